@@ -1,0 +1,318 @@
+"""The central nouns: a rollout's tokens, who wrote each of them, and what they earned.
+
+prompt -> environment reset -> rollout (policy <-> tools) -> [Trajectory] -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+A trajectory's completion is built by appending, never by decoding and encoding again. With `S` sampled tokens,
+`G` template glue and `O` observation text, a two-turn trajectory reads
+
+    completion_ids = S0 + G0 + O0 + G0' + S1
+    action_mask    = 1    0    0    0     1
+    turn_ids       = 0   -1   -1   -1     1
+
+Covered here: construction, validation, rewards on tokens, display, JSON. Not covered: tensors (`batching.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+Message = dict[str, Any]
+"""A chat message: `role`, `content`, and where it applies `tool_calls`, `name`, `tool_call_id`."""
+
+
+class Author(str, Enum):
+    """Who wrote a completion token."""
+
+    POLICY = "policy"
+    """Sampled by the model: the only tokens with gradients."""
+    TEMPLATE = "template"
+    """Added by the chat template: separators, role headers, generation prompt, the stop token of a cut turn."""
+    ENVIRONMENT = "environment"
+    """Tool results and other observations."""
+
+
+class StopReason(str, Enum):
+    """Why a trajectory ended. Every trajectory has exactly one."""
+
+    DONE = "done"
+    """The environment said the episode is over (for a `ToolEnv`: the model answered without a tool call)."""
+    MAX_TURNS = "max_turns"
+    """The turn limit was reached before the environment was done."""
+    MAX_COMPLETION_LENGTH = "max_completion_length"
+    """The token budget of the whole trajectory is spent, or the next observation does not fit into it."""
+    INVALID_CALLS = "invalid_calls"
+    """More than `max_invalid_calls` unusable turns in a row."""
+    TIMEOUT = "timeout"
+    """`rollout_timeout` passed."""
+    PROMPT_TOO_LONG = "prompt_too_long"
+    """The prompt alone leaves no room for a completion."""
+    ENVIRONMENT_ERROR = "environment_error"
+    """The environment itself raised. Not the policy's fault."""
+    GENERATION_ERROR = "generation_error"
+    """The generation back end failed. Not the policy's fault."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """A limit ended the trajectory, not the environment or the policy (gymnasium's `truncated`)."""
+        return self in (StopReason.MAX_TURNS, StopReason.MAX_COMPLETION_LENGTH, StopReason.TIMEOUT)
+
+    @property
+    def is_infrastructure_failure(self) -> bool:
+        """Not the policy's fault: the trajectory leaves its group's baseline and earns no gradient."""
+        return self in (StopReason.ENVIRONMENT_ERROR, StopReason.GENERATION_ERROR, StopReason.PROMPT_TOO_LONG)
+
+
+class ToolErrorKind(str, Enum):
+    """How a tool call failed."""
+
+    MALFORMED = "malformed"
+    """The call could not be read (broken JSON, missing name, cut off)."""
+    UNKNOWN_TOOL = "unknown_tool"
+    INVALID_ARGUMENTS = "invalid_arguments"
+    """The arguments violate the tool's JSON schema."""
+    EXCEPTION = "exception"
+    """The tool raised."""
+    TIMEOUT = "timeout"
+
+
+@dataclass(kw_only=True)
+class ToolCall:
+    """One call that the model wrote."""
+
+    name: str
+    """Tool name as the model wrote it; empty if it could not be read."""
+    arguments: Any
+    """Parsed arguments (a dict when well formed), else the raw text."""
+    id: str = ""
+    """Call id, unique in the trajectory."""
+
+
+@dataclass(kw_only=True)
+class ToolResult:
+    """What came back for one call; `content` is what the model reads."""
+
+    call: ToolCall
+    content: str
+    error: ToolErrorKind | None = None
+    """None for a call that worked."""
+    latency_s: float = 0.0
+    is_truncated: bool = False
+    """The content was cut to the tool's token limit."""
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the call failed."""
+        return self.error is not None
+
+
+@dataclass(kw_only=True)
+class Turn:
+    """One assistant turn and what the environment answered."""
+
+    start: int
+    """Position of the turn's first action token in `completion_ids`."""
+    end: int
+    """Position after the turn's last action token; `end == start` for a turn in which nothing was sampled."""
+    message: Message
+    """The assistant message as parsed from the sampled tokens."""
+    observations: list[Message] = field(default_factory=list)
+    """Messages the environment answered with (empty if the trajectory ended here)."""
+    tool_results: list[ToolResult] = field(default_factory=list)
+    """One per call, in the order of the calls."""
+    reward: float = 0.0
+    """Process reward of this turn (sum over its calls)."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """The process reward by source; sums to `reward` where given."""
+    is_truncated: bool = False
+    """The turn was cut by a token limit before the model ended it."""
+    is_invalid: bool = False
+    """The turn was unusable: no call in it could be run."""
+    generate_s: float = 0.0
+    """Seconds spent waiting for the sampler."""
+    env_s: float = 0.0
+    """Seconds spent in the environment (tools included)."""
+
+
+@dataclass(kw_only=True)
+class Trajectory:
+    """One rollout of one prompt.
+
+    T below is the number of completion tokens: everything after the prompt, tool text included.
+
+    Raises:
+        ValueError: if the per-token lists differ in length, or the masks, turn ids and authors contradict each other.
+    """
+
+    prompt_messages: list[Message]
+    prompt_ids: list[int]
+    """(P,)"""
+    completion_ids: list[int]
+    """(T,) exactly as sampled or rendered."""
+    action_mask: list[int]
+    """(T,) 1 iff the policy sampled the token."""
+    logprobs: list[float]
+    """(T,) the sampler's log-probability under the temperature used; 0.0 where `action_mask` is 0."""
+    turn_ids: list[int]
+    """(T,) index into `turns` for action tokens, -1 elsewhere."""
+    authors: list[Author]
+    """(T,)"""
+    turns: list[Turn]
+    stop_reason: StopReason
+    outcome_reward: float = 0.0
+    """Reward of the finished trajectory, counted once."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """The outcome reward by source; sums to `outcome_reward` where given."""
+    example_id: str = ""
+    """Which example of the data set."""
+    generation: int = 0
+    """Which member of the example's group."""
+    seed: int = 0
+    error: str | None = None
+    """What an infrastructure failure said."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """JSON-serialisable extras from the environment (gold answer, prediction, scores, ...)."""
+    duration_s: float = 0.0
+    advantages: list[float] | None = None
+    """(T,) filled in by the trainer before recording."""
+
+    def __post_init__(self) -> None:
+        num_tokens = len(self.completion_ids)
+        for name in ("action_mask", "logprobs", "turn_ids", "authors"):
+            if len(getattr(self, name)) != num_tokens:
+                raise ValueError(
+                    f"Trajectory.{name} has {len(getattr(self, name))} entries, completion_ids has {num_tokens}: "
+                    "every per-token list must have one entry per completion token."
+                )
+        self.stop_reason = StopReason(self.stop_reason)
+        self.authors = [Author(author) for author in self.authors]
+        for position, (mask, turn_id, author) in enumerate(
+            zip(self.action_mask, self.turn_ids, self.authors, strict=True)
+        ):
+            if mask not in (0, 1) or (mask == 1) != (author is Author.POLICY) or (mask == 1) != (turn_id >= 0):
+                raise ValueError(
+                    f"Trajectory token {position}: action_mask={mask}, turn_id={turn_id}, author={author.value} "
+                    "contradict each other: a token has mask 1, a turn id >= 0 and author 'policy', or none of them."
+                )
+        for index, turn in enumerate(self.turns):
+            if not 0 <= turn.start <= turn.end <= num_tokens:
+                raise ValueError(f"Turn {index} spans [{turn.start}, {turn.end}) of {num_tokens} completion tokens.")
+            if any(turn_id != index for turn_id in self.turn_ids[turn.start : turn.end]):
+                raise ValueError(f"Turn {index} spans [{turn.start}, {turn.end}) but turn_ids disagree there.")
+        if sum(turn.end - turn.start for turn in self.turns) != sum(self.action_mask):
+            raise ValueError("The turns do not cover the action tokens exactly.")
+
+    # ---------------------------------------------------------------- rewards
+
+    @property
+    def num_action_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return sum(self.action_mask)
+
+    @property
+    def process_reward(self) -> float:
+        """Sum of the turns' process rewards."""
+        return math.fsum(turn.reward for turn in self.turns)
+
+    @property
+    def total_reward(self) -> float:
+        """R_i: turn rewards + outcome reward."""
+        return self.process_reward + self.outcome_reward
+
+    def token_rewards(self) -> list[float]:
+        """(T,) process rewards on each turn's last action token, the outcome on the trajectory's last one.
+
+        The sum over action tokens equals `total_reward` for every stop reason, as long as anything was sampled. The
+        reward of a turn in which nothing was sampled moves to the nearest action token before it, else after it.
+        """
+        rewards = [0.0] * len(self.completion_ids)
+        action_positions = [position for position, mask in enumerate(self.action_mask) if mask]
+        if not action_positions:
+            return rewards
+        for turn in self.turns:
+            earlier = [position for position in action_positions if position < turn.end]
+            rewards[earlier[-1] if earlier else action_positions[0]] += turn.reward
+        rewards[action_positions[-1]] += self.outcome_reward
+        return rewards
+
+    # ---------------------------------------------------------------- messages
+
+    @property
+    def completion_messages(self) -> list[Message]:
+        """Assistant turns and observations, in order."""
+        messages: list[Message] = []
+        for turn in self.turns:
+            messages.append(turn.message)
+            messages.extend(turn.observations)
+        return messages
+
+    @property
+    def messages(self) -> list[Message]:
+        """The whole conversation, prompt included."""
+        return [*self.prompt_messages, *self.completion_messages]
+
+    @property
+    def tool_results(self) -> list[ToolResult]:
+        """All tool results, in order."""
+        return [result for turn in self.turns for result in turn.tool_results]
+
+    @property
+    def final_text(self) -> str:
+        """Content of the last assistant message ("" if there is none)."""
+        return str(self.turns[-1].message.get("content") or "") if self.turns else ""
+
+    # ---------------------------------------------------------------- display and JSON
+
+    def show(self, tokenizer: Any, *, width: int | None = None) -> str:
+        """Render the completion with its mask in colour and return it (ANSI codes; print it).
+
+        Green: action tokens (trained). Yellow: template glue. Blue: environment text.
+        """
+        from agent_r1_trl.recording.terminal import render_trajectory
+
+        return render_trajectory(self, tokenizer, width=width)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-serialisable dictionary without loss."""
+        record = asdict(self)
+        record["stop_reason"] = self.stop_reason.value
+        record["authors"] = [author.value for author in self.authors]
+        for turn, turn_record in zip(self.turns, record["turns"], strict=True):
+            for result, result_record in zip(turn.tool_results, turn_record["tool_results"], strict=True):
+                result_record["error"] = result.error.value if result.error else None
+        return record
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Trajectory:
+        """The inverse of `to_dict`; unknown keys (a recorder's step, say) are ignored."""
+        known = {item.name for item in fields(cls)}
+        values = {key: value for key, value in record.items() if key in known}
+        values["turns"] = [_turn_from_dict(turn) for turn in record["turns"]]
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """One line of JSON; non-finite numbers are written as Python's json writes them (NaN, Infinity)."""
+        return json.dumps(self.to_dict(), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Trajectory:
+        """The inverse of `to_json`."""
+        return cls.from_dict(json.loads(text))
+
+
+def _turn_from_dict(record: dict[str, Any]) -> Turn:
+    results = [
+        ToolResult(
+            **{
+                **result,
+                "call": ToolCall(**result["call"]),
+                "error": ToolErrorKind(result["error"]) if result["error"] else None,
+            }
+        )
+        for result in record["tool_results"]
+    ]
+    return Turn(**{**record, "tool_results": results})
