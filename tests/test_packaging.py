@@ -1,0 +1,84 @@
+"""The package as a user meets it: lazy imports, metadata, console script."""
+
+import configparser
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import agent_r1_trl
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = ["torch", "transformers", "trl", "vllm", "accelerate", "datasets", "peft", "pandas"]
+
+
+def loaded_after(code: str) -> set[str]:
+    """The heavy modules that a fresh interpreter holds after running `code`."""
+    script = f"{code}\nimport sys, json\nprint(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    return set(json.loads(output.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import agent_r1_trl",
+        "from agent_r1_trl import tool, Tool, Trajectory, StopReason, ToolCall, ToolResult",
+        "from agent_r1_trl import ToolEnv, SearchQAEnv, Environment, StepResult, check_env",
+        "import agent_r1_trl.rewards, agent_r1_trl.tools, agent_r1_trl.environments",
+        "from agent_r1_trl import tool\n@tool\ndef f(x: int) -> int:\n    '''Add one.'''\n    return x + 1\nassert f(1) == 2",
+    ],
+)
+def test_an_environment_server_loads_nothing_heavy(code):
+    assert loaded_after(code) == set()
+
+
+def test_asking_for_the_trainer_is_what_loads_torch():
+    assert {"torch", "trl"} <= loaded_after("from agent_r1_trl import MultiTurnGRPOTrainer")
+
+
+@pytest.mark.parametrize("name", agent_r1_trl.__all__)
+def test_every_exported_name_can_be_imported(name):
+    assert getattr(agent_r1_trl, name) is not None
+    assert name in dir(agent_r1_trl)
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = agent_r1_trl.no_such_name
+
+
+def test_the_installed_metadata_is_what_setup_cfg_says():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    installed = metadata.metadata("agent-r1-trl")
+    assert installed["Version"] == agent_r1_trl.__version__
+    assert installed["License"] == "Apache-2.0"
+    assert installed["Requires-Python"] == config["options"]["python_requires"]
+    scripts = {item.name: item.value for item in metadata.distribution("agent-r1-trl").entry_points}
+    assert scripts["agent-r1-trl"] == "agent_r1_trl.cli:main"
+
+
+def test_the_constraints_satisfy_the_declared_requirements():
+    from packaging.requirements import Requirement
+
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = config["options.extras_require"].values()
+    lines = "\n".join([config["options"]["install_requires"], *extras]).splitlines()
+    declared = {item.name.lower(): item.specifier for item in map(Requirement, filter(is_requirement, lines))}
+    pinned = dict(
+        line.split("==")
+        for line in (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    assert {"torch", "trl", "transformers"} <= set(pinned)
+    wrong = [name for name, version in pinned.items() if name in declared and version not in declared[name]]
+    assert not wrong
+
+
+def is_requirement(line: str) -> bool:
+    return bool(line.strip()) and not line.startswith(("#", "agent-r1-trl"))
