@@ -1,0 +1,122 @@
+"""What a batch of trajectories logs. `docs/metrics.md` defines each name with its formula.
+
+Averages are per trajectory, never per row or token, unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from agent_r1_trl.trajectory import Author, StopReason, Trajectory
+
+
+def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
+    """The few numbers that metrics need from one trajectory: small enough to gather over ranks."""
+    parts: dict[str, float] = defaultdict(float)
+    for source in (trajectory.reward_parts, *(turn.reward_parts for turn in trajectory.turns)):
+        for name, value in source.items():
+            parts[name] += value
+    authors = Counter(author.value for author in trajectory.authors)
+    return {
+        "reward": trajectory.total_reward,
+        "process": trajectory.process_reward,
+        "outcome": trajectory.outcome_reward,
+        "parts": dict(parts),
+        "turns": len(trajectory.turns),
+        "invalid_turns": sum(turn.is_invalid for turn in trajectory.turns),
+        "calls": [(result.call.name, result.latency_s, result.is_truncated) for result in trajectory.tool_results],
+        "known_tools": [result.call.name for result in trajectory.tool_results if not _is_unknown(result)],
+        "errors": [result.error.value for result in trajectory.tool_results if result.error],
+        "tokens": {author.value: authors.get(author.value, 0) for author in Author},
+        "stop": trajectory.stop_reason.value,
+        "live": not trajectory.stop_reason.is_infrastructure_failure,
+        "truncated": trajectory.stop_reason.is_truncated,
+        "generate_s": math.fsum(turn.generate_s for turn in trajectory.turns),
+        "env_s": math.fsum(turn.env_s for turn in trajectory.turns),
+        "duration_s": trajectory.duration_s,
+        "info": {
+            name: float(value)
+            for name, value in trajectory.info.items()
+            if isinstance(value, bool | int | float) and math.isfinite(value)
+        },
+    }
+
+
+def _is_unknown(result: Any) -> bool:
+    return result.error is not None and result.error.value in ("unknown_tool", "malformed")
+
+
+def rollout_metrics(records: Sequence[dict[str, Any]], *, num_generations: int) -> dict[str, float]:
+    """Metrics of N trajectories in data order; consecutive runs of `num_generations` are one group.
+
+    Infrastructure failures count in `stop/*` and `rollout/*`, not in rewards.
+    """
+    if not records:
+        return {}
+    metrics: dict[str, float] = {}
+    metrics.update(_reward_metrics(records, num_generations))
+    num = len(records)
+    metrics["rollout/turns"] = _mean([record["turns"] for record in records])
+    metrics["rollout/invalid_turns"] = _mean([record["invalid_turns"] for record in records])
+    metrics["rollout/tool_calls"] = _mean([len(record["calls"]) for record in records])
+    metrics["rollout/truncated_share"] = _mean([record["truncated"] for record in records])
+    metrics["rollout/infrastructure_failure_share"] = _mean([not record["live"] for record in records])
+    for reason in StopReason:
+        metrics[f"stop/{reason.value}"] = sum(record["stop"] == reason.value for record in records) / num
+    for author in Author:
+        metrics[f"tokens/{author.value}"] = _mean([record["tokens"][author.value] for record in records])
+    metrics.update(_tool_metrics(records))
+    metrics["time/generate_s"] = _mean([record["generate_s"] for record in records])
+    metrics["time/env_s"] = _mean([record["env_s"] for record in records])
+    metrics["time/longest_trajectory_s"] = max(record["duration_s"] for record in records)
+    for name in sorted({name for record in records for name in record["info"]}):
+        metrics[f"env/{name}"] = _mean([record["info"][name] for record in records if name in record["info"]])
+    return metrics
+
+
+def _reward_metrics(records: Sequence[dict[str, Any]], num_generations: int) -> dict[str, float]:
+    live = [record for record in records if record["live"]]
+    metrics = {
+        "reward/process": _mean([record["process"] for record in live]),
+        "reward/outcome": _mean([record["outcome"] for record in live]),
+    }
+    for name in sorted({name for record in live for name in record["parts"]}):
+        metrics[f"reward_parts/{name}"] = _mean([record["parts"].get(name, 0.0) for record in live])
+    stds = []
+    for start in range(0, len(records), num_generations):
+        rewards = [record["reward"] for record in records[start : start + num_generations] if record["live"]]
+        if len(rewards) > 1:
+            stds.append((_std(rewards), max(abs(reward) for reward in rewards)))
+    if stds:
+        metrics["group/reward_std"] = _mean([std for std, _ in stds])
+        metrics["group/zero_variance_share"] = _mean([std <= 1e-6 * largest for std, largest in stds])
+    return metrics
+
+
+def _tool_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    calls = [call for record in records for call in record["calls"]]
+    errors = Counter(error for record in records for error in record["errors"])
+    known = {name for record in records for name in record["known_tools"]}
+    metrics = {"tools/failure_share": sum(errors.values()) / len(calls) if calls else 0.0}
+    for kind, count in sorted(errors.items()):
+        metrics[f"tools/failures/{kind}"] = count / len(records)
+    for name in sorted(known):
+        latencies = [latency for call, latency, _ in calls if call == name]
+        metrics[f"tools/{name}/calls"] = len(latencies) / len(records)
+        metrics[f"tools/{name}/latency_s"] = _mean(latencies)
+        metrics[f"tools/{name}/latency_max_s"] = max(latencies)
+        metrics[f"tools/{name}/truncated_share"] = _mean([cut for call, _, cut in calls if call == name])
+    return metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else float("nan")
+
+
+def _std(values: Sequence[float]) -> float:
+    """Bessel-corrected standard deviation."""
+    mean = _mean(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

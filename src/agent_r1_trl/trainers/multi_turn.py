@@ -1,0 +1,467 @@
+"""The one file that knows TRL's insides: TRL's GRPO trainer with its generation step replaced by our rollout.
+
+prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> [rewards on tokens] -> filter
+       -> [batch] -> [advantages] -> [loss] -> [step] -> sync weights -> next rollout
+
+TRL 1.16 names this file touches (`tests/trainers/test_trl_contract.py` checks each):
+
+- overridden: `__init__`, `_generate`, `_generate_and_score_completions`, `_calculate_rewards`, `training_step`,
+  `_save_checkpoint`, `_load_optimizer_and_scheduler`, `_set_signature_columns_if_needed`, `create_model_card`
+- read: `_metrics`, `_tokenizer`, `_is_vlm`, `eos_token_ids`, `reward_weights`, `reward_func_names`, `num_generations`,
+  `num_generations_eval`, `model_wrapped`, `accelerator`, `state`
+- read and set: `_step`, `_buffered_inputs`, `use_vllm`
+- output of `_generate_and_score_completions`: `advantages`, `tool_mask`, `completion_mask`, `num_items_in_batch`
+
+No TRL method body is copied; `super()` does the scoring, the reference log-probs, the loss and the step.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+from trl.models import unwrap_model_for_generation
+
+from agent_r1_trl.batching import batch_trajectories
+from agent_r1_trl.generation import SamplingParams, TransformersGenerator
+from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner, derive_seed, example_key
+from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
+from agent_r1_trl.trainers.env_source import env_name, has_own_reward, resolve_env_factory
+from agent_r1_trl.trainers.metrics import rollout_metrics, trajectory_record
+from agent_r1_trl.trainers.model_card import write_model_card
+from agent_r1_trl.trajectory import Trajectory
+
+ROLLOUT_STATE = "rollout_state_rank{rank}.pt"
+"""File in a checkpoint: where between two generations it was made, and the rollout that is still to be trained on."""
+
+
+class MultiTurnTrainer(GRPOTrainer):
+    """Base of the multi-turn trainers: rollouts, rewards, masks, metrics, recording, checkpoints.
+
+    Args:
+        env: environment class or zero-argument factory; each trajectory gets a fresh one.
+        tools: TRL's plain functions (instead of `env`).
+        environment_factory: TRL's environment classes (instead of `env`).
+        generator: a `Generator` to sample with; None makes one from the arguments.
+        model: as for `trl.GRPOTrainer`, like every argument not named here.
+
+    With none of `env`, `tools` and `environment_factory` the trainer behaves as `trl.GRPOTrainer`.
+    """
+
+    config_class: type[MultiTurnConfig] = MultiTurnGRPOConfig
+    _tag_names = ["trl", "agent-r1-trl", "multi-turn"]
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *positional: Any,
+        env: Any = None,
+        tools: Sequence[Callable] | None = None,
+        environment_factory: Any = None,
+        generator: Any = None,
+        **kwargs: Any,
+    ):
+        args = self._default_args(model) if args is None else args
+        config = self.config_class.from_grpo_config(args)
+        self.env_factory = resolve_env_factory(env, tools, environment_factory)
+        self._user_generator = generator
+        self._rollout_trajectories: list[Trajectory] | None = None
+        self._rollout_seconds = 0.0
+        if self.env_factory is None:
+            super().__init__(model, reward_funcs, config, train_dataset, eval_dataset, *positional, **kwargs)
+            return
+        config.check_supported()
+        if kwargs.get("rollout_func") is not None:
+            raise ValueError("rollout_func= and env= (or tools=) were both given: both replace generation. Remove one.")
+        reward_funcs = _as_list(reward_funcs)
+        trl_args = self._trl_arguments(config, len(reward_funcs))
+        if has_own_reward(self.env_factory):
+            reward_funcs = [environment_reward, *reward_funcs]
+        if not reward_funcs:
+            raise ValueError(
+                "No reward source: tools= are plain functions and earn nothing. Pass reward_funcs=, or env= with an "
+                "outcome_reward."
+            )
+        if train_dataset is None:
+            train_dataset = _placeholder_dataset(config)
+        super().__init__(model, reward_funcs, trl_args, train_dataset, eval_dataset, *positional, **kwargs)
+        if self._is_vlm:
+            raise ValueError(
+                f"processing_class={type(self.processing_class).__name__}: images together with tools are not supported. "
+                "Pass a text-only tokenizer as processing_class, or train without env= and tools=."
+            )
+        self._restore_arguments(config)
+        self._prepare_rollout()
+
+    @classmethod
+    def _default_args(cls, model: Any) -> MultiTurnConfig:
+        name = model if isinstance(model, str) else model.config._name_or_path
+        return cls.config_class(output_dir=f"{name.split('/')[-1]}-{cls._name}")
+
+    # ---------------------------------------------------------------- set-up
+
+    def _trl_arguments(self, config: MultiTurnConfig, num_reward_funcs: int) -> MultiTurnConfig:
+        """The copy of the arguments that TRL sees: without an engine of its own, with a weight for the environment."""
+        args = copy.copy(config)
+        args.use_vllm = False
+        args.mask_truncated_completions = False
+        if args.reward_weights is not None:
+            if len(args.reward_weights) != num_reward_funcs:
+                raise ValueError(
+                    f"reward_weights={args.reward_weights} has {len(args.reward_weights)} entries for "
+                    f"{num_reward_funcs} reward_funcs: give one weight per function of yours (the environment's own "
+                    "reward always counts 1)."
+                )
+            if has_own_reward(self.env_factory):  # type: ignore[arg-type]
+                args.reward_weights = [1.0, *args.reward_weights]
+        return args
+
+    def _restore_arguments(self, config: MultiTurnConfig) -> None:
+        self.args.use_vllm = self.use_vllm = config.use_vllm
+        self.args.mask_truncated_completions = config.mask_truncated_completions
+        self.args.reward_weights = config.reward_weights
+
+    def _prepare_rollout(self) -> None:
+        args = self.args
+        template_kwargs = dict(args.chat_template_kwargs or {})
+        if args.thinking == "off":
+            template_kwargs["enable_thinking"] = False
+        self.chat = ChatFormat(
+            self._tokenizer, chat_template_kwargs=template_kwargs, extra_stop_token_ids=self.eos_token_ids
+        )
+        # What the policy is trained with is what is saved with it.
+        self._tokenizer.chat_template = self.chat.chat_template
+        self.max_turns = args.max_turns
+        if args.max_tool_calling_iterations is not None:
+            self.max_turns = min(args.max_turns, args.max_tool_calling_iterations + 1)
+        self.limits = RolloutLimits(
+            max_turns=self.max_turns,
+            max_tokens_per_turn=args.max_tokens_per_turn,
+            max_completion_length=args.max_completion_length,
+            max_observation_tokens=args.max_observation_tokens,
+            max_invalid_calls=args.max_invalid_calls,
+            max_concurrency=args.max_concurrency,
+            rollout_timeout=args.rollout_timeout,
+        )
+        self.params = SamplingParams(
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k or 0,
+            min_p=args.min_p or 0.0,
+            repetition_penalty=args.repetition_penalty,
+        )
+        self._runner: RolloutRunner | None = None
+        self._synced_step = -1
+        self._store = None
+        if args.record_trajectories != "none":
+            from agent_r1_trl.recording import TrajectoryStore
+
+            self._store = TrajectoryStore(
+                args.output_dir, format=args.record_trajectories, rank=self.accelerator.process_index
+            )
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        if self.env_factory is not None and self.train_dataset is not None:
+            self._signature_columns = list({*self._signature_columns, *(self.train_dataset.column_names or [])})
+
+    # ---------------------------------------------------------------- rollout
+
+    def _build_generator(self, model: Any) -> Any:
+        if self._user_generator is not None:
+            return self._user_generator
+        if self.use_vllm:
+            from agent_r1_trl.generation import VLLMGenerator
+
+            return VLLMGenerator.from_training_args(
+                model, self._tokenizer, self.args, stop_token_ids=self.chat.stop_token_ids
+            )
+        return TransformersGenerator(
+            model,
+            pad_token_id=self._tokenizer.pad_token_id,
+            stop_token_ids=self.chat.stop_token_ids,
+            max_batch_size=self.args.generation_batch_rows,
+        )
+
+    def _sync_weights(self, model: Any) -> None:
+        """Bring a generator that holds its own copy of the weights up to date, once per optimizer step."""
+        if hasattr(self._runner.generator, "sync_weights") and self._synced_step != self.state.global_step:
+            self._runner.generator.sync_weights(model)
+            self._synced_step = self.state.global_step
+
+    def _roll_out(self, examples: list[dict[str, Any]]) -> list[Trajectory]:
+        """Play one trajectory per row. ZeRO-3 parameters are gathered once, around the whole rollout."""
+        mode = "train" if self.model.training else "eval"
+        with (
+            torch.no_grad(),
+            unwrap_model_for_generation(
+                self.model_wrapped, self.accelerator, gather_deepspeed3_params=self.args.ds3_gather_for_generation
+            ) as model,
+        ):
+            if self._runner is None:
+                self._runner = RolloutRunner(
+                    self.env_factory,
+                    self._build_generator(model),
+                    self.chat,
+                    self.limits,
+                    self.params,
+                    run_seed=self.args.seed,
+                )
+            self._sync_weights(model)
+            return self._runner.run(self._requests(examples, mode), params=self._mode_params(mode))
+
+    def _mode_params(self, mode: str) -> SamplingParams:
+        if mode == "train" or self.args.eval_temperature is None:
+            return self.params
+        return SamplingParams(temperature=self.args.eval_temperature)
+
+    def _requests(self, examples: list[dict[str, Any]], mode: str) -> list[RolloutRequest]:
+        """Row i of this rank is row `rank * B + i` of the generation batch; groups are consecutive rows of that."""
+        group_size = self.num_generations if mode == "train" else self.num_generations_eval
+        first_row = self.accelerator.process_index * len(examples)
+        round_index = self._step if mode == "train" else -1  # every evaluation draws alike
+        requests = []
+        for index, example in enumerate(examples):
+            generation = (first_row + index) % group_size
+            example_id = example_key(example)
+            seed = derive_seed(self.args.seed, round_index, example_id, generation, 0)
+            requests.append(
+                RolloutRequest(example=dict(example), example_id=example_id, generation=generation, seed=seed)
+            )
+        return requests
+
+    def _generate(self, prompts: list[Any]) -> tuple:
+        """TRL's generation step: hand over the trajectories that were just rolled out, in TRL's 8-tuple."""
+        if self._rollout_trajectories is None:
+            return super()._generate(prompts)
+        trajectories = self._rollout_trajectories
+        pad = self._tokenizer.pad_token_id
+        # TRL crashes on an empty completion: such a row carries one pad id that nothing trains on.
+        completion_ids = [trajectory.completion_ids or [pad] for trajectory in trajectories]
+        tool_mask = [
+            trajectory.action_mask or [0] if self._is_trained_on(trajectory) else [0] * len(ids)
+            for trajectory, ids in zip(trajectories, completion_ids, strict=True)
+        ]
+        logprobs = [trajectory.logprobs or [0.0] for trajectory in trajectories] if self.use_vllm else None
+        self._log_completion_lengths(trajectories)
+        return (
+            [trajectory.prompt_ids or [pad] for trajectory in trajectories],
+            completion_ids,
+            tool_mask,
+            [trajectory.completion_messages for trajectory in trajectories],
+            logprobs,
+            {"trajectory": trajectories, **self._environments_column()},
+            None,
+            [],
+        )
+
+    def _environments_column(self) -> dict[str, list[Any]]:
+        environments = self._runner.environments if self._runner is not None else None
+        return {"environments": environments} if environments else {}
+
+    def _is_trained_on(self, trajectory: Trajectory) -> bool:
+        if trajectory.stop_reason.is_infrastructure_failure:
+            return False
+        return not (trajectory.stop_reason.is_truncated and self.args.truncated_trajectories == "mask")
+
+    # ---------------------------------------------------------------- scoring
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if self.env_factory is None:
+            return super()._generate_and_score_completions(inputs)
+        if any(row.get("image") is not None or row.get("images") for row in inputs):
+            raise ValueError(
+                "The data set has an 'image' or 'images' column with content: images together with tools are not "
+                "supported. Remove the column, or train without env= and tools=."
+            )
+        mode = "train" if self.model.training else "eval"
+        start = time.perf_counter()
+        trajectories = self._roll_out(inputs)
+        rollout_s = time.perf_counter() - start
+        if self.args.truncated_trajectories == "penalise":
+            _penalise_truncated(trajectories, self.args.truncation_penalty)
+        self._rollout_trajectories = trajectories
+        try:
+            rows = [
+                {**row, "prompt": trajectory.prompt_messages}
+                for row, trajectory in zip(inputs, trajectories, strict=True)
+            ]
+            output = super()._generate_and_score_completions(rows)
+        finally:
+            self._rollout_trajectories = None
+        self._add_reward_functions(trajectories)
+        output["advantages"] = self._masked_advantages(output, trajectories)
+        if not self.args.loss_mask:
+            self._open_loss_mask(output, trajectories)
+        self._rollout_seconds += time.perf_counter() - start
+        self._metrics[mode]["time/rollout_s"].append(rollout_s)
+        self._log_rollout(trajectories, mode)
+        self._record(trajectories, output["advantages"], mode)
+        return output
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+        self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        return self._rewards_per_func  # (N, F), N rows of all ranks
+
+    def _add_reward_functions(self, trajectories: list[Trajectory]) -> None:
+        """Add the weighted values of the user's reward functions to the outcomes of this rank's trajectories."""
+        first = self.accelerator.process_index * len(trajectories)
+        local = self._rewards_per_func[first : first + len(trajectories)]  # (B, F)
+        for column, name in enumerate(self.reward_func_names):
+            if self.reward_funcs[column] is environment_reward:
+                continue
+            weight = float(self.reward_weights[column])
+            for trajectory, value in zip(trajectories, local[:, column].tolist(), strict=True):
+                if value == value:  # not NaN: the function scored this row
+                    trajectory.outcome_reward += weight * value
+                    trajectory.reward_parts[name] = trajectory.reward_parts.get(name, 0.0) + weight * value
+
+    def _masked_advantages(self, output: dict[str, Any], trajectories: list[Trajectory]) -> torch.Tensor:
+        """(B, T) advantages, 0 outside their mask."""
+        completion_mask = output["completion_mask"]
+        batch = batch_trajectories(trajectories, length=completion_mask.shape[1])
+        mask = batch.action_mask if self.args.advantage_mask else completion_mask
+        returns = batch.returns.to(completion_mask.device)  # (B,)
+        first = self.accelerator.process_index * len(trajectories)
+        unscored = self._rewards_per_func[first : first + len(trajectories)].isnan().all(dim=1)  # (B,)
+        returns = returns.masked_fill(unscored, float("nan"))
+        return self._compute_advantages(returns, mask.to(completion_mask.device))
+
+    def _compute_advantages(self, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The estimator: (B,) returns of this rank (NaN left the baseline) and a (B, T) mask to (B, T) advantages."""
+        raise NotImplementedError
+
+    def _open_loss_mask(self, output: dict[str, Any], trajectories: list[Trajectory]) -> None:
+        """The ablation without loss mask: observation tokens of trained rows enter the loss and its normaliser."""
+        device = output["completion_mask"].device
+        live = torch.tensor([self._is_trained_on(t) and bool(t.completion_ids) for t in trajectories], device=device)
+        output["tool_mask"] = output["completion_mask"] * live.unsqueeze(1)
+        output["num_items_in_batch"] = self.accelerator.gather(output["tool_mask"].sum()).sum()
+
+    # ---------------------------------------------------------------- metrics and records
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        self._rollout_seconds = 0.0
+        start = time.perf_counter()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._metrics["train"]["time/update_s"].append(time.perf_counter() - start - self._rollout_seconds)
+        return loss
+
+    def _log_completion_lengths(self, trajectories: list[Trajectory]) -> None:
+        """TRL's `completions/*` and `num_tokens`, with lengths in sampled tokens as TRL counts them."""
+        mode = "train" if self.model.training else "eval"
+        rows = gather_object(
+            [
+                (len(t.prompt_ids), t.num_action_tokens, t.stop_reason.is_truncated or not t.completion_ids)
+                for t in trajectories
+            ]
+        )
+        lengths = [float(length) for _, length, _ in rows]
+        ended = [float(length) for _, length, is_clipped in rows if not is_clipped] or [0.0]
+        if mode == "train":
+            self.state.num_input_tokens_seen += sum(prompt + length for prompt, length, _ in rows)
+        metrics = self._metrics[mode]
+        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
+        metrics["completions/clipped_ratio"].append(sum(is_clipped for *_, is_clipped in rows) / len(rows))
+        for kind, values in (("", lengths), ("terminated_", ended)):
+            metrics[f"completions/mean_{kind}length"].append(sum(values) / len(values))
+            metrics[f"completions/min_{kind}length"].append(min(values))
+            metrics[f"completions/max_{kind}length"].append(max(values))
+
+    def _log_rollout(self, trajectories: list[Trajectory], mode: str) -> None:
+        group_size = self.num_generations if mode == "train" else self.num_generations_eval
+        records = gather_object([trajectory_record(trajectory) for trajectory in trajectories])
+        for name, value in rollout_metrics(records, num_generations=group_size).items():
+            self._metrics[mode][name].append(value)
+
+    def _record(self, trajectories: list[Trajectory], advantages: torch.Tensor, mode: str) -> None:
+        if self._store is None:
+            return
+        for trajectory, row in zip(trajectories, advantages.tolist(), strict=True):
+            trajectory.advantages = row[: len(trajectory.completion_ids)]
+        self._store.write(self.state.global_step, trajectories, split=mode)
+
+    # ---------------------------------------------------------------- checkpoints and publishing
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.env_factory is None:
+            return
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        is_between = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        state = {"step": self._step, "buffered_inputs": self._buffered_inputs if is_between else None}
+        path = folder / ROLLOUT_STATE.format(rank=self.accelerator.process_index)
+        torch.save(state, path.with_suffix(".tmp"))
+        os.replace(path.with_suffix(".tmp"), path)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None or self.env_factory is None:
+            return
+        path = Path(checkpoint) / ROLLOUT_STATE.format(rank=self.accelerator.process_index)
+        if path.exists():
+            state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+            self._step, self._buffered_inputs = state["step"], state["buffered_inputs"]
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write our own card (TRL looks templates up inside its own package)."""
+        if self.is_world_process_zero():
+            write_model_card(self, model_name=model_name, dataset_name=dataset_name, tags=tags)
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """JSON schemas of the environment's tools."""
+        if self.env_factory is None:
+            return []
+        from agent_r1_trl.tools import as_tool
+
+        return [as_tool(item).schema for item in getattr(self.env_factory(), "tools", ())]
+
+    @property
+    def env_name(self) -> str | None:
+        """Name of the environment; None without one."""
+        return env_name(self.env_factory) if self.env_factory is not None else None
+
+
+def environment_reward(trajectory: list[Trajectory], **kwargs: Any) -> list[float | None]:
+    """TRL reward function that carries the environment's return: turn rewards + outcome, None for a lost trajectory."""
+    return [None if item.stop_reason.is_infrastructure_failure else item.total_reward for item in trajectory]
+
+
+def _penalise_truncated(trajectories: list[Trajectory], penalty: float) -> None:
+    for trajectory in trajectories:
+        if trajectory.stop_reason.is_truncated:
+            trajectory.outcome_reward += penalty
+            trajectory.reward_parts["truncation_penalty"] = penalty
+
+
+def _as_list(reward_funcs: Any) -> list[Any]:
+    if reward_funcs is None:
+        return []
+    return list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+
+
+def _placeholder_dataset(config: MultiTurnConfig) -> Dataset:
+    """Empty rows that drive the loop when the environment owns the data."""
+    if config.max_steps <= 0:
+        raise ValueError(
+            f"train_dataset=None with max_steps={config.max_steps}: without a data set the environment makes its own "
+            "prompts and max_steps sets the length of the run. Pass train_dataset=, or set max_steps > 0."
+        )
+    num_rows = max(1, config.generation_batch_size // config.num_generations)
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * num_rows})
