@@ -1,7 +1,25 @@
-"""The trainers and their arguments."""
+"""The trainers and their arguments, imported on first use."""
 
-from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
-from agent_r1_trl.trainers.grpo import MultiTurnGRPOTrainer
-from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
+from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
+    from agent_r1_trl.trainers.grpo import MultiTurnGRPOTrainer
+    from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
+
+_MODULE_OF = {
+    "MultiTurnConfig": "config",
+    "MultiTurnGRPOConfig": "config",
+    "MultiTurnGRPOTrainer": "grpo",
+    "MultiTurnTrainer": "multi_turn",
+}
 __all__ = ["MultiTurnConfig", "MultiTurnGRPOConfig", "MultiTurnGRPOTrainer", "MultiTurnTrainer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

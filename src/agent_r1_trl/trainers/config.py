@@ -116,7 +116,7 @@ class MultiTurnConfig(GRPOConfig):
         _check_positive_int(self, "max_invalid_calls", minimum=0)
         if self.max_completion_length is None or self.max_completion_length < 1:
             raise ValueError(
-                f"max_completion_length={self.max_completion_length} must be at least 1: it is the token budget of a "
+                f"max_completion_length={self.max_completion_length} must be at least 1: it is the token budget of the "
                 "whole trajectory, tool text included. Set max_completion_length, for example 2048."
             )
         if self.rollout_timeout is not None and not (
@@ -124,6 +124,7 @@ class MultiTurnConfig(GRPOConfig):
         ):
             raise ValueError(f"rollout_timeout={self.rollout_timeout!r} must be seconds > 0, or None for no limit.")
         _check_choice(self, "truncated_trajectories", TRUNCATION_POLICIES)
+        self._honour_mask_truncated_completions()
         _check_choice(self, "record_trajectories", RECORD_FORMATS)
         _check_choice(self, "thinking", ("keep", "off"))
         _check_choice(self, "advantage_estimator", GROUP_ESTIMATORS)
@@ -141,6 +142,16 @@ class MultiTurnConfig(GRPOConfig):
                 f"scale_rewards={self.scale_rewards!r} has no meaning with advantage_estimator='rloo', which divides by "
                 "nothing. Remove scale_rewards, or use advantage_estimator='grpo'."
             )
+
+    def _honour_mask_truncated_completions(self) -> None:
+        """TRL's spelling of truncated_trajectories='mask'."""
+        if self.mask_truncated_completions and self.truncated_trajectories == "penalise":
+            raise ValueError(
+                "mask_truncated_completions=True contradicts truncated_trajectories='penalise': a masked trajectory "
+                "feels no penalty. Remove one of the two."
+            )
+        if self.mask_truncated_completions:
+            self.truncated_trajectories = "mask"
 
     def _apply_dr_grpo(self) -> None:
         """Dr. GRPO is R - group mean under a constant-length normaliser: fill in TRL's default, refuse anything else."""
@@ -164,8 +175,6 @@ class MultiTurnConfig(GRPOConfig):
             if not hasattr(config, item.name):
                 value = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[misc]
                 setattr(config, item.name, value)
-        if config.mask_truncated_completions:
-            config.truncated_trajectories = "mask"
         config.check_multi_turn()
         return config
 

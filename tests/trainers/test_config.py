@@ -1,0 +1,85 @@
+"""Bad settings are refused with the flag, the value, the rule and the cure."""
+
+import pytest
+from trl import GRPOConfig
+
+from agent_r1_trl.trainers.config import UNSUPPORTED_OPTIONS, MultiTurnConfig, MultiTurnGRPOConfig
+
+CPU = {"output_dir": "unused", "bf16": False, "use_cpu": True}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "cure"),
+    [
+        ("max_turns", 0, ">= 1"),
+        ("max_turns", 2.5, "whole number"),
+        ("max_turns", True, "whole number"),
+        ("max_tokens_per_turn", 0, ">= 1"),
+        ("max_observation_tokens", -1, ">= 1"),
+        ("max_invalid_calls", -1, ">= 0"),
+        ("max_concurrency", 0, ">= 1"),
+        ("max_completion_length", 0, "token budget"),
+        ("rollout_timeout", 0, "seconds > 0"),
+        ("rollout_timeout", "soon", "seconds > 0"),
+        ("truncated_trajectories", "drop", "'keep', 'mask', 'penalise'"),
+        ("truncation_penalty", 0.5, "<= 0"),
+        ("truncation_penalty", float("nan"), "finite"),
+        ("advantage_estimator", "ppo", "'grpo'"),
+        ("record_trajectories", "csv", "'jsonl'"),
+        ("thinking", "strip", "'keep'"),
+        ("eval_temperature", -0.1, "greedy"),
+    ],
+)
+def test_a_bad_value_is_refused_with_flag_value_and_cure(flag, value, cure):
+    with pytest.raises(ValueError) as error:
+        MultiTurnGRPOConfig(**CPU, **{flag: value})
+    message = str(error.value)
+    assert flag in message
+    assert str(value) in message
+    assert cure in message
+
+
+def test_dr_grpo_sets_the_constant_length_loss_and_refuses_another():
+    assert MultiTurnGRPOConfig(**CPU, advantage_estimator="dr_grpo").loss_type == "dr_grpo"
+    with pytest.raises(ValueError, match="loss_type='bnpo' contradicts"):
+        MultiTurnGRPOConfig(**CPU, advantage_estimator="dr_grpo", loss_type="bnpo")
+
+
+def test_rloo_refuses_batch_scaling_that_it_would_ignore():
+    with pytest.raises(ValueError, match="scale_rewards='batch' has no meaning"):
+        MultiTurnGRPOConfig(**CPU, advantage_estimator="rloo", scale_rewards="batch")
+
+
+def test_a_plain_grpo_config_is_accepted_and_left_untouched():
+    plain = GRPOConfig(**CPU, max_completion_length=77, mask_truncated_completions=True)
+    config = MultiTurnGRPOConfig.from_grpo_config(plain)
+    assert isinstance(config, MultiTurnGRPOConfig)
+    assert (config.max_completion_length, config.max_turns, config.truncated_trajectories) == (77, 8, "mask")
+    assert type(plain) is GRPOConfig
+    assert not hasattr(plain, "max_turns")
+
+
+def test_trls_truncation_mask_conflicts_with_a_penalty():
+    with pytest.raises(ValueError, match="mask_truncated_completions=True contradicts"):
+        MultiTurnGRPOConfig(**CPU, mask_truncated_completions=True, truncated_trajectories="penalise")
+    assert MultiTurnGRPOConfig(**CPU, mask_truncated_completions=True).truncated_trajectories == "mask"
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED_OPTIONS))
+def test_every_trl_option_that_is_ignored_is_refused_by_name(name):
+    config = MultiTurnGRPOConfig(**CPU)
+    config.check_supported()
+    config.use_vllm = True
+    accepted, cure = UNSUPPORTED_OPTIONS[name]
+    setattr(config, name, "server" if name == "vllm_mode" else {"x": 1} if accepted is None else not accepted)
+    with pytest.raises(ValueError) as error:
+        config.check_supported()
+    assert name in str(error.value)
+    assert cure in str(error.value)
+
+
+def test_every_field_of_ours_has_help():
+    own = set(MultiTurnConfig.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__)
+    assert len(own) >= 15
+    for name in own:
+        assert MultiTurnConfig.__dataclass_fields__[name].metadata["help"], name
