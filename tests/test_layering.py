@@ -1,6 +1,6 @@
 """The direction of dependencies between modules, read from the source (no module is imported).
 
-Covered: who may import whom inside the package, lazily or not; who may import trl; what must never load at import time.
+Covered: who may import whom inside the package, lazily or not; who may import trl; what must not load at import time.
 """
 
 import ast
