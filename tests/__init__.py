@@ -1,0 +1,1 @@
+"""The test suite; it mirrors src one to one."""
