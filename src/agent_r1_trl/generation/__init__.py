@@ -1,1 +1,37 @@
+"""Generation back ends: one trajectory's token ids in, the ids the policy sampled out."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agent_r1_trl.generation.base import Generation, GenerationError, Generator, SamplingParams
+    from agent_r1_trl.generation.scripted import ScriptedGenerator
+    from agent_r1_trl.generation.transformers_generator import TransformersGenerator
+    from agent_r1_trl.generation.vllm_generator import VLLMGenerator
+
+_MODULE_OF = {
+    "Generation": "base",
+    "GenerationError": "base",
+    "Generator": "base",
+    "SamplingParams": "base",
+    "ScriptedGenerator": "scripted",
+    "TransformersGenerator": "transformers_generator",
+    "VLLMGenerator": "vllm_generator",
+}
+__all__ = [
+    "Generation",
+    "GenerationError",
+    "Generator",
+    "SamplingParams",
+    "ScriptedGenerator",
+    "TransformersGenerator",
+    "VLLMGenerator",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -39,7 +39,9 @@ class Generation:
 class Generator(Protocol):
     """A generation back end. `generate` never blocks the event loop and many calls run at once."""
 
-    async def generate(self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams) -> Generation:
+    async def generate(
+        self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams
+    ) -> Generation:
         """Sample up to `max_tokens` ids after `prompt_ids`.
 
         Args:
@@ -49,3 +51,21 @@ class Generator(Protocol):
             params: sampling settings.
         """
         ...
+
+
+class GenerationError(RuntimeError):
+    """The generation back end failed; not the policy's fault. The cause is chained."""
+
+
+def check_request(prompt_ids: list[int], max_tokens: int) -> None:
+    """Refuse a request that no back end can serve.
+
+    Raises:
+        ValueError: for an empty prompt or a token limit below 1.
+    """
+    if not prompt_ids:
+        raise ValueError(
+            "prompt_ids is empty: the model needs at least one token to continue; start with a BOS token."
+        )
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens}: a request samples at least one token; end the rollout instead.")

@@ -1,0 +1,145 @@
+"""Generation from a script: what the "policy" says is written down beforehand.
+
+prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+For tests and demonstrations: no weights, no randomness, failures and delays on demand. Which turn a request asks for
+is found as a rollout defines it: a prompt that begins with an earlier prompt plus what was answered to it is that
+trajectory's next turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from agent_r1_trl.generation.base import Generation, GenerationError, SamplingParams, check_request
+
+
+@dataclass(kw_only=True)
+class ScriptedTurn:
+    """One answer of the script."""
+
+    token_ids: Sequence[int]
+    """(N,) what is "sampled"; cut to the request's `max_tokens`."""
+    logprobs: Sequence[float] | None = None
+    """(N,), default -1 everywhere."""
+    delay_s: float = 0.0
+    """Seconds until the answer comes."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class ScriptedRequest:
+    """What was asked."""
+
+    prompt_ids: tuple[int, ...]
+    turn: int
+    """0 for a prompt that continues no earlier answer."""
+    index: int
+    """How many requests came before it."""
+    max_tokens: int
+    seed: int
+    params: SamplingParams
+
+
+Answer: TypeAlias = ScriptedTurn | Sequence[int] | Exception
+"""An exception is raised (after its turn's delay) instead of an answer."""
+Script: TypeAlias = Callable[[ScriptedRequest], Answer] | Sequence[Answer] | Mapping[tuple[int, ...], Sequence[Answer]]
+
+
+class ScriptedGenerator:
+    """A `Generator` that follows a script.
+
+    Args:
+        script: one of
+            a list of answers, one per turn, the same for every trajectory;
+            a mapping from the ids a prompt begins with to such a list (the longest key that fits counts);
+            a function of the `ScriptedRequest`.
+        stop_token_ids: if given, an answer that does not end in one of them has `stop="length"`; if not, every answer
+            that `max_tokens` does not cut has `stop="stop"`.
+        delay_s: seconds that every answer takes.
+
+    >>> import asyncio
+    >>> generator = ScriptedGenerator([[7, 8, 9], [5]])
+    >>> asyncio.run(generator.generate([1], max_tokens=2, seed=0, params=SamplingParams()))
+    Generation(token_ids=[7, 8], logprobs=[-1.0, -1.0], stop='length')
+    >>> asyncio.run(generator.generate([1, 7, 8, 3], max_tokens=2, seed=0, params=SamplingParams()))
+    Generation(token_ids=[5], logprobs=[-1.0], stop='stop')
+    """
+
+    def __init__(self, script: Script, *, stop_token_ids: Collection[int] = (), delay_s: float = 0.0) -> None:
+        self._script = script
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._delay_s = delay_s
+        self._turn_after: dict[tuple[int, ...], int] = {}
+        """For every prompt with its answer: the turn that comes next."""
+        self._num_running = 0
+        self.requests: list[ScriptedRequest] = []
+        """Everything that was asked, in order."""
+        self.most_running = 0
+        """The most requests that were being answered at the same time."""
+
+    async def generate(
+        self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams
+    ) -> Generation:
+        """Answer as the script says; see `Generator`.
+
+        Raises:
+            GenerationError: the script has no such turn. Whatever exception the script holds is raised as it is.
+        """
+        check_request(prompt_ids, max_tokens)
+        request = ScriptedRequest(
+            prompt_ids=tuple(prompt_ids),
+            turn=self._find_turn(tuple(prompt_ids)),
+            index=len(self.requests),
+            max_tokens=max_tokens,
+            seed=seed,
+            params=params,
+        )
+        self.requests.append(request)
+        answer = self._look_up(request)
+        turn = answer if isinstance(answer, ScriptedTurn) else None
+        self._num_running += 1
+        self.most_running = max(self.most_running, self._num_running)
+        try:
+            await asyncio.sleep(self._delay_s + (turn.delay_s if turn else 0.0))
+        finally:
+            self._num_running -= 1
+        if isinstance(answer, Exception):
+            raise answer
+        generation = self._cut(turn or ScriptedTurn(token_ids=list(answer)), max_tokens)  # type: ignore[arg-type]
+        self._turn_after[request.prompt_ids + tuple(generation.token_ids)] = request.turn + 1
+        return generation
+
+    def _find_turn(self, prompt_ids: tuple[int, ...]) -> int:
+        """The turn after the longest earlier prompt-and-answer that this prompt begins with."""
+        fitting = [ids for ids in self._turn_after if prompt_ids[: len(ids)] == ids]
+        return self._turn_after[max(fitting, key=len)] if fitting else 0
+
+    def _look_up(self, request: ScriptedRequest) -> Answer:
+        if callable(self._script):
+            return self._script(request)
+        turns: Sequence[Answer]
+        if isinstance(self._script, Mapping):
+            keys = [key for key in self._script if request.prompt_ids[: len(key)] == tuple(key)]
+            if not keys:
+                raise GenerationError(f"The script has no entry for a prompt that begins {request.prompt_ids[:8]}.")
+            turns = self._script[max(keys, key=len)]
+        else:
+            turns = self._script
+        if request.turn >= len(turns):
+            raise GenerationError(f"The script has {len(turns)} turns, turn {request.turn} (from 0) was asked for.")
+        return turns[request.turn]
+
+    def _cut(self, turn: ScriptedTurn, max_tokens: int) -> Generation:
+        token_ids = list(turn.token_ids)[:max_tokens]
+        logprobs = [-1.0] * len(turn.token_ids) if turn.logprobs is None else list(turn.logprobs)
+        if len(logprobs) != len(turn.token_ids):
+            raise ValueError(f"A scripted turn has {len(turn.token_ids)} ids and {len(logprobs)} log-probabilities.")
+        if self._stop_token_ids:
+            is_stopped = bool(token_ids) and token_ids[-1] in self._stop_token_ids
+        else:
+            is_stopped = len(turn.token_ids) <= max_tokens
+        return Generation(token_ids=token_ids, logprobs=logprobs[:max_tokens], stop="stop" if is_stopped else "length")
