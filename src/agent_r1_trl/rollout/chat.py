@@ -1,0 +1,378 @@
+"""Messages to token ids and back, by appending only.
+
+prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+One conversation's ids are `prompt + S0 + D0 + S1 + D1 + ...`: S are the sampled ids, D is what the template puts
+between two sampled turns. D is found by rendering a stand-in turn with the real observations after it and keeping
+the text behind the stand-in's end-of-turn token, so it starts with the separator (Qwen's newline) and ends with the
+generation prompt, forced `<think>` prefixes included. Nothing sampled is ever rendered.
+
+Thinking: a stream that only grows keeps every thought the policy sampled. Published templates of thinking models
+drop earlier thoughts; TRL's training templates keep them, and those are used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agent_r1_trl.rollout.encoding import TextEncoder
+from agent_r1_trl.rollout.parsing import TurnParser
+from agent_r1_trl.rollout.templates import choose_chat_template, choose_response_template, text_grammar
+from agent_r1_trl.trajectory import Author, Message
+
+Schema = dict[str, Any]
+
+# Stands for what the policy said (and for observations when only the glue is wanted). Private use: no data has it.
+_SAID, _HEARD = "\U000f1000{}\U000f1001", "\U000f2000{}\U000f2001"
+_RESERVED = {"tokenize", "add_generation_prompt", "chat_template", "tools", "return_dict", "continue_final_message"}
+# More than any forced prefix of a turn is long.
+_PREFIX_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class _TurnEnd:
+    """How one kind of assistant turn ends."""
+
+    lead: str
+    """What the template writes between the stand-in and the end-of-turn token."""
+    sampled: str
+    """The end-of-turn token that the policy is expected to sample."""
+    rendered: str
+    """The one that the template writes once something follows (GPT-OSS: `<|end|>` after `<|return|>` sampled)."""
+
+
+class ChatFormat:
+    """Everything that knows the chat template of one model.
+
+    Args:
+        tokenizer: a fast tokenizer (or a processor that holds one). It is not changed.
+        chat_template: source, file or TRL name of a template to use in place of the tokenizer's.
+        chat_template_kwargs: handed to the template with every rendering.
+        thinking: `keep` leaves the template's default; `off` sets `enable_thinking=False`, whose forced empty
+            thought is template glue.
+        extra_stop_token_ids: more ids that end a turn, from the model's generation config.
+
+    Raises:
+        ValueError: if the template, the tokenizer or the options cannot give token-exact rollouts; it says the cure.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        thinking: str = "keep",
+        extra_stop_token_ids: Iterable[int] = (),
+    ) -> None:
+        # Imported here: an environment server must not wait for torch.
+        from trl import chat_template_utils as trl
+
+        if getattr(tokenizer, "tokenizer", None) is not None:  # a processor: text only
+            chat_template = chat_template or tokenizer.chat_template
+            tokenizer = tokenizer.tokenizer
+        self.tokenizer = tokenizer
+        self.chat_template, self.supports_tools = choose_chat_template(tokenizer, chat_template, trl)
+        """Source of the template in use: save it with the model."""
+        self.chat_template_kwargs = _checked_kwargs(self.chat_template, chat_template_kwargs, thinking)
+        self.encoder = TextEncoder(tokenizer, self.chat_template)
+        self._ends = {"text": self._find_end(_reply(), {"role": "user", "content": "."})}
+        if self.supports_tools:
+            calls = [{"function": {"name": "f"}}]
+            self._ends["call"] = self._find_end(_reply(calls), {"role": "tool", "name": "f", "content": "."})
+        stops = [self._id(end.sampled) for end in self._ends.values()]
+        eos = tokenizer.eos_token_id
+        self.stop_token_ids: list[int] = sorted({*stops, *([eos] if eos is not None else []), *extra_stop_token_ids})
+        """Ids after which a turn is over."""
+        self._parser = self._make_parser(trl)
+
+    # ---------------------------------------------------------------- messages -> ids
+
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Schema] | None = None) -> list[int]:
+        """Ids of the prompt messages up to and including the generation prompt, (P,).
+
+        Special tokens spelled in contents and schemas are encoded as text; assistant messages are the model's own
+        format and stay live. Without such spellings the ids are those of `apply_chat_template`.
+
+        Raises:
+            ValueError: if tools are given and the template cannot show them, or it refuses the messages.
+        """
+        if tools and not self.supports_tools:
+            names = [schema.get("function", schema).get("name") for schema in tools]
+            raise ValueError(
+                f"tools={names}: the chat template cannot render tool conversations, so the model would never see "
+                "them. Use a model whose template can, or chat_template='qwen2_5_training' (works on any ChatML "
+                "tokenizer), or describe the tools in the prompt and read the calls in your environment."
+            )
+        safe = [
+            message if message.get("role") == "assistant" else self.encoder.hide(message, special_only=True)
+            for message in messages
+        ]
+        schemas = self.encoder.hide(list(tools), special_only=True) if tools else None
+        try:
+            return self.encoder.encode(self._render(safe, schemas, generation_prompt=True))
+        except Exception as error:
+            roles = [message.get("role") for message in messages]
+            raise ValueError(f"The chat template cannot render a prompt with the roles {roles}: {error}") from error
+
+    def encode_observations(
+        self, message: Message, observations: Sequence[Message], tools: Sequence[Schema] | None = None
+    ) -> tuple[list[int], list[Author]]:
+        """What follows the end-of-turn token of an assistant turn, up to and including the generation prompt.
+
+        Args:
+            message: the assistant message as parsed; only the names and ids of its calls are rendered.
+            observations: messages of role `tool` or `user`. Control tokens spelled in them become text.
+            tools: schemas, for templates that render tool messages by them.
+
+        Returns:
+            ids and authors (TEMPLATE or ENVIRONMENT), both (N,). A token that holds text of both counts as
+            ENVIRONMENT.
+        """
+        texts = [_as_text(observation.get("content")) for observation in observations]
+        plain = [{**observation, "content": text} for observation, text in zip(observations, texts, strict=True)]
+        safe: Sequence[Message] = self.encoder.hide(plain)
+        calls = self.encoder.hide(message.get("tool_calls") or [])
+        end, delta, safe = self._delta(calls, safe, tools)
+        marked = [{**observation, "content": _HEARD.format(i)} for i, observation in enumerate(safe)]
+        segments = _split_by_author(delta, self._delta(calls, marked, tools)[1], len(marked))
+        # Encoded behind the end-of-turn token: some tokenizers treat the start of a text specially.
+        ids, is_environment = self.encoder.encode_segments([(end.rendered, False), *segments])
+        authors = [Author.ENVIRONMENT if flag else Author.TEMPLATE for flag in is_environment]
+        return ids[1:], authors[1:]
+
+    def encode_turn_end(self, token_ids: Sequence[int], stopped: bool = False) -> list[int]:
+        """Glue (mask 0) that closes an assistant turn which does not end as the template ends turns.
+
+        A turn cut by a limit and one that stopped on a foreign token (`<|endoftext|>` under ChatML) get the
+        template's end-of-turn token; a turn that ends with it already gets nothing.
+
+        Args:
+            token_ids: the sampled turn.
+            stopped: a stop token was sampled. The ids decide; a stop string the ids do not show changes nothing.
+        """
+        end = self._ends["text"]
+        if "call" in self._ends and self._ends["call"] != end and "tool_calls" in self.parse(token_ids):
+            end = self._ends["call"]
+        if token_ids and token_ids[-1] in (self._id(end.sampled), self._id(end.rendered)):
+            return []
+        return [self._id(end.rendered)]
+
+    def encode_reply(self, message: Message) -> list[int]:
+        """The ids a policy would sample to say `message`, end-of-turn token included (demonstrations, scripts)."""
+        question = {"role": "user", "content": "."}
+        begun = self._render([question], None, generation_prompt=True)
+        whole = self._render([question, message], None, generation_prompt=False)
+        if not whole.startswith(begun):
+            begun = self._render([question], None, generation_prompt=False)
+            raise ValueError("The chat template does not start an assistant turn with its generation prompt.")
+        reply = whole[len(begun) :]
+        end = self._ends["call" if message.get("tool_calls") else "text"].sampled
+        return self.encoder.encode(reply[: reply.rindex(end) + len(end)])
+
+    # ---------------------------------------------------------------- ids -> message
+
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[Schema] | None = None,
+    ) -> Message:
+        """The assistant message that the sampled ids spell. Never raises.
+
+        Args:
+            token_ids: the sampled turn, stop token included.
+            prompt_ids: everything before it; its end may hold a forced prefix.
+            tools: schemas that give the arguments their types.
+
+        Returns:
+            `role`, `content`; where they apply `reasoning_content`, `tool_calls` (arguments parsed, ids unique in
+            the trajectory) and `malformed_tool_call`, the reason why a call that was attempted cannot be read.
+        """
+        ids = list(token_ids)
+        ends = {self._id(end.sampled) for end in self._ends.values()}
+        foreign_stop = bool(ids) and ids[-1] in self.stop_token_ids and ids[-1] not in ends
+        text = self.encoder.decode(ids[:-1] if foreign_stop else ids)
+        if foreign_stop:
+            text += self._ends["text"].sampled
+        try:
+            prefix = self.encoder.decode(list(prompt_ids[-_PREFIX_TOKENS:]))
+            message = self._parser.parse(text, prefix=prefix, tools=list(tools) if tools else None)
+        except Exception as error:
+            message = {"role": "assistant", "content": text, "malformed_tool_call": f"unreadable turn: {error}"}
+        for index, call in enumerate(message.get("tool_calls", ())):
+            call["id"] = f"call_{len(prompt_ids)}_{index}"
+        restored: Message = self.encoder.restore(message)
+        return restored
+
+    # ---------------------------------------------------------------- budgets
+
+    def count(self, text: str) -> int:
+        """Number of tokens of plain text."""
+        return len(self.encoder.encode(self.encoder.hide(text)))
+
+    def truncate(self, text: str, max_tokens: int) -> str:
+        """The beginning of plain text, at most `max_tokens` tokens of it."""
+        return self.encoder.truncate(text, max_tokens)
+
+    # ---------------------------------------------------------------- rendering
+
+    def _render(self, messages: Sequence[Message], tools: Any, *, generation_prompt: bool) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) if tools else None,
+                chat_template=self.chat_template,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self.chat_template_kwargs,
+            )
+        )
+
+    def _after_reply(self, reply: Message, rest: Sequence[Message], tools: Any, *, generation_prompt: bool) -> str:
+        conversation = [{"role": "user", "content": "."}, reply, *rest]
+        _, said, after = self._render(conversation, tools, generation_prompt=generation_prompt).rpartition(_SAID)
+        if not said:
+            raise ValueError("The chat template does not show what the assistant said.")
+        return after
+
+    def _delta(
+        self, calls: Sequence[Any], observations: Sequence[Message], tools: Any
+    ) -> tuple[_TurnEnd, str, Sequence[Message]]:
+        """(turn end, text behind it, observations as they could be rendered), whatever the template refuses."""
+        told = [{"role": "user", "content": observation["content"]} for observation in observations]
+        merged = [{"role": "user", "content": "\n".join(message["content"] for message in told)}]
+        named = [{"function": {"name": observation.get("name") or "f"}} for observation in observations][:1]
+        attempts: list[tuple[Message, Sequence[Message]]] = [(_reply(), told), (_reply(), merged)]
+        if not any(observation.get("role") == "tool" for observation in observations):
+            attempts.insert(0, (_reply(), observations))
+        elif self.supports_tools:
+            # Llama 3 renders one call per turn, and a tool message may come without a readable call.
+            attempts = [(_reply(some), observations) for some in (calls, calls[:1], named) if some] + attempts
+        for reply, rest in attempts:
+            end = self._ends["call" if "tool_calls" in reply else "text"]
+            try:
+                after = self._after_reply(reply, rest, tools, generation_prompt=True)
+            except Exception:  # a template raises what it likes; the next attempt asks less of it
+                continue
+            start = after.find(end.rendered) + len(end.rendered) if end.rendered in after else 0
+            return end, after[start:], rest
+        raise ValueError("The chat template cannot render an assistant turn with a user message after it.")
+
+    def _find_end(self, reply: Message, follow: Message) -> _TurnEnd:
+        alone = self._after_reply(reply, [], None, generation_prompt=False)
+        live = self.encoder.live_tokens(alone)
+        special = [token for token in live if token[2] in self.encoder.special_ids] or live
+        if not special:
+            raise ValueError(
+                "The chat template does not end an assistant turn with a token of its own (it writes "
+                f"{alone!r} after it), so a rollout could not tell where a turn ends. Use a template that ends turns "
+                "with the tokenizer's end-of-turn token, and add that token to the tokenizer as a special token."
+            )
+        start, _, sampled = special[-1]
+        lead = alone[:start]
+        after = self._after_reply(reply, [follow], None, generation_prompt=True)
+        following = self.encoder.live_tokens(after[len(lead) :])
+        if not after.startswith(lead) or not following or following[0][0] != 0:
+            raise ValueError(
+                f"The chat template ends an assistant turn with {sampled!r}, but not once a {follow['role']} message "
+                "follows: it is not prefix preserving. Pass a training template as chat_template "
+                "(TRL ships qwen3_training, qwen2_5_training, gptoss_training, ...)."
+            )
+        return _TurnEnd(lead=lead, sampled=sampled, rendered=following[0][2])
+
+    def _make_parser(self, trl: Any) -> TurnParser:
+        turn_end = self._ends["text"].sampled
+        grammar = None
+        if self.supports_tools:
+            grammar = choose_response_template(self.tokenizer, self.chat_template, turn_end, trl)
+            if grammar is None:
+                raise ValueError(
+                    "The chat template writes tool calls in a form that cannot be read back: TRL has no response "
+                    "template for it and it has no <tool_call> markers. Set tokenizer.response_template (see "
+                    "transformers' page on chat response parsing), or use a chat_template that TRL knows."
+                )
+        grammar = grammar or text_grammar(self.chat_template, turn_end)
+
+        def parse_call(text: str, tools: Any) -> Message:
+            parsed: Message = self.tokenizer.parse_response(text, schema=grammar, prefix="", tools=tools)
+            return parsed
+
+        return TurnParser(grammar, parse_call, turn_end=turn_end)
+
+    def _id(self, spelling: str) -> int:
+        return self.encoder.control_ids[spelling]
+
+
+def _reply(calls: Sequence[Any] = ()) -> Message:
+    """A stand-in for an assistant turn: `_SAID` is the last thing in it that is not the template's."""
+    if not calls:
+        return {"role": "assistant", "content": _SAID}
+    functions = [
+        {
+            "type": "function",
+            "id": call.get("id") or f"call_{index}",
+            "function": {"name": call["function"]["name"], "arguments": {"x": _SAID}},
+        }
+        for index, call in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": functions}
+
+
+def _split_by_author(delta: str, glue: str, num_observations: int) -> list[tuple[str, bool]]:
+    """Cut the rendered observations into (text, is environment text), by the glue around stand-ins."""
+    pieces = []
+    for index in range(num_observations):
+        before, heard, glue = glue.partition(_HEARD.format(index))
+        if not heard:
+            return [(delta, True)]
+        pieces.append(before)
+    head, *between = [*pieces, glue] if pieces else [glue]
+    if not pieces:
+        return [(delta, False)]
+    tail = between.pop()
+    if not delta.startswith(head) or not delta.endswith(tail) or len(head) + len(tail) > len(delta):
+        return [(delta, True)]
+    segments, rest = [(head, False)], delta[len(head) : len(delta) - len(tail)]
+    for piece in between:
+        heard, found, rest = rest.partition(piece)
+        if not found:
+            return [(delta, True)]
+        segments += [(heard, True), (piece, False)]
+    return [*segments, (rest, True), (tail, False)]
+
+
+def _as_text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
+        return "\n".join(str(part["text"]) for part in content)
+    return json.dumps(content, ensure_ascii=False, default=str)
+
+
+def _checked_kwargs(template: str, kwargs: dict[str, Any] | None, thinking: str) -> dict[str, Any]:
+    kwargs = dict(kwargs or {})
+    if thinking == "strip":
+        raise ValueError(
+            "thinking='strip' is impossible: a rollout only appends tokens, and removing earlier thoughts would "
+            "change the ids the policy was sampled after. Use thinking='keep', or thinking='off' for a model that "
+            "can answer without thinking."
+        )
+    if thinking not in ("keep", "off"):
+        raise ValueError(f"thinking={thinking!r} is unknown: it must be 'keep' or 'off'.")
+    if thinking == "off":
+        kwargs["enable_thinking"] = False
+    if taken := _RESERVED & kwargs.keys():
+        raise ValueError(f"chat_template_kwargs has {sorted(taken)}: the rollout sets these itself. Remove them.")
+    if kwargs.get("enable_thinking") is False and "enable_thinking" not in template:
+        raise ValueError(
+            "thinking='off' (enable_thinking=False) has no effect: the chat template has no such switch. Remove the "
+            "option; this model's thinking, if it has any, cannot be turned off by its template."
+        )
+    return kwargs

@@ -1,0 +1,275 @@
+"""One assistant turn's text to a message: reasoning, content, tool calls, and what was wrong with unreadable calls.
+
+prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+The grammar is a transformers `response_template` (TRL ships one per model family). Its delimiters cut the turn into
+regions; each call's region is then read by itself, so one broken call neither hides the good ones beside it nor
+disappears: its text stays in `content` and the reason goes to `malformed_tool_call`.
+
+Not covered: ids (`encoding.py`), which grammar belongs to which template (`chat.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from agent_r1_trl.trajectory import Message
+
+# GPT-OSS may name the recipient before or after the channel, with or without <|constrain|>; one spelling is enough.
+_HARMONY_CALL = re.compile(
+    r"(?:<\|channel\|>commentary\s*)?to=functions\.(?P<name>[^\s<]+)\s*(?:<\|channel\|>commentary\s*)?"
+    r"(?:<\|constrain\|>\s*)?(?:json\s*)?<\|message\|>"
+)
+_JSON_CALL_KEY = re.compile(r'"(?:name|parameters|arguments|function)"\s*:')
+
+# What betrays an attempted call, by a piece of the family's call delimiter.
+_HINTS = {
+    "<tool_call>": ("<tool_call>", "</tool_call>"),
+    "<|tool_call>": ("<|tool_call>", "<tool_call|>"),
+    "to=functions": ("to=functions", "<|call|>"),
+    "tool_call_start": ("<|tool_call_start|>", "<|tool_call_end|>"),
+}
+
+
+@dataclass
+class _Region:
+    """A piece of the turn; `field` is None for text outside every delimiter."""
+
+    field: str | None
+    raw: str
+    body: str
+    is_closed: bool = True
+
+
+class TurnParser:
+    """Reads assistant turns of one model family.
+
+    Args:
+        response_template: transformers' grammar of an assistant message.
+        parse_call: `(text, tools) -> message`, transformers' parser for this grammar; it may raise.
+        turn_end: spelling of the end-of-turn token, put in the place of a foreign stop token.
+    """
+
+    def __init__(
+        self, response_template: dict[str, Any], parse_call: Callable[[str, Any], Message], *, turn_end: str
+    ) -> None:
+        self.turn_end = turn_end
+        self._parse_call = parse_call
+        self._anchor = _delimiter(response_template, "start_anchor")
+        fields = response_template["fields"]
+        self._opens = {name: found for name, field in fields.items() if (found := _delimiter(field, "open"))}
+        self._closes = {name: found for name, field in fields.items() if (found := _delimiter(field, "close"))}
+        self._implicit = next((name for name in fields if name not in self._opens), None)
+        call = fields.get("tool_calls", {})
+        opening = str(call.get("open") or call.get("open_pattern") or "").replace("\\", "")
+        self._hints = next((hints for piece, hints in _HINTS.items() if piece in opening), ())
+        self._is_strict_json = call.get("content") == "json" and not call.get("content_args")
+        self._is_bare_json = opening.startswith('{"name"')
+        self._is_harmony = "to=functions" in opening
+
+    def parse(self, text: str, *, prefix: str = "", tools: list[dict[str, Any]] | None = None) -> Message:
+        """The message that `text` spells.
+
+        Args:
+            text: the sampled turn, stop token included.
+            prefix: the end of the prompt; what the template already wrote of this turn is read first.
+            tools: schemas that give the arguments their types.
+        """
+        if self._is_harmony:
+            text = _HARMONY_CALL.sub(r"to=functions.\g<name><|channel|>commentary json<|message|>", text)
+        begun = self._begun(prefix)
+        message: Message = {"role": "assistant", "content": ""}
+        content, calls, reasons = [], [], []
+        for region in self._regions(begun + text):
+            if region.field == "tool_calls":
+                found, reason = self._read_call(region, tools)
+                calls += found
+                if reason:
+                    reasons.append(reason)
+                    content.append(region.raw.removesuffix(self.turn_end))
+            elif region.field in ("reasoning_content", "thinking", "reasoning"):
+                thought = region.body.strip()
+                if thought:
+                    message["reasoning_content"] = "\n".join(filter(None, [message.get("reasoning_content"), thought]))
+            else:
+                found, reason = self._read_stray_call(region.body, tools)
+                calls += found
+                if reason:
+                    reasons.append(reason)
+                if not found:
+                    content.append(region.body)
+        message["content"] = "\n".join(filter(None, (piece.strip() for piece in content)))
+        if calls:
+            message["tool_calls"] = calls
+        if reasons:
+            message["malformed_tool_call"] = "; ".join(dict.fromkeys(reasons))
+        return message
+
+    # ---------------------------------------------------------------- regions
+
+    def _begun(self, prefix: str) -> str:
+        """What the prompt already holds of the assistant turn (a forced `<think>`, say)."""
+        end = None
+        for match in self._anchor.finditer(prefix) if self._anchor else ():
+            end = match.end()
+        return prefix[end:] if end is not None else ""
+
+    def _regions(self, text: str) -> Iterator[_Region]:
+        position = outside = 0
+        while True:
+            opened = [
+                (match.start(), -len(match[0]), name, match)
+                for name, pattern in self._opens.items()
+                if (match := pattern.search(text, position))
+            ]
+            if not opened:
+                break
+            _, _, name, match = min(opened)
+            yield from self._outside(text[outside : match.start()])
+            close = self._closes[name].search(text, match.end()) if name in self._closes else None
+            end = close.end() if close else len(text)
+            body = text[match.end() : close.start() if close else end]
+            yield _Region(name, text[match.start() : end], body, close is not None)
+            position = outside = max(end, match.start() + 1)
+        yield from self._outside(text[outside:])
+
+    def _outside(self, text: str) -> Iterator[_Region]:
+        if self._implicit is not None and self._implicit in self._closes:
+            text = self._closes[self._implicit].sub("", text)
+        if self._is_harmony:
+            # Headers of messages without a recipient: what they introduce is content.
+            text = re.sub(r"<\|start\|>assistant|<\|channel\|>\w*|<\|message\|>|<\|end\|>|<\|return\|>", "", text)
+        if text.strip():
+            yield _Region(None, text, text.replace(self.turn_end, ""))
+
+    # ---------------------------------------------------------------- calls
+
+    def _read_call(self, region: _Region, tools: Any) -> tuple[list[dict[str, Any]], str | None]:
+        if not region.is_closed and not self._is_bare_json:
+            return [], "the call was not finished: its closing marker is missing"
+        try:
+            if self._is_strict_json:
+                _strict_json(region.body)
+            calls = self._parse_call(region.raw, tools).get("tool_calls") or []
+            return [_well_formed(call) for call in calls], None
+        except Exception as error:
+            if self._is_bare_json:
+                return self._read_bare_json(region.raw)
+            return [], _reason(error)
+
+    def _read_stray_call(self, text: str, tools: Any) -> tuple[list[dict[str, Any]], str | None]:
+        """Text outside the delimiters: a call in a form the grammar does not know, or no call at all."""
+        if self._is_bare_json:
+            bare = text.strip()
+            if bare.startswith("<|python_tag|>") or (bare[:1] in ("{", "[") and _JSON_CALL_KEY.search(bare)):
+                return self._read_bare_json(bare)
+            return [], None
+        if any(hint in text for hint in self._hints):
+            return [], "a call marker was written, but no call in the expected form follows it"
+        return [], None
+
+    def _read_bare_json(self, text: str) -> tuple[list[dict[str, Any]], str | None]:
+        """Llama 3: `{"name": ..., "parameters": {...}}` with any key order, several divided by semicolons."""
+        rest = text.replace(self.turn_end, "").replace("<|python_tag|>", "").strip()
+        calls: list[dict[str, Any]] = []
+        decoder = _strict_decoder()
+        try:
+            if not rest.startswith("{"):
+                raise ValueError('the call is not a JSON object with "name" and "parameters"')
+            while rest:
+                value, end = decoder.raw_decode(rest)
+                rest = rest[end:].lstrip("; \n\t,")
+                calls.append(_well_formed(_as_function(value)))
+        except Exception as error:
+            return calls, _reason(error)
+        return calls, None
+
+
+def _as_function(value: Any) -> dict[str, Any]:
+    if isinstance(value, dict):
+        value = dict(value)
+        if isinstance(value.get("function"), str):
+            value["name"] = value.pop("function")
+        if "parameters" in value:
+            value["arguments"] = value.pop("parameters")
+    return {"type": "function", "function": value}
+
+
+def _well_formed(call: Any) -> dict[str, Any]:
+    """A call as `{"type": "function", "function": {"name", "arguments"}}`, or ValueError with the reason."""
+    function = call.get("function") if isinstance(call, dict) else call
+    if not isinstance(function, dict):
+        raise ValueError(f"the call is {_kind(function)}, not a JSON object with a name and arguments")
+    name = function.get("name")
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError('the call has no "name"')
+    arguments = function.get("arguments")
+    if arguments is None:
+        others = sorted(str(key) for key in function if key not in ("name", "arguments", "id", "type"))
+        if others and "arguments" not in function:
+            raise ValueError(f'the call has no "arguments" (its keys are "name" and {", ".join(others)})')
+        arguments = {}
+    if isinstance(arguments, str):
+        try:
+            decoded = _strict_json(arguments)
+        except ValueError:
+            decoded = None
+        arguments = decoded if isinstance(decoded, dict) else arguments
+    _refuse_non_finite(arguments)
+    return {"type": "function", "function": {"name": name.strip(), "arguments": arguments}}
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, list):
+        return "a list"
+    return f"{json.dumps(value)[:40]}" if isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+def _refuse_non_finite(value: Any) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is not a JSON number")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _refuse_non_finite(item)
+
+
+def _strict_decoder() -> json.JSONDecoder:
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not a JSON value")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f'the key "{twice}" appears twice in one JSON object')
+        return value
+
+    return json.JSONDecoder(object_pairs_hook=unique, parse_constant=refuse)
+
+
+def _strict_json(text: str) -> Any:
+    return _strict_decoder().decode(text.strip())
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"the call is not valid JSON ({error.msg} at character {error.pos})"
+    if isinstance(error, RecursionError):
+        return "the call is nested too deeply"
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+
+
+def _delimiter(field: dict[str, Any], name: str) -> re.Pattern[str] | None:
+    literal, pattern = field.get(name), field.get(f"{name}_pattern")
+    if literal is not None:
+        literals = sorted([literal] if isinstance(literal, str) else literal, key=len, reverse=True)
+        pattern = "|".join(map(re.escape, literals))
+    return re.compile(pattern, re.DOTALL) if pattern is not None else None

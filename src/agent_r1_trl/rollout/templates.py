@@ -1,0 +1,230 @@
+"""Which chat template a policy is trained with, and which grammar reads what it writes.
+
+prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+TRL's training templates and response templates come first; a template TRL does not know is recognised by what it
+renders, or accepted as it is where it preserves prefixes and writes calls in a known form.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+_PROBES: tuple[list[dict[str, Any]], ...] = (
+    [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
+    [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "a", "reasoning_content": "r"},
+        {"role": "user", "content": "v"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+        },
+        {"role": "tool", "name": "f", "content": "t"},
+    ],
+)
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer", "description": "e"}}},
+    },
+}
+
+
+def choose_chat_template(tokenizer: Any, requested: str | None, trl: Any) -> tuple[str, bool]:
+    """The training template's source, and whether it can render tool conversations.
+
+    Args:
+        tokenizer: read, never changed.
+        requested: source of a template, name of one that TRL ships (`qwen3_training`), path of a `.jinja` file, or
+            None for the tokenizer's own.
+        trl: the module `trl.chat_template_utils`.
+
+    Raises:
+        ValueError: if there is no template, or it renders earlier turns differently once later ones follow.
+    """
+    template = _source(requested) if requested is not None else _own_template(tokenizer)
+    if not template:
+        raise ValueError(
+            f"tokenizer={_name(tokenizer)} has no chat template: set chat_template to the template of the model's "
+            f"family. {_suggestion('')}"
+        )
+    carrier = _with_template(tokenizer, template)
+    if not _supports_tools(carrier, trl):
+        return template, False
+    if _preserves_prefixes(carrier, trl):
+        return template, True
+    training = _training_variant(carrier, trl)
+    if training is None:
+        raise ValueError(
+            f"chat_template of tokenizer={_name(tokenizer)} is not prefix preserving: it renders an assistant turn "
+            "differently once a tool message follows, so the ids trained on would not be the ids of the conversation. "
+            f"{_suggestion(template)}"
+        )
+    return training, True
+
+
+def choose_response_template(tokenizer: Any, template: str, turn_end: str, trl: Any) -> dict[str, Any] | None:
+    """The grammar of assistant turns under `template`; None if calls are written in no known form."""
+    own = getattr(tokenizer, "response_template", None)
+    if own is not None:
+        return dict(own)
+    for candidate in (template, _original_of(template)):
+        found = _trl_grammar(candidate, trl)
+        if found is not None:
+            return found
+    if "<function=" in template and "<tool_call>" in template:
+        return _ending_in(trl.qwen3_5_template, turn_end)
+    if "<tool_call>" in template:
+        return _ending_in(trl.qwen3_template, turn_end)
+    known = _same_rendering(_with_template(tokenizer, template))
+    return _trl_grammar(known, trl)
+
+
+def text_grammar(template: str, turn_end: str) -> dict[str, Any]:
+    """A grammar without tool calls, for templates that cannot write them."""
+    import re
+
+    fields: dict[str, Any] = {"content": {"close_pattern": re.escape(turn_end) + r"\s*", "content": "text"}}
+    if "</think>" in template:
+        fields["reasoning_content"] = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
+    return {"defaults": {"role": "assistant"}, "start_anchor": turn_end, "fields": fields}
+
+
+# ---------------------------------------------------------------- TRL's templates
+
+
+def _folder() -> Path:
+    spec = importlib.util.find_spec("trl")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("trl is not installed: pip install 'trl>=1.16,<1.17'")
+    return Path(spec.origin).parent / "chat_templates"
+
+
+def _shipped() -> dict[str, str]:
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(_folder().glob("*.jinja"))}
+
+
+def _source(requested: str) -> str:
+    if "{" in requested:
+        return requested
+    path = Path(requested)
+    for candidate in (path, _folder() / f"{requested.removesuffix('.jinja')}.jinja"):
+        if candidate.is_file():
+            return candidate.read_text(encoding="utf-8")
+    raise ValueError(
+        f"chat_template={requested!r} is neither a template's source, nor a file, nor a template that TRL ships. "
+        f"TRL ships: {', '.join(_shipped())}."
+    )
+
+
+def _original_of(template: str) -> str | None:
+    shipped = _shipped()
+    for name, source in shipped.items():
+        if source == template and name.endswith("_training"):
+            return shipped.get(name.removesuffix("_training"))
+    return None
+
+
+def _trl_grammar(template: str | None, trl: Any) -> dict[str, Any] | None:
+    if template is None:
+        return None
+    carrier = SimpleNamespace(chat_template=template)
+    try:
+        trl.add_response_schema(carrier)
+    except ValueError:
+        return None
+    found = getattr(carrier, "response_template", None)
+    return dict(found) if found is not None else None
+
+
+def _training_variant(carrier: Any, trl: Any) -> str | None:
+    for candidate in (carrier, _with_template(carrier, _same_rendering(carrier))):
+        try:
+            training = trl.get_training_chat_template(candidate)
+        except (ValueError, TypeError, KeyError):
+            continue
+        if training is not None:
+            return str(training)
+    return None
+
+
+def _same_rendering(carrier: Any) -> str | None:
+    """A template of TRL's that renders the probe conversations as the carrier's does (publishers revise theirs)."""
+    mine = _renderings(carrier)
+    for name, source in _shipped().items():
+        if not name.endswith("_training") and _renderings(_with_template(carrier, source)) == mine:
+            return source
+    return None
+
+
+def _renderings(carrier: Any) -> list[str] | None:
+    try:
+        return [
+            carrier.apply_chat_template(probe, tools=tools, tokenize=False, add_generation_prompt=True)
+            for probe in _PROBES
+            for tools in (None, [_TOOL])
+        ]
+    except Exception:  # whatever a template raises, it does not render these conversations
+        return None
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _supports_tools(carrier: Any, trl: Any) -> bool:
+    try:
+        return bool(trl.supports_tool_calling(carrier))
+    except Exception:  # templates raise what they like
+        return False
+
+
+def _preserves_prefixes(carrier: Any, trl: Any) -> bool:
+    try:
+        return bool(trl.is_chat_template_prefix_preserving(carrier))
+    except Exception:
+        return False
+
+
+def _own_template(tokenizer: Any) -> str | None:
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("tool_use") or template.get("default")
+    return template
+
+
+def _with_template(tokenizer: Any, template: str | None) -> Any:
+    carrier = copy.copy(tokenizer)
+    carrier.chat_template = template
+    return carrier
+
+
+def _ending_in(grammar: dict[str, Any], turn_end: str) -> dict[str, Any]:
+    import re
+
+    grammar = copy.deepcopy(grammar)
+    grammar["fields"]["content"]["close_pattern"] = re.escape(turn_end) + r"\s*"
+    return grammar
+
+
+def _suggestion(template: str) -> str:
+    if "<|im_start|>" in template and "<think>" in template:
+        return 'Cure: chat_template="qwen3_training", TRL\'s prefix-preserving ChatML template with thinking.'
+    if "<|im_start|>" in template:
+        return 'Cure: chat_template="qwen2_5_training", TRL\'s prefix-preserving ChatML template.'
+    return (
+        "Cure: pass the name of a training template that TRL ships (qwen2_5_training, qwen3_training, "
+        "gptoss_training, ...) or the source of your own as chat_template."
+    )
+
+
+def _name(tokenizer: Any) -> str:
+    return str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
