@@ -50,7 +50,7 @@ class ModelRunner:
         self.pad_token_id = pad_token_id
         base: Any = getattr(model, "get_base_model", lambda: model)()
         self._has_movable_rows = can_hold(base.config)
-        self._config = base.config
+        self.config = base.config
         self._prefill_options: dict[str, Any] = {}
         if "logits_to_keep" in inspect.signature(base.forward).parameters:
             self._prefill_options["logits_to_keep"] = 1
@@ -80,7 +80,7 @@ class ModelRunner:
         lengths = torch.tensor([len(sequence) for sequence in sequences], device=self._device).unsqueeze(1)  # (n, 1)
         positions = torch.arange(longest, device=self._device) - (longest - lengths)  # (n, L)
         mask = (positions >= 0).long()
-        cache = DynamicCache() if self._has_movable_rows else DynamicCache(config=self._config)
+        cache = DynamicCache() if self._has_movable_rows else DynamicCache(config=self.config)
         logits = self._forward(ids, mask, positions.clamp(min=0), cache, **self._prefill_options)
         if self._has_movable_rows:
             self._rows.add_rows(cache, mask)

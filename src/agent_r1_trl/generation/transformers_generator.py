@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from agent_r1_trl.generation.attention import grouped_attention
 from agent_r1_trl.generation.base import Generation, GenerationError, SamplingParams, check_request
 from agent_r1_trl.generation.decoding import ModelRunner, evaluation_mode
 from agent_r1_trl.generation.sampling import UniformStream, draw, policy_logprobs
@@ -143,7 +144,7 @@ class TransformersGenerator:
         """Serve whenever requests wait; end when idle or closed."""
         while self._wait_for_requests():
             try:
-                with torch.no_grad(), evaluation_mode(self._model):
+                with torch.no_grad(), evaluation_mode(self._model), grouped_attention(self._runner.config):
                     self._serve()
             except Exception as error:
                 self._fail_rows(error)
