@@ -45,7 +45,8 @@ class Environment(Protocol):
 
     def step(self, message: Message) -> StepResult:
         """Take one assistant message (`content`, `tool_calls` as parsed, and `malformed_tool_call`: the reason, when a
-        call was attempted that could not be read)."""
+        call was attempted that could not be read).
+        """
         ...
 
     def outcome_reward(self, trajectory: Trajectory) -> float | tuple[float, dict[str, float]]:

@@ -1,1 +1,31 @@
+"""Tools: `@tool`, `Tool`, the executor, and the tools that ship with the package."""
 
+from agent_r1_trl.tools.base import Tool, as_tool, render_result, tool
+from agent_r1_trl.tools.calculator import calculator
+from agent_r1_trl.tools.calls import read_call, read_calls
+from agent_r1_trl.tools.executor import ToolExecutor
+from agent_r1_trl.tools.pool import DaemonThreadPool, shared_pool
+from agent_r1_trl.tools.schema import ToolSchemaError, describe_signature
+from agent_r1_trl.tools.search import Passage, SearchIndex, make_search_tool
+from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolResult
+
+__all__ = [
+    "DaemonThreadPool",
+    "Passage",
+    "SearchIndex",
+    "Tool",
+    "ToolCall",
+    "ToolErrorKind",
+    "ToolExecutor",
+    "ToolResult",
+    "ToolSchemaError",
+    "as_tool",
+    "calculator",
+    "describe_signature",
+    "make_search_tool",
+    "read_call",
+    "read_calls",
+    "render_result",
+    "shared_pool",
+    "tool",
+]

@@ -1,0 +1,88 @@
+"""Which tools an environment instance offers: the listed ones, and its own methods bound to it.
+
+prompt -> [environment reset] -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from agent_r1_trl.tools import Tool, as_tool
+from agent_r1_trl.tools.base import takes_self
+
+
+class ToolList:
+    """The attribute `tools` of an environment class.
+
+    Read from the class it is the list as written; read from an instance it is a list of `Tool`s, methods bound to that
+    instance.
+    """
+
+    def __init__(self, declared: Any) -> None:
+        self.declared = declared
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self.declared
+        state = vars(instance)
+        if "_tools" not in state:
+            state["_tools"] = resolve_tools(state.get("_declared_tools", self.declared), instance)
+        return state["_tools"]
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        state = vars(instance)
+        state["_declared_tools"] = value
+        state.pop("_tools", None)
+        state.pop("_executor", None)
+
+
+def resolve_tools(declared: Any, instance: Any) -> list[Tool]:
+    """The listed tools in their order, then the methods of the class that are decorated with `@tool`.
+
+    Raises:
+        ValueError: an entry is no tool, or names no method.
+    """
+    if isinstance(declared, (str, bytes)) or not isinstance(declared, Iterable):
+        raise ValueError(
+            f"{type(instance).__name__}.tools={declared!r:.200}: must be a list of functions, Tools or method names."
+        )
+    found: list[Tool] = []
+    for item in [*declared, *_decorated_methods(type(instance))]:
+        candidate = _bind(item, instance)
+        if candidate is not None and all(_target(candidate) is not _target(other) for other in found):
+            found.append(candidate)
+    return found
+
+
+def _decorated_methods(cls: type) -> Sequence[str]:
+    names: dict[str, None] = {}
+    for base in reversed(cls.__mro__):
+        names.update({name: None for name, value in vars(base).items() if isinstance(value, Tool)})
+    return list(names)
+
+
+def _bind(item: Any, instance: Any) -> Tool | None:
+    if isinstance(item, str):
+        owner = type(instance).__name__
+        if not hasattr(instance, item):
+            raise ValueError(f"{owner}.tools names {item!r}, but {owner} has no such method.")
+        item = getattr(instance, item)
+        if item is None:  # a subclass took an inherited tool away
+            return None
+    if isinstance(item, (classmethod, staticmethod)):
+        item = Tool(item)  # type: ignore[arg-type]
+    if isinstance(item, Tool):
+        return item.__get__(instance, type(instance))
+    if inspect.isfunction(item) and takes_self(item):
+        return Tool(item).bind(instance)
+    if inspect.ismethod(item) and item.__self__ is instance:
+        return Tool(item, sequential=True)
+    return as_tool(item)
+
+
+def _target(candidate: Tool) -> Callable[..., Any]:
+    """The function itself: a method and its bound form are one tool."""
+    return getattr(candidate.fn, "__func__", candidate.fn)

@@ -1,0 +1,86 @@
+"""Checking and converting what reward methods return: a bug in one must be heard, not averaged in.
+
+prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> [rewards on tokens] -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Outcome = float | tuple[float, dict[str, float]]
+
+
+def read_number(value: Any, source: str) -> float:
+    """A finite float out of a number, numpy or torch scalar.
+
+    Raises:
+        ValueError: for anything else; `source` names the method that returned it.
+    """
+    hint = " Does every path through it end in a return?" if value is None else ""
+    if value is None or isinstance(value, (str, bytes)):
+        raise ValueError(f"{source} returned {value!r:.200}: must be a finite number.{hint}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{source} returned {value!r:.200}: must be a finite number.") from error
+    if not math.isfinite(number):
+        raise ValueError(f"{source} returned {number}: must be a finite number.")
+    return number
+
+
+def read_outcome(value: Any, source: str, success_reward: float = 1.0, failure_reward: float = -1.0) -> Outcome:
+    """What an `outcome_reward` returned, as a number or (number, parts).
+
+    Args:
+        value: True or False (success or failure), a number, or (number, parts by name).
+        source: the method that returned it, for the error.
+        success_reward: for True.
+        failure_reward: for False.
+
+    Raises:
+        ValueError: not finite, no number, or parts that do not add up to it.
+    """
+    if is_bool(value):
+        return success_reward if value else failure_reward
+    if not isinstance(value, tuple):
+        return read_number(value, source)
+    if len(value) != 2 or not isinstance(value[1], Mapping):
+        raise ValueError(f"{source} returned {value!r:.200}: must be a number or (number, dict of its parts).")
+    first = value[0]
+    total = (success_reward if first else failure_reward) if is_bool(first) else read_number(first, source)
+    parts = {str(name): read_number(part, f"{source}, part {name!r},") for name, part in value[1].items()}
+    if parts and not math.isclose(math.fsum(parts.values()), total, rel_tol=1e-6, abs_tol=1e-6):
+        raise ValueError(f"{source} returned {total} with the parts {parts}: the parts must add up to it.")
+    return total, parts
+
+
+def is_bool(value: Any) -> bool:
+    """Also numpy's, which is no `bool`."""
+    return isinstance(value, bool) or (type(value).__name__ in ("bool_", "bool") and hasattr(value, "dtype"))
+
+
+def with_read_outcome(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an `outcome_reward` method, plain or async, so that callers receive what `read_outcome` makes of it."""
+
+    def convert(env: Any, value: Any) -> Outcome:
+        source = f"{type(env).__name__}.outcome_reward"
+        return read_outcome(value, source, env.success_reward, env.failure_reward)
+
+    if inspect.iscoroutinefunction(method):
+
+        @functools.wraps(method)
+        async def read_async(self: Any, *args: Any, **kwargs: Any) -> Outcome:
+            return convert(self, await method(self, *args, **kwargs))
+
+        return read_async
+
+    @functools.wraps(method)
+    def read(self: Any, *args: Any, **kwargs: Any) -> Outcome:
+        return convert(self, method(self, *args, **kwargs))
+
+    return read

@@ -1,0 +1,207 @@
+"""SearchQAEnv: a multi-hop question, a `search` tool, a final answer.
+
+prompt -> [environment reset] -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+    env = functools.partial(SearchQAEnv, "corpus.jsonl", metric="em", top_k=3)
+    row = {"question": "...", "answer": ["Oslo"], "evidence": ["no-capital", "no-highest-point"]}
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from agent_r1_trl.environments.tool_env import ToolEnv
+from agent_r1_trl.rewards import (
+    check_golds,
+    exact_match,
+    extract_answer,
+    f1_score,
+    format_reward,
+    normalize_answer,
+    strip_reasoning,
+)
+from agent_r1_trl.tools import Passage, SearchIndex, tool
+from agent_r1_trl.tools.search import render_passages
+from agent_r1_trl.trajectory import Message, StopReason, ToolCall, ToolResult, Trajectory
+
+GOLD_COLUMNS = ("answer", "answers", "golden_answers", "gold")
+METRICS = {"em": exact_match, "f1": f1_score}
+
+
+class SearchQAEnv(ToolEnv):
+    """Answer a question by searching a corpus, as often as needed, then giving a final answer.
+
+    A row holds `question` (or `prompt`), the gold answer or answers in `answer`, and optionally `evidence`: ids of the
+    passages a correct line of reasoning needs (or texts they contain). A search earns `tool_call_reward` if it worked
+    and brings a passage that counts and was not seen before in this trajectory: one of the evidence, where the row has
+    some, else any. The outcome is `failure_reward + metric * (success_reward - failure_reward)`, plus `format_reward`
+    for a well-formed final answer. Info: `prediction`, `em`, `f1`, `valid_answer`, `gold`.
+
+    Args:
+        index: a `SearchIndex`, or the path of a JSONL corpus (one index per process and file).
+        corpus: the same, under its other name.
+        metric: "em" (exact match) or "f1".
+        answer_tag: the answer stands in `<answer>...</answer>`; False: the whole final text is the answer.
+        top_k: passages per search.
+        max_passage_chars: longest passage text shown.
+        format_reward: for a well-formed final answer.
+        useless_search_reward: for a search that worked but brought nothing that counts.
+        backend: of the index, if a path is given.
+        **settings: of `ToolEnv`.
+
+    Raises:
+        ValueError: no index, an unknown metric, a value out of range.
+    """
+
+    system_prompt = (
+        "Answer the question. Use the search tool to find the facts you need, one step at a time. When you know the "
+        "answer, give it as short as possible between <answer> and </answer>, for example <answer>Paris</answer>."
+    )
+    plain_system_prompt = (
+        "Answer the question. Use the search tool to find the facts you need, one step at a time. When you know the "
+        "answer, reply with the answer only, as short as possible."
+    )
+
+    def __init__(
+        self,
+        index: SearchIndex | str | os.PathLike[str] | None = None,
+        *,
+        corpus: SearchIndex | str | os.PathLike[str] | None = None,
+        metric: str = "em",
+        answer_tag: bool = True,
+        top_k: int = 3,
+        max_passage_chars: int = 500,
+        format_reward: float = 0.1,
+        useless_search_reward: float = 0.0,
+        backend: str = "fts5",
+        **settings: Any,
+    ) -> None:
+        if (index is None) == (corpus is None):
+            raise ValueError("SearchQAEnv: pass index= (a SearchIndex or the path of a JSONL corpus), or corpus=.")
+        if metric not in METRICS:
+            raise ValueError(f"metric={metric!r}: must be one of {', '.join(map(repr, METRICS))}.")
+        for label, value in (("top_k", top_k), ("max_passage_chars", max_passage_chars)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{label}={value!r}: must be an integer >= 1.")
+        source = index if index is not None else corpus
+        self.index = source if isinstance(source, SearchIndex) else shared_index(source, backend)  # type: ignore[arg-type]
+        self.metric = metric
+        self.answer_tag = answer_tag
+        self.top_k = top_k
+        self.max_passage_chars = max_passage_chars
+        self.format_reward = format_reward
+        self.useless_search_reward = useless_search_reward
+        if not answer_tag and "system_prompt" not in settings:
+            self.system_prompt = self.plain_system_prompt
+        super().__init__(**settings)
+
+    @tool(sequential=False)
+    def search(self, query: str) -> str:
+        """Search a collection of documents and return the passages that match best.
+
+        Args:
+            query: The words to look for.
+        """
+        passages = self.index.search(query, self.top_k)
+        self._passages[query] = passages
+        return render_passages(passages, self.max_passage_chars)
+
+    def reset(self, example: dict[str, Any]) -> list[Message]:
+        """Start with a question.
+
+        Raises:
+            ValueError: the row has no question, no gold answer, or `evidence` is no list of strings.
+        """
+        messages = super().reset(example)
+        self.golds = read_golds(example)
+        evidence = example.get("evidence")
+        evidence = [] if evidence is None else [evidence] if isinstance(evidence, str) else list(evidence)
+        self._evidence = [str(item) for item in evidence]
+        self._passages: dict[str, list[Passage]] = {}
+        self._counted: set[str] = set()
+        return messages
+
+    def process_reward(self, call: ToolCall, result: ToolResult) -> float:
+        """`tool_call_reward` for a search that brings something new that counts."""
+        arguments = call.arguments if isinstance(call.arguments, dict) else {}
+        new = self._what_counts(self._passages.get(str(arguments.get("query")), [])) - self._counted
+        self._counted |= new
+        return self.tool_call_reward if new else self.useless_search_reward
+
+    def outcome_reward(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
+        """The metric, scaled to [failure_reward, success_reward], plus the format reward."""
+        scores = self.score_answer(trajectory)
+        trajectory.info.update(scores)
+        span = self.success_reward - self.failure_reward
+        parts = {"answer": self.failure_reward + scores[self.metric] * span}
+        if self.format_reward:
+            parts["format"] = self.format_reward * scores["valid_answer"]
+        return sum(parts.values()), parts
+
+    def score_answer(self, trajectory: Trajectory) -> dict[str, Any]:
+        """Prediction ("" without a final answer), em, f1, valid_answer (1.0 or 0.0) and the gold answers."""
+        text = trajectory.final_text if trajectory.stop_reason is StopReason.DONE else ""
+        prediction = self.read_answer(text)
+        return {
+            "prediction": prediction or "",
+            "gold": self.golds,
+            "em": exact_match(prediction, self.golds) if prediction else 0.0,
+            "f1": f1_score(prediction, self.golds) if prediction else 0.0,
+            "valid_answer": format_reward(text, tag="answer" if self.answer_tag else None),
+        }
+
+    def read_answer(self, text: str) -> str | None:
+        """The answer in a final text; None where there is none."""
+        return extract_answer(text) if self.answer_tag else strip_reasoning(text) or None
+
+    def _what_counts(self, passages: list[Passage]) -> set[str]:
+        if not self._evidence:
+            return {passage.id for passage in passages}
+        found = set()
+        for item in self._evidence:
+            for passage in passages:
+                text = f"{passage.title} {passage.text[: self.max_passage_chars]}"
+                if passage.id == item or (self.index.get(item) is None and _contains(text, item)):
+                    found.add(item)
+        return found
+
+
+def read_golds(example: dict[str, Any]) -> list[str]:
+    """The gold answers of a row.
+
+    Raises:
+        ValueError: there are none.
+    """
+    for column in GOLD_COLUMNS:
+        if example.get(column) is not None:
+            return check_golds(example[column])
+    raise ValueError(
+        f"SearchQAEnv.reset: the example has the columns {sorted(example)}, but no gold answer: name its column "
+        f"{' or '.join(map(repr, GOLD_COLUMNS))}."
+    )
+
+
+def _contains(text: str, part: str) -> bool:
+    wanted = normalize_answer(part)
+    return bool(wanted) and f" {wanted} " in f" {normalize_answer(text)} "
+
+
+_indexes: dict[tuple[Any, ...], SearchIndex] = {}
+_indexes_lock = threading.Lock()
+
+
+def shared_index(path: str | os.PathLike[str], backend: str = "fts5") -> SearchIndex:
+    """The process's index of a corpus file; a file that changed on disk gets a new one."""
+    source = Path(path)
+    if not source.is_file():
+        raise ValueError(f"corpus={str(source)!r}: no such file; pass the path of a JSONL file.")
+    status = source.stat()
+    key = (str(source.resolve()), status.st_size, status.st_mtime_ns, backend)
+    with _indexes_lock:  # 256 environments that start together build it once
+        if key not in _indexes:
+            _indexes[key] = SearchIndex(source, backend=backend)
+        return _indexes[key]

@@ -1,0 +1,157 @@
+"""TRL's `environment_factory=` as an environment: classes with `reset`, tool methods and perhaps `get_reward`.
+
+prompt -> [environment reset] -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+What TRL 1.16 does and this repeats: the public methods of the class, in alphabetical order and after the standalone
+tools, are the tools; `reset(**row)` may return text (or a list of text blocks) that is appended to the last message of
+the prompt; with a dictionary of factories the column `environment` chooses one and is not passed to `reset`; a row
+without `prompt` starts from an empty user message; `get_reward()`, plain or async, scores the episode and may return
+None. Unlike TRL every trajectory has an instance of its own, so its state is still there when reward functions run.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from agent_r1_trl.environments.function_tools import trl_tool
+from agent_r1_trl.environments.prompts import prompt_messages
+from agent_r1_trl.environments.scores import read_number
+from agent_r1_trl.environments.tool_env import ToolEnv
+from agent_r1_trl.tools import Tool
+from agent_r1_trl.trajectory import Message, Trajectory
+
+_NO_TOOLS = ("reset", "get_reward")
+
+
+class TRLEnvAdapter(ToolEnv):
+    """Wraps one instance of a TRL environment class for one trajectory.
+
+    Args:
+        factory: makes an instance, or a dictionary of such factories by the row's `environment` column.
+        tools: functions offered beside the environment's methods.
+        **settings: of `ToolEnv`; process rewards are 0 unless set here.
+
+    Raises:
+        ValueError: a factory that cannot be called, or an instance without `reset`.
+    """
+
+    tool_call_reward = 0.0
+    tool_error_reward = 0.0
+
+    def __init__(
+        self,
+        factory: Callable[[], Any] | Mapping[str, Callable[[], Any]],
+        tools: Iterable[Any] = (),
+        **settings: Any,
+    ) -> None:
+        factories = dict(factory) if isinstance(factory, Mapping) else {None: factory}
+        for name, candidate in factories.items():
+            if not callable(candidate):
+                raise ValueError(
+                    f"environment_factory{'' if name is None else f'[{name!r}]'}={candidate!r:.200}: must be a class "
+                    "or a function that makes an instance."
+                )
+        if not factories:
+            raise ValueError("environment_factory={}: name at least one environment.")
+        self._factories = factories
+        self._is_multi = isinstance(factory, Mapping)
+        self._standalone = [trl_tool(item) for item in tools]
+        self.environment: Any = None if self._is_multi else self._make(None)
+        super().__init__(tools=self._offered(), **settings)
+        _ = self.executor  # two tools of one name are reported here, not in the first rollout
+
+    def reset(self, example: dict[str, Any]) -> list[Message]:
+        """Reset the instance that the row asks for; returns its prompt.
+
+        Raises:
+            ValueError: the row names an unknown environment, or `reset` returned neither text nor None.
+        """
+        row = dict(example)
+        if self._is_multi:
+            name = row.pop("environment", None)
+            if name not in self._factories:
+                raise ValueError(
+                    f"The example has environment={name!r}, which environment_factory does not know: must be one of "
+                    f"{list(self._factories)}."
+                )
+            self.environment = self._make(name)
+            self.tools = self._offered()
+        self.example = example
+        if example.get("prompt") is None:
+            messages: list[Message] = [{"role": "user", "content": ""}]
+        else:
+            messages = prompt_messages({"prompt": example["prompt"]}, type(self.environment).__name__)
+        observation = self.environment.reset(**row)
+        if observation is None:
+            return messages
+        messages[-1] = {**messages[-1], "content": self._append(messages[-1].get("content"), observation)}
+        return messages
+
+    async def outcome_reward(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:  # type: ignore[override]
+        """What `get_reward` says; 0 where there is none or it returns None."""
+        get_reward = getattr(type(self.environment), "get_reward", None)
+        if get_reward is None:
+            return 0.0, {}
+        value = self.environment.get_reward()
+        if inspect.isawaitable(value):
+            value = await value
+        if value is None:
+            return 0.0, {}
+        name = type(self.environment).__name__
+        reward = read_number(value, f"{name}.get_reward")
+        return reward, {name: reward}
+
+    @property
+    def has_reward(self) -> bool:  # type: ignore[override]
+        """Whether any of the environments scores its episodes."""
+        instances = [self.environment] if self.environment is not None else self._probes()
+        return any(hasattr(type(instance), "get_reward") for instance in instances)
+
+    # ---------------------------------------------------------------- inside
+
+    def _make(self, name: str | None) -> Any:
+        instance = self._factories[name]()  # type: ignore[index]
+        if not any(member == "reset" for member, _ in _methods(instance)):
+            raise ValueError(
+                f"environment_factory: {type(instance).__name__} has no method reset(self, **row); TRL environments "
+                "must define it."
+            )
+        return instance
+
+    def _offered(self) -> list[Tool]:
+        """The tools of the chosen environment; before one is chosen, those of all."""
+        instances = [self.environment] if self.environment is not None else self._probes()
+        offered = list(self._standalone)
+        for instance in instances:
+            for name, _ in _methods(instance):
+                if name not in _NO_TOOLS and not name.startswith("_"):
+                    method = trl_tool(getattr(instance, name), sequential=True)
+                    if self.environment is not None or all(method.name != other.name for other in offered):
+                        offered.append(method)
+        return offered
+
+    def _probes(self) -> list[Any]:
+        return [self._make(name) for name in self._factories]  # type: ignore[arg-type]
+
+    @staticmethod
+    def _append(content: Any, observation: Any) -> Any:
+        observation = copy.deepcopy(observation)
+        if isinstance(content, str) and isinstance(observation, list):
+            content = [{"type": "text", "text": content}]
+        if isinstance(content, list) and isinstance(observation, str):
+            observation = [{"type": "text", "text": observation}]
+        if type(content) is not type(observation) or not isinstance(content, (str, list)):
+            raise ValueError(
+                f"environment_factory: reset returned {observation!r:.200}: must be a string that is appended to the "
+                "prompt, a list of content blocks, or None."
+            )
+        return content + observation
+
+
+def _methods(instance: Any) -> list[tuple[str, Any]]:
+    """The functions of the class (not of the instance: that would evaluate properties)."""
+    return inspect.getmembers(type(instance), predicate=inspect.isfunction)

@@ -1,0 +1,103 @@
+"""Scores of a short answer against gold answers: the strict SQuAD definitions.
+
+prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> [rewards on tokens] -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+With several gold answers the best score counts. Normalisation: lower case, ASCII punctuation and the articles a, an,
+the removed, white space collapsed (Rajpurkar et al. 2016, arXiv 1606.05250).
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Golds = str | Iterable[str]
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_CLOSED_ANSWERS = ("yes", "no", "noanswer")
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case, without punctuation, articles and superfluous white space.
+
+    >>> normalize_answer("The  Eiffel-Tower!")
+    'eiffeltower'
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(prediction: str, golds: Golds) -> float:
+    """1.0 if the normalised prediction equals a normalised gold answer, else 0.0.
+
+    >>> exact_match("the Paris", ["Paris", "Paris, France"])
+    1.0
+
+    Raises:
+        ValueError: the prediction is no string, or the golds are no string or non-empty list of strings.
+    """
+    return _best(prediction, golds, lambda answer, gold: float(answer == gold))
+
+
+def f1_score(prediction: str, golds: Golds) -> float:
+    """Harmonic mean of precision and recall over words, in [0, 1].
+
+    yes, no and noanswer count only as a whole; an empty answer matches only an empty one.
+
+    >>> f1_score("the city of Paris", "Paris")
+    0.5
+
+    Raises:
+        ValueError: as for `exact_match`.
+    """
+    return _best(prediction, golds, _f1)
+
+
+def sub_em(prediction: str, golds: Golds) -> float:
+    """1.0 if a normalised gold answer occurs anywhere inside the normalised prediction, else 0.0.
+
+    Generous: "I do not know" contains "no". To compare with papers that report it, not to train on.
+
+    Raises:
+        ValueError: as for `exact_match`.
+    """
+    return _best(prediction, golds, lambda answer, gold: float(gold in answer if gold else answer == gold))
+
+
+def check_golds(golds: Any) -> list[str]:
+    """The gold answers as a list.
+
+    Raises:
+        ValueError: if they are no string and no non-empty list of strings.
+    """
+    if isinstance(golds, str):
+        return [golds]
+    if isinstance(golds, (list, tuple, set, frozenset)):
+        found = list(golds)
+        if found and all(isinstance(gold, str) for gold in found):
+            return found
+    raise ValueError(f"golds={golds!r:.200}: must be a string or a non-empty list of strings.")
+
+
+def _best(prediction: Any, golds: Any, score: Callable[[str, str], float]) -> float:
+    if not isinstance(prediction, str):
+        raise ValueError(f"prediction={prediction!r:.200}: must be a string; pass '' where there is no answer.")
+    answer = normalize_answer(prediction)
+    return max(score(answer, normalize_answer(gold)) for gold in check_golds(golds))
+
+
+def _f1(answer: str, gold: str) -> float:
+    if answer == gold:
+        return 1.0
+    if answer in _CLOSED_ANSWERS or gold in _CLOSED_ANSWERS:
+        return 0.0
+    answer_words, gold_words = answer.split(), gold.split()
+    num_common = sum((Counter(answer_words) & Counter(gold_words)).values())
+    if num_common == 0:
+        return 0.0
+    precision, recall = num_common / len(answer_words), num_common / len(gold_words)
+    return 2 * precision * recall / (precision + recall)

@@ -1,0 +1,57 @@
+"""Adding rewards up, with their parts kept for the metrics.
+
+prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> [rewards on tokens] -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Reward = Callable[..., float]
+
+
+def compose(parts: Mapping[str, Reward | tuple[Reward, float]]) -> Callable[..., tuple[float, dict[str, float]]]:
+    """One reward out of several: the weighted sum, and each part as it enters the sum.
+
+    Args:
+        parts: name to function, or to (function, weight). Each function receives what the composed one receives.
+
+    Returns:
+        A function whose result `ToolEnv.outcome_reward` may return as it is.
+
+    Raises:
+        ValueError: no parts, an entry of another form, a weight that is not finite; when called, a reward that is no
+            finite number.
+
+    >>> reward = compose({"exact": (exact_match, 1.0), "overlap": (f1_score, 0.5)})
+    >>> reward("Paris", "Paris")
+    (1.5, {'exact': 1.0, 'overlap': 0.5})
+    """
+    if not isinstance(parts, Mapping) or not parts:
+        raise ValueError(f"compose({parts!r:.200}): pass a mapping from name to function or (function, weight).")
+    weighted: dict[str, tuple[Reward, float]] = {}
+    for name, entry in parts.items():
+        function, weight = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, 1.0)
+        if not callable(function) or inspect.iscoroutinefunction(function):
+            raise ValueError(f"compose: {name!r} is {entry!r:.200}: must be a plain function or (function, weight).")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            raise ValueError(f"compose: the weight of {name!r} is {weight!r}: must be a finite number.")
+        weighted[str(name)] = (function, float(weight))
+
+    def composed(*args: Any, **kwargs: Any) -> tuple[float, dict[str, float]]:
+        scores = {}
+        for name, (function, weight) in weighted.items():
+            value = function(*args, **kwargs)
+            try:
+                scores[name] = weight * float(value)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"reward {name!r} returned {value!r:.200}: must be a number.") from error
+            if not math.isfinite(scores[name]):
+                raise ValueError(f"reward {name!r} returned {value!r}: must be finite.")
+        return math.fsum(scores.values()), scores
+
+    return composed

@@ -1,0 +1,278 @@
+"""Tools: functions that a model may call.
+
+prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+    @tool
+    def search(query: str) -> str:
+        \"\"\"Search the corpus.
+
+Args:
+            query: What to look for.
+        \"\"\"
+
+`search("Oslo")` still calls the function; `search.schema` is what the chat template shows to the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import math
+from collections.abc import Callable
+from typing import Any, overload
+
+from agent_r1_trl.tools.schema import (
+    Schema,
+    ToolSchemaError,
+    argument_schema,
+    build_schema,
+    check_name,
+    check_schema,
+    describe_signature,
+)
+
+DEFAULT_MAX_RESULT_CHARS = 20_000
+
+
+class Tool:
+    """A function with the name, schema and limits under which a model may call it.
+
+    Args:
+        fn: plain or async function or method. Plain ones run on a thread, async ones on the rollout's event loop, so
+            an async tool must not block.
+        name: instead of the function's own.
+        description: instead of the first part of the docstring.
+        timeout_s: seconds one call may take; None takes the executor's.
+        max_result_chars: longest result in characters; the rest is cut, visibly.
+        max_result_tokens: longest result in tokens (exact if the executor can count tokens, else 4 characters each).
+        sequential: calls of one turn run one after another, in their order, with every other sequential tool of the
+            environment. None: only where the function is a method of the environment, whose state it may change.
+        schema: in the OpenAI form, instead of the one made from hints and docstring; `name` is then taken from it.
+        render: turns the return value into the text the model reads.
+
+    Raises:
+        ValueError: an argument is out of range, or `fn` has no usable name.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        name: str | None = None,
+        description: str | None = None,
+        timeout_s: float | None = None,
+        max_result_chars: int | None = DEFAULT_MAX_RESULT_CHARS,
+        max_result_tokens: int | None = None,
+        sequential: bool | None = None,
+        schema: Schema | None = None,
+        render: Callable[[Any], str] | None = None,
+    ) -> None:
+        self._binds_to_class = isinstance(fn, classmethod)
+        self._is_static = isinstance(fn, staticmethod)
+        if isinstance(fn, (classmethod, staticmethod)):
+            fn = fn.__func__
+        if not callable(fn) or inspect.isclass(fn):
+            raise ValueError(f"Tool of {fn!r}: a tool is a function, a method or a callable object.")
+        if schema is not None:
+            check_schema(schema)
+            name = name or schema["function"]["name"]
+            schema = {**schema, "function": {**schema["function"], "name": name}}
+        for label, limit in (("max_result_chars", max_result_chars), ("max_result_tokens", max_result_tokens)):
+            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+                raise ValueError(f"{label}={limit!r}: must be an integer >= 1, or None for no limit.")
+        functools.update_wrapper(self, fn)
+        self.fn = fn
+        self.name = check_name(name or _function_name(fn))
+        self.timeout_s = check_timeout(timeout_s)
+        self.max_result_chars = max_result_chars
+        self.max_result_tokens = max_result_tokens
+        self.sequential = sequential
+        self.render = render or render_result
+        self._description = description
+        self._cache: dict[str, Any] = {} if schema is None else {"schema": schema}  # shared by bound copies
+
+    # ---------------------------------------------------------------- as a function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function itself: no checks, no limits."""
+        return self.fn(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Tool:
+        """Bind a tool that was defined in a class body to the instance it is read from."""
+        if self._binds_to_class and owner is not None:
+            return self.bind(owner)
+        return self.bind(instance) if instance is not None and self.is_method else self
+
+    @property
+    def is_method(self) -> bool:
+        """The function still waits for its `self`."""
+        return not self._is_static and takes_self(self.fn)
+
+    @property
+    def is_async(self) -> bool:
+        """The function is awaited on the event loop."""
+        return is_async_callable(self.fn)
+
+    def bind(self, instance: Any) -> Tool:
+        """The same tool with `self` filled in."""
+        bound = copy.copy(self)
+        bound.fn = functools.update_wrapper(functools.partial(self.fn, instance), self.fn)
+        if inspect.isfunction(self.fn):
+            bound.fn = self.fn.__get__(instance)
+        bound._binds_to_class = False
+        if bound.sequential is None:
+            bound.sequential = True
+        return bound
+
+    # ---------------------------------------------------------------- as the model sees it
+
+    @property
+    def schema(self) -> Schema:
+        """`{"type": "function", "function": {"name", "description", "parameters"}}`, made on first use.
+
+        Raises:
+            ToolSchemaError: the function's hints or docstring do not suffice; the message names the cure.
+        """
+        if "schema" not in self._cache:
+            self._cache["schema"] = build_schema(self.fn, self.name, self._description)
+        return self._cache["schema"]
+
+    @property
+    def description(self) -> str:
+        """What the tool does, in the words the model reads."""
+        return self.schema["function"].get("description") or ""
+
+    @property
+    def signature(self) -> str:
+        """One line, as in `search(query: string, top_k?: integer)`."""
+        return describe_signature(self.schema)
+
+    def check_arguments(self, arguments: Any) -> tuple[dict[str, Any], list[str]]:
+        """Arguments as the function receives them, and what is wrong with them (empty: nothing).
+
+        5.0 for an integer becomes 5; nothing else is converted.
+        """
+        import jsonschema
+
+        if not isinstance(arguments, dict):
+            return {}, [f"the arguments must be a JSON object, not {type(arguments).__name__}"]
+        if "validator" not in self._cache:
+            self._cache["validator"] = jsonschema.Draft202012Validator(argument_schema(self.schema))
+        validator = self._cache["validator"]
+        try:
+            problems = [_describe_problem(error) for error in validator.iter_errors(arguments)]
+            checked = copy.deepcopy(arguments)  # the tool may change them; the recorded call must stay as it was
+        except Exception as error:  # numbers too long to print, nesting too deep
+            return {}, [f"the arguments cannot be checked ({type(error).__name__})"]
+        for name, spec in self.schema["function"]["parameters"].get("properties", {}).items():
+            value = checked.get(name)
+            if isinstance(value, float) and isinstance(spec, dict) and spec.get("type") == "integer" and not problems:
+                checked[name] = int(value)
+        return checked, problems
+
+    def __repr__(self) -> str:
+        return f"Tool({self.name!r})"
+
+
+@overload
+def tool(fn: Callable[..., Any]) -> Tool: ...
+
+
+@overload
+def tool(
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    timeout_s: float | None = None,
+    max_result_chars: int | None = DEFAULT_MAX_RESULT_CHARS,
+    max_result_tokens: int | None = None,
+    sequential: bool | None = None,
+    schema: Schema | None = None,
+    render: Callable[[Any], str] | None = None,
+) -> Callable[[Callable[..., Any]], Tool]: ...
+
+
+def tool(fn: Any = None, **settings: Any) -> Any:
+    """Make a function a tool: `@tool`, or `@tool(timeout_s=5, max_result_tokens=300)`; settings as in `Tool`."""
+    if fn is None:
+        return functools.partial(tool, **settings)
+    if isinstance(fn, Tool):
+        raise ValueError(f"Tool {fn.name!r} is decorated twice: keep one @tool.")
+    if not callable(fn) and not isinstance(fn, (staticmethod, classmethod)):
+        raise ValueError(f"@tool({fn!r}): pass settings by name, as in @tool(timeout_s=5).")
+    return Tool(fn, **settings)
+
+
+def as_tool(obj: Any) -> Tool:
+    """A `Tool` passes through, a callable becomes one.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(obj, Tool):
+        return obj
+    if callable(obj) or isinstance(obj, (staticmethod, classmethod)):
+        return Tool(obj)
+    raise ValueError(f"tools: {obj!r} is no tool: pass a function with type hints and a docstring, or a Tool.")
+
+
+def render_result(value: Any) -> str:
+    """Text of a return value: strings as they are, JSON where it is JSON, else `str`."""
+    if isinstance(value, str):
+        return str(value)
+    if value is None:
+        return "(no output)"
+    if isinstance(value, bytes):
+        return value.decode("utf-8", errors="replace")
+    if isinstance(value, (dict, list, tuple, bool, int, float)):
+        try:
+            return json.dumps(value, ensure_ascii=False, default=str)
+        except (TypeError, ValueError, RecursionError):
+            return str(value)
+    return str(value)
+
+
+def check_timeout(timeout_s: Any, flag: str = "timeout_s") -> float | None:
+    """Return a usable number of seconds, or None for no limit.
+
+    Raises:
+        ValueError: if it is not a positive finite number.
+    """
+    if timeout_s is None:
+        return None
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not is_number or not math.isfinite(timeout_s) or timeout_s <= 0:
+        raise ValueError(f"{flag}={timeout_s!r}: must be a number of seconds > 0, or None.")
+    return float(timeout_s)
+
+
+def takes_self(fn: Callable[..., Any]) -> bool:
+    """Whether a function's first parameter is an unfilled `self`."""
+    if not inspect.isfunction(fn):
+        return False
+    return next(iter(inspect.signature(fn).parameters), None) == "self"
+
+
+def is_async_callable(fn: Any) -> bool:
+    """Whether calling `fn` gives a coroutine; looks through partials and callable objects."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(type(fn), "__call__", None))  # noqa: B004
+
+
+def _function_name(fn: Any) -> str:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _describe_problem(error: Any) -> str:
+    where = "".join(f"[{part!r}]" if index else f"'{part}': " for index, part in enumerate(error.absolute_path))
+    message = error.message if len(error.message) <= 200 else error.message[:200] + "..."
+    return where + message
+
+
+__all__ = ["Tool", "ToolSchemaError", "as_tool", "check_timeout", "render_result", "tool"]

@@ -1,0 +1,64 @@
+"""Reading the calls of an assistant message, whatever the model wrote in it.
+
+prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from agent_r1_trl.trajectory import Message, ToolCall
+
+
+def read_calls(message: Message, *, id_prefix: str = "call") -> list[ToolCall]:
+    """The calls of a message, one per entry of `tool_calls`; never raises.
+
+    An entry that is no call (a number, a list, an object without a name) gives a `ToolCall` with an empty name, which
+    the executor answers with how to call right. A missing or repeated id becomes `{id_prefix}_{index}`.
+    """
+    entries = message.get("tool_calls")
+    if entries is None or entries == "":
+        return []
+    if not isinstance(entries, (list, tuple)):
+        entries = [entries]
+    calls = [read_call(entry) for entry in entries]
+    seen: set[str] = set()
+    for index, call in enumerate(calls):
+        if not call.id or call.id in seen:
+            call.id = f"{id_prefix}_{index}"
+        seen.add(call.id)
+    return calls
+
+
+def read_call(entry: Any) -> ToolCall:
+    """One call, from `{"type": "function", "function": {...}}`, `{"name", "arguments"}` or a `ToolCall`."""
+    if isinstance(entry, ToolCall):
+        return entry
+    if not isinstance(entry, dict):
+        return ToolCall(name="", arguments=entry)
+    inner = entry.get("function")
+    source = inner if isinstance(inner, dict) else entry
+    name, identifier = source.get("name"), entry.get("id")
+    arguments = source.get("arguments", source.get("parameters"))
+    return ToolCall(
+        name=name if isinstance(name, str) else "",
+        arguments=read_arguments(arguments) if isinstance(name, str) and name else entry,
+        id=identifier if isinstance(identifier, str) else "",
+    )
+
+
+def read_arguments(arguments: Any) -> Any:
+    """A dict where the arguments are one, also inside a JSON string; else what was there. Nothing means `{}`."""
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    if not arguments.strip():
+        return {}
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, (dict, list, int, float)) or parsed is None else arguments

@@ -1,0 +1,206 @@
+"""Daemon threads for code that may never return.
+
+prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+`concurrent.futures` joins its threads when the interpreter exits and counts a hanging one as busy for ever. Here a
+job that took too long is *abandoned*: its thread goes on (Python cannot stop it) but no longer holds one of the
+`max_workers` places, and it never keeps the process alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class JobTimeoutError(RuntimeError):
+    """A job took longer than it was given (not `TimeoutError`: the job itself may raise that)."""
+
+
+class PoolExhaustedError(RuntimeError):
+    """Every place, and every spare thread, is held by a job that was abandoned and never returned."""
+
+
+class Job(Generic[T]):
+    """One function call on its way through the pool. Its two futures belong to the loop that submitted it."""
+
+    def __init__(self, fn: Callable[[], T], loop: asyncio.AbstractEventLoop) -> None:
+        self.started: asyncio.Future[None] = loop.create_future()
+        self.finished: asyncio.Future[T] = loop.create_future()
+        self.is_running = False
+        self.is_abandoned = False
+        self.holds_place = False
+        self._fn = fn
+        self._loop = loop
+        self._context = contextvars.copy_context()
+
+    def run(self) -> None:
+        """Called by the worker thread."""
+        self._notify(_resolve, self.started, None)
+        try:
+            value = self._context.run(self._fn)
+        except BaseException as error:  # also SystemExit: it would end the worker and leave the waiter hanging
+            self.fail(error)
+        else:
+            self._notify(_resolve, self.finished, value)
+
+    def fail(self, error: BaseException) -> None:
+        """Hand an error to whoever waits."""
+        if isinstance(error, StopIteration):  # a future refuses it
+            error = RuntimeError("the function raised StopIteration")
+        self._notify(_reject, self.started, error)
+        self._notify(_reject, self.finished, error)
+
+    def _notify(self, action: Callable[..., None], *args: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            self._loop.call_soon_threadsafe(action, *args)
+
+
+class DaemonThreadPool:
+    """At most `max_workers` live jobs at a time, on daemon threads made as they are needed.
+
+    Args:
+        max_workers: places; further jobs wait in the order of submission.
+        max_abandoned: abandoned jobs that may still be running before their places stop being given to others
+            (default 8 times `max_workers`); it bounds the number of threads of a process whose tools hang.
+        name: of the threads.
+    """
+
+    def __init__(self, max_workers: int, *, max_abandoned: int | None = None, name: str = "tool") -> None:
+        if isinstance(max_workers, bool) or not isinstance(max_workers, int) or max_workers < 1:
+            raise ValueError(f"max_workers={max_workers!r}: must be an integer >= 1.")
+        self.max_workers = max_workers
+        self.max_abandoned = 8 * max_workers if max_abandoned is None else max_abandoned
+        self._name = name
+        self._condition = threading.Condition()
+        self._queue: deque[Job[Any]] = deque()
+        self._running: set[Job[Any]] = set()  # jobs that hold a place
+        self._num_idle = 0
+        self._num_places = 0  # worker threads that hold a place, idle ones included
+        self._num_abandoned = 0
+
+    async def run(self, fn: Callable[[], T], *, timeout_s: float | None = None) -> T:
+        """Run `fn` on a thread; the clock starts when it starts, not while it waits for a place.
+
+        Raises:
+            JobTimeoutError: `timeout_s` passed; the job was abandoned.
+            PoolExhaustedError: no place will become free.
+            BaseException: whatever `fn` raised.
+        """
+        job = self.submit(fn)
+        try:
+            await job.started
+            done, _ = await asyncio.wait({job.finished}, timeout=timeout_s)
+            if not done:
+                raise JobTimeoutError
+            return job.finished.result()
+        finally:
+            if not job.finished.done():
+                self.abandon(job)
+            elif not job.finished.cancelled():
+                job.finished.exception()  # marks it as seen
+            if job.started.done() and not job.started.cancelled():
+                job.started.exception()
+
+    def submit(self, fn: Callable[[], T]) -> Job[T]:
+        """Queue `fn`; must be called with a running event loop."""
+        job = Job(fn, asyncio.get_running_loop())
+        with self._condition:
+            if self._is_exhausted():
+                job.fail(PoolExhaustedError(self._exhausted_message()))
+                return job
+            self._queue.append(job)
+            if self._num_idle >= len(self._queue):
+                self._condition.notify()
+            elif self._num_places < self.max_workers:
+                self._num_places += 1
+                threading.Thread(target=self._work, name=f"{self._name}-worker", daemon=True).start()
+        return job
+
+    def abandon(self, job: Job[Any]) -> None:
+        """Stop waiting for a job: a queued one never runs, a running one gives up its place if a spare is left."""
+        with self._condition:
+            if job.is_abandoned:
+                return
+            job.is_abandoned = True
+            if not job.is_running:
+                if job in self._queue:
+                    self._queue.remove(job)
+                return
+            if job in self._running and self._num_abandoned < self.max_abandoned:
+                self._running.discard(job)
+                job.holds_place = False
+                self._num_abandoned += 1
+                self._num_places -= 1
+                if self._queue and self._num_idle == 0:
+                    self._num_places += 1
+                    threading.Thread(target=self._work, name=f"{self._name}-worker", daemon=True).start()
+            elif self._is_exhausted():
+                waiting, self._queue = list(self._queue), deque()
+                for other in waiting:
+                    other.fail(PoolExhaustedError(self._exhausted_message()))
+
+    def _is_exhausted(self) -> bool:
+        return len(self._running) >= self.max_workers and all(job.is_abandoned for job in self._running)
+
+    def _exhausted_message(self) -> str:
+        return f"{self._num_abandoned + len(self._running)} earlier calls hang and never returned"
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                self._num_idle += 1
+                while not self._queue:
+                    self._condition.wait()
+                self._num_idle -= 1
+                job = self._queue.popleft()
+                job.is_running = job.holds_place = True
+                self._running.add(job)
+            job.run()
+            with self._condition:
+                self._running.discard(job)
+                if not job.holds_place:  # another thread has taken this one's place
+                    self._num_abandoned -= 1
+                    return
+
+
+def _resolve(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _reject(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+_pools: dict[int, DaemonThreadPool] = {}
+_pools_lock = threading.Lock()
+
+
+def shared_pool(max_workers: int) -> DaemonThreadPool:
+    """The process's pool with that many places: trajectories share threads, however many there are."""
+    with _pools_lock:
+        if max_workers not in _pools:
+            _pools[max_workers] = DaemonThreadPool(max_workers)
+        return _pools[max_workers]
+
+
+def _forget_pools() -> None:
+    # Threads do not survive a fork, and the lock may have been held by one of them.
+    global _pools_lock
+    _pools_lock = threading.Lock()
+    _pools.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pools)

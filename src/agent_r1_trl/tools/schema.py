@@ -1,0 +1,289 @@
+"""JSON schemas of tools: from type hints and a Google docstring, for the prompt and for checking arguments.
+
+prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+The schema shown to the model is the one transformers' own helper makes, so prompts equal TRL's. Its import is heavy:
+it happens inside `build_schema`, on first use.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import copy
+import functools
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+Schema = dict[str, Any]
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_SCALARS = (str, int, float, bool, type(None), Any)
+
+
+class ToolSchemaError(ValueError):
+    """A function cannot be described to a model; the message says why and what to write instead."""
+
+
+def check_name(name: Any) -> str:
+    """Return `name` if a chat template and a model can spell it.
+
+    Raises:
+        ToolSchemaError: otherwise.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ToolSchemaError(
+            f"Tool name {name!r}: must be 1 to 64 of the characters a-z, A-Z, 0-9, '_', '-' and '.'. "
+            "Define the tool with `def`, or pass name=..."
+        )
+    return name
+
+
+def function_parameters(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters a model may fill in: without `self`/`cls` and those that a `functools.partial` has filled in."""
+    try:
+        parameters = dict(inspect.signature(fn).parameters)
+    except (TypeError, ValueError) as error:
+        raise ToolSchemaError(f"Tool {_name_of(fn)!r}: its signature cannot be read ({error}).") from error
+    first = next(iter(parameters), None)
+    if first in ("self", "cls") and parameters[first].annotation is inspect.Parameter.empty:
+        del parameters[first]
+    if isinstance(fn, functools.partial):
+        for name in fn.keywords:
+            parameters.pop(name, None)
+    return parameters
+
+
+def build_schema(fn: Callable[..., Any], name: str | None = None, description: str | None = None) -> Schema:
+    """Describe a function in the OpenAI form `{"type": "function", "function": {name, description, parameters}}`.
+
+    Args:
+        fn: a function, method, partial or callable object with type hints and a Google docstring.
+        name: instead of the function's own.
+        description: instead of the docstring's first part.
+
+    Raises:
+        ToolSchemaError: a missing docstring, hint or argument description, or a hint that JSON cannot express.
+    """
+    from transformers.utils import get_json_schema
+
+    tool_name = check_name(name or _name_of(fn))
+    parameters = function_parameters(fn)
+    hints = _hints(fn, tool_name)
+    annotations = {}
+    for parameter in parameters.values():
+        annotations[parameter.name] = _parameter_hint(parameter, hints, tool_name)
+    if "return" in hints:
+        annotations["return"] = hints["return"]
+
+    def shim() -> None: ...
+
+    # get_json_schema reads exactly these attributes; the shim lets partials, callable objects and methods through it.
+    shim.__name__ = tool_name
+    shim.__doc__ = _doc(fn, description)
+    shim.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            parameter.replace(annotation=annotations[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in parameters.values()
+        ]
+    )
+    shim.__annotations__ = annotations
+    try:
+        schema = get_json_schema(shim)
+    except Exception as error:
+        if "return" in annotations:  # the return type is only decoration: most templates ignore it
+            del annotations["return"]
+            try:
+                schema = get_json_schema(shim)
+            except Exception as second_error:
+                raise _explain(tool_name, second_error) from second_error
+        else:
+            raise _explain(tool_name, error) from error
+    if not schema["function"]["description"]:
+        raise ToolSchemaError(f"Tool {tool_name!r}: its docstring does not say what it does before 'Args:'.")
+    check_schema(schema)
+    return schema
+
+
+def check_schema(schema: Any) -> None:
+    """Check a schema that a user wrote by hand (or another system delivered).
+
+    Raises:
+        ToolSchemaError: if it has not the OpenAI form, or its `parameters` are no JSON schema of an object.
+    """
+    import jsonschema
+
+    function = schema.get("function") if isinstance(schema, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("parameters"), dict):
+        raise ToolSchemaError(
+            f"Tool schema {_shorten(schema)}: must be {{'type': 'function', 'function': {{'name', 'description', "
+            "'parameters'}}."
+        )
+    name = check_name(function.get("name"))
+    try:
+        json.dumps(schema)
+        jsonschema.Draft202012Validator.check_schema(argument_schema(schema))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ToolSchemaError(f"Tool {name!r}: its schema is not JSON ({error}).") from error
+    except jsonschema.exceptions.SchemaError as error:
+        raise ToolSchemaError(f"Tool {name!r}: its parameters are no JSON schema: {error.message}.") from error
+
+
+def argument_schema(schema: Schema) -> Schema:
+    """The strict form used to check arguments: `nullable` spelled out, arguments of unknown name refused."""
+    parameters = _spell_out_nullable(copy.deepcopy(schema["function"]["parameters"]))
+    parameters.setdefault("type", "object")
+    parameters.setdefault("properties", {})
+    parameters.setdefault("additionalProperties", False)
+    return parameters
+
+
+def describe_signature(schema: Schema) -> str:
+    """One line a model can follow, as in `search(query: string, top_k?: integer)`."""
+    function = schema["function"]
+    parameters = function["parameters"]
+    required = parameters.get("required", [])
+    described = [
+        f"{name}{'' if name in required else '?'}: {_describe_type(value)}"
+        for name, value in parameters.get("properties", {}).items()
+    ]
+    return f"{function['name']}({', '.join(described)})"
+
+
+# -------------------------------------------------------------------- hints
+
+
+def _hints(fn: Callable[..., Any], tool_name: str) -> dict[str, Any]:
+    target: Any = fn
+    while isinstance(target, functools.partial):
+        target = target.func
+    target = inspect.unwrap(target)
+    if not (inspect.isfunction(target) or inspect.ismethod(target) or inspect.isbuiltin(target)):
+        target = type(target).__call__  # a callable object
+    try:
+        return typing.get_type_hints(target)
+    except NameError as error:
+        raise ToolSchemaError(
+            f"Tool {tool_name!r}: a type hint names something that is not defined at module level ({error}). "
+            "Import it at the top of the module, or use plain types."
+        ) from error
+    except Exception as error:
+        raise ToolSchemaError(f"Tool {tool_name!r}: its type hints cannot be read ({error}).") from error
+
+
+def _parameter_hint(parameter: inspect.Parameter, hints: dict[str, Any], tool_name: str) -> Any:
+    if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+        stars = "*" if parameter.kind is inspect.Parameter.VAR_POSITIONAL else "**"
+        raise ToolSchemaError(
+            f"Tool {tool_name!r}: {stars}{parameter.name} cannot be described to a model: give every argument a name."
+        )
+    if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+        raise ToolSchemaError(
+            f"Tool {tool_name!r}: argument '{parameter.name}' is positional-only, but tools are called by argument "
+            "name: remove the '/' from the signature."
+        )
+    if parameter.name not in hints:
+        raise ToolSchemaError(
+            f"Tool {tool_name!r}: argument '{parameter.name}' has no type hint: write '{parameter.name}: str' (or int, "
+            "float, bool, list[...], dict[str, ...], Literal[...])."
+        )
+    return _plain_hint(hints[parameter.name], parameter.name, tool_name)
+
+
+def _plain_hint(hint: Any, argument: str, tool_name: str) -> Any:
+    """Rewrite a hint into the forms the helper knows; it takes a bare `list` for an object, for instance."""
+    rewrite = functools.partial(_plain_hint, argument=argument, tool_name=tool_name)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return rewrite(args[0])
+    if any(hint is scalar for scalar in _SCALARS) or origin is typing.Literal:
+        return hint
+    if origin in (typing.Union, types.UnionType):
+        return typing.Union[tuple(rewrite(part) for part in args)]  # noqa: UP007
+    sequences = (list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
+    if hint in sequences or hint is tuple or origin in sequences:
+        return list[rewrite(args[0])] if args else list[Any]  # type: ignore[misc]
+    if origin is tuple:
+        if len(args) == 2 and args[1] is Ellipsis:
+            return list[rewrite(args[0])]  # type: ignore[misc]
+        return hint
+    if hint in (dict, collections.abc.Mapping):
+        return dict
+    if origin in (dict, collections.abc.Mapping):
+        if args[0] not in (str, Any):
+            raise ToolSchemaError(
+                f"Tool {tool_name!r}: argument '{argument}' has {args[0]} keys; JSON keys are strings: "
+                "write dict[str, ...]."
+            )
+        return dict[str, rewrite(args[1])]  # type: ignore[misc]
+    raise ToolSchemaError(
+        f"Tool {tool_name!r}: argument '{argument}' has the type {hint}, which JSON cannot express: use str, int, "
+        "float, bool, list[...], dict[str, ...], Literal[...] or a union of these."
+    )
+
+
+def _explain(tool_name: str, error: Exception) -> ToolSchemaError:
+    text = " ".join(str(part) for part in error.args)
+    if "no docstring" in text:
+        cure = 'write """What it does.""" as its first line; the model reads it.'
+    elif "no description for the argument" in text:
+        cure = "add a Google 'Args:' section with one 'name: meaning' line per argument."
+    else:
+        cure = "use str, int, float, bool, list[...], dict[str, ...] or Literal[...]."
+    return ToolSchemaError(f"Tool {tool_name!r}: {text.rstrip('.!')}: {cure}")
+
+
+def _doc(fn: Callable[..., Any], description: str | None) -> str | None:
+    target: Any = fn
+    while isinstance(target, functools.partial):
+        target = target.func
+    if inspect.isroutine(target):
+        doc = inspect.getdoc(target)
+    else:
+        doc = inspect.getdoc(type(target).__call__) or inspect.getdoc(target)
+    if description is None:
+        return doc
+    sections = re.search(r"\n\s*Args:\n.*", doc or "", re.DOTALL)
+    return description + (sections.group(0) if sections else "")
+
+
+def _name_of(fn: Any) -> str:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _spell_out_nullable(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_spell_out_nullable(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    node = {key: _spell_out_nullable(value) for key, value in node.items()}
+    if node.get("nullable") is True:
+        node.pop("nullable")
+        return {"anyOf": [node, {"type": "null"}]}
+    return node
+
+
+def _describe_type(schema: Any) -> str:
+    if not isinstance(schema, dict):
+        return "any"
+    if "enum" in schema:
+        return " | ".join(json.dumps(value, ensure_ascii=False) for value in schema["enum"])
+    if "anyOf" in schema:
+        return " | ".join(_describe_type(part) for part in schema["anyOf"])
+    kind = schema.get("type", "any")
+    text = " | ".join(map(str, kind)) if isinstance(kind, list) else str(kind)
+    if kind == "array" and isinstance(schema.get("items"), dict) and schema["items"]:
+        text = f"array of {_describe_type(schema['items'])}"
+    return text + (" | null" if schema.get("nullable") else "")
+
+
+def _shorten(value: Any, limit: int = 200) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "..."

@@ -1,0 +1,266 @@
+"""Search over a local corpus: an index on disk, and the tool that puts it before a model.
+
+prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+    index = SearchIndex("corpus.jsonl")                 # {"id": ..., "title": ..., "text": ...} per line
+    index.search("capital of Norway", k=3)              # list[Passage], best first
+    search = make_search_tool(index, top_k=3)           # a Tool
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sqlite3
+import tempfile
+import unicodedata
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent_r1_trl.tools.base import Tool
+from agent_r1_trl.tools.search_backends import STORES, Row, Store, encode_row
+
+FORMAT_VERSION = 1
+MAX_QUERY_TERMS = 64
+_STOP_WORDS_TEXT = """
+a about after all also am an and any are as at be been before being but by can could did do does doing down for
+from further had has have having he her here hers him his how i if in into is it its me my no nor of off on once
+only or other our out over own same she should so some such than that the their theirs them then there these
+they this those through to too under until up very was we were what when where which while who whom whose why
+will with would you your
+"""
+STOP_WORDS = frozenset(_STOP_WORDS_TEXT.split())
+
+
+@dataclass(kw_only=True, frozen=True)
+class Passage:
+    """One search result."""
+
+    id: str
+    title: str
+    text: str
+    score: float = 0.0
+    """BM25; higher is better. Comparable within one search only."""
+
+
+class SearchIndex:
+    """BM25 search over passages, indexed once and kept on disk under a name made from their content.
+
+    Stop words do not count, titles count `title_weight` times, words are stemmed (English) and lower-cased, accents do
+    not matter. Any text is a valid query. Safe to use from many threads.
+
+    Args:
+        corpus: path of a JSONL file, a `datasets.Dataset`, or an iterable of dicts, with the columns `id` (unique;
+            missing: the row number), `title` (may be missing) and `text`.
+        cache_dir: where indexes are kept; default `$AGENT_R1_TRL_CACHE`, else `~/.cache/agent_r1_trl`.
+        backend: "fts5" (standard library) or "tantivy" (`pip install "agent-r1-trl[search]"`; faster).
+        title_weight: weight of a word found in the title, relative to the text.
+
+    Raises:
+        ValueError: a row without text, an id that occurs twice, an empty corpus, an unknown back end.
+    """
+
+    def __init__(
+        self,
+        corpus: str | os.PathLike[str] | Iterable[dict[str, Any]],
+        *,
+        cache_dir: str | os.PathLike[str] | None = None,
+        backend: str = "fts5",
+        title_weight: float = 2.0,
+    ) -> None:
+        if backend not in STORES:
+            raise ValueError(f"backend={backend!r}: must be one of {', '.join(map(repr, STORES))}.")
+        if isinstance(title_weight, bool) or not isinstance(title_weight, (int, float)) or not 0 <= title_weight < 1e6:
+            raise ValueError(f"title_weight={title_weight!r}: must be a number >= 0.")
+        self.backend = backend
+        self.title_weight = float(title_weight)
+        is_path = isinstance(corpus, (str, os.PathLike))
+        if is_path:
+            source = Path(corpus)  # type: ignore[arg-type]
+            if not source.is_file():
+                raise ValueError(f"corpus={str(source)!r}: no such file; pass the path of a JSONL file.")
+            digest = _hash_file(source)
+            rows: Iterable[Row] = _read_rows(_read_jsonl(source), str(source))
+        else:
+            checked = list(_read_rows(corpus, "corpus"))  # type: ignore[arg-type]
+            digest, rows = _hash_rows(checked), checked
+        folder = _cache_folder(cache_dir)
+        self.path = folder / f"{digest}-v{FORMAT_VERSION}{STORES[backend].suffix}"
+        self._store = self._open(rows)
+
+    def search(self, query: str, k: int = 3) -> list[Passage]:
+        """The best `k` passages, best first; none if no word of the query occurs.
+
+        Raises:
+            ValueError: `k` is no integer >= 1, or `query` is no string.
+        """
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise ValueError(f"k={k!r}: must be an integer >= 1.")
+        if not isinstance(query, str):
+            raise ValueError(f"query={query!r}: must be a string.")
+        terms = query_terms(query)
+        if not terms:
+            return []
+        found = self._store.search(terms, k)
+        return [
+            Passage(id=identifier, title=title, text=text, score=score) for (identifier, title, text), score in found
+        ]
+
+    def get(self, identifier: str) -> Passage | None:
+        """The passage with this id, or None."""
+        row = self._store.get(str(identifier))
+        return Passage(id=row[0], title=row[1], text=row[2]) if row else None
+
+    def __len__(self) -> int:
+        """Number of passages."""
+        return len(self._store)
+
+    def __repr__(self) -> str:
+        return f"SearchIndex({len(self)} passages, backend={self.backend!r}, path={str(self.path)!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_store"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._store = STORES[self.backend](self.path, self.title_weight)
+
+    def _open(self, rows: Iterable[Row]) -> Store:
+        store = STORES[self.backend]
+        if self.path.exists():
+            try:
+                return store(self.path, self.title_weight)
+            except (sqlite3.DatabaseError, OSError):
+                self.path.unlink()  # damaged: a disk that was full, say
+        store.build(self.path, rows)
+        return store(self.path, self.title_weight)
+
+
+def make_search_tool(
+    index: SearchIndex, *, top_k: int = 3, max_passage_chars: int = 500, name: str = "search", **settings: Any
+) -> Tool:
+    """A `search(query)` tool over an index.
+
+    Args:
+        index: what to search.
+        top_k: passages per search.
+        max_passage_chars: longest text of one passage; the rest is cut, visibly.
+        name: of the tool.
+        **settings: of `Tool` (`timeout_s`, `max_result_tokens`, ...).
+    """
+    for label, value in (("top_k", top_k), ("max_passage_chars", max_passage_chars)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{label}={value!r}: must be an integer >= 1.")
+
+    def search(query: str) -> str:
+        """Search a collection of documents and return the passages that match best.
+
+        Args:
+            query: The words to look for.
+        """
+        return render_passages(index.search(query, top_k), max_passage_chars)
+
+    return Tool(search, name=name, **settings)
+
+
+def render_passages(passages: list[Passage], max_passage_chars: int = 500) -> str:
+    """Passages as the model reads them: `[1] Title: text`, one per line."""
+    if not passages:
+        return "No passage matches. Try other words."
+    lines = []
+    for number, passage in enumerate(passages, start=1):
+        text = " ".join(passage.text.split())
+        if len(text) > max_passage_chars:
+            text = text[:max_passage_chars].rstrip() + " [truncated]"
+        lines.append(f"[{number}] {passage.title}: {text}" if passage.title else f"[{number}] {text}")
+    return "\n".join(lines)
+
+
+def query_terms(query: str) -> list[str]:
+    """The words a search looks for: stop words dropped unless nothing else is left, each once, letters and digits only.
+
+    >>> query_terms('What is the "capital" of Norway?')
+    ['capital', 'norway']
+    """
+    words = re.findall(r"[^\W_]+", unicodedata.normalize("NFC", query[:10_000]).lower())
+    kept = [word for word in words if word not in STOP_WORDS] or words
+    return list(dict.fromkeys(kept))[:MAX_QUERY_TERMS]
+
+
+# -------------------------------------------------------------------- reading and caching
+
+
+def _read_jsonl(path: Path) -> Iterator[Any]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: not valid JSON ({error}).") from error
+
+
+def _read_rows(records: Iterable[Any], source: str) -> Iterator[Row]:
+    seen: set[str] = set()
+    for number, record in enumerate(records):
+        if not isinstance(record, dict):
+            raise ValueError(
+                f"{source}, row {number}: must be a dict with 'id', 'title' and 'text', not {record!r:.80}."
+            )
+        text, title, identifier = record.get("text"), record.get("title"), record.get("id")
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(
+                f"{source}, row {number}: 'text' must be a non-empty string; the row has {sorted(map(str, record))}. "
+                "Rename the column that holds the passage to 'text'."
+            )
+        identifier = str(number if identifier is None else identifier)
+        if identifier in seen:
+            raise ValueError(f"{source}, row {number}: the id {identifier!r} occurs twice; ids must be unique.")
+        seen.add(identifier)
+        yield _clean(identifier), _clean("" if title is None else str(title)), _clean(text)
+    if not seen:
+        raise ValueError(f"{source}: holds no passages.")
+
+
+def _clean(text: str) -> str:
+    return text.encode("utf-8", errors="replace").decode("utf-8").replace("\x00", " ")
+
+
+def _hash_file(path: Path) -> str:
+    digest = hashlib.blake2b(b"file", digest_size=16)
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _hash_rows(rows: Iterable[Row]) -> str:
+    digest = hashlib.blake2b(b"rows", digest_size=16)
+    for row in rows:
+        digest.update(encode_row(row))
+    return digest.hexdigest()
+
+
+def _cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
+    named = cache_dir if cache_dir is not None else os.environ.get("AGENT_R1_TRL_CACHE")
+    folder = Path(named) if named else Path.home() / ".cache" / "agent_r1_trl"
+    folder = folder / "search"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if writable:
+        return folder
+    if named:
+        raise ValueError(f"cache_dir={str(named)!r}: cannot be written to; name a folder that can.")
+    # A container without a writable home: a rebuilt index is better than a stopped run.
+    folder = Path(tempfile.gettempdir()) / f"agent_r1_trl-{os.getuid() if hasattr(os, 'getuid') else 0}" / "search"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
