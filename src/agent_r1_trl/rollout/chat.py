@@ -19,16 +19,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agent_r1_trl.rollout.encoding import TextEncoder
+from agent_r1_trl.rollout.encoding import TextEncoder, split_by_author
 from agent_r1_trl.rollout.parsing import TurnParser
-from agent_r1_trl.rollout.templates import choose_chat_template, choose_response_template, text_grammar
+from agent_r1_trl.rollout.templates import (
+    check_template_kwargs,
+    choose_chat_template,
+    choose_response_template,
+    text_grammar,
+)
 from agent_r1_trl.trajectory import Author, Message
 
 Schema = dict[str, Any]
 
-# Stands for what the policy said (and for observations when only the glue is wanted). Private use: no data has it.
-_SAID, _HEARD = "\U000f1000{}\U000f1001", "\U000f2000{}\U000f2001"
-_RESERVED = {"tokenize", "add_generation_prompt", "chat_template", "tools", "return_dict", "continue_final_message"}
 # More than any forced prefix of a turn is long.
 _PREFIX_TOKENS = 64
 
@@ -78,12 +80,13 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.chat_template, self.supports_tools = choose_chat_template(tokenizer, chat_template, trl)
         """Source of the template in use: save it with the model."""
-        self.chat_template_kwargs = _checked_kwargs(self.chat_template, chat_template_kwargs, thinking)
+        self.chat_template_kwargs = check_template_kwargs(self.chat_template, chat_template_kwargs, thinking)
         self.encoder = TextEncoder(tokenizer, self.chat_template)
-        self._ends = {"text": self._find_end(_reply(), {"role": "user", "content": "."})}
+        self._said = self.encoder.mark("s")  # stands for what the policy said: the last of a stand-in turn's content
+        self._ends = {"text": self._find_end(self._stand_in(), {"role": "user", "content": "."})}
         if self.supports_tools:
-            calls = [{"function": {"name": "f"}}]
-            self._ends["call"] = self._find_end(_reply(calls), {"role": "tool", "name": "f", "content": "."})
+            turn = self._stand_in([{"function": {"name": "f"}}])
+            self._ends["call"] = self._find_end(turn, {"role": "tool", "name": "f", "content": "."})
         stops = [self._id(end.sampled) for end in self._ends.values()]
         eos = tokenizer.eos_token_id
         self.stop_token_ids: list[int] = sorted({*stops, *([eos] if eos is not None else []), *extra_stop_token_ids})
@@ -138,8 +141,9 @@ class ChatFormat:
         safe: Sequence[Message] = self.encoder.hide(plain)
         calls = self.encoder.hide(message.get("tool_calls") or [])
         end, delta, safe = self._delta(calls, safe, tools)
-        marked = [{**observation, "content": _HEARD.format(i)} for i, observation in enumerate(safe)]
-        segments = _split_by_author(delta, self._delta(calls, marked, tools)[1], len(marked))
+        marks = [self.encoder.mark(f"o{index}") for index in range(len(safe))]
+        marked = [{**observation, "content": mark} for observation, mark in zip(safe, marks, strict=True)]
+        segments = split_by_author(delta, self._delta(calls, marked, tools)[1], marks)
         # Encoded behind the end-of-turn token: some tokenizers treat the start of a text specially.
         ids, is_environment = self.encoder.encode_segments([(end.rendered, False), *segments])
         authors = [Author.ENVIRONMENT if flag else Author.TEMPLATE for flag in is_environment]
@@ -165,14 +169,15 @@ class ChatFormat:
     def encode_reply(self, message: Message) -> list[int]:
         """The ids a policy would sample to say `message`, end-of-turn token included (demonstrations, scripts)."""
         question = {"role": "user", "content": "."}
+        asked = self._render([question], None, generation_prompt=False)
         begun = self._render([question], None, generation_prompt=True)
         whole = self._render([question, message], None, generation_prompt=False)
-        if not whole.startswith(begun):
-            begun = self._render([question], None, generation_prompt=False)
+        # A forced prefix may differ from what the template writes for a finished turn (`<think>` and a newline).
+        start = _common_prefix_length(begun, whole)
+        if start <= len(asked):
             raise ValueError("The chat template does not start an assistant turn with its generation prompt.")
-        reply = whole[len(begun) :]
         end = self._ends["call" if message.get("tool_calls") else "text"].sampled
-        return self.encoder.encode(reply[: reply.rindex(end) + len(end)])
+        return self.encoder.encode(whole[start : whole.rindex(end) + len(end)])
 
     # ---------------------------------------------------------------- ids -> message
 
@@ -235,10 +240,29 @@ class ChatFormat:
 
     def _after_reply(self, reply: Message, rest: Sequence[Message], tools: Any, *, generation_prompt: bool) -> str:
         conversation = [{"role": "user", "content": "."}, reply, *rest]
-        _, said, after = self._render(conversation, tools, generation_prompt=generation_prompt).rpartition(_SAID)
+        try:
+            text = self._render(conversation, tools, generation_prompt=generation_prompt)
+        except Exception as error:  # templates raise what they like
+            roles = [message["role"] for message in conversation]
+            raise ValueError(f"The chat template cannot render messages of the roles {roles}: {error}") from error
+        _, said, after = text.rpartition(self._said)
         if not said:
             raise ValueError("The chat template does not show what the assistant said.")
         return after
+
+    def _stand_in(self, calls: Sequence[Any] = ()) -> Message:
+        """An assistant turn that says `_said`, or makes calls whose arguments say it."""
+        if not calls:
+            return {"role": "assistant", "content": self._said}
+        functions = [
+            {
+                "type": "function",
+                "id": call.get("id") or f"call_{index}",
+                "function": {"name": call["function"]["name"], "arguments": {"x": self._said}},
+            }
+            for index, call in enumerate(calls)
+        ]
+        return {"role": "assistant", "content": "", "tool_calls": functions}
 
     def _delta(
         self, calls: Sequence[Any], observations: Sequence[Message], tools: Any
@@ -247,17 +271,17 @@ class ChatFormat:
         told = [{"role": "user", "content": observation["content"]} for observation in observations]
         merged = [{"role": "user", "content": "\n".join(message["content"] for message in told)}]
         named = [{"function": {"name": observation.get("name") or "f"}} for observation in observations][:1]
-        attempts: list[tuple[Message, Sequence[Message]]] = [(_reply(), told), (_reply(), merged)]
+        attempts: list[tuple[Message, Sequence[Message]]] = [(self._stand_in(), told), (self._stand_in(), merged)]
         if not any(observation.get("role") == "tool" for observation in observations):
-            attempts.insert(0, (_reply(), observations))
+            attempts.insert(0, (self._stand_in(), observations))
         elif self.supports_tools:
             # Llama 3 renders one call per turn, and a tool message may come without a readable call.
-            attempts = [(_reply(some), observations) for some in (calls, calls[:1], named) if some] + attempts
+            attempts = [(self._stand_in(some), observations) for some in (calls, calls[:1], named) if some] + attempts
         for reply, rest in attempts:
             end = self._ends["call" if "tool_calls" in reply else "text"]
             try:
                 after = self._after_reply(reply, rest, tools, generation_prompt=True)
-            except Exception:  # a template raises what it likes; the next attempt asks less of it
+            except ValueError:  # the next attempt asks less of the template
                 continue
             start = after.find(end.rendered) + len(end.rendered) if end.rendered in after else 0
             return end, after[start:], rest
@@ -302,48 +326,15 @@ class ChatFormat:
             parsed: Message = self.tokenizer.parse_response(text, schema=grammar, prefix="", tools=tools)
             return parsed
 
-        return TurnParser(grammar, parse_call, turn_end=turn_end)
+        return TurnParser(grammar, parse_call, turn_ends={end.sampled for end in self._ends.values()})
 
     def _id(self, spelling: str) -> int:
         return self.encoder.control_ids[spelling]
 
 
-def _reply(calls: Sequence[Any] = ()) -> Message:
-    """A stand-in for an assistant turn: `_SAID` is the last thing in it that is not the template's."""
-    if not calls:
-        return {"role": "assistant", "content": _SAID}
-    functions = [
-        {
-            "type": "function",
-            "id": call.get("id") or f"call_{index}",
-            "function": {"name": call["function"]["name"], "arguments": {"x": _SAID}},
-        }
-        for index, call in enumerate(calls)
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": functions}
-
-
-def _split_by_author(delta: str, glue: str, num_observations: int) -> list[tuple[str, bool]]:
-    """Cut the rendered observations into (text, is environment text), by the glue around stand-ins."""
-    pieces = []
-    for index in range(num_observations):
-        before, heard, glue = glue.partition(_HEARD.format(index))
-        if not heard:
-            return [(delta, True)]
-        pieces.append(before)
-    head, *between = [*pieces, glue] if pieces else [glue]
-    if not pieces:
-        return [(delta, False)]
-    tail = between.pop()
-    if not delta.startswith(head) or not delta.endswith(tail) or len(head) + len(tail) > len(delta):
-        return [(delta, True)]
-    segments, rest = [(head, False)], delta[len(head) : len(delta) - len(tail)]
-    for piece in between:
-        heard, found, rest = rest.partition(piece)
-        if not found:
-            return [(delta, True)]
-        segments += [(heard, True), (piece, False)]
-    return [*segments, (rest, True), (tail, False)]
+def _common_prefix_length(one: str, other: str) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _as_text(content: Any) -> str:
@@ -354,25 +345,3 @@ def _as_text(content: Any) -> str:
     if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
         return "\n".join(str(part["text"]) for part in content)
     return json.dumps(content, ensure_ascii=False, default=str)
-
-
-def _checked_kwargs(template: str, kwargs: dict[str, Any] | None, thinking: str) -> dict[str, Any]:
-    kwargs = dict(kwargs or {})
-    if thinking == "strip":
-        raise ValueError(
-            "thinking='strip' is impossible: a rollout only appends tokens, and removing earlier thoughts would "
-            "change the ids the policy was sampled after. Use thinking='keep', or thinking='off' for a model that "
-            "can answer without thinking."
-        )
-    if thinking not in ("keep", "off"):
-        raise ValueError(f"thinking={thinking!r} is unknown: it must be 'keep' or 'off'.")
-    if thinking == "off":
-        kwargs["enable_thinking"] = False
-    if taken := _RESERVED & kwargs.keys():
-        raise ValueError(f"chat_template_kwargs has {sorted(taken)}: the rollout sets these itself. Remove them.")
-    if kwargs.get("enable_thinking") is False and "enable_thinking" not in template:
-        raise ValueError(
-            "thinking='off' (enable_thinking=False) has no effect: the chat template has no such switch. Remove the "
-            "option; this model's thinking, if it has any, cannot be turned off by its template."
-        )
-    return kwargs

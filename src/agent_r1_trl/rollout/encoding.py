@@ -116,6 +116,7 @@ class TextEncoder:
         """The longest prefix of plain text found that encodes to at most `max_tokens` ids."""
         if max_tokens <= 0:
             return ""
+        text = _encodable(text)
         # Plain text throughout: offsets then count characters of `text` itself.
         offsets = self._backend.encode(text, add_special_tokens=False).offsets
         if len(offsets) <= max_tokens:
@@ -159,20 +160,21 @@ class TextEncoder:
 
     # ---------------------------------------------------------------- private names
 
-    def _hidden(self, spelling: str) -> str:
-        return f"{self._key}h{self._spellings.index(spelling)}{_CLOSE}"
+    def mark(self, name: str) -> str:
+        """A string that no data contains, to be found again in rendered text."""
+        return f"{self._key}{name}{_CLOSE}"
 
-    def _private(self, index: int) -> str:
-        return f"{self._key}{index}{_CLOSE}"
+    def _hidden(self, spelling: str) -> str:
+        return self.mark(f"h{self._spellings.index(spelling)}")
 
     def _privately(self, text: str) -> str:
-        live = self._control_re.sub(lambda match: self._private(self._spellings.index(match[0])), text)
-        return str(self.restore(live))
+        live = self._control_re.sub(lambda match: self.mark(str(self._spellings.index(match[0]))), text)
+        return _encodable(self.restore(live))
 
     def _copy_backend(self) -> Any:
         from tokenizers import Tokenizer
 
-        names = {spelling: self._private(index) for index, spelling in enumerate(self._spellings)}
+        names = {spelling: self.mark(str(index)) for index, spelling in enumerate(self._spellings)}
         spec = json.loads(self.tokenizer.backend_tokenizer.to_str())
         spec.update(truncation=None, padding=None, post_processor=None)
         for token in spec["added_tokens"]:
@@ -194,6 +196,33 @@ class TextEncoder:
                 "vocabulary (save_pretrained writes them so)."
             )
         return backend
+
+
+def split_by_author(delta: str, glue: str, marks: Sequence[str]) -> list[tuple[str, bool]]:
+    """Cut rendered observations into (text, is environment text), by the glue rendered around `marks`."""
+    if not marks:
+        return [(delta, False)]
+    pieces = []
+    for mark in marks:
+        before, found, glue = glue.partition(mark)
+        if not found:
+            return [(delta, True)]
+        pieces.append(before)
+    head, *between = pieces
+    if not delta.startswith(head) or not delta.endswith(glue) or len(head) + len(glue) > len(delta):
+        return [(delta, True)]
+    segments, rest = [(head, False)], delta[len(head) : len(delta) - len(glue)]
+    for piece in between:
+        heard, found, rest = rest.partition(piece)
+        if not found:
+            return [(delta, True)]
+        segments += [(heard, True), (piece, False)]
+    return [*segments, (rest, True), (glue, False)]
+
+
+def _encodable(text: str) -> str:
+    """The text with lone surrogates, which UTF-8 cannot hold, as question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _any_of(spellings: list[str]) -> re.Pattern[str]:

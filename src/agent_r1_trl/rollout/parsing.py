@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -26,7 +26,9 @@ _HARMONY_CALL = re.compile(
     r"(?:<\|channel\|>commentary\s*)?to=functions\.(?P<name>[^\s<]+)\s*(?:<\|channel\|>commentary\s*)?"
     r"(?:<\|constrain\|>\s*)?(?:json\s*)?<\|message\|>"
 )
-_JSON_CALL_KEY = re.compile(r'"(?:name|parameters|arguments|function)"\s*:')
+_ARGUMENTS_KEY = re.compile(r'"(?:parameters|arguments)"\s*:')
+# Deeper than any tool's arguments; shallow enough for everything downstream that recurses.
+_MAX_DEPTH = 64
 
 # What betrays an attempted call, by a piece of the family's call delimiter.
 _HINTS = {
@@ -53,13 +55,17 @@ class TurnParser:
     Args:
         response_template: transformers' grammar of an assistant message.
         parse_call: `(text, tools) -> message`, transformers' parser for this grammar; it may raise.
-        turn_end: spelling of the end-of-turn token, put in the place of a foreign stop token.
+        turn_ends: spellings of the end-of-turn tokens.
     """
 
     def __init__(
-        self, response_template: dict[str, Any], parse_call: Callable[[str, Any], Message], *, turn_end: str
+        self,
+        response_template: dict[str, Any],
+        parse_call: Callable[[str, Any], Message],
+        *,
+        turn_ends: Iterable[str],
     ) -> None:
-        self.turn_end = turn_end
+        self._turn_ends = re.compile("|".join(map(re.escape, turn_ends)))
         self._parse_call = parse_call
         self._anchor = _delimiter(response_template, "start_anchor")
         fields = response_template["fields"]
@@ -92,13 +98,13 @@ class TurnParser:
                 calls += found
                 if reason:
                     reasons.append(reason)
-                    content.append(region.raw.removesuffix(self.turn_end))
+                    content.append(self._turn_ends.sub("", region.raw))
             elif region.field in ("reasoning_content", "thinking", "reasoning"):
                 thought = region.body.strip()
                 if thought:
                     message["reasoning_content"] = "\n".join(filter(None, [message.get("reasoning_content"), thought]))
             else:
-                found, reason = self._read_stray_call(region.body, tools)
+                found, reason = self._read_stray_call(region.raw, tools)
                 calls += found
                 if reason:
                     reasons.append(reason)
@@ -146,7 +152,7 @@ class TurnParser:
             # Headers of messages without a recipient: what they introduce is content.
             text = re.sub(r"<\|start\|>assistant|<\|channel\|>\w*|<\|message\|>|<\|end\|>|<\|return\|>", "", text)
         if text.strip():
-            yield _Region(None, text, text.replace(self.turn_end, ""))
+            yield _Region(None, text, self._turn_ends.sub("", text))
 
     # ---------------------------------------------------------------- calls
 
@@ -166,17 +172,15 @@ class TurnParser:
     def _read_stray_call(self, text: str, tools: Any) -> tuple[list[dict[str, Any]], str | None]:
         """Text outside the delimiters: a call in a form the grammar does not know, or no call at all."""
         if self._is_bare_json:
-            bare = text.strip()
-            if bare.startswith("<|python_tag|>") or (bare[:1] in ("{", "[") and _JSON_CALL_KEY.search(bare)):
-                return self._read_bare_json(bare)
-            return [], None
+            bare = self._turn_ends.sub("", text).strip()
+            return self._read_bare_json(bare) if _looks_like_bare_call(bare, tools) else ([], None)
         if any(hint in text for hint in self._hints):
             return [], "a call marker was written, but no call in the expected form follows it"
         return [], None
 
     def _read_bare_json(self, text: str) -> tuple[list[dict[str, Any]], str | None]:
         """Llama 3: `{"name": ..., "parameters": {...}}` with any key order, several divided by semicolons."""
-        rest = text.replace(self.turn_end, "").replace("<|python_tag|>", "").strip()
+        rest = self._turn_ends.sub("", text).replace("<|python_tag|>", "").strip()
         calls: list[dict[str, Any]] = []
         decoder = _strict_decoder()
         try:
@@ -191,11 +195,24 @@ class TurnParser:
         return calls, None
 
 
+def _looks_like_bare_call(text: str, tools: Any) -> bool:
+    """A JSON answer is not a call: it takes a tag, the arguments' key, a known name, or a call's beginning cut off."""
+    if text.startswith("<|python_tag|>") or (text[:1] in ("{", "[") and _ARGUMENTS_KEY.search(text)):
+        return True
+    if not re.match(r'\{\s*"name"', text):
+        return False
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return True
+    return value.get("name") in [tool.get("function", tool).get("name") for tool in tools or ()]
+
+
 def _as_function(value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
         value = dict(value)
-        if isinstance(value.get("function"), str):
-            value["name"] = value.pop("function")
+        if isinstance(value.get("function"), dict):
+            value = dict(value["function"])
         if "parameters" in value:
             value["arguments"] = value.pop("parameters")
     return {"type": "function", "function": value}
@@ -221,7 +238,8 @@ def _well_formed(call: Any) -> dict[str, Any]:
         except ValueError:
             decoded = None
         arguments = decoded if isinstance(decoded, dict) else arguments
-    _refuse_non_finite(arguments)
+    _check_values(name)
+    _check_values(arguments)
     return {"type": "function", "function": {"name": name.strip(), "arguments": arguments}}
 
 
@@ -233,11 +251,21 @@ def _kind(value: Any) -> str:
     return f"{json.dumps(value)[:40]}" if isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
-def _refuse_non_finite(value: Any) -> None:
+def _check_values(value: Any, depth: int = 0) -> None:
+    """Refuse what Python's json reads or builds but no JSON writer or tokenizer takes."""
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"the arguments are nested more than {_MAX_DEPTH} levels deep")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is not a JSON number")
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _refuse_non_finite(item)
+    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError("a string holds half of a surrogate pair (a broken \\u escape)")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_values(key, depth)
+            _check_values(item, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            _check_values(item, depth + 1)
 
 
 def _strict_decoder() -> json.JSONDecoder:

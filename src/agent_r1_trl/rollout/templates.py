@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+_RESERVED = {"tokenize", "add_generation_prompt", "chat_template", "tools", "return_dict", "continue_final_message"}
 
 _PROBES: tuple[list[dict[str, Any]], ...] = (
     [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
@@ -60,9 +63,12 @@ def choose_chat_template(tokenizer: Any, requested: str | None, trl: Any) -> tup
     carrier = _with_template(tokenizer, template)
     if not _supports_tools(carrier, trl):
         return template, False
-    if _preserves_prefixes(carrier, trl):
+    preserves = _preserves_prefixes(carrier, trl)
+    if preserves and _ends_turns(carrier):
         return template, True
     training = _training_variant(carrier, trl)
+    if training is None and preserves:
+        return template, True
     if training is None:
         raise ValueError(
             f"chat_template of tokenizer={_name(tokenizer)} is not prefix preserving: it renders an assistant turn "
@@ -91,12 +97,37 @@ def choose_response_template(tokenizer: Any, template: str, turn_end: str, trl: 
 
 def text_grammar(template: str, turn_end: str) -> dict[str, Any]:
     """A grammar without tool calls, for templates that cannot write them."""
-    import re
-
     fields: dict[str, Any] = {"content": {"close_pattern": re.escape(turn_end) + r"\s*", "content": "text"}}
     if "</think>" in template:
         fields["reasoning_content"] = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
     return {"defaults": {"role": "assistant"}, "start_anchor": turn_end, "fields": fields}
+
+
+def check_template_kwargs(template: str, kwargs: dict[str, Any] | None, thinking: str) -> dict[str, Any]:
+    """The keyword arguments for every rendering.
+
+    Raises:
+        ValueError: if `thinking` is impossible or unknown, or an argument belongs to the rollout.
+    """
+    kwargs = dict(kwargs or {})
+    if thinking == "strip":
+        raise ValueError(
+            "thinking='strip' is impossible: a rollout only appends tokens, and removing earlier thoughts would "
+            "change the ids the policy was sampled after. Use thinking='keep', or thinking='off' for a model that "
+            "can answer without thinking."
+        )
+    if thinking not in ("keep", "off"):
+        raise ValueError(f"thinking={thinking!r} is unknown: it must be 'keep' or 'off'.")
+    if thinking == "off":
+        kwargs["enable_thinking"] = False
+    if taken := _RESERVED & kwargs.keys():
+        raise ValueError(f"chat_template_kwargs has {sorted(taken)}: the rollout sets these itself. Remove them.")
+    if kwargs.get("enable_thinking") is False and "enable_thinking" not in template:
+        raise ValueError(
+            "thinking='off' (enable_thinking=False) has no effect: the chat template has no such switch. Remove the "
+            "option; this model's thinking, if it has any, cannot be turned off by its template."
+        )
+    return kwargs
 
 
 # ---------------------------------------------------------------- TRL's templates
@@ -190,7 +221,16 @@ def _supports_tools(carrier: Any, trl: Any) -> bool:
 def _preserves_prefixes(carrier: Any, trl: Any) -> bool:
     try:
         return bool(trl.is_chat_template_prefix_preserving(carrier))
-    except Exception:
+    except Exception:  # templates raise what they like
+        return False
+
+
+def _ends_turns(carrier: Any) -> bool:
+    """Whether anything follows what an assistant said (GLM's published template leaves its turns open)."""
+    turn = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "said"}]
+    try:
+        return not carrier.apply_chat_template(turn, tokenize=False).endswith("said")
+    except Exception:  # templates raise what they like
         return False
 
 
@@ -208,8 +248,6 @@ def _with_template(tokenizer: Any, template: str | None) -> Any:
 
 
 def _ending_in(grammar: dict[str, Any], turn_end: str) -> dict[str, Any]:
-    import re
-
     grammar = copy.deepcopy(grammar)
     grammar["fields"]["content"]["close_pattern"] = re.escape(turn_end) + r"\s*"
     return grammar
