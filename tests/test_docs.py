@@ -1,9 +1,13 @@
 """The README and the pages of docs/ say what is true: their code runs, their links, commands and paths exist."""
 
+import importlib.util
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+
+from agent_r1_trl import StopReason
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -70,6 +74,69 @@ def test_every_make_target_and_file_a_page_names_exists(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_python_file_named_as_a_command_exists(page):
-    scripts = re.findall(r"(?:python3?|torchrun [^\n]*?|launch [^\n]*?) ([\w./-]+\.py)", page.read_text(encoding="utf-8"))
+    scripts = re.findall(
+        r"(?:python3?|torchrun [^\n]*?|launch [^\n]*?) ([\w./-]+\.py)", page.read_text(encoding="utf-8")
+    )
     missing = [script for script in scripts if not (ROOT / script).exists() and "/" in script]
     assert not missing, f"{page_id(page)} runs {missing}"
+
+
+def test_the_settings_a_page_explains_are_settings():
+    from agent_r1_trl import MultiTurnGRPOConfig, Tool
+
+    text = (ROOT / "docs" / "rollout-settings.md").read_text(encoding="utf-8")
+    first_cells = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    fields = {name for name in first_cells if name.isidentifier() and name not in ("keep", "mask", "penalise")}
+    options = {match for name in first_cells for match in re.findall(r"@tool\((\w+)=", name)}
+    assert len(fields) >= 7 and len(options) == 3
+    assert fields <= set(MultiTurnGRPOConfig.__dataclass_fields__)
+    assert options <= set(inspect.signature(Tool).parameters)
+
+
+def test_the_defaults_a_page_gives_are_the_defaults():
+    from agent_r1_trl import MultiTurnGRPOConfig, ToolEnv
+    from agent_r1_trl.tools.base import DEFAULT_MAX_RESULT_CHARS
+
+    text = (ROOT / "docs" / "rollout-settings.md").read_text(encoding="utf-8").split("\n## ")[0]
+    stated = dict(re.findall(r"^\| `(\w+)` \| (\w+)", text, re.MULTILINE))
+    for name, item in MultiTurnGRPOConfig.__dataclass_fields__.items():
+        if name in stated:
+            assert stated[name] == ("none" if item.default is None else str(item.default)), name
+    assert f"| `@tool(max_result_chars=...)` | {DEFAULT_MAX_RESULT_CHARS} |" in text
+    assert f"| `@tool(timeout_s=...)` | {ToolEnv.tool_timeout_s:g} |" in text
+
+
+def test_the_messages_in_troubleshooting_are_messages_of_the_code():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    section = text.split("## Messages")[1].split("## ")[0]
+    messages = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+    assert len(messages) >= 8
+    # Said by torch itself, and by vLLM, which not every environment has.
+    elsewhere = ("operator torchvision", "Triton is installed")
+    files = [
+        *(ROOT / "src").rglob("*.py"),
+        source_of("trl.trainer.grpo_config"),
+        source_of("transformers.training_args"),
+    ]
+    # Messages are written over several lines: join the pieces of implicitly concatenated strings.
+    source = "\n".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8")) for path in files)
+    for message in messages:
+        if not message.startswith(elsewhere):
+            parts = [part.strip() for part in message.split("...") if len(part.strip()) > 4]
+            assert parts and all(part in source for part in parts), message
+
+
+def source_of(module: str) -> Path:
+    package, *parts = module.split(".")
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent.joinpath(*parts).with_suffix(".py")
+
+
+def test_the_metrics_in_troubleshooting_are_logged():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:group|rollout|tools|stop|time|tokens)/[\w]+)`", text))
+    source = (ROOT / "src" / "agent_r1_trl" / "trainers" / "metrics.py").read_text(encoding="utf-8")
+    reasons = {f"stop/{reason.value}" for reason in StopReason}
+    assert len(named) > 5
+    assert all(name in reasons or f'"{name}"' in source for name in named), named
