@@ -15,7 +15,7 @@ drop earlier thoughts; TRL's training templates keep them, and those are used.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,10 +140,21 @@ class ChatFormat:
         plain = [{**observation, "content": text} for observation, text in zip(observations, texts, strict=True)]
         safe: Sequence[Message] = self.encoder.hide(plain)
         calls = self.encoder.hide(message.get("tool_calls") or [])
-        end, delta, safe = self._delta(calls, safe, tools)
         marks = [self.encoder.mark(f"o{index}") for index in range(len(safe))]
-        marked = [{**observation, "content": mark} for observation, mark in zip(safe, marks, strict=True)]
-        segments = split_by_author(delta, self._delta(calls, marked, tools)[1], marks)
+        for reply, rest in self._stagings(calls, safe):
+            # The glue first: an attempt counts only if the template shows every observation.
+            marked = [{**observation, "content": mark} for observation, mark in zip(rest, marks, strict=False)]
+            end = self._ends["call" if "tool_calls" in reply else "text"]
+            try:
+                glue = self._behind_end(end, reply, marked, tools)
+                delta = self._behind_end(end, reply, rest, tools)
+            except ValueError:
+                continue
+            if all(mark in glue for mark in marks[: len(rest)]):
+                break
+        else:
+            raise ValueError("The chat template cannot render a user message after an assistant turn.")
+        segments = split_by_author(delta, glue, marks[: len(rest)])
         # Encoded behind the end-of-turn token: some tokenizers treat the start of a text specially.
         ids, is_environment = self.encoder.encode_segments([(end.rendered, False), *segments])
         authors = [Author.ENVIRONMENT if flag else Author.TEMPLATE for flag in is_environment]
@@ -264,28 +275,29 @@ class ChatFormat:
         ]
         return {"role": "assistant", "content": "", "tool_calls": functions}
 
-    def _delta(
-        self, calls: Sequence[Any], observations: Sequence[Message], tools: Any
-    ) -> tuple[_TurnEnd, str, Sequence[Message]]:
-        """(turn end, text behind it, observations as they could be rendered), whatever the template refuses."""
-        told = [{"role": "user", "content": observation["content"]} for observation in observations]
-        merged = [{"role": "user", "content": "\n".join(message["content"] for message in told)}]
-        named = [{"function": {"name": observation.get("name") or "f"}} for observation in observations][:1]
-        attempts: list[tuple[Message, Sequence[Message]]] = [(self._stand_in(), told), (self._stand_in(), merged)]
+    def _stagings(
+        self, calls: Sequence[Any], observations: Sequence[Message]
+    ) -> Iterator[tuple[Message, Sequence[Message]]]:
+        """Ways to render the observations behind a stand-in turn, the most faithful first."""
         if not any(observation.get("role") == "tool" for observation in observations):
-            attempts.insert(0, (self._stand_in(), observations))
+            yield self._stand_in(), observations
         elif self.supports_tools:
             # Llama 3 renders one call per turn, and a tool message may come without a readable call.
-            attempts = [(self._stand_in(some), observations) for some in (calls, calls[:1], named) if some] + attempts
-        for reply, rest in attempts:
-            end = self._ends["call" if "tool_calls" in reply else "text"]
-            try:
-                after = self._after_reply(reply, rest, tools, generation_prompt=True)
-            except ValueError:  # the next attempt asks less of the template
-                continue
-            start = after.find(end.rendered) + len(end.rendered) if end.rendered in after else 0
-            return end, after[start:], rest
-        raise ValueError("The chat template cannot render an assistant turn with a user message after it.")
+            named = [{"function": {"name": observation.get("name") or "f"}} for observation in observations][:1]
+            for some in (calls, calls[:1], named):
+                if some:
+                    yield self._stand_in(some), observations
+        told = [{"role": "user", "content": observation["content"]} for observation in observations]
+        yield self._stand_in(), told
+        yield self._stand_in(), [{"role": "user", "content": "\n".join(message["content"] for message in told)}]
+
+    def _behind_end(self, end: _TurnEnd, reply: Message, rest: Sequence[Message], tools: Any) -> str:
+        after = self._after_reply(reply, rest, tools, generation_prompt=True)
+        # With nothing behind it, a turn may end on the sampled token (GPT-OSS).
+        for token in (end.rendered, end.sampled):
+            if after.startswith(end.lead + token):
+                return after[len(end.lead) + len(token) :]
+        raise ValueError("The chat template ends this turn in another way than others of its kind.")
 
     def _find_end(self, reply: Message, follow: Message) -> _TurnEnd:
         alone = self._after_reply(reply, [], None, generation_prompt=False)

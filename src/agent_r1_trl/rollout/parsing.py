@@ -92,7 +92,10 @@ class TurnParser:
         begun = self._begun(prefix)
         message: Message = {"role": "assistant", "content": ""}
         content, calls, reasons = [], [], []
-        for region in self._regions(begun + text):
+        whole = self._turn_ends.sub("", text).strip()
+        is_bare_call = self._is_bare_json and _looks_like_bare_call(whole, tools)
+        # Bare JSON has no marker before it: a delimiter found inside it would tear it apart.
+        for region in [_Region(None, text, whole)] if is_bare_call else self._regions(begun + text):
             if region.field == "tool_calls":
                 found, reason = self._read_call(region, tools)
                 calls += found
