@@ -1,6 +1,8 @@
 """The transformers back end against transformers' own generate and against plain forward passes."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -8,78 +10,16 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3NextConfig
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3NextConfig
 
-from agent_r1_trl.generation import Generation, GenerationError, Generator, SamplingParams, TransformersGenerator
+from agent_r1_trl.generation import GenerationError, Generator, SamplingParams
 from agent_r1_trl.generation.sampling import policy_logprobs
-
-VOCAB = 97
-GREEDY = SamplingParams(temperature=0)
-SAMPLED = SamplingParams(temperature=0.8)
-PROMPTS = [
-    [5, 6, 7],
-    [8],
-    list(range(10, 33)),
-    [40, 41, 42, 43, 44, 45, 46],
-    [1, 2],
-    [60] * 11,
-    [9, 8, 7, 6],
-    [77, 78],
-]
-
-
-def tiny_model(config_class=Qwen2Config, **options):
-    config = config_class(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        **options,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():  # larger than the default, so that distributions are not flat
-            if parameter.dim() == 2:
-                parameter.normal_(0, 0.15)
-    return model
+from tests.generation.helpers import GREEDY, PROMPTS, SAMPLED, VOCAB, forward_logprobs, make_generator, run, tiny_model
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_model()
-
-
-def make_generator(model, stop_token_ids=(), **options):
-    return TransformersGenerator(model, pad_token_id=0, stop_token_ids=stop_token_ids, **options)
-
-
-def run(generator, prompts, *, max_tokens=12, params=SAMPLED, seeds=None) -> list[Generation]:
-    limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
-    seeds = seeds if seeds is not None else range(len(prompts))
-
-    async def gather():
-        return await asyncio.gather(
-            *(
-                generator.generate(prompt, max_tokens=limit, seed=seed, params=params)
-                for prompt, limit, seed in zip(prompts, limits, seeds, strict=True)
-            )
-        )
-
-    return asyncio.run(gather())
-
-
-def forward_logprobs(model, prompt, generation, temperature) -> list[float]:
-    """Log-softmax of one unpadded forward pass without a cache, at the sampled ids."""
-    ids = torch.tensor([prompt + generation.token_ids])
-    with torch.no_grad():
-        logits = model(ids).logits[0, len(prompt) - 1 : -1]
-    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-    return logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1).tolist()
 
 
 FAMILIES = {
@@ -409,7 +349,7 @@ def _new_threads(generator):
 
 
 def test_an_idle_worker_thread_ends_by_itself(model, monkeypatch):
-    monkeypatch.setattr("agent_r1_trl.generation.transformers_generator._IDLE_S", 0.01)
+    monkeypatch.setattr("agent_r1_trl.generation.worker._IDLE_S", 0.01)
     generator = make_generator(model)
     before = threading.active_count()
     run(generator, [PROMPTS[0]])
@@ -418,6 +358,29 @@ def test_an_idle_worker_thread_ends_by_itself(model, monkeypatch):
         time.sleep(0.01)
     assert threading.active_count() <= before
     assert len(run(generator, [PROMPTS[0]])[0].token_ids) == 12
+
+
+@pytest.mark.parametrize("state", ["idle", "running"])
+def test_a_program_that_never_closes_its_generator_ends_at_once(state):
+    """Idle: the worker waits for more. Running: the main thread died in the middle of an endless request."""
+    program = f"""
+import asyncio, time
+from tests.generation.helpers import SAMPLED, make_generator, tiny_model
+generator = make_generator(tiny_model())
+async def main():
+    endless = asyncio.ensure_future(generator.generate([5], max_tokens=10**9, seed=0, params=SAMPLED))
+    await asyncio.sleep(0.1)
+    raise SystemExit
+if {state!r} == "idle":
+    asyncio.run(generator.generate([5], max_tokens=3, seed=0, params=SAMPLED))
+else:
+    generator._submit(__import__("agent_r1_trl.generation.worker", fromlist=["Request"]).Request(
+        prompt_ids=[5], max_tokens=10**9, seed=0, params=SAMPLED))
+    time.sleep(0.3)
+print(time.time())
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert time.time() - float(result.stdout) < 5
 
 
 def test_unusable_requests_are_refused(model):

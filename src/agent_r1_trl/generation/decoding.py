@@ -54,14 +54,14 @@ class ModelRunner:
         self._prefill_options: dict[str, Any] = {}
         if "logits_to_keep" in inspect.signature(base.forward).parameters:
             self._prefill_options["logits_to_keep"] = 1
-        self._device = base.get_input_embeddings().weight.device
+        self.device = base.get_input_embeddings().weight.device
         self.clear()
 
     def clear(self) -> None:
         """Forget all rows and free their cache."""
         self._rows = RowCache()
         self._fixed: tuple[DynamicCache, torch.Tensor] | None = None
-        self._lengths = torch.zeros(0, 1, dtype=torch.long, device=self._device)  # (B, 1)
+        self._lengths = torch.zeros(0, 1, dtype=torch.long, device=self.device)  # (B, 1)
 
     @property
     def num_rows(self) -> int:
@@ -77,8 +77,8 @@ class ModelRunner:
         """Add rows and return the logits after each of them, (n, V)."""
         longest = max(map(len, sequences))
         ids = [[self.pad_token_id] * (longest - len(sequence)) + sequence for sequence in sequences]
-        lengths = torch.tensor([len(sequence) for sequence in sequences], device=self._device).unsqueeze(1)  # (n, 1)
-        positions = torch.arange(longest, device=self._device) - (longest - lengths)  # (n, L)
+        lengths = torch.tensor([len(sequence) for sequence in sequences], device=self.device).unsqueeze(1)  # (n, 1)
+        positions = torch.arange(longest, device=self.device) - (longest - lengths)  # (n, L)
         mask = (positions >= 0).long()
         cache = DynamicCache() if self._has_movable_rows else DynamicCache(config=self.config)
         logits = self._forward(ids, mask, positions.clamp(min=0), cache, **self._prefill_options)
@@ -124,7 +124,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Logits at the last position, (n, V)."""
         output = self.model(
-            input_ids=torch.tensor(ids, device=self._device),
+            input_ids=torch.tensor(ids, device=self.device),
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,

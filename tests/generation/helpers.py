@@ -1,0 +1,71 @@
+"""Tiny models and short-cuts shared by the tests of the back ends."""
+
+import asyncio
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from agent_r1_trl.generation import Generation, SamplingParams, TransformersGenerator
+
+VOCAB = 97
+GREEDY = SamplingParams(temperature=0)
+SAMPLED = SamplingParams(temperature=0.8)
+PROMPTS = [
+    [5, 6, 7],
+    [8],
+    list(range(10, 33)),
+    [40, 41, 42, 43, 44, 45, 46],
+    [1, 2],
+    [60] * 11,
+    [9, 8, 7, 6],
+    [77, 78],
+]
+
+
+def tiny_model(config_class=Qwen2Config, **options):
+    config = config_class(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        **options,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # larger than the default, so that distributions are not flat
+            if parameter.dim() == 2:
+                parameter.normal_(0, 0.15)
+    return model
+
+
+def make_generator(model, stop_token_ids=(), **options):
+    return TransformersGenerator(model, pad_token_id=0, stop_token_ids=stop_token_ids, **options)
+
+
+def run(generator, prompts, *, max_tokens=12, params=SAMPLED, seeds=None) -> list[Generation]:
+    limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
+    seeds = seeds if seeds is not None else range(len(prompts))
+
+    async def gather():
+        return await asyncio.gather(
+            *(
+                generator.generate(prompt, max_tokens=limit, seed=seed, params=params)
+                for prompt, limit, seed in zip(prompts, limits, seeds, strict=True)
+            )
+        )
+
+    return asyncio.run(gather())
+
+
+def forward_logprobs(model, prompt, generation, temperature) -> list[float]:
+    """Log-softmax of one unpadded forward pass without a cache, at the sampled ids."""
+    ids = torch.tensor([prompt + generation.token_ids])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1]
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    return logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1).tolist()
