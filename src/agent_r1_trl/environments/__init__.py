@@ -1,6 +1,7 @@
 """Environments: the protocol, `ToolEnv`, shipped environments, adapters, the linter."""
 
 from agent_r1_trl.environments.base import Environment, StepResult
+from agent_r1_trl.environments.check import Finding, check_env
 from agent_r1_trl.environments.function_tools import FunctionToolsEnv
 from agent_r1_trl.environments.search_qa import SearchQAEnv
 from agent_r1_trl.environments.tool_env import ToolEnv
@@ -8,9 +9,11 @@ from agent_r1_trl.environments.trl_adapter import TRLEnvAdapter
 
 __all__ = [
     "Environment",
+    "Finding",
     "FunctionToolsEnv",
     "SearchQAEnv",
     "StepResult",
     "TRLEnvAdapter",
     "ToolEnv",
+    "check_env",
 ]

@@ -21,6 +21,7 @@ import functools
 import inspect
 import json
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -92,7 +93,8 @@ class Tool:
         self.sequential = sequential
         self.render = render or render_result
         self._description = description
-        self._cache: dict[str, Any] = {} if schema is None else {"schema": schema}  # shared by bound copies
+        # Shared by bound copies, and by every Tool made of the same function: environments are made per trajectory.
+        self._cache: dict[str, Any] = _cache_of(fn, self.name, description) if schema is None else {"schema": schema}
 
     # ---------------------------------------------------------------- as a function
 
@@ -261,6 +263,16 @@ def is_async_callable(fn: Any) -> bool:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(type(fn), "__call__", None))  # noqa: B004
+
+
+_caches: weakref.WeakKeyDictionary[Any, dict[Any, dict[str, Any]]] = weakref.WeakKeyDictionary()
+
+
+def _cache_of(fn: Any, name: str, description: str | None) -> dict[str, Any]:
+    target = fn.__func__ if inspect.ismethod(fn) else fn
+    if not inspect.isfunction(target):
+        return {}
+    return _caches.setdefault(target, {}).setdefault((name, description), {})
 
 
 def _function_name(fn: Any) -> str:

@@ -112,11 +112,7 @@ class ToolExecutor:
                     call=call, content=content, latency_s=time.perf_counter() - started, is_truncated=is_cut
                 )
         kind, detail = failure or (ToolErrorKind.EXCEPTION, "unknown failure")
-        advice = self._how_to_call(found)
-        if found is not None and kind in (ToolErrorKind.MALFORMED, ToolErrorKind.INVALID_ARGUMENTS):
-            schema = _without_descriptions(found.schema["function"]["parameters"])
-            advice += f" Schema of its arguments: {_cut(_dump(schema), MAX_SCHEMA_CHARS)}"
-        content = _clean(f"Error: {_cut(detail, MAX_DETAIL_CHARS)}\n{advice}")
+        content = _clean(f"Error: {_cut(detail, MAX_DETAIL_CHARS)}\n{self._advise(found, kind)}")
         return ToolResult(call=call, content=content, error=kind, latency_s=time.perf_counter() - started)
 
     def _check(self, call: ToolCall) -> tuple[Tool | None, dict[str, Any], tuple[ToolErrorKind, str] | None]:
@@ -165,9 +161,19 @@ class ToolExecutor:
 
     # ---------------------------------------------------------------- texts
 
-    def _how_to_call(self, found: Tool | None = None) -> str:
-        if found is not None:
-            return f"Call it as {found.signature}."
+    def _advise(self, found: Tool | None, kind: ToolErrorKind) -> str:
+        if found is None:
+            return self._how_to_call()
+        try:
+            advice = f"Call it as {found.signature}."
+            if kind in (ToolErrorKind.MALFORMED, ToolErrorKind.INVALID_ARGUMENTS):
+                schema = _without_descriptions(found.schema["function"]["parameters"])
+                advice += f" Schema of its arguments: {_cut(_dump(schema), MAX_SCHEMA_CHARS)}"
+        except ValueError:  # its schema is broken, which the user was told when the prompt was made
+            return self._how_to_call()
+        return advice
+
+    def _how_to_call(self) -> str:
         if not self.tools:
             return "There are no tools: answer without a tool call."
         listed = []
@@ -220,7 +226,7 @@ async def _await_tool(found: Tool, outcome: _Outcome, timeout_s: float | None) -
 
     task = asyncio.ensure_future(guarded())
     try:
-        # asyncio.wait_for would wait until the cancelled tool agrees to stop; one that swallows the cancellation hangs.
+        # asyncio.wait_for would wait until the cancelled tool agrees to stop, and a tool may swallow cancellation.
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
     except BaseException:
         task.cancel()

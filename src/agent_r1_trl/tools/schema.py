@@ -189,8 +189,8 @@ def _parameter_hint(parameter: inspect.Parameter, hints: dict[str, Any], tool_na
         )
     if parameter.name not in hints:
         raise ToolSchemaError(
-            f"Tool {tool_name!r}: argument '{parameter.name}' has no type hint: write '{parameter.name}: str' (or int, "
-            "float, bool, list[...], dict[str, ...], Literal[...])."
+            f"Tool {tool_name!r}: argument '{parameter.name}' has no type hint: write '{parameter.name}: str' (or "
+            "int, float, bool, list[...], dict[str, ...], Literal[...])."
         )
     return _plain_hint(hints[parameter.name], parameter.name, tool_name)
 

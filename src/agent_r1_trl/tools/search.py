@@ -182,7 +182,7 @@ def render_passages(passages: list[Passage], max_passage_chars: int = 500) -> st
 
 
 def query_terms(query: str) -> list[str]:
-    """The words a search looks for: stop words dropped unless nothing else is left, each once, letters and digits only.
+    """The words a search looks for: stop words dropped unless nothing else is left, each once, no punctuation.
 
     >>> query_terms('What is the "capital" of Norway?')
     ['capital', 'norway']
@@ -221,7 +221,7 @@ def _read_rows(records: Iterable[Any], source: str) -> Iterator[Row]:
             )
         identifier = str(number if identifier is None else identifier)
         if identifier in seen:
-            raise ValueError(f"{source}, row {number}: the id {identifier!r} occurs twice; ids must be unique.")
+            raise ValueError(f"{source}, row {number}: id={identifier!r} occurs twice; ids must be unique.")
         seen.add(identifier)
         yield _clean(identifier), _clean("" if title is None else str(title)), _clean(text)
     if not seen:
