@@ -1,1 +1,21 @@
+"""The rollout: chat format, limits, the loop for one trajectory, the runner for many."""
 
+from agent_r1_trl.rollout.chat import ChatFormat
+from agent_r1_trl.rollout.draft import Draft, RolloutRequest
+from agent_r1_trl.rollout.env_session import EnvSession
+from agent_r1_trl.rollout.limits import RolloutLimits
+from agent_r1_trl.rollout.loop import run_trajectory
+from agent_r1_trl.rollout.runner import RolloutRunner
+from agent_r1_trl.rollout.seeds import derive_seed, example_key
+
+__all__ = [
+    "ChatFormat",
+    "Draft",
+    "EnvSession",
+    "RolloutLimits",
+    "RolloutRequest",
+    "RolloutRunner",
+    "derive_seed",
+    "example_key",
+    "run_trajectory",
+]

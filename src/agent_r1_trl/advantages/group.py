@@ -1,0 +1,87 @@
+"""Advantages relative to the other trajectories of the same prompt: GRPO, Dr. GRPO, RLOO."""
+
+from __future__ import annotations
+
+import torch
+
+ZERO_VARIANCE = 1e-6
+"""A group whose std is at most this times its largest |R| has no spread but float noise."""
+SCALES = ("group", "batch", "none")
+
+
+class GroupStatistics:
+    """Mean, std (ddof 1) and size of every row's group, over the rows that are not NaN.
+
+    Args:
+        values: (N,), NaN for rows that left the baseline.
+        group_ids: (N,) integers, in any order.
+    """
+
+    def __init__(self, values: torch.Tensor, group_ids: torch.Tensor):
+        values = values.double()
+        self.live = ~values.isnan()  # (N,)
+        self.values = torch.where(self.live, values, torch.zeros_like(values))
+        _, self.index = torch.unique(group_ids, return_inverse=True)  # (N,) 0..groups-1
+        self.num_groups = int(self.index.max()) + 1 if len(self.index) else 0
+        counts = self._sum(self.live.double())  # (groups,)
+        self.count = counts[self.index]  # (N,)
+        self.mean = (self._sum(self.values) / counts.clamp(min=1))[self.index]  # (N,)
+        centred = torch.where(self.live, self.values - self.mean, torch.zeros_like(values))
+        self.centred = centred
+        self.std = (self._sum(centred**2) / (counts - 1).clamp(min=1)).sqrt()[self.index]  # (N,)
+        largest = torch.zeros(self.num_groups, dtype=torch.float64, device=values.device)
+        largest = largest.scatter_reduce(0, self.index, self.values.abs(), "amax")
+        self.has_spread = (self.count > 1) & (self.std > ZERO_VARIANCE * largest[self.index])  # (N,)
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(self.num_groups, dtype=torch.float64, device=x.device).index_add(0, self.index, x)
+
+    def select(self, advantages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`advantages` for live rows of groups with spread, exactly 0 for the others."""
+        keep = self.live & self.has_spread
+        return torch.where(keep, advantages, torch.zeros_like(advantages)).to(dtype)
+
+
+def compute_group_advantages(returns: torch.Tensor, group_ids: torch.Tensor, *, scale: str = "group") -> torch.Tensor:
+    """(R - group mean) / (std + 1e-4): GRPO (arXiv 2402.03300, sec. 4.1.2); `none` is Dr. GRPO (arXiv 2503.20783).
+
+    Args:
+        returns: (N,) total rewards; NaN for trajectories that left the baseline (advantage 0, not counted).
+        group_ids: (N,) which prompt; any integers in any order.
+        scale: divide by the std of the `group`, of the whole `batch`, or by nothing (`none`).
+
+    Returns:
+        (N,) advantages to broadcast over each trajectory's action tokens. Exactly 0 in groups without spread (std at
+        most 1e-6 of the largest |R|) or with a single live member.
+
+    Raises:
+        ValueError: for an unknown scale.
+
+    >>> compute_group_advantages(torch.tensor([1.0, 0.0, 5.0, 5.0]), torch.tensor([0, 0, 1, 1]), scale="none").tolist()
+    [0.5, -0.5, 0.0, 0.0]
+    """
+    if scale not in SCALES:
+        raise ValueError(f"scale={scale!r} is not one of {', '.join(map(repr, SCALES))}. Set scale to one of them.")
+    group = GroupStatistics(returns, group_ids)
+    advantages = group.centred
+    if scale == "group":
+        advantages = advantages / (group.std + 1e-4)
+    elif scale == "batch":
+        live = group.values[group.live]
+        std = live.std() if len(live) > 1 else torch.zeros((), dtype=torch.float64, device=returns.device)
+        advantages = advantages / (std + 1e-4)
+    return group.select(advantages, returns.dtype)
+
+
+def compute_rloo_advantages(returns: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+    """R minus the mean of the *other* members: n / (n - 1) * (R - group mean). RLOO (arXiv 2402.14740, eq. 9).
+
+    Args:
+        returns: (N,) total rewards; NaN for trajectories that left the baseline.
+        group_ids: (N,) which prompt.
+
+    Returns:
+        (N,) advantages, 0 where a group has no spread or a single live member.
+    """
+    group = GroupStatistics(returns, group_ids)
+    return group.select(group.centred * group.count / (group.count - 1).clamp(min=1), returns.dtype)

@@ -1,0 +1,126 @@
+"""One environment for one trajectory: plain or async methods, failures named, closed exactly once."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+from agent_r1_trl.environments import StepResult
+from agent_r1_trl.rollout.draft import RolloutRequest
+from agent_r1_trl.tools import as_tool, shared_pool
+from agent_r1_trl.trajectory import Message, Trajectory
+
+logger = logging.getLogger(__name__)
+
+ENV_THREADS = 256
+"""Most plain environment methods that run at once."""
+
+
+class EnvironmentFailure(Exception):  # noqa: N818 - a state of the rollout, not an error of the caller
+    """The environment itself raised, in a method whose failures are not the policy's fault."""
+
+
+class EnvSession:
+    """Drives an environment from the event loop.
+
+    Args:
+        factory: makes the environment; runs in a worker thread.
+        truncate: `(text, max_tokens) -> text` in the model's tokens, handed to environments that take it.
+    """
+
+    def __init__(self, factory: Callable[[], Any], *, truncate: Callable[[str, int], str]) -> None:
+        self._factory = factory
+        self._truncate = truncate
+        self.env: Any = None
+
+    async def reset(self, request: RolloutRequest) -> tuple[list[Message], list[dict[str, Any]]]:
+        """Make the environment and start the episode; returns prompt messages and tool schemas."""
+        self.env = await self._guard("__init__", self._factory)
+        if getattr(self.env, "truncate_text", self) is None:
+            self.env.truncate_text = self._truncate
+        if callable(getattr(self.env, "seed", None)):
+            await self._guard(
+                "seed", lambda: self.env.seed(reset_seed=request.reset_seed, dynamics_seed=request.seed)
+            )
+        messages = await self._guard("reset", self.env.reset, dict(request.example))
+        if not isinstance(messages, list) or not all(isinstance(item, dict) and "role" in item for item in messages):
+            raise ValueError(
+                f"{self.name}.reset returned {type(messages).__name__}: it must return the prompt as a list of messages "
+                "such as [{'role': 'user', 'content': '...'}]. Return that list."
+            )
+        return messages, [as_tool(item).schema for item in getattr(self.env, "tools", None) or ()]
+
+    async def step(self, message: Message) -> StepResult:
+        """Take one assistant message.
+
+        Raises:
+            ValueError: if the result has not the protocol's shape: a mistake of the environment's author.
+        """
+        result = await self._guard("step", self.env.step, message)
+        try:
+            observations, reward, done, info = result
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self.name}.step returned {result!r:.200}: it must return (observations, reward, done, info). "
+                "Return a StepResult or a 4-tuple."
+            ) from error
+        if observations is not None and not (
+            isinstance(observations, list | tuple) and all(isinstance(item, dict) for item in observations)
+        ):
+            raise ValueError(
+                f"{self.name}.step returned observations={observations!r:.200}: they must be a list of messages. "
+                "Return [{'role': 'tool' or 'user', 'content': '...'}]."
+            )
+        return StepResult(list(observations or []), self._number(reward, "step"), bool(done), dict(info or {}))
+
+    async def outcome(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
+        """Score the finished trajectory. An exception is a bug in a reward function and propagates."""
+        method = getattr(self.env, "outcome_reward", None)
+        if method is None:
+            return 0.0, {}
+        result = await self._call(method, trajectory)
+        parts: Any = {}
+        if isinstance(result, tuple):
+            result, parts = result
+        value = self._number(result, "outcome_reward")
+        return value, {str(name): float(part) for name, part in parts.items()}
+
+    async def close(self) -> None:
+        """Free what reset took. A failure to do so is not the trajectory's problem."""
+        method = getattr(self.env, "close", None)
+        if method is not None:
+            try:
+                await self._call(method)
+            except Exception as error:
+                logger.warning("%s.close raised %r", self.name, error)
+
+    @property
+    def name(self) -> str:
+        """Class name of the environment."""
+        return type(self.env).__name__ if self.env is not None else getattr(self._factory, "__name__", "env")
+
+    async def _guard(self, method: str, fn: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return await self._call(fn, *args)
+        except Exception as error:
+            raise EnvironmentFailure(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
+
+    async def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
+        if inspect.iscoroutinefunction(fn):
+            return await fn(*args)
+        result = await shared_pool(ENV_THREADS).run(lambda: fn(*args))
+        return await result if inspect.isawaitable(result) else result
+
+    def _number(self, value: Any, method: str) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(
+                f"{self.name}.{method} returned the reward {value!r:.100}: it must be a finite number. Return a float."
+            )
+        return number

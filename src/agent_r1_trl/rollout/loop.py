@@ -1,0 +1,158 @@
+"""The rollout of one trajectory, in one page.
+
+prompt -> [environment reset] -> [rollout (policy <-> tools)] -> [Trajectory] -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+Ids are only ever appended: what the policy sampled (mask 1), what the template adds to close a turn, what the
+environment answered (mask 0). Covered here: the order of things and every way a trajectory can end. Not covered:
+what a message looks like in tokens (`chat.py`), how many trajectories run at once (`runner.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from agent_r1_trl.generation.base import Generation, Generator, SamplingParams
+from agent_r1_trl.rollout.chat import ChatFormat
+from agent_r1_trl.rollout.draft import Draft, RolloutRequest, record_step
+from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession
+from agent_r1_trl.rollout.limits import RolloutLimits
+from agent_r1_trl.rollout.seeds import derive_seed
+from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
+
+
+class GenerationFailure(Exception):  # noqa: N818 - a state of the rollout, not an error of the caller
+    """The generation back end raised."""
+
+
+async def run_trajectory(
+    draft: Draft,
+    session: EnvSession,
+    generator: Generator,
+    chat: ChatFormat,
+    limits: RolloutLimits,
+    params: SamplingParams,
+) -> Trajectory:
+    """Play one trajectory. Whatever model, tools or environment do is a `StopReason`, never an exception.
+
+    Args:
+        draft: empty, holding the request; it shows how far the trajectory has come.
+        session: the environment, not yet made.
+        generator: samples turns.
+        chat: the model's chat format.
+        limits: what the trajectory may spend.
+        params: how tokens are drawn.
+
+    Raises:
+        ValueError: an environment that breaks the protocol (a mistake of its author).
+        Exception: whatever `outcome_reward` raises (a bug in a reward function).
+    """
+    start = time.perf_counter()
+    try:
+        try:
+            play = _play(draft, session, generator, chat, limits, params)
+            stop_reason = await asyncio.wait_for(play, limits.rollout_timeout)
+        except asyncio.TimeoutError:
+            stop_reason = StopReason.TIMEOUT
+        except EnvironmentFailure as failure:
+            stop_reason, draft.error = StopReason.ENVIRONMENT_ERROR, str(failure)
+        except GenerationFailure as failure:
+            stop_reason, draft.error = StopReason.GENERATION_ERROR, str(failure)
+        trajectory = draft.finish(stop_reason, duration_s=time.perf_counter() - start)
+        if not stop_reason.is_infrastructure_failure and session.env is not None:
+            draft.phase = "outcome_reward"
+            trajectory.outcome_reward, trajectory.reward_parts = await session.outcome(trajectory)
+        return trajectory
+    finally:
+        await session.close()
+
+
+async def _play(
+    draft: Draft,
+    session: EnvSession,
+    generator: Generator,
+    chat: ChatFormat,
+    limits: RolloutLimits,
+    params: SamplingParams,
+) -> StopReason:
+    draft.phase = "reset"
+    draft.prompt_messages, tools = await session.reset(draft.request)
+    draft.prompt_ids = chat.encode_prompt(draft.prompt_messages, tools or None)
+    if limits.turn_budget(len(draft.prompt_ids), 0) < 1:
+        return StopReason.PROMPT_TOO_LONG
+    num_invalid = 0
+    for turn_index in range(limits.max_turns):
+        max_tokens = limits.turn_budget(len(draft.prompt_ids), len(draft.completion_ids))
+        draft.phase = f"turn {turn_index}: generation"
+        began = time.perf_counter()
+        generation = await _generate(draft, generator, params, max_tokens, turn_index)
+        message = chat.parse(generation.token_ids, draft.context_ids, tools or None)
+        if generation.stop == "length":
+            message = _cut_message(message, max_tokens)
+        turn = draft.add_turn(generation, message, generate_s=time.perf_counter() - began)
+        if generation.stop == "length" and limits.room(len(draft.prompt_ids), len(draft.completion_ids)) < 1:
+            return StopReason.MAX_COMPLETION_LENGTH
+        draft.phase = f"turn {turn_index}: {_what_runs(message)}"
+        began = time.perf_counter()
+        observations, reward, done, info = await session.step(message)
+        record_step(turn, reward, info, env_s=time.perf_counter() - began)
+        if done:
+            return StopReason.DONE
+        num_invalid = num_invalid + 1 if turn.is_invalid else 0
+        if num_invalid > limits.max_invalid_calls:
+            return StopReason.INVALID_CALLS
+        observations = _shortened(observations, chat, limits.max_observation_tokens)
+        closing = chat.encode_turn_end(generation.token_ids, stopped=generation.stop == "stop")
+        ids, authors = chat.encode_observations(message, observations, tools or None)
+        if len(closing) + len(ids) >= limits.room(len(draft.prompt_ids), len(draft.completion_ids)):
+            break  # no room to go on, whatever turns are left
+        turn.observations = observations
+        draft.add_context([*closing, *ids], [*[Author.TEMPLATE] * len(closing), *authors])
+    return StopReason.MAX_TURNS if len(draft.turns) == limits.max_turns else StopReason.MAX_COMPLETION_LENGTH
+
+
+async def _generate(
+    draft: Draft, generator: Generator, params: SamplingParams, max_tokens: int, turn_index: int
+) -> Generation:
+    seed = derive_seed(draft.request.seed, turn_index)
+    try:
+        return await generator.generate(draft.context_ids, max_tokens=max_tokens, seed=seed, params=params)
+    except Exception as error:
+        cause = f" ({error.__cause__})" if error.__cause__ else ""
+        raise GenerationFailure(f"{type(error).__name__}: {error}{cause}") from error
+
+
+def _cut_message(message: Message, max_tokens: int) -> Message:
+    """A turn that a limit cut is no answer and no call: the model is told, where there is room to tell it."""
+    cut = {name: value for name, value in message.items() if name != "tool_calls"}
+    cut["malformed_tool_call"] = f"the turn was cut off after {max_tokens} tokens, before it was finished"
+    return cut
+
+
+def _what_runs(message: Message) -> str:
+    names = [str(call.get("function", {}).get("name")) for call in message.get("tool_calls", ())]
+    return f"tools {', '.join(names)}" if names else "environment step"
+
+
+def _shortened(observations: Sequence[Message], chat: ChatFormat, max_tokens: int) -> list[Message]:
+    """The observations with their texts cut to equal shares of the limit, where together they exceed it."""
+    texts = [observation.get("content") for observation in observations]
+    counts = [chat.count(text) if isinstance(text, str) else 0 for text in texts]
+    if sum(counts) <= max_tokens:
+        return list(observations)
+    share = max(1, max_tokens // len(counts))
+    shortened: list[dict[str, Any]] = []
+    for observation, text, count in zip(observations, texts, counts, strict=True):
+        if count <= share:
+            shortened.append(dict(observation))
+            continue
+        note = f"\n[truncated: {count} tokens, the limit is {share}]"
+        kept = chat.truncate(str(text), max(0, share - chat.count(note)))
+        shortened.append({**observation, "content": kept + note})
+    return shortened
+
+
+__all__ = ["Draft", "EnvSession", "GenerationFailure", "RolloutRequest", "run_trajectory"]

@@ -1,0 +1,147 @@
+"""Many trajectories at once, each at its own pace.
+
+prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+Covered here: concurrency, the event loop's thread, the watchdog. Not covered: what happens inside a trajectory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from agent_r1_trl.generation.base import Generator, SamplingParams
+from agent_r1_trl.rollout.chat import ChatFormat
+from agent_r1_trl.rollout.draft import Draft, RolloutRequest
+from agent_r1_trl.rollout.env_session import EnvSession
+from agent_r1_trl.rollout.limits import RolloutLimits
+from agent_r1_trl.rollout.loop import run_trajectory
+from agent_r1_trl.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutRunner:
+    """Plays trajectories concurrently; one that fails or hangs never disturbs another.
+
+    Args:
+        env_factory: makes a fresh environment; called once per trajectory.
+        generator: samples turns.
+        chat: the model's chat format.
+        limits: of every trajectory.
+        params: how tokens are drawn, unless `run` is told otherwise.
+        watchdog_s: seconds without any progress after which a warning names what is being waited for.
+        on_trajectory: called with each trajectory as it ends (from the event loop's thread).
+    """
+
+    def __init__(
+        self,
+        env_factory: Callable[[], Any],
+        generator: Generator,
+        chat: ChatFormat,
+        limits: RolloutLimits | None = None,
+        params: SamplingParams | None = None,
+        *,
+        watchdog_s: float = 120.0,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+    ) -> None:
+        self.env_factory = env_factory
+        self.generator = generator
+        self.chat = chat
+        self.limits = limits or RolloutLimits()
+        self.params = params or SamplingParams()
+        self.watchdog_s = watchdog_s
+        self.on_trajectory = on_trajectory
+        self.environments: list[Any] = []
+        """The environments of the last run, in the order of its requests (None where none could be made)."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None) -> list[Trajectory]:
+        """Play one trajectory per request and return them in the order of the requests.
+
+        Works where a loop is already running (notebooks): the trajectories run on a thread of their own.
+
+        Raises:
+            Exception: what an environment's author or a reward function got wrong; see `run_trajectory`.
+        """
+        future = asyncio.run_coroutine_threadsafe(self.run_async(requests, params=params), self._event_loop())
+        try:
+            return future.result()
+        except BaseException:  # KeyboardInterrupt as well: stop what is running
+            future.cancel()
+            raise
+
+    async def run_async(
+        self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None
+    ) -> list[Trajectory]:
+        """`run` for a caller with an event loop of its own."""
+        places = asyncio.Semaphore(self.limits.max_concurrency)
+        drafts = [Draft(request=request) for request in requests]
+        sessions = [EnvSession(self.env_factory, truncate=self.chat.truncate) for _ in requests]
+
+        async def play(draft: Draft, session: EnvSession) -> Trajectory:
+            async with places:
+                trajectory = await run_trajectory(
+                    draft, session, self.generator, self.chat, self.limits, params or self.params
+                )
+            draft.phase = "ended"
+            if self.on_trajectory is not None:
+                self.on_trajectory(trajectory)
+            return trajectory
+
+        tasks = [asyncio.ensure_future(play(*pair)) for pair in zip(drafts, sessions, strict=True)]
+        watchdog = asyncio.ensure_future(self._watch(drafts))
+        try:
+            trajectories = await asyncio.gather(*tasks)
+        finally:
+            watchdog.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.environments = [session.env for session in sessions]
+        return list(trajectories)
+
+    async def _watch(self, drafts: Sequence[Draft]) -> None:
+        """Warn when nothing has moved for `watchdog_s`."""
+        last, since = _progress(drafts), time.monotonic()
+        while True:
+            await asyncio.sleep(min(1.0, self.watchdog_s / 2))
+            now = _progress(drafts)
+            if now != last:
+                last, since = now, time.monotonic()
+            elif time.monotonic() - since >= self.watchdog_s:
+                running = [draft for draft in drafts if draft.phase not in ("waiting", "ended")]
+                names = "; ".join(
+                    f"example {draft.request.example_id!r} generation {draft.request.generation}, {draft.phase}"
+                    for draft in running[:5]
+                )
+                logger.warning(
+                    "No trajectory has moved for %.0f s. %d running: %s.%s Set rollout_timeout or the tool's timeout_s "
+                    "to bound the wait.",
+                    time.monotonic() - since,
+                    len(running),
+                    names,
+                    " ..." if len(running) > 5 else "",
+                )
+                since = time.monotonic()
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True).start()
+        return self._loop
+
+    def close(self) -> None:
+        """End the event loop's thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
+
+
+def _progress(drafts: Sequence[Draft]) -> list[tuple[str, int]]:
+    return [(draft.phase, len(draft.completion_ids)) for draft in drafts]
