@@ -296,8 +296,8 @@ def test_a_turn_that_ended_itself_gets_nothing_and_a_cut_one_the_end_of_turn_tok
     assert reply[-1] in chat.stop_token_ids
     assert chat.encode_turn_end(reply, stopped=True) == []
     closing = chat.encode_turn_end(reply[:-1], stopped=False)
-    # GPT-OSS closes a message with <|end|> once something follows (and a call without <|call|> is none).
-    expected = "<|end|>" if family == "gptoss" else chat.tokenizer.decode(reply[-1:])
+    # What is cut counts as no call, and GPT-OSS closes a message with <|end|> once something follows.
+    expected = {"qwen": "<|im_end|>", "llam": "<|eot_id|>", "gemm": "<turn|>", "gpto": "<|end|>"}[family[:4]]
     assert chat.tokenizer.decode(closing) == expected
 
 
@@ -326,6 +326,16 @@ def test_a_turn_that_stopped_on_a_foreign_token_is_closed_by_the_template_s_own(
     reply = [*chat.encode_reply(assistant(content="Paris."))[:-1], end_of_text]
     assert tokenizer.decode(chat.encode_turn_end(reply, stopped=True)) == "<|im_end|>"
     assert chat.parse(reply)["content"] == "Paris."
+
+
+def test_a_call_that_stopped_on_a_foreign_token_is_closed_as_calls_are():
+    tokenizer = make_tokenizer("gemma4")
+    chat = ChatFormat(tokenizer, extra_stop_token_ids=tokenizer.convert_tokens_to_ids(["<eos>"]))
+    reply = chat.encode_reply(assistant(call(query="x")))
+    for foreign in ("<eos>", "<turn|>"):
+        ended = [*reply[:-1], tokenizer.convert_tokens_to_ids(foreign)]
+        assert chat.parse(ended)["tool_calls"]
+        assert tokenizer.decode(chat.encode_turn_end(ended, stopped=True)) == "<|tool_response>"
 
 
 def test_stop_tokens_are_the_template_s_ends_and_the_tokenizer_s_eos():

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_r1_trl.rollout.encoding import TextEncoder, split_by_author
+from agent_r1_trl.rollout.errors import ChatFormatError
 from agent_r1_trl.rollout.parsing import TurnParser
 from agent_r1_trl.rollout.templates import (
     check_template_kwargs,
@@ -59,7 +60,7 @@ class ChatFormat:
         extra_stop_token_ids: more ids that end a turn, from the model's generation config.
 
     Raises:
-        ValueError: if the template, the tokenizer or the options cannot give token-exact rollouts; it says the cure.
+        ChatFormatError: (a ValueError) if the template, the tokenizer or the options cannot give token-exact rollouts.
     """
 
     def __init__(
@@ -102,14 +103,15 @@ class ChatFormat:
         format and stay live. Without such spellings the ids are those of `apply_chat_template`.
 
         Raises:
-            ValueError: if tools are given and the template cannot show them, or it refuses the messages.
+            ChatFormatError: if tools are given and the template cannot show them, or it refuses the messages.
         """
         if tools and not self.supports_tools:
             names = [schema.get("function", schema).get("name") for schema in tools]
-            raise ValueError(
+            raise ChatFormatError(
                 f"tools={names}: the chat template cannot render tool conversations, so the model would never see "
-                "them. Use a model whose template can, or chat_template='qwen2_5_training' (works on any ChatML "
-                "tokenizer), or describe the tools in the prompt and read the calls in your environment."
+                "them.",
+                "Use a model whose template can, or chat_template='qwen2_5_training' (works on any ChatML "
+                "tokenizer), or describe the tools in the prompt and read the calls in your environment.",
             )
         safe = [
             message if message.get("role") == "assistant" else self.encoder.hide(message, special_only=True)
@@ -120,7 +122,10 @@ class ChatFormat:
             return self.encoder.encode(self._render(safe, schemas, generation_prompt=True))
         except Exception as error:
             roles = [message.get("role") for message in messages]
-            raise ValueError(f"The chat template cannot render a prompt with the roles {roles}: {error}") from error
+            raise ChatFormatError(
+                f"The chat template cannot render a prompt with the roles {roles}: {error}.",
+                "Let the environment's reset return messages that the template takes (system first, then user).",
+            ) from error
 
     def encode_observations(
         self, message: Message, observations: Sequence[Message], tools: Sequence[Schema] | None = None
@@ -153,7 +158,7 @@ class ChatFormat:
             if all(mark in glue for mark in marks[: len(rest)]):
                 break
         else:
-            raise ValueError("The chat template cannot render a user message after an assistant turn.")
+            raise _unusable("The chat template does not show a user message after an assistant turn.")
         segments = split_by_author(delta, glue, marks[: len(rest)])
         # Encoded behind the end-of-turn token: some tokenizers treat the start of a text specially.
         ids, is_environment = self.encoder.encode_segments([(end.rendered, False), *segments])
@@ -168,10 +173,11 @@ class ChatFormat:
 
         Args:
             token_ids: the sampled turn.
-            stopped: a stop token was sampled. The ids decide; a stop string the ids do not show changes nothing.
+            stopped: the model ended the turn. A turn that was cut is closed as one without calls: even a call that
+                looks complete may have gone on.
         """
         end = self._ends["text"]
-        if "call" in self._ends and self._ends["call"] != end and "tool_calls" in self.parse(token_ids):
+        if stopped and self._ends.get("call", end) != end and "tool_calls" in self.parse(token_ids):
             end = self._ends["call"]
         if token_ids and token_ids[-1] in (self._id(end.sampled), self._id(end.rendered)):
             return []
@@ -186,7 +192,7 @@ class ChatFormat:
         # A forced prefix may differ from what the template writes for a finished turn (`<think>` and a newline).
         start = _common_prefix_length(begun, whole)
         if start <= len(asked):
-            raise ValueError("The chat template does not start an assistant turn with its generation prompt.")
+            raise _unusable("The chat template does not start an assistant turn with its generation prompt.")
         end = self._ends["call" if message.get("tool_calls") else "text"].sampled
         return self.encoder.encode(whole[start : whole.rindex(end) + len(end)])
 
@@ -255,10 +261,10 @@ class ChatFormat:
             text = self._render(conversation, tools, generation_prompt=generation_prompt)
         except Exception as error:  # templates raise what they like
             roles = [message["role"] for message in conversation]
-            raise ValueError(f"The chat template cannot render messages of the roles {roles}: {error}") from error
+            raise _unusable(f"The chat template cannot render messages of the roles {roles}: {error}.") from error
         _, said, after = text.rpartition(self._said)
         if not said:
-            raise ValueError("The chat template does not show what the assistant said.")
+            raise _unusable("The chat template does not show what the assistant said.")
         return after
 
     def _stand_in(self, calls: Sequence[Any] = ()) -> Message:
@@ -297,27 +303,27 @@ class ChatFormat:
         for token in (end.rendered, end.sampled):
             if after.startswith(end.lead + token):
                 return after[len(end.lead) + len(token) :]
-        raise ValueError("The chat template ends this turn in another way than others of its kind.")
+        raise _unusable("The chat template ends this turn in another way than others of its kind.")
 
     def _find_end(self, reply: Message, follow: Message) -> _TurnEnd:
         alone = self._after_reply(reply, [], None, generation_prompt=False)
         live = self.encoder.live_tokens(alone)
         special = [token for token in live if token[2] in self.encoder.special_ids] or live
         if not special:
-            raise ValueError(
+            raise ChatFormatError(
                 "The chat template does not end an assistant turn with a token of its own (it writes "
-                f"{alone!r} after it), so a rollout could not tell where a turn ends. Use a template that ends turns "
-                "with the tokenizer's end-of-turn token, and add that token to the tokenizer as a special token."
+                f"{alone!r} after it), so a rollout could not tell where a turn ends.",
+                "Use a template that ends turns with the tokenizer's end-of-turn token, and add that token to the "
+                "tokenizer as a special token.",
             )
         start, _, sampled = special[-1]
         lead = alone[:start]
         after = self._after_reply(reply, [follow], None, generation_prompt=True)
         following = self.encoder.live_tokens(after[len(lead) :])
         if not after.startswith(lead) or not following or following[0][0] != 0:
-            raise ValueError(
+            raise _unusable(
                 f"The chat template ends an assistant turn with {sampled!r}, but not once a {follow['role']} message "
-                "follows: it is not prefix preserving. Pass a training template as chat_template "
-                "(TRL ships qwen3_training, qwen2_5_training, gptoss_training, ...)."
+                "follows: it is not prefix preserving."
             )
         return _TurnEnd(lead=lead, sampled=sampled, rendered=following[0][2])
 
@@ -327,10 +333,11 @@ class ChatFormat:
         if self.supports_tools:
             grammar = choose_response_template(self.tokenizer, self.chat_template, turn_end, trl)
             if grammar is None:
-                raise ValueError(
+                raise ChatFormatError(
                     "The chat template writes tool calls in a form that cannot be read back: TRL has no response "
-                    "template for it and it has no <tool_call> markers. Set tokenizer.response_template (see "
-                    "transformers' page on chat response parsing), or use a chat_template that TRL knows."
+                    "template for it and it has no <tool_call> markers.",
+                    "Set tokenizer.response_template (see transformers' page on chat response parsing), or use a "
+                    "chat_template that TRL knows.",
                 )
         grammar = grammar or text_grammar(self.chat_template, turn_end)
 
@@ -342,6 +349,13 @@ class ChatFormat:
 
     def _id(self, spelling: str) -> int:
         return self.encoder.control_ids[spelling]
+
+
+def _unusable(problem: str) -> ChatFormatError:
+    return ChatFormatError(
+        problem,
+        "Pass a training template as chat_template (TRL ships qwen3_training, qwen2_5_training and more).",
+    )
 
 
 def _common_prefix_length(one: str, other: str) -> int:

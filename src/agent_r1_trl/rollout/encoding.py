@@ -20,6 +20,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from agent_r1_trl.rollout.errors import ChatFormatError
+
 # Private-use characters: no tokenizer's normaliser or template filter changes them, nor the digits between them.
 _OPEN, _MIDDLE, _CLOSE = "\U000f0000", "\U000f0002", "\U000f0001"
 
@@ -33,14 +35,15 @@ class TextEncoder:
             tokenizer does not mark them special (`<tool_call>` and `<think>` of Qwen, say).
 
     Raises:
-        ValueError: if the tokenizer is not a fast one or its back end cannot be copied.
+        ChatFormatError: if the tokenizer is not a fast one or its back end cannot be copied.
     """
 
     def __init__(self, tokenizer: Any, template: str) -> None:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
-            raise ValueError(
+            raise ChatFormatError(
                 f"tokenizer={type(tokenizer).__name__} is not a fast tokenizer: token-exact rollouts need the "
-                "`tokenizers` back end. Load it with AutoTokenizer.from_pretrained(...), or save it as tokenizer.json."
+                "`tokenizers` back end.",
+                "Load it with AutoTokenizer.from_pretrained(...), or save it as tokenizer.json.",
             )
         self.tokenizer = tokenizer
         self.special_ids: dict[str, int] = {}
@@ -183,17 +186,18 @@ class TextEncoder:
         try:
             backend = Tokenizer.from_str(json.dumps(spec))
         except Exception as error:  # the Rust side raises bare Exceptions
-            raise ValueError(
+            raise ChatFormatError(
                 f"tokenizer={type(self.tokenizer).__name__}: its back end cannot be copied with its control tokens "
-                f"renamed ({error}). Save the tokenizer with save_pretrained and load it again; if that does not "
-                "help, its tokenizer.json is inconsistent."
+                f"renamed ({error}).",
+                "Save the tokenizer with save_pretrained and load it again; if that does not help, its tokenizer.json "
+                "is inconsistent.",
             ) from error
         moved = [text for text, token_id in self.control_ids.items() if backend.token_to_id(names[text]) != token_id]
         if moved:
-            raise ValueError(
+            raise ChatFormatError(
                 f"tokenizer={type(self.tokenizer).__name__}: the added tokens {moved[:5]} have ids that do not follow "
-                "the vocabulary, so they cannot be kept apart from text. Give added tokens consecutive ids after the "
-                "vocabulary (save_pretrained writes them so)."
+                "the vocabulary, so they cannot be kept apart from text.",
+                "Give added tokens consecutive ids after the vocabulary (save_pretrained writes them so).",
             )
         return backend
 

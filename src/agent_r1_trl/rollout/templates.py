@@ -16,6 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from agent_r1_trl.rollout.errors import ChatFormatError
+
 _RESERVED = {"tokenize", "add_generation_prompt", "chat_template", "tools", "return_dict", "continue_final_message"}
 
 _PROBES: tuple[list[dict[str, Any]], ...] = (
@@ -52,13 +54,14 @@ def choose_chat_template(tokenizer: Any, requested: str | None, trl: Any) -> tup
         trl: the module `trl.chat_template_utils`.
 
     Raises:
-        ValueError: if there is no template, or it renders earlier turns differently once later ones follow.
+        ChatFormatError: if there is no template, or it renders earlier turns differently once later ones follow.
     """
     template = _source(requested) if requested is not None else _own_template(tokenizer)
     if not template:
-        raise ValueError(
+        raise ChatFormatError(
             f"tokenizer={_name(tokenizer)} has no chat template: set chat_template to the template of the model's "
-            f"family. {_suggestion('')}"
+            "family.",
+            _suggestion(""),
         )
     carrier = _with_template(tokenizer, template)
     if not _supports_tools(carrier, trl):
@@ -70,10 +73,10 @@ def choose_chat_template(tokenizer: Any, requested: str | None, trl: Any) -> tup
     if training is None and preserves:
         return template, True
     if training is None:
-        raise ValueError(
+        raise ChatFormatError(
             f"chat_template of tokenizer={_name(tokenizer)} is not prefix preserving: it renders an assistant turn "
-            "differently once a tool message follows, so the ids trained on would not be the ids of the conversation. "
-            f"{_suggestion(template)}"
+            "differently once a tool message follows, so the ids trained on would not be the ids of the conversation.",
+            _suggestion(template),
         )
     return training, True
 
@@ -107,25 +110,25 @@ def check_template_kwargs(template: str, kwargs: dict[str, Any] | None, thinking
     """The keyword arguments for every rendering.
 
     Raises:
-        ValueError: if `thinking` is impossible or unknown, or an argument belongs to the rollout.
+        ChatFormatError: if `thinking` is impossible or unknown, or an argument belongs to the rollout.
     """
     kwargs = dict(kwargs or {})
     if thinking == "strip":
-        raise ValueError(
+        raise ChatFormatError(
             "thinking='strip' is impossible: a rollout only appends tokens, and removing earlier thoughts would "
-            "change the ids the policy was sampled after. Use thinking='keep', or thinking='off' for a model that "
-            "can answer without thinking."
+            "change the ids the policy was sampled after.",
+            "Use thinking='keep', or thinking='off' for a model that can answer without thinking.",
         )
     if thinking not in ("keep", "off"):
-        raise ValueError(f"thinking={thinking!r} is unknown: it must be 'keep' or 'off'.")
+        raise ChatFormatError(f"thinking={thinking!r} is unknown:", "it must be 'keep' or 'off'.")
     if thinking == "off":
         kwargs["enable_thinking"] = False
     if taken := _RESERVED & kwargs.keys():
-        raise ValueError(f"chat_template_kwargs has {sorted(taken)}: the rollout sets these itself. Remove them.")
+        raise ChatFormatError(f"chat_template_kwargs has {sorted(taken)}: the rollout sets these.", "Remove them.")
     if kwargs.get("enable_thinking") is False and "enable_thinking" not in template:
-        raise ValueError(
-            "thinking='off' (enable_thinking=False) has no effect: the chat template has no such switch. Remove the "
-            "option; this model's thinking, if it has any, cannot be turned off by its template."
+        raise ChatFormatError(
+            "thinking='off' (enable_thinking=False) has no effect: the chat template has no such switch.",
+            "Remove the option; this model's thinking, if it has any, cannot be turned off by its template.",
         )
     return kwargs
 
@@ -151,9 +154,9 @@ def _source(requested: str) -> str:
     for candidate in (path, _folder() / f"{requested.removesuffix('.jinja')}.jinja"):
         if candidate.is_file():
             return candidate.read_text(encoding="utf-8")
-    raise ValueError(
-        f"chat_template={requested!r} is neither a template's source, nor a file, nor a template that TRL ships. "
-        f"TRL ships: {', '.join(_shipped())}."
+    raise ChatFormatError(
+        f"chat_template={requested!r} is neither a template's source, nor a file, nor a template that TRL ships.",
+        f"TRL ships: {', '.join(_shipped())}.",
     )
 
 
@@ -255,11 +258,11 @@ def _ending_in(grammar: dict[str, Any], turn_end: str) -> dict[str, Any]:
 
 def _suggestion(template: str) -> str:
     if "<|im_start|>" in template and "<think>" in template:
-        return 'Cure: chat_template="qwen3_training", TRL\'s prefix-preserving ChatML template with thinking.'
+        return 'Pass chat_template="qwen3_training", TRL\'s prefix-preserving ChatML template with thinking.'
     if "<|im_start|>" in template:
-        return 'Cure: chat_template="qwen2_5_training", TRL\'s prefix-preserving ChatML template.'
+        return 'Pass chat_template="qwen2_5_training", TRL\'s prefix-preserving ChatML template.'
     return (
-        "Cure: pass the name of a training template that TRL ships (qwen2_5_training, qwen3_training, "
+        "Pass the name of a training template that TRL ships (qwen2_5_training, qwen3_training, "
         "gptoss_training, ...) or the source of your own as chat_template."
     )
 
