@@ -6,12 +6,15 @@ prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewar
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from accelerate.utils import gather
 
 from agent_r1_trl.advantages import compute_group_advantages, compute_rloo_advantages
 from agent_r1_trl.trainers.config import MultiTurnGRPOConfig
 from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
+from agent_r1_trl.trajectory import Trajectory
 
 
 class MultiTurnGRPOTrainer(MultiTurnTrainer):
@@ -35,15 +38,16 @@ class MultiTurnGRPOTrainer(MultiTurnTrainer):
         "id": "2511.14460",
     }
 
-    def _compute_advantages(self, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _credit(self, output: dict[str, Any], trajectories: list[Trajectory]) -> dict[str, torch.Tensor]:
         group_size = self.num_generations if self.model.training else self.num_generations_eval
-        all_returns = gather(returns)  # (N,) rows of all ranks in data order
-        group_ids = torch.arange(len(all_returns), device=all_returns.device) // group_size  # (N,)
+        returns = gather(self._returns(trajectories))  # (N,) rows of all ranks in data order
+        group_ids = torch.arange(len(returns), device=returns.device) // group_size  # (N,)
         if self.args.advantage_estimator == "rloo":
-            advantages = compute_rloo_advantages(all_returns, group_ids)
+            advantages = compute_rloo_advantages(returns, group_ids)
         else:
             scale = "none" if self.args.advantage_estimator == "dr_grpo" else self.args.scale_rewards
-            advantages = compute_group_advantages(all_returns, group_ids, scale=scale)
-        first = self.accelerator.process_index * len(returns)
-        local = advantages[first : first + len(returns)].unsqueeze(1)  # (B, 1)
-        return torch.where(mask.bool(), local, torch.zeros_like(local))  # (B, T)
+            advantages = compute_group_advantages(returns, group_ids, scale=scale)
+        first = self.accelerator.process_index * len(trajectories)
+        local = advantages[first : first + len(trajectories)].unsqueeze(1)  # (B, 1)
+        mask = self._credit_mask(output, trajectories)
+        return {"advantages": torch.where(mask.bool(), local, torch.zeros_like(local))}  # (B, T)

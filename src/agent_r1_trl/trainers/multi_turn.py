@@ -135,11 +135,11 @@ class MultiTurnTrainer(GRPOTrainer):
 
     def _prepare_rollout(self) -> None:
         args = self.args
-        template_kwargs = dict(args.chat_template_kwargs or {})
-        if args.thinking == "off":
-            template_kwargs["enable_thinking"] = False
         self.chat = ChatFormat(
-            self._tokenizer, chat_template_kwargs=template_kwargs, extra_stop_token_ids=self.eos_token_ids
+            self._tokenizer,
+            chat_template_kwargs=args.chat_template_kwargs,
+            thinking=args.thinking,
+            extra_stop_token_ids=self.eos_token_ids,
         )
         # What the policy is trained with is what is saved with it.
         self._tokenizer.chat_template = self.chat.chat_template
@@ -202,7 +202,11 @@ class MultiTurnTrainer(GRPOTrainer):
             self._synced_step = self.state.global_step
 
     def _roll_out(self, examples: list[dict[str, Any]]) -> list[Trajectory]:
-        """Play one trajectory per row. ZeRO-3 parameters are gathered once, around the whole rollout."""
+        """Play one trajectory per row. ZeRO-3 parameters are gathered once, around the whole rollout.
+
+        Raises:
+            RuntimeError: if not a single trajectory could be played, with what the first one said.
+        """
         mode = "train" if self.model.training else "eval"
         with (
             torch.no_grad(),
@@ -217,10 +221,17 @@ class MultiTurnTrainer(GRPOTrainer):
                     self.chat,
                     self.limits,
                     self.params,
-                    run_seed=self.args.seed,
                 )
             self._sync_weights(model)
-            return self._runner.run(self._requests(examples, mode), params=self._mode_params(mode))
+            trajectories = self._runner.run(self._requests(examples, mode), params=self._mode_params(mode))
+        if all(trajectory.stop_reason.is_infrastructure_failure for trajectory in trajectories):
+            first = trajectories[0]
+            raise RuntimeError(
+                f"All {len(trajectories)} trajectories failed before the policy could act; the first one with "
+                f"{first.stop_reason.value}: {first.error or 'the prompt leaves no room for a completion'}. Run "
+                "`agent-r1-trl doctor` on this environment and data set."
+            )
+        return trajectories
 
     def _mode_params(self, mode: str) -> SamplingParams:
         if mode == "train" or self.args.eval_temperature is None:
@@ -236,9 +247,14 @@ class MultiTurnTrainer(GRPOTrainer):
         for index, example in enumerate(examples):
             generation = (first_row + index) % group_size
             example_id = example_key(example)
-            seed = derive_seed(self.args.seed, round_index, example_id, generation, 0)
             requests.append(
-                RolloutRequest(example=dict(example), example_id=example_id, generation=generation, seed=seed)
+                RolloutRequest(
+                    example=dict(example),
+                    example_id=example_id,
+                    generation=generation,
+                    seed=derive_seed(self.args.seed, round_index, example_id, generation),
+                    reset_seed=derive_seed(self.args.seed, round_index, example_id),
+                )
             )
         return requests
 
@@ -268,8 +284,9 @@ class MultiTurnTrainer(GRPOTrainer):
         )
 
     def _environments_column(self) -> dict[str, list[Any]]:
-        environments = self._runner.environments if self._runner is not None else None
-        return {"environments": environments} if environments else {}
+        """TRL hands `environments` to reward functions: the user's own instances behind the adapter."""
+        environments = self._runner.environments if self._runner is not None else []
+        return {"environments": [getattr(item, "environment", item) for item in environments]}
 
     def _is_trained_on(self, trajectory: Trajectory) -> bool:
         if trajectory.stop_reason.is_infrastructure_failure:
@@ -302,7 +319,7 @@ class MultiTurnTrainer(GRPOTrainer):
         finally:
             self._rollout_trajectories = None
         self._add_reward_functions(trajectories)
-        output["advantages"] = self._masked_advantages(output, trajectories)
+        output |= self._credit(output, trajectories)
         if not self.args.loss_mask:
             self._open_loss_mask(output, trajectories)
         self._rollout_seconds += time.perf_counter() - start
@@ -328,20 +345,24 @@ class MultiTurnTrainer(GRPOTrainer):
                     trajectory.outcome_reward += weight * value
                     trajectory.reward_parts[name] = trajectory.reward_parts.get(name, 0.0) + weight * value
 
-    def _masked_advantages(self, output: dict[str, Any], trajectories: list[Trajectory]) -> torch.Tensor:
-        """(B, T) advantages, 0 outside their mask."""
-        completion_mask = output["completion_mask"]
-        batch = batch_trajectories(trajectories, length=completion_mask.shape[1])
-        mask = batch.action_mask if self.args.advantage_mask else completion_mask
-        returns = batch.returns.to(completion_mask.device)  # (B,)
-        first = self.accelerator.process_index * len(trajectories)
-        unscored = self._rewards_per_func[first : first + len(trajectories)].isnan().all(dim=1)  # (B,)
-        returns = returns.masked_fill(unscored, float("nan"))
-        return self._compute_advantages(returns, mask.to(completion_mask.device))
-
-    def _compute_advantages(self, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """The estimator: (B,) returns of this rank (NaN left the baseline) and a (B, T) mask to (B, T) advantages."""
+    def _credit(self, output: dict[str, Any], trajectories: list[Trajectory]) -> dict[str, torch.Tensor]:
+        """Tensors to put into TRL's batch: at least `advantages`, (B, T), 0 outside their mask."""
         raise NotImplementedError
+
+    def _returns(self, trajectories: list[Trajectory]) -> torch.Tensor:
+        """(B,) returns of this rank's trajectories; NaN for those that leave the baseline."""
+        returns = batch_trajectories(trajectories).returns.to(self.accelerator.device)
+        first = self.accelerator.process_index * len(trajectories)
+        unscored = self._rewards_per_func[first : first + len(trajectories)].isnan().all(dim=1)
+        return returns.masked_fill(unscored, float("nan"))
+
+    def _credit_mask(self, output: dict[str, Any], trajectories: list[Trajectory]) -> torch.Tensor:
+        """(B, T) the positions that estimators see: action tokens, or every completion token in the ablation."""
+        completion_mask = output["completion_mask"]
+        if not self.args.advantage_mask:
+            return completion_mask
+        batch = batch_trajectories(trajectories, length=completion_mask.shape[1])
+        return batch.action_mask.to(completion_mask.device)
 
     def _open_loss_mask(self, output: dict[str, Any], trajectories: list[Trajectory]) -> None:
         """The ablation without loss mask: observation tokens of trained rows enter the loss and its normaliser."""
