@@ -140,3 +140,45 @@ def test_the_metrics_in_troubleshooting_are_logged():
     reasons = {f"stop/{reason.value}" for reason in StopReason}
     assert len(named) > 5
     assert all(name in reasons or f'"{name}"' in source for name in named), named
+
+
+def test_the_script_of_the_readme_trains(tmp_path, monkeypatch, tiny_model_folder):
+    """As printed, but for the model, the length of the run and the machine."""
+    ((line, source),) = code_blocks(ROOT / "README.md", "python")
+    for printed, here in {
+        '"Qwen/Qwen2.5-1.5B-Instruct"': repr(str(tiny_model_folder)),
+        "max_steps=200": "max_steps=1, use_cpu=True, bf16=False, report_to=[]",
+        "max_tokens_per_turn=256": "max_tokens_per_turn=16",
+    }.items():
+        assert source.count(printed) == 1, f"the script of the README no longer contains {printed}"
+        source = source.replace(printed, here)
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "readme"}
+    exec(compile("\n" * (line - 1) + source, "README.md", "exec"), namespace)
+    assert namespace["trainer"].state.global_step == 1
+    (recorded,) = (tmp_path / "outputs" / "my-agent" / "trajectories").glob("*.jsonl")
+    assert len(recorded.read_text(encoding="utf-8").splitlines()) == 8
+
+
+@pytest.fixture
+def tiny_model_folder(tmp_path):
+    """An untrained two-layer Qwen2 with a small tokenizer of the Qwen family."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from tests.tokenizers import make_tokenizer
+
+    tokenizer = make_tokenizer("qwen2_5")
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    folder = tmp_path / "tiny-model"
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,22 @@
+"""Every notebook runs from top to bottom, on a CPU and without network."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.name)
+def test_a_notebook_runs_from_top_to_bottom(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENT_R1_TRL_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
+    printed = "".join(
+        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []) if output
+    )
+    assert "mask" in printed
