@@ -1,0 +1,135 @@
+"""A tiny policy, a tool, an environment and scripts for the trainer tests."""
+
+import random
+
+import torch
+from datasets import Dataset
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.rollout import ChatFormat
+from agent_r1_trl.tools import tool
+from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from tests.tokenizers import make_tokenizer
+
+
+@tool
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: One number.
+        b: The other.
+    """
+    return a + b
+
+
+class AddEnv(ToolEnv):
+    """Calls to `add` earn 0.5, a final text that holds an even number of characters is right."""
+
+    tools = [add]
+
+    def outcome_reward(self, trajectory):
+        return len(trajectory.final_text) % 2 == 0
+
+
+class PlainEnv(ToolEnv):
+    """No tools: one turn, scored by its ids."""
+
+    def outcome_reward(self, trajectory):
+        return float(sum(trajectory.completion_ids) % 5)
+
+
+def make_policy(tokenizer, seed=0):
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=1024, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 0.1)
+    return model
+
+
+def questions(count=8):
+    return Dataset.from_list(
+        [{"id": f"q{i}", "prompt": [{"role": "user", "content": f"question {i}"}]} for i in range(count)]
+    )
+
+
+def make_args(output_dir, **options):
+    defaults = {
+        "output_dir": str(output_dir), "bf16": False, "use_cpu": True, "report_to": [], "logging_steps": 1,
+        "per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 1, "max_completion_length": 160,
+        "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-3, "seed": 7, "record_trajectories": "none",
+        "beta": 0.0,
+    }  # fmt: skip
+    return MultiTurnGRPOConfig(**(defaults | options))
+
+
+def call(a, b):
+    arguments = {"a": a, "b": b}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": arguments}}],
+    }
+
+
+def say(text):
+    return {"role": "assistant", "content": text}
+
+
+def scripted(tokenizer, turns_of):
+    """A generator whose trajectories say `turns_of(random.Random(seed), turn)`, a message."""
+    chat = ChatFormat(tokenizer)
+
+    def answer(request):
+        return chat.encode_reply(turns_of(random.Random(request.seed), request.turn))
+
+    return ScriptedGenerator(answer, stop_token_ids=chat.stop_token_ids)
+
+
+def two_turns(rng, turn):
+    """A call, then an answer of random length."""
+    return call(rng.randrange(9), rng.randrange(9)) if turn == 0 else say("x" * rng.randrange(1, 9))
+
+
+def make_trainer(tmp_path, *, script=two_turns, env=AddEnv, family="qwen3", trainer=MultiTurnGRPOTrainer, **options):
+    tokenizer = make_tokenizer(family)
+    extra = {name: options.pop(name) for name in list(options) if name in TRAINER_ARGUMENTS}
+    generator = scripted(tokenizer, script) if script is not None else None
+    return trainer(
+        model=extra.pop("model", None) or make_policy(tokenizer),
+        args=make_args(tmp_path, **options),
+        env=env,
+        train_dataset=extra.pop("train_dataset", None) or questions(),
+        processing_class=tokenizer,
+        generator=generator,
+        **extra,
+    )
+
+
+TRAINER_ARGUMENTS = (
+    "callbacks", "environment_factory", "eval_dataset", "model", "peft_config", "reward_funcs", "tools", "train_dataset",
+)  # fmt: skip
+
+
+def scored_batch(trainer):
+    """One generation batch as the loss sees it, without training."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    rows = next(iter(trainer.get_train_dataloader()))
+    return trainer._generate_and_score_completions(rows)
+
+
+def loss_and_gradients(trainer, inputs):
+    trainer.model.zero_grad()
+    loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}

@@ -1,0 +1,93 @@
+"""One turn without tools through our own rollout is TRL's GRPO: same loss, same gradients, same advantages."""
+
+import pytest
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer
+from tests.tokenizers import make_tokenizer
+from tests.trainers.helpers import (
+    PlainEnv,
+    loss_and_gradients,
+    make_args,
+    make_policy,
+    make_trainer,
+    questions,
+    scored_batch,
+)
+
+
+def ids_reward(completion_ids, **kwargs):
+    return [float(sum(ids) % 5) for ids in completion_ids]
+
+
+class GivenSamples(GRPOTrainer):
+    """TRL's trainer, sampling what it is told: everything after sampling is TRL's own."""
+
+    samples: list
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        return self.samples, None
+
+
+def trl_trainer(model, args, samples):
+    tokenizer = make_tokenizer("qwen3")
+    values = {k: v for k, v in args.to_dict().items() if k in GRPOConfig.__dataclass_fields__}
+    values.pop("generation_batch_size")
+    plain = GRPOConfig(**{name: value for name, value in values.items() if not str(value).startswith("<")})
+    trainer = GivenSamples(
+        model=model, reward_funcs=ids_reward, args=plain, train_dataset=questions(), processing_class=tokenizer
+    )
+    trainer.samples = samples
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"loss_type": "grpo"},
+        {"loss_type": "bnpo", "scale_rewards": "batch"},
+        {"loss_type": "dr_grpo", "scale_rewards": "none"},
+        {"loss_type": "cispo", "epsilon_high": 0.3},
+        {"loss_type": "sapo"},
+        {"beta": 0.04},
+        {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+        {"top_entropy_quantile": 0.5},
+        {"steps_per_generation": 2, "num_iterations": 2},
+    ],
+    ids=str,
+)
+def test_one_turn_without_tools_equals_trl(tmp_path, options):
+    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")  # a reference model is loaded from a path
+    model = str(tmp_path / "policy")
+    ours = make_trainer(tmp_path, script=None, env=PlainEnv, model=model, max_completion_length=12, **options)
+    batch = scored_batch(ours)
+    lengths = batch["completion_mask"].sum(1).tolist()
+    samples = [ids[:length] for ids, length in zip(batch["completion_ids"].tolist(), lengths, strict=True)]
+    assert len({tuple(ids) for ids in samples}) > 4
+    theirs = trl_trainer(model, make_args(tmp_path, max_completion_length=12, **options), samples)
+    expected = scored_batch(theirs)
+    torch.testing.assert_close(batch["prompt_ids"], expected["prompt_ids"])
+    torch.testing.assert_close(batch["completion_ids"], expected["completion_ids"])
+    wide = expected["advantages"].unsqueeze(1) * batch["completion_mask"]
+    torch.testing.assert_close(batch["advantages"], wide, rtol=0, atol=1e-6)
+    loss, gradients = loss_and_gradients(ours, batch)
+    expected_loss, expected_gradients = loss_and_gradients(theirs, expected)
+    assert expected_gradients.keys() == gradients.keys()
+    torch.testing.assert_close(loss, expected_loss, rtol=0, atol=1e-6)
+    assert any(gradient.abs().max() > 1e-4 for gradient in expected_gradients.values())
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=0, atol=1e-6, msg=name)
+
+
+def test_without_environment_or_tools_it_is_the_plain_trainer(tmp_path):
+    tokenizer = make_tokenizer("qwen3")
+    trainer = MultiTurnGRPOTrainer(
+        model=make_policy(tokenizer), reward_funcs=ids_reward, args=make_args(tmp_path, max_completion_length=6),
+        train_dataset=questions(), processing_class=tokenizer,
+    )  # fmt: skip
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert "completions/mean_length" in logged
+    assert "rollout/turns" not in logged
