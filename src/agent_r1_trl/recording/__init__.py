@@ -1,1 +1,14 @@
+"""Recording: every trajectory to disk, back again, and onto the terminal."""
 
+from agent_r1_trl.recording.store import Record, TrajectoryStore, read_records, read_trajectories, trajectory_files
+from agent_r1_trl.recording.terminal import render_trajectory, summary_table
+
+__all__ = [
+    "Record",
+    "TrajectoryStore",
+    "read_records",
+    "read_trajectories",
+    "render_trajectory",
+    "summary_table",
+    "trajectory_files",
+]

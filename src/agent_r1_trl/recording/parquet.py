@@ -1,0 +1,84 @@
+"""Trajectories as Parquet: token lists in typed columns, the rest as JSON. A tenth of JSONL's size, fast to filter.
+
+prompt -> environment reset -> rollout (policy <-> tools) -> [Trajectory] -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+Columns: `step`, `split`, `rank`, `example_id`, `generation`, `stop_reason`, `total_reward`, `outcome_reward`; per token
+`prompt_ids`, `completion_ids`, `action_mask`, `logprobs`, `turn_ids`, `authors`, `token_rewards`, `advantages`;
+`messages` (JSON) and `rest` (JSON: every field without a column of its own).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from agent_r1_trl.recording.store import dump_json, record_dict
+from agent_r1_trl.trajectory import Author, Trajectory
+
+_SCALARS = {
+    "step": "int64",
+    "split": "string",
+    "rank": "int32",
+    "generation": "int32",
+    "stop_reason": "string",
+    "total_reward": "double",
+    "outcome_reward": "double",
+}
+# A float64 holds both a float32 log-probability and a float64 one without loss.
+_LISTS = {
+    "prompt_ids": "int32",
+    "completion_ids": "int32",
+    "action_mask": "int8",
+    "logprobs": "double",
+    "turn_ids": "int32",
+    "authors": "int8",
+    "token_rewards": "double",
+    "advantages": "double",
+}
+_AUTHORS = tuple(Author)
+
+
+def write_parquet(path: Path, trajectories: Sequence[Trajectory], extra: dict[str, Any]) -> None:
+    """Write a file, complete or not at all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns: dict[str, list[Any]] = {name: [] for name in (*_SCALARS, "example_id", *_LISTS, "messages", "rest")}
+    for trajectory in trajectories:
+        values = record_dict(trajectory, extra)
+        values["authors"] = [_AUTHORS.index(author) for author in trajectory.authors]
+        for name in (*_SCALARS, *_LISTS):
+            columns[name].append(values.pop(name))
+        # For filters only: the exact id stands in `rest`, where a lone surrogate can be written.
+        columns["example_id"].append(str(values["example_id"]).encode("utf-8", "replace").decode("utf-8"))
+        columns["messages"].append(dump_json(values.pop("messages")))
+        columns["rest"].append(dump_json(values))
+    types = {name: pa.type_for_alias(alias) for name, alias in _SCALARS.items()}
+    types |= {name: pa.list_(pa.type_for_alias(alias)) for name, alias in _LISTS.items()}
+    table = pa.table({name: pa.array(column, types.get(name, pa.string())) for name, column in columns.items()})
+    temporary = path.with_name(path.name + ".tmp")
+    pq.write_table(table, temporary, compression="zstd")
+    os.replace(temporary, path)
+
+
+def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows as `Trajectory.from_dict` takes them, plus `step`, `split` and `rank`.
+
+    Raises:
+        ValueError: the file holds no trajectories.
+    """
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(path)
+    missing = {*_SCALARS, *_LISTS, "rest"} - set(file.schema_arrow.names)
+    if missing:
+        raise ValueError(f"{path}: not a file of recorded trajectories; it has no column {', '.join(sorted(missing))}.")
+    for batch in file.iter_batches(batch_size=64):
+        for row in batch.to_pylist():
+            rest = json.loads(row.pop("rest"))
+            row["authors"] = [_AUTHORS[number] for number in row["authors"]]
+            yield {**row, **rest}

@@ -1,0 +1,77 @@
+"""Completion ids as readable text by author.
+
+Single ids of a byte-level tokenizer may be a third of a character, so text is decoded whole and then divided: the text
+of a span is what the decoded stream grows by when the span's ids are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agent_r1_trl.trajectory import Author, Trajectory
+
+UNKNOWN = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive tokens of one author and one turn."""
+
+    text: str
+    author: Author
+    turn_id: int
+    """-1 for tokens that the policy did not sample."""
+    start: int
+    end: int
+
+
+def decode_spans(trajectory: Trajectory, tokenizer: Any) -> tuple[str, list[Span]]:
+    """Text of the prompt, and the completion's spans in order.
+
+    A character whose bytes belong to two spans is shown in the later one; bytes that form no character are shown as
+    one U+FFFD.
+    """
+    num_prompt = len(trajectory.prompt_ids)
+    ids = [*trajectory.prompt_ids, *trajectory.completion_ids]
+    full = _decode(tokenizer, ids)
+    bounds = _bounds(trajectory)
+    cuts = [0, *(_cut_position(tokenizer, ids[: num_prompt + end], full) for _, end in bounds)]
+    first = _cut_position(tokenizer, trajectory.prompt_ids, full)
+    cuts[0] = first
+    if bounds:
+        cuts[-1] = len(full)
+    spans = []
+    for (start, end), left, right in zip(bounds, cuts, cuts[1:], strict=False):
+        text = _collapse(full[left : max(left, right)])
+        spans.append(Span(text, trajectory.authors[start], trajectory.turn_ids[start], start, end))
+    return _collapse(full[:first]), spans
+
+
+def _bounds(trajectory: Trajectory) -> list[tuple[int, int]]:
+    """[start, end) of each span."""
+    keys = list(zip(trajectory.authors, trajectory.turn_ids, strict=True))
+    starts = [i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
+    return list(zip(starts, [*starts[1:], len(keys)], strict=True)) if keys else []
+
+
+def _cut_position(tokenizer: Any, ids: Sequence[int], full: str) -> int:
+    """How much of `full` the first ids account for."""
+    head = _decode(tokenizer, ids).rstrip(UNKNOWN)
+    if full.startswith(head):
+        return len(head)
+    # A decoder whose output is not a prefix (it cleans spaces up, say): the longest common start.
+    return next((i for i, (a, b) in enumerate(zip(head, full, strict=False)) if a != b), min(len(head), len(full)))
+
+
+def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    if not ids:
+        return ""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _collapse(text: str) -> str:
+    while UNKNOWN * 2 in text:
+        text = text.replace(UNKNOWN * 2, UNKNOWN)
+    return text

@@ -1,0 +1,276 @@
+"""Every trajectory of a run on disk, and back again without loss.
+
+prompt -> environment reset -> rollout (policy <-> tools) -> [Trajectory] -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+    RUN/trajectories/step_000010.jsonl           played after optimizer step 10, by the first process
+    RUN/trajectories/step_000010_rank1.jsonl     by the second
+    RUN/trajectories/eval_step_000010.jsonl      in an evaluation
+    RUN/trajectories/superseded/                 files of steps that a later start of the run played again
+
+A line is the trajectory (`Trajectory.to_dict`) plus `step`, `split`, `rank` and, for readers that know nothing of this
+package, `messages`, `token_rewards` and `total_reward`.
+
+Covered here: files and their names, JSONL. Not covered: Parquet (`parquet.py`), display (`terminal.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent_r1_trl.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "trajectories"
+SUPERSEDED = "superseded"
+FORMATS = ("jsonl", "parquet")
+SPLITS = ("train", "eval")
+
+_NAME = re.compile(
+    r"(?P<split>eval_)?step_(?P<step>\d+)(?:_rank(?P<rank>\d+))?(?:_part(?P<part>\d+))?\.(?P<format>jsonl|parquet)"
+)
+
+
+@dataclass(kw_only=True)
+class Record:
+    """A trajectory and where it was recorded."""
+
+    trajectory: Trajectory
+    step: int
+    """Optimizer steps that were done when it was played."""
+    split: str
+    """`train` or `eval`."""
+    rank: int
+    """The process that played it."""
+    index: int
+    """Place among the records of its step and split, all processes counted."""
+    path: Path
+
+
+class TrajectoryStore:
+    """Writes the trajectories of one process.
+
+    Several writes to one step append. A file that an earlier start of the run left behind (a resumed or repeated run
+    plays the step again) is moved to `superseded/` first, so a step's files hold what its policy really trained on.
+
+    Args:
+        output_dir: of the run; files go to its folder `trajectories`.
+        format: "jsonl" or "parquet".
+        rank: index of this process; processes never share a file.
+
+    Raises:
+        ValueError: for an unknown format.
+    """
+
+    def __init__(self, output_dir: str | os.PathLike[str], format: str = "jsonl", *, rank: int = 0) -> None:
+        if format not in FORMATS:
+            raise ValueError(
+                f"format={format!r}: must be one of {', '.join(map(repr, FORMATS))}. Set record_trajectories to one "
+                "of them, or to 'none'."
+            )
+        self.folder = Path(output_dir) / FOLDER
+        self.format = format
+        self.rank = rank
+        self._parts: dict[tuple[str, int], int] = {}
+        """Writes so far by split and step."""
+
+    def write(self, step: int, trajectories: Sequence[Trajectory], split: str = "train") -> Path | None:
+        """Append the trajectories of one rollout; returns the file (None if there are no trajectories).
+
+        Raises:
+            ValueError: for an unknown split or a negative step.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"split={split!r}: must be one of {', '.join(map(repr, SPLITS))}.")
+        if step < 0:
+            raise ValueError(f"step={step}: must be >= 0.")
+        if not trajectories:
+            return None
+        part = self._parts.get((split, step), 0)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if part == 0:
+            self._supersede(split, step)
+        self._parts[(split, step)] = part + 1
+        extra = {"step": step, "split": split, "rank": self.rank}
+        if self.format == "parquet":
+            from agent_r1_trl.recording.parquet import write_parquet
+
+            path = self._path(split, step, part)
+            write_parquet(path, trajectories, extra)
+            return path
+        path = self._path(split, step)
+        data = b"".join(encode_line(trajectory, extra) for trajectory in trajectories)
+        with path.open("ab") as file:
+            file.write(data)
+        return path
+
+    def _path(self, split: str, step: int, part: int = 0) -> Path:
+        prefix = "eval_" if split == "eval" else ""
+        rank = f"_rank{self.rank}" if self.rank else ""
+        suffix = f"_part{part}" if part else ""
+        return self.folder / f"{prefix}step_{step:06d}{rank}{suffix}.{self.format}"
+
+    def _supersede(self, split: str, step: int) -> None:
+        for path in trajectory_files(self.folder, step=step, split=split):
+            match = _NAME.fullmatch(path.name)
+            if match is None or int(match["rank"] or 0) != self.rank:
+                continue
+            attic = self.folder / SUPERSEDED
+            attic.mkdir(exist_ok=True)
+            number = 1
+            while (target := attic / f"{path.stem}.{number}{path.suffix}").exists():
+                number += 1
+            os.replace(path, target)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def trajectory_files(
+    path: str | os.PathLike[str], *, step: int | None = None, split: str | None = None
+) -> list[Path]:
+    """The files of a run (its output directory, its folder `trajectories`, or one file), in the order of their steps.
+
+    Raises:
+        FileNotFoundError: `path` does not exist.
+        ValueError: it is a file of another kind.
+    """
+    source = Path(path)
+    if source.is_file():
+        if source.suffix.lstrip(".") not in FORMATS:
+            raise ValueError(f"{source}: trajectories are .jsonl or .parquet files.")
+        return [source]
+    if not source.is_dir():
+        raise FileNotFoundError(f"{source}: no such file or directory.")
+    folder = source / FOLDER if (source / FOLDER).is_dir() else source
+    found = []
+    for candidate in folder.iterdir():
+        match = _NAME.fullmatch(candidate.name)
+        if match is None:
+            continue
+        key = (int(match["step"]), bool(match["split"]), int(match["rank"] or 0), int(match["part"] or 0))
+        if (step is None or key[0] == step) and (split is None or key[1] == (split == "eval")):
+            found.append((key, candidate))
+    return [candidate for _, candidate in sorted(found)]
+
+
+def read_records(
+    path: str | os.PathLike[str], *, step: int | None = None, split: str | None = None
+) -> Iterator[Record]:
+    """The records of a run, a folder or a file; see `trajectory_files`.
+
+    A last line that was cut off (the run was killed while writing it) is left out with a warning.
+
+    Raises:
+        FileNotFoundError: `path` does not exist.
+        ValueError: a line is no trajectory; names file and line.
+    """
+    counts: dict[tuple[str, int], int] = {}
+    for file in trajectory_files(path, step=step, split=split):
+        match = _NAME.fullmatch(file.name)
+        for values in _read_rows(file):
+            record_step = int(values.get("step", match["step"] if match else 0))
+            record_split = str(values.get("split", "eval" if match and match["split"] else "train"))
+            index = counts.get((record_split, record_step), 0)
+            counts[(record_split, record_step)] = index + 1
+            if step in (None, record_step) and split in (None, record_split):
+                yield Record(
+                    trajectory=Trajectory.from_dict(values),
+                    step=record_step,
+                    split=record_split,
+                    rank=int(values.get("rank", 0)),
+                    index=index,
+                    path=file,
+                )
+
+
+def read_trajectories(
+    path: str | os.PathLike[str], *, step: int | None = None, split: str | None = None
+) -> Iterator[Trajectory]:
+    """Like `read_records`, the trajectories alone."""
+    for record in read_records(path, step=step, split=split):
+        yield record.trajectory
+
+
+def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        from agent_r1_trl.recording.parquet import read_parquet
+
+        yield from read_parquet(path)
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                if not (isinstance(row, dict) and "completion_ids" in row and "turns" in row):
+                    raise ValueError("it has no completion_ids and turns")
+            except ValueError as error:
+                if not line.endswith(b"\n"):
+                    logger.warning("%s, line %d was cut off while it was written; left out.", path, number)
+                    return
+                raise ValueError(f"{path}, line {number}: not a recorded trajectory ({error}).") from error
+            yield row
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def record_dict(trajectory: Trajectory, extra: dict[str, Any]) -> dict[str, Any]:
+    """What a line holds."""
+    return {
+        **extra,
+        **trajectory.to_dict(),
+        "messages": trajectory.messages,
+        "token_rewards": trajectory.token_rewards(),
+        "total_reward": trajectory.total_reward,
+    }
+
+
+def encode_line(trajectory: Trajectory, extra: dict[str, Any]) -> bytes:
+    """One line of JSONL, newline included."""
+    return dump_json(record_dict(trajectory, extra)).encode("utf-8") + b"\n"
+
+
+def dump_json(value: Any) -> str:
+    """Compact JSON that can always be written as UTF-8.
+
+    An environment may leave anything in `info`; what JSON cannot hold is converted (numpy and torch values, sets) or
+    written as its `repr`: a record must not end a training run.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_to_json)
+    except (TypeError, ValueError):  # keys that are no strings, circular references
+        text = json.dumps(_clean(value, ()), ensure_ascii=False, separators=(",", ":"), default=_to_json)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # a lone surrogate, which a model can write as \ud800 in the JSON of a call
+        return json.dumps(json.loads(text), separators=(",", ":"))
+    return text
+
+
+def _to_json(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    return repr(value)
+
+
+def _clean(value: Any, parents: tuple[int, ...]) -> Any:
+    if id(value) in parents:
+        return "<circular reference>"
+    if isinstance(value, dict):
+        return {str(key): _clean(item, (*parents, id(value))) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(item, (*parents, id(value))) for item in value]
+    return value

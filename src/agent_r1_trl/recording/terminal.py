@@ -1,0 +1,271 @@
+"""A trajectory on the terminal: its tokens with the mask in colour, its rewards, its tool calls.
+
+prompt -> environment reset -> rollout (policy <-> tools) -> [Trajectory] -> [rewards on tokens] -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+Green: sampled by the policy, mask 1. Yellow: chat template. Blue: environment. Text that the model or a web page wrote
+cannot steer the terminal: control characters are shown, not sent.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from agent_r1_trl.recording.spans import Span, decode_spans
+from agent_r1_trl.trajectory import Author, StopReason, ToolResult, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+    from agent_r1_trl.recording.store import Record
+
+STYLES = {Author.POLICY: "green", Author.TEMPLATE: "yellow", Author.ENVIRONMENT: "blue"}
+PROMPT_CHARS = 2000
+RESULT_CHARS = 160
+
+# C0, DEL, C1; zero-width and bidirectional controls, which reorder what is on the screen. Newline and tab stay.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+
+
+def render_trajectory(
+    trajectory: Trajectory, tokenizer: Any = None, width: int | None = None, *, color: bool = True
+) -> str:
+    """Render a trajectory as text.
+
+    Args:
+        trajectory: what to show.
+        tokenizer: decodes the ids; None shows the parsed messages instead of the tokens.
+        width: columns; None takes the terminal's.
+        color: with ANSI colours. Without, action tokens stand between ⟦ and ⟧.
+    """
+    parts: list[RenderableType] = [_header(trajectory)]
+    parts += _messages(trajectory) if tokenizer is None else _tokens(trajectory, tokenizer, color)
+    footer = _footer(trajectory)
+    return render([*parts, footer] if footer else parts, width=width, color=color)
+
+
+def render(parts: Iterable[RenderableType], *, width: int | None = None, color: bool = True) -> str:
+    """Rich renderables as a string."""
+    import io
+
+    from rich.console import Console
+
+    console = Console(
+        file=io.StringIO(),
+        width=width or shutil.get_terminal_size((100, 24)).columns,
+        force_terminal=color,
+        no_color=not color,
+        color_system="standard" if color else None,
+        legacy_windows=False,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    for part in parts:
+        console.print(part)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _header(trajectory: Trajectory) -> Text:
+    from rich.text import Text
+
+    counts = {author: sum(item is author for item in trajectory.authors) for author in Author}
+    name = f"{trajectory.example_id or 'trajectory'} · generation {trajectory.generation}"
+    text = Text().append(visible(name) + "\n", style="bold")
+    reason = trajectory.stop_reason
+    style = "red" if reason.is_infrastructure_failure else "yellow" if reason is not StopReason.DONE else "default"
+    text.append("stop: ", style="dim").append(reason.value, style=style)
+    text.append("   reward: ", style="dim").append(f"{trajectory.total_reward:+.3f}")
+    text.append(
+        f" = turns {trajectory.process_reward:+.3f} + outcome {trajectory.outcome_reward:+.3f}"
+        f"{_parts(trajectory.reward_parts)}"
+    )
+    text.append(f"   turns: {len(trajectory.turns)}   {trajectory.duration_s:.2f} s\n", style="dim")
+    text.append("tokens: ", style="dim")
+    text.append(f"{counts[Author.POLICY]} policy (mask 1)", style=STYLES[Author.POLICY]).append("  ")
+    text.append(f"{counts[Author.TEMPLATE]} template", style=STYLES[Author.TEMPLATE]).append("  ")
+    text.append(f"{counts[Author.ENVIRONMENT]} environment", style=STYLES[Author.ENVIRONMENT])
+    text.append(f"  {len(trajectory.prompt_ids)} prompt", style="dim")
+    if trajectory.error:
+        text.append("\n" + visible(trajectory.error), style="red")
+    return text
+
+
+def _tokens(trajectory: Trajectory, tokenizer: Any, color: bool) -> list[RenderableType]:
+    from rich.text import Text
+
+    prompt, spans = decode_spans(trajectory, tokenizer)
+    parts: list[RenderableType] = [_rule("prompt")]
+    parts.append(Text(visible(_middle_cut(prompt, PROMPT_CHARS)).rstrip("\n"), style="dim"))
+    text = Text()
+    shown: set[int] = set()
+    for span in spans:
+        if span.turn_id >= 0 and span.turn_id not in shown:
+            shown.add(span.turn_id)
+            parts += _non_empty(text)
+            parts.append(_turn_rule(trajectory, span.turn_id))
+            text = Text()
+        _append(text, span, color)
+    parts += _non_empty(text)
+    # A turn in which nothing was sampled has no tokens to stand before.
+    parts += [_turn_rule(trajectory, index) for index in range(len(trajectory.turns)) if index not in shown]
+    return parts
+
+
+def _non_empty(text: Text) -> list[Text]:
+    text.rstrip()
+    return [text] if text else []
+
+
+def _append(text: Text, span: Span, color: bool) -> None:
+    shown = visible(span.text).replace("\n", "↵\n")  # so that the mask of a newline is seen too
+    if not color and span.author is Author.POLICY:
+        shown = f"⟦{shown}⟧"
+    text.append(shown, style=STYLES[span.author])
+
+
+def _messages(trajectory: Trajectory) -> list[RenderableType]:
+    from rich.text import Text
+
+    parts: list[RenderableType] = [_rule("messages (no tokenizer: tokens and mask are not shown)")]
+    for message in trajectory.prompt_messages:
+        parts.append(Text(f"{message.get('role')}: {visible(_content(message))}", style="dim"))
+    for index, turn in enumerate(trajectory.turns):
+        parts.append(_turn_rule(trajectory, index))
+        parts.append(Text(visible(_content(turn.message)), style=STYLES[Author.POLICY]))
+        for message in turn.observations:
+            parts.append(Text(f"{message.get('role')}: {visible(_content(message))}", style=STYLES[Author.ENVIRONMENT]))
+    return parts
+
+
+def _footer(trajectory: Trajectory) -> Text:
+    """Tool calls, then what the environment noted."""
+    from rich.text import Text
+
+    text = Text()
+    for index, turn in enumerate(trajectory.turns):
+        for result in turn.tool_results:
+            _append_call(text, index, result)
+    if trajectory.info:
+        text.append("info  ", style="bold")
+        text.append(visible("  ".join(f"{name}={value!r}" for name, value in trajectory.info.items())))
+    text.rstrip()
+    return text
+
+
+def _append_call(text: Text, turn: int, result: ToolResult) -> None:
+    arguments = result.call.arguments
+    if isinstance(arguments, dict):
+        arguments = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    text.append(f"turn {turn}  ", style="bold")
+    text.append(visible(_cut(f"{result.call.name or '?'}({arguments})", RESULT_CHARS)))
+    text.append(f"  {result.latency_s * 1000:.0f} ms", style="dim")
+    if result.error:
+        text.append(f"  failed: {result.error.value}", style="red")
+    if result.is_truncated:
+        text.append("  cut", style="yellow")
+    text.append("\n  → " + visible(_cut(" ".join(result.content.split()), RESULT_CHARS)) + "\n")
+
+
+def _turn_rule(trajectory: Trajectory, index: int) -> RenderableType:
+    turn = trajectory.turns[index]
+    title = f"turn {index} · reward {turn.reward:+.3f}{_parts(turn.reward_parts)}"
+    if trajectory.advantages is not None and turn.end > turn.start:
+        values = trajectory.advantages[turn.start : turn.end]
+        title += f" · advantage {math.fsum(values) / len(values):+.3f}"
+    flags = [name for name, is_set in (("cut", turn.is_truncated), ("invalid", turn.is_invalid)) if is_set]
+    failures = _num_failures(turn)
+    flags += [f"{failures} failed call{'s' if failures > 1 else ''}"] if failures else []
+    return _rule(" · ".join([title, *flags]), style="red" if flags else "default")
+
+
+def _rule(title: str, style: str = "default") -> RenderableType:
+    from rich.rule import Rule
+    from rich.text import Text
+
+    return Rule(Text(visible(title), style=style), align="left", style="dim")
+
+
+# ---------------------------------------------------------------- many trajectories
+
+
+def summary_table(records: Sequence[Record], title: str | None = None) -> Table:
+    """A line per trajectory."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    for name in ("step", "index", "example", "stop", "turns", "calls", "failed", "tokens", "reward", "outcome"):
+        table.add_column(name, justify="left" if name in ("example", "stop") else "right")
+    for record in records:
+        item = record.trajectory
+        table.add_row(
+            f"{'eval ' if record.split == 'eval' else ''}{record.step}",
+            str(record.index),
+            Text(visible(f"{item.example_id}#{item.generation}")),
+            item.stop_reason.value,
+            str(len(item.turns)),
+            str(len(item.tool_results)),
+            str(sum(map(_num_failures, item.turns))),
+            str(len(item.completion_ids)),
+            f"{item.total_reward:+.3f}",
+            f"{item.outcome_reward:+.3f}",
+        )
+    return table
+
+
+# ---------------------------------------------------------------- text
+
+
+def visible(text: str) -> str:
+    """`text` with control characters made visible: a page that contains ESC codes is data, not commands.
+
+    >>> visible("a\\x1b[31mb\\r\\u202ec")
+    'a␛[31mb␍⟨U+202E⟩c'
+    """
+    text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates cannot be printed
+    return _CONTROLS.sub(_symbol, text)
+
+
+def _symbol(match: re.Match[str]) -> str:
+    code = ord(match.group())
+    return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"⟨U+{code:04X}⟩"
+
+
+def _content(message: dict[str, Any]) -> str:
+    texts = [str(message.get("reasoning_content") or ""), str(message.get("content") or "")]
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", call)
+        texts.append(f"→ {function.get('name')}({function.get('arguments')})")
+    if message.get("malformed_tool_call"):
+        texts.append(f"(malformed call: {message['malformed_tool_call']})")
+    return "\n".join(item for item in texts if item)
+
+
+def _parts(parts: dict[str, float]) -> str:
+    return f" ({', '.join(f'{name} {value:+.3f}' for name, value in parts.items())})" if parts else ""
+
+
+def _num_failures(turn: Turn) -> int:
+    return sum(result.is_error for result in turn.tool_results)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _middle_cut(text: str, length: int) -> str:
+    if len(text) <= length:
+        return text
+    half = length // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"

@@ -1,0 +1,161 @@
+"""Trajectories to disk and back: losslessness, names, several writes, processes and starts."""
+
+import json
+import logging
+import math
+
+import numpy as np
+import pytest
+
+from agent_r1_trl.recording import TrajectoryStore, read_records, read_trajectories, trajectory_files
+from agent_r1_trl.trajectory import StopReason
+from tests.recording.examples import empty, two_turns
+
+FORMATS = pytest.mark.parametrize("format", ["jsonl", "parquet"])
+
+
+@FORMATS
+def test_a_round_trip_loses_nothing(tmp_path, format):
+    trajectories = [two_turns(), two_turns(generation=4, advantages=None), empty()]
+    path = TrajectoryStore(tmp_path, format).write(10, trajectories)
+    assert path == tmp_path / "trajectories" / f"step_000010.{format}"
+    assert list(read_trajectories(tmp_path)) == trajectories
+    assert list(read_trajectories(path)) == trajectories
+
+
+@FORMATS
+def test_numbers_that_are_not_finite_survive(tmp_path, format):
+    logprobs = [-math.inf, math.nan, 0.0, 0.0, 0.0, 0.0, -1.0, -2.0]
+    TrajectoryStore(tmp_path, format).write(0, [two_turns(logprobs=logprobs)])
+    (back,) = read_trajectories(tmp_path)
+    assert back.logprobs[0] == -math.inf and math.isnan(back.logprobs[1]) and back.logprobs[6:] == [-1.0, -2.0]
+
+
+@FORMATS
+def test_a_lone_surrogate_in_a_call_can_be_recorded(tmp_path, format):
+    trajectory = two_turns(example_id="q\ud800")
+    trajectory.turns[0].message["content"] = json.loads('"\\ud83d broken"')
+    TrajectoryStore(tmp_path, format).write(0, [trajectory])
+    assert list(read_trajectories(tmp_path)) == [trajectory]
+
+
+@FORMATS
+def test_what_json_cannot_hold_is_converted_and_the_run_goes_on(tmp_path, format):
+    loop = []
+    loop.append(loop)
+    info = {
+        "array": np.arange(3),
+        "scalar": np.float32(0.5),
+        "set": {2, 1},
+        "object": object(),
+        ("a", 1): "tuple key",
+        "loop": loop,
+    }
+    TrajectoryStore(tmp_path, format).write(0, [two_turns(info=info)])
+    (back,) = read_trajectories(tmp_path)
+    assert back.info["array"] == [0, 1, 2] and back.info["scalar"] == 0.5 and back.info["set"] == [1, 2]
+    assert back.info["object"].startswith("<object object") and back.info["('a', 1)"] == "tuple key"
+    assert back.info["loop"] == ["<circular reference>"]
+
+
+def test_a_line_tells_a_foreign_reader_what_it_needs(tmp_path):
+    path = TrajectoryStore(tmp_path, rank=2).write(7, [two_turns()], split="eval")
+    row = json.loads(path.read_text(encoding="utf-8"))
+    assert (row["step"], row["split"], row["rank"], row["stop_reason"]) == (7, "eval", 2, "done")
+    assert row["token_rewards"] == [0.0, -0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 1.1]
+    assert row["total_reward"] == pytest.approx(1.0)
+    assert [message["role"] for message in row["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert "Höhe 🙂" in path.read_text(encoding="utf-8")
+
+
+@FORMATS
+def test_writes_to_one_step_append(tmp_path, format):
+    store = TrajectoryStore(tmp_path, format)
+    for generation in range(3):
+        store.write(1, [two_turns(generation=generation)])
+    store.write(2, [two_turns(generation=9)])
+    records = list(read_records(tmp_path))
+    assert [(r.step, r.index, r.trajectory.generation) for r in records] == [(1, 0, 0), (1, 1, 1), (1, 2, 2), (2, 0, 9)]
+
+
+@FORMATS
+def test_processes_and_splits_never_share_a_file(tmp_path, format):
+    for rank in (0, 1, 12):
+        store = TrajectoryStore(tmp_path, format, rank=rank)
+        store.write(3, [two_turns(generation=rank)])
+        store.write(3, [two_turns(generation=100 + rank)], split="eval")
+    names = [path.name for path in trajectory_files(tmp_path)]
+    stems = ["step_000003", "step_000003_rank1", "step_000003_rank12"]
+    assert names == [f"{stem}.{format}" for stem in [*stems, *(f"eval_{stem}" for stem in stems)]]
+    train = list(read_records(tmp_path, step=3, split="train"))
+    assert [(r.rank, r.index) for r in train] == [(0, 0), (1, 1), (12, 2)]
+    assert [t.generation for t in read_trajectories(tmp_path, split="eval")] == [100, 101, 112]
+
+
+@FORMATS
+def test_a_step_played_again_replaces_the_old_one_which_is_kept_aside(tmp_path, format):
+    first = TrajectoryStore(tmp_path, format)
+    first.write(1, [two_turns(generation=1)])
+    first.write(2, [two_turns(generation=2)])
+    first.write(2, [two_turns(generation=2)])
+    other_rank = TrajectoryStore(tmp_path, format, rank=1)
+    other_rank.write(2, [two_turns(generation=7)])
+    for generation in (22, 222):
+        TrajectoryStore(tmp_path, format).write(2, [two_turns(generation=generation)])
+    assert [t.generation for t in read_trajectories(tmp_path)] == [1, 222, 7]
+    aside = tmp_path / "trajectories" / "superseded"
+    kept = sorted(t.generation for path in aside.iterdir() for t in read_trajectories(path))
+    assert kept == [2, 2, 22]
+
+
+def test_a_line_cut_by_a_crash_is_left_out_and_said(tmp_path, caplog):
+    path = TrajectoryStore(tmp_path).write(0, [two_turns(), two_turns(generation=5)])
+    path.write_bytes(path.read_bytes()[:-40])
+    with caplog.at_level(logging.WARNING):
+        assert list(read_trajectories(tmp_path)) == [two_turns()]
+    assert "line 2 was cut off" in caplog.text
+
+
+@pytest.mark.parametrize("line", ["{broken", '{"no": "trajectory"}', "[1]", "\xff"])
+def test_a_broken_line_in_the_middle_names_file_and_line(tmp_path, line):
+    path = TrajectoryStore(tmp_path).write(0, [two_turns()])
+    data = path.read_bytes()
+    path.write_bytes(data + line.encode("latin-1") + b"\n" + data)
+    with pytest.raises(ValueError, match=r"step_000000\.jsonl, line 2"):
+        list(read_trajectories(tmp_path))
+
+
+def test_a_parquet_file_of_something_else_is_refused(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "step_000000.parquet"
+    pq.write_table(pa.table({"a": [1]}), path)
+    with pytest.raises(ValueError, match=r"not a file of recorded trajectories"):
+        list(read_trajectories(path))
+
+
+def test_mistakes_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="format='csv': must be one of 'jsonl', 'parquet'"):
+        TrajectoryStore(tmp_path, "csv")
+    with pytest.raises(ValueError, match="split='test': must be one of"):
+        TrajectoryStore(tmp_path).write(0, [two_turns()], split="test")
+    with pytest.raises(ValueError, match="step=-1"):
+        TrajectoryStore(tmp_path).write(-1, [two_turns()])
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        list(read_trajectories(tmp_path / "nowhere"))
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"\.jsonl or \.parquet"):
+        list(read_trajectories(tmp_path / "a.txt"))
+
+
+def test_nothing_to_write_makes_no_file(tmp_path):
+    assert TrajectoryStore(tmp_path).write(0, []) is None
+    assert not (tmp_path / "trajectories").exists()
+
+
+@pytest.mark.parametrize("reason", StopReason)
+def test_every_stop_reason_survives(tmp_path, reason):
+    TrajectoryStore(tmp_path).write(0, [empty(reason)])
+    (back,) = read_trajectories(tmp_path)
+    assert back.stop_reason is reason
