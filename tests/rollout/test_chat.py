@@ -11,10 +11,10 @@ import functools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tokenizers import make_tokenizer, read_template
 
 from agent_r1_trl.rollout.chat import ChatFormat
 from agent_r1_trl.trajectory import Author
+from tests.tokenizers import make_tokenizer, read_template
 
 FAMILIES = ("qwen3", "qwen2_5", "llama3", "llama3_2", "gemma4", "gemma4_v5", "gptoss")
 SEARCH = {

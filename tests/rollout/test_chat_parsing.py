@@ -13,9 +13,9 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tokenizers import make_tokenizer
 
 from agent_r1_trl.rollout.chat import ChatFormat
+from tests.tokenizers import make_tokenizer
 
 FAMILIES = ("qwen3", "qwen2_5", "llama3", "llama3_2", "gemma4", "gemma4_v5", "gptoss")
 PARALLEL = ("qwen3", "qwen2_5", "gemma4", "gemma4_v5")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 
 import pytest
-from tests.tokenizers import FAMILIES, make_tokenizer, read_template
 from transformers import PreTrainedTokenizerFast
 
 from agent_r1_trl.rollout.chat import ChatFormat
+from tests.tokenizers import FAMILIES, make_tokenizer, read_template
 
 CHATML = """\
 {%- if tools %}<|im_start|>system

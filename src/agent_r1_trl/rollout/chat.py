@@ -231,6 +231,35 @@ class ChatFormat:
         restored: Message = self.encoder.restore(message)
         return restored
 
+    # ---------------------------------------------------------------- for checks
+
+    @property
+    def turn_end_ids(self) -> list[int]:
+        """The end-of-turn tokens of the template, which a policy is expected to sample."""
+        return sorted({self._id(end.sampled) for end in self._ends.values()})
+
+    def encode_conversation(
+        self, messages: Sequence[Message], tools: Sequence[Schema] | None = None, *, generation_prompt: bool = False
+    ) -> list[int]:
+        """What the template makes of a whole conversation at once; a rollout's ids must spell the same."""
+        return self.encoder.encode(self._render(messages, tools, generation_prompt=generation_prompt))
+
+    def canonical(self, token_ids: Sequence[int]) -> list[int]:
+        """The ids with every end-of-turn token but the last as the template writes it once something follows."""
+        written = {self._id(end.sampled): self._id(end.rendered) for end in self._ends.values()}
+        return [written.get(token_id, token_id) for token_id in token_ids[:-1]] + list(token_ids[-1:])
+
+    def is_turn_end_trained(self) -> bool | None:
+        """Whether supervised training with this template's assistant masks trains the end-of-turn token.
+
+        None for a template without `{% generation %}` markers. Rollouts do not depend on it; a cold start does.
+        """
+        from trl.chat_template_utils import has_generation_markers, is_chat_template_stop_token_trained
+
+        if not has_generation_markers(self.chat_template):
+            return None
+        return bool(is_chat_template_stop_token_trained(self.tokenizer, self.chat_template))
+
     # ---------------------------------------------------------------- budgets
 
     def count(self, text: str) -> int:

@@ -1,0 +1,272 @@
+"""Are masks exact and calls readable, whatever a conversation holds?
+
+Not part of the data flow: scripted conversations go through the real rollout loop; every sampled id is known.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent_r1_trl.doctor.report import Chart
+from agent_r1_trl.doctor.template import Schema
+from agent_r1_trl.environments.base import StepResult
+from agent_r1_trl.generation.scripted import ScriptedGenerator
+from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
+
+# Long enough for every scripted turn but those that are to be cut.
+_TURN_TOKENS = 2000
+_WORDS = (
+    "Paris",
+    "a b",
+    "Zürich",
+    "東京",
+    "🙂🚀",
+    "e\u0301",
+    "x\ny",
+    "\t",
+    '"quoted"',
+    "{",
+    "}}",
+    "\\n",
+    "'",
+    "0.1",
+    "<b>",
+)
+_VALUES: tuple[Any, ...] = ("", 7, -1.5, True, [1, [2, {"deep": "ü"}]], {"inner": {"list": ["a", {"b": 1}]}})
+
+
+@dataclass
+class _Scene:
+    """One scripted conversation: what is sampled turn by turn, and what the environment answers."""
+
+    prompt: list[Message]
+    turns: list[list[int]] = field(default_factory=list)
+    calls: list[list[dict[str, Any]]] = field(default_factory=list)
+    observations: list[list[Message]] = field(default_factory=list)
+
+
+class _ScriptedEnv:
+    """Answers as the scene says."""
+
+    def __init__(self, scene: _Scene, tools: Sequence[Any]) -> None:
+        self.scene, self.tools, self.turn = scene, tools, 0
+
+    def reset(self, example: dict[str, Any]) -> list[Message]:
+        return self.scene.prompt
+
+    def step(self, message: Message) -> StepResult:
+        answer = self.scene.observations[self.turn]
+        self.turn += 1
+        return StepResult(answer, 0.0, self.turn == len(self.scene.turns), {})
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def check_parser(chart: Chart, chat: ChatFormat, tools: Sequence[Schema], *, num_calls: int, seed: int) -> None:
+    """Calls with fuzzed arguments, rendered by the template, must be read back as they were."""
+    rng = random.Random(seed)
+    wrong = []
+    for index in range(num_calls):
+        calls = _calls(chat, rng, tools, index, is_plain=index < 3)
+        try:
+            message = chat.parse(chat.encode_reply(_assistant(calls)), tools=tools)
+        except Exception as error:
+            wrong.append((index, calls, f"{type(error).__name__}: {error}"))
+            continue
+        found = [call["function"] for call in message.get("tool_calls", [])]
+        if found != [call["function"] for call in calls]:
+            wrong.append((index, calls, message.get("malformed_tool_call") or json.dumps(found, ensure_ascii=False)))
+    if wrong:
+        index, calls, read = wrong[0]
+        function = json.dumps(calls[0]["function"], ensure_ascii=False)
+        note = chart.error if index < 3 else chart.warning
+        note(
+            "parser",
+            f"{len(wrong)} of {num_calls} rendered calls are not read back as they were written; {function[:150]} "
+            f"gave {read[:150]}.",
+            "Set tokenizer.response_template to the grammar of this template, or use a chat_template that TRL knows."
+            if index < 3
+            else "Keep arguments of tools simple: this format cannot carry every JSON value.",
+        )
+    chart.ok("parser", f"{num_calls} calls with unicode and nested JSON are read back as they were written.")
+
+
+def check_masks(
+    chart: Chart, chat: ChatFormat, tools: Sequence[Schema] | None, *, num_conversations: int, seed: int
+) -> None:
+    """Play scripted conversations and compare the masks with what is known to be sampled."""
+    rng = random.Random(seed)
+    num_tokens = 0
+    for _ in range(num_conversations):
+        scene = _scene(chat, rng, tools)
+        try:
+            trajectory = _play(chat, scene, tools)
+        except Exception as error:
+            chart.error(
+                "masks",
+                f"A rollout of a scripted conversation raised {type(error).__name__}: {str(error)[:200]}.",
+                "Pass a training template as chat_template (TRL ships qwen3_training, qwen2_5_training and more).",
+            )
+            return
+        _check_trajectory(chart, chat, scene, trajectory)
+        num_tokens += len(trajectory.completion_ids)
+    chart.ok(
+        "masks",
+        f"{num_conversations} conversations, {num_tokens} tokens: mask 1 exactly on what was sampled; special tokens "
+        "in tool text stay text; cut turns are closed.",
+    )
+
+
+# ---------------------------------------------------------------- scripts
+
+
+def _scene(chat: ChatFormat, rng: random.Random, tools: Sequence[Schema] | None) -> _Scene:
+    scene = _Scene(prompt=[{"role": "user", "content": _text(chat, rng)}])
+    for number in range(rng.randint(1, 4)):
+        kind = rng.choice(["call", "call", "cut", "broken", "text"] if tools else ["cut", "text"])
+        calls = _calls(chat, rng, tools or (), number) if kind == "call" else []
+        reply = chat.encode_reply(_assistant(calls) if calls else {"role": "assistant", "content": _word(rng) + "."})
+        if kind == "broken":
+            whole = chat.encode_reply(_assistant(_calls(chat, rng, tools or (), number)))
+            reply = [*whole[: len(whole) // 2], reply[-1]]
+        if kind == "cut":
+            reply = reply[:-1] or reply
+        scene.turns.append(reply)
+        scene.calls.append(calls)
+        told: list[Message] = [
+            {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": _text(chat, rng)}
+            for call in calls
+        ]
+        scene.observations.append(told or [{"role": "user", "content": _text(chat, rng)}])
+    scene.turns.append(chat.encode_reply({"role": "assistant", "content": "Done."}))
+    scene.calls.append([])
+    scene.observations.append([])
+    return scene
+
+
+def _calls(
+    chat: ChatFormat, rng: random.Random, tools: Sequence[Schema], number: int, *, is_plain: bool = False
+) -> list[dict[str, Any]]:
+    calls = []
+    for index in range(1 if is_plain else rng.choice([1, 1, 2, 3])):
+        schema = rng.choice(list(tools))["function"]
+        names = list(schema.get("parameters", {}).get("properties", {})) or ["query"]
+        values = {name: "x" if is_plain else rng.choice([_word(rng), *_VALUES]) for name in names}
+        function = {"name": schema["name"], "arguments": {**values, names[0]: "x" if is_plain else _word(rng)}}
+        calls.append({"type": "function", "id": f"call_{number}_{index}", "function": function})
+    try:
+        chat.encode_reply(_assistant(calls))
+        several = chat.encode_reply(_assistant(calls)) != chat.encode_reply(_assistant(calls[:1]))
+    except Exception:  # Llama 3 renders one call per turn, GPT-OSS the first of them
+        several = False
+    return calls if several else calls[:1]
+
+
+def _assistant(calls: list[dict[str, Any]]) -> Message:
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _word(rng: random.Random) -> str:
+    return rng.choice(_WORDS)
+
+
+def _text(chat: ChatFormat, rng: random.Random) -> str:
+    """Unicode, JSON and every control token of the format, spelled out."""
+    spellings = list(chat.encoder.control_ids) or [""]
+    parts = [rng.choice([_word(rng), rng.choice(spellings), json.dumps(rng.choice(_VALUES))]) for _ in range(6)]
+    return "result " + " ".join(parts) + " end"
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+def _play(chat: ChatFormat, scene: _Scene, tools: Sequence[Schema] | None) -> Trajectory:
+    from agent_r1_trl.tools import Tool
+
+    generator = ScriptedGenerator(list(scene.turns), stop_token_ids=chat.stop_token_ids)
+    shown = [Tool(_never_called, schema=schema) for schema in tools or ()]
+    limits = RolloutLimits(
+        max_turns=len(scene.turns),
+        max_completion_length=10 * _TURN_TOKENS,
+        max_tokens_per_turn=_TURN_TOKENS,
+        max_observation_tokens=_TURN_TOKENS,
+        max_invalid_calls=len(scene.turns),
+    )
+    runner = RolloutRunner(lambda: _ScriptedEnv(scene, shown), generator, chat, limits)
+    try:
+        return runner.run([RolloutRequest(example={})])[0]
+    finally:
+        runner.close()
+
+
+def _never_called(**arguments: Any) -> str:
+    raise AssertionError("scripted environments answer themselves")
+
+
+def _check_trajectory(chart: Chart, chat: ChatFormat, scene: _Scene, trajectory: Trajectory) -> None:
+    if trajectory.stop_reason is not StopReason.DONE:
+        chart.error(
+            "masks",
+            f"A scripted conversation ended with {trajectory.stop_reason.value} ({trajectory.error}).",
+            "Report it with the template: this is a fault of the package or of a template's special case.",
+        )
+        return
+    ids, authors = trajectory.completion_ids, trajectory.authors
+    sampled = [token_id for token_id, mask in zip(ids, trajectory.action_mask, strict=True) if mask]
+    if sampled != [token_id for turn in scene.turns for token_id in turn]:
+        chart.error(
+            "masks",
+            "The tokens with mask 1 are not those that were sampled.",
+            "Report it with the template: masks come from positions and cannot be wrong in a working package.",
+        )
+    control = set(chat.encoder.control_ids.values())
+    heard = [token_id for token_id, author in zip(ids, authors, strict=True) if author is Author.ENVIRONMENT]
+    live = control & set(heard)
+    if live:
+        names = ", ".join(chat.tokenizer.convert_ids_to_tokens(sorted(live)))
+        chart.error(
+            "masks",
+            f"Tool text contains live control tokens ({names}): a tool result could open a turn.",
+            "Use a template that puts contents into its text as they are.",
+        )
+    _check_closings(chart, chat, trajectory)
+    _check_words(chart, chat, scene, trajectory)
+
+
+def _check_closings(chart: Chart, chat: ChatFormat, trajectory: Trajectory) -> None:
+    ends = {*chat.turn_end_ids, *chat.encode_turn_end([])}
+    for turn in trajectory.turns[:-1]:
+        around = trajectory.completion_ids[turn.end - 1 : turn.end + 1]
+        if not ends & set(around):
+            chart.error(
+                "masks",
+                "A turn is followed by an observation without an end-of-turn token between them.",
+                "Use a template that ends assistant turns with a token of its own.",
+            )
+
+
+def _check_words(chart: Chart, chat: ChatFormat, scene: _Scene, trajectory: Trajectory) -> None:
+    """Every observation must arrive word for word (or as a JSON string) between its turn and the next."""
+    for turn, following, told in zip(trajectory.turns, trajectory.turns[1:], scene.observations, strict=False):
+        text = _folded(chat.tokenizer.decode(trajectory.completion_ids[turn.end : following.start]))
+        for observation in told:
+            words = _folded(observation["content"])
+            if words not in text and json.dumps(words, ensure_ascii=False)[1:-1] not in text:
+                chart.warning(
+                    "masks",
+                    f"An observation does not arrive as it was sent: {observation['content'][:80]!r} became "
+                    f"{text[:160]!r}.",
+                    "Use a template that leaves contents alone, and a tokenizer that can spell them.",
+                )
+                return
+
+
+def _folded(text: str) -> str:
+    return unicodedata.normalize("NFC", text)

@@ -1,0 +1,184 @@
+"""All checks in order, the cheap ones first.
+
+Not part of the data flow.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from agent_r1_trl.doctor.conversations import check_masks, check_parser
+from agent_r1_trl.doctor.report import Chart, Check
+from agent_r1_trl.doctor.subject import Subject, check_tokenizer, load_subject
+from agent_r1_trl.doctor.template import PROBE_TOOL, Schema, check_template, open_chat
+from agent_r1_trl.doctor.versions import check_versions
+from agent_r1_trl.environments.check import check_env
+from agent_r1_trl.environments.check.report import Report
+from agent_r1_trl.environments.check.tools import check_tools, read_tools
+from agent_r1_trl.rollout import ChatFormat
+
+# Examples whose prompts are counted.
+_NUM_PROMPTS = 64
+
+
+def run_doctor(
+    model_or_tokenizer: Any,
+    *,
+    tools: Sequence[Any] | None = None,
+    env: Any = None,
+    examples: Iterable[dict[str, Any]] | None = None,
+    tokenizer: Any = None,
+    chat_template: str | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    thinking: str = "keep",
+    max_completion_length: int | None = None,
+    max_model_length: int | None = None,
+    num_conversations: int = 24,
+    seed: int = 0,
+) -> list[Check]:
+    """Examine what a run would use. Nothing that is examined can make the doctor raise.
+
+    Args:
+        model_or_tokenizer: path or Hub name (no weights are loaded), tokenizer, processor, or model.
+        tools: functions or `Tool`s that the run would show to the model.
+        env: environment class, factory or instance.
+        examples: rows of the data set; the environment's prompts are measured on the first of them.
+        tokenizer: for a model that does not say where its tokenizer lies.
+        chat_template: as in the trainer's config.
+        chat_template_kwargs: as in the trainer's config.
+        thinking: as in the trainer's config.
+        max_completion_length: as in the trainer's config; with `examples`, checked against the model's positions.
+        max_model_length: positions to assume instead of the model's.
+        num_conversations: scripted conversations to play.
+        seed: of the scripts.
+
+    Returns:
+        Checks in the order they were made; a check that found nothing says so in one line.
+    """
+    chart = Chart()
+    check_versions(chart)
+    rows = None if examples is None else list(itertools.islice(examples, _NUM_PROMPTS))
+    schemas = _check_tools(chart, tools) + _env_schemas(env)
+    subject = load_subject(chart, model_or_tokenizer, tokenizer)
+    if subject is not None:
+        options = {
+            "chat_template": chat_template,
+            "chat_template_kwargs": chat_template_kwargs,
+            "thinking": thinking,
+            "extra_stop_token_ids": subject.eos_token_ids or (),
+        }
+        chat = open_chat(chart, subject.tokenizer, **options)
+        if chat is not None:
+            needs_tools = bool(schemas) or (tools is None and env is None and chat.supports_tools)
+            shown = (schemas or [PROBE_TOOL]) if needs_tools else None
+            check_tokenizer(chart, subject, chat)
+            check_template(chart, chat, shown)
+            if shown is None or chat.supports_tools:
+                if shown is not None:
+                    check_parser(chart, chat, shown, num_calls=num_conversations, seed=seed)
+                check_masks(chart, chat, shown, num_conversations=num_conversations, seed=seed)
+            if max_model_length is not None:
+                subject.max_length = max_model_length
+            _check_prompts(chart, chat, subject, env, rows, schemas, max_completion_length)
+    _check_env(chart, env, rows)
+    return chart.checks
+
+
+def _check_tools(chart: Chart, tools: Sequence[Any] | None) -> list[Schema]:
+    if tools is None:
+        return []
+    report = Report()
+    usable = check_tools(report, read_tools(report, tools))
+    for finding in report.findings:
+        note = chart.error if finding.level == "error" else chart.warning
+        note("tools", finding.message, finding.cure)
+    schemas = [tool.schema for tool in usable]
+    names = ", ".join(tool.name for tool in usable)
+    chart.ok("tools", f"Schemas that a model can read: {names}." if names else "No tools.")
+    return schemas
+
+
+def _env_schemas(env: Any) -> list[Schema]:
+    """Schemas of the environment's tools, as far as they can be had; `check_env` says what is wrong with the rest."""
+    from agent_r1_trl.tools import as_tool
+
+    try:
+        instance = env() if inspect.isclass(env) or inspect.isroutine(env) else env
+        return [as_tool(item).schema for item in getattr(instance, "tools", None) or ()]
+    except Exception:
+        return []
+
+
+def _check_env(chart: Chart, env: Any, rows: list[dict[str, Any]] | None) -> None:
+    if env is None:
+        return
+    try:
+        findings = check_env(env, rows)
+    except Exception as error:
+        chart.error("environment", f"It cannot be checked: {error}", "Pass a class or factory, and rows as dicts.")
+        return
+    for finding in findings:
+        name = f"environment: {finding.check}"
+        if finding.level == "ok":
+            chart.ok(name, finding.message)
+        else:
+            (chart.error if finding.level == "error" else chart.warning)(name, finding.message, finding.cure)
+
+
+def _check_prompts(
+    chart: Chart,
+    chat: ChatFormat,
+    subject: Subject,
+    env: Any,
+    rows: list[dict[str, Any]] | None,
+    schemas: list[Schema],
+    max_completion_length: int | None,
+) -> None:
+    """Lengths of real prompts against the model's positions."""
+    if not rows:
+        return
+    lengths = []
+    for row in rows:
+        try:
+            messages = _prompt(env, row)
+            if messages is None:
+                return
+        except Exception:  # check_env reports what reset does wrong
+            return
+        try:
+            lengths.append(len(chat.encode_prompt(messages, schemas or None)))
+        except ValueError as error:
+            problem, cure = getattr(error, "problem", str(error)), getattr(error, "cure", "")
+            chart.error("prompts", problem, cure)
+            return
+    longest, limit = max(lengths), subject.max_length
+    if limit is not None and longest >= limit:
+        chart.error(
+            "prompts",
+            f"The longest of {len(lengths)} prompts has {longest} tokens, the model {limit} positions.",
+            "Shorten the prompts, drop those rows, or take a model with a longer context.",
+        )
+    elif limit is not None and max_completion_length is not None and longest + max_completion_length > limit:
+        chart.warning(
+            "prompts",
+            f"max_completion_length={max_completion_length} and the longest prompt ({longest} tokens) exceed the "
+            f"model's {limit} positions.",
+            f"Set max_completion_length to at most {limit - longest}.",
+        )
+    known = f" of {limit} positions" if limit is not None else ""
+    chart.ok("prompts", f"{len(lengths)} prompts, {min(lengths)} to {longest} tokens{known}.")
+
+
+def _prompt(env: Any, row: dict[str, Any]) -> list[Any] | None:
+    if env is None:
+        prompt = row.get("prompt")
+        return prompt if isinstance(prompt, list) else None
+    instance: Any = env() if inspect.isclass(env) or inspect.isroutine(env) else copy.deepcopy(env)
+    try:
+        return list(instance.reset(dict(row)))
+    finally:
+        getattr(instance, "close", lambda: None)()

@@ -1,0 +1,155 @@
+"""Does the chat template keep what a rollout relies on?
+
+Not part of the data flow: conversations with known ids, rendered at once and appended piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from agent_r1_trl.doctor.report import Chart
+from agent_r1_trl.rollout import ChatFormat
+from agent_r1_trl.rollout.errors import ChatFormatError
+from agent_r1_trl.trajectory import Message
+
+Schema = dict[str, Any]
+
+PROBE_TOOL: Schema = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look something up.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "query": {"type": "string", "description": "What to look for."},
+                "options": {"type": "object", "description": "More about it."},
+            },
+            "required": ["query"],
+        },
+    },
+}
+"""Shown to the template where the user names no tools."""
+
+
+def open_chat(chart: Chart, tokenizer: Any, **options: Any) -> ChatFormat | None:
+    """The chat format, or the reason why there can be none."""
+    try:
+        chat = ChatFormat(tokenizer, **options)
+    except ChatFormatError as error:
+        chart.error("chat template", error.problem, error.cure)
+        return None
+    except Exception as error:  # a template or tokenizer may fail in any way
+        chart.error(
+            "chat template",
+            f"The tokenizer cannot be used ({type(error).__name__}: {str(error)[:200]}).",
+            "Load it with AutoTokenizer.from_pretrained and try apply_chat_template on one message.",
+        )
+        return None
+    own = getattr(tokenizer, "chat_template", None)
+    if options.get("chat_template") is None and isinstance(own, str) and own != chat.chat_template:
+        chart.ok("chat template", "TRL's training template takes the place of the tokenizer's own.")
+    return chat
+
+
+def check_template(chart: Chart, chat: ChatFormat, tools: Sequence[Schema] | None) -> None:
+    """Prefix preservation over whole conversations, faithful prompts, visible tools.
+
+    Args:
+        chart: collects the findings.
+        chat: the format under examination.
+        tools: schemas that the run will show; None if it uses none.
+    """
+    if tools and not chat.supports_tools:
+        try:
+            chat.encode_prompt([{"role": "user", "content": "."}], tools)
+        except ChatFormatError as error:
+            chart.error("chat template", error.problem, error.cure)
+        return
+    try:
+        _check_prompt(chart, chat)
+        _check_appending(chart, chat, tools)
+        if tools:
+            _check_tools_are_shown(chart, chat, tools)
+    except Exception as error:
+        chart.error(
+            "chat template",
+            f"The template fails on an ordinary conversation ({type(error).__name__}: {str(error)[:200]}).",
+            "Pass a training template as chat_template, qwen2_5_training for ChatML tokenizers, for example.",
+        )
+    if chat.is_turn_end_trained() is False:
+        chart.warning(
+            "chat template",
+            "Its assistant masks leave out the end-of-turn token: a cold start (SFT) with it never learns to stop.",
+            "Move {% endgeneration %} behind the end-of-turn token.",
+        )
+    tokens = ", ".join(chat.tokenizer.convert_ids_to_tokens(chat.stop_token_ids))
+    shows = "renders tool conversations" if chat.supports_tools else "has no tool calls (none are used)"
+    chart.ok("chat template", f"Prefix preserving, {shows}; a turn stops at {tokens}.")
+
+
+def _check_prompt(chart: Chart, chat: ChatFormat) -> None:
+    messages = [{"role": "user", "content": '\nTwo words: "naïve" 東京 \n'}]
+    usual = chat.tokenizer.apply_chat_template(
+        messages,
+        chat_template=chat.chat_template,
+        add_generation_prompt=True,
+        return_dict=False,
+        **chat.chat_template_kwargs,
+    )
+    if list(usual) != chat.encode_prompt(messages):
+        chart.error(
+            "chat template",
+            "A prompt's ids differ from those of tokenizer.apply_chat_template: the tokenizer does more in Python "
+            "than its tokenizer.json says.",
+            "Save the tokenizer with save_pretrained and load that folder with AutoTokenizer.",
+        )
+
+
+def _check_appending(chart: Chart, chat: ChatFormat, tools: Sequence[Schema] | None) -> None:
+    """Prompt + reply + observation + reply + ... must be what the template renders for the whole conversation."""
+    name = tools[0]["function"]["name"] if tools else "look_up"
+    conversation: list[Message] = [{"role": "user", "content": "first"}]
+    ids = chat.encode_prompt(conversation, tools)
+    for number in range(3):
+        message: Message = {"role": "assistant", "content": f"answer {number}"}
+        observation: Message = {"role": "user", "content": f"next {number}"}
+        if tools and number != 1:
+            call = {"type": "function", "id": f"{number}", "function": {"name": name, "arguments": {"query": "x"}}}
+            message = {"role": "assistant", "content": "", "tool_calls": [call]}
+            observation = {"role": "tool", "name": name, "tool_call_id": f"{number}", "content": f"result {number}"}
+        if "</think>" in chat.chat_template and chat.chat_template_kwargs.get("enable_thinking") is not False:
+            message["reasoning_content"] = "because"
+        ids += chat.encode_reply(message)
+        ids += chat.encode_observations(message, [observation], tools)[0]
+        conversation += [message, observation]
+        whole = chat.encode_conversation(conversation, tools, generation_prompt=True)
+        appended = chat.canonical(ids)
+        if appended != whole:
+            pairs = zip(appended, whole, strict=False)
+            place = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(appended), len(whole)))
+            mine, theirs = (chat.tokenizer.decode(side[max(0, place - 5) : place + 10]) for side in (appended, whole))
+            chart.error(
+                "chat template",
+                f"Not prefix preserving: after turn {number} a rollout has {mine!r} where the template renders "
+                f"{theirs!r}.",
+                "The text of a message must not depend on its place or on what follows. Pass a training template as "
+                "chat_template (TRL ships qwen3_training, qwen2_5_training and more).",
+            )
+            return
+
+
+def _check_tools_are_shown(chart: Chart, chat: ChatFormat, tools: Sequence[Schema]) -> None:
+    text = chat.tokenizer.decode(chat.encode_prompt([{"role": "user", "content": "."}], tools))
+    for schema in tools:
+        function = schema["function"]
+        parts = [function["name"], *function.get("parameters", {}).get("properties", {})]
+        missing = [part for part in parts if part not in text]
+        if missing:
+            chart.error(
+                "chat template",
+                f"The prompt does not show {', '.join(missing)} of the tool {function['name']!r}: the model cannot "
+                "know how to call it.",
+                "Use a template that renders the whole schema ({{ tool | tojson }}).",
+            )

@@ -1,0 +1,70 @@
+"""Are the installed packages those this package was made for?
+
+Not part of the data flow.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Sequence
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from agent_r1_trl.doctor.report import Chart
+
+_NAME = "agent-r1-trl"
+
+
+def check_versions(
+    chart: Chart,
+    *,
+    requirements: Sequence[str] | None = None,
+    installed: Callable[[str], str] = importlib.metadata.version,
+) -> None:
+    """Compare what is installed with the declared windows; optional packages count only where they are installed.
+
+    Args:
+        chart: collects the findings.
+        requirements: as in setup.cfg; None reads those of the installed package.
+        installed: version of a distribution, or PackageNotFoundError.
+    """
+    if requirements is None:
+        try:
+            requirements = importlib.metadata.requires(_NAME) or []
+        except importlib.metadata.PackageNotFoundError:
+            chart.warning(
+                "versions",
+                f"{_NAME} is not installed (it runs from a folder), so its requirements are unknown.",
+                "pip install -e . in the clone.",
+            )
+            return
+    fine = []
+    for text in requirements:
+        requirement = Requirement(text)
+        is_optional = requirement.marker is not None and "extra" in str(requirement.marker)
+        if requirement.marker is not None and not is_optional and not requirement.marker.evaluate():
+            continue
+        try:
+            version = installed(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            if not is_optional:
+                chart.error(
+                    "versions",
+                    f"{requirement.name} is not installed.",
+                    f"pip install '{_without_marker(requirement)}'",
+                )
+            continue
+        if not requirement.specifier.contains(Version(version).public, prereleases=True):
+            chart.error(
+                "versions",
+                f"{requirement.name} {version} is outside the supported window {requirement.specifier}.",
+                f"pip install '{_without_marker(requirement)}'",
+            )
+        elif requirement.name in ("trl", "transformers", "torch", "vllm"):
+            fine.append(f"{requirement.name} {version}")
+    chart.ok("versions", ", ".join(dict.fromkeys(fine)) + ": inside the supported windows.")
+
+
+def _without_marker(requirement: Requirement) -> str:
+    return f"{requirement.name}{requirement.specifier}"
