@@ -1,0 +1,153 @@
+"""What the policy did not sample moves nothing: not the loss, not a gradient, not the baseline."""
+
+import pytest
+import torch
+
+from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.rollout import ChatFormat
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer
+from tests.tokenizers import make_tokenizer
+from tests.trainers.helpers import (
+    AddEnv,
+    call,
+    loss_and_gradients,
+    make_args,
+    make_policy,
+    make_trainer,
+    questions,
+    say,
+    scored_batch,
+)
+
+
+def watch_log_probs(trainer):
+    """Make the log-probabilities of the loss a leaf whose gradient can be read."""
+    seen = {}
+    original = trainer._get_per_token_logps_and_entropies
+
+    def watched(*args, **kwargs):
+        log_probs, entropies, aux = original(*args, **kwargs)
+        seen["log_probs"] = log_probs.detach().requires_grad_(True)
+        return seen["log_probs"], entropies, aux
+
+    trainer._get_per_token_logps_and_entropies = watched
+    return seen
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "gemma4"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo"])
+def test_the_gradient_at_mask_0_is_exactly_zero(tmp_path, family, loss_type):
+    trainer = make_trainer(tmp_path, family=family, loss_type=loss_type, max_completion_length=300)
+    batch = scored_batch(trainer)
+    mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    assert (batch["completion_mask"].bool() & ~mask).any(), "the rollout holds observation tokens"
+    assert batch["num_items_in_batch"] == mask.sum()
+    seen = watch_log_probs(trainer)
+    trainer.compute_loss(trainer.model, batch).backward()
+    gradient = seen["log_probs"].grad
+    assert (gradient[~mask] == 0).all()
+    assert (gradient[mask] != 0).any()
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
+def test_advantages_at_mask_0_are_zero_whatever_the_rewards_there(tmp_path, poison):
+    trainer = make_trainer(tmp_path)
+    batch = scored_batch(trainer)
+    mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    assert (batch["advantages"][~mask] == 0).all()
+    assert (batch["advantages"][mask] != 0).any()
+    loss, gradients = loss_and_gradients(trainer, batch)
+    # Observation ids are inputs, but what they would have earned is nobody's business.
+    batch["advantages"] = torch.where(mask, batch["advantages"], torch.tensor(0.0 if poison != poison else 1e6))
+    other_loss, other = loss_and_gradients(trainer, batch)
+    assert torch.equal(loss, other_loss)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, other[name]), name
+
+
+def test_ids_trained_are_the_ids_sampled(tmp_path):
+    trainer = make_trainer(tmp_path)
+    batch = scored_batch(trainer)
+    chat = ChatFormat(make_tokenizer("qwen3"))
+    for ids, mask in zip(batch["completion_ids"], batch["completion_mask"] * batch["tool_mask"], strict=True):
+        sampled = chat.tokenizer.decode(ids[mask.bool()])
+        assert sampled.count("<tool_call>") == 1
+        assert sampled.endswith("<|im_end|>")
+        assert "tool_response" not in sampled
+
+
+def test_without_loss_mask_observation_tokens_enter_loss_and_normaliser(tmp_path):
+    masked, open_ = scored_batch(make_trainer(tmp_path)), make_trainer(tmp_path, loss_mask=False, advantage_mask=False)
+    batch = scored_batch(open_)
+    assert torch.equal(batch["tool_mask"], batch["completion_mask"])
+    assert batch["num_items_in_batch"] == batch["completion_mask"].sum() > masked["num_items_in_batch"]
+    action = (masked["completion_mask"] * masked["tool_mask"]).bool()
+    torch.testing.assert_close(batch["advantages"][action], masked["advantages"][action])
+    observed = masked["completion_mask"].bool() & ~action
+    assert (batch["advantages"][observed] != 0).any()
+
+
+def failing(tokenizer, is_failure):
+    """Some members of each group lose their sampler; the others answer with 1 to 4 letters."""
+    chat = ChatFormat(tokenizer)
+
+    def answer(request):
+        if is_failure(request.index):
+            return RuntimeError("the machine is gone")
+        return chat.encode_reply(say("x" * (1 + request.index % 4)))
+
+    return ScriptedGenerator(answer, stop_token_ids=chat.stop_token_ids)
+
+
+def failing_trainer(tmp_path, is_failure, **options):
+    tokenizer = make_tokenizer("qwen3")
+    return MultiTurnGRPOTrainer(
+        model=make_policy(tokenizer), args=make_args(tmp_path, **options), env=AddEnv, train_dataset=questions(),
+        processing_class=tokenizer, generator=failing(tokenizer, is_failure),
+    )  # fmt: skip
+
+
+def test_a_lost_trajectory_leaves_the_baseline_and_the_loss(tmp_path):
+    trainer = failing_trainer(tmp_path, lambda index: index == 3)
+    batch = scored_batch(trainer)
+    lost = (batch["tool_mask"] * batch["completion_mask"]).sum(1) == 0
+    assert lost.tolist() == [False] * 3 + [True] + [False] * 4
+    assert (batch["advantages"][lost] == 0).all()
+    first = [row[row != 0][0].item() for row in batch["advantages"][:3]]
+    # Three live members answer with 1, 2, 3 letters and earn -1, 1, -1: mean -1/3, std 1.1547.
+    expected = [(-1 + 1 / 3) / 1.154801, (1 + 1 / 3) / 1.154801, (-1 + 1 / 3) / 1.154801]
+    assert first == pytest.approx(expected, abs=1e-5)
+    assert torch.isfinite(trainer.compute_loss(trainer.model, batch))
+
+
+def test_a_batch_in_which_nothing_could_be_played_says_why(tmp_path):
+    trainer = failing_trainer(tmp_path, lambda index: True)
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        scored_batch(trainer)
+
+
+def endless(rng, turn):
+    return call(1, 2)
+
+
+def test_truncated_trajectories_are_kept_masked_or_penalised(tmp_path):
+    options = {"script": endless, "max_turns": 2, "max_completion_length": 400}
+    kept = scored_batch(make_trainer(tmp_path, **options))
+    assert (kept["tool_mask"] * kept["completion_mask"]).sum() > 0
+    masked = scored_batch(make_trainer(tmp_path, truncated_trajectories="mask", **options))
+    assert (masked["tool_mask"] * masked["completion_mask"]).sum() == 0
+    assert masked["num_items_in_batch"] == 0
+    trainer = make_trainer(tmp_path, truncated_trajectories="penalise", truncation_penalty=-0.25, **options)
+    scored_batch(trainer)
+    assert trainer._metrics["train"]["reward_parts/truncation_penalty"] == [-0.25]
+    plain = make_trainer(tmp_path, **options)
+    scored_batch(plain)
+    difference = trainer._metrics["train"]["reward"][0] - plain._metrics["train"]["reward"][0]
+    assert abs(difference + 0.25) < 1e-6
+
+
+def test_a_row_without_action_tokens_gives_a_finite_loss_and_no_gradient(tmp_path):
+    trainer = make_trainer(tmp_path, script=endless, max_turns=1, truncated_trajectories="mask")
+    loss, gradients = loss_and_gradients(trainer, scored_batch(trainer))
+    assert loss == 0
+    assert all((gradient == 0).all() for gradient in gradients.values())
