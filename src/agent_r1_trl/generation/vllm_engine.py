@@ -1,0 +1,125 @@
+"""Start vLLM inside this process, on a CPU or a GPU, and take it down again.
+
+prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+Covered here: engine options, environment variables, vLLM's traps on a CPU. Not covered: requests and weights
+(`vllm_generator.py`). vLLM is imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def build_engine(
+    model: Any, *, max_model_len: int | None, max_num_seqs: int, cpu_kv_cache_gib: int, **options: Any
+) -> Any:
+    """A `vllm.LLM` in this process whose weights can be replaced.
+
+    Args:
+        model: checkpoint path or Hub name; or a transformers or PEFT model, of which only the configuration is taken
+            (the weights are random until the first sync).
+        max_model_len: most tokens of a request, prompt included (None: what the model allows).
+        max_num_seqs: most requests that run at the same time.
+        cpu_kv_cache_gib: memory for the cache on a CPU; on a GPU see `gpu_memory_utilization`.
+        options: passed to `vllm.LLM`; they win over the defaults chosen here.
+    """
+    is_cpu = not torch.cuda.is_available()
+    if is_cpu:
+        # vLLM's own default asks for most of the machine's memory; binding threads to cores would slow the trainer.
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cpu_kv_cache_gib))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    with _single_process_group(), tempfile.TemporaryDirectory() as folder:
+        import vllm
+
+        if is_cpu:
+            _prepare_cpu()
+        settings: dict[str, Any] = {
+            "model": model,
+            "skip_tokenizer_init": True,
+            # Keeps engine and model in this process, next to the trainer's own process group.
+            "distributed_executor_backend": "external_launcher",
+            # Log-probabilities under the temperature and the filters, as the sampler used them.
+            "logprobs_mode": "processed_logprobs",
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "enforce_eager": is_cpu,  # compiling takes minutes there
+            "seed": 0,  # every request has its own
+        }
+        if not isinstance(model, str):
+            base = getattr(model, "get_base_model", lambda: model)()
+            base.config.save_pretrained(folder)
+            settings |= {"model": folder, "load_format": "dummy", "dtype": str(base.dtype).removeprefix("torch.")}
+        return vllm.LLM(**{**settings, **options})
+
+
+def _prepare_cpu() -> None:
+    """Keep weights where new ones can be loaded.
+
+    With oneDNN or the SGL kernels, vLLM's linear layers on a CPU repack their weights once, after the first load, and
+    empty or forget the parameter. Loading new weights then raises, or is silently without effect: log-probabilities
+    were 0.8 off after a sync. Without these kernels the layers compute with the parameter itself.
+    """
+    import vllm._custom_ops
+    import vllm.model_executor.layers.utils
+
+    vllm._custom_ops._supports_onednn = False
+    vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda *args, **kwargs: False
+
+
+@contextmanager
+def _single_process_group() -> Iterator[None]:
+    """The environment variables that vLLM's external launcher reads; afterwards everything is as it was.
+
+    Left in place they would make accelerate believe in a distributed launch, and vLLM's own additions (`LD_PRELOAD`)
+    would leak into every child process. vLLM's `VLLM_*` variables stay: it reads them again later.
+    """
+    before = dict(os.environ)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    defaults = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if not name.startswith("VLLM_")]:
+            if name not in before:
+                del os.environ[name]
+            elif os.environ[name] != before[name]:
+                os.environ[name] = before[name]
+
+
+def shut_down(llm: Any, *, owns_process_group: bool) -> None:
+    """Free the engine and vLLM's process groups.
+
+    Args:
+        llm: what `build_engine` returned; drop every other reference too.
+        owns_process_group: whether torch's default process group is vLLM's own and not the trainer's.
+    """
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    llm.llm_engine.engine_core.shutdown()
+    destroy_model_parallel()
+    if owns_process_group:
+        destroy_distributed_environment()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,123 @@
+"""The policy's weights under the names of a plain checkpoint, adapters merged on the way.
+
+prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> [sync weights] -> next rollout
+
+Adapters are merged into copies, one layer at a time. Merging into the live weights and subtracting again, step after
+step, would let low-precision weights drift.
+
+Covered here: full models, PEFT adapters, `modules_to_save`. Not covered: quantised base weights, FSDP shards.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+Gather = Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
+
+
+def policy_weights(
+    model: nn.Module, *, only_trainable: bool = False, gather: Gather = lambda parameters: nullcontext()
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that the model computes with, active adapters included.
+
+    Args:
+        model: a transformers model or a `PeftModel` around one.
+        only_trainable: leave out what training cannot change: frozen weights without an adapter.
+        gather: context in which sharded parameters are whole (DeepSpeed ZeRO-3). A collective call: every rank must
+            then iterate.
+
+    Yields:
+        Checkpoint name and weight, each shared weight once. Adapted weights are copies, the others are the live ones.
+
+    Raises:
+        ValueError: an adapter sits on a quantised weight.
+    """
+    base: Any = getattr(model, "get_base_model", lambda: model)()
+    named = _in_memory_weights(base, only_trainable=only_trainable, gather=gather)
+    if not _is_stored_differently(base):
+        yield from named
+        return
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # The conversion may join or split tensors (experts of a mixture, say), so it needs all of them.
+    yield from revert_weight_conversion(base, dict(named)).items()
+
+
+def _is_stored_differently(base: nn.Module) -> bool:
+    """Whether transformers converts names or shapes between the checkpoint and the model in memory."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    conversions = getattr(base, "_weight_conversions", None)
+    return bool(get_model_conversion_mapping(base, add_legacy=False) if conversions is None else conversions)
+
+
+def _in_memory_weights(base: nn.Module, *, only_trainable: bool, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
+
+    done: set[int] = set()
+    inside: tuple[str, ...] = ()  # what lies below these names has been dealt with
+    for name, module in base.named_modules():
+        if name.startswith(inside):
+            continue
+        if isinstance(module, (BaseTunerLayer, TrainableTokensWrapper)):
+            inside += (f"{name}.",)
+            with gather(list(module.parameters())):
+                yield from _merged(name, getattr(module, "token_adapter", module))
+            continue
+        own: nn.Module = module
+        if isinstance(module, ModulesToSaveWrapper):
+            inside += (f"{name}.",)
+            saved = dict(module.modules_to_save.items())
+            own = saved.get(module.active_adapters[0], module.original_module)
+        for parameter_name, parameter in own.named_parameters(recurse=own is not module):
+            if id(parameter) in done or (only_trainable and not parameter.requires_grad):
+                continue
+            done.add(id(parameter))
+            with gather([parameter]):
+                yield f"{name}.{parameter_name}" if name else parameter_name, parameter.data
+
+
+def _merged(name: str, layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights of one adapted layer, merged in float32 and rounded once."""
+    base = layer.get_base_layer()
+    if not all(parameter.is_floating_point() for parameter in base.parameters()):
+        raise ValueError(
+            f"{name} has an adapter on quantised weights, which cannot be merged for another engine. "
+            "Load the base model without quantisation, or generate with transformers (use_vllm=False)."
+        )
+    adapters = [] if layer.disable_adapters else [a for a in layer.active_adapters if a not in layer.merged_adapters]
+    if not adapters or _is_plain_lora(layer, adapters):
+        for parameter_name, parameter in base.named_parameters():
+            merged = parameter.data
+            if parameter_name == "weight" and adapters:
+                merged = merged.float()
+                for adapter in adapters:
+                    if adapter in layer.scaling:
+                        merged = merged + layer.get_delta_weight(adapter).to(merged)
+                merged = merged.to(parameter.dtype)
+            yield f"{name}.{parameter_name}", merged
+        return
+    dtypes = {parameter_name: parameter.dtype for parameter_name, parameter in base.named_parameters()}
+    duplicate = copy.deepcopy(layer).float()
+    for inner in duplicate.modules():
+        if hasattr(inner, "merge"):
+            inner.merge(adapter_names=adapters)
+    for parameter_name, parameter in duplicate.get_base_layer().named_parameters():
+        yield f"{name}.{parameter_name}", parameter.data.to(dtypes[parameter_name])
+
+
+def _is_plain_lora(layer: Any, adapters: Sequence[str]) -> bool:
+    """Whether the layer computes base + delta and nothing else (no DoRA, no bias of its own)."""
+    from peft.tuners.lora import Embedding, Linear
+
+    return type(layer) in (Embedding, Linear) and not any(
+        layer.lora_bias.get(adapter) or adapter in getattr(layer, "lora_variant", {}) for adapter in adapters
+    )

@@ -1,0 +1,211 @@
+"""A real vLLM engine on a tiny random model, against transformers."""
+
+import asyncio
+import os
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from agent_r1_trl.generation import GenerationError, Generator, SamplingParams, VLLMGenerator
+from tests.generation.helpers import GREEDY, PROMPTS, SAMPLED, VOCAB, forward_logprobs, make_generator, run, tiny_model
+
+pytestmark = pytest.mark.vllm
+
+STOP_ID = 13
+EOS_ID = 14
+# vLLM's attention on a CPU wants heads of at least 32.
+SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": EOS_ID}
+PROBE = list(range(20, 60))
+
+
+def random_policy(seed=0, **options):
+    model = tiny_model(**(SIZES | options))
+    return change(model, seed) if seed else model
+
+
+def change(model, seed):
+    """What an optimiser step does, only larger: every trainable weight moves."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def gap(generator, model) -> float:
+    """Largest difference between the engine's log-probabilities of fixed ids and the model's."""
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(torch.tensor([PROBE])).logits[0, :-1], dim=-1)
+    expected = logprobs.gather(1, torch.tensor(PROBE[1:]).unsqueeze(1)).squeeze(1)
+    return (torch.tensor(generator.score(PROBE)) - expected).abs().max().item()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    before = dict(os.environ)
+    generator = VLLMGenerator(
+        random_policy(1), stop_token_ids=[STOP_ID], max_model_len=256, max_num_seqs=16, disable_log_stats=True
+    )
+    changed = {name for name in os.environ if os.environ[name] != before.get(name)}
+    assert not {name for name in changed if not name.startswith("VLLM_")}, "the engine's variables leak"
+    yield generator
+    generator.close()
+    assert not torch.distributed.is_initialized(), "the engine's process group outlives it"
+    with pytest.raises(GenerationError, match="closed"):
+        run(generator, [PROMPTS[0]])
+
+
+@pytest.fixture
+def policy(engine):
+    """The model whose weights the engine has now."""
+    model = random_policy().eval()
+    engine.sync(model)
+    return model
+
+
+def test_greedy_ids_equal_those_of_transformers(engine, policy):
+    assert isinstance(engine, Generator)
+    ours = run(engine, PROMPTS, params=GREEDY, max_tokens=20)
+    theirs = run(make_generator(policy, [STOP_ID]), PROMPTS, params=GREEDY, max_tokens=20)
+    for prompt, left, right in zip(PROMPTS, ours, theirs, strict=True):
+        assert (left.token_ids, left.stop) == (right.token_ids, right.stop)
+        assert left.logprobs == pytest.approx(forward_logprobs(policy, prompt, left, 1.0), abs=1e-4)
+
+
+def test_logprobs_are_those_of_the_sampler_under_the_temperature(engine, policy):
+    for prompt, generation in zip(PROMPTS, run(engine, PROMPTS, max_tokens=20), strict=True):
+        assert generation.logprobs == pytest.approx(forward_logprobs(policy, prompt, generation, 0.8), abs=1e-4)
+
+
+def test_logprobs_are_those_of_the_filtered_distribution(engine, policy):
+    params = SamplingParams(temperature=1.2, top_p=0.7, top_k=20)
+    for ours in run(engine, PROMPTS, params=params, max_tokens=8):
+        assert max(ours.logprobs) <= 0
+    [single] = run(engine, [PROMPTS[0]], params=SamplingParams(top_k=1), max_tokens=8)
+    assert single.logprobs == pytest.approx([0.0] * len(single.logprobs), abs=1e-6)
+
+
+def test_a_sync_brings_the_new_weights_and_forgets_what_the_old_ones_computed(engine, policy):
+    run(engine, PROMPTS)
+    run(engine, [PROBE])
+    change(policy, seed=2)
+    assert gap(engine, policy) > 0.1, "the engine must still have the old weights here"
+    engine.sync(policy)
+    assert gap(engine, policy) < 1e-4
+    [generation] = run(engine, [PROBE])
+    assert generation.logprobs == pytest.approx(forward_logprobs(policy, PROBE, generation, 0.8), abs=1e-4)
+
+
+def test_an_adapter_is_synced_without_touching_the_live_weights(engine, policy):
+    model = get_peft_model(policy, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])).eval()
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    for seed in (3, 4):
+        change(model, seed)
+        assert gap(engine, model) > 0.1
+        engine.sync(model)
+        assert gap(engine, model) < 1e-4
+    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+
+
+def test_weights_of_another_shape_are_refused_by_name(engine, policy):
+    with pytest.raises(ValueError, match="could not load the policy's weights"):
+        engine.update_weights([("model.norm.weight", torch.ones(65))])
+    with pytest.raises(ValueError, match="could not load the policy's weights"):
+        engine.update_weights([("model.layers.7.mlp.down_proj.weight", torch.ones(64, 48))])
+    with pytest.raises(ValueError, match=r"no value for lm_head\.weight"):
+        engine.update_weights([("model.norm.weight", torch.ones(64))], is_complete=True)
+
+
+def test_a_short_request_does_not_wait_for_a_long_one(engine, policy):
+    finished = []
+
+    async def race():
+        async def one(name, limit):
+            await engine.generate([70, 71], max_tokens=limit, seed=0, params=SamplingParams(temperature=2.0))
+            finished.append(name)
+
+        long = asyncio.create_task(one("long", 200))
+        await asyncio.sleep(0.05)
+        await one("short", 2)
+        await long
+
+    engine_stops, engine._stop_token_ids = engine._stop_token_ids, []
+    try:
+        asyncio.run(race())
+    finally:
+        engine._stop_token_ids = engine_stops
+    assert finished == ["short", "long"]
+
+
+def test_the_seed_decides_the_ids(engine, policy):
+    together = run(engine, [PROMPTS[2]] * 3, seeds=[11, 11, 2**62 + 1], max_tokens=20)
+    [alone] = run(engine, [PROMPTS[2]], seeds=[11], max_tokens=20)
+    assert together[0].token_ids == together[1].token_ids == alone.token_ids != together[2].token_ids
+
+
+def test_only_the_given_stop_ids_end_a_turn_and_stay_in_it(engine):
+    def always(token_id):
+        """A model that says one word only."""
+        model = random_policy()
+        with torch.no_grad():
+            model.model.norm.weight.zero_()
+            model.model.norm.weight[0] = 1.0
+            model.lm_head.weight.zero_()
+            model.model.embed_tokens.weight[:, 0] = 50.0  # the residual stream's first entry is large and positive
+            model.lm_head.weight[token_id, 0] = 50.0
+        return model
+
+    engine.sync(always(STOP_ID))
+    [stopped] = run(engine, [PROMPTS[0]], params=GREEDY, max_tokens=5)
+    assert (stopped.token_ids, stopped.stop) == ([STOP_ID], "stop")
+    engine.sync(always(EOS_ID))
+    [ongoing] = run(engine, [PROMPTS[0]], params=GREEDY, max_tokens=5)
+    assert (ongoing.token_ids, ongoing.stop) == ([EOS_ID] * 5, "length")
+
+
+def test_a_cancelled_request_leaves_the_engine(engine, policy):
+    async def cancelled():
+        other = asyncio.create_task(engine.generate(PROMPTS[1], max_tokens=9, seed=1, params=SAMPLED))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(engine.generate([5], max_tokens=250, seed=0, params=GREEDY), timeout=0.05)
+        return await other
+
+    generation = asyncio.run(cancelled())
+    assert engine._engine.get_num_unfinished_requests() == 0
+    assert generation.token_ids == run(engine, [PROMPTS[1]], seeds=[1], max_tokens=9)[0].token_ids
+
+
+def test_a_prompt_that_does_not_fit_fails_alone(engine, policy):
+    async def both():
+        return await asyncio.gather(
+            engine.generate([3] * 300, max_tokens=5, seed=0, params=SAMPLED),
+            engine.generate(PROMPTS[0], max_tokens=5, seed=0, params=SAMPLED),
+            return_exceptions=True,
+        )
+
+    too_long, fine = asyncio.run(both())
+    assert isinstance(too_long, GenerationError)
+    assert "256" in str(too_long)
+    assert fine.token_ids
+
+
+def test_a_failing_step_fails_its_requests_with_the_cause_and_nothing_else(engine, policy, monkeypatch):
+    def broken():
+        raise ZeroDivisionError("broken kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._engine, "step", broken)
+        with pytest.raises(GenerationError, match="broken kernel") as caught:
+            run(engine, PROMPTS)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert len(run(engine, [PROMPTS[0]], params=GREEDY, max_tokens=3)[0].token_ids) <= 3
+    assert engine._engine.get_num_unfinished_requests() == 0
+
+
+def test_scores_are_logprobs_at_temperature_one(engine, policy):
+    scores = engine.score(PROBE)
+    assert len(scores) == len(PROBE) - 1
+    assert gap(engine, policy) < 1e-4
+    assert max(PROBE) < VOCAB

@@ -1,0 +1,120 @@
+"""What is sent to another engine: checkpoint names, adapters merged, live weights untouched."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from transformers import MixtralConfig
+
+from agent_r1_trl.generation.weights import policy_weights
+from tests.generation.helpers import tiny_model
+
+ADAPTERS = {
+    "lora": LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj", "embed_tokens"]),
+    "lora with bias": LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True),
+    "dora": LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=True),
+    "saved module": LoraConfig(r=4, target_modules=["v_proj"], modules_to_save=["lm_head"]),
+    "new tokens": LoraConfig(r=4, target_modules=["v_proj"], trainable_token_indices=[5, 6]),
+}
+
+
+def adapted_model(name):
+    model = get_peft_model(tiny_model(), copy.deepcopy(ADAPTERS[name]))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_are_merged_into_copies(name):
+    model = adapted_model(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    weights = dict(policy_weights(model))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    expected = copy.deepcopy(model).merge_and_unload().state_dict()
+    assert weights.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(weights[key], value, atol=1e-6, rtol=1e-6)
+
+
+def test_only_what_training_changes_is_sent_again():
+    model = adapted_model("saved module")
+    sent = {key for key, _ in policy_weights(model, only_trainable=True)}
+    assert sent == {"lm_head.weight"} | {
+        f"model.layers.{layer}.self_attn.v_proj.{kind}" for layer in (0, 1) for kind in ("weight", "bias")
+    }
+    full = tiny_model()
+    assert len(list(policy_weights(full, only_trainable=True))) == len(list(full.parameters()))
+
+
+def test_a_disabled_adapter_and_a_merged_one_are_not_added():
+    model = adapted_model("lora")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    merged = dict(policy_weights(model))[name]
+    with model.disable_adapter():
+        assert torch.equal(dict(policy_weights(model))[name], layer.base_layer.weight)
+    model.merge_adapter()
+    torch.testing.assert_close(dict(policy_weights(model))[name], merged, atol=1e-6, rtol=1e-6)
+
+
+def test_low_precision_weights_are_rounded_once():
+    model = adapted_model("lora")
+    model.get_base_model().to(torch.bfloat16)
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    layer.lora_A.float()
+    layer.lora_B.float()
+    merged = dict(policy_weights(model))["model.layers.0.self_attn.q_proj.weight"]
+    exact = layer.base_layer.weight.float() + layer.get_delta_weight("default")
+    assert torch.equal(merged, exact.to(torch.bfloat16))
+
+
+def test_shared_weights_come_once():
+    model = tiny_model()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    names = [name for name, _ in policy_weights(model)]
+    assert len(names) == len(set(names)) == len(list(model.parameters()))
+    assert "lm_head.weight" not in names
+
+
+def test_a_mixture_of_experts_has_the_names_of_its_checkpoint(tmp_path):
+    model = tiny_model(MixtralConfig, num_local_experts=3)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    weights = dict(policy_weights(model))
+    assert weights.keys() == stored.keys()
+    assert all(torch.equal(weights[key], value) for key, value in stored.items())
+
+
+def test_every_weight_is_read_inside_its_gather_context():
+    model = adapted_model("saved module")
+    gathered: set[int] = set()
+    seen: set[int] = set()
+
+    @contextlib.contextmanager
+    def gather(parameters):
+        gathered.update(id(parameter) for parameter in parameters)
+        seen.update(gathered)
+        yield
+        gathered.clear()
+
+    for _ in policy_weights(model, gather=gather):
+        assert gathered
+    replaced = {id(p) for n, p in model.named_parameters() if "original_module" in n}
+    assert seen == {id(parameter) for parameter in model.parameters()} - replaced
+
+
+def test_quantised_weights_under_an_adapter_are_refused():
+    model = adapted_model("lora")
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer
+    layer.weight = nn.Parameter(torch.zeros(32, 32, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"q_proj has an adapter on quantised weights"):
+        dict(policy_weights(model))
