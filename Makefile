@@ -61,8 +61,8 @@ clean: ## remove the environment and caches (outputs stay)
 
 $(STAMPS)/venv:
 	$(SAY) "Making the virtual environment $(VENV)"
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-	  || { echo "agent-r1-trl needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "agent-r1-trl needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
 	  || { echo "'$(PYTHON) -m venv' failed. On Debian and Ubuntu: apt install python3-venv"; rm -rf $(VENV); exit 1; }
 	@mkdir -p $(STAMPS) && touch $@
