@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import json
 import math
 import weakref
@@ -165,7 +166,8 @@ class Tool:
             self._cache["validator"] = jsonschema.Draft202012Validator(argument_schema(self.schema))
         validator = self._cache["validator"]
         try:
-            problems = [_describe_problem(error) for error in validator.iter_errors(arguments)]
+            errors = itertools.islice(validator.iter_errors(arguments), 3)  # one per item of a huge list, else
+            problems = [_describe_problem(error) for error in errors]
             checked = copy.deepcopy(arguments)  # the tool may change them; the recorded call must stay as it was
         except Exception as error:  # numbers too long to print, nesting too deep
             return {}, [f"the arguments cannot be checked ({type(error).__name__})"]
@@ -282,9 +284,9 @@ def _function_name(fn: Any) -> str:
 
 
 def _describe_problem(error: Any) -> str:
-    where = "".join(f"[{part!r}]" if index else f"'{part}': " for index, part in enumerate(error.absolute_path))
+    where = "".join(f"[{part!r}]" if index else repr(part) for index, part in enumerate(error.absolute_path))
     message = error.message if len(error.message) <= 200 else error.message[:200] + "..."
-    return where + message
+    return f"{where}: {message}" if where else message
 
 
 __all__ = ["Tool", "ToolSchemaError", "as_tool", "check_timeout", "render_result", "tool"]

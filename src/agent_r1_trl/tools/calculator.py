@@ -20,7 +20,7 @@ Number = int | float
 
 MAX_EXPRESSION_CHARS = 500
 MAX_BITS = 4096
-MAX_DEPTH = 60
+MAX_DEPTH = 300
 
 _OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,

@@ -130,7 +130,7 @@ class ToolExecutor:
             return found, {}, (ToolErrorKind.MALFORMED, detail)
         checked, problems = found.check_arguments(arguments)
         if problems:
-            detail = f"wrong arguments for {found.name!r}: {'; '.join(problems[:3])}."
+            detail = f"wrong arguments for {found.name!r}: {'; '.join(problems)}."
             return found, {}, (ToolErrorKind.INVALID_ARGUMENTS, detail)
         return found, checked, None
 

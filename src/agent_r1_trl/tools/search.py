@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import re
-import sqlite3
+import shutil
 import tempfile
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.tools.base import Tool
-from agent_r1_trl.tools.search_backends import STORES, Row, Store, encode_row
+from agent_r1_trl.tools.search_backends import STORES, DamagedIndexError, Row, Store, encode_row
 
 FORMAT_VERSION = 1
 MAX_QUERY_TERMS = 64
 _STOP_WORDS_TEXT = """
 a about after all also am an and any are as at be been before being but by can could did do does doing down for
-from further had has have having he her here hers him his how i if in into is it its me my no nor of off on once
+from further had has have having he her here hers him his how i if in into is it its me my no nor not of off on once
 only or other our out over own same she should so some such than that the their theirs them then there these
 they this those through to too under until up very was we were what when where which while who whom whose why
 will with would you your
@@ -135,8 +135,8 @@ class SearchIndex:
         if self.path.exists():
             try:
                 return store(self.path, self.title_weight)
-            except (sqlite3.DatabaseError, OSError):
-                self.path.unlink()  # damaged: a disk that was full, say
+            except DamagedIndexError:  # a disk that was full, say
+                shutil.rmtree(self.path) if self.path.is_dir() else self.path.unlink(missing_ok=True)
         store.build(self.path, rows)
         return store(self.path, self.title_weight)
 

@@ -23,6 +23,10 @@ Row = tuple[str, str, str]
 """id, title, text"""
 
 
+class DamagedIndexError(RuntimeError):
+    """What lies at the index's path is no index."""
+
+
 class Store(Protocol):
     """What `SearchIndex` needs of a back end."""
 
@@ -51,7 +55,11 @@ class FTS5Store:
         self.path = path
         self._title_weight = title_weight
         self._local = threading.local()
-        self._num_rows = int(self._connection().execute("SELECT count(*) FROM passages_ids").fetchone()[0])
+        try:
+            self._num_rows = int(self._connection().execute("SELECT count(*) FROM passages_ids").fetchone()[0])
+            self.search(["a"], 1)
+        except sqlite3.DatabaseError as error:
+            raise DamagedIndexError(str(error)) from error
 
     @classmethod
     def build(cls, path: Path, rows: Iterable[Row]) -> None:
@@ -125,7 +133,11 @@ class TantivyStore:
         self._title_weight = title_weight
         self._tantivy = tantivy
         self._schema = _tantivy_schema(tantivy)
-        self._index = tantivy.Index.open(str(path))
+        self._analyzer = _tantivy_analyzer(tantivy)
+        try:
+            self._index = tantivy.Index.open(str(path))
+        except (ValueError, OSError) as error:
+            raise DamagedIndexError(str(error)) from error
         self._index.register_tokenizer("words", _tantivy_analyzer(tantivy))
         self._searcher = self._index.searcher()
 
@@ -156,9 +168,8 @@ class TantivyStore:
         """The best `k` rows with their scores, ties in the order of the corpus."""
         query, occur = self._tantivy.Query, self._tantivy.Occur
         parts = []
-        analyzer = _tantivy_analyzer(self._tantivy)
         for term in terms:
-            for word in analyzer.analyze(term):
+            for word in self._analyzer.analyze(term):
                 title = query.boost_query(query.term_query(self._schema, "title", word), self._title_weight)
                 parts.append((occur.Should, title))
                 parts.append((occur.Should, query.term_query(self._schema, "text", word)))

@@ -1,0 +1,430 @@
+"""The executor: calls run at once, within limits, and every failure is text that helps."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from agent_r1_trl.tools import Tool, ToolCall, ToolErrorKind, ToolExecutor, tool
+
+
+def run(tools, *calls, **settings):
+    """Execute (name, arguments) pairs or raw calls."""
+    read = [ToolCall(name=call[0], arguments=call[1]) if isinstance(call, tuple) else call for call in calls]
+    return asyncio.run(ToolExecutor(tools, **settings).execute(read))
+
+
+@tool
+def echo(text: str) -> str:
+    """Give the text back.
+
+    Args:
+        text: Any text.
+    """
+    return text
+
+
+def make_tool(body, **settings) -> Tool:
+    """A tool without arguments."""
+    schema = {
+        "type": "function",
+        "function": {"name": "t", "description": "Do it.", "parameters": {"type": "object", "properties": {}}},
+    }
+    return Tool(body, schema=schema, **settings)
+
+
+@tool
+def wait(seconds: float, label: str = "done") -> str:
+    """Wait.
+
+    Args:
+        seconds: How long.
+        label: What to say then.
+    """
+    time.sleep(seconds)
+    return label
+
+
+@tool
+async def wait_async(seconds: float, label: str = "done") -> str:
+    """Wait.
+
+    Args:
+        seconds: How long.
+        label: What to say then.
+    """
+    await asyncio.sleep(seconds)
+    return label
+
+
+def warm(*tools):
+    for item in tools:
+        assert item.schema and item.check_arguments({})
+
+
+# -------------------------------------------------------------------- order and concurrency
+
+
+def test_results_come_in_the_order_of_the_calls_whoever_finishes_first():
+    calls = [("wait", {"seconds": 0.2, "label": "a"}), ("wait_async", {"seconds": 0.0, "label": "b"}), ("no", {})]
+    calls += [("wait", {"seconds": 0.0, "label": "d"}), ("wait_async", {"seconds": 0.1, "label": "e"})]
+    results = run([wait, wait_async], *calls)
+    assert [result.content for result in results if not result.is_error] == ["a", "b", "d", "e"]
+    assert [result.call.name for result in results] == ["wait", "wait_async", "no", "wait", "wait_async"]
+
+
+def test_all_calls_of_a_turn_run_at_once():
+    warm(wait, wait_async)
+    for item in (wait, wait_async):
+        started = time.perf_counter()
+        results = run([item], *[(item.name, {"seconds": 0.3})] * 10)
+        assert time.perf_counter() - started < 1.2  # one after another: 3 s
+        assert all(not result.is_error and 0.29 < result.latency_s < 1.2 for result in results)
+
+
+def test_no_more_plain_tools_run_at_once_than_there_are_workers():
+    running, most, lock = [0], [0], threading.Lock()
+
+    def busy():
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.02)
+        with lock:
+            running[0] -= 1
+
+    results = run([make_tool(busy)], *[("t", {})] * 20, max_workers=3)
+    assert most[0] == 3 and not any(result.is_error for result in results)
+
+
+def test_sequential_tools_run_in_the_order_of_the_calls_beside_the_others():
+    seen = []
+
+    @tool(sequential=True)
+    def step(name: str) -> str:
+        """Do a step.
+
+        Args:
+            name: Its name.
+        """
+        time.sleep(0.05 if name == "slow" else 0)
+        seen.append(name)
+        return name
+
+    warm(step, wait)
+    started = time.perf_counter()
+    calls = [("step", {"name": "slow"}), ("wait", {"seconds": 0.3}), ("step", {"name": "fast"})]
+    results = run([step, wait], *calls)
+    assert seen == ["slow", "fast"]
+    assert [result.content for result in results] == ["slow", "done", "fast"]
+    assert time.perf_counter() - started < 0.45 + 0.3
+
+
+def test_context_variables_reach_tools_on_threads():
+    import contextvars
+
+    variable = contextvars.ContextVar("variable", default="unset")
+    variable.set("set")
+    assert run([make_tool(lambda: variable.get())], ("t", {}))[0].content == "set"
+
+
+# -------------------------------------------------------------------- failures
+
+
+def test_an_unknown_tool_is_answered_with_the_names_there_are():
+    (result,) = run([echo], ("ehco", {"text": "a"}))
+    assert result.error is ToolErrorKind.UNKNOWN_TOOL
+    assert "'ehco'" in result.content and "Did you mean 'echo'?" in result.content
+    assert "echo(text: string)" in result.content
+
+
+def test_wrong_arguments_are_answered_with_what_is_wrong_and_the_schema():
+    (result,) = run([echo], ("echo", {"txt": "a"}))
+    assert result.error is ToolErrorKind.INVALID_ARGUMENTS
+    assert "'text' is a required property" in result.content and "'txt' was unexpected" in result.content
+    assert '"properties": {"text": {"type": "string"}}' in result.content
+
+
+def test_the_place_of_a_nested_problem_is_named():
+    @tool
+    def total(prices: list[dict[str, int]]) -> int:
+        """Add prices up.
+
+        Args:
+            prices: The prices.
+        """
+        return sum(price["euro"] for price in prices)
+
+    (result,) = run([total], ("total", {"prices": [{"euro": 1}, {"euro": "two"}]}))
+    assert "'prices'[1]['euro']: 'two' is not of type 'integer'" in result.content
+
+
+def test_arguments_as_a_json_string_are_read():
+    good, broken, no_object = run([echo], *[("echo", text) for text in ('{"text": "a"}', '{"text": "a', "[1]")])
+    assert good.content == "a" and not good.is_error
+    assert broken.error is ToolErrorKind.MALFORMED and "not valid JSON" in broken.content
+    assert no_object.error is ToolErrorKind.INVALID_ARGUMENTS and "JSON object, not list" in no_object.content
+
+
+def test_missing_arguments_mean_none_are_given():
+    assert run([make_tool(lambda: "x")], ("t", None), ("t", ""), ("t", {}))[1].content == "x"
+    assert "'text' is a required property" in run([echo], ("echo", None))[0].content
+
+
+@pytest.mark.parametrize(
+    "call", [5, [], None, "search", {}, {"name": 3}, {"function": []}, {"name": ""}, {"name": " "}]
+)
+def test_what_is_no_call_is_answered_with_how_to_call(call):
+    (result,) = run([echo], call)
+    assert result.error is ToolErrorKind.MALFORMED
+    assert "no tool name" in result.content and "echo(text: string)" in result.content
+
+
+def test_an_exception_becomes_text_with_its_kind_and_message():
+    def fail():
+        raise KeyError("shelf 7")
+
+    (result,) = run([make_tool(fail)], ("t", {}))
+    assert result.error is ToolErrorKind.EXCEPTION
+    assert "KeyError: 'shelf 7'" in result.content and "t()" in result.content
+    assert "Traceback" not in result.content
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), StopIteration(1), asyncio.CancelledError(), Unprintable()]
+    + [TimeoutError("inner"), BaseException("base"), RecursionError("deep"), MemoryError(), StopAsyncIteration()],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_whatever_a_tool_raises_stays_with_its_call(error, is_async):
+    def fail():
+        raise error
+
+    async def fail_async():
+        raise error
+
+    bad = make_tool(fail_async if is_async else fail)
+    outcome = []
+
+    def in_thread():  # where the rollout's loop lives; a KeyboardInterrupt on the main thread would be the user's
+        outcome.extend(run([bad, echo], ("t", {}), ("echo", {"text": "fine"})))
+
+    thread = threading.Thread(target=in_thread)
+    thread.start()
+    thread.join(10)
+    assert [result.error for result in outcome] == [ToolErrorKind.EXCEPTION, None]
+    expected = "RuntimeError" if is_async and isinstance(error, StopIteration) else ""
+    assert (expected or type(error).__name__) in outcome[0].content
+
+
+def test_a_keyboard_interrupt_in_an_async_tool_on_the_main_thread_is_the_users():
+    async def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run([make_tool(interrupted)], ("t", {}))
+
+
+def test_a_tool_without_a_usable_schema_fails_its_call_only():
+    def bare(x): ...
+
+    bad, good = run([bare, echo], ("bare", {"x": 1}), ("echo", {"text": "a"}))
+    assert bad.error is ToolErrorKind.EXCEPTION and "no type hint" in bad.content
+    assert good.content == "a"
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="two are called 'echo'"):
+        ToolExecutor([echo, Tool(len, name="echo")])
+
+
+def test_a_call_without_any_tools_is_told_so():
+    assert "There are no tools" in run([], ("x", {}))[0].content
+
+
+# -------------------------------------------------------------------- time
+
+
+def test_a_call_that_takes_too_long_is_given_up_and_the_others_are_not():
+    release = threading.Event()
+
+    def hang():
+        release.wait(30)
+
+    results = run([make_tool(hang), echo], ("t", {}), ("echo", {"text": "a"}), timeout_s=0.2)
+    release.set()
+    assert results[0].error is ToolErrorKind.TIMEOUT and "took longer than 0.2 s" in results[0].content
+    assert 0.2 <= results[0].latency_s < 2
+    assert results[1].content == "a"
+
+
+def test_an_async_tool_that_swallows_its_cancellation_is_given_up_all_the_same():
+    async def stubborn():
+        for _ in range(100):
+            try:
+                await asyncio.sleep(0.05)
+            except asyncio.CancelledError:
+                pass
+
+    async def main():
+        started = time.perf_counter()
+        results = await ToolExecutor([make_tool(stubborn)], timeout_s=0.1).execute([ToolCall(name="t", arguments={})])
+        return results, time.perf_counter() - started
+
+    loop = asyncio.new_event_loop()
+    results, seconds = loop.run_until_complete(main())
+    assert results[0].error is ToolErrorKind.TIMEOUT and seconds < 1
+
+
+def test_the_tools_own_timeout_comes_before_the_executors():
+    quick = make_tool(lambda: time.sleep(0.3), timeout_s=0.05)
+    assert run([quick], ("t", {}), timeout_s=10)[0].error is ToolErrorKind.TIMEOUT
+    slow = make_tool(lambda: time.sleep(0.2) or "x", timeout_s=5)
+    assert run([slow], ("t", {}), timeout_s=0.05)[0].content == "x"
+
+
+def test_waiting_for_a_free_worker_is_not_the_tools_time():
+    results = run([make_tool(lambda: time.sleep(0.1))], *[("t", {})] * 6, max_workers=1, timeout_s=0.4)
+    assert not any(result.is_error for result in results)
+    assert all(result.latency_s < 2 for result in results)
+
+
+def test_hanging_tools_do_not_use_up_the_workers():
+    release = threading.Event()
+    hang = make_tool(lambda: release.wait(30), timeout_s=0.05)
+    executor = ToolExecutor([hang, echo], max_workers=2)
+
+    async def main():
+        hung = await executor.execute([ToolCall(name="t", arguments={})] * 6)
+        good = await executor.execute([ToolCall(name="echo", arguments={"text": "a"})])
+        return hung, good
+
+    hung, good = asyncio.run(main())
+    release.set()
+    assert all(result.error is ToolErrorKind.TIMEOUT for result in hung)
+    assert good[0].content == "a"
+
+
+def test_a_hanging_tool_does_not_keep_the_interpreter_from_exiting():
+    code = """
+import asyncio, threading
+from agent_r1_trl.tools import Tool, ToolCall, ToolExecutor
+schema = {"type": "function", "function": {"name": "t", "description": "d", "parameters": {"type": "object"}}}
+hang = Tool(lambda: threading.Event().wait(), schema=schema, timeout_s=0.1)
+print(asyncio.run(ToolExecutor([hang]).execute([ToolCall(name="t", arguments={})]))[0].error.value)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout.strip()) == (0, "timeout"), done.stderr
+
+
+def test_cancelling_a_turn_lets_its_calls_go():
+    release = threading.Event()
+    hang = make_tool(lambda: release.wait(30))
+    executor = ToolExecutor([hang, echo], max_workers=1)
+
+    async def main():
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(executor.execute([ToolCall(name="t", arguments={})] * 3), timeout=0.1)
+        return await asyncio.wait_for(executor.execute([ToolCall(name="echo", arguments={"text": "a"})]), timeout=5)
+
+    results = asyncio.run(main())
+    release.set()
+    assert results[0].content == "a"
+
+
+def test_a_plain_function_that_returns_a_coroutine_is_awaited_within_the_time():
+    assert run([make_tool(lambda: asyncio.sleep(0.0, "slept"))], ("t", {}))[0].content == "slept"
+    late = make_tool(lambda: asyncio.sleep(5), timeout_s=0.05)
+    assert run([late], ("t", {}))[0].error is ToolErrorKind.TIMEOUT
+
+
+# -------------------------------------------------------------------- results
+
+
+def test_a_long_result_is_cut_and_says_so():
+    (result,) = run([Tool(echo.fn, max_result_chars=10)], ("echo", {"text": "0123456789abcdef"}))
+    assert result.is_truncated
+    assert result.content == "0123456789\n[truncated: the first 10 of 16 characters are shown]"
+
+
+def test_a_result_of_just_the_limit_is_left_alone():
+    (result,) = run([Tool(echo.fn, max_result_chars=10)], ("echo", {"text": "0123456789"}))
+    assert not result.is_truncated and result.content == "0123456789"
+
+
+def test_a_token_limit_uses_the_tokenizer_it_is_given_and_four_characters_without():
+    limited = Tool(echo.fn, max_result_tokens=3)
+    (exact,) = run([limited], ("echo", {"text": "a b c d e"}), truncate=lambda text, n: " ".join(text.split(" ")[:n]))
+    assert exact.content.startswith("a b c\n[truncated") and exact.is_truncated
+    (guessed,) = run([limited], ("echo", {"text": "x" * 13}))
+    assert guessed.content.startswith("x" * 12 + "\n[truncated")
+
+
+def test_a_huge_result_is_cut_before_anything_reads_it():
+    seen = []
+
+    def truncate(text, max_tokens):
+        seen.append(len(text))
+        return text[:max_tokens]
+
+    huge = make_tool(lambda: "x" * 50_000_000, max_result_tokens=100)
+    (result,) = run([huge], ("t", {}), truncate=truncate)
+    assert result.is_truncated and len(result.content) < 200 and max(seen) <= 10_000
+
+
+class BadRepr:
+    def __str__(self):
+        raise ValueError("cannot be shown")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "(no output)"), ({"a": 1}, '{"a": 1}'), (7, "7"), ("\ud800x", "?x"), (BadRepr(), "cannot be shown")],
+    ids=["None", "dict", "int", "surrogate", "unprintable"],
+)
+def test_results_of_the_wrong_type_become_text(value, text):
+    for body in (lambda: value, lambda: _give(value)):
+        assert text in run([make_tool(body)], ("t", {}))[0].content
+
+
+async def _give(value):
+    return value
+
+
+def test_a_result_that_contains_itself_becomes_text():
+    loop = []
+    loop.append(loop)
+    assert run([make_tool(lambda: loop)], ("t", {}))[0].content == "[[...]]"
+
+
+def test_a_tool_cannot_change_the_recorded_call():
+    @tool
+    def spoil(items: list[int]) -> str:
+        """Empty a list.
+
+        Args:
+            items: The list.
+        """
+        items.clear()
+        return "ok"
+
+    call = ToolCall(name="spoil", arguments={"items": [1, 2]})
+    (result,) = run([spoil], call)
+    assert result.call.arguments == {"items": [1, 2]} and not result.is_error
+
+
+def test_every_result_can_be_encoded_and_recorded():
+    nasty = ToolCall(name="\ud800", arguments={"\udfff": "\ud800"})
+    for result in run([echo], nasty, ToolCall(name="echo", arguments={"text": "\ud800"})):
+        result.content.encode("utf-8")
+        json.dumps(result.content)

@@ -1,0 +1,143 @@
+"""The thread pool: places are bounded, hanging jobs give theirs up, and nothing is lost."""
+
+import asyncio
+import os
+import threading
+import time
+
+import pytest
+
+from agent_r1_trl.tools import DaemonThreadPool, shared_pool
+from agent_r1_trl.tools.pool import JobTimeoutError, PoolExhaustedError
+
+
+def test_it_runs_functions_on_daemon_threads():
+    pool = DaemonThreadPool(2)
+    thread = asyncio.run(pool.run(threading.current_thread))
+    assert thread.daemon and thread is not threading.main_thread()
+
+
+def test_exceptions_come_back_to_the_caller():
+    pool = DaemonThreadPool(1)
+
+    def fail():
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        asyncio.run(pool.run(fail))
+    assert asyncio.run(pool.run(lambda: 5)) == 5
+
+
+def test_a_timeout_error_of_the_job_is_not_the_pools():
+    def fail():
+        raise TimeoutError("inner")
+
+    with pytest.raises(TimeoutError, match="inner"):
+        asyncio.run(DaemonThreadPool(1).run(fail, timeout_s=5))
+    with pytest.raises(JobTimeoutError):
+        asyncio.run(DaemonThreadPool(1).run(lambda: time.sleep(0.5), timeout_s=0.05))
+
+
+def test_threads_are_made_as_needed_and_kept():
+    pool = DaemonThreadPool(8)
+    names = {asyncio.run(pool.run(threading.get_ident)) for _ in range(20)}
+    assert len(names) == 1
+
+
+def test_a_thousand_jobs_all_come_back_in_their_place():
+    async def main():
+        pool = DaemonThreadPool(16)
+        return await asyncio.gather(*[pool.run(lambda number=number: number) for number in range(1000)])
+
+    assert asyncio.run(main()) == list(range(1000))
+
+
+def test_a_queued_job_that_is_cancelled_never_runs():
+    ran = []
+    release = threading.Event()
+
+    async def main():
+        pool = DaemonThreadPool(1)
+        first = asyncio.create_task(pool.run(release.wait))
+        second = asyncio.create_task(pool.run(lambda: ran.append(1)))
+        await asyncio.sleep(0.05)
+        second.cancel()
+        await asyncio.sleep(0)
+        release.set()
+        await first
+        await pool.run(lambda: None)
+
+    asyncio.run(main())
+    assert ran == []
+
+
+def test_abandoned_jobs_are_bounded_and_the_pool_recovers_when_they_return():
+    release = threading.Event()
+
+    async def main():
+        pool = DaemonThreadPool(1, max_abandoned=2)
+        for _ in range(3):  # two spares, then the only place itself
+            with pytest.raises(JobTimeoutError):
+                await pool.run(lambda: release.wait(20), timeout_s=0.02)
+        with pytest.raises(PoolExhaustedError, match="3 earlier calls hang"):
+            await pool.run(lambda: "never")
+        release.set()
+        for _ in range(100):
+            try:
+                return await pool.run(lambda: "again", timeout_s=5)
+            except PoolExhaustedError:
+                await asyncio.sleep(0.02)
+
+    assert asyncio.run(main()) == "again"
+
+
+def test_jobs_that_wait_when_the_last_place_hangs_are_told_so():
+    release = threading.Event()
+
+    async def main():
+        pool = DaemonThreadPool(1, max_abandoned=0)
+        hanging = asyncio.create_task(pool.run(lambda: release.wait(20), timeout_s=0.1))
+        waiting = asyncio.create_task(pool.run(lambda: "never"))
+        return await asyncio.gather(hanging, waiting, return_exceptions=True)
+
+    results = asyncio.run(main())
+    release.set()
+    assert [type(result) for result in results] == [JobTimeoutError, PoolExhaustedError]
+
+
+def test_a_job_that_ends_after_its_loop_was_closed_harms_nobody():
+    pool = DaemonThreadPool(1)
+    release = threading.Event()
+
+    async def main():
+        with pytest.raises(JobTimeoutError):
+            await pool.run(lambda: release.wait(20), timeout_s=0.02)
+
+    asyncio.run(main())
+    release.set()
+    assert asyncio.run(pool.run(lambda: 1)) == 1
+
+
+@pytest.mark.parametrize("max_workers", [0, -1, True, 2.0, None])
+def test_the_number_of_workers_is_checked(max_workers):
+    with pytest.raises(ValueError, match="max_workers="):
+        DaemonThreadPool(max_workers)
+
+
+def test_pools_of_one_size_are_shared_in_the_process():
+    assert shared_pool(7) is shared_pool(7)
+    assert shared_pool(7) is not shared_pool(8)
+
+
+def test_a_forked_child_gets_pools_with_live_threads():
+    asyncio.run(shared_pool(5).run(lambda: 1))
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, str(asyncio.run(shared_pool(5).run(lambda: 42, timeout_s=5))).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    assert os.read(reader, 10) == b"42"

@@ -1,0 +1,224 @@
+"""Schemas: what a model is told about a function, and what the user is told when that is not possible."""
+
+import functools
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, Optional
+
+import jsonschema
+import pytest
+
+from agent_r1_trl.tools import Tool, ToolSchemaError, describe_signature, tool
+from agent_r1_trl.tools.schema import argument_schema, build_schema
+
+
+def book(city: str, nights: int = 1, budget: float | None = None, kind: Literal["hotel", "hostel"] = "hotel") -> str:
+    """Book a room.
+
+    Args:
+        city: Where.
+        nights: How many nights.
+        budget: Most it may cost.
+        kind: What sort of room.
+
+    Returns:
+        A confirmation.
+    """
+    return f"{city} {nights} {budget} {kind}"
+
+
+def with_doc(fn):
+    fn.__doc__ = "Do it.\n\n    Args:\n        x: A thing."
+    return fn
+
+
+def parameters_of(fn) -> dict[str, Any]:
+    return build_schema(fn)["function"]["parameters"]["properties"]
+
+
+def test_the_schema_equals_the_one_trl_shows_to_the_model():
+    from transformers.utils import get_json_schema
+
+    assert Tool(book).schema == get_json_schema(book)
+
+
+def test_a_name_of_ones_own_replaces_the_functions_name():
+    assert Tool(book, name="reserve").schema["function"]["name"] == "reserve"
+    assert Tool(book, description="Reserve a room.").description == "Reserve a room."
+
+
+def test_the_schema_of_a_method_leaves_self_out():
+    class Hotel:
+        def book(self, city: str) -> str:
+            """Book a room.
+
+            Args:
+                city: Where.
+            """
+            return city
+
+    assert list(Tool(Hotel().book).schema["function"]["parameters"]["properties"]) == ["city"]
+    assert list(Tool(Hotel.book).schema["function"]["parameters"]["properties"]) == ["city"]
+
+
+def test_a_partial_offers_only_what_it_has_not_filled_in():
+    described = Tool(functools.partial(book, nights=3))
+    assert described.name == "book"
+    assert "nights" not in described.schema["function"]["parameters"]["properties"]
+    assert described("Oslo") == "Oslo 3 None hotel"
+
+
+def test_a_callable_object_is_a_tool():
+    class Lookup:
+        def __call__(self, key: str) -> str:
+            """Look a key up.
+
+            Args:
+                key: The key.
+            """
+            return key
+
+    described = Tool(Lookup(), name="lookup")
+    assert described.schema["function"]["parameters"]["required"] == ["key"]
+
+
+@pytest.mark.parametrize(
+    ("hint", "schema"),
+    [
+        (list, {"type": "array", "items": {}}),
+        (list[int], {"type": "array", "items": {"type": "integer"}}),
+        (Iterable[str], {"type": "array", "items": {"type": "string"}}),
+        (tuple[str, ...], {"type": "array", "items": {"type": "string"}}),
+        (tuple[str, int], {"type": "array", "prefixItems": [{"type": "string"}, {"type": "integer"}]}),
+        (dict, {"type": "object"}),
+        (dict[str, int], {"type": "object", "additionalProperties": {"type": "integer"}}),
+        (Optional[int], {"type": "integer", "nullable": True}),  # noqa: UP045
+        (int | str, {"type": ["integer", "string"]}),
+        (Annotated[str, "a note"], {"type": "string"}),
+        (Literal["a", "b"], {"type": "string", "enum": ["a", "b"]}),
+        (Any, {}),
+    ],
+)
+def test_type_hints_become_json_types(hint, schema):
+    @with_doc
+    def fn(x): ...
+
+    fn.__annotations__["x"] = hint
+    assert parameters_of(fn)["x"] == {**schema, "description": "A thing."}
+
+
+@pytest.mark.parametrize("hint", [bytes, set, set[str], object, frozenset[int], complex, type, dict[int, str]])
+def test_a_hint_that_json_cannot_express_is_refused_with_the_alternatives(hint):
+    @with_doc
+    def fn(x): ...
+
+    fn.__annotations__["x"] = hint
+    with pytest.raises(ToolSchemaError, match=r"'fn'.*argument 'x'.*(use str, int|write dict\[str)"):
+        build_schema(fn)
+
+
+def test_a_missing_docstring_hint_or_argument_description_names_the_cure():
+    def bare(x: str): ...
+
+    def untyped(x):
+        """Do it.
+
+        Args:
+            x: A thing.
+        """
+
+    def undescribed(x: str):
+        """Do it."""
+
+    with pytest.raises(ToolSchemaError, match=r"'bare'.*no docstring.*write"):
+        build_schema(bare)
+    with pytest.raises(ToolSchemaError, match=r"'untyped': argument 'x' has no type hint: write 'x: str'"):
+        build_schema(untyped)
+    with pytest.raises(ToolSchemaError, match=r"'undescribed'.*'x'.*Args:"):
+        build_schema(undescribed)
+
+
+def test_arguments_that_cannot_be_passed_by_name_are_refused():
+    def stars(*x: str): ...
+
+    def double_stars(**x: str): ...
+
+    def positional(x: str, /): ...
+
+    for fn, word in ((stars, r"\*x"), (double_stars, r"\*\*x"), (positional, "positional-only")):
+        with pytest.raises(ToolSchemaError, match=word):
+            build_schema(with_doc(fn))
+
+
+def test_a_hint_that_names_nothing_is_refused_with_its_name():
+    @with_doc
+    def fn(x: "NoSuchType"): ...  # noqa: F821
+
+    with pytest.raises(ToolSchemaError, match="NoSuchType"):
+        build_schema(fn)
+
+
+@pytest.mark.parametrize("name", ["", "two words", "naïve", "a" * 65, "x\n"])
+def test_names_that_no_template_can_spell_are_refused(name):
+    with pytest.raises(ValueError, match="Tool name"):
+        Tool(book, name=name or "\t")
+
+
+def test_a_lambda_needs_a_name():
+    with pytest.raises(ValueError, match=r"<lambda>.*pass name="):
+        Tool(lambda x: x)
+    assert Tool(lambda x: x, name="identity").name == "identity"
+
+
+def test_a_return_type_that_has_no_schema_is_left_out():
+    def fn() -> tuple[str, ...]:
+        """Give words."""
+        return ("a",)
+
+    assert "return" not in build_schema(fn)["function"]
+
+
+def test_a_hand_written_schema_is_taken_as_it_is_and_checked():
+    schema = {
+        "type": "function",
+        "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+    }
+    assert Tool(lambda: "x", schema=schema).schema == schema
+    broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "strange"}}}
+    with pytest.raises(ToolSchemaError, match="strange"):
+        Tool(lambda: "x", schema=broken)
+    with pytest.raises(ToolSchemaError, match="must be"):
+        Tool(lambda: "x", schema={"name": "f"})
+
+
+def test_nullable_arguments_accept_null_and_unknown_ones_are_refused():
+    strict = argument_schema(Tool(book).schema)
+    jsonschema.validate({"city": "Oslo", "budget": None}, strict)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"city": None}, strict)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"city": "Oslo", "town": "x"}, strict)
+
+
+def test_the_signature_is_one_line_a_model_can_follow():
+    assert describe_signature(Tool(book).schema) == (
+        'book(city: string, nights?: integer, budget?: number | null, kind?: "hotel" | "hostel")'
+    )
+
+
+def test_an_argument_may_be_called_description_or_nullable():
+    @tool
+    def label(description: str, nullable: bool) -> str:
+        """Label it.
+
+        Args:
+            description: The words.
+            nullable: Whether.
+        """
+        return description
+
+    assert label.check_arguments({"description": "x", "nullable": True})[1] == []
+    assert label.check_arguments({"description": "x", "nullable": None})[1] != []
+
+
+def test_the_schema_is_made_once_for_all_tools_of_a_function():
+    assert Tool(book).schema is Tool(book).schema

@@ -1,0 +1,342 @@
+"""The search index: both back ends, any query, any thread, any process."""
+
+import json
+import os
+import pickle
+import sqlite3
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_r1_trl.tools import Passage, SearchIndex, make_search_tool
+from agent_r1_trl.tools.search import STOP_WORDS, query_terms, render_passages
+
+ROWS = [
+    {"id": "no-capital", "title": "Norway: capital", "text": "Oslo is the capital of Norway."},
+    {"id": "no-peak", "title": "Norway: highest point", "text": "Galdhøpiggen, 2,469 m."},
+    {"id": "se-capital", "title": "Sweden: capital", "text": "Stockholm is the capital of Sweden. Norway lies west."},
+    {"id": "es-city", "title": "Málaga", "text": "A port in the south of Spain; running water since 1720."},
+    {"id": "cn-city", "title": "北京", "text": "北京 is the capital of China."},
+    {"id": "band", "title": "The Who", "text": "To be or not to be."},
+]
+
+
+@pytest.fixture(params=["fts5", "tantivy"])
+def backend(request):
+    return request.param
+
+
+@pytest.fixture
+def index(backend, tmp_path):
+    return SearchIndex(ROWS, cache_dir=tmp_path, backend=backend)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("both")
+    return {kind: SearchIndex(ROWS, cache_dir=folder, backend=kind) for kind in ("fts5", "tantivy")}
+
+
+def ids(passages: list[Passage]) -> list[str]:
+    return [passage.id for passage in passages]
+
+
+def test_the_best_passage_comes_first(index):
+    found = index.search("What is the capital of Norway?", k=3)
+    assert ids(found)[0] == "no-capital"
+    assert found[0] == Passage(id="no-capital", title=ROWS[0]["title"], text=ROWS[0]["text"], score=found[0].score)
+    assert [passage.score for passage in found] == sorted((passage.score for passage in found), reverse=True)
+    assert found[0].score > 0
+
+
+def test_a_word_in_the_title_weighs_more_than_one_in_the_text(tmp_path, backend):
+    rows = [
+        {"id": "text", "title": "alpha", "text": "needle beta"},
+        {"id": "title", "title": "needle", "text": "alpha beta"},
+    ]
+    heavy = SearchIndex(rows, cache_dir=tmp_path, backend=backend, title_weight=5.0)
+    light = SearchIndex(rows, cache_dir=tmp_path, backend=backend, title_weight=0.1)
+    assert ids(heavy.search("needle")) == ["title", "text"]
+    assert ids(light.search("needle")) == ["text", "title"]
+
+
+def test_case_accents_and_endings_do_not_matter(index):
+    assert ids(index.search("MALAGA", 1)) == ["es-city"]
+    assert ids(index.search("málaga", 1)) == ["es-city"]
+    assert ids(index.search("capitals of norway", 1)) == ["no-capital"]
+    assert ids(index.search("run", 1)) == ["es-city"]
+
+
+def test_other_scripts_can_be_found(index):
+    assert ids(index.search("北京", 1)) == ["cn-city"]
+
+
+def test_stop_words_count_only_where_nothing_else_is_asked(index):
+    assert query_terms("What is the capital of Norway?") == ["capital", "norway"]
+    assert query_terms("to be or not to be") == ["to", "be", "or", "not"]
+    assert ids(index.search("the who", 1)) == ["band"]
+    assert "capital" not in STOP_WORDS
+
+
+def test_no_more_passages_come_than_were_asked_for(index):
+    assert len(index.search("capital", 2)) == 2
+    assert len(index.search("capital", 100)) == 3
+
+
+def test_nothing_is_found_where_nothing_matches(index):
+    assert index.search("zzzz", 3) == []
+    assert index.search("", 3) == []
+    assert index.search("?!  \n", 3) == []
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        '"capital',
+        "capital OR",
+        "NEAR(capital norway)",
+        "title:capital",
+        "capital*",
+        "^capital",
+        "-capital",
+        "capital AND NOT (",
+        "{capital}",
+        "'; DROP TABLE passages; --",
+        "capital\x00norway",
+        "capital \ud800",
+        "cap+ital:~^[]",
+        "+capital -norway",
+        "capital \\",
+        "x" * 100_000 + " capital",
+        "capital " * 50_000,
+        " ".join(f"w{number}" for number in range(5000)),
+    ],
+)
+def test_no_query_is_a_syntax_error(index, query):
+    assert all(isinstance(passage, Passage) for passage in index.search(query, 3))
+
+
+def test_operators_are_words(index):
+    assert "no-capital" in ids(index.search("title:capital NEAR norway", 3))
+
+
+@settings(max_examples=200, deadline=None)
+@given(query=st.text(max_size=60))
+@pytest.mark.parametrize("kind", ["fts5", "tantivy"])
+def test_any_text_is_a_query(query, kind, both):
+    assert len(both[kind].search(query, 2)) <= 2
+
+
+@pytest.mark.parametrize("k", [0, -1, True, 2.0, None, "3"])
+def test_k_is_checked(index, k):
+    with pytest.raises(ValueError, match="k="):
+        index.search("capital", k)
+
+
+def test_a_query_must_be_a_string(index):
+    with pytest.raises(ValueError, match="query=5"):
+        index.search(5)
+
+
+def test_passages_can_be_fetched_by_id(index):
+    assert index.get("no-peak").text == "Galdhøpiggen, 2,469 m."
+    assert index.get("nothing") is None
+    assert index.get("no-peak' OR 1=1 --") is None
+    assert len(index) == len(ROWS)
+
+
+# -------------------------------------------------------------------- corpora
+
+
+def write_jsonl(path, rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n", encoding="utf-8")
+    return path
+
+
+def test_a_jsonl_file_a_dataset_and_a_list_give_the_same_results(tmp_path, backend):
+    from datasets import Dataset
+
+    corpora = [write_jsonl(tmp_path / "corpus.jsonl", ROWS), Dataset.from_list(ROWS), iter(ROWS)]
+    found = [SearchIndex(corpus, cache_dir=tmp_path, backend=backend).search("capital norway") for corpus in corpora]
+    assert found[0] == found[1] == found[2] and found[0]
+
+
+def test_missing_ids_are_row_numbers_and_titles_may_be_missing(tmp_path, backend):
+    index = SearchIndex([{"text": "one"}, {"text": "two", "title": None}], cache_dir=tmp_path, backend=backend)
+    assert ids(index.search("two")) == ["1"] and index.get("0").title == ""
+
+
+def test_texts_that_no_database_likes_are_stored(tmp_path, backend):
+    rows = [{"id": "a\ud800", "title": "nul\x00title", "text": "needle \ud800 \x00 end"}]
+    index = SearchIndex(rows, cache_dir=tmp_path, backend=backend)
+    assert "needle" in index.search("needle")[0].text
+
+
+@pytest.mark.parametrize(
+    ("rows", "word"),
+    [
+        ([], "no passages"),
+        ([{"contents": "x"}], "row 0: 'text'.*contents.*Rename"),
+        ([{"text": "x"}, {"text": "  "}], "row 1: 'text'"),
+        ([{"text": 5}], "'text'"),
+        ([{"id": 1, "text": "x"}, {"id": "1", "text": "y"}], "'1' occurs twice"),
+        (["text"], "must be a dict"),
+    ],
+)
+def test_a_bad_row_is_named(rows, word, tmp_path):
+    with pytest.raises(ValueError, match=word):
+        SearchIndex(rows, cache_dir=tmp_path)
+
+
+def test_a_bad_line_of_a_file_is_named(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"text": "x"}\n{"text": \n')
+    with pytest.raises(ValueError, match="line 2: not valid JSON"):
+        SearchIndex(path, cache_dir=tmp_path)
+    assert not [name for name in os.listdir(tmp_path / "search") if "tmp" in name or "sqlite" in name]
+
+
+def test_wrong_arguments_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"backend='faiss': must be one of 'fts5', 'tantivy'"):
+        SearchIndex(ROWS, backend="faiss")
+    with pytest.raises(ValueError, match="no such file"):
+        SearchIndex(tmp_path / "missing.jsonl")
+    with pytest.raises(ValueError, match="title_weight=-1"):
+        SearchIndex(ROWS, title_weight=-1)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(ValueError, match="cache_dir="):
+        SearchIndex(ROWS, cache_dir=blocked)
+
+
+def test_a_missing_tantivy_is_explained():
+    code = (
+        "import sys; sys.modules['tantivy'] = None\n"
+        "from agent_r1_trl.tools import SearchIndex\n"
+        "try: SearchIndex([{'text': 'x'}], backend='tantivy', cache_dir=sys.argv[1])\n"
+        "except ValueError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "/tmp/unused"], capture_output=True, text=True, timeout=60)
+    assert "pip install" in done.stdout and "fts5" in done.stdout, done.stderr
+
+
+# -------------------------------------------------------------------- the file on disk
+
+
+def test_an_index_is_built_once_and_found_again(tmp_path, backend, monkeypatch):
+    from agent_r1_trl.tools.search_backends import STORES
+
+    first = SearchIndex(ROWS, cache_dir=tmp_path, backend=backend)
+    monkeypatch.setattr(STORES[backend], "build", None)
+    again = SearchIndex(list(ROWS), cache_dir=tmp_path, backend=backend)
+    assert again.path == first.path and again.search("norway") == first.search("norway")
+
+
+def test_other_content_is_another_index(tmp_path, backend):
+    first = SearchIndex(ROWS, cache_dir=tmp_path, backend=backend)
+    second = SearchIndex([*ROWS[:-1], {**ROWS[-1], "text": "changed"}], cache_dir=tmp_path, backend=backend)
+    assert first.path != second.path
+    assert ids(second.search("changed")) == ["band"]
+
+
+def test_a_damaged_index_is_built_anew(tmp_path):
+    path = SearchIndex(ROWS, cache_dir=tmp_path).path
+    for damage in (b"", b"not a database", path.read_bytes()[:2000]):
+        path.write_bytes(damage)
+        assert ids(SearchIndex(ROWS, cache_dir=tmp_path).search("norway capital", 1)) == ["no-capital"]
+
+
+def test_a_damaged_tantivy_index_is_built_anew(tmp_path):
+    path = SearchIndex(ROWS, cache_dir=tmp_path, backend="tantivy").path
+    (path / "meta.json").write_text("{")
+    assert ids(SearchIndex(ROWS, cache_dir=tmp_path, backend="tantivy").search("norway capital", 1)) == ["no-capital"]
+
+
+def test_processes_that_build_the_same_index_at_once_all_get_it(tmp_path, backend):
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": f"passage number {n}"} for n in range(3000)])
+    code = (
+        "import sys; from agent_r1_trl.tools import SearchIndex\n"
+        "index = SearchIndex(sys.argv[1], cache_dir=sys.argv[2], backend=sys.argv[3])\n"
+        "print(len(index), index.search('passage 2999', 1)[0].id)\n"
+    )
+    command = [sys.executable, "-c", code, str(corpus), str(tmp_path / "cache"), backend]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    for process in running:
+        out, err = process.communicate(timeout=120)
+        assert out.strip() == "3000 2999", err
+    assert len(os.listdir(tmp_path / "cache" / "search")) == 1
+
+
+def test_the_cache_folder_follows_the_environment_variable(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENT_R1_TRL_CACHE", str(tmp_path / "named"))
+    assert SearchIndex(ROWS).path.parent == tmp_path / "named" / "search"
+
+
+def test_many_threads_may_search_at_once(index):
+    expected = {query: index.search(query) for query in ("capital", "norway", "spain port", "be")}
+    failures = []
+
+    def work():
+        for _ in range(50):
+            for query, passages in expected.items():
+                try:
+                    if index.search(query) != passages:
+                        failures.append(query)
+                except Exception as error:
+                    failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_an_index_survives_pickling_and_forking(index):
+    expected = index.search("norway")
+    assert pickle.loads(pickle.dumps(index)).search("norway") == expected
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, b"same" if index.search("norway") == expected else b"other")
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    assert os.read(reader, 10) == b"same"
+
+
+def test_the_index_file_is_never_written_to_after_it_was_built(tmp_path):
+    index = SearchIndex(ROWS, cache_dir=tmp_path)
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        index._store._connection().execute("DELETE FROM passages_ids")
+
+
+# -------------------------------------------------------------------- the tool
+
+
+def test_the_search_tool_shows_numbered_passages(index):
+    search = make_search_tool(index, top_k=2)
+    assert search("capital of norway").split("\n")[0] == "[1] Norway: capital: Oslo is the capital of Norway."
+    assert len(search("capital").split("\n")) == 2
+    assert search.schema["function"]["parameters"]["required"] == ["query"]
+    assert search("zzzz") == "No passage matches. Try other words."
+
+
+def test_the_search_tool_takes_a_name_and_limits(index):
+    search = make_search_tool(index, name="lookup", max_passage_chars=10, timeout_s=3)
+    assert search.name == "lookup" and search.timeout_s == 3
+    assert search("oslo").startswith("[1] Norway: capital: Oslo is th [truncated]")
+    with pytest.raises(ValueError, match="top_k=0"):
+        make_search_tool(index, top_k=0)
+
+
+def test_a_passage_is_one_line():
+    shown = render_passages([Passage(id="a", title="T", text="one\n\n  two\t three")])
+    assert shown == "[1] T: one two three"

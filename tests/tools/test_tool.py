@@ -1,0 +1,164 @@
+"""The Tool object: still a function, and a method where it was defined as one."""
+
+import functools
+import math
+import subprocess
+import sys
+
+import pytest
+
+from agent_r1_trl.tools import Tool, as_tool, render_result, tool
+
+
+@tool
+def shout(text: str, times: int = 1) -> str:
+    """Repeat a text in capitals.
+
+    Args:
+        text: What to shout.
+        times: How often.
+    """
+    return text.upper() * times
+
+
+def test_a_decorated_function_is_still_called_as_a_function():
+    assert shout("a", times=2) == "AA"
+    assert shout.__name__ == "shout"
+    assert "Repeat a text" in shout.__doc__
+
+
+def test_the_decorator_takes_settings():
+    @tool(timeout_s=5, max_result_tokens=7, name="whisper")
+    def speak() -> str:
+        """Speak."""
+        return "x"
+
+    assert (speak.name, speak.timeout_s, speak.max_result_tokens) == ("whisper", 5.0, 7)
+
+
+def test_as_tool_passes_tools_through_and_wraps_functions():
+    assert as_tool(shout) is shout
+    assert as_tool(len).name == "len"
+    with pytest.raises(ValueError, match="is no tool"):
+        as_tool(5)
+    with pytest.raises(ValueError, match="a tool is a function"):
+        as_tool(dict)
+
+
+def test_decorating_twice_or_with_a_value_is_refused():
+    with pytest.raises(ValueError, match="decorated twice"):
+        tool(shout)
+    with pytest.raises(ValueError, match=r"@tool\(5\)"):
+        tool(5)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, math.nan, math.inf, True, "3"])
+def test_a_timeout_must_be_a_positive_number(timeout_s):
+    with pytest.raises(ValueError, match="timeout_s="):
+        Tool(len, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 2.5, True])
+def test_result_limits_must_be_positive_integers(limit):
+    with pytest.raises(ValueError, match="max_result_chars="):
+        Tool(len, max_result_chars=limit)
+    with pytest.raises(ValueError, match="max_result_tokens="):
+        Tool(len, max_result_tokens=limit)
+
+
+def test_a_tool_in_a_class_body_binds_to_its_instance():
+    class Counter:
+        def __init__(self):
+            self.value = 0
+
+        @tool
+        def add(self, number: int) -> str:
+            """Add a number.
+
+            Args:
+                number: How much.
+            """
+            self.value += number
+            return str(self.value)
+
+        @tool
+        @staticmethod
+        def twice(number: int) -> int:
+            """Double a number.
+
+            Args:
+                number: What.
+            """
+            return 2 * number
+
+        @tool
+        @classmethod
+        def whose(cls) -> str:
+            """Name the class."""
+            return cls.__name__
+
+    first, second = Counter(), Counter()
+    assert first.add(2) == "2" and first.add(number=3) == "5" and second.value == 0
+    assert Counter.add.is_method and not first.add.is_method
+    assert first.add.sequential is True and Counter.add.sequential is None
+    assert (first.twice(4), first.whose(), Counter.whose()) == (8, "Counter", "Counter")
+    assert first.add.schema["function"]["parameters"]["required"] == ["number"]
+
+
+def test_arguments_are_checked_against_the_schema_and_never_coerced_silently():
+    assert shout.check_arguments({"text": "a"}) == ({"text": "a"}, [])
+    for wrong in ({}, {"text": 5}, {"text": "a", "times": "2"}, {"text": "a", "times": True}, {"text": "a", "x": 1}):
+        assert shout.check_arguments(wrong)[1], wrong
+    for no_object in ([], "a", 5, None, [["text", "a"]]):
+        assert "JSON object" in shout.check_arguments(no_object)[1][0]
+
+
+def test_a_whole_float_is_an_integer_and_arrives_as_one():
+    checked, problems = shout.check_arguments({"text": "a", "times": 2.0})
+    assert problems == [] and checked["times"] == 2 and isinstance(checked["times"], int)
+
+
+def test_checked_arguments_are_a_copy():
+    given = {"text": "a"}
+    assert shout.check_arguments(given)[0] is not given
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("as it is", "as it is"),
+        (None, "(no output)"),
+        ({"a": [1, None], "ü": True}, '{"a": [1, null], "ü": true}'),
+        ((1, 2), "[1, 2]"),
+        (3.5, "3.5"),
+        (True, "true"),
+        (b"caf\xc3\xa9 \xff", "café \ufffd"),
+        ({1}, "{1}"),
+        ({"when": complex(1, 2)}, '{"when": "(1+2j)"}'),
+        ({(1, 2): "tuple keys are no JSON"}, "{(1, 2): 'tuple keys are no JSON'}"),
+    ],
+)
+def test_return_values_of_any_type_become_text(value, text):
+    assert render_result(value) == text
+
+
+def test_async_functions_are_recognised_through_partials_and_objects():
+    async def fetch(): ...
+
+    class Fetcher:
+        async def __call__(self): ...
+
+    assert Tool(fetch).is_async
+    assert Tool(functools.partial(fetch)).is_async
+    assert Tool(Fetcher()).is_async
+    assert not shout.is_async
+
+
+def test_importing_tools_rewards_and_environments_loads_no_heavy_package():
+    code = (
+        "import sys, agent_r1_trl.tools, agent_r1_trl.rewards, agent_r1_trl.environments\n"
+        "heavy = {'torch', 'transformers', 'trl', 'vllm', 'datasets', 'numpy', 'tantivy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
