@@ -96,12 +96,12 @@ def field(record: dict[str, Any], *path: str) -> str:
     for key in path:
         value = value.get(key, {})
     text = html.unescape(re.sub(r"<[^>]+>", " ", value.get("text", "") if isinstance(value, dict) else ""))
-    return " ".join(text.replace("“", '"').replace("”", '"').replace("’", "'").split())
+    return " ".join(text.replace("\u201c", '"').replace("\u201d", '"').replace("\u2019", "'").split())
 
 
 def first_name(text: str) -> str:
     """A name without its remarks: up to the first bracket, semicolon, colon or alternative."""
-    return re.split(r"\s*[(;:\[]|, | or ", text)[0].strip(" .*")
+    return re.split(r"\s*[(;:\[]|, | or | in [A-Z]", text)[0].strip(" .,*")
 
 
 def point_name(text: str) -> str:
@@ -150,7 +150,14 @@ def read_country(record: dict[str, Any]) -> dict[str, str]:
         "national symbol": first_name(field(record, "Government", "National symbol(s)")),
         "mean elevation": first_name(field(record, "Geography", "Elevation", "mean elevation")),
     }
-    return {relation: value for relation, value in facts.items() if value and len(value) <= MAX_VALUE_CHARS}
+    # Descriptions (`unnamed elevation`), double names (`Atlantic/Indian Oceans`) and long titles stay out.
+    return {
+        relation: value
+        for relation, value in facts.items()
+        if 1 < len(value) <= MAX_VALUE_CHARS
+        and "/" not in value
+        and (relation not in (*KEYS, "largest city") or not value[0].islower())
+    }
 
 
 def read_countries(directory: Path) -> dict[str, dict[str, str]]:
@@ -256,7 +263,7 @@ def question_rows(
 
 
 def is_answerable(row: dict[str, Any], index: SearchIndex, texts: dict[str, dict[str, str]], key_value: str) -> bool:
-    """Whether plain queries find each piece of evidence at rank one, and the question itself does not find the answer."""
+    """Whether plain queries find all evidence at rank one, and the question itself does not find the answer."""
     queries = [f"{row['evidence'][0].split('/')[1].replace('-', ' ')} {key_value}"]
     queries += [f"{e.split('/')[1].replace('-', ' ')} {texts[e]['title']}" for e in row["evidence"][1:]]
     for query, evidence in zip(queries, row["evidence"], strict=True):
