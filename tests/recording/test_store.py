@@ -75,7 +75,12 @@ def test_writes_to_one_step_append(tmp_path, format):
         store.write(1, [two_turns(generation=generation)])
     store.write(2, [two_turns(generation=9)])
     records = list(read_records(tmp_path))
-    assert [(r.step, r.index, r.trajectory.generation) for r in records] == [(1, 0, 0), (1, 1, 1), (1, 2, 2), (2, 0, 9)]
+    assert [(r.step, r.index, r.trajectory.generation) for r in records] == [
+        (1, 0, 0),
+        (1, 1, 1),
+        (1, 2, 2),
+        (2, 0, 9),
+    ]
 
 
 @FORMATS

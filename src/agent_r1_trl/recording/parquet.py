@@ -1,10 +1,10 @@
-"""Trajectories as Parquet: token lists in typed columns, the rest as JSON. A tenth of JSONL's size, fast to filter.
+"""Trajectories as Parquet: token lists in typed columns, the rest as JSON. A sixth of JSONL's size, fast to filter.
 
 prompt -> environment reset -> rollout (policy <-> tools) -> [Trajectory] -> rewards on tokens -> filter
        -> batch -> advantages -> loss -> step -> sync weights -> next rollout
 
-Columns: `step`, `split`, `rank`, `example_id`, `generation`, `stop_reason`, `total_reward`, `outcome_reward`; per token
-`prompt_ids`, `completion_ids`, `action_mask`, `logprobs`, `turn_ids`, `authors`, `token_rewards`, `advantages`;
+Columns: `step`, `split`, `rank`, `example_id`, `generation`, `stop_reason`, `total_reward`, `outcome_reward`; per
+token `prompt_ids`, `completion_ids`, `action_mask`, `logprobs`, `turn_ids`, `authors`, `token_rewards`, `advantages`;
 `messages` (JSON) and `rest` (JSON: every field without a column of its own).
 """
 
@@ -76,7 +76,9 @@ def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     file = pq.ParquetFile(path)
     missing = {*_SCALARS, *_LISTS, "rest"} - set(file.schema_arrow.names)
     if missing:
-        raise ValueError(f"{path}: not a file of recorded trajectories; it has no column {', '.join(sorted(missing))}.")
+        raise ValueError(
+            f"{path}: not a file of recorded trajectories; it has no column {', '.join(sorted(missing))}."
+        )
     for batch in file.iter_batches(batch_size=64):
         for row in batch.to_pylist():
             rest = json.loads(row.pop("rest"))

@@ -134,9 +134,7 @@ class TrajectoryStore:
 # ---------------------------------------------------------------- reading
 
 
-def trajectory_files(
-    path: str | os.PathLike[str], *, step: int | None = None, split: str | None = None
-) -> list[Path]:
+def trajectory_files(path: str | os.PathLike[str], *, step: int | None = None, split: str | None = None) -> list[Path]:
     """The files of a run (its output directory, its folder `trajectories`, or one file), in the order of their steps.
 
     Raises:
@@ -177,7 +175,7 @@ def read_records(
     for file in trajectory_files(path, step=step, split=split):
         match = _NAME.fullmatch(file.name)
         for values in _read_rows(file):
-            record_step = int(values.get("step", match["step"] if match else 0))
+            record_step = int(values.get("step", int(match["step"]) if match else 0))
             record_split = str(values.get("split", "eval" if match and match["split"] else "train"))
             index = counts.get((record_split, record_step), 0)
             counts[(record_split, record_step)] = index + 1

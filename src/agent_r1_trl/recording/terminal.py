@@ -138,12 +138,14 @@ def _messages(trajectory: Trajectory) -> list[RenderableType]:
 
     parts: list[RenderableType] = [_rule("messages (no tokenizer: tokens and mask are not shown)")]
     for message in trajectory.prompt_messages:
-        parts.append(Text(f"{message.get('role')}: {visible(_content(message))}", style="dim"))
+        parts.append(Text(visible(f"{message.get('role')}: {_content(message)}"), style="dim"))
     for index, turn in enumerate(trajectory.turns):
         parts.append(_turn_rule(trajectory, index))
         parts.append(Text(visible(_content(turn.message)), style=STYLES[Author.POLICY]))
         for message in turn.observations:
-            parts.append(Text(f"{message.get('role')}: {visible(_content(message))}", style=STYLES[Author.ENVIRONMENT]))
+            parts.append(
+                Text(visible(f"{message.get('role')}: {_content(message)}"), style=STYLES[Author.ENVIRONMENT])
+            )
     return parts
 
 
@@ -228,9 +230,9 @@ def summary_table(records: Sequence[Record], title: str | None = None) -> Table:
 
 
 def visible(text: str) -> str:
-    """`text` with control characters made visible: a page that contains ESC codes is data, not commands.
+    r"""`text` with control characters made visible: a page that contains ESC codes is data, not commands.
 
-    >>> visible("a\\x1b[31mb\\r\\u202ec")
+    >>> visible("a\x1b[31mb\r\u202ec")
     'a␛[31mb␍⟨U+202E⟩c'
     """
     text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates cannot be printed
@@ -253,7 +255,7 @@ def _content(message: dict[str, Any]) -> str:
 
 
 def _parts(parts: dict[str, float]) -> str:
-    return f" ({', '.join(f'{name} {value:+.3f}' for name, value in parts.items())})" if parts else ""
+    return visible(f" ({', '.join(f'{name} {value:+.3f}' for name, value in parts.items())})") if parts else ""
 
 
 def _num_failures(turn: Turn) -> int:
