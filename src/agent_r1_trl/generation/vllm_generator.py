@@ -113,7 +113,7 @@ class VLLMGenerator(ThreadedGenerator):
             try:
                 with torch.no_grad():
                     self._engine.apply_model(load)
-            except (KeyError, ValueError, AssertionError, RuntimeError) as error:
+            except (AttributeError, KeyError, ValueError, AssertionError, RuntimeError) as error:
                 raise ValueError(
                     f"vLLM could not load the policy's weights ({type(error).__name__}: {error}). "
                     "The engine must run the policy's architecture, vocabulary size included."
