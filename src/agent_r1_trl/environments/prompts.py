@@ -41,7 +41,7 @@ def prompt_messages(example: Any, env_name: str) -> list[Message]:
 
 
 def with_system_message(messages: list[Message], text: str | None) -> list[Message]:
-    """Put a system message first, unless there is one or `text` is None."""
-    if text is None or (messages and messages[0].get("role") == "system"):
+    """Put a system message first, unless there is one or `text` is None or empty."""
+    if not text or (messages and messages[0].get("role") == "system"):
         return messages
     return [{"role": "system", "content": text}, *messages]
