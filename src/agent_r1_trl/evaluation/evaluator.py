@@ -1,0 +1,182 @@
+"""Evaluation: the training rollout, greedy or sampled, on every example of a data set.
+
+prompt -> [environment reset] -> [rollout (policy <-> tools)] -> Trajectory -> [rewards on tokens] -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+    result = evaluate_model("outputs/my-agent", MyEnv, dataset, limits=RolloutLimits(max_turns=4))
+    result.metrics["exact_match"], result.intervals["exact_match"]
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from agent_r1_trl.evaluation.loading import load_agent
+from agent_r1_trl.evaluation.result import EvaluationResult, example_sums
+from agent_r1_trl.generation.base import Generator, SamplingParams
+from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner, derive_seed, example_key
+from agent_r1_trl.trajectory import Trajectory
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def evaluate(
+    generator: Generator,
+    env_factory: Callable[[], Any],
+    chat: ChatFormat,
+    examples: Iterable[Mapping[str, Any]],
+    *,
+    limits: RolloutLimits | None = None,
+    params: SamplingParams = GREEDY,
+    num_generations: int = 1,
+    seed: int = 0,
+    on_trajectory: Callable[[Trajectory], None] | None = None,
+) -> EvaluationResult:
+    """Play every example and score what happened.
+
+    Args:
+        generator: samples turns.
+        env_factory: makes a fresh environment per trajectory. Every number it leaves in `trajectory.info` is a metric.
+        chat: the model's chat format.
+        examples: rows of the data set.
+        limits: the same as in training, for figures that can be compared.
+        params: greedy by default.
+        num_generations: attempts per example; a metric is averaged over them first.
+        seed: of sampling, environments and bootstrap.
+        on_trajectory: called with each trajectory as it ends, from another thread.
+
+    Raises:
+        ValueError: no examples, or `num_generations` below 1.
+        RuntimeError: not one trajectory could be played; says what the first one said.
+    """
+    rows = [dict(example) for example in examples]
+    if not rows:
+        raise ValueError("examples is empty: there is nothing to evaluate. Pass at least one row.")
+    if isinstance(num_generations, bool) or not isinstance(num_generations, int) or num_generations < 1:
+        raise ValueError(f"num_generations={num_generations!r}: must be a whole number >= 1.")
+    limits = limits or RolloutLimits()
+    ids = [example_key(row) for row in rows]
+    requests = [
+        RolloutRequest(
+            example=row,
+            example_id=example_id,
+            generation=generation,
+            seed=derive_seed(seed, -1, example_id, generation),
+            reset_seed=derive_seed(seed, -1, example_id),
+        )
+        for row, example_id in zip(rows, ids, strict=True)
+        for generation in range(num_generations)
+    ]
+    start = time.perf_counter()
+    runner = RolloutRunner(env_factory, generator, chat, limits, params, on_trajectory=on_trajectory)
+    try:
+        trajectories = runner.run(requests)
+    finally:
+        runner.close()
+    _check_some_played(trajectories)
+    groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
+    return EvaluationResult.from_rows(
+        [example_sums(group) for group in groups],
+        example_ids=ids,
+        seed=seed,
+        num_generations=num_generations,
+        trajectories=trajectories,
+        duration_s=time.perf_counter() - start,
+        settings={"temperature": params.temperature, "seed": seed, "limits": vars(limits).copy()},
+    )
+
+
+def evaluate_model(
+    model: Any,
+    env_factory: Callable[[], Any],
+    examples: Iterable[Mapping[str, Any]],
+    *,
+    tokenizer: Any = None,
+    use_vllm: bool = False,
+    limits: RolloutLimits | None = None,
+    dtype: str | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    thinking: str = "keep",
+    max_batch_size: int = 64,
+    trust_remote_code: bool = False,
+    **settings: Any,
+) -> EvaluationResult:
+    """Load a model and evaluate it; on a GPU where there is one.
+
+    Args:
+        model: directory or Hub id of a model or of a PEFT adapter; or a loaded model (then pass `tokenizer`).
+        env_factory: as for `evaluate`.
+        examples: as for `evaluate`.
+        tokenizer: None loads the one saved with the model.
+        use_vllm: sample with vLLM in this process instead of transformers.
+        limits: as for `evaluate`; the model's context is respected as well.
+        dtype: "float32", "bfloat16", ... None: the checkpoint's own on a GPU, float32 on a CPU.
+        chat_template_kwargs: handed to the chat template.
+        thinking: see `ChatFormat`.
+        max_batch_size: rows per forward (transformers).
+        trust_remote_code: run code that comes with the model.
+        **settings: `params`, `num_generations`, `seed`, `on_trajectory` of `evaluate`.
+
+    Raises:
+        ValueError: there is no such model; as for `evaluate`.
+    """
+    name = None if hasattr(model, "parameters") else str(model)
+    if name is not None:
+        # vLLM reads a plain checkpoint itself; an adapter is merged into its base on the way in.
+        model, tokenizer = load_agent(
+            name, dtype=dtype, tokenizer=tokenizer, trust_remote_code=trust_remote_code, to_device=not use_vllm
+        )
+    if tokenizer is None:
+        raise ValueError("tokenizer=None: a loaded model comes without its tokenizer. Pass tokenizer= as well.")
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    chat = ChatFormat(
+        tokenizer,
+        chat_template_kwargs=chat_template_kwargs,
+        thinking=thinking,
+        extra_stop_token_ids=[eos] if isinstance(eos, int) else list(eos or []),
+    )
+    limits = _within_context(limits or RolloutLimits(), model)
+    generator = _make_generator(model, chat, tokenizer, use_vllm, limits, max_batch_size)
+    try:
+        result = evaluate(generator, env_factory, chat, examples, limits=limits, **settings)
+    finally:
+        generator.close()
+    result.settings = {"model": name, "use_vllm": use_vllm, **result.settings}
+    return result
+
+
+def _within_context(limits: RolloutLimits, model: Any) -> RolloutLimits:
+    context = getattr(model.config, "max_position_embeddings", None)
+    if limits.max_model_length is None and isinstance(context, int) and context > 1:
+        return replace(limits, max_model_length=context)
+    return limits
+
+
+def _make_generator(
+    model: Any, chat: ChatFormat, tokenizer: Any, use_vllm: bool, limits: RolloutLimits, max_batch_size: int
+) -> Any:
+    if use_vllm:
+        from agent_r1_trl.generation import VLLMGenerator
+
+        return VLLMGenerator(model, stop_token_ids=chat.stop_token_ids, max_model_len=limits.max_model_length)
+    from agent_r1_trl.generation import TransformersGenerator
+
+    return TransformersGenerator(
+        model,
+        pad_token_id=tokenizer.pad_token_id,
+        stop_token_ids=chat.stop_token_ids,
+        max_batch_size=max_batch_size,
+    )
+
+
+def _check_some_played(trajectories: Sequence[Trajectory]) -> None:
+    if all(trajectory.stop_reason.is_infrastructure_failure for trajectory in trajectories):
+        first = trajectories[0]
+        raise RuntimeError(
+            f"All {len(trajectories)} trajectories failed before the policy could act; the first one with "
+            f"{first.stop_reason.value}: {first.error or 'the prompt leaves no room for a completion'}. Run "
+            "`agent-r1-trl doctor` on this environment and data set."
+        )

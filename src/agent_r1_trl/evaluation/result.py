@@ -1,0 +1,202 @@
+"""What an evaluation found: metrics, each with a 95% bootstrap interval.
+
+prompt -> [environment reset] -> [rollout (policy <-> tools)] -> Trajectory -> [rewards on tokens] -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+A metric is a ratio of two sums over examples (scores and scored attempts; failed calls and calls). The bootstrap draws
+whole examples, so several attempts at one question never count as independent evidence. Trajectories lost to an
+infrastructure failure count in `infrastructure_failure_rate` and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from agent_r1_trl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NAMES = {"em": "exact_match", "valid_answer": "valid_answer_rate"}
+"""Metric names of the `info` keys that `SearchQAEnv` sets; other numeric keys keep their own."""
+NUM_RESAMPLES = 10_000
+"""Of the bootstrap; fewer, never below 1,000, for more than 1,000 examples."""
+
+Row = dict[str, tuple[float, float]]
+"""Metric -> (numerator, denominator) of one trajectory or example."""
+
+
+@dataclass(kw_only=True)
+class EvaluationResult:
+    """What an evaluation found.
+
+    Example:
+        >>> result = EvaluationResult.from_rows([{"f1": (1.0, 1.0)}, {"f1": (0.0, 1.0)}], example_ids=["a", "b"])
+        >>> result.metrics, result.intervals["f1"]
+        ({'f1': 0.5}, (0.0, 1.0))
+    """
+
+    metrics: dict[str, float]
+    intervals: dict[str, tuple[float, float]]
+    """95% percentile bootstrap over examples."""
+    num_examples: int
+    num_generations: int = 1
+    example_ids: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    """Per example: what each metric's two sums are made of."""
+    trajectories: list[Trajectory] = field(default_factory=list)
+    duration_s: float = 0.0
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_rows(cls, rows: list[Row], *, example_ids: list[str], seed: int = 0, **values: Any) -> EvaluationResult:
+        """Metrics and intervals from the sums of each example."""
+        sums = _sums(rows)
+        metrics = {name: _ratio(*pair.sum(axis=0)) for name, pair in sums.items()}
+        return cls(
+            metrics=metrics,
+            intervals=bootstrap_intervals(sums, seed=seed),
+            num_examples=len(rows),
+            example_ids=example_ids,
+            rows=rows,
+            **values,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-serialisable, without trajectories and rows: the metrics, `num_examples`, `intervals`, `settings`."""
+        return {
+            **{name: _finite(value) for name, value in self.metrics.items()},
+            "num_examples": self.num_examples,
+            "num_generations": self.num_generations,
+            "intervals": {name: [_finite(low), _finite(high)] for name, (low, high) in self.intervals.items()},
+            "duration_s": round(self.duration_s, 3),
+            "settings": self.settings,
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as indented JSON."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, default=repr) + "\n"
+
+
+# ---------------------------------------------------------------- from trajectories to sums
+
+
+def trajectory_sums(trajectory: Trajectory) -> Row:
+    """What one trajectory adds to each metric: (numerator, denominator)."""
+    is_lost = trajectory.stop_reason.is_infrastructure_failure
+    lost = {"infrastructure_failure_rate": (float(is_lost), 1.0)}
+    if is_lost:
+        return lost
+    results = trajectory.tool_results
+    sums: Row = {
+        "reward": (trajectory.total_reward, 1.0),
+        "turns": (float(len(trajectory.turns)), 1.0),
+        "tool_calls": (float(len(results)), 1.0),
+        "tool_error_rate": (float(sum(result.is_error for result in results)), float(len(results))),
+        "truncated_rate": (float(trajectory.stop_reason.is_truncated), 1.0),
+        "completion_tokens": (float(len(trajectory.completion_ids)), 1.0),
+        **lost,
+    }
+    scores: Row = {}
+    for key, value in trajectory.info.items():
+        if isinstance(value, bool | int | float) and math.isfinite(value):
+            name = NAMES.get(str(key), str(key))
+            scores[f"info_{name}" if name in sums else name] = (float(value), 1.0)
+    return {**scores, **sums}
+
+
+def example_sums(trajectories: Sequence[Trajectory]) -> Row:
+    """The attempts at one example, added up."""
+    total: dict[str, tuple[float, float]] = {}
+    for trajectory in trajectories:
+        for name, (numerator, denominator) in trajectory_sums(trajectory).items():
+            before = total.get(name, (0.0, 0.0))
+            total[name] = (before[0] + numerator, before[1] + denominator)
+    return total
+
+
+# ---------------------------------------------------------------- intervals
+
+
+def bootstrap_intervals(
+    sums: Mapping[str, np.ndarray], *, seed: int = 0, level: float = 0.95
+) -> dict[str, tuple[float, float]]:
+    """Percentile intervals of ratios of sums.
+
+    Args:
+        sums: metric -> (N, 2) numerators and denominators per example, the same N for all.
+        seed: of the draws.
+        level: of the interval.
+    """
+    import numpy as np
+
+    if not sums:
+        return {}
+    stacked = np.concatenate(list(sums.values()), axis=1)  # (N, 2M)
+    drawn = np.concatenate([counts @ stacked for counts in _resamples(len(stacked), seed)])  # (R, 2M)
+    tail = (1 - level) / 2
+    intervals = {}
+    for index, name in enumerate(sums):
+        numerator, denominator = drawn[:, 2 * index], drawn[:, 2 * index + 1]
+        ratios = numerator[denominator > 0] / denominator[denominator > 0]
+        low, high = np.quantile(ratios, [tail, 1 - tail]) if len(ratios) else (math.nan, math.nan)
+        intervals[name] = (float(low), float(high))
+    return intervals
+
+
+def difference(
+    before: EvaluationResult, after: EvaluationResult, *, seed: int = 0
+) -> dict[str, tuple[float, float, float]]:
+    """(after - before, low, high) per metric; the bootstrap is paired: both results see the same draw of examples.
+
+    Raises:
+        ValueError: the two results are about different examples.
+    """
+    import numpy as np
+
+    if before.example_ids != after.example_ids:
+        raise ValueError("The two results are about different examples; a paired difference needs the same ones.")
+    first, second = _sums(before.rows), _sums(after.rows)
+    names = [name for name in first if name in second]
+    stacked = np.concatenate([pairs[name] for name in names for pairs in (first, second)], axis=1)  # (N, 4M)
+    drawn = np.concatenate([counts @ stacked for counts in _resamples(len(stacked), seed)])  # (R, 4M)
+    changes = {}
+    for index, name in enumerate(names):
+        one, two = drawn[:, 4 * index : 4 * index + 2], drawn[:, 4 * index + 2 : 4 * index + 4]  # (R, 2)
+        usable = (one[:, 1] > 0) & (two[:, 1] > 0)
+        draws = two[usable, 0] / two[usable, 1] - one[usable, 0] / one[usable, 1]
+        low, high = np.quantile(draws, [0.025, 0.975]) if len(draws) else (math.nan, math.nan)
+        changes[name] = (after.metrics[name] - before.metrics[name], float(low), float(high))
+    return changes
+
+
+def _resamples(num: int, seed: int) -> Iterator[np.ndarray]:
+    """How often each of `num` examples is drawn, (chunk, num), in chunks that bound the memory."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    left = min(NUM_RESAMPLES, max(1_000, NUM_RESAMPLES * 1_000 // num))
+    while left > 0:
+        size = min(left, max(1, 2_000_000 // num))
+        yield rng.multinomial(num, np.full(num, 1.0 / num), size=size)
+        left -= size
+
+
+def _sums(rows: Sequence[Row]) -> dict[str, np.ndarray]:
+    """Metric -> (N, 2); an example without the metric adds nothing."""
+    import numpy as np
+
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return {name: np.array([row.get(name, (0.0, 0.0)) for row in rows], dtype=float) for name in names}
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return float(numerator) / float(denominator) if denominator else math.nan
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
