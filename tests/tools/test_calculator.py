@@ -1,6 +1,7 @@
 """The calculator: arithmetic and nothing else, however it is asked."""
 
 import ast
+import contextlib
 import math
 import time
 
@@ -129,10 +130,8 @@ def test_the_reason_is_said(expression, word):
 )
 def test_nothing_that_can_be_written_takes_long(expression):
     started = time.perf_counter()
-    try:
+    with contextlib.suppress(ValueError):
         assert math.isfinite(calculate(expression))
-    except ValueError:
-        pass
     assert time.perf_counter() - started < 0.5
 
 
@@ -168,7 +167,5 @@ def test_it_agrees_with_python_wherever_it_answers(expression):
 @settings(max_examples=300, deadline=None)
 @given(st.text(alphabet="0123456789+-*/%^()., eE_sqrtmaxpi[]'\"\\:;=\n", max_size=60))
 def test_any_text_gives_a_finite_number_or_a_value_error(text):
-    try:
+    with contextlib.suppress(ValueError):
         assert math.isfinite(calculate(text))
-    except ValueError:
-        pass

@@ -1,6 +1,7 @@
 """The executor: calls run at once, within limits, and every failure is text that helps."""
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -201,8 +202,11 @@ class Unprintable(Exception):
 
 @pytest.mark.parametrize(
     "error",
-    [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), StopIteration(1), asyncio.CancelledError(), Unprintable()]
-    + [TimeoutError("inner"), BaseException("base"), RecursionError("deep"), MemoryError(), StopAsyncIteration()],
+    [
+        *(SystemExit(3), KeyboardInterrupt(), GeneratorExit(), StopIteration(1), asyncio.CancelledError()),
+        *(TimeoutError("inner"), BaseException("base"), RecursionError("deep"), MemoryError(), StopAsyncIteration()),
+        Unprintable(),
+    ],
     ids=lambda error: type(error).__name__,
 )
 @pytest.mark.parametrize("is_async", [False, True])
@@ -271,10 +275,8 @@ def test_a_call_that_takes_too_long_is_given_up_and_the_others_are_not():
 def test_an_async_tool_that_swallows_its_cancellation_is_given_up_all_the_same():
     async def stubborn():
         for _ in range(100):
-            try:
+            with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.05)
-            except asyncio.CancelledError:
-                pass
 
     async def main():
         started = time.perf_counter()

@@ -64,6 +64,17 @@ def test_a_word_in_the_title_weighs_more_than_one_in_the_text(tmp_path, backend)
     assert ids(light.search("needle")) == ["text", "title"]
 
 
+def test_words_that_are_everywhere_do_not_count_beside_rarer_ones(tmp_path):
+    rows = [
+        {"id": str(n), "text": f"Countries number {n % 100} {'needle' if n == 4321 else 'hay'}"} for n in range(6000)
+    ]
+    index = SearchIndex(rows, cache_dir=tmp_path)
+    assert index._store._frequent == {"countri", "number", "hai"}
+    assert ids(index.search("country needles", 5)) == ["4321"]
+    assert len(index.search("country", 5)) == 5
+    assert len(index.search("countries 21", 100)) == 60
+
+
 def test_case_accents_and_endings_do_not_matter(index):
     assert ids(index.search("MALAGA", 1)) == ["es-city"]
     assert ids(index.search("málaga", 1)) == ["es-city"]

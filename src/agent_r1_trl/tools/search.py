@@ -25,7 +25,7 @@ from typing import Any
 from agent_r1_trl.tools.base import Tool
 from agent_r1_trl.tools.search_backends import STORES, DamagedIndexError, Row, Store, encode_row
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_QUERY_TERMS = 64
 _STOP_WORDS_TEXT = """
 a about after all also am an and any are as at be been before being but by can could did do does doing down for

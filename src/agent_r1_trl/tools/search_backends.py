@@ -9,6 +9,7 @@ at the same time cannot see half of it. Afterwards it is only read, from any thr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,6 +22,11 @@ from typing import Any, Protocol
 
 Row = tuple[str, str, str]
 """id, title, text"""
+
+
+TOKENIZER = "porter unicode61 remove_diacritics 2"
+FREQUENT_SHARE = 0.2
+MIN_ROWS_FOR_FREQUENT_WORDS = 5000
 
 
 class DamagedIndexError(RuntimeError):
@@ -55,8 +61,10 @@ class FTS5Store:
         self.path = path
         self._title_weight = title_weight
         self._local = threading.local()
+        self._known_terms: dict[str, bool] = {}
         try:
             self._num_rows = int(self._connection().execute("SELECT count(*) FROM passages_ids").fetchone()[0])
+            self._frequent = {word for (word,) in self._connection().execute("SELECT word FROM frequent_words")}
             self.search(["a"], 1)
         except sqlite3.DatabaseError as error:
             raise DamagedIndexError(str(error)) from error
@@ -69,16 +77,20 @@ class FTS5Store:
         try:
             connection.executescript(
                 "PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; BEGIN;"
-                "CREATE VIRTUAL TABLE passages USING fts5("
-                "title, text, tokenize='porter unicode61 remove_diacritics 2');"
+                f"CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize='{TOKENIZER}');"
                 "CREATE TABLE passages_ids (id TEXT PRIMARY KEY, number INTEGER) WITHOUT ROWID;"
                 "CREATE TABLE passages_by_number (number INTEGER PRIMARY KEY, id TEXT);"
+                "CREATE TABLE frequent_words (word TEXT PRIMARY KEY);"
             )
             for number, (identifier, title, text) in enumerate(rows, start=1):
                 connection.execute("INSERT INTO passages(rowid, title, text) VALUES (?, ?, ?)", (number, title, text))
                 connection.execute("INSERT INTO passages_ids VALUES (?, ?)", (identifier, number))
                 connection.execute("INSERT INTO passages_by_number VALUES (?, ?)", (number, identifier))
             connection.execute("INSERT INTO passages(passages) VALUES ('optimize')")
+            connection.executemany(
+                "INSERT OR IGNORE INTO frequent_words VALUES (?)",
+                ((word,) for word in cls._frequent_words(connection)),
+            )
             connection.execute("COMMIT")
             connection.close()
             os.replace(temporary, path)
@@ -86,8 +98,19 @@ class FTS5Store:
             connection.close()
             temporary.unlink(missing_ok=True)
 
+    @staticmethod
+    def _frequent_words(connection: sqlite3.Connection) -> list[str]:
+        """Stems in more than a fifth of many passages: they decide little, and cost a score for each of these."""
+        (num_rows,) = connection.execute("SELECT count(*) FROM passages_ids").fetchone()
+        if num_rows < MIN_ROWS_FOR_FREQUENT_WORDS:
+            return []
+        connection.execute("CREATE VIRTUAL TABLE temp.vocabulary USING fts5vocab(main, passages, row)")
+        found = connection.execute("SELECT term FROM temp.vocabulary WHERE doc > ?", (num_rows * FREQUENT_SHARE,))
+        return [word for (word,) in found]
+
     def search(self, terms: Sequence[str], k: int) -> list[tuple[Row, float]]:
         """The best `k` rows with their scores, ties in the order of the corpus."""
+        terms = [term for term in terms if not self._is_frequent(term)] or terms
         # Each term is a quoted string, in which FTS5 knows no operators; quotes cannot occur in a term.
         query = " OR ".join(f'"{term}"' for term in terms)
         # The inner query picks the k rows first: joining before LIMIT would fetch the text of every match.
@@ -100,6 +123,23 @@ class FTS5Store:
             (self._title_weight, query, k),
         )
         return [((identifier, title, text), -score) for identifier, title, text, score in found]
+
+    def _is_frequent(self, term: str) -> bool:
+        if not self._frequent:
+            return False
+        if term not in self._known_terms:
+            if len(self._known_terms) > 100_000:
+                self._known_terms.clear()
+            self._known_terms[term] = bool(self._frequent & set(self._stems(term)))
+        return self._known_terms[term]
+
+    def _stems(self, term: str) -> list[str]:
+        """What the index's own tokenizer makes of a word: only sqlite knows, so it indexes the word in memory."""
+        with contextlib.closing(sqlite3.connect(":memory:")) as memory:
+            memory.execute(f"CREATE VIRTUAL TABLE word USING fts5(text, tokenize='{TOKENIZER}')")
+            memory.execute("CREATE VIRTUAL TABLE stems USING fts5vocab(word, row)")
+            memory.execute("INSERT INTO word VALUES (?)", (term,))
+            return [stem for (stem,) in memory.execute("SELECT term FROM stems")]
 
     def get(self, identifier: str) -> Row | None:
         """The row with this id."""

@@ -1,0 +1,53 @@
+"""Weighted sums of rewards, with their parts."""
+
+import math
+
+import pytest
+
+from agent_r1_trl.rewards import compose, exact_match, f1_score
+
+
+def test_the_parts_add_up_to_the_reward():
+    reward = compose({"em": (exact_match, 2.0), "f1": f1_score})
+    total, parts = reward("the city of Paris", "Paris")
+    assert parts == {"em": 0.0, "f1": 0.5} and total == 0.5
+    assert reward("Paris", "Paris") == (3.0, {"em": 2.0, "f1": 1.0})
+
+
+def test_keyword_arguments_reach_the_functions():
+    assert compose({"a": lambda x, y=0: x + y})(1, y=2)[0] == 3.0
+
+
+def test_booleans_count_as_one_and_zero():
+    assert compose({"a": (lambda: True, 0.5)})() == (0.5, {"a": 0.5})
+
+
+@pytest.mark.parametrize("value", [None, "x", math.nan, math.inf, [1]])
+def test_a_reward_that_is_no_finite_number_is_named(value):
+    with pytest.raises(ValueError, match="reward 'broken' returned"):
+        compose({"broken": lambda: value})()
+
+
+def test_an_exception_in_a_reward_function_is_not_swallowed():
+    def fail():
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        compose({"a": fail})()
+
+
+async def asynchronous():
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    "parts", [{}, None, [exact_match], {"a": 5}, {"a": (exact_match, math.nan)}, {"a": (exact_match, "2")}]
+)
+def test_bad_parts_are_refused(parts):
+    with pytest.raises(ValueError, match="compose"):
+        compose(parts)
+
+
+def test_async_functions_are_refused():
+    with pytest.raises(ValueError, match="plain function"):
+        compose({"a": asynchronous})
