@@ -29,16 +29,21 @@ _WORDS = (
     "🙂🚀",
     "e\u0301",
     "x\ny",
-    "\t",
+    "a\tb",
     '"quoted"',
     "{",
     "}}",
     "\\n",
     "'",
     "0.1",
-    "<b>",
 )
-_VALUES: tuple[Any, ...] = ("", 7, -1.5, True, [1, [2, {"deep": "ü"}]], {"inner": {"list": ["a", {"b": 1}]}})
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "integer": (0, 7, -12),
+    "number": (0.5, -3, 2),
+    "boolean": (True, False),
+    "array": ([], [1, 2], ["a", ["ü"]]),
+    "object": ({}, {"inner": {"list": ["a", {"b": 1}]}}, {"deep": {"er": {"still": "é"}}}),
+}
 
 
 @dataclass
@@ -157,9 +162,9 @@ def _calls(
     calls = []
     for index in range(1 if is_plain else rng.choice([1, 1, 2, 3])):
         schema = rng.choice(list(tools))["function"]
-        names = list(schema.get("parameters", {}).get("properties", {})) or ["query"]
-        values = {name: "x" if is_plain else rng.choice([_word(rng), *_VALUES]) for name in names}
-        function = {"name": schema["name"], "arguments": {**values, names[0]: "x" if is_plain else _word(rng)}}
+        properties = schema.get("parameters", {}).get("properties", {}) or {"query": {}}
+        values = {name: "x" if is_plain else _value(rng, spec) for name, spec in properties.items()}
+        function = {"name": schema["name"], "arguments": values}
         calls.append({"type": "function", "id": f"call_{number}_{index}", "function": function})
     try:
         chat.encode_reply(_assistant(calls))
@@ -173,6 +178,11 @@ def _assistant(calls: list[dict[str, Any]]) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
+def _value(rng: random.Random, spec: Any) -> Any:
+    kind = spec.get("type") if isinstance(spec, dict) else None
+    return rng.choice(_VALUES[kind]) if isinstance(kind, str) and kind in _VALUES else _word(rng)
+
+
 def _word(rng: random.Random) -> str:
     return rng.choice(_WORDS)
 
@@ -180,7 +190,9 @@ def _word(rng: random.Random) -> str:
 def _text(chat: ChatFormat, rng: random.Random) -> str:
     """Unicode, JSON and every control token of the format, spelled out."""
     spellings = list(chat.encoder.control_ids) or [""]
-    parts = [rng.choice([_word(rng), rng.choice(spellings), json.dumps(rng.choice(_VALUES))]) for _ in range(6)]
+    parts = [
+        rng.choice([_word(rng), rng.choice(spellings), json.dumps(rng.choice(_VALUES["object"]))]) for _ in range(6)
+    ]
     return "result " + " ".join(parts) + " end"
 
 
@@ -255,7 +267,7 @@ def _check_closings(chart: Chart, chat: ChatFormat, trajectory: Trajectory) -> N
 def _check_words(chart: Chart, chat: ChatFormat, scene: _Scene, trajectory: Trajectory) -> None:
     """Every observation must arrive word for word (or as a JSON string) between its turn and the next."""
     for turn, following, told in zip(trajectory.turns, trajectory.turns[1:], scene.observations, strict=False):
-        text = _folded(chat.tokenizer.decode(trajectory.completion_ids[turn.end : following.start]))
+        text = _folded(chat.encoder.to_text(trajectory.completion_ids[turn.end : following.start]))
         for observation in told:
             words = _folded(observation["content"])
             if words not in text and json.dumps(words, ensure_ascii=False)[1:-1] not in text:

@@ -20,6 +20,7 @@ from agent_r1_trl.environments.check import check_env
 from agent_r1_trl.environments.check.report import Report
 from agent_r1_trl.environments.check.tools import check_tools, read_tools
 from agent_r1_trl.rollout import ChatFormat
+from agent_r1_trl.rollout.errors import ChatFormatError
 
 # Examples whose prompts are counted.
 _NUM_PROMPTS = 64
@@ -151,9 +152,10 @@ def _check_prompts(
             return
         try:
             lengths.append(len(chat.encode_prompt(messages, schemas or None)))
-        except ValueError as error:
-            problem, cure = getattr(error, "problem", str(error)), getattr(error, "cure", "")
-            chart.error("prompts", problem, cure)
+        except ChatFormatError as error:
+            chart.error("prompts", error.problem, error.cure)
+            return
+        except Exception:  # no messages at all: check_env's business as well
             return
     longest, limit = max(lengths), subject.max_length
     if limit is not None and longest >= limit:

@@ -100,7 +100,7 @@ def check_tokenizer(chart: Chart, subject: Subject, chat: ChatFormat) -> None:
             f"The end-of-turn token {', '.join(plain)} is no special token: it stays in decoded answers.",
             f"tokenizer.add_special_tokens({{'additional_special_tokens': {plain}}})",
         )
-    lost = [text for text in _PROBES if tokenizer.decode(chat.encoder.encode(text)) != text]
+    lost = [text for text in _PROBES if chat.encoder.to_text(chat.encoder.encode(text)) != text]
     if lost:
         chart.warning(
             "tokenizer",

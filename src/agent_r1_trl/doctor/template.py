@@ -109,9 +109,35 @@ def _check_prompt(chart: Chart, chat: ChatFormat) -> None:
 
 def _check_appending(chart: Chart, chat: ChatFormat, tools: Sequence[Schema] | None) -> None:
     """Prompt + reply + observation + reply + ... must be what the template renders for the whole conversation."""
+    thinks = "</think>" in chat.chat_template
+    begun = chat.encoder.to_text(chat.encode_prompt([{"role": "user", "content": "."}]))
+    is_thought_forced = thinks and begun.rstrip().endswith("</think>")
+    for thought in ("", "because") if thinks and not is_thought_forced else ("",):
+        difference, is_in_observation = _first_difference(chat, tools, thought)
+        if difference and (is_in_observation or not thinks):
+            chart.error(
+                "chat template",
+                f"Not prefix preserving: {difference}.",
+                "The text of a message must not depend on its place or on what follows. Pass a training template as "
+                "chat_template (TRL ships qwen3_training, qwen2_5_training and more).",
+            )
+            return
+    # With a forced opener only turns with a thought can agree; `difference` is theirs.
+    if difference:
+        chart.warning(
+            "chat template",
+            f"The template changes thoughts once something follows: {difference}. Rollouts keep what was sampled, so "
+            "the policy is trained on conversations that a server with this template does not show it.",
+            "Pass a template that keeps thoughts as chat_template, and serve the model with it.",
+        )
+
+
+def _first_difference(chat: ChatFormat, tools: Sequence[Schema] | None, thought: str) -> tuple[str, bool]:
+    """Where appended and rendered ids part ("" if nowhere), and whether in what the environment or template says."""
     name = tools[0]["function"]["name"] if tools else "look_up"
     conversation: list[Message] = [{"role": "user", "content": "first"}]
     ids = chat.encode_prompt(conversation, tools)
+    difference = ""
     for number in range(3):
         message: Message = {"role": "assistant", "content": f"answer {number}"}
         observation: Message = {"role": "user", "content": f"next {number}"}
@@ -119,29 +145,28 @@ def _check_appending(chart: Chart, chat: ChatFormat, tools: Sequence[Schema] | N
             call = {"type": "function", "id": f"{number}", "function": {"name": name, "arguments": {"query": "x"}}}
             message = {"role": "assistant", "content": "", "tool_calls": [call]}
             observation = {"role": "tool", "name": name, "tool_call_id": f"{number}", "content": f"result {number}"}
-        if "</think>" in chat.chat_template and chat.chat_template_kwargs.get("enable_thinking") is not False:
-            message["reasoning_content"] = "because"
-        ids += chat.encode_reply(message)
-        ids += chat.encode_observations(message, [observation], tools)[0]
+        if thought:
+            message["reasoning_content"] = thought
+        delta = chat.encode_observations(message, [observation], tools)[0]
+        ids += chat.encode_reply(message) + delta
         conversation += [message, observation]
         whole = chat.encode_conversation(conversation, tools, generation_prompt=True)
         appended = chat.canonical(ids)
-        if appended != whole:
+        if appended == whole:
+            continue
+        if whole[-len(delta) :] != delta:
+            mine, theirs = chat.encoder.to_text(delta), chat.encoder.to_text(whole[-len(delta) :])
+            return f"a rollout appends {mine!r} where the template renders {theirs!r}", True
+        if not difference:
             pairs = zip(appended, whole, strict=False)
             place = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(appended), len(whole)))
-            mine, theirs = (chat.tokenizer.decode(side[max(0, place - 5) : place + 10]) for side in (appended, whole))
-            chart.error(
-                "chat template",
-                f"Not prefix preserving: after turn {number} a rollout has {mine!r} where the template renders "
-                f"{theirs!r}.",
-                "The text of a message must not depend on its place or on what follows. Pass a training template as "
-                "chat_template (TRL ships qwen3_training, qwen2_5_training and more).",
-            )
-            return
+            mine, theirs = (chat.encoder.to_text(side[max(0, place - 5) : place + 10]) for side in (appended, whole))
+            difference = f"after turn {number} a rollout has {mine!r} where the template renders {theirs!r}"
+    return difference, False
 
 
 def _check_tools_are_shown(chart: Chart, chat: ChatFormat, tools: Sequence[Schema]) -> None:
-    text = chat.tokenizer.decode(chat.encode_prompt([{"role": "user", "content": "."}], tools))
+    text = chat.encoder.to_text(chat.encode_prompt([{"role": "user", "content": "."}], tools))
     for schema in tools:
         function = schema["function"]
         parts = [function["name"], *function.get("parameters", {}).get("properties", {})]

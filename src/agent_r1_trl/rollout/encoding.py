@@ -140,7 +140,7 @@ class TextEncoder:
 
         A spelling that the policy composed out of ordinary tokens is hidden.
         """
-        text = self._decode(token_ids)
+        text = self.to_text(token_ids)
         num_sampled = sum(token_id in self._control_id_set for token_id in token_ids)
         if len(self._control_re.findall(text)) == num_sampled:
             return text
@@ -148,13 +148,14 @@ class TextEncoder:
         run: list[int] = []
         for token_id in token_ids:
             if token_id in self._control_id_set:
-                pieces += [self.hide(self._decode(run)), self._decode([token_id])]
+                pieces += [self.hide(self.to_text(run)), self.to_text([token_id])]
                 run = []
             else:
                 run.append(token_id)
-        return "".join([*pieces, self.hide(self._decode(run))])
+        return "".join([*pieces, self.hide(self.to_text(run))])
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
+    def to_text(self, token_ids: Sequence[int]) -> str:
+        """The characters that ids spell, control tokens included, nothing hidden and nothing tidied up."""
         if not token_ids:
             return ""
         return str(

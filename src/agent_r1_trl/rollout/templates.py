@@ -20,18 +20,22 @@ from agent_r1_trl.rollout.errors import ChatFormatError
 
 _RESERVED = {"tokenize", "add_generation_prompt", "chat_template", "tools", "return_dict", "continue_final_message"}
 
+_CALLING = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+}
+# Renderings that a revision must share with a template of TRL's to count as the same.
 _PROBES: tuple[list[dict[str, Any]], ...] = (
     [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
+    [{"role": "user", "content": "u"}, _CALLING],
     [
         {"role": "user", "content": "u"},
         {"role": "assistant", "content": "a", "reasoning_content": "r"},
         {"role": "user", "content": "v"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
-        },
+        _CALLING,
         {"role": "tool", "name": "f", "content": "t"},
+        {"role": "assistant", "content": "b", "reasoning_content": "r"},
     ],
 )
 _TOOL = {
@@ -67,10 +71,10 @@ def choose_chat_template(tokenizer: Any, requested: str | None, trl: Any) -> tup
     if not _supports_tools(carrier, trl):
         return template, False
     preserves = _preserves_prefixes(carrier, trl)
-    if preserves and _ends_turns(carrier):
+    if preserves and _ends_turns(carrier) and _keeps_thoughts(carrier):
         return template, True
     training = _training_variant(carrier, trl)
-    if training is None and preserves:
+    if preserves and (training is None or not _is_better(_with_template(tokenizer, training), carrier)):
         return template, True
     if training is None:
         raise ChatFormatError(
@@ -194,21 +198,30 @@ def _training_variant(carrier: Any, trl: Any) -> str | None:
 def _same_rendering(carrier: Any) -> str | None:
     """A template of TRL's that renders the probe conversations as the carrier's does (publishers revise theirs)."""
     mine = _renderings(carrier)
+    if not any(mine):
+        return None
     for name, source in _shipped().items():
-        if not name.endswith("_training") and _renderings(_with_template(carrier, source)) == mine:
+        if not name.endswith("_training") and _renderings(_with_template(carrier, source), like=mine) == mine:
             return source
     return None
 
 
-def _renderings(carrier: Any) -> list[str] | None:
-    try:
-        return [
-            carrier.apply_chat_template(probe, tools=tools, tokenize=False, add_generation_prompt=True)
-            for probe in _PROBES
-            for tools in (None, [_TOOL])
-        ]
-    except Exception:  # whatever a template raises, it does not render these conversations
-        return None
+def _renderings(carrier: Any, like: list[str | None] | None = None) -> list[str | None]:
+    """What the probes are rendered to, None where the template refuses; stops at the first that is not as in `like`."""
+    found: list[str | None] = []
+    for probe in _PROBES:
+        for length in range(1, len(probe) + 1):
+            for tools, prompted in ((None, False), ([_TOOL], True)):
+                try:
+                    text = carrier.apply_chat_template(
+                        probe[:length], tools=tools, tokenize=False, add_generation_prompt=prompted
+                    )
+                except Exception:  # templates raise what they like
+                    text = None
+                found.append(text)
+                if like is not None and like[len(found) - 1] != text:
+                    return found
+    return found
 
 
 # ---------------------------------------------------------------- checks
@@ -235,6 +248,24 @@ def _ends_turns(carrier: Any) -> bool:
         return not carrier.apply_chat_template(turn, tokenize=False).endswith("said")
     except Exception:  # templates raise what they like
         return False
+
+
+def _keeps_thoughts(carrier: Any) -> bool:
+    """Whether a turn with a thought stays as it is when a user message follows (TRL's check looks at tools only)."""
+    turns = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "said", "reasoning_content": "thought"},
+        {"role": "user", "content": "v"},
+    ]
+    try:
+        alone = carrier.apply_chat_template(turns[:2], tokenize=False)
+        return bool(carrier.apply_chat_template(turns, tokenize=False).startswith(alone))
+    except Exception:  # templates raise what they like
+        return False
+
+
+def _is_better(training: Any, carrier: Any) -> bool:
+    return _ends_turns(training) and (_keeps_thoughts(training) or not _ends_turns(carrier))
 
 
 def _own_template(tokenizer: Any) -> str | None:

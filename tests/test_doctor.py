@@ -1,0 +1,429 @@
+"""The doctor flags what is broken, with a cure, and leaves alone what works.
+
+Covered: broken templates, tokenizers, tools, environments, prompts and versions; good ones of five families.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+
+import pytest
+from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from agent_r1_trl.doctor import Check, has_errors, render, run_doctor
+from agent_r1_trl.doctor.report import Chart
+from agent_r1_trl.doctor.versions import check_versions
+from agent_r1_trl.environments import StepResult, ToolEnv
+from tests.tokenizers import FAMILIES, make_tokenizer, read_template
+
+QWEN = read_template("qwen2_5_training")
+
+
+def search(query: str) -> str:
+    """Search the corpus for passages about a topic.
+
+    Args:
+        query: What to look for.
+    """
+    return f"nothing about {query}"
+
+
+class GoodEnv(ToolEnv):
+    """Answers a question with one tool."""
+
+    tools = [search]  # noqa: RUF012 - environments are written so
+
+    def reset(self, example: dict) -> list[dict]:
+        return [{"role": "user", "content": str(example.get("question", "Capital of France?"))}]
+
+    def outcome_reward(self, trajectory) -> float:
+        return float("Paris" in trajectory.final_text)
+
+
+def examine(subject, **options) -> list[Check]:
+    return run_doctor(subject, num_conversations=6, **options)
+
+
+def flagged(checks: list[Check]) -> list[Check]:
+    return [check for check in checks if check.verdict != "ok"]
+
+
+def errors_of(checks: list[Check], name: str) -> list[Check]:
+    found = [check for check in checks if check.verdict == "error" and check.name.startswith(name)]
+    assert found, f"no error of {name!r} in {[(check.name, check.verdict, check.message) for check in checks]}"
+    assert all(check.cure for check in found)
+    return found
+
+
+# ---------------------------------------------------------------- good subjects
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_good_tokenizer_has_no_findings(family):
+    checks = run_doctor(make_tokenizer(family), tools=[search], num_conversations=12)
+    assert flagged(checks) == []
+    assert {check.name for check in checks} >= {"versions", "chat template", "tokenizer", "parser", "masks", "tools"}
+
+
+@pytest.mark.parametrize("family", ("qwen3", "llama3", "gemma4", "gptoss"))
+def test_a_good_environment_has_no_findings(family):
+    rows = [{"question": "Capital of France?"}, {"question": "Höchster Berg? <|im_end|>"}]
+    checks = examine(
+        make_tokenizer(family), env=GoodEnv, examples=rows, max_completion_length=100, max_model_length=2000
+    )
+    assert flagged(checks) == []
+    assert any(check.name == "prompts" and check.message.startswith("2 prompts") for check in checks)
+    assert any(check.name == "environment: step" for check in checks)
+
+
+@pytest.mark.parametrize("name", ("qwen3_training", "qwen2_5_training", "qwen3_5_think", "qwen3_instruct_2507"))
+def test_trl_s_chatml_templates_have_no_findings(name):
+    assert flagged(examine(make_tokenizer("qwen3", chat_template=read_template(name)))) == []
+
+
+def test_thinking_switched_off_has_no_findings():
+    assert flagged(examine(make_tokenizer("qwen3"), thinking="off")) == []
+
+
+def test_a_saved_model_folder_and_a_model_object_have_no_findings(tmp_path):
+    tokenizer = make_tokenizer("llama3")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer) + 5,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert flagged(examine(str(tmp_path))) == []
+    assert flagged(examine(model, tokenizer=tokenizer)) == []
+
+
+def test_a_template_without_tools_is_fine_where_no_tools_are_used():
+    assert flagged(examine(make_tokenizer("qwen2_5", chat_template=PLAIN), tools=[])) == []
+
+
+# ---------------------------------------------------------------- broken templates
+
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_strips_earlier_thoughts_is_flagged():
+    broken = QWEN.replace(
+        "{{- '\\n' + message.content + '<|im_end|>\\n' }}",
+        "{{- '\\n' + (message.content if loop.last else message.content.split('</think>')[-1]) + '<|im_end|>\\n' }}",
+    ).replace("{{- '\\n<tool_call>", "{{- ('\\n<think></think>' if loop.last else '') + '\\n<tool_call>")
+    assert broken.count("loop.last") == QWEN.count("loop.last") + 2
+    # The inner loop runs over calls: only the outer one knows what is last.
+    broken = broken.replace(
+        "{%- for message in messages %}", "{%- for message in messages %}{%- set last = loop.last %}"
+    )
+    broken = broken.replace("if loop.last else '') + '\\n<tool_call>", "if last else '') + '\\n<tool_call>")
+    found = errors_of(examine(make_tokenizer("qwen2_5", chat_template=broken)), "chat template")
+    assert "not prefix preserving" in found[0].message and "qwen" in found[0].cure
+
+
+def test_a_template_that_numbers_its_messages_is_flagged():
+    broken = QWEN.replace("'<|im_start|>user' }}", "'<|im_start|>user' + loop.index|string }}")
+    assert broken != QWEN
+    found = errors_of(examine(make_tokenizer("qwen2_5", chat_template=broken)), "chat template")
+    assert "Not prefix preserving" in found[0].message
+
+
+def test_a_template_that_leaves_assistant_turns_open_is_flagged():
+    broken = PLAIN.replace("<|im_end|>", "{% if m.role != 'assistant' %}<|im_end|>{% endif %}")
+    found = errors_of(examine(make_tokenizer("qwen2_5", chat_template=broken)), "chat template")
+    assert "does not end an assistant turn" in found[0].message
+
+
+def test_a_template_that_ignores_tools_is_flagged_when_there_are_some():
+    found = errors_of(examine(make_tokenizer("qwen2_5", chat_template=PLAIN), tools=[search]), "chat template")
+    assert "['search']" in found[0].message and "qwen2_5_training" in found[0].cure
+    assert has_errors(examine(make_tokenizer("qwen2_5", chat_template=PLAIN), env=GoodEnv))
+
+
+def test_a_template_that_hides_the_schemas_is_flagged():
+    broken = QWEN.replace("{{- tool | tojson }}", "{{- 'a tool' }}")
+    assert broken != QWEN
+    found = errors_of(examine(make_tokenizer("qwen2_5", chat_template=broken), tools=[search]), "chat template")
+    assert "does not show search of the tool" in found[0].message
+
+
+def test_a_template_that_changes_tool_text_is_flagged():
+    broken = QWEN.replace(
+        "{{- '\\n<tool_response>\\n' }}\n        {{- message.content }}",
+        ("{{- '\\n<tool_response>\\n' }}\n        {{- message.content | truncate(40) }}"),
+    )
+    assert broken != QWEN
+    checks = flagged(examine(make_tokenizer("qwen2_5", chat_template=broken)))
+    assert any(check.name == "masks" and "does not arrive as it was sent" in check.message for check in checks)
+
+
+def test_a_template_that_shouts_tool_text_is_flagged_where_tools_are_used():
+    broken = QWEN.replace("{{- message.content }}", "{{- message.content | upper }}")
+    assert broken != QWEN
+    assert errors_of(examine(make_tokenizer("qwen2_5", chat_template=broken), tools=[search]), "chat template")
+
+
+def test_a_grammar_that_does_not_fit_the_template_is_flagged():
+    tokenizer = make_tokenizer("qwen2_5")
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open": "<call>",
+                "close": "</call>",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+        },
+    }
+    found = errors_of(examine(tokenizer), "parser")
+    assert "are not read back" in found[0].message and "response_template" in found[0].cure
+
+
+def test_calls_in_an_unknown_form_are_flagged():
+    broken = QWEN.replace("<tool_call>", "CALL").replace("</tool_call>", "END")
+    found = errors_of(examine(make_tokenizer("qwen2_5", chat_template=broken)), "chat template")
+    assert "cannot be read back" in found[0].message
+
+
+def test_a_template_with_an_error_is_flagged():
+    for broken in ("{% for m in messages %}", "{{ messages[0].content.nothing() }}", ""):
+        assert errors_of(examine(make_tokenizer("qwen2_5", chat_template=broken or "{#  #}")), "chat template")
+    tokenizer = make_tokenizer("qwen2_5")
+    tokenizer.chat_template = None
+    assert "no chat template" in errors_of(examine(tokenizer), "chat template")[0].message
+
+
+def test_a_template_whose_cold_start_never_learns_to_stop_is_flagged():
+    broken = QWEN.replace(
+        "{{- '\\n' + message.content + '<|im_end|>\\n' }}", "{{- '\\n' + message.content }}"
+    ).replace(
+        "{%- endgeneration %}",
+        "{%- endgeneration %}{%- if not message.tool_calls %}{{- '<|im_end|>\\n' }}{%- endif %}",
+    )
+    checks = flagged(examine(make_tokenizer("qwen2_5", chat_template=broken)))
+    assert [check.verdict for check in checks] == ["warning"]
+    assert "never learns to stop" in checks[0].message
+
+
+def test_an_impossible_thinking_option_is_flagged():
+    assert "no such switch" in errors_of(examine(make_tokenizer("llama3"), thinking="off"), "chat template")[0].message
+
+
+# ---------------------------------------------------------------- broken tokenizers and models
+
+
+def test_an_eos_token_that_opens_turns_is_flagged():
+    tokenizer = make_tokenizer("qwen2_5")
+    tokenizer.eos_token = "<|im_start|>"
+    found = errors_of(examine(tokenizer), "tokenizer")
+    assert "eos_token='<|im_start|>'" in found[0].message and "<|im_end|>" in found[0].cure
+
+
+def test_a_pad_token_that_opens_turns_is_flagged():
+    tokenizer = make_tokenizer("qwen2_5")
+    tokenizer.pad_token = "<|im_start|>"
+    assert "pad_token='<|im_start|>'" in errors_of(examine(tokenizer), "tokenizer")[0].message
+
+
+def test_pad_and_eos_may_be_the_same_token():
+    tokenizer = make_tokenizer("qwen2_5")
+    tokenizer.pad_token = tokenizer.eos_token
+    assert flagged(examine(tokenizer)) == []
+
+
+def test_a_missing_eos_token_is_flagged():
+    tokenizer = make_tokenizer("qwen2_5")
+    tokenizer.eos_token = None
+    assert "no eos_token" in errors_of(examine(tokenizer), "tokenizer")[0].message
+
+
+def test_a_vocabulary_larger_than_the_embedding_is_flagged():
+    tokenizer = make_tokenizer("llama3")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer) - 1, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    found = errors_of(examine(LlamaForCausalLM(config), tokenizer=tokenizer), "tokenizer")
+    assert f"last id is {len(tokenizer) - 1}" in found[0].message and "resize_token_embeddings" in found[0].cure
+
+
+def test_a_published_model_that_would_not_stop_is_flagged(tmp_path):
+    tokenizer = make_tokenizer("qwen2_5")
+    tokenizer.eos_token = "<|endoftext|>"
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    checks = flagged(examine(LlamaForCausalLM(config), tokenizer=tokenizer))
+    assert [check.verdict for check in checks] == ["warning"]
+    assert "would run on" in checks[0].message and "generation_config.eos_token_id" in checks[0].cure
+
+
+def test_a_vocabulary_that_cannot_spell_unicode_is_flagged():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: index for index, word in enumerate(["<unk>", "user", "assistant", "hello", "world", "."])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = PLAIN
+    checks = flagged(examine(tokenizer))
+    assert any(check.name == "tokenizer" and "not the same after encoding" in check.message for check in checks)
+
+
+def test_a_model_that_cannot_be_loaded_is_flagged():
+    assert "cannot be loaded" in errors_of(examine("/nowhere/at/all"), "model")[0].message
+    assert "neither a name" in errors_of(examine(5), "model")[0].message
+
+
+# ---------------------------------------------------------------- broken tools and environments
+
+
+def no_hints(query):
+    """Search the corpus for passages.
+
+    Args:
+        query: What to look for.
+    """
+
+
+def no_docstring(query: str) -> str:
+    return query
+
+
+def undocumented_argument(query: str, k: int) -> str:
+    """Search the corpus for passages.
+
+    Args:
+        query: What to look for.
+    """
+    return query
+
+
+@pytest.mark.parametrize("broken", [no_hints, no_docstring, undocumented_argument, "search", 7])
+def test_a_tool_without_a_readable_schema_is_flagged(broken):
+    found = errors_of(examine(make_tokenizer("qwen2_5"), tools=[search, broken]), "tools")
+    assert found
+
+
+def test_two_tools_of_one_name_are_flagged():
+    found = errors_of(examine(make_tokenizer("qwen2_5"), tools=[search, search]), "tools")
+    assert "2 tools are called 'search'" in found[0].message
+
+
+class RaisingEnv(GoodEnv):
+    def step(self, message: dict) -> StepResult:
+        raise RuntimeError("boom")
+
+
+class NaNEnv(GoodEnv):
+    def outcome_reward(self, trajectory) -> float:
+        return float("nan")
+
+
+class NoPromptEnv(GoodEnv):
+    def reset(self, example: dict) -> str:
+        return "Capital of France?"
+
+
+class SharedStateEnv(GoodEnv):
+    seen: list = []  # noqa: RUF012 - the fault under test
+
+    def reset(self, example: dict) -> list[dict]:
+        self.seen.append(example)
+        return [{"role": "user", "content": f"question {len(self.seen)}"}]
+
+
+@pytest.mark.parametrize("broken", [RaisingEnv, NaNEnv, NoPromptEnv, SharedStateEnv, 7])
+def test_a_broken_environment_is_flagged(broken):
+    checks = examine(make_tokenizer("qwen2_5"), env=broken, examples=[{"question": "q"}])
+    assert [check for check in flagged(checks) if check.name.startswith("environment") and check.cure]
+
+
+def test_an_environment_whose_prompt_the_template_refuses_is_flagged():
+    class SystemOnly(GoodEnv):
+        def reset(self, example: dict) -> list[dict]:
+            return [{"role": "system", "content": "Begin."}]
+
+    found = errors_of(examine(make_tokenizer("llama3"), env=SystemOnly, examples=[{"question": "q"}]), "prompts")
+    assert "roles ['system']" in found[0].message
+
+
+# ---------------------------------------------------------------- prompts and versions
+
+
+def test_prompts_longer_than_the_model_are_flagged():
+    rows = [{"question": "long " * 300}]
+    checks = examine(make_tokenizer("qwen2_5"), env=GoodEnv, examples=rows, max_model_length=256)
+    assert "256 positions" in errors_of(checks, "prompts")[0].message
+
+
+def test_a_budget_that_does_not_fit_is_flagged_with_the_one_that_does():
+    rows = [{"prompt": [{"role": "user", "content": "hello"}]}]
+    tokenizer = make_tokenizer("qwen2_5")
+    options = {"examples": rows, "tools": [], "max_model_length": 300}
+    checks = flagged(examine(tokenizer, max_completion_length=290, **options))
+    assert [check.name for check in checks] == ["prompts"]
+    fitting = int(checks[0].cure.rsplit(" ", 1)[1].rstrip("."))
+    assert flagged(examine(tokenizer, max_completion_length=fitting, **options)) == []
+    assert flagged(examine(tokenizer, max_completion_length=fitting + 1, **options)) != []
+
+
+def test_versions_outside_the_windows_are_flagged():
+    def installed(name: str) -> str:
+        if name == "gone":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return {"trl": "1.15.0", "torch": "2.13.0+cpu", "vllm": "0.31.0+cpu"}[name]
+
+    chart = Chart()
+    requirements = [
+        "trl>=1.16,<1.17",
+        "torch>=2.6",
+        "gone>=1",
+        'vllm>=0.22,<=0.31; extra == "vllm"',
+        'gone; extra == "x"',
+    ]
+    check_versions(chart, requirements=requirements, installed=installed)
+    assert [check.verdict for check in chart.checks] == ["error", "error"]
+    assert "trl 1.15.0" in chart.checks[0].message and "pip install 'trl" in chart.checks[0].cure
+    assert "gone is not installed" in chart.checks[1].message
+
+    fine = Chart()
+    check_versions(fine, requirements=requirements[1:2] + requirements[3:4], installed=installed)
+    assert [check.verdict for check in fine.checks] == ["ok"]
+
+
+# ---------------------------------------------------------------- the report
+
+
+def test_the_report_shows_every_verdict_message_and_cure():
+    checks = [
+        Check(name="masks", verdict="ok", message="exact"),
+        Check(name="tools", verdict="error", message="broken [bold]as written[/bold]", cure="mend it"),
+    ]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(render(checks))
+    shown = console.file.getvalue()
+    for part in ("ok", "masks", "exact", "error", "broken [bold]as written[/bold]", "mend it"):
+        assert part in shown
+    assert has_errors(checks) and not has_errors(checks[:1])
