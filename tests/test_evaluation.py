@@ -1,0 +1,326 @@
+"""Evaluation: metrics by hand, intervals against formulas and a naive loop, models and adapters from disk."""
+
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+
+from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.evaluation import (
+    EvaluationResult,
+    bootstrap_intervals,
+    difference,
+    evaluate,
+    evaluate_model,
+    load_agent,
+)
+from agent_r1_trl.evaluation.result import example_sums, trajectory_sums
+from agent_r1_trl.generation import SamplingParams, ScriptedGenerator
+from agent_r1_trl.rollout import ChatFormat, RolloutLimits
+from agent_r1_trl.tools import tool
+from agent_r1_trl.trajectory import StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
+from tests.tokenizers import make_tokenizer
+
+
+def played(*, turns=1, results=(), reward=0.0, reason=StopReason.DONE, **info) -> Trajectory:
+    """A trajectory without tokens: metrics read turns, results, reward, stop reason and info."""
+    calls = [ToolResult(call=ToolCall(name="f", arguments={}), content="", error=error) for error in results]
+    items = [Turn(start=0, end=0, message={"role": "assistant"}) for _ in range(turns)]
+    if items:
+        items[0].tool_results = calls
+    return Trajectory(
+        prompt_messages=[],
+        prompt_ids=[],
+        completion_ids=[],
+        action_mask=[],
+        logprobs=[],
+        turn_ids=[],
+        authors=[],
+        turns=items,
+        stop_reason=reason,
+        outcome_reward=reward,
+        info=info,
+    )
+
+
+def result_of(values, name="exact_match", **settings) -> EvaluationResult:
+    rows = [{name: (float(value), 1.0)} for value in values]
+    return EvaluationResult.from_rows(rows, example_ids=[str(i) for i in range(len(rows))], **settings)
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def test_metrics_of_three_trajectories_by_hand():
+    trajectories = [
+        played(turns=3, results=[None, ToolErrorKind.TIMEOUT], reward=1.0, em=1.0, f1=1.0, valid_answer=1.0),
+        played(turns=1, reward=-1.0, em=0.0, f1=0.5, valid_answer=0.0, reason=StopReason.MAX_TURNS),
+        played(turns=2, results=[None, None], reward=-1.0, em=0.0, f1=0.0, valid_answer=1.0, score=7, solved=True),
+    ]
+    rows = [example_sums([item]) for item in trajectories]
+    metrics = EvaluationResult.from_rows(rows, example_ids=["a", "b", "c"]).metrics
+    expected = {
+        "exact_match": 1 / 3,
+        "f1": 0.5,
+        "valid_answer_rate": 2 / 3,
+        "score": 7.0,
+        "solved": 1.0,
+        "reward": -1 / 3,
+        "turns": 2.0,
+        "tool_calls": 4 / 3,
+        "tool_error_rate": 1 / 4,
+        "truncated_rate": 1 / 3,
+        "completion_tokens": 0.0,
+        "infrastructure_failure_rate": 0.0,
+    }
+    assert metrics == pytest.approx(expected)
+
+
+def test_what_is_no_finite_number_in_info_is_no_metric():
+    sums = trajectory_sums(played(em=1.0, prediction="Oslo", gold=["Oslo"], nan=math.nan, none=None))
+    assert "exact_match" in sums and not {"prediction", "gold", "nan", "none"} & set(sums)
+
+
+def test_an_info_key_cannot_hide_a_metric():
+    sums = trajectory_sums(played(turns=2, reward=0.0, **{"tool_calls": 99}))
+    assert sums["tool_calls"] == (0.0, 1.0) and sums["info_tool_calls"] == (99.0, 1.0)
+
+
+def test_a_trajectory_that_was_lost_counts_as_lost_and_nowhere_else():
+    lost = played(turns=0, reason=StopReason.ENVIRONMENT_ERROR)
+    rows = [example_sums([played(em=1.0)]), example_sums([lost])]
+    metrics = EvaluationResult.from_rows(rows, example_ids=["a", "b"]).metrics
+    assert metrics["exact_match"] == 1.0 and metrics["turns"] == 1.0
+    assert metrics["infrastructure_failure_rate"] == 0.5
+
+
+def test_without_a_tool_call_there_is_no_error_rate():
+    result = EvaluationResult.from_rows([example_sums([played()])], example_ids=["a"])
+    assert math.isnan(result.metrics["tool_error_rate"])
+    assert json.loads(result.to_json())["tool_error_rate"] is None
+
+
+# ---------------------------------------------------------------- intervals
+
+
+def test_intervals_of_a_proportion_are_those_of_the_normal_approximation():
+    low, high = result_of([1] * 120 + [0] * 180).intervals["exact_match"]
+    half = 1.96 * math.sqrt(0.4 * 0.6 / 300)
+    assert low == pytest.approx(0.4 - half, abs=0.005)
+    assert high == pytest.approx(0.4 + half, abs=0.005)
+
+
+def test_intervals_agree_with_a_naive_bootstrap_of_a_ratio():
+    rng = random.Random(0)
+    pairs = [(float(rng.randint(0, calls)), float(calls)) for calls in (rng.randint(0, 5) for _ in range(60))]
+    naive = []
+    for _ in range(4000):
+        drawn = rng.choices(pairs, k=60)
+        naive.append(sum(n for n, _ in drawn) / sum(d for _, d in drawn))
+    low, high = bootstrap_intervals({"tool_error_rate": np.array(pairs)})["tool_error_rate"]
+    assert (low, high) == pytest.approx(tuple(np.quantile(naive, [0.025, 0.975])), abs=0.02)
+
+
+def test_attempts_at_one_example_are_no_independent_evidence():
+    """Four attempts that always agree say no more than one."""
+    values = [1] * 40 + [0] * 60
+    once = result_of(values).intervals["exact_match"]
+    rows = [{"exact_match": (4.0 * value, 4.0)} for value in values]
+    four = EvaluationResult.from_rows(rows, example_ids=[""] * 100).intervals["exact_match"]
+    assert four == once
+
+
+def test_intervals_depend_on_the_seed_only():
+    values = [0.3, 0.9, 0.1, 0.7] * 10
+    assert result_of(values).intervals == result_of(values).intervals
+    assert result_of(values).intervals != result_of(values, seed=1).intervals
+
+
+def test_thousands_of_examples_give_a_narrow_interval():
+    values = np.random.default_rng(0).random(8_000)
+    low, high = bootstrap_intervals({"reward": np.stack([values, np.ones(8_000)], axis=1)})["reward"]
+    assert low < values.mean() < high and high - low < 0.016
+
+
+def test_the_difference_is_paired():
+    before = result_of([0, 0, 1, 1] * 25)
+    after = result_of([1, 0, 1, 1] * 25)
+    change, low, high = difference(before, after)["exact_match"]
+    assert change == pytest.approx(0.25)
+    half = 1.96 * math.sqrt(0.25 * 0.75 / 100)  # the per-example change is 0 or 1
+    assert (low, high) == pytest.approx((0.25 - half, 0.25 + half), abs=0.015)
+
+
+def test_a_difference_between_other_examples_is_refused():
+    other = EvaluationResult.from_rows([{"f1": (1.0, 1.0)}], example_ids=["x"])
+    with pytest.raises(ValueError, match="different examples"):
+        difference(result_of([1], name="f1"), other)
+
+
+def test_the_dictionary_is_flat_and_json():
+    record = json.loads(result_of([1, 0], settings={"seed": 0}, num_generations=2).to_json())
+    assert record["exact_match"] == 0.5 and record["num_examples"] == 2 and record["num_generations"] == 2
+    assert record["intervals"]["exact_match"] == [0.0, 1.0]
+    assert "trajectories" not in record and "rows" not in record
+
+
+# ---------------------------------------------------------------- rollouts
+
+
+class Adder(ToolEnv):
+    """Add two numbers."""
+
+    @tool
+    def add(self, a: int, b: int) -> str:
+        """Add.
+
+        Args:
+            a: First.
+            b: Second.
+        """
+        return str(a + b)
+
+    def outcome_reward(self, trajectory):
+        is_right = trajectory.final_text.strip() == self.example["answer"]
+        trajectory.info["em"] = float(is_right)
+        return float(is_right)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer("qwen3")
+
+
+@pytest.fixture(scope="module")
+def chat(tokenizer):
+    return ChatFormat(tokenizer)
+
+
+ROWS = [{"id": f"q{i}", "prompt": f"1 + {i}?", "answer": "3"} for i in range(4)]
+
+
+def scripted(tokenizer, chat) -> ScriptedGenerator:
+    def ids(text):
+        return tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
+
+    call = ids('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>')
+    return ScriptedGenerator([call, ids("3")], stop_token_ids=chat.stop_token_ids)
+
+
+def test_every_example_is_played_greedily_as_often_as_asked(tokenizer, chat):
+    seen = []
+    generator = scripted(tokenizer, chat)
+    result = evaluate(generator, Adder, chat, ROWS, num_generations=2, seed=5, on_trajectory=seen.append)
+    assert [(t.example_id, t.generation) for t in result.trajectories] == [
+        (f"q{i}", generation) for i in range(4) for generation in range(2)
+    ]
+    assert len(seen) == 8 and result.num_examples == 4 and result.example_ids == ["q0", "q1", "q2", "q3"]
+    assert {request.params for request in generator.requests} == {SamplingParams(temperature=0.0)}
+    assert len({t.seed for t in result.trajectories}) == 8
+    assert result.metrics["exact_match"] == 1.0 and result.metrics["turns"] == 2.0
+    assert result.metrics["tool_calls"] == 1.0 and result.metrics["tool_error_rate"] == 0.0
+    assert result.settings["temperature"] == 0.0 and result.settings["limits"]["max_turns"] == 8
+
+
+def test_limits_hold_in_evaluation(tokenizer, chat):
+    result = evaluate(scripted(tokenizer, chat), Adder, chat, ROWS, limits=RolloutLimits(max_turns=1))
+    assert result.metrics["turns"] == 1.0 and result.metrics["truncated_rate"] == 1.0
+    assert result.metrics["exact_match"] == 0.0
+
+
+def test_nothing_to_evaluate_is_an_error(tokenizer, chat):
+    with pytest.raises(ValueError, match="examples is empty"):
+        evaluate(scripted(tokenizer, chat), Adder, chat, [])
+    with pytest.raises(ValueError, match="num_generations=0"):
+        evaluate(scripted(tokenizer, chat), Adder, chat, ROWS, num_generations=0)
+
+
+def test_when_every_environment_fails_the_first_error_is_said(tokenizer, chat):
+    class Broken(Adder):
+        def reset(self, example):
+            raise OSError("the server is down")
+
+    with pytest.raises(RuntimeError, match=r"All 4 trajectories failed.*the server is down"):
+        evaluate(scripted(tokenizer, chat), Broken, chat, ROWS)
+
+
+# ---------------------------------------------------------------- models on disk
+
+
+@pytest.fixture(scope="module")
+def model_folder(tokenizer, tmp_path_factory):
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=600,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+LIMITS = RolloutLimits(max_turns=2, max_tokens_per_turn=5, max_completion_length=2000)
+
+
+def test_a_saved_model_is_evaluated_within_its_context(model_folder):
+    result = evaluate_model(model_folder, Adder, ROWS[:2], limits=LIMITS)
+    assert result.num_examples == 2 and result.settings["model"] == str(model_folder)
+    assert result.settings["limits"]["max_model_length"] == 600
+    assert all(0 < t.num_action_tokens <= 10 for t in result.trajectories)
+
+
+def test_greedy_evaluation_repeats_itself(model_folder):
+    runs = [evaluate_model(model_folder, Adder, ROWS[:2], limits=LIMITS) for _ in range(2)]
+    first, second = ([t.completion_ids for t in run.trajectories] for run in runs)
+    assert first == second
+
+
+def test_an_adapter_directory_samples_from_the_adapter(model_folder, tokenizer, tmp_path):
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    base, _ = load_agent(str(model_folder))
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=1.0)
+    model.save_pretrained(tmp_path)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    expected = model(ids).logits
+    loaded, loaded_tokenizer = load_agent(str(tmp_path))  # the tokenizer is the base model's
+    assert torch.allclose(loaded(ids).logits, expected, atol=1e-5)
+    assert not torch.allclose(load_agent(str(model_folder))[0](ids).logits, expected, atol=1e-2)
+    assert loaded_tokenizer.chat_template == tokenizer.chat_template
+    adapted = evaluate_model(tmp_path, Adder, ROWS[:1], limits=LIMITS)
+    merged = evaluate_model(loaded.merge_and_unload(), Adder, ROWS[:1], tokenizer=tokenizer, limits=LIMITS)
+    plain = evaluate_model(model_folder, Adder, ROWS[:1], limits=LIMITS)
+    assert adapted.trajectories[0].completion_ids == merged.trajectories[0].completion_ids
+    assert adapted.trajectories[0].completion_ids != plain.trajectories[0].completion_ids
+
+
+def test_a_directory_without_a_model_names_the_checkpoint_inside(tmp_path):
+    (tmp_path / "checkpoint-20").mkdir()
+    (tmp_path / "checkpoint-20" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"neither config\.json.*Did you mean .*checkpoint-20\?"):
+        load_agent(str(tmp_path))
+    with pytest.raises(ValueError, match="no such directory"):
+        load_agent(str(tmp_path / "nowhere"))
+
+
+def test_a_loaded_model_needs_its_tokenizer(model_folder):
+    with pytest.raises(ValueError, match=r"tokenizer=None.*Pass tokenizer="):
+        evaluate_model(load_agent(str(model_folder))[0], Adder, ROWS)
