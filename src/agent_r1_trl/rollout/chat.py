@@ -15,13 +15,13 @@ drop earlier thoughts; TRL's training templates keep them, and those are used.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agent_r1_trl.rollout.encoding import TextEncoder, split_by_author
 from agent_r1_trl.rollout.errors import ChatFormatError
 from agent_r1_trl.rollout.parsing import TurnParser
+from agent_r1_trl.rollout.rendering import TemplateRenderer
 from agent_r1_trl.rollout.templates import (
     check_template_kwargs,
     choose_chat_template,
@@ -34,18 +34,6 @@ Schema = dict[str, Any]
 
 # More than any forced prefix of a turn is long.
 _PREFIX_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class _TurnEnd:
-    """How one kind of assistant turn ends."""
-
-    lead: str
-    """What the template writes between the stand-in and the end-of-turn token."""
-    sampled: str
-    """The end-of-turn token that the policy is expected to sample."""
-    rendered: str
-    """The one that the template writes once something follows (GPT-OSS: `<|end|>` after `<|return|>` sampled)."""
 
 
 class ChatFormat:
@@ -83,12 +71,15 @@ class ChatFormat:
         """Source of the template in use: save it with the model."""
         self.chat_template_kwargs = check_template_kwargs(self.chat_template, chat_template_kwargs, thinking)
         self.encoder = TextEncoder(tokenizer, self.chat_template)
-        self._said = self.encoder.mark("s")  # stands for what the policy said: the last of a stand-in turn's content
-        self._ends = {"text": self._find_end(self._stand_in(), {"role": "user", "content": "."})}
-        if self.supports_tools:
-            turn = self._stand_in([{"function": {"name": "f"}}])
-            self._ends["call"] = self._find_end(turn, {"role": "tool", "name": "f", "content": "."})
-        stops = [self._id(end.sampled) for end in self._ends.values()]
+        self._renderer = TemplateRenderer(
+            tokenizer,
+            self.chat_template,
+            self.chat_template_kwargs,
+            self.encoder,
+            supports_tools=self.supports_tools,
+        )
+        self._ends = (self._renderer.text_end, self._renderer.call_end)
+        stops = [self._id(end.sampled) for end in self._ends]
         eos = tokenizer.eos_token_id
         self.stop_token_ids: list[int] = sorted({*stops, *([eos] if eos is not None else []), *extra_stop_token_ids})
         """Ids after which a turn is over."""
@@ -119,7 +110,7 @@ class ChatFormat:
         ]
         schemas = self.encoder.hide(list(tools), special_only=True) if tools else None
         try:
-            return self.encoder.encode(self._render(safe, schemas, generation_prompt=True))
+            return self.encoder.encode(self._renderer.render(safe, schemas, generation_prompt=True))
         except Exception as error:
             roles = [message.get("role") for message in messages]
             raise ChatFormatError(
@@ -143,25 +134,12 @@ class ChatFormat:
         """
         texts = [_as_text(observation.get("content")) for observation in observations]
         plain = [{**observation, "content": text} for observation, text in zip(observations, texts, strict=True)]
-        safe: Sequence[Message] = self.encoder.hide(plain)
+        safe: list[Message] = self.encoder.hide(plain)
         calls = self.encoder.hide(message.get("tool_calls") or [])
-        marks = [self.encoder.mark(f"o{index}") for index in range(len(safe))]
-        for reply, rest in self._stagings(calls, safe):
-            # The glue first: an attempt counts only if the template shows every observation.
-            marked = [{**observation, "content": mark} for observation, mark in zip(rest, marks, strict=False)]
-            end = self._ends["call" if "tool_calls" in reply else "text"]
-            try:
-                glue = self._behind_end(end, reply, marked, tools)
-                delta = self._behind_end(end, reply, rest, tools)
-            except ValueError:
-                continue
-            if all(mark in glue for mark in marks[: len(rest)]):
-                break
-        else:
-            raise _unusable("The chat template does not show a user message after an assistant turn.")
-        segments = split_by_author(delta, glue, marks[: len(rest)])
+        staging = self._renderer.stage(calls, safe, tools)
+        segments = split_by_author(staging.delta, staging.glue, staging.marks)
         # Encoded behind the end-of-turn token: some tokenizers treat the start of a text specially.
-        ids, is_environment = self.encoder.encode_segments([(end.rendered, False), *segments])
+        ids, is_environment = self.encoder.encode_segments([(staging.end.rendered, False), *segments])
         authors = [Author.ENVIRONMENT if flag else Author.TEMPLATE for flag in is_environment]
         return ids[1:], authors[1:]
 
@@ -176,25 +154,17 @@ class ChatFormat:
             stopped: the model ended the turn. A turn that was cut is closed as one without calls: even a call that
                 looks complete may have gone on.
         """
-        end = self._ends["text"]
-        if stopped and self._ends.get("call", end) != end and "tool_calls" in self.parse(token_ids):
-            end = self._ends["call"]
+        text_end, call_end = self._ends
+        end = text_end
+        if stopped and call_end.rendered != text_end.rendered and "tool_calls" in self.parse(token_ids):
+            end = call_end
         if token_ids and token_ids[-1] in (self._id(end.sampled), self._id(end.rendered)):
             return []
         return [self._id(end.rendered)]
 
     def encode_reply(self, message: Message) -> list[int]:
         """The ids a policy would sample to say `message`, end-of-turn token included (demonstrations, scripts)."""
-        question = {"role": "user", "content": "."}
-        asked = self._render([question], None, generation_prompt=False)
-        begun = self._render([question], None, generation_prompt=True)
-        whole = self._render([question, message], None, generation_prompt=False)
-        # A forced prefix may differ from what the template writes for a finished turn (`<think>` and a newline).
-        start = _common_prefix_length(begun, whole)
-        if start <= len(asked):
-            raise _unusable("The chat template does not start an assistant turn with its generation prompt.")
-        end = self._ends["call" if message.get("tool_calls") else "text"].sampled
-        return self.encoder.encode(whole[start : whole.rindex(end) + len(end)])
+        return self.encoder.encode(self._renderer.reply(message))
 
     # ---------------------------------------------------------------- ids -> message
 
@@ -216,11 +186,11 @@ class ChatFormat:
             the trajectory) and `malformed_tool_call`, the reason why a call that was attempted cannot be read.
         """
         ids = list(token_ids)
-        ends = {self._id(end.sampled) for end in self._ends.values()}
+        ends = {self._id(end.sampled) for end in self._ends}
         foreign_stop = bool(ids) and ids[-1] in self.stop_token_ids and ids[-1] not in ends
         text = self.encoder.decode(ids[:-1] if foreign_stop else ids)
         if foreign_stop:
-            text += self._ends["text"].sampled
+            text += self._ends[0].sampled
         try:
             prefix = self.encoder.decode(list(prompt_ids[-_PREFIX_TOKENS:]))
             message = self._parser.parse(text, prefix=prefix, tools=list(tools) if tools else None)
@@ -236,17 +206,17 @@ class ChatFormat:
     @property
     def turn_end_ids(self) -> list[int]:
         """The end-of-turn tokens of the template, which a policy is expected to sample."""
-        return sorted({self._id(end.sampled) for end in self._ends.values()})
+        return sorted({self._id(end.sampled) for end in self._ends})
 
     def encode_conversation(
         self, messages: Sequence[Message], tools: Sequence[Schema] | None = None, *, generation_prompt: bool = False
     ) -> list[int]:
         """What the template makes of a whole conversation at once; a rollout's ids must spell the same."""
-        return self.encoder.encode(self._render(messages, tools, generation_prompt=generation_prompt))
+        return self.encoder.encode(self._renderer.render(messages, tools, generation_prompt=generation_prompt))
 
     def canonical(self, token_ids: Sequence[int]) -> list[int]:
         """The ids with every end-of-turn token but the last as the template writes it once something follows."""
-        written = {self._id(end.sampled): self._id(end.rendered) for end in self._ends.values()}
+        written = {self._id(end.sampled): self._id(end.rendered) for end in self._ends}
         return [written.get(token_id, token_id) for token_id in token_ids[:-1]] + list(token_ids[-1:])
 
     def is_turn_end_trained(self) -> bool | None:
@@ -270,94 +240,8 @@ class ChatFormat:
         """The beginning of plain text, at most `max_tokens` tokens of it."""
         return self.encoder.truncate(text, max_tokens)
 
-    # ---------------------------------------------------------------- rendering
-
-    def _render(self, messages: Sequence[Message], tools: Any, *, generation_prompt: bool) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) if tools else None,
-                chat_template=self.chat_template,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **self.chat_template_kwargs,
-            )
-        )
-
-    def _after_reply(self, reply: Message, rest: Sequence[Message], tools: Any, *, generation_prompt: bool) -> str:
-        conversation = [{"role": "user", "content": "."}, reply, *rest]
-        try:
-            text = self._render(conversation, tools, generation_prompt=generation_prompt)
-        except Exception as error:  # templates raise what they like
-            roles = [message["role"] for message in conversation]
-            raise _unusable(f"The chat template cannot render messages of the roles {roles}: {error}.") from error
-        _, said, after = text.rpartition(self._said)
-        if not said:
-            raise _unusable("The chat template does not show what the assistant said.")
-        return after
-
-    def _stand_in(self, calls: Sequence[Any] = ()) -> Message:
-        """An assistant turn that says `_said`, or makes calls whose arguments say it."""
-        if not calls:
-            return {"role": "assistant", "content": self._said}
-        functions = [
-            {
-                "type": "function",
-                "id": call.get("id") or f"call_{index}",
-                "function": {"name": call["function"]["name"], "arguments": {"x": self._said}},
-            }
-            for index, call in enumerate(calls)
-        ]
-        return {"role": "assistant", "content": "", "tool_calls": functions}
-
-    def _stagings(
-        self, calls: Sequence[Any], observations: Sequence[Message]
-    ) -> Iterator[tuple[Message, Sequence[Message]]]:
-        """Ways to render the observations behind a stand-in turn, the most faithful first."""
-        if not any(observation.get("role") == "tool" for observation in observations):
-            yield self._stand_in(), observations
-        elif self.supports_tools:
-            # Llama 3 renders one call per turn, and a tool message may come without a readable call.
-            named = [{"function": {"name": observation.get("name") or "f"}} for observation in observations][:1]
-            for some in (calls, calls[:1], named):
-                if some:
-                    yield self._stand_in(some), observations
-        told = [{"role": "user", "content": observation["content"]} for observation in observations]
-        yield self._stand_in(), told
-        yield self._stand_in(), [{"role": "user", "content": "\n".join(message["content"] for message in told)}]
-
-    def _behind_end(self, end: _TurnEnd, reply: Message, rest: Sequence[Message], tools: Any) -> str:
-        after = self._after_reply(reply, rest, tools, generation_prompt=True)
-        # With nothing behind it, a turn may end on the sampled token (GPT-OSS).
-        for token in (end.rendered, end.sampled):
-            if after.startswith(end.lead + token):
-                return after[len(end.lead) + len(token) :]
-        raise _unusable("The chat template ends this turn in another way than others of its kind.")
-
-    def _find_end(self, reply: Message, follow: Message) -> _TurnEnd:
-        alone = self._after_reply(reply, [], None, generation_prompt=False)
-        live = self.encoder.live_tokens(alone)
-        special = [token for token in live if token[2] in self.encoder.special_ids] or live
-        if not special:
-            raise ChatFormatError(
-                "The chat template does not end an assistant turn with a token of its own (it writes "
-                f"{alone!r} after it), so a rollout could not tell where a turn ends.",
-                "Use a template that ends turns with the tokenizer's end-of-turn token, and add that token to the "
-                "tokenizer as a special token.",
-            )
-        start, _, sampled = special[-1]
-        lead = alone[:start]
-        after = self._after_reply(reply, [follow], None, generation_prompt=True)
-        following = self.encoder.live_tokens(after[len(lead) :])
-        if not after.startswith(lead) or not following or following[0][0] != 0:
-            raise _unusable(
-                f"The chat template ends an assistant turn with {sampled!r}, but not once a {follow['role']} message "
-                "follows: it is not prefix preserving."
-            )
-        return _TurnEnd(lead=lead, sampled=sampled, rendered=following[0][2])
-
     def _make_parser(self, trl: Any) -> TurnParser:
-        turn_end = self._ends["text"].sampled
+        turn_end = self._ends[0].sampled
         grammar = None
         if self.supports_tools:
             grammar = choose_response_template(self.tokenizer, self.chat_template, turn_end, trl)
@@ -374,22 +258,10 @@ class ChatFormat:
             parsed: Message = self.tokenizer.parse_response(text, schema=grammar, prefix="", tools=tools)
             return parsed
 
-        return TurnParser(grammar, parse_call, turn_ends={end.sampled for end in self._ends.values()})
+        return TurnParser(grammar, parse_call, turn_ends={end.sampled for end in self._ends})
 
     def _id(self, spelling: str) -> int:
         return self.encoder.control_ids[spelling]
-
-
-def _unusable(problem: str) -> ChatFormatError:
-    return ChatFormatError(
-        problem,
-        "Pass a training template as chat_template (TRL ships qwen3_training, qwen2_5_training and more).",
-    )
-
-
-def _common_prefix_length(one: str, other: str) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _as_text(content: Any) -> str:
@@ -399,4 +271,7 @@ def _as_text(content: Any) -> str:
         return ""
     if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
         return "\n".join(str(part["text"]) for part in content)
-    return json.dumps(content, ensure_ascii=False, default=str)
+    try:
+        return json.dumps(content, ensure_ascii=False, default=str)
+    except (ValueError, RecursionError):  # circular
+        return type(content).__name__

@@ -207,7 +207,7 @@ def _same_rendering(carrier: Any) -> str | None:
 
 
 def _renderings(carrier: Any, like: list[str | None] | None = None) -> list[str | None]:
-    """What the probes are rendered to, None where the template refuses; stops at the first that is not as in `like`."""
+    """What the probes are rendered to, None where it refuses; stops at the first that is not as in `like`."""
     found: list[str | None] = []
     for probe in _PROBES:
         for length in range(1, len(probe) + 1):
