@@ -80,7 +80,9 @@ def attach_critic(model: nn.Module, kind: str, *, critic_model: nn.Module | None
         ValueError: for an unknown kind, or an adapter critic without LoRA.
     """
     if kind not in CRITIC_KINDS:
-        raise ValueError(f"critic={kind!r} is not one of {', '.join(map(repr, CRITIC_KINDS))}. Set critic to one of them.")
+        raise ValueError(
+            f"critic={kind!r} is not one of {', '.join(map(repr, CRITIC_KINDS))}. Set critic to one of them."
+        )
     base = base_causal_lm(model)
     parameter = next(iter(base.parameters()))
     hidden_size = base.config.get_text_config().hidden_size

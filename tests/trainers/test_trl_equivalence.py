@@ -59,7 +59,9 @@ def trl_trainer(model, args, samples):
     ids=str,
 )
 def test_one_turn_without_tools_equals_trl(tmp_path, options):
-    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")  # a reference model is loaded from a path
+    make_policy(make_tokenizer("qwen3")).save_pretrained(
+        tmp_path / "policy"
+    )  # a reference model is loaded from a path
     model = str(tmp_path / "policy")
     ours = make_trainer(tmp_path, script=None, env=PlainEnv, model=model, max_completion_length=12, **options)
     batch = scored_batch(ours)

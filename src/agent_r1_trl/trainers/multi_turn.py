@@ -84,7 +84,9 @@ class MultiTurnTrainer(GRPOTrainer):
             return
         config.check_supported()
         if kwargs.get("rollout_func") is not None:
-            raise ValueError("rollout_func= and env= (or tools=) were both given: both replace generation. Remove one.")
+            raise ValueError(
+                "rollout_func= and env= (or tools=) were both given: both replace generation. Remove one."
+            )
         reward_funcs = _as_list(reward_funcs)
         trl_args = self._trl_arguments(config, len(reward_funcs))
         if has_own_reward(self.env_factory):
@@ -328,7 +330,9 @@ class MultiTurnTrainer(GRPOTrainer):
         self._record(trajectories, output["advantages"], mode)
         return output
 
-    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> torch.Tensor:
         self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         return self._rewards_per_func  # (N, F), N rows of all ranks
 

@@ -1,0 +1,110 @@
+"""The names of TRL that the trainers lean on. A failure here says which change of TRL broke what."""
+
+import inspect
+
+import pytest
+import trl
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import Trainer
+from trl import GRPOConfig, GRPOTrainer
+
+from agent_r1_trl.trainers.config import UNSUPPORTED_OPTIONS
+from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
+from tests.tokenizers import make_tokenizer
+from tests.trainers.helpers import make_args, make_policy, make_trainer, questions, scored_batch
+
+
+def source(name):
+    return inspect.getsource(getattr(GRPOTrainer, name))
+
+
+def test_the_version_is_the_one_this_was_written_for():
+    assert trl.__version__.startswith("1.16.")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("_generate", ["self", "prompts"]),
+        ("_generate_and_score_completions", ["self", "inputs"]),
+        ("_calculate_rewards", ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
+        ("_compute_loss", ["self", "model", "inputs"]),
+        ("training_step", ["self", "model", "inputs", "num_items_in_batch"]),
+        ("_save_checkpoint", ["self", "model", "trial"]),
+        ("_load_optimizer_and_scheduler", ["self", "checkpoint"]),
+        ("create_model_card", ["self", "model_name", "dataset_name", "tags"]),
+        ("_set_signature_columns_if_needed", ["self"]),
+    ],
+)
+def test_overridden_methods_keep_their_signature(name, parameters):
+    assert list(inspect.signature(getattr(GRPOTrainer, name)).parameters) == parameters
+
+
+def test_generation_returns_eight_things():
+    returned = source("_generate").rsplit("return ", 1)[1].strip()
+    assert (
+        returned == "prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images"
+    )
+
+
+def test_extra_fields_reach_the_reward_functions_as_columns():
+    assert "inp[key] = values[i]" in source("_generate_and_score_completions")
+
+
+def test_the_loss_takes_advantages_per_token_and_multiplies_both_masks():
+    loss = source("_compute_loss")
+    assert 'completion_mask * inputs["tool_mask"]' in loss
+    assert "advantages.dim() == 1" in loss
+
+
+def test_the_batch_has_the_tensors_that_are_replaced(tmp_path):
+    tokenizer = make_tokenizer("qwen3")
+    plain = GRPOTrainer(
+        model=make_policy(tokenizer), reward_funcs=lambda completions, **kwargs: [1.0] * len(completions),
+        args=GRPOConfig(**{k: v for k, v in make_args(tmp_path).to_dict().items() if k in ("output_dir", "use_cpu",
+        "per_device_train_batch_size", "num_generations", "max_steps")}, bf16=False, report_to=[],
+        max_completion_length=4),
+        train_dataset=questions(), processing_class=tokenizer,
+    )  # fmt: skip
+    expected = set(scored_batch(plain))
+    assert {"advantages", "completion_mask", "num_items_in_batch", "prompt_ids", "completion_ids"} <= expected
+    ours = set(scored_batch(make_trainer(tmp_path)))
+    assert ours == expected | {"tool_mask"}
+
+
+def test_attributes_that_are_read_exist(tmp_path):
+    trainer = make_trainer(tmp_path)
+    for name in (
+        "_metrics", "_tokenizer", "_is_vlm", "eos_token_ids", "reward_weights", "reward_func_names", "reward_funcs",
+        "num_generations", "num_generations_eval", "model_wrapped", "accelerator", "state", "_step", "_buffered_inputs",
+        "use_vllm", "beta",
+    ):  # fmt: skip
+        assert hasattr(trainer, name), name
+
+
+def test_every_refused_option_is_still_an_option():
+    missing = [name for name in UNSUPPORTED_OPTIONS if name not in GRPOConfig.__dataclass_fields__]
+    assert missing == []
+
+
+def test_the_trainer_keeps_vllm_out_of_trls_hands(tmp_path):
+    args = make_args(tmp_path)
+    args.use_vllm = True
+    upward = MultiTurnTrainer._trl_arguments
+    shell = type("Shell", (), {"env_factory": staticmethod(lambda: None)})()
+    copied = upward(shell, args, 0)
+    assert (copied.use_vllm, args.use_vllm) == (False, True)
+
+
+def test_one_generation_passes_trls_check_when_it_compares_like_two():
+    assert "self.num_generations < 2" in inspect.getsource(GRPOConfig.__post_init__)
+
+
+def test_peft_keeps_the_active_adapter_where_the_critic_switches_it():
+    assert isinstance(BaseTunerLayer._active_adapter, str)
+    assert BaseTunerLayer._disable_adapters is False
+
+
+def test_the_trainer_saves_and_loads_where_the_overrides_stand():
+    for name in ("_save_checkpoint", "_load_from_checkpoint", "create_optimizer", "create_scheduler", "save_model"):
+        assert callable(getattr(Trainer, name)), name
