@@ -1,6 +1,6 @@
 """Environments: the protocol, `ToolEnv`, shipped environments, adapters, the linter."""
 
-from agent_r1_trl.environments.base import Environment, StepResult
+from agent_r1_trl.environments.base import Environment, RewardError, StepResult
 from agent_r1_trl.environments.check import Finding, check_env
 from agent_r1_trl.environments.function_tools import FunctionToolsEnv
 from agent_r1_trl.environments.search_qa import SearchQAEnv
@@ -11,6 +11,7 @@ __all__ = [
     "Environment",
     "Finding",
     "FunctionToolsEnv",
+    "RewardError",
     "SearchQAEnv",
     "StepResult",
     "TRLEnvAdapter",

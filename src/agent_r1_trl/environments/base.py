@@ -15,6 +15,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from agent_r1_trl.trajectory import Message, Trajectory
 
 
+class RewardError(ValueError):
+    """A reward method of an environment failed: the user's bug, which no rollout may turn into a state."""
+
+
 class StepResult(NamedTuple):
     """What one assistant turn led to. A plain 4-tuple works as well."""
 

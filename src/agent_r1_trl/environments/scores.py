@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from agent_r1_trl.environments.base import RewardError
+
 Outcome = float | tuple[float, dict[str, float]]
 
 
@@ -19,17 +21,17 @@ def read_number(value: Any, source: str) -> float:
     """A finite float out of a number, numpy or torch scalar.
 
     Raises:
-        ValueError: for anything else; `source` names the method that returned it.
+        RewardError: for anything else; `source` names the method that returned it.
     """
     hint = " Does every path through it end in a return?" if value is None else ""
     if value is None or isinstance(value, (str, bytes)):
-        raise ValueError(f"{source} returned {value!r:.200}: must be a finite number.{hint}")
+        raise RewardError(f"{source} returned {value!r:.200}: must be a finite number.{hint}")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{source} returned {value!r:.200}: must be a finite number.") from error
+        raise RewardError(f"{source} returned {value!r:.200}: must be a finite number.") from error
     if not math.isfinite(number):
-        raise ValueError(f"{source} returned {number}: must be a finite number.")
+        raise RewardError(f"{source} returned {number}: must be a finite number.")
     return number
 
 
@@ -43,19 +45,19 @@ def read_outcome(value: Any, source: str, success_reward: float = 1.0, failure_r
         failure_reward: for False.
 
     Raises:
-        ValueError: not finite, no number, or parts that do not add up to it.
+        RewardError: not finite, no number, or parts that do not add up to it.
     """
     if is_bool(value):
         return success_reward if value else failure_reward
     if not isinstance(value, tuple):
         return read_number(value, source)
     if len(value) != 2 or not isinstance(value[1], Mapping):
-        raise ValueError(f"{source} returned {value!r:.200}: must be a number or (number, dict of its parts).")
+        raise RewardError(f"{source} returned {value!r:.200}: must be a number or (number, dict of its parts).")
     first = value[0]
     total = (success_reward if first else failure_reward) if is_bool(first) else read_number(first, source)
     parts = {str(name): read_number(part, f"{source}, part {name!r},") for name, part in value[1].items()}
     if parts and not math.isclose(math.fsum(parts.values()), total, rel_tol=1e-6, abs_tol=1e-6):
-        raise ValueError(f"{source} returned {total} with the parts {parts}: the parts must add up to it.")
+        raise RewardError(f"{source} returned {total} with the parts {parts}: the parts must add up to it.")
     return total, parts
 
 

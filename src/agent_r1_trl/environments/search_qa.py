@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.environments.tool_env import ToolEnv
+from agent_r1_trl.environments.tool_env import ToolEnv, check_finite
 from agent_r1_trl.rewards import (
     check_golds,
     exact_match,
@@ -98,6 +98,8 @@ class SearchQAEnv(ToolEnv):
         if not answer_tag and "system_prompt" not in settings:
             self.system_prompt = self.plain_system_prompt
         super().__init__(**settings)
+        for label in ("format_reward", "useless_search_reward"):
+            check_finite(type(self).__name__, label, getattr(self, label))
 
     @tool(sequential=False)
     def search(self, query: str) -> str:

@@ -22,13 +22,14 @@ Tools are functions, or methods that read and change the environment's state:
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from agent_r1_trl.environments.base import StepResult
+from agent_r1_trl.environments.base import RewardError, StepResult
 from agent_r1_trl.environments.method_tools import ToolList
 from agent_r1_trl.environments.prompts import prompt_messages, with_system_message
 from agent_r1_trl.environments.scores import is_bool, read_number, with_read_outcome
@@ -69,10 +70,10 @@ class ToolEnv:
     success_reward: float = 1.0
     failure_reward: float = -1.0
     tool_timeout_s: float | None = 30.0
-    max_tool_workers: int = 32
+    max_tool_workers: int = 128
     has_reward = True
     truncate_text: Callable[[str, int], str] | None = None
-    """`(text, max_tokens) -> text` in the model's tokens; whoever has the tokenizer may set it before `reset`."""
+    """`(text, max_tokens) -> text` in the model's tokens; whoever has the tokenizer sets it."""
 
     example: dict[str, Any]
     """The row of the data set, from `reset`."""
@@ -105,7 +106,7 @@ class ToolEnv:
             max_tool_workers=max_tool_workers,
         )
         if tools is not None:
-            self.tools = list(tools)
+            self.tools = tools if isinstance(tools, (str, bytes)) else list(tools)
         self._check_settings()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -151,7 +152,7 @@ class ToolEnv:
         Raises:
             ValueError: the example has neither.
         """
-        self.example = example
+        self.example = copy.deepcopy(dict(example)) if isinstance(example, Mapping) else example
         self._num_turns = 0
         self._paid_process_reward = 0.0
         self._seen_calls = frozenset()
@@ -171,6 +172,7 @@ class ToolEnv:
             `is_invalid`).
         """
         executor = self.executor
+        executor.truncate = self.truncate_text
         self._num_turns += 1
         calls = read_calls(message, id_prefix=f"call_{self._num_turns}")
         results = await executor.execute(calls) if calls else []
@@ -201,7 +203,6 @@ class ToolEnv:
                 self.tools,
                 timeout_s=None if self.tool_timeout_s == math.inf else self.tool_timeout_s,
                 max_workers=self.max_tool_workers,
-                truncate=self.truncate_text,
             )
         return self._executor
 
@@ -224,20 +225,23 @@ class ToolEnv:
         return parts
 
     async def _process_reward(self, result: ToolResult) -> float:
-        method = self.process_reward
-        if inspect.iscoroutinefunction(method):
-            value = await method(result.call, result)
-        elif getattr(method, "__func__", None) is ToolEnv.process_reward:
-            value = method(result.call, result)
-        else:  # the user's own may be slow (a judge, a verifier) and must not stop other trajectories
-
-            def work() -> Any:
-                return method(result.call, result)
-
-            value = await shared_pool(self.max_tool_workers).run(work)
+        source = f"{type(self).__name__}.process_reward"
+        try:
+            value = await self._call_process_reward(result)
+        except Exception as error:
+            raise RewardError(f"{source} raised {type(error).__name__}: {error}") from error
         if is_bool(value):
             return self.tool_call_reward if value else 0.0
-        return read_number(value, f"{type(self).__name__}.process_reward")
+        return read_number(value, source)
+
+    async def _call_process_reward(self, result: ToolResult) -> Any:
+        method = self.process_reward
+        if inspect.iscoroutinefunction(method):
+            return await method(result.call, result)
+        if getattr(method, "__func__", None) is ToolEnv.process_reward:
+            return method(result.call, result)
+        # The user's own may be slow (a judge, a verifier) and must not stop other trajectories.
+        return await shared_pool(self.max_tool_workers).run(lambda: method(result.call, result))
 
     def _override(self, **settings: Any) -> None:
         """Set the settings that were given (not None) on this instance."""
@@ -247,8 +251,10 @@ class ToolEnv:
 
     def _check_settings(self) -> None:
         owner = type(self).__name__
+        if self.system_prompt is not None and not isinstance(self.system_prompt, str):
+            raise ValueError(f"{owner}.system_prompt={self.system_prompt!r:.100}: must be a string, or None.")
         for name in ("tool_call_reward", "tool_error_reward", "success_reward", "failure_reward"):
-            _check_finite(owner, name, getattr(self, name))
+            check_finite(owner, name, getattr(self, name))
         if self.success_reward < self.failure_reward:
             raise ValueError(
                 f"{owner}.success_reward={self.success_reward} is below failure_reward={self.failure_reward}: "
@@ -257,12 +263,13 @@ class ToolEnv:
         for name in ("max_process_reward", "tool_timeout_s"):
             value = getattr(self, name)
             if value is not None and value != math.inf:
-                _check_finite(owner, name, value)
+                check_finite(owner, name, value)
                 if value < 0 or (value == 0 and name == "tool_timeout_s"):
                     raise ValueError(f"{owner}.{name}={value!r}: must be positive, or math.inf for no limit.")
 
 
-def _check_finite(owner: str, name: str, value: Any) -> None:
+def check_finite(owner: str, name: str, value: Any) -> None:
+    """Raise a ValueError that names the setting if its value is no finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{owner}.{name}={value!r}: must be a finite number.")
 

@@ -61,8 +61,19 @@ class TRLEnvAdapter(ToolEnv):
         self._is_multi = isinstance(factory, Mapping)
         self._standalone = [trl_tool(item) for item in tools]
         self.environment: Any = None if self._is_multi else self._make(None)
-        super().__init__(tools=self._offered(), **settings)
-        _ = self.executor  # two tools of one name are reported here, not in the first rollout
+        self._offered: list[Tool] | None = None
+        super().__init__(**settings)
+        if not self._is_multi:
+            _ = self.executor  # two tools of one name are reported here, not in the first rollout
+
+    @property
+    def tools(self) -> list[Tool]:  # type: ignore[override]
+        """The tools of the chosen environment; before one is chosen, those of all."""
+        if self.environment is None:
+            return self._offer(self._probes())
+        if self._offered is None:
+            self._offered = self._offer([self.environment])
+        return self._offered
 
     def reset(self, example: dict[str, Any]) -> list[Message]:
         """Reset the instance that the row asks for; returns its prompt.
@@ -79,8 +90,8 @@ class TRLEnvAdapter(ToolEnv):
                     f"{list(self._factories)}."
                 )
             self.environment = self._make(name)
-            self.tools = self._offered()
-        self.example = example
+            self._offered = self._executor = None
+        self.example = row
         if example.get("prompt") is None:
             messages: list[Message] = [{"role": "user", "content": ""}]
         else:
@@ -122,9 +133,7 @@ class TRLEnvAdapter(ToolEnv):
             )
         return instance
 
-    def _offered(self) -> list[Tool]:
-        """The tools of the chosen environment; before one is chosen, those of all."""
-        instances = [self.environment] if self.environment is not None else self._probes()
+    def _offer(self, instances: list[Any]) -> list[Tool]:
         offered = list(self._standalone)
         for instance in instances:
             for name, _ in _methods(instance):

@@ -1,0 +1,227 @@
+"""SearchQAEnv: what a search earns, what an answer earns, and what is reported."""
+
+import asyncio
+import json
+import pickle
+
+import pytest
+
+from agent_r1_trl.environments import SearchQAEnv
+from agent_r1_trl.environments.search_qa import shared_index
+from agent_r1_trl.tools import SearchIndex
+from agent_r1_trl.trajectory import Author, StopReason, Trajectory, Turn
+
+ROWS = [
+    {"id": "author", "title": "The Hobbit", "text": "A novel by Tolkien."},
+    {"id": "birth", "title": "Tolkien", "text": "Born in Bloemfontein."},
+    {"id": "other", "title": "Bloemfontein", "text": "A city with a zoo."},
+    {"id": "noise", "title": "Zoo", "text": "A zoo keeps animals. " * 40 + "Secret bridge."},
+]
+EXAMPLE = {
+    "question": "Where was the author of The Hobbit born?",
+    "answer": "Bloemfontein",
+    "evidence": ["author", "birth"],
+}
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    return SearchIndex(ROWS, cache_dir=tmp_path_factory.mktemp("cache"))
+
+
+def search(*queries):
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "search", "arguments": {"query": query}}} for query in queries],
+    }
+
+
+def rewards(env, *messages):
+    return [asyncio.run(env.step(message)).reward for message in messages]
+
+
+def started(index, example=EXAMPLE, **settings):
+    env = SearchQAEnv(index, **settings)
+    env.reset(example)
+    return env
+
+
+def finished(text, stop_reason=StopReason.DONE):
+    turn = Turn(start=0, end=1, message={"role": "assistant", "content": text})
+    return Trajectory(
+        prompt_messages=[],
+        prompt_ids=[0],
+        completion_ids=[1],
+        action_mask=[1],
+        logprobs=[0.0],
+        turn_ids=[0],
+        authors=[Author.POLICY],
+        turns=[turn],
+        stop_reason=stop_reason,
+    )
+
+
+def test_the_prompt_is_the_question_with_instructions(index):
+    messages = SearchQAEnv(index).reset(EXAMPLE)
+    assert messages[1] == {"role": "user", "content": EXAMPLE["question"]}
+    assert messages[0]["role"] == "system" and "<answer>" in messages[0]["content"]
+    assert "<answer>" not in SearchQAEnv(index, answer_tag=False).reset(EXAMPLE)[0]["content"]
+    assert SearchQAEnv(index, system_prompt="Mine.").reset(EXAMPLE)[0]["content"] == "Mine."
+
+
+def test_a_search_earns_for_evidence_that_is_new(index):
+    env = started(index, top_k=1)
+    earned = rewards(env, search("hobbit novel"), search("hobbit"), search("zoo animals"), search("tolkien born"))
+    assert earned == [0.5, 0.0, 0.0, 0.5]
+
+
+def test_without_evidence_any_new_passage_counts(index):
+    env = started(index, {"question": "q", "answer": "a"}, top_k=1)
+    earned = rewards(env, search("hobbit"), search("hobbit novel"), search("tolkien born"), search("xyzzy"))
+    assert earned == [0.5, 0.0, 0.5, 0.0]
+
+
+def test_evidence_may_be_text_that_a_shown_passage_contains(index):
+    env = started(index, {**EXAMPLE, "evidence": ["born in Bloemfontein"]}, top_k=1)
+    assert rewards(env, search("hobbit"), search("tolkien born")) == [0.0, 0.5]
+
+
+def test_evidence_that_was_cut_off_was_not_seen(index):
+    example = {**EXAMPLE, "evidence": ["secret bridge"]}
+    assert rewards(started(index, example, top_k=1, max_passage_chars=100), search("zoo animals")) == [0.0]
+    assert rewards(started(index, example, top_k=1, max_passage_chars=2000), search("zoo animals")) == [0.5]
+
+
+def test_useless_and_failing_searches_can_cost(index):
+    env = started(index, useless_search_reward=-0.05, tool_error_reward=-0.2)
+    broken = {"tool_calls": [{"function": {"name": "search", "arguments": {"q": "x"}}}]}
+    assert rewards(env, search("xyzzy"), broken) == pytest.approx([-0.05, -0.2])
+
+
+def test_parallel_searches_of_one_turn_are_judged_one_by_one(index):
+    assert rewards(started(index, top_k=1), search("hobbit", "tolkien born", "hobbit novel")) == [1.0]
+
+
+def test_searches_never_earn_more_than_the_cap(index):
+    env = started(index, {"question": "q", "answer": "a"}, top_k=1, max_process_reward=0.7)
+    assert rewards(env, search("hobbit"), search("tolkien born"), search("zoo city")) == pytest.approx([0.5, 0.2, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("text", "total", "em", "valid"),
+    [
+        ("<answer>Bloemfontein</answer>", 1.1, 1.0, 1.0),
+        ("<answer>the bloemfontein!</answer>", 1.1, 1.0, 1.0),
+        ("<answer>Bloemfontein</answer> for sure", 1.0, 1.0, 0.0),
+        ("<answer>Cape Town</answer>", -0.9, 0.0, 1.0),
+        ("Bloemfontein", -1.0, 0.0, 0.0),
+        ("", -1.0, 0.0, 0.0),
+        ("<answer></answer>", -1.0, 0.0, 0.0),
+        ("<think><answer>Bloemfontein</answer></think>", -1.0, 0.0, 0.0),
+        ("<answer>Bloemfontein or Cape Town or London</answer>", -0.9, 0.0, 1.0),
+    ],
+)
+def test_the_outcome_is_exact_match_plus_form(index, text, total, em, valid):
+    trajectory = finished(text)
+    reward, parts = started(index).outcome_reward(trajectory)
+    assert reward == pytest.approx(total) and sum(parts.values()) == pytest.approx(reward)
+    assert (trajectory.info["em"], trajectory.info["valid_answer"]) == (em, valid)
+
+
+def test_f1_gives_partial_credit(index):
+    env = started(index, metric="f1", format_reward=0.0)
+    reward, parts = env.outcome_reward(finished("<answer>Bloemfontein town</answer>"))
+    assert reward == pytest.approx(-1 + 2 * (2 / 3)) and list(parts) == ["answer"]
+
+
+def test_plain_answers_count_when_no_tag_is_asked_for(index):
+    trajectory = finished("<think>hm</think> Bloemfontein")
+    assert started(index, answer_tag=False).outcome_reward(trajectory)[0] == pytest.approx(1.1)
+    assert trajectory.info["prediction"] == "Bloemfontein"
+    assert started(index, answer_tag=False).outcome_reward(finished("  "))[0] == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize("reason", [reason for reason in StopReason if reason is not StopReason.DONE])
+def test_a_trajectory_that_was_cut_has_no_answer_and_earns_less_than_a_wrong_one(index, reason):
+    trajectory = finished("<answer>Bloemfontein</answer>", reason)
+    env = started(index)
+    assert env.outcome_reward(trajectory)[0] < env.outcome_reward(finished("<answer>wrong</answer>"))[0]
+    assert trajectory.info["prediction"] == "" and trajectory.info["em"] == 0.0
+
+
+def test_the_info_is_json_and_names_everything(index):
+    trajectory = finished("<answer>Bloemfontein</answer>")
+    started(index).outcome_reward(trajectory)
+    assert json.loads(json.dumps(trajectory.info)) == {
+        "prediction": "Bloemfontein",
+        "gold": ["Bloemfontein"],
+        "em": 1.0,
+        "f1": 1.0,
+        "valid_answer": 1.0,
+    }
+
+
+@pytest.mark.parametrize("column", ["answer", "answers", "golden_answers", "gold"])
+def test_gold_answers_stand_in_any_of_the_usual_columns(index, column):
+    env = started(index, {"question": "q", column: ["a", "b"]})
+    assert env.outcome_reward(finished("<answer>b</answer>"))[0] == pytest.approx(1.1)
+
+
+def test_a_row_without_a_gold_answer_is_explained(index):
+    with pytest.raises(ValueError, match=r"columns \['question'\], but no gold answer"):
+        SearchQAEnv(index).reset({"question": "q"})
+    with pytest.raises(ValueError, match="golds="):
+        SearchQAEnv(index).reset({"question": "q", "answer": []})
+
+
+def test_the_outcome_is_scaled_to_the_rewards_given(index):
+    env = started(index, success_reward=5.0, failure_reward=0.0, format_reward=0.0)
+    assert env.outcome_reward(finished("<answer>Bloemfontein</answer>"))[0] == 5.0
+    assert env.outcome_reward(finished("<answer>x</answer>"))[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"metric": "bleu"}, "metric='bleu'"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"max_passage_chars": -1}, "max_passage_chars=-1"),
+        ({"format_reward": float("nan")}, "format_reward=nan"),
+        ({"useless_search_reward": "x"}, "useless_search_reward='x'"),
+        ({"tool_error_reward": float("inf")}, "tool_error_reward=inf"),
+    ],
+)
+def test_bad_settings_are_named(index, settings, word):
+    with pytest.raises(ValueError, match=word):
+        SearchQAEnv(index, **settings)
+
+
+def test_an_index_or_a_corpus_is_needed(index, tmp_path):
+    with pytest.raises(ValueError, match="pass index="):
+        SearchQAEnv()
+    with pytest.raises(ValueError, match="pass index="):
+        SearchQAEnv(index, corpus=index)
+    with pytest.raises(ValueError, match="no such file"):
+        SearchQAEnv(corpus=tmp_path / "missing.jsonl")
+
+
+def test_a_corpus_file_is_indexed_once_per_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENT_R1_TRL_CACHE", str(tmp_path))
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in ROWS))
+    assert SearchQAEnv(path).index is SearchQAEnv(corpus=str(path)).index is shared_index(path)
+    path.write_text(json.dumps({"text": "something else"}))
+    assert len(SearchQAEnv(path).index) == 1
+
+
+def test_the_environment_class_holds_no_state_between_instances(index):
+    first, second = started(index, top_k=1), started(index, top_k=1)
+    assert rewards(first, search("hobbit")) == [0.5]
+    assert rewards(second, search("hobbit")) == [0.5]
+    first.reset(EXAMPLE)
+    assert rewards(first, search("hobbit")) == [0.5]
+
+
+def test_the_index_travels_to_other_processes(index):
+    assert pickle.loads(pickle.dumps(index)).search("hobbit")[0].id == "author"

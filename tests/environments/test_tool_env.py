@@ -1,0 +1,572 @@
+"""ToolEnv: calls become observations and rewards, whatever the subclass leaves out."""
+# ruff: noqa: RUF012 - `tools = [...]` is how users write it
+
+import asyncio
+import math
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_r1_trl.environments import RewardError, StepResult, ToolEnv
+from agent_r1_trl.tools import tool
+from agent_r1_trl.trajectory import StopReason, ToolErrorKind, Trajectory
+
+
+@tool
+def echo(text: str) -> str:
+    """Give the text back.
+
+    Args:
+        text: Any text.
+    """
+    if text == "fail":
+        raise RuntimeError("asked to fail")
+    return text
+
+
+class EchoEnv(ToolEnv):
+    tools = [echo]
+
+    def outcome_reward(self, trajectory):
+        return trajectory.stop_reason is StopReason.DONE
+
+
+def message(*calls, content="", **extra):
+    tool_calls = [
+        {"type": "function", "id": f"id{index}", "function": {"name": name, "arguments": arguments}}
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": content, **({"tool_calls": tool_calls} if calls else {}), **extra}
+
+
+def play(env, *messages) -> list[StepResult]:
+    return [asyncio.run(env.step(item)) for item in messages]
+
+
+def started(cls=EchoEnv, **settings) -> ToolEnv:
+    env = cls(**settings)
+    env.reset({"prompt": "go"})
+    return env
+
+
+def empty_trajectory(stop_reason=StopReason.DONE) -> Trajectory:
+    return Trajectory(
+        prompt_messages=[],
+        prompt_ids=[],
+        completion_ids=[],
+        action_mask=[],
+        logprobs=[],
+        turn_ids=[],
+        authors=[],
+        turns=[],
+        stop_reason=stop_reason,
+    )
+
+
+# -------------------------------------------------------------------- prompts
+
+
+def test_the_prompt_comes_from_the_prompt_or_question_column():
+    assert EchoEnv().reset({"prompt": "go"}) == [{"role": "user", "content": "go"}]
+    assert EchoEnv().reset({"question": "why?"}) == [{"role": "user", "content": "why?"}]
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    assert EchoEnv().reset({"prompt": chat, "question": "ignored"}) == chat
+
+
+def test_the_system_prompt_goes_first_unless_the_example_has_one():
+    assert EchoEnv(system_prompt="Be brief.").reset({"prompt": "go"})[0] == {"role": "system", "content": "Be brief."}
+    own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "go"}]
+    assert EchoEnv(system_prompt="Be brief.").reset({"prompt": own}) == own
+
+
+def test_the_system_message_may_depend_on_the_example():
+    class Tailored(EchoEnv):
+        def system_message(self, example):
+            return f"You are {example['name']}."
+
+    assert Tailored().reset({"prompt": "go", "name": "Ada"})[0]["content"] == "You are Ada."
+
+
+def test_the_example_and_its_messages_stay_as_they_were():
+    example = {"prompt": [{"role": "user", "content": "go"}], "state": {"a": [1]}}
+    env = EchoEnv()
+    env.reset(example)[0]["content"] = "changed"
+    env.example["state"]["a"].append(2)
+    assert example == {"prompt": [{"role": "user", "content": "go"}], "state": {"a": [1]}}
+
+
+@pytest.mark.parametrize(
+    ("example", "word"),
+    [
+        ({"text": "x"}, "columns.*text.*neither 'prompt' nor 'question'"),
+        ({"prompt": []}, "prompt="),
+        ({"prompt": [5]}, "prompt="),
+        ({"prompt": 5}, "prompt=5"),
+        ("go", "must be a dict"),
+    ],
+)
+def test_an_example_without_a_prompt_is_explained(example, word):
+    with pytest.raises(ValueError, match=word):
+        EchoEnv().reset(example)
+
+
+# -------------------------------------------------------------------- steps
+
+
+def test_each_call_is_answered_by_one_tool_message_in_order():
+    (step,) = play(started(), message(("echo", {"text": "a"}), ("nope", {}), ("echo", {"text": "b"})))
+    assert [item["role"] for item in step.observations] == ["tool"] * 3
+    assert [item["tool_call_id"] for item in step.observations] == ["id0", "id1", "id2"]
+    assert [step.observations[0]["content"], step.observations[2]["content"]] == ["a", "b"]
+    assert step.observations[0]["name"] == "echo" and "no tool 'nope'" in step.observations[1]["content"]
+    assert not step.done and not step.info["is_invalid"]
+    assert [result.error for result in step.info["tool_results"]] == [None, ToolErrorKind.UNKNOWN_TOOL, None]
+
+
+def test_the_reward_of_a_turn_is_the_sum_over_its_calls():
+    (step,) = play(started(), message(("echo", {"text": "a"}), ("nope", {}), ("echo", {"text": "fail"})))
+    assert step.reward == pytest.approx(0.5 - 0.1 - 0.1)
+    assert step.info["reward_parts"] == pytest.approx({"tool_call": 0.5, "tool_error": -0.2})
+
+
+def test_an_answer_without_a_call_ends_the_episode():
+    (step,) = play(started(), message(content="done"))
+    assert step == StepResult([], 0.0, True, {"tool_results": [], "reward_parts": {}, "is_invalid": False})
+
+
+def test_a_malformed_call_gets_feedback_and_another_chance():
+    (step,) = play(started(), message(content="<tool_call>{", malformed_tool_call="the JSON ends too early"))
+    assert step.observations[0]["role"] == "user"
+    assert "the JSON ends too early" in step.observations[0]["content"]
+    assert "echo(text: string)" in step.observations[0]["content"]
+    assert step.reward == pytest.approx(-0.1) and not step.done and step.info["is_invalid"]
+    assert [result.error for result in step.info["tool_results"]] == [ToolErrorKind.MALFORMED]
+
+
+def test_a_malformed_call_beside_a_good_one_is_mentioned_after_its_result():
+    (step,) = play(started(), message(("echo", {"text": "a"}), malformed_tool_call="no name"))
+    assert len(step.observations) == 1 and step.observations[0]["content"].startswith("a\nError: ")
+    assert step.reward == pytest.approx(0.4) and not step.info["is_invalid"]
+
+
+@pytest.mark.parametrize(
+    ("calls", "is_invalid"),
+    [
+        ([("nope", {})], True),
+        ([("echo", {})], True),
+        ([("echo", "{")], True),
+        ([("echo", {"text": "fail"})], False),
+        ([("nope", {}), ("echo", {"text": "a"})], False),
+    ],
+)
+def test_a_turn_is_invalid_when_nothing_in_it_could_be_run(calls, is_invalid):
+    assert play(started(), message(*calls))[0].info["is_invalid"] is is_invalid
+
+
+def test_call_ids_differ_in_the_whole_trajectory():
+    bare = {"tool_calls": [{"function": {"name": "echo", "arguments": {"text": "a"}}}] * 2}
+    env = started()
+    steps = play(env, bare, bare, message(malformed_tool_call="x"), message(malformed_tool_call="x"))
+    ids = [result.call.id for step in steps for result in step.info["tool_results"]]
+    assert len(set(ids)) == len(ids) == 6
+
+
+def test_an_episode_that_must_go_on_tells_the_model_how():
+    class Tagged(EchoEnv):
+        def is_done(self, message):
+            return "<answer>" in (message.get("content") or "")
+
+    env = started(Tagged)
+    first, second = play(env, message(content="I think"), message(content="<answer>x</answer>"))
+    assert not first.done and first.info["is_invalid"] and "not finished" in first.observations[0]["content"]
+    assert second.done
+
+
+def test_an_episode_may_end_with_a_call():
+    class Doors(ToolEnv):
+        def reset(self, example):
+            self.opened = None
+            return super().reset(example)
+
+        @tool
+        def open_door(self, number: int) -> str:
+            """Open a door.
+
+            Args:
+                number: Which.
+            """
+            self.opened = number
+            return "gold" if number == 3 else "dust"
+
+        def is_done(self, message):
+            return self.opened == 3
+
+    env = started(Doors)
+    first, second = play(env, message(("open_door", {"number": 1})), message(("open_door", {"number": 3})))
+    assert (first.done, second.done) == (False, True)
+    assert second.observations[0]["content"] == "gold" and not second.info["is_invalid"]
+
+
+# -------------------------------------------------------------------- rewards
+
+
+def test_a_repeated_call_earns_nothing():
+    env = started(max_process_reward=math.inf)
+    call = message(("echo", {"text": "a"}))
+    rewards = [
+        step.reward for step in play(env, call, call, message(("echo", {"text": "b"}), ("echo", {"text": "b"})))
+    ]
+    assert rewards == [0.5, 0.0, 0.5]
+
+
+def test_positive_process_rewards_are_capped_and_penalties_are_not():
+    env = started()
+    calls = [message(("echo", {"text": str(number)})) for number in range(4)]
+    errors = [message(("nope", {}))] * 3
+    rewards = [step.reward for step in play(env, *calls, *errors, message(("echo", {"text": "more"})))]
+    assert rewards == pytest.approx([0.5, 0.5, 0, 0, -0.1, -0.1, -0.1, 0])
+    env.reset({"prompt": "again"})
+    assert play(env, calls[0])[0].reward == 0.5
+
+
+def test_calling_tools_is_never_worth_more_than_solving():
+    env = started()
+    earned = sum(step.reward for step in play(env, *[message(("echo", {"text": str(n)})) for n in range(20)]))
+    failing_with_tools = earned + env.failure_reward
+    solving_without = env.success_reward
+    assert failing_with_tools < solving_without
+
+
+def test_the_users_process_reward_is_asked_for_calls_that_worked():
+    seen = []
+
+    class Custom(EchoEnv):
+        max_process_reward = 10.0
+
+        def process_reward(self, call, result):
+            seen.append((call.arguments["text"], result.content))
+            return len(result.content)
+
+    (step,) = play(started(Custom), message(("echo", {"text": "abc"}), ("echo", {"text": "fail"})))
+    assert seen == [("abc", "abc")] and step.reward == pytest.approx(3 - 0.1)
+
+
+def test_a_process_reward_may_be_async_or_boolean():
+    class Async(EchoEnv):
+        async def process_reward(self, call, result):
+            await asyncio.sleep(0)
+            return call.arguments["text"] == "good"
+
+    rewards = [
+        step.reward for step in play(started(Async), *[message(("echo", {"text": t})) for t in ("good", "bad")])
+    ]
+    assert rewards == [0.5, 0.0]
+
+
+def test_a_slow_process_reward_does_not_stop_other_trajectories():
+    class Slow(EchoEnv):
+        def process_reward(self, call, result):
+            time.sleep(0.3)
+            return 0.1
+
+    async def main():
+        envs = [started(Slow) for _ in range(8)]
+        await asyncio.gather(*[env.step(message(("echo", {"text": "a"}))) for env in envs])
+
+    began = time.perf_counter()
+    asyncio.run(main())
+    assert time.perf_counter() - began < 1.5
+
+
+@pytest.mark.parametrize("value", [None, "x", math.nan, math.inf, [1]])
+def test_a_process_reward_that_is_no_finite_number_is_a_bug_of_the_user(value):
+    class Broken(EchoEnv):
+        def process_reward(self, call, result):
+            return value
+
+    with pytest.raises(RewardError, match=r"Broken\.process_reward returned"):
+        play(started(Broken), message(("echo", {"text": "a"})))
+
+
+def test_a_bug_in_process_reward_is_heard():
+    class Broken(EchoEnv):
+        def process_reward(self, call, result):
+            return result.no_such_attribute
+
+    with pytest.raises(RewardError, match=r"Broken\.process_reward raised AttributeError"):
+        play(started(Broken), message(("echo", {"text": "a"})))
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [(True, 2.0), (False, -3.0), (0.25, 0.25), (1, 1.0), ((0.5, {"a": 0.2, "b": 0.3}), (0.5, {"a": 0.2, "b": 0.3}))],
+)
+def test_an_outcome_is_a_number_a_verdict_or_a_number_with_parts(returned, expected):
+    class Scored(ToolEnv):
+        success_reward = 2.0
+        failure_reward = -3.0
+
+        def outcome_reward(self, trajectory):
+            return returned
+
+    assert Scored().outcome_reward(empty_trajectory()) == expected
+
+
+def test_numpy_values_are_numbers_and_verdicts_too():
+    import numpy as np
+
+    class Scored(ToolEnv):
+        def outcome_reward(self, trajectory):
+            return trajectory
+
+    assert Scored().outcome_reward(np.float32(0.5)) == 0.5
+    assert Scored().outcome_reward(np.bool_(False)) == -1.0
+
+
+def test_an_async_outcome_is_converted_as_well():
+    class Scored(ToolEnv):
+        async def outcome_reward(self, trajectory):
+            return True
+
+    assert asyncio.run(Scored().outcome_reward(empty_trajectory())) == 1.0
+
+
+def test_an_inherited_outcome_can_be_extended():
+    class Parent(ToolEnv):
+        def outcome_reward(self, trajectory):
+            return True
+
+    class Child(Parent):
+        def outcome_reward(self, trajectory):
+            return super().outcome_reward(trajectory) + 0.5
+
+    assert Child().outcome_reward(empty_trajectory()) == 1.5
+
+
+@pytest.mark.parametrize(
+    "value", [None, "1", math.nan, (1.0, {"a": 0.5}), (1.0, 2.0, 3.0), (1.0, "x"), (1.0, {"a": None})]
+)
+def test_an_outcome_that_is_none_of_these_is_a_bug_of_the_user(value):
+    class Broken(ToolEnv):
+        def outcome_reward(self, trajectory):
+            return value
+
+    with pytest.raises(RewardError, match=r"Broken\.outcome_reward"):
+        Broken().outcome_reward(empty_trajectory())
+
+
+def test_without_an_outcome_of_its_own_it_earns_nothing():
+    assert ToolEnv().outcome_reward(empty_trajectory()) == 0.0
+
+
+# -------------------------------------------------------------------- settings and subclasses
+
+
+def test_settings_are_class_attributes_that_arguments_override():
+    class Generous(EchoEnv):
+        tool_call_reward = 0.9
+
+    assert play(started(Generous), message(("echo", {"text": "a"})))[0].reward == 0.9
+    assert play(started(Generous, tool_call_reward=0.2), message(("echo", {"text": "a"})))[0].reward == 0.2
+    assert Generous.tool_call_reward == 0.9
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"tool_call_reward": math.nan}, "tool_call_reward=nan"),
+        ({"tool_error_reward": "x"}, "tool_error_reward='x'"),
+        ({"success_reward": -2.0}, "success_reward=-2.0"),
+        ({"max_process_reward": -1.0}, "max_process_reward=-1.0"),
+        ({"tool_timeout_s": 0}, "tool_timeout_s=0"),
+        ({"system_prompt": 5}, "system_prompt=5"),
+        ({"tools": "echo"}, "tools='echo'"),
+    ],
+)
+def test_a_setting_out_of_range_is_named(settings, word):
+    with pytest.raises(ValueError, match=word):
+        _ = EchoEnv(**settings).executor
+
+
+def test_a_subclass_with_its_own_constructor_need_not_call_ours():
+    class Stateful(ToolEnv):
+        tools = [echo]
+
+        def __init__(self, size=3):
+            self.size = size
+
+    env = Stateful(size=5)
+    env.reset({"prompt": "go"})
+    assert play(env, message(("echo", {"text": "a"})))[0].reward == 0.5 and env.size == 5
+
+
+def test_a_reset_that_forgets_ours_works_on_a_fresh_instance():
+    class Own(ToolEnv):
+        tools = [echo]
+
+        def reset(self, example):
+            return [{"role": "user", "content": "go"}]
+
+    env = Own()
+    env.reset({})
+    assert play(env, message(("echo", {"text": "a"})))[0].reward == 0.5
+
+
+def add(self, number: int) -> str:
+    """Add a number to the state.
+
+    Args:
+        number: How much.
+    """
+    self.total += number
+    return str(self.total)
+
+
+class Counting(ToolEnv):
+    tools = ["subtract", add, echo]
+
+    def reset(self, example):
+        self.total = 0
+        return super().reset(example)
+
+    def subtract(self, number: int) -> str:
+        """Subtract a number from the state.
+
+        Args:
+            number: How much.
+        """
+        return add(self, -number)
+
+    @tool
+    def double(self) -> str:
+        """Double the state."""
+        time.sleep(0.02)
+        self.total *= 2
+        return str(self.total)
+
+
+def test_tools_are_functions_names_and_decorated_methods_bound_to_the_instance():
+    env, other = started(Counting), started(Counting)
+    assert [item.name for item in env.tools] == ["subtract", "add", "echo", "double"]
+    assert Counting.tools == ["subtract", add, echo]
+    (step,) = play(env, message(("add", {"number": 3}), ("double", {}), ("subtract", {"number": 1}), ("double", {})))
+    assert [item["content"] for item in step.observations] == ["3", "6", "5", "10"]
+    assert (env.total, other.total) == (10, 0)
+    assert env.tools[1].schema["function"]["parameters"]["required"] == ["number"]
+
+
+def test_a_decorated_method_is_not_offered_twice_and_can_be_overridden_or_removed():
+    class Twice(Counting):
+        tools = ["double"]
+
+        @tool
+        def double(self) -> str:
+            """Quadruple, really."""
+            self.total *= 4
+            return str(self.total)
+
+    class Without(Counting):
+        tools = []
+        double = None
+
+    env = started(Twice)
+    assert [item.name for item in env.tools] == ["double"]
+    env.total = 1
+    assert play(env, message(("double", {})))[0].observations[0]["content"] == "4"
+    assert Without().tools == []
+
+
+def test_two_tools_of_one_name_are_refused():
+    class Clash(ToolEnv):
+        tools = [echo]
+
+        @tool(name="echo")
+        def another(self) -> str:
+            """Another one."""
+            return ""
+
+    with pytest.raises(ValueError, match="two are called 'echo'"):
+        _ = Clash().executor
+
+
+def test_a_name_that_is_no_method_is_refused():
+    class Typo(ToolEnv):
+        tools = ["serach"]
+
+    with pytest.raises(ValueError, match=r"Typo\.tools names 'serach'"):
+        _ = Typo().tools
+
+
+def test_tools_can_be_given_to_the_constructor_or_set_on_the_instance():
+    assert [item.name for item in ToolEnv(tools=[echo]).tools] == ["echo"]
+
+    class Late(ToolEnv):
+        def __init__(self):
+            self.tools = [echo, self.shout]
+
+        def shout(self, text: str) -> str:
+            """Shout.
+
+            Args:
+                text: What.
+            """
+            return text.upper()
+
+    env = Late()
+    env.reset({"prompt": "go"})
+    assert play(env, message(("shout", {"text": "a"})))[0].observations[0]["content"] == "A"
+
+
+def test_the_exact_token_limit_of_the_rollout_reaches_the_tools():
+    limited = tool(max_result_tokens=2)(echo.fn)
+    env = ToolEnv(tools=[limited])
+    _ = env.executor
+    env.truncate_text = lambda text, max_tokens: text[:max_tokens]
+    env.reset({"prompt": "go"})
+    assert play(env, message(("echo", {"text": "abcdef"})))[0].observations[0]["content"].startswith("ab\n[truncated")
+
+
+def test_256_environments_step_at_once():
+    @tool
+    def nap(seconds: float) -> str:
+        """Sleep.
+
+        Args:
+            seconds: How long.
+        """
+        time.sleep(seconds)
+        return threading.current_thread().name
+
+    async def main():
+        envs = [started(ToolEnv, tools=[nap]) for _ in range(256)]
+        return await asyncio.gather(*[env.step(message(("nap", {"seconds": 0.1}))) for env in envs])
+
+    assert nap.schema and nap.check_arguments({})
+    began = time.perf_counter()
+    steps = asyncio.run(main())
+    assert time.perf_counter() - began < 2.5  # one after another: 25.6 s
+    assert all(not result.is_error for step in steps for result in step.info["tool_results"])
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "malformed_tool_call", "x"]), json_values)
+    | st.builds(lambda calls: {"role": "assistant", "tool_calls": calls}, st.lists(json_values, max_size=3))
+)
+def test_any_json_message_is_a_step(given_message):
+    env = started()
+    step = asyncio.run(env.step(given_message))
+    assert isinstance(step.done, bool) and math.isfinite(step.reward)
+    assert step.done or step.observations
+    assert all(isinstance(item["content"], str) for item in step.observations)
+    assert math.fsum(step.info["reward_parts"].values()) == step.reward

@@ -1,0 +1,283 @@
+"""What TRL scripts bring along: functions as tools, and environment_factory classes, behaving as in TRL 1.16."""
+
+import asyncio
+import inspect
+
+import pytest
+
+from agent_r1_trl.environments import FunctionToolsEnv, TRLEnvAdapter
+from agent_r1_trl.tools import tool
+from agent_r1_trl.trajectory import StopReason, ToolErrorKind, Trajectory
+
+
+def multiply(a: int, b: int) -> dict:
+    """Multiply two integers.
+
+    Args:
+        a: First.
+        b: Second.
+    """
+    return {"product": a * b}
+
+
+class CounterEnv:
+    """As in TRL's documentation: public methods are tools."""
+
+    def reset(self, **row) -> str | None:
+        self.row = row
+        self.value = 0
+        return row.get("hint")
+
+    def increment(self, step: int) -> int:
+        """Increment the counter.
+
+        Args:
+            step: By how much.
+        """
+        self.value += step
+        return self.value
+
+    async def async_double(self) -> str:
+        """Double the counter."""
+        await asyncio.sleep(0)
+        self.value *= 2
+        return f"now {self.value}"
+
+    def get_reward(self) -> float:
+        return float(self.value)
+
+    def _hidden(self):
+        raise AssertionError("private methods are no tools")
+
+    @property
+    def expensive(self):
+        raise AssertionError("properties are not evaluated")
+
+
+class SilentEnv:
+    def reset(self, **row):
+        return None
+
+    def look(self) -> str:
+        """Look around."""
+        return "nothing"
+
+
+def calls(*pairs):
+    functions = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in pairs]
+    return {"role": "assistant", "content": "", "tool_calls": functions}
+
+
+def contents(env, *pairs):
+    return [item["content"] for item in asyncio.run(env.step(calls(*pairs))).observations]
+
+
+def outcome(env):
+    trajectory = Trajectory(
+        prompt_messages=[],
+        prompt_ids=[],
+        completion_ids=[],
+        action_mask=[],
+        logprobs=[],
+        turn_ids=[],
+        authors=[],
+        turns=[],
+        stop_reason=StopReason.DONE,
+    )
+    return asyncio.run(env.outcome_reward(trajectory))
+
+
+PROMPT = [{"role": "system", "content": "s"}, {"role": "user", "content": "go"}]
+
+
+# -------------------------------------------------------------------- tools=[functions]
+
+
+def test_functions_are_tools_that_earn_nothing():
+    env = FunctionToolsEnv([multiply])
+    assert env.reset({"prompt": PROMPT}) == PROMPT
+    step = asyncio.run(env.step(calls(("multiply", {"a": 6, "b": 7}), ("multiply", {"a": 6}))))
+    assert step.reward == 0.0 and not FunctionToolsEnv.has_reward
+    assert step.observations[0]["content"] == "{'product': 42}"  # str(), as TRL shows it
+    assert step.info["tool_results"][1].error is ToolErrorKind.INVALID_ARGUMENTS
+
+
+def test_rewards_for_calls_can_be_switched_on():
+    env = FunctionToolsEnv([multiply], tool_call_reward=0.3)
+    env.reset({"prompt": "go"})
+    assert asyncio.run(env.step(calls(("multiply", {"a": 6, "b": 7})))).reward == 0.3
+
+
+def test_a_tool_of_ours_keeps_its_own_settings():
+    mine = tool(name="times", timeout_s=3)(multiply)
+    assert FunctionToolsEnv([mine]).tools == [mine]
+
+
+def test_the_schemas_are_those_that_trl_renders():
+    from transformers.utils import get_json_schema
+
+    assert [item.schema for item in FunctionToolsEnv([multiply]).tools] == [get_json_schema(multiply)]
+
+
+@pytest.mark.parametrize(
+    ("tools", "word"),
+    [([], "tools="), ([5], "is no tool"), ([multiply, tool(name="multiply")(len)], "two are called")],
+)
+def test_bad_function_lists_are_explained(tools, word):
+    with pytest.raises(ValueError, match=word):
+        FunctionToolsEnv(tools)
+
+
+# -------------------------------------------------------------------- environment_factory
+
+
+def test_the_tools_are_the_standalone_ones_then_the_public_methods_in_trls_order():
+    env = TRLEnvAdapter(CounterEnv, [multiply])
+    trl_methods = [
+        name
+        for name, _ in inspect.getmembers(CounterEnv, predicate=inspect.isfunction)
+        if name not in ("reset", "get_reward") and not name.startswith("_")
+    ]
+    assert [item.name for item in env.tools] == ["multiply", *trl_methods] == ["multiply", "async_double", "increment"]
+
+
+def test_reset_receives_the_row_as_keywords_and_its_text_is_appended_to_the_prompt():
+    env = TRLEnvAdapter(CounterEnv)
+    row = {"prompt": PROMPT, "hint": " (hurry)", "answer": 3}
+    assert env.reset(row) == [PROMPT[0], {"role": "user", "content": "go (hurry)"}]
+    assert env.environment.row == row and PROMPT[1]["content"] == "go"
+
+
+def test_reset_that_returns_none_leaves_the_prompt_alone():
+    assert TRLEnvAdapter(SilentEnv).reset({"prompt": PROMPT}) == PROMPT
+    assert TRLEnvAdapter(SilentEnv).reset({"prompt": "go"}) == [{"role": "user", "content": "go"}]
+
+
+def test_a_row_without_a_prompt_starts_from_what_reset_says():
+    assert TRLEnvAdapter(CounterEnv).reset({"hint": "Count."}) == [{"role": "user", "content": "Count."}]
+
+
+def test_content_blocks_are_appended_as_in_trl():
+    class Blocks(SilentEnv):
+        def reset(self, **row):
+            return row["observation"]
+
+    text = {"type": "text", "text": "b"}
+    env = TRLEnvAdapter(Blocks)
+    assert env.reset({"prompt": "a", "observation": [text]})[-1]["content"] == [{"type": "text", "text": "a"}, text]
+    chat = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    assert env.reset({"prompt": chat, "observation": "b"})[-1]["content"] == [{"type": "text", "text": "a"}, text]
+    with pytest.raises(ValueError, match="reset returned 5"):
+        env.reset({"prompt": "a", "observation": 5})
+
+
+def test_methods_change_the_state_one_after_another_in_the_order_of_the_calls():
+    env = TRLEnvAdapter(CounterEnv)
+    env.reset({"prompt": "go"})
+    assert contents(env, ("increment", {"step": 2}), ("async_double", {}), ("increment", {"step": 1})) == [
+        "2",
+        "now 4",
+        "5",
+    ]
+    assert outcome(env) == (5.0, {"CounterEnv": 5.0})
+
+
+def test_get_reward_may_be_async_or_missing_or_none():
+    class AsyncReward(CounterEnv):
+        async def get_reward(self):
+            return 0.25
+
+    class NoneReward(CounterEnv):
+        def get_reward(self):
+            return None
+
+    for cls, expected in ((AsyncReward, 0.25), (NoneReward, 0.0), (SilentEnv, 0.0)):
+        env = TRLEnvAdapter(cls)
+        env.reset({"prompt": "go"})
+        assert outcome(env)[0] == expected
+    assert TRLEnvAdapter(AsyncReward).has_reward and not TRLEnvAdapter(SilentEnv).has_reward
+
+
+def test_a_reward_that_is_no_number_is_named():
+    class Broken(CounterEnv):
+        def get_reward(self):
+            return "much"
+
+    env = TRLEnvAdapter(Broken)
+    env.reset({"prompt": "go"})
+    with pytest.raises(ValueError, match=r"Broken\.get_reward returned 'much'"):
+        outcome(env)
+
+
+def test_every_trajectory_has_an_instance_of_its_own():
+    first, second = TRLEnvAdapter(CounterEnv), TRLEnvAdapter(CounterEnv)
+    for env in (first, second):
+        env.reset({"prompt": "go"})
+    contents(first, ("increment", {"step": 2}))
+    assert (first.environment.value, second.environment.value) == (2, 0)
+
+
+def test_the_environment_column_chooses_among_factories_and_is_not_passed_on():
+    env = TRLEnvAdapter({"count": CounterEnv, "silent": SilentEnv}, [multiply])
+    assert [item.name for item in env.tools] == ["multiply", "async_double", "increment", "look"]
+    env.reset({"prompt": "go", "environment": "silent"})
+    assert [item.name for item in env.tools] == ["multiply", "look"]
+    assert contents(env, ("look", {}))[0] == "nothing"
+    env.reset({"prompt": "go", "environment": "count"})
+    assert "environment" not in env.environment.row
+    assert contents(env, ("increment", {"step": 3}))[0] == "3"
+
+
+def test_only_the_chosen_environment_is_made_for_a_trajectory():
+    made = []
+
+    class Heavy(SilentEnv):
+        def __init__(self):
+            made.append(1)
+
+    env = TRLEnvAdapter({"heavy": Heavy, "silent": SilentEnv})
+    env.reset({"prompt": "go", "environment": "silent"})
+    assert contents(env, ("look", {})) == ["nothing"] and made == []
+
+
+def test_an_unknown_environment_lists_the_known_ones():
+    env = TRLEnvAdapter({"count": CounterEnv})
+    for row in ({"prompt": "go", "environment": "chess"}, {"prompt": "go"}):
+        with pytest.raises(ValueError, match=r"must be one of \['count'\]"):
+            env.reset(row)
+
+
+def test_a_failing_method_is_an_observation():
+    class Failing(SilentEnv):
+        def look(self) -> str:
+            """Look around."""
+            raise RuntimeError("too dark")
+
+    env = TRLEnvAdapter(Failing)
+    env.reset({"prompt": "go"})
+    assert "RuntimeError: too dark" in contents(env, ("look", {}))[0]
+
+
+@pytest.mark.parametrize(("factory", "word"), [(5, "must be a class"), ({}, "at least one"), ({"a": 5}, r"\['a'\]=5")])
+def test_what_is_no_factory_is_explained(factory, word):
+    with pytest.raises(ValueError, match=word):
+        TRLEnvAdapter(factory)
+
+
+def test_an_environment_without_reset_is_explained():
+    class NoReset:
+        def look(self) -> str:
+            """Look around."""
+            return ""
+
+    with pytest.raises(ValueError, match=r"NoReset has no method reset\(self, \*\*row\)"):
+        TRLEnvAdapter(NoReset)
+
+
+def test_a_method_with_the_name_of_a_function_is_refused():
+    def look() -> str:
+        """Look elsewhere."""
+        return ""
+
+    with pytest.raises(ValueError, match="two are called 'look'"):
+        TRLEnvAdapter(SilentEnv, [look])
