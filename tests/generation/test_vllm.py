@@ -45,9 +45,7 @@ def gap(generator, model) -> float:
 @pytest.fixture(scope="module")
 def engine():
     before = dict(os.environ)
-    generator = VLLMGenerator(
-        random_policy(1), stop_token_ids=[STOP_ID], max_model_len=256, max_num_seqs=16, disable_log_stats=True
-    )
+    generator = VLLMGenerator(random_policy(1), stop_token_ids=[STOP_ID], max_model_len=256, max_num_seqs=16)
     changed = {name for name in os.environ if os.environ[name] != before.get(name)}
     assert not {name for name in changed if not name.startswith("VLLM_")}, "the engine's variables leak"
     yield generator

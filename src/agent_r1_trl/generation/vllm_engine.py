@@ -9,6 +9,7 @@ Covered here: engine options, environment variables, vLLM's traps on a CPU. Not 
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import socket
@@ -23,7 +24,7 @@ import torch
 def build_engine(
     model: Any, *, max_model_len: int | None, max_num_seqs: int, cpu_kv_cache_gib: int, **options: Any
 ) -> Any:
-    """A `vllm.LLM` in this process whose weights can be replaced.
+    """A `vllm.LLMEngine` in this process whose weights can be replaced.
 
     Args:
         model: checkpoint path or Hub name; or a transformers or PEFT model, of which only the configuration is taken
@@ -31,7 +32,7 @@ def build_engine(
         max_model_len: most tokens of a request, prompt included (None: what the model allows).
         max_num_seqs: most requests that run at the same time.
         cpu_kv_cache_gib: memory for the cache on a CPU; on a GPU see `gpu_memory_utilization`.
-        options: passed to `vllm.LLM`; they win over the defaults chosen here.
+        options: of `vllm.EngineArgs`; they win over the defaults chosen here.
     """
     is_cpu = not torch.cuda.is_available()
     if is_cpu:
@@ -40,7 +41,7 @@ def build_engine(
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     with _single_process_group(), tempfile.TemporaryDirectory() as folder:
-        import vllm
+        from vllm import EngineArgs, LLMEngine
 
         if is_cpu:
             _prepare_cpu()
@@ -55,12 +56,15 @@ def build_engine(
             "max_num_seqs": max_num_seqs,
             "enforce_eager": is_cpu,  # compiling takes minutes there
             "seed": 0,  # every request has its own
+            "disable_log_stats": True,
         }
         if not isinstance(model, str):
             base = getattr(model, "get_base_model", lambda: model)()
-            base.config.save_pretrained(folder)
+            config = copy.deepcopy(base.config)
+            config.architectures = [type(base).__name__]  # without it vLLM may take the model for an embedder
+            config.save_pretrained(folder)
             settings |= {"model": folder, "load_format": "dummy", "dtype": str(base.dtype).removeprefix("torch.")}
-        return vllm.LLM(**{**settings, **options})
+        return LLMEngine.from_engine_args(EngineArgs(**{**settings, **options}))
 
 
 def _prepare_cpu() -> None:
@@ -107,16 +111,16 @@ def _single_process_group() -> Iterator[None]:
                 os.environ[name] = before[name]
 
 
-def shut_down(llm: Any, *, owns_process_group: bool) -> None:
+def shut_down(engine: Any, *, owns_process_group: bool) -> None:
     """Free the engine and vLLM's process groups.
 
     Args:
-        llm: what `build_engine` returned; drop every other reference too.
+        engine: what `build_engine` returned; drop every other reference too.
         owns_process_group: whether torch's default process group is vLLM's own and not the trainer's.
     """
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
-    llm.llm_engine.engine_core.shutdown()
+    engine.engine_core.shutdown()
     destroy_model_parallel()
     if owns_process_group:
         destroy_distributed_environment()

@@ -26,19 +26,30 @@ from agent_r1_trl.generation.weights import Gather, policy_weights
 from agent_r1_trl.generation.worker import Request, ThreadedGenerator
 
 
+def check_reloadable(engine_model: nn.Module) -> None:
+    """Refuse an engine that would go on with its old weights.
+
+    Raises:
+        ValueError: a mixture of experts on a CPU, where vLLM computes with a repacked copy of the experts.
+    """
+    for name, parameter in engine_model.named_parameters():
+        if ".experts." in name and parameter.device.type == "cpu":
+            raise ValueError("on a CPU the experts of a mixture cannot be replaced; set use_vllm=False.")
+
+
 class VLLMGenerator(ThreadedGenerator):
     """A `Generator` on a vLLM engine in this process.
 
     Args:
         model: checkpoint path or Hub name; or a transformers or PEFT model, whose weights are loaded by a first
-            `sync`; or a `vllm.LLM` of your own (started with `logprobs_mode="processed_logprobs"`, one process, no
-            tensor parallelism).
+            `sync`; or a `vllm.LLM` or `LLMEngine` of your own (started with `logprobs_mode="processed_logprobs"`, in
+            one process, without tensor parallelism).
         stop_token_ids: ids that end a turn; a sampled one is kept as the last id. The model's own EOS ids count only
             if they are among them.
         max_model_len: most tokens of a request, prompt included (None: what the model allows).
         max_num_seqs: most requests that run at the same time.
         cpu_kv_cache_gib: memory for the cache on a CPU, in GiB.
-        **engine_options: passed to `vllm.LLM`, such as `gpu_memory_utilization`, `dtype` or `enable_sleep_mode`.
+        **engine_options: of `vllm.EngineArgs`, such as `gpu_memory_utilization`, `dtype` or `enable_sleep_mode`.
     """
 
     def __init__(
@@ -58,19 +69,18 @@ class VLLMGenerator(ThreadedGenerator):
         self._names = itertools.count()
         self._has_all_weights = isinstance(model, str)
         self._had_process_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self._llm: Any = model
+        self._engine: Any = getattr(model, "llm_engine", model)
         self._is_owner = isinstance(model, (str, nn.Module))
         if self._is_owner:
             from agent_r1_trl.generation.vllm_engine import build_engine
 
-            self._llm = build_engine(
+            self._engine = build_engine(
                 model,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 cpu_kv_cache_gib=cpu_kv_cache_gib,
                 **engine_options,
             )
-        self._engine: Any = self._llm.llm_engine
         if isinstance(model, nn.Module):
             self.sync(model)
 
@@ -102,14 +112,17 @@ class VLLMGenerator(ThreadedGenerator):
         """
 
         def load(engine_model: nn.Module) -> None:
+            check_reloadable(engine_model)
             loaded = engine_model.load_weights(weights)  # type: ignore[operator]
-            missing = {name for name, _ in engine_model.named_parameters()} - set(loaded or ())
+            # Experts are loaded under other names than the parameters they end up in.
+            needed = {name for name, _ in engine_model.named_parameters() if ".experts." not in name}
+            missing = sorted(needed - set(loaded or ()))
             if is_complete and loaded is not None and missing:
-                raise KeyError(f"no value for {', '.join(sorted(missing)[:5])}")
+                raise KeyError(f"no value for {', '.join(missing[:5])}")
 
         with self._engine_lock:
             if self._is_asleep:
-                self._llm.wake_up(tags=["weights"])
+                self._engine.wake_up(tags=["weights"])
             try:
                 with torch.no_grad():
                     self._engine.apply_model(load)
@@ -153,18 +166,18 @@ class VLLMGenerator(ThreadedGenerator):
     def sleep(self) -> None:
         """Give weights and cache memory back to the trainer; `sync` before the next request. A GPU only."""
         with self._engine_lock:
-            self._llm.sleep(level=2)
+            self._engine.sleep(level=2)
             self._has_all_weights = False
 
     def close(self) -> None:
         """Fail the requests that are under way, refuse further ones and free the engine."""
         super().close()
         with self._engine_lock:
-            if self._is_owner and self._llm is not None:
+            engine, self._engine = self._engine, None
+            if self._is_owner and engine is not None:
                 from agent_r1_trl.generation.vllm_engine import shut_down
 
-                shut_down(self._llm, owns_process_group=not self._had_process_group)
-            self._llm = self._engine = None
+                shut_down(engine, owns_process_group=not self._had_process_group)
 
     # ---------------------------------------------------------------- worker thread
 
@@ -174,7 +187,7 @@ class VLLMGenerator(ThreadedGenerator):
             if torch.cuda.is_available():  # the current device is a property of the thread
                 torch.cuda.set_device(self._engine.model_executor.driver_worker.device)
             if self._is_asleep:
-                self._llm.wake_up(tags=["kv_cache"])
+                self._engine.wake_up(tags=["kv_cache"])
             while True:
                 with self._changed:
                     self._check_open()
