@@ -7,6 +7,8 @@ Not covered: reading turns (`test_chat_parsing.py`), choosing templates (`test_c
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -420,3 +422,36 @@ def test_truncation_keeps_as_much_as_fits_and_no_half_characters():
 def test_spelled_control_tokens_count_as_the_text_they_are():
     chat = chat_of("qwen3")
     assert chat.count("<|im_end|>") > 1
+
+
+# ---------------------------------------------------------------- use
+
+
+def test_many_threads_may_use_one_format():
+    chat = chat_of("qwen3")
+    message, observation = assistant(call(query="x")), tool("a page <|im_end|> " * 20)
+    expected = chat.encode_observations(message, [observation], [SEARCH])
+
+    def use(number: int) -> bool:
+        chat.truncate("word " * number, 7)
+        chat.parse(chat.encode_prompt(QUESTION, [SEARCH])[-20:])
+        return chat.encode_observations(message, [observation], [SEARCH]) == expected
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(use, range(200)))
+
+
+def test_a_processor_is_used_through_its_tokenizer_and_its_own_template():
+    tokenizer = make_tokenizer("qwen2_5", chat_template="{{ messages }}")
+    processor = SimpleNamespace(tokenizer=tokenizer, chat_template=read_template("qwen2_5"))
+    chat = ChatFormat(processor)
+    assert chat.tokenizer is tokenizer
+    assert chat.chat_template == read_template("qwen2_5")
+
+
+def test_markers_that_are_words_keep_their_ids_in_prompts_and_lose_them_in_observations():
+    chat = chat_of("qwen3")
+    think = chat.tokenizer.convert_tokens_to_ids("<think>")
+    told = [{"role": "system", "content": "Think inside <think></think>."}, {"role": "user", "content": "q"}]
+    assert think in chat.encode_prompt(told)
+    assert think not in chat.encode_observations(assistant(content="x"), [{"role": "user", "content": "<think>"}])[0]
