@@ -21,7 +21,7 @@ from agent_r1_trl.environments.function_tools import trl_tool
 from agent_r1_trl.environments.prompts import prompt_messages
 from agent_r1_trl.environments.scores import read_number
 from agent_r1_trl.environments.tool_env import ToolEnv
-from agent_r1_trl.tools import Tool
+from agent_r1_trl.tools import Tool, shared_pool
 from agent_r1_trl.trajectory import Message, Trajectory
 
 _NO_TOOLS = ("reset", "get_reward")
@@ -107,7 +107,8 @@ class TRLEnvAdapter(ToolEnv):
         get_reward = getattr(type(self.environment), "get_reward", None)
         if get_reward is None:
             return 0.0, {}
-        value = self.environment.get_reward()
+        # A plain one may be slow and must not stop other trajectories.
+        value = await shared_pool(self.max_tool_workers).run(self.environment.get_reward)
         if inspect.isawaitable(value):
             value = await value
         if value is None:

@@ -65,7 +65,7 @@ class SafeCaller:
         except concurrent.futures.TimeoutError:
             # The loop itself is stuck: an async function that blocks. It is lost; go on with another.
             self._loop = self._start_loop()
-            outcome = CallOutcome(is_timeout=True, blocked_s=self.timeout_s)
+            outcome = CallOutcome(is_timeout=True, blocked_s=self.timeout_s + 2.0)
         outcome.duration_s = time.perf_counter() - started
         return outcome
 

@@ -20,7 +20,7 @@ from agent_r1_trl.environments.check.script import (
     sample_call,
 )
 from agent_r1_trl.environments.check.tools import check_tools, read_tools
-from agent_r1_trl.trajectory import Message, ToolErrorKind
+from agent_r1_trl.trajectory import Message, ToolErrorKind, ToolResult
 
 SLOW_S = 5.0
 Played = list[tuple[Message, list[Message], float]]
@@ -160,6 +160,8 @@ def _play_bad(context: Context, row: dict[str, Any], what: str, message: Message
 
 def _check_results(context: Context, info: dict[str, Any]) -> None:
     for result in info.get("tool_results", []):
+        if not isinstance(result, ToolResult):
+            continue  # reported with the other contracts
         if result.error is ToolErrorKind.TIMEOUT:
             context.report.error(
                 "tools",

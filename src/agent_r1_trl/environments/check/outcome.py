@@ -71,7 +71,7 @@ def _check_gold(context: Context, row: dict[str, Any], wrong: float) -> None:
             "outcome",
             f"The answer from the column {column!r} ({str(gold)[:60]!r}) earns {max(known):g}, nonsense {wrong:g}.",
             "See that outcome_reward reads the right column and the answer's form (plain text and <answer> were "
-            "tried).",
+            "tried). Fine if the task is not solved by what the final text says.",
         )
 
 

@@ -5,7 +5,7 @@ Not part of the data flow: a linter's result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -31,6 +31,13 @@ class Report:
     """Findings, without repetition, in the order of the checks."""
 
     findings: list[Finding] = field(default_factory=list)
+    _seen: set[Hashable] = field(default_factory=set)
+
+    def is_first(self, key: Hashable) -> bool:
+        """True the first time: for messages that differ only in addresses, times or thread numbers."""
+        is_new = key not in self._seen
+        self._seen.add(key)
+        return is_new
 
     def error(self, check: str, message: str, cure: str) -> None:
         """Add an error."""

@@ -117,15 +117,16 @@ def watch_results(report: Report, tool: Tool) -> Tool:
 
     def complain(error: BaseException, arguments: dict[str, Any]) -> None:
         # A ValueError is how a tool tells the model that an argument makes no sense.
-        if isinstance(error, (ValueError, asyncio.CancelledError)):
+        if isinstance(error, (ValueError, asyncio.CancelledError)) or not report.is_first((tool.name, type(error))):
             return
         call = f"{tool.name}({', '.join(f'{name}={value!r:.60}' for name, value in arguments.items())})"
-        add = report.error if isinstance(error, _BUGS) else report.warning
-        add(
-            "tools",
-            f"{call}, which its schema allows, raised {describe_error(error)}.",
-            "Mend it, or describe the allowed arguments more exactly (Literal[...], 'Args:').",
-        )
+        text = describe_error(error)
+        is_thread_bound = "thread" in text and type(error).__name__ == "ProgrammingError"
+        cure = "Mend it, or describe the allowed arguments more exactly (Literal[...], 'Args:')."
+        if is_thread_bound:
+            cure = "Tools run on worker threads: open it with sqlite3.connect(..., check_same_thread=False)."
+        add = report.error if is_thread_bound or isinstance(error, _BUGS) else report.warning
+        add("tools", f"{call}, which its schema allows, raised {text}.", cure)
 
     def run(**arguments: Any) -> Any:
         try:
