@@ -25,7 +25,7 @@ def load_agent(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    is_adapter = _check_model_folder(path)
+    is_adapter = check_model_folder(path)
     has_gpu = torch.cuda.is_available()
     options: dict[str, Any] = {
         "dtype": dtype or ("auto" if has_gpu else torch.float32),
@@ -49,12 +49,16 @@ def load_agent(
     return model.eval(), tokenizer
 
 
-def _check_model_folder(path: str) -> bool:
-    """Whether it is an adapter; a name that is no local directory is taken for a Hub id."""
+def check_model_folder(path: str, *, flag: str = "model") -> bool:
+    """Whether it is an adapter; a name that is no local directory is taken for a Hub id.
+
+    Raises:
+        ValueError: a local path that holds no model; names flag, value and cure.
+    """
     folder = Path(path)
     if not folder.is_dir():
         if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
-            raise ValueError(f"model={path!r}: no such directory. Pass the directory of a saved model, or a Hub id.")
+            raise ValueError(f"{flag}={path!r}: no such directory. Pass the directory of a saved model, or a Hub id.")
         return False
     if (folder / "adapter_config.json").exists():
         return True
@@ -62,7 +66,7 @@ def _check_model_folder(path: str) -> bool:
         inside = sorted(str(item.parent) for item in folder.glob("checkpoint-*/*config.json"))
         hint = f" Did you mean {inside[-1]}?" if inside else ""
         raise ValueError(
-            f"model={path!r}: the directory holds neither config.json (a model) nor adapter_config.json (a PEFT "
+            f"{flag}={path!r}: the directory holds neither config.json (a model) nor adapter_config.json (a PEFT "
             f"adapter). Pass the directory that save_model or a checkpoint wrote.{hint}"
         )
     return False

@@ -160,6 +160,12 @@ def trajectory_files(path: str | os.PathLike[str], *, step: int | None = None, s
     return [candidate for _, candidate in sorted(found)]
 
 
+def file_step(path: Path) -> int:
+    """The step in a file's name (0 if it has none)."""
+    match = _NAME.fullmatch(path.name)
+    return int(match["step"]) if match else 0
+
+
 def read_records(
     path: str | os.PathLike[str], *, step: int | None = None, split: str | None = None
 ) -> Iterator[Record]:

@@ -1,0 +1,57 @@
+"""The console script: finds the subcommand and hands over. Nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from agent_r1_trl.cli.errors import EXIT_USAGE, did_you_mean, run_command
+
+COMMANDS = {
+    "train": "train an agent as a recipe says",
+    "eval": "play a data set with a model and score it",
+    "view": "show recorded trajectories, mask in colour",
+    "doctor": "check model, template, tools and environment before money is spent",
+}
+
+_USAGE = """\
+usage: agent-r1-trl COMMAND [options]
+
+Multi-turn, tool-using agents trained with reinforcement learning, on top of TRL.
+
+commands:
+{commands}
+
+  agent-r1-trl COMMAND --help shows a command's options; agent-r1-trl --version the version.
+
+  agent-r1-trl train --config recipes/quickstart/grpo/config_cpu.yaml
+  agent-r1-trl view outputs/quickstart --terminal
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `agent-r1-trl`; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help", "help"):
+        print(_usage(), end="")
+        return 0 if arguments else EXIT_USAGE
+    if name in ("-V", "--version"):
+        from agent_r1_trl import __version__
+
+        print(f"agent-r1-trl {__version__}")
+        return 0
+    if name not in COMMANDS:
+        print(
+            f"error: {name!r} is no command of agent-r1-trl.{did_you_mean(name, COMMANDS)} "
+            f"There are: {', '.join(COMMANDS)}.",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    module = importlib.import_module(f"agent_r1_trl.cli.{name}")
+    return run_command(module.run, arguments[1:])
+
+
+def _usage() -> str:
+    return _USAGE.format(commands="\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items()))

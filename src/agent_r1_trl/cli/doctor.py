@@ -1,0 +1,71 @@
+"""`agent-r1-trl doctor`: what is wrong with model, template, tools or environment, before money is spent.
+
+    agent-r1-trl doctor --config recipe.yaml
+    agent-r1-trl doctor --model Qwen/Qwen3-0.6B --env my_module.MyEnv --dataset data.jsonl
+
+Exit code 0: nothing that would spoil a run. 1: there is. 2: it could not be examined.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from agent_r1_trl.cli.errors import UsageError, run_command
+from agent_r1_trl.cli.recipe import read_recipe, split_config
+
+COMMAND = "agent-r1-trl doctor"
+EXIT_SICK = 1
+
+
+def run(argv: Sequence[str]) -> int:
+    """Examine; returns the exit code."""
+    config_path, _ = split_config(argv)
+    if config_path is not None:
+        read_recipe(config_path)
+
+    from rich.console import Console
+
+    from agent_r1_trl.cli.arguments import DoctorArguments, TrainArguments
+    from agent_r1_trl.cli.parser import RecipeParser
+    from agent_r1_trl.cli.resolve import load_rows, resolve_env, resolve_object
+    from agent_r1_trl.doctor import has_errors, render, run_doctor
+    from agent_r1_trl.trainers import MultiTurnGRPOConfig
+    from agent_r1_trl.trainers.script import ModelConfig
+
+    parser = RecipeParser(
+        (DoctorArguments,), command=COMMAND, elsewhere=(TrainArguments, MultiTurnGRPOConfig, ModelConfig)
+    )
+    (arguments,) = parser.parse(argv)
+    if not arguments.model_name_or_path:
+        raise UsageError("--model: not set. Pass the directory or the Hub id of the model to examine.")
+    env = resolve_env(arguments.env, arguments.env_kwargs) if arguments.env else None
+    tools = [resolve_object("tools", path) for path in arguments.tools or []]
+    rows = None
+    if arguments.dataset_name:
+        rows = load_rows(
+            "dataset_name",
+            arguments.dataset_name,
+            config=arguments.dataset_config,
+            split=arguments.dataset_train_split,
+        )
+    checks = run_doctor(
+        arguments.model_name_or_path,
+        env=env,
+        tools=tools or None,
+        examples=rows,
+        chat_template_kwargs=arguments.chat_template_kwargs or None,
+        thinking=arguments.thinking,
+        max_completion_length=arguments.max_completion_length,
+    )
+    Console().print(render(checks))
+    return EXIT_SICK if has_errors(checks) else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `python -m agent_r1_trl.cli.doctor`."""
+    return run_command(run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""What a user got wrong, said without a traceback.
+
+Every message names the flag, its value, the rule and the cure. Set AGENT_R1_TRL_DEBUG=1 to see where it was raised.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+class UsageError(ValueError):
+    """A mistake in a recipe, on the command line or in the files they name."""
+
+
+def run_command(function: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; the exit code of a `UsageError` is 2.
+
+    Args:
+        function: takes the arguments, returns an exit code.
+        argv: the arguments; None takes those of the process.
+    """
+    try:
+        return function(sys.argv[1:] if argv is None else argv)
+    except UsageError as error:
+        if os.environ.get("AGENT_R1_TRL_DEBUG"):
+            traceback.print_exc()
+        if is_main_process():  # a launcher starts several processes that all make the same mistake
+            print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `agent-r1-trl view ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def is_main_process() -> bool:
+    """Whether this is the process that talks to the user, before any process group exists."""
+    return int(os.environ.get("RANK") or 0) == 0
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The question "Did you mean ...?" with the closest known name, a blank before it; or nothing.
+
+    >>> did_you_mean("learning_rat", ["learning_rate", "beta"])
+    " Did you mean 'learning_rate'?"
+    """
+    by_lower = {item.lower().replace("-", "_"): item for item in known}
+    found = difflib.get_close_matches(name.lower().replace("-", "_"), by_lower, n=1, cutoff=0.6)
+    return f" Did you mean {by_lower[found[0]]!r}?" if found else ""

@@ -1,0 +1,149 @@
+"""`agent-r1-trl eval`: play a data set with a model and score it, within a recipe's limits.
+
+agent-r1-trl eval --config recipe.yaml --model outputs/my-agent --output_dir outputs/my-agent
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agent_r1_trl.cli.errors import UsageError, run_command
+from agent_r1_trl.cli.recipe import read_recipe, split_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from agent_r1_trl.cli.arguments import EvalArguments
+    from agent_r1_trl.evaluation import EvaluationResult
+
+COMMAND = "agent-r1-trl eval"
+RESULT_FILE = "evaluation.json"
+# A training recipe's output directory is not where an evaluation of some model belongs.
+PRIVATE = ("output_dir",)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Evaluate; returns the exit code."""
+    from rich.console import Console
+
+    config_path, _ = split_config(argv)
+    if config_path is not None:
+        read_recipe(config_path)
+    arguments = read_arguments(argv)
+    console = Console(soft_wrap=True)
+    result = run_evaluation(arguments, console)
+
+    from agent_r1_trl.cli.tables import result_table
+
+    title = f"{arguments.model_name_or_path}, {result.num_examples} examples"
+    Console().print(result_table(result, title=title))
+    if arguments.output_dir:
+        folder = write_result(result, arguments.output_dir)
+        console.print(f"{folder / RESULT_FILE}; trajectories: agent-r1-trl view {folder} --terminal --split eval")
+    return 0
+
+
+def read_arguments(argv: Sequence[str]) -> EvalArguments:
+    """What to evaluate and how.
+
+    Raises:
+        UsageError: whatever is wrong with recipe or command line.
+    """
+    from agent_r1_trl.cli.arguments import EvalArguments, TrainArguments
+    from agent_r1_trl.cli.parser import RecipeParser
+    from agent_r1_trl.trainers import MultiTurnGRPOConfig
+    from agent_r1_trl.trainers.script import ModelConfig
+
+    parser = RecipeParser(
+        (EvalArguments,),
+        command=COMMAND,
+        elsewhere=(TrainArguments, MultiTurnGRPOConfig, ModelConfig),
+        private=PRIVATE,
+    )
+    (arguments,) = parser.parse(argv)
+    if not arguments.model_name_or_path:
+        raise UsageError("--model: not set. Pass the directory or the Hub id of the model to evaluate.")
+    if not (arguments.eval_dataset_name or arguments.dataset_name):
+        raise UsageError("--dataset: not set. Pass a data file, a directory or a Hub id to evaluate on.")
+    return arguments
+
+
+def run_evaluation(arguments: EvalArguments, console: Console, *, description: str = "evaluation") -> EvaluationResult:
+    """Load data, environment and model, play, and score, with a progress bar.
+
+    Raises:
+        UsageError: environment, data or model cannot be found.
+    """
+    from agent_r1_trl.cli.progress import trajectory_progress
+    from agent_r1_trl.cli.resolve import resolve_env
+    from agent_r1_trl.evaluation import evaluate_model
+    from agent_r1_trl.generation import SamplingParams
+    from agent_r1_trl.rollout import RolloutLimits
+
+    env_factory = resolve_env(arguments.env, arguments.env_kwargs)  # type: ignore[arg-type]
+    rows = _load(arguments)
+    try:
+        limits = RolloutLimits(
+            max_turns=arguments.max_turns,
+            max_tokens_per_turn=arguments.max_tokens_per_turn,
+            max_completion_length=arguments.max_completion_length,
+            max_observation_tokens=arguments.max_observation_tokens,
+            max_invalid_calls=arguments.max_invalid_calls,
+            max_concurrency=arguments.max_concurrency,
+            rollout_timeout=arguments.rollout_timeout,
+        )
+        with trajectory_progress(console, description, len(rows) * arguments.num_generations_eval) as on_trajectory:
+            return evaluate_model(
+                arguments.model_name_or_path,
+                env_factory,
+                rows,
+                use_vllm=arguments.use_vllm,
+                limits=limits,
+                dtype=arguments.dtype,
+                chat_template_kwargs=arguments.chat_template_kwargs or None,  # type: ignore[arg-type]
+                thinking=arguments.thinking,
+                max_batch_size=arguments.generation_batch_rows,
+                trust_remote_code=arguments.trust_remote_code,
+                params=SamplingParams(temperature=arguments.eval_temperature),
+                num_generations=arguments.num_generations_eval,
+                seed=arguments.seed,
+                on_trajectory=on_trajectory,
+            )
+    except (ValueError, OSError) as error:  # limits, a model that is not there, rows the environment refuses
+        raise UsageError(str(error)) from error
+
+
+def write_result(result: EvaluationResult, output_dir: str | Path) -> Path:
+    """Write `evaluation.json` and the trajectories; returns the folder."""
+    from agent_r1_trl.recording import TrajectoryStore
+
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RESULT_FILE).write_text(result.to_json(), encoding="utf-8")
+    TrajectoryStore(folder).write(0, result.trajectories, split="eval")
+    return folder
+
+
+def _load(arguments: EvalArguments) -> Any:
+    from agent_r1_trl.cli.resolve import load_rows
+
+    is_own = arguments.eval_dataset_name is not None
+    return load_rows(
+        "eval_dataset_name" if is_own else "dataset_name",
+        arguments.eval_dataset_name or arguments.dataset_name,  # type: ignore[arg-type]
+        config=arguments.dataset_config,
+        split=arguments.dataset_test_split if is_own else arguments.dataset_train_split,
+        limit=arguments.num_examples,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `python -m agent_r1_trl.cli.eval`."""
+    return run_command(run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""TRL's parser (dataclasses, YAML, command line on top of the YAML) with errors that a user can act on."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from agent_r1_trl.cli.errors import UsageError, did_you_mean
+from agent_r1_trl.cli.recipe import check_keys, read_recipe, read_value, split_config
+from agent_r1_trl.trainers.script import TrlParser
+
+_TYPE_ERROR = re.compile(r"argument (?P<flag>--\w+)\S*: invalid (?P<kind>\S+) value: (?P<value>.*)", re.DOTALL)
+_OTHER_ERROR = re.compile(r"argument (?P<flag>--\w+)\S*: (?P<problem>.*)", re.DOTALL)
+_KINDS = {"int": "a whole number", "float": "a number", "string_to_bool": "true or false"}
+
+
+class RecipeParser(TrlParser):
+    """Dataclass instances out of a recipe and a command line.
+
+    Args:
+        dataclass_types: what to make, in this order.
+        command: how the user called it, for the help.
+        elsewhere: dataclasses whose settings a recipe may hold and this command has no use for.
+        private: settings of a recipe that mean something else to this command and are passed over.
+        **settings: of argparse.
+    """
+
+    def __init__(
+        self,
+        dataclass_types: Sequence[type],
+        *,
+        command: str,
+        elsewhere: Sequence[type] = (),
+        private: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
+        # Abbreviated flags are off: `--learning` would be taken for `--learning_rate` without a word.
+        super().__init__(dataclass_types, prog=command, allow_abbrev=False, **settings)
+        self.add_argument("--config", metavar="RECIPE", help="YAML file with any of these settings.")
+        self._hints = {name: hint for kind in dataclass_types for name, hint in typing.get_type_hints(kind).items()}
+        self._names = [item.name for kind in dataclass_types for item in dataclasses.fields(kind) if item.init]
+        self._elsewhere = {item.name for kind in elsewhere for item in dataclasses.fields(kind) if item.init}
+        self._elsewhere -= set(self._names)
+        self._private = set(private)
+
+    def parse(self, argv: Sequence[str], defaults: dict[str, Any] | None = None) -> tuple[Any, ...]:
+        """Read the recipe, then the command line, which wins.
+
+        Args:
+            argv: the arguments.
+            defaults: values that hold unless recipe or command line say otherwise.
+
+        Raises:
+            UsageError: whatever is wrong with either.
+        """
+        path, arguments = split_config(argv)
+        values = dict(defaults or {})
+        if path is not None:
+            recipe = read_recipe(path)
+            check_keys(path, recipe, [*self._names, *sorted(self._elsewhere)])
+            values |= {
+                name: read_value(path, name, value, self._hints[name])
+                for name, value in recipe.items()
+                if name in self._names and name not in self._private
+            }
+        self.set_defaults_with_config(**values)
+        namespace, unknown = self.parse_known_args(arguments)
+        self._check_unknown(unknown)
+        given = vars(namespace)
+        return tuple(self._make(kind, given, path) for kind in self.dataclass_types)
+
+    def _check_unknown(self, unknown: list[str]) -> None:
+        if not unknown:
+            return
+        flag, _, value = unknown[0].partition("=")
+        name = flag.lstrip("-").replace("-", "_")
+        if not flag.startswith("--"):
+            raise UsageError(f"{unknown[0]!r} belongs to no option. Options are written --name value.")
+        if name in self._elsewhere:
+            raise UsageError(f"{flag} {value}: a setting of training that {self.prog} does not use. Remove {flag}.")
+        flags = [option.removeprefix("--") for action in self._actions for option in action.option_strings]
+        hint = did_you_mean(name, [item for item in flags if "-" not in item])
+        raise UsageError(f"{flag}: there is no such option.{hint} {self.prog} --help lists all.")
+
+    def _make(self, kind: type, given: dict[str, Any], path: str | None) -> Any:
+        values = {item.name: given[item.name] for item in dataclasses.fields(kind) if item.init}
+        try:
+            return kind(**values)
+        except UsageError:
+            raise
+        except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+            source = f"{path} with the command line's options" if path else "The options"
+            raise UsageError(f"{source}: {error}{_cure(str(error))}") from error
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse found, in our words."""
+        wrong_type = _TYPE_ERROR.match(message)
+        if wrong_type:
+            flag, kind = wrong_type["flag"], _KINDS.get(wrong_type["kind"], wrong_type["kind"])
+            raise UsageError(f"{flag} {wrong_type['value']}: must be {kind}.{self._help_of(flag)}")
+        other = _OTHER_ERROR.match(message)
+        if other:
+            raise UsageError(f"{other['flag']}: {other['problem']}.{self._help_of(other['flag'])}")
+        missing = message.removeprefix("the following arguments are required: ")
+        if missing != message:
+            names = [name.split("/")[0] for name in missing.split(", ")]
+            helps = "".join(self._help_of(name) for name in names)
+            raise UsageError(f"{', '.join(names)}: not set. Pass it, or put it into the recipe.{helps}")
+        raise UsageError(message)
+
+    def _help_of(self, flag: str) -> str:
+        action = next((action for action in self._actions if flag in action.option_strings), None)
+        return f" {flag}: {action.help}" if action is not None and action.help else ""
+
+
+def _cure(message: str) -> str:
+    """What to do about errors of transformers and TRL that do not say it."""
+    if "support bf16" in message:
+        return " Cure: set bf16: false (this machine has no GPU that can do bfloat16)."
+    if "generation_batch_size" in message and "divisible" in message:
+        return (
+            " Cure: choose per_device_train_batch_size x gradient_accumulation_steps x processes as a multiple of "
+            "num_generations."
+        )
+    return ""

@@ -1,0 +1,144 @@
+"""Progress bars with rich; plain lines where the output is no terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import TrainerCallback
+
+HEADLINE = {
+    "reward": "reward",
+    "env/em": "exact match",
+    "rollout/turns": "turns",
+    "rollout/tool_calls": "calls",
+    "tools/failure_share": "failed calls",
+    "entropy": "entropy",
+}
+"""Logged metric -> its name beside the bar."""
+NUM_LINES = 20
+"""About how many lines a run prints where there is no terminal."""
+
+
+class RichProgressCallback(TrainerCallback):
+    """One bar for training and one for each evaluation, with the metrics that tell whether the agent learns."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._progress: Progress | None = None
+        self._training: Any = None
+        self._evaluation: Any = None
+        self._headline = ""
+        self._start = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Show the bar."""
+        if not state.is_world_process_zero:
+            return
+        self._start = time.monotonic()
+        self._progress = make_progress(self.console)
+        self._progress.start()
+        self._training = self._progress.add_task(
+            "training", total=state.max_steps, completed=state.global_step, note=""
+        )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Move the bar."""
+        if self._progress is not None:
+            self._progress.update(self._training, completed=state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Put the newest metrics beside the bar."""
+        if self._progress is None or not logs or "train_runtime" in logs:
+            return
+        is_eval = any(name.startswith("eval_") for name in logs)
+        headline = headline_of({name.removeprefix("eval_"): value for name, value in logs.items()})
+        if is_eval:
+            self.console.print(f"step {state.global_step}, evaluation: {headline}", highlight=False)
+            return
+        self._progress.update(self._training, note=headline)
+        every = max(1, state.max_steps // NUM_LINES)
+        if not self.console.is_terminal and (state.global_step % every == 0 or state.global_step == 1):
+            seconds = time.monotonic() - self._start
+            self.console.print(
+                f"step {state.global_step}/{state.max_steps}, {seconds:.0f} s: {headline}", highlight=False
+            )
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """Move the evaluation's bar."""
+        if self._progress is None:
+            return
+        if self._evaluation is None:
+            with contextlib.suppress(TypeError):  # a loader without a length
+                self._evaluation = self._progress.add_task("evaluation", total=len(eval_dataloader), note="")
+        if self._evaluation is not None:
+            self._progress.advance(self._evaluation)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the evaluation's bar away."""
+        if self._progress is not None and self._evaluation is not None:
+            self._progress.remove_task(self._evaluation)
+            self._evaluation = None
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the bar as it stands."""
+        self.stop()
+
+    def stop(self) -> None:
+        """End the display; also after an error."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def headline_of(logs: dict[str, Any]) -> str:
+    """The metrics that are shown beside the bar."""
+    return "  ".join(
+        f"{label} {float(logs[name]):.3g}"
+        for name, label in HEADLINE.items()
+        if isinstance(logs.get(name), int | float)
+    )
+
+
+def make_progress(console: Console) -> Progress:
+    """Bars of one look."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+        TextColumn("[dim]{task.fields[note]}"),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+@contextlib.contextmanager
+def trajectory_progress(console: Console, description: str, total: int) -> Iterator[Callable[[Any], None]]:
+    """A bar that moves with every finished trajectory; yields what `evaluate(on_trajectory=...)` takes."""
+    num_solved = 0.0
+    num_done = 0
+    start = time.monotonic()
+    with make_progress(console) as progress:
+        task = progress.add_task(description, total=total, note="")
+
+        def advance(trajectory: Any) -> None:
+            nonlocal num_solved, num_done
+            num_done += 1
+            score = trajectory.info.get("em")
+            num_solved += float(score) if isinstance(score, int | float) else 0.0
+            note = f"exact match {num_solved / num_done:.3f}" if score is not None else ""
+            progress.update(task, advance=1, note=note)
+
+        yield advance
+    if not console.is_terminal:
+        seconds = time.monotonic() - start
+        console.print(f"{description}: {num_done} trajectories in {seconds:.0f} s", highlight=False)

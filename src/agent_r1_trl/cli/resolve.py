@@ -1,0 +1,203 @@
+"""From names in a recipe to objects: environments, functions, data sets."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from agent_r1_trl.cli.errors import UsageError, did_you_mean
+
+BUILT_IN_ENVS = {"search_qa": "agent_r1_trl.environments.SearchQAEnv"}
+FILE_FORMATS = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+# ---------------------------------------------------------------- objects
+
+
+def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[[], Any]:
+    """A factory of environments; one is made at once, so that a mistake shows here.
+
+    Raises:
+        UsageError: no such environment, arguments that it does not take, or that it refuses.
+    """
+    path = BUILT_IN_ENVS.get(name, name)
+    if not any(mark in path for mark in ".:/"):
+        hint = did_you_mean(name, BUILT_IN_ENVS)
+        raise UsageError(
+            f"env={name!r}: no built-in environment of that name ({', '.join(BUILT_IN_ENVS)}).{hint} Set one of them, "
+            "or an import path such as my_module.MyEnv."
+        )
+    target = resolve_object("env", path)
+    kwargs = dict(kwargs or {})
+    if not callable(target) or (hasattr(target, "step") and not inspect.isclass(target)):
+        raise UsageError(
+            f"env={name!r} is a {type(target).__name__}: every trajectory needs its own environment. Name the class, "
+            "or a function that makes one."
+        )
+    try:
+        inspect.signature(target).bind(**kwargs)
+    except TypeError as error:
+        accepted = list(inspect.signature(target).parameters)
+        hints = "".join(did_you_mean(key, accepted) for key in kwargs if key not in accepted)
+        raise UsageError(
+            f"env_kwargs={kwargs}: {name} takes ({', '.join(accepted)}): {error}.{hints} Set env_kwargs accordingly."
+        ) from error
+    except ValueError:  # a builtin without a signature: the call below will tell
+        pass
+    factory: Callable[[], Any] = functools.partial(target, **kwargs) if kwargs else target
+    try:
+        env = factory()
+    except (TypeError, ValueError, OSError) as error:
+        raise UsageError(f"env={name!r} with env_kwargs={kwargs} cannot be made: {error}") from error
+    missing = [method for method in ("reset", "step") if not callable(getattr(env, method, None))]
+    if missing:
+        raise UsageError(
+            f"env={name!r} makes a {type(env).__name__}, which has no {' and no '.join(missing)} method. Subclass "
+            "agent_r1_trl.ToolEnv, or give it the methods of agent_r1_trl.Environment."
+        )
+    return factory
+
+
+def resolve_object(flag: str, path: str) -> Any:
+    """What `package.module.name`, `package.module:name` or `folder/file.py:name` stands for.
+
+    Modules are looked for in the current directory and among the installed packages.
+
+    Raises:
+        UsageError: no such module or name, or the module raises; names flag, value and cure.
+    """
+    module_name, colon, name = path.rpartition(":")
+    if not colon:
+        module_name, _, name = path.rpartition(".")
+    if not module_name or not name:
+        raise UsageError(f"{flag}={path!r}: must be an import path such as my_module.my_name.")
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    module = _load_file(flag, path, module_name) if module_name.endswith(".py") else _import(flag, path, module_name)
+    if not hasattr(module, name):
+        hint = did_you_mean(name, [item for item in dir(module) if not item.startswith("_")])
+        raise UsageError(f"{flag}={path!r}: {module_name} has no {name!r}.{hint}")
+    return getattr(module, name)
+
+
+def _import(flag: str, path: str, module_name: str) -> Any:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name + ".").startswith(error.name + "."):
+            raise UsageError(
+                f"{flag}={path!r}: there is no module {error.name!r} in {Path.cwd()} or among the installed packages. "
+                "Correct the path, or run the command from the directory that holds the module."
+            ) from error
+        raise UsageError(f"{flag}={path!r}: {_where(error)}") from error
+    except Exception as error:  # whatever the user's module does when it is imported
+        raise UsageError(f"{flag}={path!r}: {_where(error)}") from error
+
+
+def _load_file(flag: str, path: str, file_name: str) -> Any:
+    file = Path(file_name)
+    if not file.is_file():
+        raise UsageError(f"{flag}={path!r}: there is no file {file} in {Path.cwd()}. Correct the path.")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"{flag}={path!r}: {_where(error)}") from error
+    return module
+
+
+def _where(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"importing it raises {type(error).__name__}: {error} ({last.filename}, line {last.lineno}). Mend the module."
+    )
+
+
+# ---------------------------------------------------------------- data
+
+
+def load_rows(
+    flag: str, name: str, *, config: str | None = None, split: str = "train", limit: int | None = None
+) -> Any:
+    """A `datasets.Dataset` of a file, a directory, or a Hub id.
+
+    Args:
+        flag: that named it, for errors.
+        name: .jsonl, .json, .csv or .parquet file, directory, or Hub id.
+        config: of a Hub data set.
+        split: of a Hub data set or of a directory.
+        limit: only the first rows.
+
+    Raises:
+        UsageError: it cannot be found or read (with the line), or it is empty.
+    """
+    path = Path(name)
+    if path.suffix.lower() in FILE_FORMATS:
+        if not path.is_file():
+            near = [str(item) for item in path.parent.iterdir()] if path.parent.is_dir() else []
+            raise UsageError(
+                f"{flag}={name!r}: no such file (looked in {Path.cwd()}).{did_you_mean(name, near)} Pass the path of "
+                "a data file, relative to the current directory, or a Hub id."
+            )
+        rows = _read_file(flag, path)
+    else:
+        rows = _load_dataset(flag, name, config, split)
+    if not len(rows):
+        raise UsageError(f"{flag}={name!r} has no rows. Pass a data set with at least one.")
+    return rows.select(range(min(limit, len(rows)))) if limit is not None else rows
+
+
+def _read_file(flag: str, path: Path) -> Any:
+    from datasets import Dataset
+
+    if FILE_FORMATS[path.suffix.lower()] != "jsonl":
+        return _load_dataset(flag, FILE_FORMATS[path.suffix.lower()], None, "train", data_files=str(path))
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UsageError(f"{flag}={str(path)!r}, line {number}: not valid JSON ({error}). Mend it.") from error
+            if not isinstance(row, dict):
+                raise UsageError(f"{flag}={str(path)!r}, line {number}: must be an object, is {type(row).__name__}.")
+            rows.append(row)
+    try:
+        return Dataset.from_list(rows)
+    except Exception as error:  # arrow's errors share no base class
+        raise UsageError(
+            f"{flag}={str(path)!r}: a column holds values of different types ({error}). Give each column one type."
+        ) from error
+
+
+def _load_dataset(flag: str, name: str, config: str | None, split: str, **options: Any) -> Any:
+    from datasets import load_dataset, load_from_disk
+
+    try:
+        if Path(name).is_dir() and any((Path(name) / item).exists() for item in ("state.json", "dataset_dict.json")):
+            loaded = load_from_disk(name)
+            return loaded[split] if isinstance(loaded, dict) else loaded
+        return load_dataset(name, config, split=split, **options)
+    except Exception as error:  # a wrong name, no network, a broken file: many types, all the user's to mend
+        source = options.get("data_files", name)
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" and not options else ""
+        what = "" if options else f", split {split!r}"
+        reason = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:1])}"
+        raise UsageError(
+            f"{flag}={source!r}{what}: cannot be loaded{offline}. {reason} "
+            "Pass a data file, a directory, or the id of a data set on the Hub, and one of its splits."
+        ) from error

@@ -1,0 +1,98 @@
+"""Results as tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from agent_r1_trl.evaluation import EvaluationResult, difference
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+LABELS = {
+    "exact_match": "exact match",
+    "f1": "F1",
+    "valid_answer_rate": "valid answers",
+    "turns": "turns",
+    "tool_calls": "tool calls",
+    "tool_error_rate": "failed tool calls",
+    "truncated_rate": "truncated",
+    "reward": "reward",
+    "completion_tokens": "tokens",
+    "infrastructure_failure_rate": "infrastructure failures",
+}
+SHARES = frozenset(
+    ("exact_match", "f1", "valid_answer_rate", "tool_error_rate", "truncated_rate", "infrastructure_failure_rate")
+)
+
+
+def result_table(result: EvaluationResult, title: str = "") -> Table:
+    """A metric per line with its 95% interval."""
+    table = _table(title)
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    table.add_column("95% interval", justify="right", style="dim")
+    for name in _order(result.metrics):
+        table.add_row(
+            LABELS.get(name, name), _number(name, result.metrics[name]), _interval(name, result.intervals[name])
+        )
+    return table
+
+
+def comparison_table(
+    before: EvaluationResult,
+    after: EvaluationResult,
+    *,
+    names: tuple[str, str] = ("before", "after"),
+    title: str = "",
+) -> Table:
+    """Two results side by side; the change has a paired interval if both are about the same examples."""
+    table = _table(title)
+    table.add_column("metric")
+    for name in names:
+        table.add_column(name, justify="right")
+        table.add_column("95% interval", justify="right", style="dim")
+    is_paired = before.example_ids == after.example_ids
+    changes = difference(before, after) if is_paired else {}
+    table.add_column("change", justify="right")
+    if is_paired:
+        table.add_column("95% interval", justify="right", style="dim")
+    for name in _order({**before.metrics, **after.metrics}):
+        cells = [LABELS.get(name, name)]
+        for result in (before, after):
+            value = result.metrics.get(name, math.nan)
+            cells += [_number(name, value), _interval(name, result.intervals.get(name, (math.nan, math.nan)))]
+        change = after.metrics.get(name, math.nan) - before.metrics.get(name, math.nan)
+        cells.append(_number(name, change, sign=True))
+        if is_paired:
+            cells.append(_interval(name, changes[name][1:], sign=True) if name in changes else "")
+        table.add_row(*cells, style="bold" if name == "exact_match" else None)
+    return table
+
+
+def _table(title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title or None, box=box.SIMPLE_HEAD)
+
+
+def _order(metrics: Mapping[str, float]) -> list[str]:
+    """Ours first, in their order, then the environment's own."""
+    known = [name for name in LABELS if name in metrics]
+    return [*known, *(name for name in metrics if name not in LABELS)]
+
+
+def _number(name: str, value: float, *, sign: bool = False) -> str:
+    if not math.isfinite(value):
+        return "-"
+    plus = "+" if sign else ""
+    return f"{value:{plus}.3f}" if name in SHARES or abs(value) < 100 else f"{value:{plus}.0f}"
+
+
+def _interval(name: str, bounds: tuple[float, ...], *, sign: bool = False) -> str:
+    if not all(map(math.isfinite, bounds)):
+        return ""
+    return "[" + ", ".join(_number(name, value, sign=sign) for value in bounds) + "]"

@@ -1,0 +1,251 @@
+"""`agent-r1-trl train`: a recipe in, a trained agent out.
+
+agent-r1-trl train --config recipe.yaml --learning_rate 1e-6
+accelerate launch --config_file recipes/accelerate_configs/ddp.yaml -m agent_r1_trl.cli.train --config recipe.yaml
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agent_r1_trl.cli.errors import UsageError, is_main_process, run_command
+from agent_r1_trl.cli.recipe import read_recipe, split_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from agent_r1_trl.cli.arguments import TrainArguments
+
+COMMAND = "agent-r1-trl train"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Train; returns the exit code."""
+    config_path, _ = split_config(argv)
+    if config_path is not None:
+        read_recipe(config_path)  # a mistake in the file shows before seconds of imports
+    _use_one_gpu_per_process()
+    script_args, args, model_args = read_arguments(argv)
+    console = _console()
+    env, tools, reward_funcs = _task(script_args)
+    train_dataset, eval_dataset = _data(script_args, args)
+    console.print(_plan(script_args, args, model_args, train_dataset, eval_dataset), highlight=False)
+    trainer = _make_trainer(
+        script_args,
+        args,
+        model_args,
+        env=env,
+        tools=tools,
+        reward_funcs=reward_funcs,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+    )
+    progress = _use_rich_progress(trainer, args, console)
+    try:
+        trainer.train(resume_from_checkpoint=_checkpoint(args))
+    finally:
+        progress.stop()
+    trainer.save_model(args.output_dir)
+    if trainer.is_world_process_zero():
+        trainer.save_state()
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    if hasattr(trainer, "end"):  # transformers >= 5.18: closes trackers and the process group
+        trainer.end()
+    console.print(_farewell(args.output_dir, config_path, args), highlight=False)
+    return 0
+
+
+def read_arguments(argv: Sequence[str]) -> tuple[TrainArguments, Any, Any]:
+    """Script, trainer and model arguments.
+
+    Raises:
+        UsageError: whatever is wrong with recipe or command line.
+    """
+    from agent_r1_trl.cli.arguments import TrainArguments
+    from agent_r1_trl.cli.parser import RecipeParser
+    from agent_r1_trl.trainers import MultiTurnGRPOConfig
+    from agent_r1_trl.trainers.script import ModelConfig
+
+    parser = RecipeParser((TrainArguments, MultiTurnGRPOConfig, ModelConfig), command=COMMAND)
+    script_args, args, model_args = parser.parse(argv, defaults=_precision_defaults(argv))
+    if not model_args.model_name_or_path:
+        raise UsageError(
+            "model_name_or_path: not set, so there is nothing to train. Set it to a directory or a Hub id, such as "
+            "Qwen/Qwen2.5-1.5B-Instruct."
+        )
+    return script_args, args, model_args
+
+
+def _precision_defaults(argv: Sequence[str]) -> dict[str, Any]:
+    """TRL's default is bf16, which no CPU trains well in: off where there is no GPU that can do it."""
+    import torch
+
+    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return {} if has_bf16 else {"bf16": False}
+
+
+def _use_one_gpu_per_process() -> None:
+    """A plain `python -m` process on a machine of several GPUs takes one: DataParallel cannot train this."""
+    if "WORLD_SIZE" in os.environ or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    if count > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        print(
+            f"{count} GPUs, of which this process takes the first. For all of them: accelerate launch "
+            "--config_file recipes/accelerate_configs/ddp.yaml -m agent_r1_trl.cli.train ..."
+        )
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(quiet=not is_main_process(), soft_wrap=True)
+
+
+def _task(script_args: TrainArguments) -> tuple[Any, list[Any] | None, list[Any] | None]:
+    from agent_r1_trl.cli.resolve import resolve_env, resolve_object
+
+    env = resolve_env(script_args.env, script_args.env_kwargs) if script_args.env else None  # type: ignore[arg-type]
+    tools = [resolve_object("tools", path) for path in script_args.tools or []]
+    reward_funcs = [resolve_object("reward_funcs", path) for path in script_args.reward_funcs or []]
+    return env, tools or None, reward_funcs or None
+
+
+def _data(script_args: TrainArguments, args: Any) -> tuple[Any, Any]:
+    from agent_r1_trl.cli.resolve import load_rows
+
+    config = script_args.dataset_config
+    train = evaluation = None
+    if script_args.dataset_name:
+        train = load_rows(
+            "dataset_name", script_args.dataset_name, config=config, split=script_args.dataset_train_split
+        )
+    name = script_args.eval_dataset_name
+    if name is not None:
+        evaluation = load_rows(
+            "eval_dataset_name",
+            name,
+            config=config,
+            split=script_args.dataset_test_split,
+            limit=script_args.num_eval_examples,
+        )
+    if evaluation is None and args.eval_strategy != "no":
+        strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
+        raise UsageError(
+            f"eval_strategy={strategy!r} needs data to evaluate on, and eval_dataset_name is not set. Set "
+            "eval_dataset_name, or eval_strategy: 'no'."
+        )
+    return train, evaluation
+
+
+def _make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **parts: Any) -> Any:
+    import agent_r1_trl.trainers as trainers
+    from agent_r1_trl.cli.arguments import TRAINERS
+    from agent_r1_trl.evaluation.loading import check_model_folder
+    from agent_r1_trl.trainers.script import get_peft_config, get_quantization_config
+
+    check_model_folder(model_args.model_name_or_path, flag="model_name_or_path")
+    options = {
+        "revision": model_args.model_revision,
+        "dtype": model_args.dtype,
+        "attn_implementation": model_args.attn_implementation,
+    }
+    args.model_init_kwargs = {
+        **{name: value for name, value in options.items() if value is not None},
+        **(args.model_init_kwargs or {}),
+    }
+    trainer_class = getattr(trainers, TRAINERS[script_args.trainer])
+    try:
+        return trainer_class(
+            model=model_args.model_name_or_path,
+            args=args,
+            peft_config=get_peft_config(model_args),
+            quantization_config=get_quantization_config(model_args),
+            **parts,
+        )
+    except (ValueError, OSError) as error:  # settings that contradict each other, a model that cannot be found
+        raise UsageError(str(error)) from error
+
+
+def _use_rich_progress(trainer: Any, args: Any, console: Console) -> Any:
+    from transformers import PrinterCallback, ProgressCallback
+
+    from agent_r1_trl.cli.progress import RichProgressCallback
+
+    callback = RichProgressCallback(console)
+    if not args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(callback)
+    return callback
+
+
+def _checkpoint(args: Any) -> str | bool | None:
+    """What `resume_from_checkpoint` means: a path, or `true` for the last checkpoint, if there is one."""
+    value = args.resume_from_checkpoint
+    if value is None or str(value).lower() in ("false", "none", ""):
+        return None
+    if str(value).lower() in ("true", "last"):
+        folder = Path(args.output_dir)
+        return True if any(folder.glob("checkpoint-*")) else None
+    if not Path(value).is_dir():
+        raise UsageError(
+            f"resume_from_checkpoint={value!r}: no such directory. Pass a checkpoint-... directory, or true for the "
+            "last one of output_dir."
+        )
+    return str(value)
+
+
+def _plan(script_args: TrainArguments, args: Any, model_args: Any, train: Any, evaluation: Any) -> str:
+    device = str(args.device)
+    if device.startswith("cuda"):
+        import torch
+
+        device = f"{device} ({torch.cuda.get_device_name(args.device)})"
+    rows = f"{len(train)} rows of {script_args.dataset_name}" if train is not None else "made by the environment"
+    if evaluation is not None:
+        rows += f"; evaluation on {len(evaluation)} of {script_args.eval_dataset_name}"
+    method = f"{script_args.trainer} ({args.advantage_estimator}), learning rate {args.learning_rate:g}"
+    adapter = f", LoRA r={model_args.lora_r}" if model_args.use_peft else ""
+    prompts = args.generation_batch_size // args.num_generations
+    lines = {
+        "model": f"{model_args.model_name_or_path}{adapter} on {device}, {args.world_size} process(es)",
+        "environment": script_args.env or ", ".join(script_args.tools or []) or "none",
+        "data": rows,
+        "method": method,
+        "rollout": f"{prompts} prompts x {args.num_generations} trajectories, at most {args.max_turns} turns and "
+        f"{args.max_completion_length} tokens each, by {'vLLM' if args.use_vllm else 'transformers'}",
+        "output": args.output_dir,
+    }
+    return "\n".join(f"{name:12} {value}" for name, value in lines.items())
+
+
+def _farewell(output_dir: str, config_path: str | None, args: Any) -> str:
+    config = f" --config {config_path}" if config_path else ""
+    lines = [f"\nDone. The model is in {output_dir}"]
+    if args.record_trajectories != "none":
+        lines[0] += f", every trajectory in {output_dir}/trajectories"
+    lines += [
+        f"  agent-r1-trl view {output_dir} --terminal",
+        f"  agent-r1-trl eval{config} --model {output_dir} --output_dir {output_dir}",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `python -m agent_r1_trl.cli.train` and of launchers."""
+    return run_command(run, argv)
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    sys.exit(main())

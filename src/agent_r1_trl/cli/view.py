@@ -1,0 +1,167 @@
+"""`agent-r1-trl view`: recorded trajectories, the mask in colour.
+
+agent-r1-trl view outputs/my-agent --terminal --step 40 --filter failed
+agent-r1-trl view outputs/my-agent --list
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from agent_r1_trl.cli.errors import UsageError, did_you_mean, run_command
+
+if TYPE_CHECKING:
+    from agent_r1_trl.recording import Record
+    from agent_r1_trl.trajectory import Trajectory
+
+COMMAND = "agent-r1-trl view"
+NUM_SHOWN = 3
+
+
+def _is_solved(trajectory: Trajectory) -> bool:
+    score = trajectory.info.get("em")
+    return bool(score) if isinstance(score, bool | int | float) else trajectory.outcome_reward > 0
+
+
+FILTERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "failed": ("exact match 0, or an outcome of 0 or less", lambda item: not _is_solved(item)),
+    "solved": ("the others", _is_solved),
+    "truncated": ("a limit ended it", lambda item: item.stop_reason.is_truncated),
+    "tool_errors": ("a call failed", lambda item: any(result.is_error for result in item.tool_results)),
+    "invalid": ("a turn could not be used", lambda item: any(turn.is_invalid for turn in item.turns)),
+    "lost": ("an infrastructure failure", lambda item: item.stop_reason.is_infrastructure_failure),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}. {self.prog} --help lists the options.")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Show what was asked for; returns the exit code."""
+    parser = make_parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [option for action in parser._actions for option in action.option_strings]
+        raise UsageError(
+            f"{unknown[0]}: there is no such option.{did_you_mean(unknown[0], flags)} {COMMAND} --help lists all."
+        )
+    records = find_records(arguments)
+    from agent_r1_trl.recording import render_trajectory, summary_table
+    from agent_r1_trl.recording.terminal import render
+
+    color = {"always": True, "never": False}.get(
+        arguments.color, sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    )
+    if arguments.list:
+        sys.stdout.write(render([summary_table(records)], width=arguments.width, color=color))
+        return 0
+    tokenizer = load_tokenizer(arguments.tokenizer, Path(arguments.run))
+    shown = records if arguments.index is not None else records[: arguments.num]
+    for record in shown:
+        split = "evaluation, " if record.split == "eval" else ""
+        sys.stdout.write(f"{split}step {record.step}, index {record.index}, {record.path}\n")
+        sys.stdout.write(render_trajectory(record.trajectory, tokenizer, arguments.width, color=color) + "\n")
+    if len(shown) < len(records):
+        sys.stdout.write(f"{len(shown)} of {len(records)} shown; --num, --index, --filter and --list choose others.\n")
+    if tokenizer is None:
+        sys.stdout.write("Tokens are not shown: no tokenizer in the run. Pass --tokenizer, a directory or a Hub id.\n")
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    filters = "; ".join(f"{name}: {text}" for name, (text, _) in FILTERS.items())
+    parser = _Parser(prog=COMMAND, description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="Output directory of a run, its folder trajectories, or one file.")
+    parser.add_argument("--terminal", action="store_true", help="Show on the terminal (the default).")
+    parser.add_argument("--list", action="store_true", help="A line per trajectory instead of its tokens.")
+    parser.add_argument("--step", type=int, help="Only this step; by default the last one recorded.")
+    parser.add_argument("--index", type=int, help="Only this trajectory of the step.")
+    parser.add_argument("--split", choices=("train", "eval"), help="By default train, where there is any.")
+    parser.add_argument("--filter", choices=tuple(FILTERS), help=filters + ".")
+    parser.add_argument("--num", type=int, default=NUM_SHOWN, help=f"How many to show (default {NUM_SHOWN}).")
+    parser.add_argument("--tokenizer", help="Directory or Hub id; by default the one saved in the run.")
+    parser.add_argument("--width", type=int, help="Columns.")
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="NO_COLOR is honoured.")
+    return parser
+
+
+def find_records(arguments: argparse.Namespace) -> list[Record]:
+    """The records that the options choose.
+
+    Raises:
+        UsageError: there are none; says what there is.
+    """
+    from agent_r1_trl.recording import read_records, trajectory_files
+    from agent_r1_trl.recording.store import file_step
+
+    for name in ("num", "width"):
+        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
+            raise UsageError(f"--{name} {getattr(arguments, name)}: must be at least 1.")
+    try:
+        files = trajectory_files(arguments.run)
+        split = arguments.split or ("train" if trajectory_files(arguments.run, split="train") else "eval")
+        files = trajectory_files(arguments.run, split=split)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"RUN {error} Pass the output directory of a run.") from error
+    if not files:
+        raise UsageError(
+            f"RUN {arguments.run}: no recorded trajectories{f' of split {split}' if arguments.split else ''} "
+            "(trajectories/step_*.jsonl or .parquet). Train with record_trajectories: jsonl, or pass another directory."
+        )
+    is_folder = Path(arguments.run).is_dir()
+    steps = sorted({file_step(path) for path in files}) if is_folder else []
+    step = arguments.step if arguments.step is not None or not steps else steps[-1]
+    if steps and step not in steps:
+        raise UsageError(f"--step {step}: was not recorded. There are steps {steps[0]} to {steps[-1]}.")
+    try:
+        records = list(read_records(arguments.run, step=step, split=split if is_folder else arguments.split))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if arguments.filter:
+        records = [record for record in records if FILTERS[arguments.filter][1](record.trajectory)]
+    num = len(records)
+    if arguments.index is not None:
+        records = [record for record in records if record.index == arguments.index]
+    if not records:
+        where = f"step {step}" if step is not None else arguments.run
+        chosen = f"--index {arguments.index}" if arguments.index is not None else f"--filter {arguments.filter}"
+        raise UsageError(f"{chosen}: no such trajectory in {where}, of {num} that the other options leave.")
+    return records
+
+
+def load_tokenizer(given: str | None, run_folder: Path) -> Any:
+    """The tokenizer of `--tokenizer`, of the run, or of its last checkpoint; None if there is none.
+
+    Raises:
+        UsageError: the one that was named cannot be loaded.
+    """
+    folder = run_folder if run_folder.is_dir() else run_folder.parent
+    folder = folder.parent if folder.name == "trajectories" else folder
+    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    places = [str(path) for path in (folder, *checkpoints) if (path / "tokenizer_config.json").exists()]
+    name = given or next(iter(places), None)
+    if name is None:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--tokenizer {name}: cannot be loaded ({str(error).splitlines()[0]}).") from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `python -m agent_r1_trl.cli.view`."""
+    return run_command(run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
