@@ -49,7 +49,8 @@ def make_actor_critic(kind, *, lora=True):
 
 
 def losses(model):
-    output = model(input_ids=IDS, attention_mask=torch.ones_like(IDS), labels=IDS, fused_lm_head=True, compute_values=True)
+    mask = torch.ones_like(IDS)
+    output = model(input_ids=IDS, attention_mask=mask, labels=IDS, fused_lm_head=True, compute_values=True)
     return -output.log_probs.mean(), (output.state_values**2 - output.state_values).mean()
 
 

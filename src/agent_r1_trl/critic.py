@@ -9,9 +9,9 @@ Three shapes, one interface:
 - `head`: a value head on the policy's hidden states. No second pass.
 - `model`: a backbone of its own (a submodule of the policy, so that every wrapper sees it).
 
-`attach_critic` wraps the base model's forward once more: with `compute_values=True` (or `values_only=True`) one outer
-forward holds policy and critic, so that one loss and one backward are all that DDP or DeepSpeed see. Two outer forwards
-fail under DDP, two backwards are silently wrong under ZeRO-3.
+`attach_critic` wraps the base model's forward once more: with `compute_values=True` (or `values_only=True`) one
+outer forward holds policy and critic, so that one loss and one backward are all that DDP or DeepSpeed see. Two outer
+forwards fail under DDP, two backwards are silently wrong under ZeRO-3.
 
 Covered here: attaching, value forward, adapter switching, checkpointing, saving. Not covered: losses and schedules.
 """
@@ -66,7 +66,7 @@ class ActorCriticOutput(ModelOutput):
 # -------------------------------------------------------------------- attaching
 
 
-def attach_critic(model: nn.Module, kind: str, *, critic_model: nn.Module | None = None, detach: bool = False) -> None:
+def attach_critic(model: Any, kind: str, *, critic_model: nn.Module | None = None, detach: bool = False) -> None:
     """Give `model` a critic, before it is wrapped by accelerate.
 
     Args:
@@ -103,7 +103,7 @@ def attach_critic(model: nn.Module, kind: str, *, critic_model: nn.Module | None
     _wrap_save_pretrained(model)
 
 
-def base_causal_lm(model: nn.Module) -> nn.Module:
+def base_causal_lm(model: Any) -> Any:
     """The causal LM inside a PeftModel, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -117,7 +117,7 @@ def _restore_requires_grad(parameters: list[nn.Parameter]) -> None:
         parameter.requires_grad_(True)
 
 
-def _add_critic_adapter(model: nn.Module) -> None:
+def _add_critic_adapter(model: Any) -> None:
     config = getattr(model, "peft_config", {}).get("default")
     if config is None:
         raise ValueError(
@@ -128,7 +128,7 @@ def _add_critic_adapter(model: nn.Module) -> None:
     model.set_adapter("default")
 
 
-def _copy_backbone(base: nn.Module) -> nn.Module:
+def _copy_backbone(base: Any) -> Any:
     """A copy of the policy's backbone with any LoRA layer replaced by its frozen base: a full critic of its own."""
     backbone = copy.deepcopy(base.base_model)
     for name, module in list(backbone.named_modules()):
@@ -170,12 +170,12 @@ def set_detached(model: nn.Module, detached: bool) -> None:
 # -------------------------------------------------------------------- the forward
 
 
-def _wrap_forward(base: nn.Module) -> None:
+def _wrap_forward(base: Any) -> None:
     inner = base.forward
 
     @functools.wraps(inner)
     def forward(
-        self: nn.Module, *args: Any, compute_values: bool = False, values_only: bool = False, **kwargs: Any
+        self: Any, *args: Any, compute_values: bool = False, values_only: bool = False, **kwargs: Any
     ) -> Any:
         if values_only:
             kwargs = {name: kwargs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in kwargs}
@@ -196,7 +196,7 @@ def _wrap_forward(base: nn.Module) -> None:
     base.forward = types.MethodType(forward, base)
 
 
-def _values(base: nn.Module, inputs: dict[str, Any], hidden: torch.Tensor | None = None) -> torch.Tensor:
+def _values(base: Any, inputs: dict[str, Any], hidden: torch.Tensor | None = None) -> torch.Tensor:
     """(B, L) values; `hidden` spares the policy's backbone a second pass."""
     inputs = {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in inputs}
     if base.critic_kind == "model":
@@ -213,7 +213,7 @@ def _values(base: nn.Module, inputs: dict[str, Any], hidden: torch.Tensor | None
 
 
 @contextlib.contextmanager
-def _captured_hidden_states(base: nn.Module) -> Iterator[list[torch.Tensor]]:
+def _captured_hidden_states(base: Any) -> Iterator[list[torch.Tensor]]:
     """Collect the backbone's last hidden states while TRL's fused head runs it."""
     captured: list[torch.Tensor] = []
     handle = base.base_model.register_forward_hook(lambda module, args, output: captured.append(output[0]))
@@ -267,7 +267,7 @@ def _adapters_as(state: list[tuple[Any, Any]]) -> Iterator[None]:
             layer._active_adapter = adapter
 
 
-def _wrap_checkpointing(base: nn.Module) -> None:
+def _wrap_checkpointing(base: Any) -> None:
     """Recompute every checkpointed block under the adapter that its forward ran with.
 
     Without this, gradient checkpointing silently recomputes the critic's pass under the policy's adapter. Wrapping the
@@ -306,7 +306,7 @@ def _with_adapter_of_forward(checkpoint: Callable) -> Callable:
 # -------------------------------------------------------------------- saving
 
 
-def _wrap_save_pretrained(model: nn.Module) -> None:
+def _wrap_save_pretrained(model: Any) -> None:
     """Make `save_pretrained` write the policy alone: whoever loads it finds a plain model or a plain adapter."""
     original = model.save_pretrained
 
@@ -337,7 +337,7 @@ def _gathered(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 def save_critic(model: nn.Module, folder: str | Path, *, is_main_process: bool = True) -> None:
-    """Write the critic's weights to `folder`/critic/critic.safetensors. Collective under ZeRO-3: call on every rank."""
+    """Write the critic's weights below `folder`. Collective under ZeRO-3: call on every rank."""
     from safetensors.torch import save_file
 
     parameters = critic_parameters(model)
@@ -365,8 +365,8 @@ def load_critic(model: nn.Module, folder: str | Path) -> None:
     saved, parameters = load_file(str(path)), critic_parameters(model)
     if set(saved) != set(parameters):
         raise ValueError(
-            f"{path} holds another kind of critic ({len(saved)} tensors, this run's critic has {len(parameters)}). Resume "
-            "with the same critic= and LoRA settings as the run that wrote it."
+            f"{path} holds another kind of critic ({len(saved)} tensors, this run's critic has {len(parameters)}). "
+            "Resume with the same critic= and LoRA settings as the run that wrote it."
         )
     with _gathered(list(parameters.values())), torch.no_grad():
         for name, parameter in parameters.items():

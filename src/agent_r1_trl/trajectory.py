@@ -19,14 +19,14 @@ import copy
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 Message = dict[str, Any]
 """A chat message: `role`, `content`, and where it applies `tool_calls`, `name`, `tool_call_id`."""
 
 
-class Author(str, Enum):
+class Author(StrEnum):
     """Who wrote a completion token."""
 
     POLICY = "policy"
@@ -37,7 +37,7 @@ class Author(str, Enum):
     """Tool results and other observations."""
 
 
-class StopReason(str, Enum):
+class StopReason(StrEnum):
     """Why a trajectory ended. Every trajectory has exactly one."""
 
     DONE = "done"
@@ -68,7 +68,7 @@ class StopReason(str, Enum):
         return self in (StopReason.ENVIRONMENT_ERROR, StopReason.GENERATION_ERROR, StopReason.PROMPT_TOO_LONG)
 
 
-class ToolErrorKind(str, Enum):
+class ToolErrorKind(StrEnum):
     """How a tool call failed."""
 
     MALFORMED = "malformed"

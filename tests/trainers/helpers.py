@@ -28,7 +28,7 @@ def add(a: int, b: int) -> int:
 class AddEnv(ToolEnv):
     """Calls to `add` earn 0.5, a final text that holds an even number of characters is right."""
 
-    tools = [add]
+    tools = (add,)
 
     def outcome_reward(self, trajectory):
         return len(trajectory.final_text) % 2 == 0
@@ -116,7 +116,8 @@ def make_trainer(tmp_path, *, script=two_turns, env=AddEnv, family="qwen3", trai
 
 
 TRAINER_ARGUMENTS = (
-    "callbacks", "environment_factory", "eval_dataset", "model", "peft_config", "reward_funcs", "tools", "train_dataset",
+    "callbacks", "environment_factory", "eval_dataset", "model", "peft_config", "reward_funcs", "tools",
+    "train_dataset",
 )  # fmt: skip
 
 

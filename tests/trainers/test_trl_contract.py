@@ -76,7 +76,8 @@ def test_attributes_that_are_read_exist(tmp_path):
     trainer = make_trainer(tmp_path)
     for name in (
         "_metrics", "_tokenizer", "_is_vlm", "eos_token_ids", "reward_weights", "reward_func_names", "reward_funcs",
-        "num_generations", "num_generations_eval", "model_wrapped", "accelerator", "state", "_step", "_buffered_inputs",
+        "num_generations", "num_generations_eval", "model_wrapped", "accelerator", "state", "_step",
+        "_buffered_inputs",
         "use_vllm", "beta",
     ):  # fmt: skip
         assert hasattr(trainer, name), name

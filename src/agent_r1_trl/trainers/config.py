@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trl import GRPOConfig
@@ -59,8 +59,8 @@ class MultiTurnConfig(GRPOConfig):
     thinking: str = field(
         default="keep",
         metadata={
-            "help": "'keep': reasoning of earlier turns stays in the token stream. 'off': render the chat template with "
-            "enable_thinking=False."
+            "help": "'keep': reasoning of earlier turns stays in the token stream. 'off': render the chat template "
+            "with enable_thinking=False."
         },
     )
     eval_temperature: float | None = field(
@@ -116,8 +116,8 @@ class MultiTurnConfig(GRPOConfig):
         _check_positive_int(self, "max_invalid_calls", minimum=0)
         if self.max_completion_length is None or self.max_completion_length < 1:
             raise ValueError(
-                f"max_completion_length={self.max_completion_length} must be at least 1: it is the token budget of the "
-                "whole trajectory, tool text included. Set max_completion_length, for example 2048."
+                f"max_completion_length={self.max_completion_length} must be at least 1: it is the token budget of "
+                "the whole trajectory, tool text included. Set max_completion_length, for example 2048."
             )
         if self.rollout_timeout is not None and not (
             isinstance(self.rollout_timeout, int | float) and self.rollout_timeout > 0
@@ -139,8 +139,8 @@ class MultiTurnConfig(GRPOConfig):
             self._apply_dr_grpo()
         elif self.advantage_estimator == "rloo" and self.scale_rewards not in ("group", "none"):
             raise ValueError(
-                f"scale_rewards={self.scale_rewards!r} has no meaning with advantage_estimator='rloo', which divides by "
-                "nothing. Remove scale_rewards, or use advantage_estimator='grpo'."
+                f"scale_rewards={self.scale_rewards!r} has no meaning with advantage_estimator='rloo', which divides "
+                "by nothing. Remove scale_rewards, or use advantage_estimator='grpo'."
             )
 
     def _honour_mask_truncated_completions(self) -> None:
@@ -154,15 +154,14 @@ class MultiTurnConfig(GRPOConfig):
             self.truncated_trajectories = "mask"
 
     def _apply_dr_grpo(self) -> None:
-        """Dr. GRPO is R - group mean under a constant-length normaliser: fill in TRL's default, refuse anything else."""
+        """Dr. GRPO is R - group mean under a constant-length normaliser; another normaliser is refused."""
         default = next(item.default for item in fields(GRPOConfig) if item.name == "loss_type")
-        if self.loss_type == default:
-            self.loss_type = "dr_grpo"
-        if self.loss_type != "dr_grpo":
+        if self.loss_type not in (default, "dr_grpo"):  # type: ignore[has-type]
             raise ValueError(
                 f"loss_type={self.loss_type!r} contradicts advantage_estimator='dr_grpo', whose loss is divided by a "
                 "constant length. Remove loss_type or set loss_type='dr_grpo'."
             )
+        self.loss_type = "dr_grpo"
 
     @classmethod
     def from_grpo_config(cls, args: GRPOConfig) -> MultiTurnConfig:
@@ -173,8 +172,7 @@ class MultiTurnConfig(GRPOConfig):
         config.__class__ = cls
         for item in fields(cls):
             if not hasattr(config, item.name):
-                value = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[misc]
-                setattr(config, item.name, value)
+                setattr(config, item.name, item.default)
         config.check_multi_turn()
         return config
 

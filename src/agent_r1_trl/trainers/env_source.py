@@ -57,7 +57,7 @@ def _checked_env_factory(env: Any) -> EnvFactory:
     except TypeError as error:
         name = getattr(env, "__name__", repr(env))
         raise ValueError(
-            f"env={name} cannot be made without arguments ({error}). Pass env=functools.partial({name}, ...) with them."
+            f"env={name} cannot be made without arguments ({error}). Pass env=functools.partial({name}, ...)."
         ) from error
     except ValueError:  # a builtin without a signature: calling it will tell
         pass

@@ -6,7 +6,7 @@ prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewar
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather
@@ -33,7 +33,7 @@ class MultiTurnGRPOTrainer(MultiTurnTrainer):
 
     config_class = MultiTurnGRPOConfig
     _name = "MultiTurnGRPO"
-    _paper = {
+    _paper: ClassVar[dict[str, str]] = {
         "title": "Agent-R1: Training Powerful LLM Agents with End-to-End Reinforcement Learning",
         "id": "2511.14460",
     }

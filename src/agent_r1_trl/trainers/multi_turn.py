@@ -22,7 +22,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
@@ -57,7 +57,7 @@ class MultiTurnTrainer(GRPOTrainer):
     """
 
     config_class: type[MultiTurnConfig] = MultiTurnGRPOConfig
-    _tag_names = ["trl", "agent-r1-trl", "multi-turn"]
+    _tag_names: ClassVar[list[str]] = ["trl", "agent-r1-trl", "multi-turn"]
 
     def __init__(
         self,
@@ -101,8 +101,8 @@ class MultiTurnTrainer(GRPOTrainer):
         super().__init__(model, reward_funcs, trl_args, train_dataset, eval_dataset, *positional, **kwargs)
         if self._is_vlm:
             raise ValueError(
-                f"processing_class={type(self.processing_class).__name__}: images together with tools are not supported. "
-                "Pass a text-only tokenizer as processing_class, or train without env= and tools=."
+                f"processing_class={type(self.processing_class).__name__}: images together with tools are not "
+                "supported. Pass a text-only tokenizer as processing_class, or train without env= and tools=."
             )
         self._restore_arguments(config)
         self._prepare_rollout()
@@ -177,7 +177,8 @@ class MultiTurnTrainer(GRPOTrainer):
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
         if self.env_factory is not None and self.train_dataset is not None:
-            self._signature_columns = list({*self._signature_columns, *(self.train_dataset.column_names or [])})
+            columns = self.train_dataset.column_names or []
+            self._signature_columns: list[str] = [*{*self._signature_columns, *columns}]
 
     # ---------------------------------------------------------------- rollout
 
@@ -185,11 +186,7 @@ class MultiTurnTrainer(GRPOTrainer):
         if self._user_generator is not None:
             return self._user_generator
         if self.use_vllm:
-            from agent_r1_trl.generation import VLLMGenerator
-
-            return VLLMGenerator.from_training_args(
-                model, self._tokenizer, self.args, stop_token_ids=self.chat.stop_token_ids
-            )
+            return self._build_vllm(model)
         return TransformersGenerator(
             model,
             pad_token_id=self._tokenizer.pad_token_id,
@@ -197,11 +194,38 @@ class MultiTurnTrainer(GRPOTrainer):
             max_batch_size=self.args.generation_batch_rows,
         )
 
-    def _sync_weights(self, model: Any) -> None:
-        """Bring a generator that holds its own copy of the weights up to date, once per optimizer step."""
-        if hasattr(self._runner.generator, "sync_weights") and self._synced_step != self.state.global_step:
-            self._runner.generator.sync_weights(model)
-            self._synced_step = self.state.global_step
+    def _build_vllm(self, model: Any) -> Any:
+        """An engine of our own in this process; its weights come with the first `sync`."""
+        from agent_r1_trl.generation import VLLMGenerator
+
+        args = self.args
+        on_gpu = {
+            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+            "enable_sleep_mode": args.vllm_enable_sleep_mode,
+        }
+        return VLLMGenerator(
+            model,
+            stop_token_ids=self.chat.stop_token_ids,
+            max_model_len=args.vllm_max_model_length,
+            max_num_seqs=min(args.max_concurrency, 256),
+            model_impl=args.vllm_model_impl,
+            trust_remote_code=args.trust_remote_code,
+            **(on_gpu if self.accelerator.device.type == "cuda" else {}),
+        )
+
+    def _get_runner(self, model: Any) -> RolloutRunner:
+        """The runner, its generator holding the weights of the last optimizer step."""
+        if self._runner is None:
+            self._runner = RolloutRunner(
+                self._make_env, self._build_generator(model), self.chat, self.limits, self.params
+            )
+        elif hasattr(self._runner.generator, "sync") and self._synced_step != self.state.global_step:
+            self._runner.generator.sync(model)
+        self._synced_step = self.state.global_step
+        return self._runner
+
+    def _make_env(self) -> Any:
+        return self.env_factory()  # type: ignore[misc]
 
     def _roll_out(self, examples: list[dict[str, Any]]) -> list[Trajectory]:
         """Play one trajectory per row. ZeRO-3 parameters are gathered once, around the whole rollout.
@@ -216,16 +240,11 @@ class MultiTurnTrainer(GRPOTrainer):
                 self.model_wrapped, self.accelerator, gather_deepspeed3_params=self.args.ds3_gather_for_generation
             ) as model,
         ):
-            if self._runner is None:
-                self._runner = RolloutRunner(
-                    self.env_factory,
-                    self._build_generator(model),
-                    self.chat,
-                    self.limits,
-                    self.params,
-                )
-            self._sync_weights(model)
-            trajectories = self._runner.run(self._requests(examples, mode), params=self._mode_params(mode))
+            runner = self._get_runner(model)
+            trajectories = runner.run(self._requests(examples, mode), params=self._mode_params(mode))
+            if self.use_vllm and self.args.vllm_enable_sleep_mode and hasattr(runner.generator, "sleep"):
+                runner.generator.sleep()
+                self._synced_step = -1  # its weights are gone
         if all(trajectory.stop_reason.is_infrastructure_failure for trajectory in trajectories):
             first = trajectories[0]
             raise RuntimeError(
@@ -378,6 +397,7 @@ class MultiTurnTrainer(GRPOTrainer):
     # ---------------------------------------------------------------- metrics and records
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """TRL's step; what it takes without the rollout is logged as `time/update_s`."""
         self._rollout_seconds = 0.0
         start = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -464,7 +484,7 @@ class MultiTurnTrainer(GRPOTrainer):
 
 
 def environment_reward(trajectory: list[Trajectory], **kwargs: Any) -> list[float | None]:
-    """TRL reward function that carries the environment's return: turn rewards + outcome, None for a lost trajectory."""
+    """TRL reward function that carries the environment's return; None for a lost trajectory."""
     return [None if item.stop_reason.is_infrastructure_failure else item.total_reward for item in trajectory]
 
 
