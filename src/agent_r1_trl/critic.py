@@ -174,9 +174,7 @@ def _wrap_forward(base: Any) -> None:
     inner = base.forward
 
     @functools.wraps(inner)
-    def forward(
-        self: Any, *args: Any, compute_values: bool = False, values_only: bool = False, **kwargs: Any
-    ) -> Any:
+    def forward(self: Any, *args: Any, compute_values: bool = False, values_only: bool = False, **kwargs: Any) -> Any:
         if values_only:
             kwargs = {name: kwargs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in kwargs}
             return ActorCriticOutput(state_values=_values(self, kwargs))

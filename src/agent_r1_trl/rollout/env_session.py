@@ -19,7 +19,7 @@ ENV_THREADS = 256
 """Most plain environment methods that run at once."""
 
 
-class EnvironmentFailure(Exception):  # noqa: N818 - a state of the rollout, not an error of the caller
+class EnvironmentFailure(Exception):
     """The environment itself raised, in a method whose failures are not the policy's fault."""
 
 
@@ -42,14 +42,12 @@ class EnvSession:
         if getattr(self.env, "truncate_text", self) is None:
             self.env.truncate_text = self._truncate
         if callable(getattr(self.env, "seed", None)):
-            await self._guard(
-                "seed", lambda: self.env.seed(reset_seed=request.reset_seed, dynamics_seed=request.seed)
-            )
+            await self._guard("seed", lambda: self.env.seed(reset_seed=request.reset_seed, dynamics_seed=request.seed))
         messages = await self._guard("reset", self.env.reset, dict(request.example))
         if not isinstance(messages, list) or not all(isinstance(item, dict) and "role" in item for item in messages):
             raise ValueError(
-                f"{self.name}.reset returned {type(messages).__name__}: it must return the prompt as a list of messages "
-                "such as [{'role': 'user', 'content': '...'}]. Return that list."
+                f"{self.name}.reset returned {type(messages).__name__}: it must return the prompt as a list of "
+                "messages such as [{'role': 'user', 'content': '...'}]. Return that list."
             )
         return messages, [as_tool(item).schema for item in getattr(self.env, "tools", None) or ()]
 

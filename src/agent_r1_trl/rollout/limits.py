@@ -46,7 +46,9 @@ class RolloutLimits:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
                 none = ", or None" if optional else ""
-                raise ValueError(f"{name}={value!r} must be a whole number >= {minimum}{none}. Set {name} accordingly.")
+                raise ValueError(
+                    f"{name}={value!r} must be a whole number >= {minimum}{none}. Set {name} accordingly."
+                )
         timeout = self.rollout_timeout
         if timeout is not None and (
             isinstance(timeout, bool)

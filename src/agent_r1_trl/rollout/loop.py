@@ -24,7 +24,7 @@ from agent_r1_trl.rollout.seeds import derive_seed
 from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
 
 
-class GenerationFailure(Exception):  # noqa: N818 - a state of the rollout, not an error of the caller
+class GenerationFailure(Exception):
     """The generation back end raised."""
 
 
@@ -55,7 +55,7 @@ async def run_trajectory(
         try:
             play = _play(draft, session, generator, chat, limits, params)
             stop_reason = await asyncio.wait_for(play, limits.rollout_timeout)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             stop_reason = StopReason.TIMEOUT
         except EnvironmentFailure as failure:
             stop_reason, draft.error = StopReason.ENVIRONMENT_ERROR, str(failure)

@@ -121,8 +121,8 @@ class RolloutRunner:
                     for draft in running[:5]
                 )
                 logger.warning(
-                    "No trajectory has moved for %.0f s. %d running: %s.%s Set rollout_timeout or the tool's timeout_s "
-                    "to bound the wait.",
+                    "No trajectory has moved for %.0f s. %d running: %s.%s Set rollout_timeout or the tool's "
+                    "timeout_s to bound the wait.",
                     time.monotonic() - since,
                     len(running),
                     names,

@@ -156,9 +156,10 @@ class MultiTurnConfig(GRPOConfig):
     def _apply_dr_grpo(self) -> None:
         """Dr. GRPO is R - group mean under a constant-length normaliser; another normaliser is refused."""
         default = next(item.default for item in fields(GRPOConfig) if item.name == "loss_type")
-        if self.loss_type not in (default, "dr_grpo"):  # type: ignore[has-type]
+        given: str = vars(self)["loss_type"]
+        if given not in (default, "dr_grpo"):
             raise ValueError(
-                f"loss_type={self.loss_type!r} contradicts advantage_estimator='dr_grpo', whose loss is divided by a "
+                f"loss_type={given!r} contradicts advantage_estimator='dr_grpo', whose loss is divided by a "
                 "constant length. Remove loss_type or set loss_type='dr_grpo'."
             )
         self.loss_type = "dr_grpo"
