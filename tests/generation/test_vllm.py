@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from tests.generation.helpers import GREEDY, PROMPTS, SAMPLED, VOCAB, forward_lo
 
 pytestmark = pytest.mark.vllm
 
+ROOT = Path(__file__).parents[2]
 STOP_ID = 13
 EOS_ID = 14
 # vLLM's attention on a CPU wants heads of at least 32.
@@ -207,3 +211,35 @@ def test_scores_are_logprobs_at_temperature_one(engine, policy):
     assert len(scores) == len(PROBE) - 1
     assert gap(engine, policy) < 1e-4
     assert max(PROBE) < VOCAB
+
+
+TWO_RANKS = """
+import torch
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+from tests.generation.test_vllm import *
+
+model = random_policy(rank + 1).eval()
+generator = VLLMGenerator(model, stop_token_ids=[STOP_ID], max_model_len=256, max_num_seqs=8)
+change(model, 5 + rank)
+assert gap(generator, model) > 0.1
+generator.sync(model)
+assert gap(generator, model) < 1e-4
+answers = run(generator, PROMPTS[: 2 + 3 * rank], params=GREEDY)
+generator.close()
+counts = [None, None]
+torch.distributed.all_gather_object(counts, len(answers))  # the trainer's group has outlived the engine
+print("counts", counts)
+"""
+
+
+@pytest.mark.slow
+def test_each_rank_has_an_engine_of_its_own_inside_the_trainers_process_group(tmp_path):
+    (tmp_path / "two_ranks.py").write_text(TWO_RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
+    done = subprocess.run(
+        [*command, str(tmp_path / "two_ranks.py")], capture_output=True, text=True, timeout=500, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("counts [2, 5]") == 2

@@ -43,6 +43,8 @@ def build_engine(
     with _single_process_group(), tempfile.TemporaryDirectory() as folder:
         from vllm import EngineArgs, LLMEngine
 
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            _keep_process_group()
         if is_cpu:
             _prepare_cpu()
         settings: dict[str, Any] = {
@@ -79,6 +81,17 @@ def _prepare_cpu() -> None:
 
     vllm._custom_ops._supports_onednn = False
     vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda *args, **kwargs: False
+
+
+def _keep_process_group() -> None:
+    """Let an engine that shuts down, by `close` or the garbage collector, destroy its own groups only.
+
+    vLLM takes torch's default group down with it. Here that is the trainer's.
+    """
+    import vllm.v1.engine.core
+    from vllm.distributed.parallel_state import destroy_model_parallel
+
+    vllm.v1.engine.core.cleanup_dist_env_and_memory = destroy_model_parallel
 
 
 @contextmanager
