@@ -2,6 +2,7 @@
 # ruff: noqa: RUF012 - `tools = [...]` is how users write it
 
 import asyncio
+import json
 import math
 import threading
 import time
@@ -172,6 +173,12 @@ def test_call_ids_differ_in_the_whole_trajectory():
     steps = play(env, bare, bare, message(malformed_tool_call="x"), message(malformed_tool_call="x"))
     ids = [result.call.id for step in steps for result in step.info["tool_results"]]
     assert len(set(ids)) == len(ids) == 6
+
+
+def test_whatever_name_the_model_writes_the_observations_can_be_encoded():
+    (step,) = play(started(), message(("\ud800" + "x" * 5000, {}), ("<|im_end|>", {"\ud800": "\udfff"})))
+    assert [len(item["name"]) for item in step.observations] == [64, 10]
+    json.dumps(step.observations, ensure_ascii=False).encode("utf-8")
 
 
 def test_an_episode_that_must_go_on_tells_the_model_how():

@@ -122,7 +122,9 @@ class SearchQAEnv(ToolEnv):
         self.golds = read_golds(example)
         evidence = example.get("evidence")
         evidence = [] if evidence is None else [evidence] if isinstance(evidence, str) else list(evidence)
-        self._evidence = [str(item) for item in evidence]
+        named = [str(item) for item in evidence]
+        self._evidence_ids = {item for item in named if self.index.get(item) is not None}
+        self._evidence_texts = [item for item in named if item not in self._evidence_ids]
         self._passages: dict[str, list[Passage]] = {}
         self._counted: set[str] = set()
         return messages
@@ -161,15 +163,12 @@ class SearchQAEnv(ToolEnv):
         return extract_answer(text) if self.answer_tag else strip_reasoning(text) or None
 
     def _what_counts(self, passages: list[Passage]) -> set[str]:
-        if not self._evidence:
-            return {passage.id for passage in passages}
-        found = set()
-        for item in self._evidence:
-            for passage in passages:
-                text = f"{passage.title} {passage.text[: self.max_passage_chars]}"
-                if passage.id == item or (self.index.get(item) is None and _contains(text, item)):
-                    found.add(item)
-        return found
+        ids = {passage.id for passage in passages}
+        if not self._evidence_ids and not self._evidence_texts:
+            return ids
+        shown = [f"{passage.title} {passage.text[: self.max_passage_chars]}" for passage in passages]
+        texts = {item for item in self._evidence_texts if any(_contains(text, item) for text in shown)}
+        return (ids & self._evidence_ids) | texts
 
 
 def read_golds(example: dict[str, Any]) -> list[str]:

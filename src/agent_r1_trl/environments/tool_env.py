@@ -277,10 +277,15 @@ def check_finite(owner: str, name: str, value: Any) -> None:
 def _tool_message(result: ToolResult) -> Message:
     return {
         "role": "tool",
-        "name": result.call.name or "unknown",
-        "tool_call_id": result.call.id,
+        "name": _printable(result.call.name) or "unknown",
+        "tool_call_id": _printable(result.call.id),
         "content": result.content,
     }
+
+
+def _printable(text: str, limit: int = 64) -> str:
+    """Short enough to render and without lone surrogates, which no tokenizer encodes; a model may write anything."""
+    return text[:limit].encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _fingerprint(call: ToolCall) -> str:
