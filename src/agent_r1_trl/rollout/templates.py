@@ -25,6 +25,7 @@ _CALLING = {
     "content": "",
     "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
 }
+_NUM_CANDIDATES = 4
 # Renderings that a revision must share with a template of TRL's to count as the same.
 _PROBES: tuple[list[dict[str, Any]], ...] = (
     [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
@@ -200,8 +201,12 @@ def _same_rendering(carrier: Any) -> str | None:
     mine = _renderings(carrier)
     if not any(mine):
         return None
-    for name, source in _shipped().items():
-        if not name.endswith("_training") and _renderings(_with_template(carrier, source), like=mine) == mine:
+    lines = set(carrier.chat_template.splitlines())
+    originals = [source for name, source in _shipped().items() if not name.endswith("_training")]
+    # A revision shares most lines with what it revises; compiling all templates would take seconds.
+    closest = sorted(originals, key=lambda source: -len(lines & set(source.splitlines())))[:_NUM_CANDIDATES]
+    for source in closest:
+        if _renderings(_with_template(carrier, source), like=mine) == mine:
             return source
     return None
 
