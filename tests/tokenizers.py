@@ -12,9 +12,8 @@ import functools
 import importlib.util
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerFast
-
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 # (spelling, special?) as the published tokenizers have it.
 _SPECIAL, _WORD = True, False
