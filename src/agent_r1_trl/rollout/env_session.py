@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from agent_r1_trl.environments import StepResult
+from agent_r1_trl.environments.base import RewardError, StepResult
 from agent_r1_trl.rollout.draft import RolloutRequest
 from agent_r1_trl.tools import as_tool, shared_pool
 from agent_r1_trl.trajectory import Message, Trajectory
@@ -103,6 +103,8 @@ class EnvSession:
     async def _guard(self, method: str, fn: Callable[..., Any], *args: Any) -> Any:
         try:
             return await self._call(fn, *args)
+        except RewardError:  # a bug in a reward function must be heard
+            raise
         except Exception as error:
             raise EnvironmentFailure(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
 

@@ -1,0 +1,104 @@
+"""Scripted conversations: what the policy says, and environments that answer in a known way."""
+
+import random
+
+from agent_r1_trl.environments import StepResult, ToolEnv
+from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.generation.scripted import ScriptedTurn
+from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.tools import tool
+from tests.tokenizers import make_tokenizer
+
+PROMPT = [{"role": "user", "content": "What is 2 + 3?"}]
+
+
+@tool
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: One number.
+        b: The other.
+    """
+    return a + b
+
+
+@tool
+def echo(text: str) -> str:
+    """Repeat a text.
+
+    Args:
+        text: What to repeat.
+    """
+    return text
+
+
+class AddEnv(ToolEnv):
+    """0.5 per call, the outcome is +1 for an even number of characters."""
+
+    tools = (add, echo)
+
+    def outcome_reward(self, trajectory):
+        return len(trajectory.final_text) % 2 == 0
+
+
+def chat_of(family="qwen3"):
+    return ChatFormat(make_tokenizer(family))
+
+
+def call(name="add", /, **arguments):
+    function = {"name": name, "arguments": arguments or {"a": 2, "b": 3}}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def calls(*pairs):
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in pairs],
+    }
+
+
+def say(text="5"):
+    return {"role": "assistant", "content": text}
+
+
+class Script:
+    """Turns of the policy, as messages or as raw ids; remembers what was sampled."""
+
+    def __init__(self, chat, turns, **options):
+        self.chat = chat
+        self.turns = [self.ids_of(turn) for turn in turns]
+        self.generator = ScriptedGenerator(self.turns, stop_token_ids=chat.stop_token_ids, **options)
+
+    def ids_of(self, turn):
+        if isinstance(turn, dict):
+            return self.chat.encode_reply(turn)
+        if isinstance(turn, str):  # text as a model might write it, ended properly
+            ids = self.chat.tokenizer(turn, add_special_tokens=False)["input_ids"]
+            return [*ids, self.chat.encode_reply(say())[-1]]
+        return turn
+
+
+def play(turns, *, env=AddEnv, family="qwen3", chat=None, examples=1, limits=None, **options):
+    """Roll out; returns the trajectories (or the only one) and the script."""
+    chat = chat or chat_of(family)
+    script = turns if isinstance(turns, Script) else Script(chat, turns)
+    runner = RolloutRunner(env, script.generator, chat, RolloutLimits(**(limits or {})), **options)
+    requests = [RolloutRequest(example={"prompt": PROMPT}, example_id=str(i), seed=i) for i in range(examples)]
+    trajectories = runner.run(requests)
+    runner.close()
+    return (trajectories[0] if examples == 1 else trajectories), script
+
+
+def sampled_ids(trajectory):
+    return [token for token, mask in zip(trajectory.completion_ids, trajectory.action_mask, strict=True) if mask]
+
+
+def random_script(seed, turn):
+    rng = random.Random(f"{seed} {turn}")
+    return rng.choice([call(), call("echo", text="hé <|im_end|> ok"), say("five"), call("nope", x=1)])
+
+
+__all__ = ["PROMPT", "AddEnv", "Script", "ScriptedTurn", "StepResult", "add", "call", "calls", "chat_of", "echo", "play",
+           "random_script", "sampled_ids", "say"]  # fmt: skip

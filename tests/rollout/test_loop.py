@@ -1,0 +1,302 @@
+"""One trajectory: what is appended, what is masked, and every way it can end."""
+
+import asyncio
+import math
+
+import pytest
+
+from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind
+from tests.rollout.helpers import PROMPT, AddEnv, Script, StepResult, call, calls, chat_of, play, sampled_ids, say
+
+
+def test_a_call_and_an_answer_are_appended_token_by_token():
+    chat = chat_of()
+    trajectory, script = play([call(), say("5")], chat=chat)
+    first, second = script.turns
+    observation = {"role": "tool", "name": "add", "content": "5"}
+    delta, _ = chat.encode_observations(call(), [observation], [AddEnv.tools[0].schema])
+    assert trajectory.completion_ids == first + delta + second
+    assert trajectory.action_mask == [1] * len(first) + [0] * len(delta) + [1] * len(second)
+    assert trajectory.turn_ids == [0] * len(first) + [-1] * len(delta) + [1] * len(second)
+    assert trajectory.stop_reason is StopReason.DONE
+    assert [turn.reward for turn in trajectory.turns] == [0.5, 0.0]
+    assert trajectory.total_reward == 0.5 - 1.0
+    rewards = trajectory.token_rewards()
+    assert rewards[len(first) - 1] == 0.5
+    assert rewards[-1] == -1.0
+    assert sum(map(abs, rewards)) == 1.5
+
+
+def test_the_conversation_is_what_the_template_would_render():
+    chat = chat_of()
+    trajectory, _ = play([call(), say("5")], chat=chat)
+    tools = [item.schema for item in AddEnv.tools]
+    text = chat.tokenizer.decode(trajectory.prompt_ids + trajectory.completion_ids)
+    rendered = chat.tokenizer.apply_chat_template(
+        trajectory.messages, tools=tools, tokenize=False, chat_template=chat.chat_template
+    )
+    assert rendered.rstrip("\n") == text
+
+
+def test_several_calls_in_a_turn_are_answered_in_their_order():
+    trajectory, _ = play([calls(("add", {"a": 1, "b": 1}), ("echo", {"text": "x"}), ("add", {"a": 2, "b": 2})), say()])
+    assert [message["content"] for message in trajectory.turns[0].observations] == ["2", "x", "4"]
+    assert [result.content for result in trajectory.tool_results] == ["2", "x", "4"]
+    assert trajectory.turns[0].reward == 1.0, "three calls of 0.5, capped at 1"
+
+
+def test_the_next_turn_sees_everything_before_it():
+    trajectory, script = play([call(), say()])
+    second = script.generator.requests[1]
+    assert list(second.prompt_ids) == trajectory.prompt_ids + trajectory.completion_ids[: -len(script.turns[1])]
+
+
+# -------------------------------------------------------------------- limits
+
+
+def test_the_turn_limit_still_runs_and_rewards_the_last_calls():
+    trajectory, _ = play([call()] * 9, limits={"max_turns": 2})
+    assert trajectory.stop_reason is StopReason.MAX_TURNS
+    assert len(trajectory.turns) == 2
+    assert [result.content for result in trajectory.tool_results] == ["5", "5"]
+    assert trajectory.authors[-1] is not Author.POLICY, "it ends in an observation"
+    rewards = trajectory.token_rewards()
+    assert rewards[-1] == 0.0
+    assert math.isclose(sum(rewards), trajectory.total_reward)
+
+
+def test_a_turn_may_ask_for_what_is_left_of_the_budget():
+    chat = chat_of()
+    unlimited, script = play([call(), say("12345678")], chat=chat)
+    first = len(script.turns[0])
+    before_second = len(unlimited.completion_ids) - len(script.turns[1])
+    budget = before_second + 3
+    trajectory, script = play([call(), say("12345678")], chat=chat, limits={"max_completion_length": budget})
+    assert [request.max_tokens for request in script.generator.requests] == [budget, 3]
+    assert trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH
+    assert len(trajectory.completion_ids) == budget
+    assert trajectory.turns[1].is_truncated
+    assert sum(trajectory.action_mask) == first + 3
+
+
+def test_an_observation_that_does_not_fit_ends_the_trajectory_but_its_reward_counts():
+    chat = chat_of()
+    script = Script(chat, [call(), say()])
+    budget = len(script.turns[0]) + 2
+    trajectory, _ = play(script, chat=chat, limits={"max_completion_length": budget})
+    assert trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH
+    assert trajectory.stop_reason.is_truncated
+    assert trajectory.completion_ids == script.turns[0]
+    assert trajectory.turns[0].reward == 0.5
+    assert trajectory.turns[0].observations == []
+    assert trajectory.tool_results[0].content == "5"
+
+
+def test_a_long_observation_is_cut_visibly():
+    text = "word " * 500
+    trajectory, _ = play([call("echo", text=text), say()], limits={"max_observation_tokens": 50})
+    shown = trajectory.turns[0].observations[0]["content"]
+    assert "[truncated: " in shown
+    assert "limit is 50" in shown
+    environment = sum(author is Author.ENVIRONMENT for author in trajectory.authors)
+    assert 20 <= environment <= 56
+
+
+def test_a_turn_cut_by_its_own_limit_is_closed_and_the_model_is_told():
+    chat = chat_of()
+    long_call = call("echo", text="x" * 60)
+    trajectory, script = play([long_call, say("ok")], chat=chat, limits={"max_tokens_per_turn": 12})
+    first = trajectory.turns[0]
+    assert first.is_truncated
+    assert first.is_invalid
+    assert trajectory.tool_results[0].error is ToolErrorKind.MALFORMED
+    closing = trajectory.completion_ids[first.end]
+    assert closing in chat.stop_token_ids
+    assert trajectory.authors[first.end] is Author.TEMPLATE
+    assert trajectory.action_mask[first.end] == 0
+    assert "cut off after 12 tokens" in first.observations[0]["content"]
+    assert trajectory.stop_reason is StopReason.DONE
+    assert sampled_ids(trajectory) == script.turns[0][:12] + script.turns[1]
+
+
+@pytest.mark.parametrize("bad", ["<tool_call>\n{broken\n</tool_call>", call("nope", x=1), call("add", a="two")])
+def test_unusable_calls_get_feedback_until_the_limit(bad):
+    trajectory, _ = play([bad] * 9, limits={"max_invalid_calls": 2})
+    assert trajectory.stop_reason is StopReason.INVALID_CALLS
+    assert len(trajectory.turns) == 3
+    assert [bool(turn.observations) for turn in trajectory.turns] == [True, True, False]
+    assert all(turn.reward == pytest.approx(-0.1) for turn in trajectory.turns)
+
+
+def test_a_usable_call_resets_the_count_of_unusable_ones():
+    bad = call("nope", x=1)
+    trajectory, _ = play([bad, bad, call(), bad, bad, say()], limits={"max_invalid_calls": 2})
+    assert trajectory.stop_reason is StopReason.DONE
+    assert len(trajectory.turns) == 6
+
+
+def test_no_room_for_a_completion_is_a_state():
+    trajectory, _ = play([say()], limits={"max_model_length": 10})
+    assert trajectory.stop_reason is StopReason.PROMPT_TOO_LONG
+    assert trajectory.completion_ids == []
+    assert trajectory.token_rewards() == []
+
+
+# -------------------------------------------------------------------- environments
+
+
+class Recorder(ToolEnv):
+    """Counts the calls of its methods; fails where told."""
+
+    log: list = []  # noqa: RUF012 - shared on purpose: one list for all instances of a test
+    fail_in = ""
+    stays_open = True
+
+    def reset(self, example):
+        self.note("reset")
+        return list(PROMPT)
+
+    async def step(self, message):
+        self.note("step")
+        return [{"role": "user", "content": "go on"}], 0.25, False, {}
+
+    def outcome_reward(self, trajectory):
+        self.note("outcome")
+        return 1.0
+
+    def close(self):
+        self.note("close")
+
+    def note(self, name):
+        self.log.append(name)
+        if self.fail_in == name:
+            raise RuntimeError(f"{name} is broken")
+
+
+def recorder(fail_in=""):
+    return type("Recorded", (Recorder,), {"log": [], "fail_in": fail_in})
+
+
+def test_a_plain_tuple_will_do_and_close_is_called_once():
+    env = recorder()
+    trajectory, _ = play([say("a")] * 3, env=env, limits={"max_turns": 2})
+    assert env.log == ["reset", "step", "step", "outcome", "close"]
+    assert trajectory.process_reward == 0.5
+    assert trajectory.outcome_reward == 1.0
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_a_crash_of_the_environment_is_not_the_policys_fault(method):
+    env = recorder(method)
+    trajectory, _ = play([say("a")] * 3, env=env)
+    assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR
+    assert trajectory.stop_reason.is_infrastructure_failure
+    assert f"{method} is broken" in trajectory.error
+    assert env.log.count("close") == 1
+    assert "outcome" not in env.log
+
+
+def test_an_environment_that_cannot_be_made_is_a_state():
+    def broken():
+        raise OSError("no disk")
+
+    trajectory, _ = play([say()], env=broken)
+    assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR
+    assert "no disk" in trajectory.error
+
+
+def test_a_bug_in_the_outcome_reward_propagates_after_closing():
+    env = recorder("outcome")
+    with pytest.raises(Exception, match="outcome is broken"):
+        play([say("a")] * 3, env=env, limits={"max_turns": 1})
+    assert env.log[-1] == "close"
+
+
+def test_a_failure_of_close_is_nobodys_problem():
+    trajectory, _ = play([say("a")] * 3, env=recorder("close"), limits={"max_turns": 1})
+    assert trajectory.outcome_reward == 1.0
+
+
+def returning(result):
+    class Odd(ToolEnv):
+        def reset(self, example):
+            return list(PROMPT)
+
+        def step(self, message):
+            return result
+
+    return Odd
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, r"must return \(observations, reward, done, info\)"),
+        (([], 0.0, True), r"must return \(observations, reward, done, info\)"),
+        (([], float("nan"), True, {}), "finite number"),
+        (([], "much", True, {}), "finite number"),
+        (("text", 0.0, False, {}), "list of messages"),
+    ],
+)
+def test_an_environment_that_breaks_the_protocol_is_told_how(result, message):
+    with pytest.raises(ValueError, match=message) as error:
+        play([say()], env=returning(result))
+    assert "Odd.step" in str(error.value)
+
+
+def test_numpy_rewards_and_step_results_are_fine():
+    import numpy as np
+
+    result = StepResult([], np.float32(0.5), np.bool_(True), {})
+    trajectory, _ = play([say()], env=returning(result))
+    assert trajectory.process_reward == 0.5
+
+
+def test_seeds_reach_an_environment_that_wants_them():
+    seen = []
+
+    class Seeded(AddEnv):
+        def seed(self, reset_seed, dynamics_seed):
+            seen.append((reset_seed, dynamics_seed))
+
+    play([say()], env=Seeded, examples=3)
+    assert seen == [(0, 0), (0, 1), (0, 2)]
+
+
+# -------------------------------------------------------------------- generation and time
+
+
+def test_a_failing_sampler_keeps_what_was_sampled():
+    chat = chat_of()
+    script = Script(chat, [call()])
+    script.generator = ScriptedGenerator(
+        [script.turns[0], RuntimeError("engine gone")], stop_token_ids=chat.stop_token_ids
+    )
+    trajectory, _ = play(script, chat=chat)
+    assert trajectory.stop_reason is StopReason.GENERATION_ERROR
+    assert "engine gone" in trajectory.error
+    assert sampled_ids(trajectory) == script.turns[0]
+    assert trajectory.outcome_reward == 0.0
+
+
+def test_a_timeout_keeps_what_was_sampled_and_is_scored():
+    class Slow(AddEnv):
+        async def step(self, message):
+            await asyncio.sleep(30)
+
+    trajectory, script = play([call()], env=Slow, limits={"rollout_timeout": 0.2})
+    assert trajectory.stop_reason is StopReason.TIMEOUT
+    assert sampled_ids(trajectory) == script.turns[0]
+    assert trajectory.outcome_reward in (1.0, -1.0)
+    assert math.isclose(sum(trajectory.token_rewards()), trajectory.total_reward)
+
+
+def test_the_environments_own_timeout_error_is_not_the_rollouts():
+    class Timed(AddEnv):
+        async def step(self, message):
+            raise TimeoutError("remote service")
+
+    trajectory, _ = play([call()], env=Timed, limits={"rollout_timeout": 30})
+    assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR
