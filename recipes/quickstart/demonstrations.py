@@ -16,9 +16,9 @@ import random
 import string
 
 from make_data import ANSWERS, BORDER, DISTRACTORS, KEYS, MAX_VALUE_CHARS, fact_text, question_text
+from tokenizers import Tokenizer
 
 from agent_r1_trl.tools.search import Passage, render_passages
-from tokenizers import Tokenizer
 
 MIXTURE = {
     "simple": {"careful": 0.72, "hasty": 0.20, "confused": 0.08},

@@ -1,6 +1,6 @@
 """Make the quickstart's cold start: a tiny model that can search and copy, but often does not bother to.
 
-Trains a tokenizer and a 3-layer Qwen2 model from scratch by supervised learning on demonstrations, and saves both.
+Trains a tokenizer and a 3-layer Qwen3 model from scratch by supervised learning on demonstrations, and saves both.
 Three in four demonstrations are about an invented world, where every name is made up, so that the model learns to copy
 names it has never seen; the rest are about the training questions of `data/train.jsonl`. The test questions are never
 read. Many demonstrations are hasty or confused on purpose (`MIXTURE` in demonstrations.py): what the model lacks is
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from demonstrations import Demonstration, Inventor, demonstrate, read_world, render
 from tokenizer import make_tokenizer
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 HERE = Path(__file__).resolve().parent
 
@@ -64,7 +64,7 @@ def check_rendering(tokenizer: PreTrainedTokenizerFast, demonstration: Demonstra
         raise RuntimeError(f"The chat template renders a demonstration differently: {tokenizer.decode(ids)!r}")
 
 
-def train(model: Qwen2ForCausalLM, rows: list[Row], args: argparse.Namespace, pad: int) -> None:
+def train(model: Qwen3ForCausalLM, rows: list[Row], args: argparse.Namespace, pad: int) -> None:
     """One pass with AdamW, warm-up and cosine decay; text the model did not write counts `args.context_weight`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
     warmup = 50
@@ -112,8 +112,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=HERE / "data")
     parser.add_argument("--out", type=Path, default=HERE / "model")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--vocab-size", type=int, default=800)
     parser.add_argument(
@@ -136,8 +136,9 @@ def main() -> None:
         form = 0 if row["question"].startswith("What") else 1
         return demonstrate(world, row["hops"], form, country, key, answer, rng)
 
-    texts = ["".join(text for text, _ in render(real_demonstration())[1:]) for _ in range(3000)]
-    texts += [f" {value}" for facts_ in train_world.values() for value in facts_.values() for _ in range(3)]
+    # Few demonstrations and every name once: common phrases become tokens, whole names of training countries do not.
+    texts = [text for _ in range(300) for text, _ in render(real_demonstration())]
+    texts += [f" {text}" for name, facts_of in train_world.items() for text in (name, *facts_of.values())]
     tokenizer = make_tokenizer(texts, args.vocab_size)
     inventor = Inventor(train_world, tokenizer.backend_tokenizer, rng)
     demonstrations = []
@@ -153,24 +154,28 @@ def main() -> None:
     lengths = [len(ids) for ids, _ in rows]
     print(f"{len(rows)} demonstrations, {sum(lengths) / len(rows):.0f} tokens on average, {max(lengths)} at most")
 
-    config = Qwen2Config(
+    config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
-        intermediate_size=384,
+        intermediate_size=256,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
+        head_dim=32,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = Qwen2ForCausalLM(config).float()
+    model = Qwen3ForCausalLM(config).float()
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
     train(model, rows, args, tokenizer.pad_token_id)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
+    loaded = AutoTokenizer.from_pretrained(args.out)
+    if loaded.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
+        raise RuntimeError(f"AutoTokenizer does not load the tokenizer that was saved, but a {type(loaded).__name__}.")
 
 
 if __name__ == "__main__":

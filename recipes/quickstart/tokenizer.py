@@ -6,9 +6,10 @@ results as `<tool_response>...</tool_response>`, the tools as their signatures o
 
 from __future__ import annotations
 
-from transformers import AddedToken, PreTrainedTokenizerFast
+import re
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = """\
 {%- if tools %}
@@ -112,7 +113,9 @@ def make_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    # Merges must not reach across a marker: in use, markers are cut out before the merges begin.
+    marker = re.compile("|".join(map(re.escape, (*SPECIAL_TOKENS, *MARKERS))))
+    tokenizer.train_from_iterator((piece for text in texts for piece in marker.split(text)), trainer)
     tokenizer.add_tokens(added[len(SPECIAL_TOKENS) :])
     tokenizer.add_special_tokens(added[: len(SPECIAL_TOKENS)])
     fast = PreTrainedTokenizerFast(
