@@ -1,0 +1,125 @@
+"""The trainer as a whole: what it logs, records, evaluates and repeats."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from agent_r1_trl.recording import read_records
+from tests.trainers.helpers import PlainEnv, make_trainer, questions, scored_batch
+
+GLOSSARY = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+OF_HF = {"epoch", "step", "learning_rate", "loss", "grad_norm"}
+
+
+def test_every_logged_metric_is_in_the_glossary(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset=questions(2), per_device_eval_batch_size=8)
+    trainer.train()
+    trainer.evaluate()
+    names = {name.removeprefix("eval_") for entry in trainer.state.log_history for name in entry}
+    names = {name for name in names if not name.startswith("train_") and name not in OF_HF}
+    names -= {"runtime", "samples_per_second", "steps_per_second"}
+    cells = {cell for row in re.findall(r"^\| (.*?) \|", GLOSSARY, re.M) for cell in re.findall(r"`([^`]+)`", row)}
+    patterns = [re.sub(r"<\\w+>", "[^/]+", cell).replace("*", ".*") for cell in cells]
+    shorthand = {"min_", "max_", "/std", "latency_max_s", "clip_ratio/"}  # later cells of a row
+    for name in sorted(names):
+        explained = any(re.fullmatch(pattern, name) for pattern in patterns)
+        explained = explained or any(part in name for part in shorthand)
+        assert explained, f"{name} is not explained in docs/metrics.md"
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_every_trajectory_is_recorded_with_its_advantages(tmp_path, format):
+    trainer = make_trainer(tmp_path, max_steps=2, record_trajectories=format)
+    trainer.train()
+    recorded = list(read_records(tmp_path))
+    assert len(recorded) == 16
+    steps = [item.step for item in recorded]
+    assert sorted(set(steps)) == [0, 1]
+    trajectory = recorded[0].trajectory
+    assert len(trajectory.advantages) == len(trajectory.completion_ids)
+    for advantage, mask in zip(trajectory.advantages, trajectory.action_mask, strict=True):
+        assert mask or advantage == 0
+    by_group = [item.trajectory for item in recorded if item.step == 0]
+    assert [item.generation for item in by_group] == [0, 1, 2, 3] * 2
+
+
+def test_evaluation_plays_the_same_rollout_and_changes_nothing(tmp_path):
+    trainer = make_trainer(
+        tmp_path, eval_dataset=questions(4), per_device_eval_batch_size=4, num_generations_eval=1,
+        eval_temperature=0.0, record_trajectories="jsonl",
+    )  # fmt: skip
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    first = trainer.evaluate()
+    second = trainer.evaluate()
+    assert first["eval_rollout/turns"] == 2.0
+    assert first["eval_reward"] == second["eval_reward"], "every evaluation draws alike"
+    assert all(torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())
+    assert [item.split for item in read_records(tmp_path)] == ["eval"] * 8
+    assert all(request.params.temperature == 0.0 for request in trainer._runner.generator.requests)
+
+
+def weights_after(tmp_path, **options):
+    trainer = make_trainer(tmp_path, script=None, env=PlainEnv, max_completion_length=10, max_steps=2, **options)
+    trainer.train()
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def test_a_run_is_reproducible_and_depends_on_its_seed(tmp_path):
+    first, again, other = (weights_after(tmp_path, seed=seed) for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_what_is_sampled_does_not_depend_on_how_many_run_at_once(tmp_path):
+    rollouts = []
+    for rows, concurrency in ((64, 64), (2, 3)):
+        trainer = make_trainer(
+            tmp_path / str(rows), script=None, env=PlainEnv, max_completion_length=10, generation_batch_rows=rows,
+            max_concurrency=concurrency, record_trajectories="jsonl",
+        )  # fmt: skip
+        trainer.train()
+        rollouts.append([item.trajectory.completion_ids for item in read_records(tmp_path / str(rows))])
+    assert rollouts[0] == rollouts[1]
+
+
+def test_lora_trains_the_adapter_and_samples_from_it(tmp_path):
+    trainer = make_trainer(
+        tmp_path, script=None, env=PlainEnv, max_completion_length=10, max_steps=2, learning_rate=0.1, beta=0.01,
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    )  # fmt: skip
+    base = {name: value.clone() for name, value in trainer.model.state_dict().items() if "lora" not in name}
+    trainer.train()
+    after = trainer.model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in base.items())
+    assert any(value.abs().max() > 0 for name, value in after.items() if "lora_B" in name)
+    # The sampler's log-probabilities are the adapted policy's, not the base model's.
+    rows = [dict(row) for row in questions(4)] * 2
+    trajectory = trainer._roll_out(rows)[0]
+    ids = torch.tensor([trajectory.prompt_ids + trajectory.completion_ids])
+    with torch.no_grad():
+        adapted = torch.log_softmax(trainer.model.eval()(input_ids=ids).logits[0, :-1].float(), -1)
+        with trainer.model.disable_adapter():
+            plain = torch.log_softmax(trainer.model(input_ids=ids).logits[0, :-1].float(), -1)
+    start, sampled = len(trajectory.prompt_ids) - 1, torch.tensor(trajectory.completion_ids)
+    ours = torch.tensor(trajectory.logprobs)
+    torch.testing.assert_close(adapted[start:].gather(1, sampled[:, None])[:, 0], ours, rtol=0, atol=1e-4)
+    assert (plain[start:].gather(1, sampled[:, None])[:, 0] - ours).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+def test_group_estimators_differ_by_what_they_divide_by(tmp_path, estimator):
+    trainer = make_trainer(tmp_path, advantage_estimator=estimator)
+    batch = scored_batch(trainer)
+    returns = trainer._rewards_per_func.sum(1).double()
+    groups = returns.view(-1, 4)
+    centred = groups - groups.mean(1, keepdim=True)
+    expected = {
+        "grpo": centred / (groups.std(1, keepdim=True) + 1e-4),
+        "dr_grpo": centred,
+        "rloo": centred * 4 / 3,
+    }[estimator].flatten()
+    first = batch["advantages"][:, 0].double()  # the first completion token is sampled
+    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-5)
