@@ -56,6 +56,10 @@ format: $(STAMPS)/dev ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+notebooks: $(STAMPS)/test ## run the notebooks and keep what they show
+	$(SAY) "Notebooks"
+	$(TEST_ENV) $(BIN)/jupyter execute --inplace --NotebookClient.record_timing=False notebooks/*.ipynb
+
 clean: ## remove the environment and caches (outputs stay)
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/*.egg-info
 

@@ -1,5 +1,6 @@
 """The README and the pages of docs/ say what is true: their code runs, their links, commands and paths exist."""
 
+import contextlib
 import importlib.util
 import inspect
 import re
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl import StopReason
+from agent_r1_trl.cli.commands import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -140,6 +142,21 @@ def test_the_metrics_in_troubleshooting_are_logged():
     reasons = {f"stop/{reason.value}" for reason in StopReason}
     assert len(named) > 5
     assert all(name in reasons or f'"{name}"' in source for name in named), named
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_command_of_ours_that_a_page_names_has_these_flags(page, capsys):
+    text = page.read_text(encoding="utf-8")
+    lines = re.findall(r"(?:`|^ +|\$ )agent-r1-trl ([a-z][^`\n#]*)", text, re.MULTILINE)
+    for line in lines:
+        command, *arguments = line.split()
+        assert command in COMMANDS, f"{page_id(page)}: agent-r1-trl {line}"
+        flags = [argument for argument in arguments if argument.startswith("--")]
+        if flags:
+            with contextlib.suppress(SystemExit):  # argparse ends so
+                main([command, "--help"])
+            known = capsys.readouterr().out
+            assert all(flag in known for flag in flags), f"{page_id(page)}: agent-r1-trl {line}"
 
 
 def test_the_script_of_the_readme_trains(tmp_path, monkeypatch, tiny_model_folder):
