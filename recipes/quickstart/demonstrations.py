@@ -21,12 +21,12 @@ from tokenizers import Tokenizer
 from agent_r1_trl.tools.search import Passage, render_passages
 
 MIXTURE = {
-    "simple": {"careful": 0.72, "hasty": 0.20, "confused": 0.08},
-    "hard": {"careful": 0.28, "hasty": 0.47, "confused": 0.25},
-    "three hops": {"careful": 0.28, "hasty": 0.60, "confused": 0.12},
+    "simple": {"careful": 0.70, "hasty": 0.20, "confused": 0.10},
+    "hard": {"careful": 0.15, "hasty": 0.55, "confused": 0.30},
+    "three hops": {"careful": 0.12, "hasty": 0.68, "confused": 0.20},
 }
 """Shares of the demonstrators by kind of question. Two-hop questions about a `SIMPLE` fact are simple, others hard."""
-SIMPLE = ("capital", "highest point", "largest city", "internet code")
+SIMPLE = ("capital", "highest point", "largest city", "internet code", "aircraft prefix")
 
 Demonstration = list[tuple[str, str]]
 """(role, text) pairs: user, assistant, tool, assistant, ..."""

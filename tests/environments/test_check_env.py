@@ -203,7 +203,7 @@ def test_it_is_quick():
     check_env(GoodEnv, EXAMPLES)
     began = time.perf_counter()
     check_env(GoodEnv, EXAMPLES)
-    assert time.perf_counter() - began < 2
+    assert time.perf_counter() - began < 5
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_nothing_that_can_be_written_takes_long(expression):
     started = time.perf_counter()
     with contextlib.suppress(ValueError):
         assert math.isfinite(calculate(expression))
-    assert time.perf_counter() - started < 0.5
+    assert time.perf_counter() - started < 2
 
 
 def test_the_tool_answers_in_text():

@@ -22,7 +22,7 @@ def test_every_logged_metric_is_in_the_glossary(tmp_path):
     names = {name for name in names if not name.startswith("train_") and name not in OF_HF}
     names -= {"runtime", "samples_per_second", "steps_per_second"}
     cells = {cell for row in re.findall(r"^\| (.*?) \|", GLOSSARY, re.M) for cell in re.findall(r"`([^`]+)`", row)}
-    patterns = [re.sub(r"<\\w+>", "[^/]+", cell).replace("*", ".*") for cell in cells]
+    patterns = [re.sub(r"<\w+>", "[^/]+", cell).replace("*", ".*") for cell in cells]
     shorthand = {"min_", "max_", "/std", "latency_max_s", "clip_ratio/"}  # later cells of a row
     for name in sorted(names):
         explained = any(re.fullmatch(pattern, name) for pattern in patterns)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from agent_r1_trl.advantages.masked import check_shapes, float_dtype
+
 ZERO_VARIANCE = 1e-6
 """A group whose std is at most this times its largest |R| has no spread but float noise."""
+STD_EPS = 1e-4
 SCALES = ("group", "batch", "none")
 
 
@@ -18,17 +21,17 @@ class GroupStatistics:
     """
 
     def __init__(self, values: torch.Tensor, group_ids: torch.Tensor):
+        check_shapes(values=values, group_ids=group_ids)
         values = values.double()
         self.live = ~values.isnan()  # (N,)
-        self.values = torch.where(self.live, values, torch.zeros_like(values))
+        self.values = torch.where(self.live, values, 0.0)
         _, self.index = torch.unique(group_ids, return_inverse=True)  # (N,) 0..groups-1
         self.num_groups = int(self.index.max()) + 1 if len(self.index) else 0
         counts = self._sum(self.live.double())  # (groups,)
         self.count = counts[self.index]  # (N,)
         self.mean = (self._sum(self.values) / counts.clamp(min=1))[self.index]  # (N,)
-        centred = torch.where(self.live, self.values - self.mean, torch.zeros_like(values))
-        self.centred = centred
-        self.std = (self._sum(centred**2) / (counts - 1).clamp(min=1)).sqrt()[self.index]  # (N,)
+        self.centred = torch.where(self.live, self.values - self.mean, 0.0)
+        self.std = (self._sum(self.centred**2) / (counts - 1).clamp(min=1)).sqrt()[self.index]  # (N,)
         largest = torch.zeros(self.num_groups, dtype=torch.float64, device=values.device)
         largest = largest.scatter_reduce(0, self.index, self.values.abs(), "amax")
         self.has_spread = (self.count > 1) & (self.std > ZERO_VARIANCE * largest[self.index])  # (N,)
@@ -39,9 +42,14 @@ class GroupStatistics:
     def select(self, advantages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`advantages` for live rows of groups with spread, exactly 0 for the others."""
         keep = self.live & self.has_spread
-        return torch.where(keep, advantages, torch.zeros_like(advantages)).to(dtype)
+        return torch.where(keep, advantages, 0.0).to(dtype)
+
+    def normalised(self) -> torch.Tensor:
+        """(N,) float64: (value - group mean) / (group std + 1e-4), exactly 0 for rows that `select` leaves out."""
+        return self.select(self.centred / (self.std + STD_EPS), torch.float64)
 
 
+@torch.no_grad()
 def compute_group_advantages(returns: torch.Tensor, group_ids: torch.Tensor, *, scale: str = "group") -> torch.Tensor:
     """(R - group mean) / (std + 1e-4): GRPO (arXiv 2402.03300, sec. 4.1.2); `none` is Dr. GRPO (arXiv 2503.20783).
 
@@ -65,14 +73,15 @@ def compute_group_advantages(returns: torch.Tensor, group_ids: torch.Tensor, *, 
     group = GroupStatistics(returns, group_ids)
     advantages = group.centred
     if scale == "group":
-        advantages = advantages / (group.std + 1e-4)
+        advantages = advantages / (group.std + STD_EPS)
     elif scale == "batch":
         live = group.values[group.live]
         std = live.std() if len(live) > 1 else torch.zeros((), dtype=torch.float64, device=returns.device)
-        advantages = advantages / (std + 1e-4)
-    return group.select(advantages, returns.dtype)
+        advantages = advantages / (std + STD_EPS)
+    return group.select(advantages, float_dtype(returns))
 
 
+@torch.no_grad()
 def compute_rloo_advantages(returns: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     """R minus the mean of the *other* members: n / (n - 1) * (R - group mean). RLOO (arXiv 2402.14740, eq. 9).
 
@@ -84,4 +93,4 @@ def compute_rloo_advantages(returns: torch.Tensor, group_ids: torch.Tensor) -> t
         (N,) advantages, 0 where a group has no spread or a single live member.
     """
     group = GroupStatistics(returns, group_ids)
-    return group.select(group.centred * group.count / (group.count - 1).clamp(min=1), returns.dtype)
+    return group.select(group.centred * group.count / (group.count - 1).clamp(min=1), float_dtype(returns))

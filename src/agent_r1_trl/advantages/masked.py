@@ -5,36 +5,66 @@ from __future__ import annotations
 import torch
 
 
+def check_shapes(**tensors: torch.Tensor | None) -> None:
+    """Refuse tensors of unequal shape: broadcasting would count the mask wrongly (None is passed over).
+
+    Raises:
+        ValueError: names the tensors and their shapes.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+    if len(set(shapes.values())) > 1:
+        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"These must have one shape: {found}. Expand or pad them to the same shape.")
+
+
+def float_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """The dtype of results: the widest of the floating inputs, torch's default for integers."""
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype if dtype.is_floating_point else torch.get_default_dtype()
+
+
 def masked_values(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`x` in float64 with zeros at mask 0 (selected, not multiplied: NaN * 0 is NaN)."""
-    return torch.where(mask.bool(), x.double(), torch.zeros((), dtype=torch.float64, device=x.device))
+    return torch.where(mask.bool(), x.double(), 0.0)
 
 
+@torch.no_grad()
 def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of `x` where `mask` is set; 0 if it is set nowhere.
+    """Mean of `x` where `mask` is set; 0 if it is set nowhere. A statistic: no gradient flows through it.
 
     Args:
         x: any shape.
         mask: the same shape; bool, int or float.
 
     Returns:
-        A scalar of `x`'s dtype.
+        A scalar of `x`'s dtype, accumulated in float64.
+
+    >>> masked_mean(torch.tensor([1.0, float("nan"), 3.0]), torch.tensor([1, 0, 1])).item()
+    2.0
     """
-    return (masked_values(x, mask).sum() / mask.bool().sum().clamp(min=1)).to(x.dtype)
+    check_shapes(x=x, mask=mask)
+    return (masked_values(x, mask).sum() / mask.bool().sum().clamp(min=1)).to(float_dtype(x))
 
 
+@torch.no_grad()
 def masked_whiten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(x - mean) / sqrt(var + 1e-8) over the masked entries, 0 elsewhere; the variance is Bessel-corrected.
 
     Fewer than two masked entries have no spread: they come back centred, that is, 0.
 
     Args:
-        x: any shape.
+        x: any shape. Whitening is global: give it the rows of all ranks.
         mask: the same shape; bool, int or float.
+
+    Returns:
+        The shape and dtype of `x`.
 
     >>> masked_whiten(torch.tensor([1.0, 99.0, 3.0]), torch.tensor([1, 0, 1])).tolist()
     [-0.7071067690849304, 0.0, 0.7071067690849304]
     """
+    check_shapes(x=x, mask=mask)
     keep = mask.bool()
     values = masked_values(x, keep)
     count = keep.sum()
@@ -42,4 +72,4 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     centred = masked_values(values - mean, keep)
     variance = (centred**2).sum() / (count - 1).clamp(min=1)
     whitened = centred / (variance + 1e-8).sqrt()
-    return torch.where(count >= 2, whitened, torch.zeros_like(whitened)).to(x.dtype)
+    return torch.where(count >= 2, whitened, 0.0).to(float_dtype(x))

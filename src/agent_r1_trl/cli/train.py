@@ -73,7 +73,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[TrainArguments, Any, Any]:
     from agent_r1_trl.trainers.script import ModelConfig
 
     parser = RecipeParser((TrainArguments, MultiTurnGRPOConfig, ModelConfig), command=COMMAND)
-    script_args, args, model_args = parser.parse(argv, defaults=_precision_defaults(argv))
+    script_args, args, model_args = parser.parse(argv, defaults=_device_defaults())
     if not model_args.model_name_or_path:
         raise UsageError(
             "model_name_or_path: not set, so there is nothing to train. Set it to a directory or a Hub id, such as "
@@ -82,12 +82,13 @@ def read_arguments(argv: Sequence[str]) -> tuple[TrainArguments, Any, Any]:
     return script_args, args, model_args
 
 
-def _precision_defaults(argv: Sequence[str]) -> dict[str, Any]:
-    """TRL's default is bf16, which no CPU trains well in: off where there is no GPU that can do it."""
+def _device_defaults() -> dict[str, Any]:
+    """TRL's defaults suit a recent GPU: without one no bf16, and without any no pinned memory."""
     import torch
 
-    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-    return {} if has_bf16 else {"bf16": False}
+    if not torch.cuda.is_available():
+        return {"bf16": False, "dataloader_pin_memory": False}
+    return {} if torch.cuda.is_bf16_supported() else {"bf16": False}
 
 
 def _use_one_gpu_per_process() -> None:
@@ -214,7 +215,8 @@ def _plan(script_args: TrainArguments, args: Any, model_args: Any, train: Any, e
     rows = f"{len(train)} rows of {script_args.dataset_name}" if train is not None else "made by the environment"
     if evaluation is not None:
         rows += f"; evaluation on {len(evaluation)} of {script_args.eval_dataset_name}"
-    method = f"{script_args.trainer} ({args.advantage_estimator}), learning rate {args.learning_rate:g}"
+    estimator = "" if args.advantage_estimator == script_args.trainer else f" ({args.advantage_estimator})"
+    method = f"{script_args.trainer}{estimator}, learning rate {args.learning_rate:g}"
     adapter = f", LoRA r={model_args.lora_r}" if model_args.use_peft else ""
     prompts = args.generation_batch_size // args.num_generations
     lines = {

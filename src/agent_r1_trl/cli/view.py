@@ -7,6 +7,7 @@ agent-r1-trl view outputs/my-agent --list
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -114,7 +115,7 @@ def find_records(arguments: argparse.Namespace) -> list[Record]:
     if not files:
         raise UsageError(
             f"RUN {arguments.run}: no recorded trajectories{f' of split {split}' if arguments.split else ''} "
-            "(trajectories/step_*.jsonl or .parquet). Train with record_trajectories: jsonl, or pass another directory."
+            "(trajectories/step_*.jsonl or .parquet). Train with record_trajectories: jsonl, or pass another run."
         )
     is_folder = Path(arguments.run).is_dir()
     steps = sorted({file_step(path) for path in files}) if is_folder else []
@@ -147,7 +148,7 @@ def load_tokenizer(given: str | None, run_folder: Path) -> Any:
     folder = folder.parent if folder.name == "trajectories" else folder
     checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime, reverse=True)
     places = [str(path) for path in (folder, *checkpoints) if (path / "tokenizer_config.json").exists()]
-    name = given or next(iter(places), None)
+    name = given or next(iter(places), None) or _evaluated_model(folder)
     if name is None:
         return None
     from transformers import AutoTokenizer
@@ -156,6 +157,15 @@ def load_tokenizer(given: str | None, run_folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise UsageError(f"--tokenizer {name}: cannot be loaded ({str(error).splitlines()[0]}).") from error
+
+
+def _evaluated_model(folder: Path) -> str | None:
+    """The model whose evaluation lies in a folder."""
+    file = folder / "evaluation.json"
+    if not file.is_file():
+        return None
+    name = json.loads(file.read_text(encoding="utf-8")).get("settings", {}).get("model")
+    return name if isinstance(name, str) else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

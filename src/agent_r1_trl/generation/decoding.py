@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from agent_r1_trl.generation.kv_cache import RowCache, can_hold
+from agent_r1_trl.generation.kv_cache import RowCache, can_hold, join_rows
+from agent_r1_trl.generation.prefix_cache import ParkedRow
 
 
 @contextmanager
@@ -69,25 +70,71 @@ class ModelRunner:
         return self._lengths.shape[0]
 
     @property
+    def can_park(self) -> bool:
+        """Whether rows can be copied out of the batch and continued later."""
+        return self._has_movable_rows
+
+    @property
     def accepts_rows(self) -> bool:
         """Whether `prefill` may be called now."""
         return self._has_movable_rows or self.num_rows == 0
 
-    def prefill(self, sequences: list[list[int]]) -> torch.Tensor:
-        """Add rows and return the logits after each of them, (n, V)."""
-        longest = max(map(len, sequences))
-        ids = [[self.pad_token_id] * (longest - len(sequence)) + sequence for sequence in sequences]
-        lengths = torch.tensor([len(sequence) for sequence in sequences], device=self.device).unsqueeze(1)  # (n, 1)
-        positions = torch.arange(longest, device=self.device) - (longest - lengths)  # (n, L)
-        mask = (positions >= 0).long()
-        cache = DynamicCache() if self._has_movable_rows else DynamicCache(config=self.config)
-        logits = self._forward(ids, mask, positions.clamp(min=0), cache, **self._prefill_options)
+    def prefill(self, sequences: list[list[int]], parked: list[ParkedRow] | None = None) -> torch.Tensor:
+        """Add rows and return the logits after each of them, (n, V).
+
+        Equal sequences (the members of a group) go through the model once. With `parked`, only what the sequences add
+        to the parked rows does. All rows then pass the same number of tokens: a row that adds fewer passes its last
+        known ones again, which costs no more than padding and leaves no holes between old and new columns.
+        """
+        if parked is None:
+            places = {tuple(sequence): None for sequence in sequences}
+            distinct = [list(sequence) for sequence in places] if self._has_movable_rows else sequences
+            index_of = {sequence: index for index, sequence in enumerate(places)}
+            copies = [index_of[tuple(sequence)] for sequence in sequences]
+            known = [0] * len(distinct)
+        else:
+            distinct, copies = sequences, list(range(len(sequences)))
+            num_new = max(len(sequence) - len(row.ids) for sequence, row in zip(sequences, parked, strict=True))
+            known = [max(0, len(sequence) - num_new) for sequence in sequences]
+        logits, cache, mask = self._pass(distinct, known, parked)
+        lengths = mask.sum(dim=1, keepdim=True)
         if self._has_movable_rows:
-            self._rows.add_rows(cache, mask)
+            self._rows.add_rows(cache, mask, copies)
+            logits, lengths = logits[copies], lengths[copies]
         else:
             self._fixed = (cache, mask)
         self._lengths = torch.cat([self._lengths, lengths])
         return logits
+
+    def _pass(
+        self, sequences: list[list[int]], known: list[int], parked: list[ParkedRow] | None
+    ) -> tuple[torch.Tensor, DynamicCache, torch.Tensor]:
+        """Run the ids after the first `known[i]` of each sequence.
+
+        Returns:
+            Logits after each sequence (n, V), the cache, and the mask (n, L) of its columns.
+        """
+        num_known = max(known)
+        num_new = max(len(sequence) - skipped for sequence, skipped in zip(sequences, known, strict=True))
+        ids = [
+            [self.pad_token_id] * (num_new - (len(sequence) - skipped)) + sequence[skipped:]
+            for sequence, skipped in zip(sequences, known, strict=True)
+        ]
+        width = num_known + num_new
+        lengths = torch.tensor([len(sequence) for sequence in sequences], device=self.device).unsqueeze(1)  # (n, 1)
+        positions = torch.arange(width, device=self.device) - (width - lengths)  # (n, L)
+        mask = (positions >= 0).long()
+        if parked is not None and num_known > 0:
+            cache = join_rows([row.tensors for row in parked], known)
+        else:
+            cache = DynamicCache() if self._has_movable_rows else DynamicCache(config=self.config)
+        new_positions = positions[:, num_known:].clamp(min=0)
+        return self._forward(ids, mask, new_positions, cache, **self._prefill_options), cache, mask
+
+    def park(self, row: int, ids: list[int]) -> ParkedRow:
+        """A copy of a row for a later `prefill`; `ids` are the row's, also those that the model has not read yet."""
+        tensors = self._rows.copy_row(row)
+        return ParkedRow(ids=ids[: tensors[0].shape[1]], tensors=tensors)
 
     def decode(self, token_ids: list[int]) -> torch.Tensor:
         """Append one token to every row and return the logits after it, (B, V)."""

@@ -24,6 +24,22 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 
+def join_rows(rows: list[list[torch.Tensor]], lengths: list[int]) -> DynamicCache:
+    """A left-padded cache of the first `lengths[i]` tokens of each row (as `RowCache.copy_row` returns them)."""
+    longest = max(lengths)
+    joined = []
+    for tensors in zip(*rows, strict=True):
+        heads, _, size = tensors[0].shape
+        buffer = tensors[0].new_zeros(len(rows), heads, longest, size)
+        for target, tensor, length in zip(buffer, tensors, lengths, strict=True):
+            target[:, longest - length :] = tensor[:, :length]
+        joined.append(buffer)
+    cache = DynamicCache()
+    for layer, (keys, values) in enumerate(zip(joined[::2], joined[1::2], strict=True)):
+        cache.update(keys, values, layer)
+    return cache
+
+
 class _BufferLayer(CacheLayerMixin):
     """Keys and values of one layer: (row capacity, heads, column capacity, head size)."""
 
@@ -99,30 +115,38 @@ class RowCache(Cache):
         """The column opened last now holds a token of every row."""
         self.end += 1
 
-    def add_rows(self, prefilled: DynamicCache, mask: torch.Tensor) -> None:
+    def add_rows(self, prefilled: DynamicCache, mask: torch.Tensor, copies: list[int]) -> None:
         """Append rows.
 
         Args:
             prefilled: cache of a forward pass over the new rows, left padded.
             mask: (n, L), 1 where the rows have a token.
+            copies: for each row to append, its index in the two above; a row may be appended several times.
         """
-        num_new, length = mask.shape
+        length = mask.shape[1]
         if not self.layers:
-            self._create(prefilled, mask)
+            self._create(prefilled, len(copies), length, mask.device)
         if self.num_rows == 0:
             self.first = self.end = min(length + _slack(length), self._mask.shape[1])
-        rows, needed_rows = self.num_rows, self.num_rows + num_new
+        rows, needed_rows = self.num_rows, self.num_rows + len(copies)
         if self.end < length or needed_rows > self._mask.shape[0]:
             self._reallocate(max(needed_rows, min(2 * rows, rows + 64)), max(length, self.end - self.first))
         begin, end = self.end - length, self.end
+        is_plain = copies == list(range(len(mask)))
         for layer, source in zip(self.layers, prefilled.layers, strict=True):
             for buffer, new in zip(layer.tensors(), (source.keys, source.values), strict=True):
-                buffer[rows:needed_rows, :, begin:end] = new
+                buffer[rows:needed_rows, :, begin:end] = new if is_plain else new[copies]
+        mask = mask[copies]
         self._mask[rows:needed_rows] = 0
         self._mask[rows:needed_rows, begin:end] = mask
         self.starts.extend((end - mask.sum(dim=1)).tolist())
         self.num_rows = needed_rows
         self.first = min(self.starts)
+
+    def copy_row(self, row: int) -> list[torch.Tensor]:
+        """Keys and values of one row, layer by layer, each (heads, its length, head size)."""
+        columns = slice(self.starts[row], self.end)
+        return [buffer[row, :, columns].clone() for layer in self.layers for buffer in layer.tensors()]
 
     def drop_rows(self, dropped: list[int]) -> list[int]:
         """Remove rows; rows from the end take their places.
@@ -150,11 +174,10 @@ class RowCache(Cache):
         self.first = min(self.starts, default=self.end)
         return order
 
-    def _create(self, prefilled: DynamicCache, mask: torch.Tensor) -> None:
+    def _create(self, prefilled: DynamicCache, num_rows: int, length: int, device: torch.device) -> None:
         """Buffers with the dtypes, devices and head sizes of a first prefill."""
-        num_rows, length = mask.shape
         columns = length + 2 * _slack(length)
-        self._mask = torch.zeros(num_rows, columns, dtype=torch.long, device=mask.device)
+        self._mask = torch.zeros(num_rows, columns, dtype=torch.long, device=device)
         for source in prefilled.layers:
             layer = _BufferLayer(self)
             # zeros, not empty: a masked NaN would still poison the product with the values.

@@ -22,6 +22,7 @@ from torch import nn
 from agent_r1_trl.generation.attention import grouped_attention
 from agent_r1_trl.generation.base import Generation, GenerationError
 from agent_r1_trl.generation.decoding import ModelRunner, evaluation_mode
+from agent_r1_trl.generation.prefix_cache import PrefixCache, WeightsWatch
 from agent_r1_trl.generation.sampling import UniformStream, draw, policy_logprobs
 from agent_r1_trl.generation.worker import Request, ThreadedGenerator
 
@@ -80,6 +81,8 @@ class TransformersGenerator(ThreadedGenerator):
         stop_token_ids: ids that end a turn; a sampled one is kept as the last id.
         max_batch_size: most rows in one forward pass. Halved for good when the device runs out of memory.
         max_prefill_tokens: most prompt tokens (padding included) in one forward pass; one request always fits.
+        prefix_cache_tokens: of how many tokens keys and values are kept between the turns of a trajectory, so that a
+            turn only reads what is new; 0 for none. None is 32768 on a CPU, and 0 on a GPU, whose memory training needs.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class TransformersGenerator(ThreadedGenerator):
         stop_token_ids: Collection[int],
         max_batch_size: int = 64,
         max_prefill_tokens: int = 32768,
+        prefix_cache_tokens: int | None = None,
     ) -> None:
         super().__init__("transformers-generator")
         if max_batch_size < 1:
@@ -102,6 +106,10 @@ class TransformersGenerator(ThreadedGenerator):
         self._max_batch_size = max_batch_size
         self._max_prefill_tokens = max_prefill_tokens
         self._runner = ModelRunner(self._model, pad_token_id)
+        if prefix_cache_tokens is None:
+            prefix_cache_tokens = 32768 if self._runner.device.type == "cpu" else 0
+        self._prefixes = PrefixCache(prefix_cache_tokens if self._runner.can_park else 0)
+        self._weights = WeightsWatch(self._model)
         self._rows: list[_Row] = []  # same order as the runner's rows
         self._resuming: list[_Row] = []  # put back when memory ran out; they go first
 
@@ -113,6 +121,8 @@ class TransformersGenerator(ThreadedGenerator):
         """
         if self._runner.device.type == "cuda":  # the current device is a property of the thread
             torch.cuda.set_device(self._runner.device)
+        if self._prefixes.max_tokens and self._weights.has_changed():
+            self._prefixes.clear()
         with torch.no_grad(), evaluation_mode(self._model), grouped_attention(self._runner.config):
             while True:
                 try:
@@ -129,6 +139,9 @@ class TransformersGenerator(ThreadedGenerator):
                     if not self._rows and not self._waiting and not self._resuming:
                         return
                 self._deliver()
+
+    def _rest(self) -> None:
+        self._prefixes.clear()
 
     def _admit(self) -> None:
         """Let waiting requests join the batch, first come first served, as long as they sample alike."""
@@ -148,8 +161,19 @@ class TransformersGenerator(ThreadedGenerator):
                     break
                 new.append(row)
         if new:
-            self._rows.extend(new)
-            self._sample(new, self._runner.prefill([row.ids for row in new]))
+            self._prefill(new)
+
+    def _prefill(self, new: list[_Row]) -> None:
+        """Bring rows into the batch: those that start, then those that go on from a parked row."""
+        parked = [self._prefixes.take(row.ids) for row in new]
+        starting = [row for row, prefix in zip(new, parked, strict=True) if prefix is None]
+        going_on = [row for row, prefix in zip(new, parked, strict=True) if prefix is not None]
+        self._rows += starting + going_on
+        if starting:
+            self._sample(starting, self._runner.prefill([row.ids for row in starting]))
+        if going_on:
+            prefixes = [prefix for prefix in parked if prefix is not None]
+            self._sample(going_on, self._runner.prefill([row.ids for row in going_on], prefixes))
 
     def _next_row(self) -> _Row | None:
         """The row that is next in line, taken from the line."""
@@ -177,6 +201,10 @@ class TransformersGenerator(ThreadedGenerator):
             for index, row in enumerate(self._rows)
             if row.request.outcome is not None or row.request.is_cancelled
         ]
+        if self._prefixes.max_tokens:
+            for index in dropped:
+                if isinstance(self._rows[index].request.outcome, Generation):
+                    self._prefixes.put(self._runner.park(index, self._rows[index].ids))
         if dropped:
             self._ended.extend(self._rows[index].request for index in dropped)
             self._rows = [self._rows[index] for index in self._runner.drop_rows(dropped)]
@@ -186,6 +214,7 @@ class TransformersGenerator(ThreadedGenerator):
         if len(self._rows) <= 1:
             self._fail_all(error)
             return
+        self._prefixes.clear()
         self._max_batch_size = len(self._rows) // 2
         logger.warning("Out of memory with %d rows: max_batch_size is now %d.", len(self._rows), self._max_batch_size)
         self._resuming[:0] = [row for row in self._rows if row.request.outcome is None]

@@ -120,6 +120,7 @@ class ThreadedGenerator:
             while not self._waiting and not self._must_end and time.monotonic() < deadline:
                 self._changed.wait(_POLL_S)
             if not self._waiting:
+                self._rest()
                 self._worker = None
                 return False
             size = 0
@@ -139,6 +140,9 @@ class ThreadedGenerator:
 
     def _serve(self) -> None:
         raise NotImplementedError
+
+    def _rest(self) -> None:
+        """Free what only helps while requests keep coming."""
 
     def _fail_all(self, error: Exception) -> None:
         raise NotImplementedError
