@@ -11,7 +11,7 @@ from agent_r1_trl.recording import read_records
 from tests.trainers.helpers import PlainEnv, make_trainer, questions, scored_batch
 
 GLOSSARY = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-OF_HF = {"epoch", "step", "learning_rate", "loss", "grad_norm"}
+OF_HF = {"total_flos", "epoch", "step", "learning_rate", "loss", "grad_norm"}
 
 
 def test_every_logged_metric_is_in_the_glossary(tmp_path):
