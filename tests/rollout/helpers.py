@@ -100,5 +100,19 @@ def random_script(seed, turn):
     return rng.choice([call(), call("echo", text="hé <|im_end|> ok"), say("five"), call("nope", x=1)])
 
 
-__all__ = ["PROMPT", "AddEnv", "Script", "ScriptedTurn", "StepResult", "add", "call", "calls", "chat_of", "echo", "play",
-           "random_script", "sampled_ids", "say"]  # fmt: skip
+__all__ = [
+    "PROMPT",
+    "AddEnv",
+    "Script",
+    "ScriptedTurn",
+    "StepResult",
+    "add",
+    "call",
+    "calls",
+    "chat_of",
+    "echo",
+    "play",
+    "random_script",
+    "sampled_ids",
+    "say",
+]

@@ -132,7 +132,7 @@ class SearchQAEnv(ToolEnv):
     def process_reward(self, call: ToolCall, result: ToolResult) -> float:
         """`tool_call_reward` for a search that brings something new that counts."""
         arguments = call.arguments if isinstance(call.arguments, dict) else {}
-        new = self._what_counts(self._passages.get(str(arguments.get("query")), [])) - set()
+        new = self._what_counts(self._passages.get(str(arguments.get("query")), [])) - self._counted
         self._counted |= new
         return self.tool_call_reward if new else self.useless_search_reward
 

@@ -82,7 +82,8 @@ class TransformersGenerator(ThreadedGenerator):
         max_batch_size: most rows in one forward pass. Halved for good when the device runs out of memory.
         max_prefill_tokens: most prompt tokens (padding included) in one forward pass; one request always fits.
         prefix_cache_tokens: of how many tokens keys and values are kept between the turns of a trajectory, so that a
-            turn only reads what is new; 0 for none. None is 32768 on a CPU, and 0 on a GPU, whose memory training needs.
+            turn only reads what is new; 0 for none. None is 32768 on a CPU and 0 on a GPU, where training needs the
+            memory.
     """
 
     def __init__(
