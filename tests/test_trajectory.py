@@ -1,0 +1,320 @@
+"""The record of one rollout: what it refuses, what it earned and where, and that writing it down loses nothing."""
+
+import json
+import math
+import re
+
+import pytest
+
+from agent_r1_trl.trajectory import Author, StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
+from tests.tokenizers import make_tokenizer
+
+P, T, E = Author.POLICY, Author.TEMPLATE, Author.ENVIRONMENT
+
+
+def two_turns(**changes):
+    """S0 S0 G0 O0 G0' S1 S1 O1: two turns of two tokens, ending in an observation."""
+    result = ToolResult(call=ToolCall(name="add", arguments={"a": 2}, id="c1"), content="5", latency_s=0.25)
+    failed = ToolResult(
+        call=ToolCall(name="", arguments="{oops"), content="no JSON", error=ToolErrorKind.MALFORMED, is_truncated=True
+    )
+    turns = [
+        Turn(
+            start=0,
+            end=2,
+            message={"role": "assistant", "content": "let me add"},
+            observations=[{"role": "tool", "name": "add", "content": "5"}],
+            tool_results=[result],
+            reward=0.5,
+            reward_parts={"tool_call": 0.5},
+            generate_s=0.1,
+            env_s=0.3,
+        ),
+        Turn(
+            start=5,
+            end=7,
+            message={"role": "assistant", "content": "{oops", "malformed_tool_call": "no JSON"},
+            observations=[{"role": "user", "content": "no JSON"}],
+            tool_results=[failed],
+            reward=-0.1,
+            is_truncated=True,
+            is_invalid=True,
+        ),
+    ]
+    values = {
+        "prompt_messages": [{"role": "user", "content": "2 + 3?"}],
+        "prompt_ids": [1, 2, 3],
+        "completion_ids": [11, 12, 13, 14, 15, 16, 17, 18],
+        "action_mask": [1, 1, 0, 0, 0, 1, 1, 0],
+        "logprobs": [-0.5, -0.25, 0.0, 0.0, 0.0, -1.5, -2.0, 0.0],
+        "turn_ids": [0, 0, -1, -1, -1, 1, 1, -1],
+        "authors": [P, P, T, E, T, P, P, E],
+        "turns": turns,
+        "stop_reason": StopReason.MAX_TURNS,
+        "outcome_reward": 1.0,
+        "reward_parts": {"em": 1.0},
+        "example_id": "q1",
+        "generation": 3,
+        "seed": 42,
+        "info": {"gold": "5"},
+        "duration_s": 1.5,
+    }
+    return Trajectory(**(values | changes))
+
+
+def empty(stop_reason=StopReason.PROMPT_TOO_LONG, **changes):
+    lists = dict.fromkeys(("prompt_ids", "completion_ids", "action_mask", "logprobs", "turn_ids", "authors", "turns"))
+    values = {"prompt_messages": [], **{name: [] for name in lists}, "stop_reason": stop_reason}
+    return Trajectory(**(values | changes))
+
+
+# -------------------------------------------------------------------- construction
+
+
+@pytest.mark.parametrize("name", ["action_mask", "logprobs", "turn_ids", "authors"])
+@pytest.mark.parametrize("change", [lambda items: items[:-1], lambda items: [*items, items[-1]]])
+def test_lists_of_another_length_are_refused_by_name(name, change):
+    items = change(getattr(two_turns(), name))
+    with pytest.raises(ValueError, match=rf"Trajectory\.{name} has {len(items)} entries, completion_ids has 8"):
+        two_turns(**{name: items})
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "value"),
+    [
+        ("action_mask", 2, 1),
+        ("action_mask", 0, 0),
+        ("action_mask", 0, 2),
+        ("action_mask", 0, -1),
+        ("turn_ids", 3, 0),
+        ("turn_ids", 1, -1),
+        ("authors", 3, P),
+        ("authors", 6, T),
+    ],
+)
+def test_a_mask_an_author_and_a_turn_that_contradict_each_other_are_refused(name, position, value):
+    items = list(getattr(two_turns(), name))
+    items[position] = value
+    with pytest.raises(ValueError, match=rf"token {position}: .*contradict"):
+        two_turns(**{name: items})
+
+
+@pytest.mark.parametrize("span", [(-1, 2), (2, 1), (5, 9), (9, 9)])
+def test_a_turn_outside_the_completion_is_refused(span):
+    turn = Turn(start=span[0], end=span[1], message={"role": "assistant", "content": ""})
+    with pytest.raises(ValueError, match=re.escape(f"Turn 1 spans [{span[0]}, {span[1]}) of 8")):
+        two_turns(turns=[two_turns().turns[0], turn])
+
+
+def test_turns_that_disagree_with_the_turn_ids_are_refused():
+    first, second = two_turns().turns
+    with pytest.raises(ValueError, match="turn_ids disagree"):
+        two_turns(turns=[second, first])
+    with pytest.raises(ValueError, match="turn_ids disagree"):
+        two_turns(turns=[Turn(start=0, end=3, message={}), second])
+
+
+def test_turns_that_leave_action_tokens_out_are_refused():
+    with pytest.raises(ValueError, match="do not cover"):
+        two_turns(turns=two_turns().turns[:1])
+
+
+def test_plain_strings_become_authors_and_stop_reasons():
+    trajectory = two_turns(stop_reason="timeout", authors=[str(author) for author in two_turns().authors])
+    assert trajectory.stop_reason is StopReason.TIMEOUT
+    assert trajectory.authors[3] is Author.ENVIRONMENT
+    with pytest.raises(ValueError, match="bored"):
+        two_turns(stop_reason="bored")
+
+
+def test_a_trajectory_without_tokens_or_turns_is_one():
+    trajectory = empty()
+    assert trajectory.token_rewards() == []
+    assert trajectory.num_action_tokens == 0
+    assert trajectory.messages == []
+    assert trajectory.final_text == ""
+
+
+# -------------------------------------------------------------------- stop reasons
+
+
+def test_each_stop_reason_is_the_policys_a_limits_or_nobodys():
+    truncated = {reason for reason in StopReason if reason.is_truncated}
+    failed = {reason for reason in StopReason if reason.is_infrastructure_failure}
+    assert truncated == {StopReason.MAX_TURNS, StopReason.MAX_COMPLETION_LENGTH, StopReason.TIMEOUT}
+    assert failed == {StopReason.ENVIRONMENT_ERROR, StopReason.GENERATION_ERROR, StopReason.PROMPT_TOO_LONG}
+    assert set(StopReason) - truncated - failed == {StopReason.DONE, StopReason.INVALID_CALLS}
+
+
+# -------------------------------------------------------------------- rewards
+
+
+def test_rewards_sit_on_the_last_action_token_of_their_turn_and_the_outcome_on_the_last_of_all():
+    trajectory = two_turns()
+    assert trajectory.token_rewards() == [0.0, 0.5, 0.0, 0.0, 0.0, 0.0, -0.1 + 1.0, 0.0]
+    assert trajectory.process_reward == pytest.approx(0.4)
+    assert trajectory.total_reward == pytest.approx(1.4)
+
+
+def turns_of(*spans_and_rewards):
+    return [Turn(start=start, end=end, message={}, reward=reward) for start, end, reward in spans_and_rewards]
+
+
+@pytest.mark.parametrize(
+    ("mask", "turns", "expected"),
+    [
+        # A turn in which nothing was sampled pays the nearest action token before it,
+        ([1, 1, 0, 0], turns_of((0, 2, 0.5), (4, 4, 0.25)), [0.0, 0.5 + 0.25 + 8.0, 0.0, 0.0]),
+        # else the first one after it.
+        ([0, 0, 1, 1], turns_of((0, 0, 0.5), (2, 4, 0.25)), [0.0, 0.0, 0.5, 0.25 + 8.0]),
+        # Never a token in between, nor one of another turn that is further away.
+        ([1, 0, 0, 1], turns_of((0, 1, 1.0), (2, 2, 2.0), (3, 4, 4.0)), [3.0, 0.0, 0.0, 12.0]),
+        # Nothing sampled at all: no token may carry a reward.
+        ([0, 0], turns_of((0, 0, 0.5)), [0.0, 0.0]),
+    ],
+)
+def test_the_reward_of_an_empty_turn_moves_to_a_token_that_was_sampled(mask, turns, expected):
+    turn_ids = [-1] * len(mask)
+    for index, turn in enumerate(turns):
+        turn_ids[turn.start : turn.end] = [index] * (turn.end - turn.start)
+    trajectory = Trajectory(
+        prompt_messages=[],
+        prompt_ids=[1],
+        completion_ids=list(range(len(mask))),
+        action_mask=mask,
+        logprobs=[0.0] * len(mask),
+        turn_ids=turn_ids,
+        authors=[P if m else E for m in mask],
+        turns=turns,
+        stop_reason="done",
+        outcome_reward=8.0,
+    )
+    assert trajectory.token_rewards() == expected
+    if any(mask):
+        assert math.fsum(expected) == trajectory.total_reward
+
+
+def test_many_small_rewards_add_up_exactly():
+    turns = turns_of(*((i, i + 1, 0.1) for i in range(10)))
+    trajectory = empty(
+        "done", completion_ids=list(range(10)), action_mask=[1] * 10, logprobs=[0.0] * 10, turn_ids=list(range(10)),
+        authors=[P] * 10, turns=turns,
+    )  # fmt: skip
+    assert trajectory.process_reward == 1.0
+
+
+# -------------------------------------------------------------------- messages
+
+
+def test_messages_are_the_prompt_the_turns_and_what_was_answered():
+    trajectory = two_turns()
+    assert [message["role"] for message in trajectory.messages] == ["user", "assistant", "tool", "assistant", "user"]
+    assert trajectory.completion_messages == trajectory.messages[1:]
+    assert [result.is_error for result in trajectory.tool_results] == [False, True]
+    assert trajectory.final_text == "{oops"
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_a_last_message_without_text_reads_as_an_empty_text(content):
+    trajectory = two_turns()
+    trajectory.turns[-1].message["content"] = content
+    assert trajectory.final_text == ""
+
+
+def test_a_log_line_stays_short():
+    trajectory = two_turns()
+    trajectory.prompt_ids = list(range(100_000))
+    assert repr(trajectory) == (
+        "Trajectory(example_id='q1', generation=3, 2 turns, 8 tokens, stop_reason='max_turns', total_reward=1.4)"
+    )
+
+
+# -------------------------------------------------------------------- JSON
+
+
+@pytest.mark.parametrize("reason", StopReason)
+def test_a_round_trip_through_json_loses_nothing(reason):
+    trajectory = two_turns(stop_reason=reason, error="gone" if reason.is_infrastructure_failure else None)
+    trajectory.advantages = [0.1, 0.2, 0.0, 0.0, 0.0, 1e-300, -1 / 3, 0.0]
+    text = trajectory.to_json()
+    assert "\n" not in text
+    back = Trajectory.from_json(text)
+    assert back == trajectory
+    assert back.to_json() == text
+    assert isinstance(back.turns[1].tool_results[0].error, ToolErrorKind)
+    assert isinstance(back.stop_reason, StopReason)
+    assert all(isinstance(author, Author) for author in back.authors)
+
+
+def test_odd_numbers_and_texts_survive_json():
+    text = 'é 東京 🙂 \u2028 \x00 \x1b[31m "\\ </s> <|im_end|> \ud800 \n'
+    trajectory = two_turns(error=text, info={"text": text, "nested": [{"deep": [None, True, 1.5]}]})
+    trajectory.turns[0].message["content"] = text
+    trajectory.turns[0].tool_results[0].content = text
+    trajectory.logprobs[0] = -math.inf
+    back = Trajectory.from_json(trajectory.to_json())
+    assert back == trajectory
+    trajectory.logprobs[1] = math.nan
+    assert math.isnan(Trajectory.from_json(trajectory.to_json()).logprobs[1])
+
+
+def test_a_dictionary_is_plain_and_shares_nothing_with_the_trajectory():
+    trajectory = two_turns()
+    record = trajectory.to_dict()
+    assert record == json.loads(json.dumps(record))
+    before = trajectory.to_json()
+    record["completion_ids"].append(0)
+    record["prompt_messages"][0]["content"] = "changed"
+    record["turns"][0]["message"]["content"] = "changed"
+    record["turns"][0]["tool_results"][0]["call"]["arguments"]["a"] = "changed"
+    record["info"]["gold"] = record["reward_parts"]["em"] = "changed"
+    assert trajectory.to_json() == before
+
+
+def test_what_a_recorder_added_is_ignored_and_what_is_missing_takes_its_default():
+    record = two_turns().to_dict() | {"step": 7, "rank": 0}
+    del record["advantages"], record["seed"]
+    back = Trajectory.from_dict(record)
+    assert back.seed == 0
+    assert back.completion_ids == two_turns().completion_ids
+
+
+def test_a_record_that_contradicts_itself_is_refused_when_read():
+    record = two_turns().to_dict()
+    record["action_mask"][2] = 1
+    with pytest.raises(ValueError, match="contradict"):
+        Trajectory.from_json(json.dumps(record))
+
+
+# -------------------------------------------------------------------- display
+
+
+def test_showing_colours_each_token_by_its_author():
+    tokenizer = make_tokenizer("qwen3")
+    pieces = [("Hello", P), (" there", P), ("\n", T), ("five", E), ("\n", T), ("Bye", P), (" now", P), ("!", E)]
+    ids, mask, turn_ids, authors, spans = [], [], [], [], {}
+    for index, (piece, author) in enumerate(pieces):
+        piece_ids = tokenizer(piece, add_special_tokens=False)["input_ids"]
+        turn = -1 if author is not P else int(index > 4)
+        spans.setdefault(turn, []).append((len(ids), len(ids) + len(piece_ids)))
+        ids += piece_ids
+        mask += [int(author is P)] * len(piece_ids)
+        turn_ids += [turn] * len(piece_ids)
+        authors += [author] * len(piece_ids)
+    turns = [
+        Turn(start=spans[i][0][0], end=spans[i][-1][1], message={"role": "assistant", "content": "x"}) for i in (0, 1)
+    ]
+    trajectory = two_turns(
+        completion_ids=ids, action_mask=mask, turn_ids=turn_ids, authors=authors, logprobs=[0.0] * len(ids),
+        turns=turns, prompt_ids=tokenizer("What is it?")["input_ids"],
+    )  # fmt: skip
+    shown = trajectory.show(tokenizer, width=80)
+    green, blue = "\x1b[32m", "\x1b[34m"
+    assert f"{green}Hello there" in shown
+    assert f"{green}Bye now" in shown
+    assert f"{blue}five" in shown
+    assert f"{blue}!" in shown
+    assert "What is it?" in shown
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert "stop: max_turns" in plain
+    assert plain.index("Hello there") < plain.index("five") < plain.index("Bye now")
