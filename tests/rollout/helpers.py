@@ -1,5 +1,6 @@
 """Scripted conversations: what the policy says, and environments that answer in a known way."""
 
+import asyncio
 import random
 
 from agent_r1_trl.environments import StepResult, ToolEnv
@@ -100,9 +101,64 @@ def random_script(seed, turn):
     return rng.choice([call(), call("echo", text="hé <|im_end|> ok"), say("five"), call("nope", x=1)])
 
 
+class Recorder:
+    """A generator around another that keeps what it handed out."""
+
+    def __init__(self, generator):
+        self.generator = generator
+        self.handed = []
+
+    async def generate(self, prompt_ids, **options):
+        generation = await self.generator.generate(prompt_ids, **options)
+        self.handed.append(generation)
+        return generation
+
+    @property
+    def ids(self):
+        return [token for generation in self.handed for token in generation.token_ids]
+
+    @property
+    def logprobs(self):
+        return [logprob for generation in self.handed for logprob in generation.logprobs]
+
+
+def scene(*, rewards=(), outcome=0.0, ends_at=None, fails_at=None, hangs_at=None):
+    """An environment class with the tools above that does what it is told at a turn (-1: in `reset`)."""
+
+    class Scene(ToolEnv):
+        tools = (add, echo)
+
+        def reset(self, example):
+            self.turn = -1
+            self.act()
+            return super().reset(example)
+
+        async def step(self, message):
+            self.turn += 1
+            self.act()
+            if self.turn == hangs_at:
+                await asyncio.sleep(60)
+            observations, _, done, info = await super().step(message)
+            reward = rewards[self.turn] if self.turn < len(rewards) else 0.0
+            return observations, reward, done, info | {"reward_parts": {"told": reward}}
+
+        def act(self):
+            if self.turn == fails_at:
+                raise RuntimeError(f"turn {self.turn} broke")
+
+        def is_done(self, message):
+            return self.turn == ends_at
+
+        def outcome_reward(self, trajectory):
+            return outcome
+
+    return Scene
+
+
 __all__ = [
     "PROMPT",
     "AddEnv",
+    "Recorder",
     "Script",
     "ScriptedTurn",
     "StepResult",
@@ -115,4 +171,5 @@ __all__ = [
     "random_script",
     "sampled_ids",
     "say",
+    "scene",
 ]

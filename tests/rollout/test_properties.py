@@ -1,0 +1,301 @@
+"""Laws of every trajectory, whatever the policy says and however it ends, for four chat formats.
+
+Each conversation is drawn so that it must end for a given reason; the policy says anything: calls, texts, broken
+calls, arbitrary ids, nothing at all. The loss is the trainer's own.
+"""
+
+import functools
+import itertools
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agent_r1_trl.batching import batch_trajectories, pad_right
+from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer
+from agent_r1_trl.trajectory import Author, StopReason, Trajectory
+from tests.rollout.helpers import PROMPT, Recorder, ScriptedTurn, call, calls, chat_of, sampled_ids, say, scene
+from tests.trainers.helpers import make_trainer, scored_batch
+
+FAMILIES = ("qwen3", "llama3", "gemma4", "gptoss")
+PARALLEL_CALLS = ("qwen3", "gemma4")
+WORD = "qzxv"  # in no template
+LONG = 100_000
+TINY_TIMEOUT_S = 0.15
+
+laws = functools.partial(
+    settings, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+every_family = pytest.mark.parametrize("family", FAMILIES)
+every_reason = pytest.mark.parametrize("reason", StopReason, ids=lambda reason: reason.value)
+
+
+@functools.cache
+def cached_chat(family):
+    return chat_of(family)
+
+
+@functools.cache
+def prompt_length(family):
+    chat = cached_chat(family)
+    return len(chat.encode_prompt(PROMPT, [item.schema for item in scene().tools]))
+
+
+# -------------------------------------------------------------------- what the policy says
+
+
+def usable_turns(family):
+    """Calls that run."""
+    texts = st.text(max_size=12) | st.sampled_from(["<|im_end|>", "</tool_call>", "<turn|>", f"{WORD} é🙂"])
+    number = st.integers(-9, 9)
+    messages = st.builds(lambda a, b: call("add", a=a, b=b), number, number)
+    messages |= st.builds(lambda text: call("echo", text=text), texts)
+    if family in PARALLEL_CALLS:
+        messages |= st.builds(
+            lambda a, text: calls(("add", {"a": a, "b": 1}), ("echo", {"text": text})), number, texts
+        )
+    return messages.map(cached_chat(family).encode_reply)
+
+
+def unusable_turns(family):
+    """Calls that cannot be run."""
+    return st.sampled_from([call("nope", x=1), call("add", a="two")]).map(cached_chat(family).encode_reply)
+
+
+def odd_turns(family):
+    """Any ids a sampler could give: control tokens in odd places, cut turns, nothing."""
+    chat = cached_chat(family)
+    inner = st.integers(0, len(chat.tokenizer) - 1).filter(lambda token: token not in chat.stop_token_ids)
+    ending = st.sampled_from([[], *([stop] for stop in chat.stop_token_ids)])
+    return st.builds(lambda ids, end: ids + end, st.lists(inner, max_size=8), ending)
+
+
+def any_turns(family):
+    texts = st.builds(say, st.text(max_size=12)).map(cached_chat(family).encode_reply)
+    return usable_turns(family) | unusable_turns(family) | odd_turns(family) | texts
+
+
+class Conversation(NamedTuple):
+    """A script, an environment and limits."""
+
+    turns: list
+    env: type
+    limits: dict
+
+
+@st.composite
+def conversations(draw, family, reason, min_turns=1):
+    """One that ends for `reason`."""
+    turns = draw(st.lists(any_turns(family), min_size=min_turns, max_size=4))
+    limits = {"max_invalid_calls": LONG, "max_completion_length": LONG, "max_turns": len(turns) + 1}
+    rewards = draw(st.lists(st.floats(-2, 2), min_size=5, max_size=5))
+    acts = {"rewards": rewards, "outcome": draw(st.floats(-2, 2))}
+    last = len(turns) - 1
+    if draw(st.booleans()):
+        limits["max_tokens_per_turn"] = draw(st.integers(1, 40))
+    limits["max_observation_tokens"] = draw(st.sampled_from([1, 7, 1024]))
+    match reason:
+        case StopReason.DONE:
+            acts["ends_at"] = last
+        case StopReason.MAX_TURNS:
+            limits["max_turns"] = len(turns)
+        case StopReason.MAX_COMPLETION_LENGTH:
+            free = play(family, Conversation(turns, scene(**acts), limits | {"max_turns": len(turns)})).trajectory
+            limits["max_completion_length"] = draw(st.integers(1, max(1, len(free.completion_ids) - 1)))
+        case StopReason.INVALID_CALLS:
+            limits["max_invalid_calls"] = draw(st.integers(0, 2))
+            limits.pop("max_tokens_per_turn", None)
+            turns = draw(st.lists(usable_turns(family), max_size=2))
+            turns += draw(st.lists(unusable_turns(family), min_size=3, max_size=3))
+            limits["max_turns"] = len(turns) + 1
+        case StopReason.TIMEOUT:
+            limits["rollout_timeout"] = TINY_TIMEOUT_S
+            acts["hangs_at"] = draw(st.integers(0, last))
+        case StopReason.PROMPT_TOO_LONG:
+            limits["max_model_length"] = draw(st.integers(2, prompt_length(family)))
+        case StopReason.ENVIRONMENT_ERROR:
+            acts["fails_at"] = draw(st.integers(-1 if min_turns == 1 else 0, last))
+        case StopReason.GENERATION_ERROR:
+            turns = [*turns, RuntimeError("engine gone")]
+    return Conversation(turns, scene(**acts), limits)
+
+
+class Played(NamedTuple):
+    """What came of a conversation, and what the sampler handed out on the way."""
+
+    trajectory: Trajectory
+    sampler: Recorder
+
+
+def play(family, conversation):
+    chat = cached_chat(family)
+    script = [turn if isinstance(turn, Exception) else _numbered(index, turn) for index, turn in _padded(conversation)]
+    sampler = Recorder(ScriptedGenerator(lambda request: script[request.turn], stop_token_ids=chat.stop_token_ids))
+    runner = RolloutRunner(conversation.env, sampler, chat, RolloutLimits(**conversation.limits))
+    (trajectory,) = runner.run([RolloutRequest(example={"prompt": PROMPT})])
+    runner.close()
+    return Played(trajectory, sampler)
+
+
+def _padded(conversation):
+    """An empty prompt-and-answer cannot be told from its prompt, so the script is asked by turn and goes on."""
+    return enumerate([*conversation.turns, *[conversation.turns[-1]] * 3])
+
+
+def _numbered(index, ids):
+    """Every sampled token has a log-probability of its own."""
+    return ScriptedTurn(
+        token_ids=ids, logprobs=[-(1 + 1000 * index + position) / 1024 for position in range(len(ids))]
+    )
+
+
+# -------------------------------------------------------------------- laws of one trajectory
+
+
+@every_family
+@every_reason
+@laws(max_examples=6)
+@given(data=st.data())
+def test_what_was_sampled_is_what_is_masked_in_and_trained_on(family, reason, data):
+    trajectory, sampler = play(family, data.draw(conversations(family, reason)))
+    assert trajectory.stop_reason is reason
+    assert sampled_ids(trajectory) == sampler.ids
+    batch = batch_trajectories([trajectory], length=len(trajectory.completion_ids) + 3)
+    mask = batch.action_mask.bool()
+    assert int(mask.sum()) == len(sampler.ids)
+    length = mask.shape[1]
+    ids = pad_right([trajectory.completion_ids], 0, length=length, dtype=torch.long)
+    logprobs = pad_right([trajectory.logprobs], 0, length=length, dtype=torch.float64)
+    assert ids[mask].tolist() == sampler.ids
+    assert logprobs[mask].tolist() == sampler.logprobs
+    assert (logprobs[~mask] == 0).all()
+    spans = [trajectory.completion_ids[turn.start : turn.end] for turn in trajectory.turns]
+    assert spans == [generation.token_ids for generation in sampler.handed]
+
+
+@every_family
+@every_reason
+@laws(max_examples=6)
+@given(data=st.data())
+def test_no_reward_is_lost_or_paid_to_a_token_that_was_not_sampled(family, reason, data):
+    trajectory, _ = play(family, data.draw(conversations(family, reason)))
+    rewards = trajectory.token_rewards()
+    assert all(reward == 0 for reward, mask in zip(rewards, trajectory.action_mask, strict=True) if not mask)
+    total = math.fsum(turn.reward for turn in trajectory.turns) + trajectory.outcome_reward
+    if trajectory.num_action_tokens:
+        assert math.isclose(math.fsum(rewards), total, abs_tol=1e-12)
+    (returned,) = batch_trajectories([trajectory]).returns.tolist()
+    if reason.is_infrastructure_failure:
+        assert trajectory.outcome_reward == 0
+        assert math.isnan(returned)
+    else:
+        assert returned == pytest.approx(total, abs=1e-6)
+
+
+@every_family
+@every_reason
+@laws(max_examples=6)
+@given(data=st.data())
+def test_what_was_not_sampled_has_mask_0_and_an_author(family, reason, data):
+    trajectory, _ = play(family, data.draw(conversations(family, reason)))
+    control = set(cached_chat(family).encoder.control_ids.values())
+    for before, after in itertools.pairwise(trajectory.turns):
+        authors = trajectory.authors[before.end : after.start]
+        assert Author.POLICY not in authors
+        assert Author.TEMPLATE in authors
+        if any(message["content"].strip() for message in before.observations):
+            assert Author.ENVIRONMENT in authors
+    assert trajectory.authors.count(Author.POLICY) == sum(turn.end - turn.start for turn in trajectory.turns)
+    for token, mask, turn_id, author in zip(
+        trajectory.completion_ids, trajectory.action_mask, trajectory.turn_ids, trajectory.authors, strict=True
+    ):
+        assert (mask == 0) == (turn_id == -1) == (author is not Author.POLICY)
+        if author is Author.ENVIRONMENT:
+            assert token not in control, "what the environment says steers nothing"
+
+
+@every_family
+@every_reason
+@laws(max_examples=6)
+@given(data=st.data())
+def test_every_trajectory_survives_json(family, reason, data):
+    trajectory, _ = play(family, data.draw(conversations(family, reason)))
+    back = Trajectory.from_json(trajectory.to_json())
+    assert back == trajectory
+    assert back.to_json() == trajectory.to_json()
+    assert back.token_rewards() == trajectory.token_rewards()
+
+
+@every_family
+def test_the_environments_words_are_the_environments_tokens(family):
+    chat = cached_chat(family)
+    text = f"{WORD} Zürich {WORD} 42"
+    turns = [chat.encode_reply(call("echo", text=text)), chat.encode_reply(say("ok"))]
+    trajectory, _ = play(family, Conversation(turns, scene(ends_at=1), {}))
+
+    def words_of(author):
+        ids = [t for t, a in zip(trajectory.completion_ids, trajectory.authors, strict=True) if a is author]
+        return chat.tokenizer.decode(ids)
+
+    assert text in words_of(Author.ENVIRONMENT)
+    assert WORD not in words_of(Author.TEMPLATE)
+
+
+# -------------------------------------------------------------------- the loss
+
+
+class GivenTrajectories(MultiTurnGRPOTrainer):
+    """Trains on trajectories that were played before."""
+
+    def _roll_out(self, examples):
+        return self.given
+
+
+@functools.cache
+def trainer_of(family, folder):
+    return make_trainer(folder, family=family, script=None, env=scene(), trainer=GivenTrajectories)
+
+
+def gradient_at_log_probs(trainer, batch):
+    """Gradient of the trainer's loss with respect to the per-token log-probabilities, (B, T)."""
+    seen = []
+    original = trainer._get_per_token_logps_and_entropies
+
+    def watched(*args, **kwargs):
+        log_probs, *rest = original(*args, **kwargs)
+        seen.append(log_probs.detach().requires_grad_(True))
+        return seen[-1], *rest
+
+    trainer._get_per_token_logps_and_entropies = watched
+    try:
+        trainer.compute_loss(trainer.model, batch).backward()
+    finally:
+        trainer._get_per_token_logps_and_entropies = original
+    return seen[-1].grad
+
+
+@every_family
+@laws(max_examples=5)
+@given(data=st.data())
+def test_a_batch_of_all_stop_reasons_has_gradients_only_where_it_was_sampled(family, data, tmp_path_factory):
+    trainer = trainer_of(family, tmp_path_factory.getbasetemp() / family)
+    trainer.given = [play(family, data.draw(conversations(family, reason))).trajectory for reason in StopReason]
+    batch = scored_batch(trainer)
+    longest = batch["completion_ids"].shape[1]
+    sampled = batch_trajectories(trainer.given, length=longest).action_mask.bool()
+    trained = torch.tensor([not trajectory.stop_reason.is_infrastructure_failure for trajectory in trainer.given])
+    expected = sampled & trained.unsqueeze(1)
+    mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    assert torch.equal(mask, expected)
+    for row, trajectory in enumerate(trainer.given):
+        if trained[row]:
+            assert batch["completion_ids"][row][mask[row]].tolist() == sampled_ids(trajectory)
+    gradient = gradient_at_log_probs(trainer, batch)
+    assert (gradient[~mask] == 0).all()
+    live = mask & (batch["advantages"] != 0)
+    assert (gradient[live] != 0).all()
