@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import inspect
 import logging
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from agent_r1_trl.environments.base import RewardError, StepResult
@@ -17,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 ENV_THREADS = 256
 """Most plain environment methods that run at once."""
+CLOSE_TIMEOUT_S = 60.0
+"""Seconds that `close` may take before the rollout goes on without it."""
 
 
 class EnvironmentFailure(Exception):
@@ -39,17 +44,26 @@ class EnvSession:
     async def reset(self, request: RolloutRequest) -> tuple[list[Message], list[dict[str, Any]]]:
         """Make the environment and start the episode; returns prompt messages and tool schemas."""
         self.env = await self._guard("__init__", self._factory)
+        missing = [name for name in ("reset", "step") if not callable(getattr(self.env, name, None))]
+        if missing:
+            raise ValueError(
+                f"env={getattr(self._factory, '__name__', 'env')} made a {type(self.env).__name__} without "
+                f"{' and '.join(missing)}: an environment has both. Pass an environment class, or a function that "
+                "returns an environment."
+            )
         if getattr(self.env, "truncate_text", self) is None:
             self.env.truncate_text = self._truncate
         if callable(getattr(self.env, "seed", None)):
             await self._guard("seed", lambda: self.env.seed(reset_seed=request.reset_seed, dynamics_seed=request.seed))
-        messages = await self._guard("reset", self.env.reset, dict(request.example))
+        # A copy all the way down: the members of a group share the row.
+        messages = await self._guard("reset", self.env.reset, copy.deepcopy(dict(request.example)))
         if not isinstance(messages, list) or not all(isinstance(item, dict) and "role" in item for item in messages):
             raise ValueError(
                 f"{self.name}.reset returned {type(messages).__name__}: it must return the prompt as a list of "
                 "messages such as [{'role': 'user', 'content': '...'}]. Return that list."
             )
-        return messages, [as_tool(item).schema for item in getattr(self.env, "tools", None) or ()]
+        tools = await self._guard("tools", lambda: list(getattr(self.env, "tools", None) or ()))
+        return messages, [as_tool(item).schema for item in tools]
 
     async def step(self, message: Message) -> StepResult:
         """Take one assistant message.
@@ -72,7 +86,24 @@ class EnvSession:
                 f"{self.name}.step returned observations={observations!r:.200}: they must be a list of messages. "
                 "Return [{'role': 'tool' or 'user', 'content': '...'}]."
             )
-        return StepResult(list(observations or []), self._number(reward, "step"), bool(done), dict(info or {}))
+        try:
+            is_done = bool(done)
+        except (TypeError, ValueError) as error:  # an array of several
+            raise ValueError(
+                f"{self.name}.step returned done={done!r:.200}: it must be True or False. Return a bool."
+            ) from error
+        return StepResult(list(observations or []), self._number(reward, "step"), is_done, self._read_info(info))
+
+    def _read_info(self, info: Any) -> dict[str, Any]:
+        info = {} if info is None else info
+        parts = (info.get("reward_parts") or {}) if isinstance(info, Mapping) else None
+        results = (info.get("tool_results") or []) if isinstance(info, Mapping) else None
+        if not isinstance(parts, Mapping) or not isinstance(results, list | tuple):
+            raise ValueError(
+                f"{self.name}.step returned info={info!r:.200}: it must be a dict, its reward_parts a dict of numbers "
+                "and its tool_results a list of ToolResult. Return {} where there is nothing to say."
+            )
+        return {**info, "reward_parts": {str(name): self._number(part, "step") for name, part in parts.items()}}
 
     async def outcome(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
         """Score the finished trajectory. An exception is a bug in a reward function and propagates."""
@@ -91,7 +122,9 @@ class EnvSession:
         method = getattr(self.env, "close", None)
         if method is not None:
             try:
-                await self._call(method)
+                await asyncio.wait_for(self._call(method), CLOSE_TIMEOUT_S)
+            except TimeoutError:
+                logger.warning("%s.close has not returned after %g s; going on without it", self.name, CLOSE_TIMEOUT_S)
             except Exception as error:
                 logger.warning("%s.close raised %r", self.name, error)
 
@@ -109,18 +142,43 @@ class EnvSession:
             raise EnvironmentFailure(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
 
     async def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
-        if inspect.iscoroutinefunction(fn):
-            return await fn(*args)
-        result = await shared_pool(ENV_THREADS).run(lambda: fn(*args))
-        return await result if inspect.isawaitable(result) else result
+        """Run a plain or async method as a task of its own, which may refuse to be cancelled."""
+        task = asyncio.ensure_future(_contained(fn, *args))
+        task.add_done_callback(_look_at)
+        try:
+            await asyncio.wait({task})
+        finally:
+            task.cancel()
+        return task.result()
 
     def _number(self, value: Any, method: str) -> float:
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise ValueError(
                 f"{self.name}.{method} returned the reward {value!r:.100}: it must be a finite number. Return a float."
             )
         return number
+
+
+async def _contained(fn: Callable[..., Any], *args: Any) -> Any:
+    try:
+        if inspect.iscoroutinefunction(fn):
+            return await fn(*args)
+        result = await shared_pool(ENV_THREADS).run(lambda: fn(*args))
+        return await result if inspect.isawaitable(result) else result
+    except Exception:
+        raise
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise  # the user's
+        # SystemExit would end the event loop's thread, CancelledError every trajectory of the run.
+        raise RuntimeError(f"{type(error).__name__} {error}".strip()) from error
+
+
+def _look_at(task: asyncio.Task[Any]) -> None:
+    """Nobody waits for a method that was given up; asyncio complains of errors nobody looked at."""
+    if not task.cancelled():
+        task.exception()

@@ -27,7 +27,8 @@ class RolloutLimits:
     max_concurrency: int = 256
     """Trajectories in flight at once."""
     rollout_timeout: float | None = None
-    """Seconds for one trajectory, from its start (not counting the wait for a free place). None: no limit."""
+    """Seconds for one trajectory, from its start (not counting the wait for a free place); scoring it may take as long
+    again. None: no limit."""
     max_model_length: int | None = None
     """Prompt and completion together. None: no limit of its own."""
 

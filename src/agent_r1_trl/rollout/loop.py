@@ -57,6 +57,8 @@ async def run_trajectory(
             stop_reason = await asyncio.wait_for(play, limits.rollout_timeout)
         except TimeoutError:
             stop_reason = StopReason.TIMEOUT
+            if draft.phase == "reset":  # the policy has not had its turn
+                stop_reason, draft.error = StopReason.ENVIRONMENT_ERROR, _too_slow(session, "reset", limits)
         except EnvironmentFailure as failure:
             stop_reason, draft.error = StopReason.ENVIRONMENT_ERROR, str(failure)
         except GenerationFailure as failure:
@@ -64,7 +66,7 @@ async def run_trajectory(
         trajectory = draft.finish(stop_reason, duration_s=time.perf_counter() - start)
         if not stop_reason.is_infrastructure_failure and session.env is not None:
             draft.phase = "outcome_reward"
-            trajectory.outcome_reward, trajectory.reward_parts = await session.outcome(trajectory)
+            await _score(trajectory, session, limits)
         return trajectory
     finally:
         await session.close()
@@ -114,13 +116,34 @@ async def _play(
     return StopReason.MAX_TURNS if len(draft.turns) == limits.max_turns else StopReason.MAX_COMPLETION_LENGTH
 
 
+async def _score(trajectory: Trajectory, session: EnvSession, limits: RolloutLimits) -> None:
+    """Add the outcome reward; scoring has as long as the trajectory itself had."""
+    scoring = asyncio.ensure_future(session.outcome(trajectory))
+    try:
+        done, _ = await asyncio.wait({scoring}, timeout=limits.rollout_timeout)
+    finally:
+        scoring.cancel()
+    if done:
+        trajectory.outcome_reward, trajectory.reward_parts = scoring.result()
+    else:
+        trajectory.stop_reason = StopReason.ENVIRONMENT_ERROR
+        trajectory.error = _too_slow(session, "outcome_reward", limits)
+
+
+def _too_slow(session: EnvSession, method: str, limits: RolloutLimits) -> str:
+    return f"{session.name}.{method} had not returned after rollout_timeout={limits.rollout_timeout:g} s"
+
+
 async def _generate(
     draft: Draft, generator: Generator, params: SamplingParams, max_tokens: int, turn_index: int
 ) -> Generation:
     seed = derive_seed(draft.request.seed, turn_index)
     try:
         return await generator.generate(draft.context_ids, max_tokens=max_tokens, seed=seed, params=params)
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # the trajectory was cancelled, not the engine's request
         cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise GenerationFailure(f"{type(error).__name__}: {error}{cause}") from error
 
