@@ -62,8 +62,8 @@ class EnvSession:
                 f"{self.name}.reset returned {type(messages).__name__}: it must return the prompt as a list of "
                 "messages such as [{'role': 'user', 'content': '...'}]. Return that list."
             )
-        tools = await self._guard("tools", lambda: list(getattr(self.env, "tools", None) or ()))
-        return messages, [as_tool(item).schema for item in tools]
+        schemas = [as_tool(item).schema for item in getattr(self.env, "tools", None) or ()]
+        return [dict(item) for item in messages], schemas
 
     async def step(self, message: Message) -> StepResult:
         """Take one assistant message.
@@ -71,7 +71,8 @@ class EnvSession:
         Raises:
             ValueError: if the result has not the protocol's shape: a mistake of the environment's author.
         """
-        result = await self._guard("step", self.env.step, message)
+        # Copies both ways: the record of the turn is not the environment's to change.
+        result = await self._guard("step", self.env.step, copy.deepcopy(message))
         try:
             observations, reward, done, info = result
         except (TypeError, ValueError) as error:
@@ -88,11 +89,12 @@ class EnvSession:
             )
         try:
             is_done = bool(done)
-        except (TypeError, ValueError) as error:  # an array of several
+        except Exception as error:  # an array of several: TypeError, ValueError, or torch's RuntimeError
             raise ValueError(
                 f"{self.name}.step returned done={done!r:.200}: it must be True or False. Return a bool."
             ) from error
-        return StepResult(list(observations or []), self._number(reward, "step"), is_done, self._read_info(info))
+        observations = [dict(item) for item in observations or []]
+        return StepResult(observations, self._number(reward, "step"), is_done, self._read_info(info))
 
     def _read_info(self, info: Any) -> dict[str, Any]:
         info = {} if info is None else info
@@ -121,11 +123,12 @@ class EnvSession:
         """Free what reset took. A failure to do so is not the trajectory's problem."""
         method = getattr(self.env, "close", None)
         if method is not None:
-            try:
-                await asyncio.wait_for(self._call(method), CLOSE_TIMEOUT_S)
-            except TimeoutError:
+            closing = asyncio.ensure_future(self._call(method))
+            done, _ = await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
+            if not done:
+                closing.cancel()
                 logger.warning("%s.close has not returned after %g s; going on without it", self.name, CLOSE_TIMEOUT_S)
-            except Exception as error:
+            elif error := closing.exception():
                 logger.warning("%s.close raised %r", self.name, error)
 
     @property
@@ -149,7 +152,12 @@ class EnvSession:
             await asyncio.wait({task})
         finally:
             task.cancel()
-        return task.result()
+        try:
+            return task.result()
+        except Exception:
+            raise
+        except BaseException as error:  # the method's own CancelledError is not this task's
+            raise _as_exception(error) from error
 
     def _number(self, value: Any, method: str) -> float:
         try:
@@ -169,13 +177,14 @@ async def _contained(fn: Callable[..., Any], *args: Any) -> Any:
             return await fn(*args)
         result = await shared_pool(ENV_THREADS).run(lambda: fn(*args))
         return await result if inspect.isawaitable(result) else result
-    except Exception:
-        raise
-    except BaseException as error:
+    except (SystemExit, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise  # the user's
-        # SystemExit would end the event loop's thread, CancelledError every trajectory of the run.
-        raise RuntimeError(f"{type(error).__name__} {error}".strip()) from error
+        raise _as_exception(error) from error  # else it would end the event loop's thread
+
+
+def _as_exception(error: BaseException) -> RuntimeError:
+    return RuntimeError(f"{type(error).__name__} {error}".strip())
 
 
 def _look_at(task: asyncio.Task[Any]) -> None:

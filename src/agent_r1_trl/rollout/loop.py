@@ -23,6 +23,8 @@ from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.seeds import derive_seed
 from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
 
+MAX_CHARS_PER_TOKEN = 64
+
 
 class GenerationFailure(Exception):
     """The generation back end raised."""
@@ -162,18 +164,22 @@ def _what_runs(message: Message) -> str:
 
 def _shortened(observations: Sequence[Message], chat: ChatFormat, max_tokens: int) -> list[Message]:
     """The observations with their texts cut to equal shares of the limit, where together they exceed it."""
-    texts = [observation.get("content") for observation in observations]
-    counts = [chat.count(text) if isinstance(text, str) else 0 for text in texts]
-    if sum(counts) <= max_tokens:
+    # The bound keeps a tokenizer from reading megabytes while every trajectory waits; no token is that long.
+    limit = MAX_CHARS_PER_TOKEN * max_tokens
+    contents = [observation.get("content") for observation in observations]
+    texts = [content if isinstance(content, str) else "" for content in contents]
+    counts = [chat.count(text[:limit]) for text in texts]
+    if sum(counts) <= max_tokens and all(len(text) <= limit for text in texts):
         return list(observations)
     share = max(1, max_tokens // len(counts))
     shortened: list[dict[str, Any]] = []
     for observation, text, count in zip(observations, texts, counts, strict=True):
-        if count <= share:
+        if count <= share and len(text) <= limit:
             shortened.append(dict(observation))
             continue
-        note = f"\n[truncated: {count} tokens, the limit is {share}]"
-        kept = chat.truncate(str(text), max(0, share - chat.count(note)))
+        more = "more than " if len(text) > limit else ""
+        note = f"\n[truncated: {more}{count} tokens, the limit is {share}]"
+        kept = chat.truncate(text[:limit], max(0, share - chat.count(note)))
         shortened.append({**observation, "content": kept + note})
     return shortened
 

@@ -1,0 +1,550 @@
+"""Nothing that a model, a tool or an environment does stops a rollout or reaches another trajectory in it.
+
+Every rollout here holds a trajectory that misbehaves between two that do not; those must come out exactly as when
+they are played alone. What an environment's author or a reward function got wrong is no fault: it is raised by name.
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import math
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, env_session
+from agent_r1_trl.tools import tool
+from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind, Trajectory
+from tests.rollout.helpers import PROMPT, AddEnv, call, calls, chat_of, echo, sampled_ids, say
+
+GOOD, BAD = "good", "bad"
+NOT_EXCEPTIONS = (SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit())
+ERRORS = (*NOT_EXCEPTIONS, ValueError("bad"), StopIteration(), MemoryError(), RecursionError(), TimeoutError("theirs"))
+ids_of_errors = [type(error).__name__ for error in ERRORS]
+
+
+@functools.cache
+def cached_chat(family="qwen3"):
+    return chat_of(family)
+
+
+class GoodEnv(AddEnv):
+    """Well-behaved; its prompt tells its trajectories apart from the bad ones."""
+
+    def reset(self, example):
+        return [{"role": "user", "content": f"{GOOD}: what is 2 + 3?"}]
+
+
+@functools.cache
+def good_alone(family="qwen3"):
+    (trajectory,) = roll_out([GoodEnv], [], family=family)
+    return trajectory
+
+
+def roll_out(envs, bad_turns, *, family="qwen3", **limits):
+    """One trajectory per environment class; the good ones call and answer, the bad ones say `bad_turns`."""
+    chat = cached_chat(family)
+    good_turns = [chat.encode_reply(call()), chat.encode_reply(say("five"))]
+    bad_turns = [turn if isinstance(turn, list | Exception) else chat.encode_reply(turn) for turn in bad_turns]
+    good_prompt = tuple(chat.encode_prompt(GoodEnv().reset({}), [item.schema for item in GoodEnv.tools]))
+
+    def script(request):
+        turns = good_turns if request.prompt_ids[: len(good_prompt)] == good_prompt else bad_turns
+        return turns[min(request.turn, len(turns) - 1)]
+
+    generator = ScriptedGenerator(script, stop_token_ids=chat.stop_token_ids)
+    order = iter(envs)
+    runner = RolloutRunner(
+        lambda: next(order)(), generator, chat, RolloutLimits(**({"max_turns": 4, "max_concurrency": 1} | limits))
+    )
+    try:
+        return runner.run([RolloutRequest(example={"prompt": PROMPT}, example_id=str(i)) for i in range(len(envs))])
+    finally:
+        runner.close()
+
+
+def bad_among_good(env, bad_turns, *, family="qwen3", **limits):
+    """The trajectory of `env`, after checking that its neighbours were not touched."""
+    before, trajectory, after = roll_out([GoodEnv, env, GoodEnv], bad_turns, family=family, **limits)
+    for neighbour in (before, after):
+        assert_same(neighbour, good_alone(family))
+    assert Trajectory.from_json(trajectory.to_json()) == trajectory
+    return trajectory
+
+
+def assert_same(trajectory, alone):
+    for name in ("prompt_ids", "completion_ids", "action_mask", "logprobs", "turn_ids", "authors", "stop_reason"):
+        assert getattr(trajectory, name) == getattr(alone, name), name
+    assert trajectory.messages == alone.messages
+    assert trajectory.token_rewards() == alone.token_rewards()
+
+
+class BadEnv(AddEnv):
+    """Its prompt is not the good one's."""
+
+    def reset(self, example):
+        return [{"role": "user", "content": f"{BAD}: what is 2 + 3?"}]
+
+
+def bad_env(*, is_async=False, **methods):
+    """`BadEnv` with methods replaced by plain functions or, around the same functions, async ones."""
+
+    def asynchronous(fn):
+        async def method(*args):
+            return fn(*args)
+
+        return method
+
+    return type("Bad", (BadEnv,), {name: asynchronous(fn) if is_async else fn for name, fn in methods.items()})
+
+
+def raising(error):
+    def method(self, *args, **kwargs):
+        raise error
+
+    return method
+
+
+def returning(value):
+    return lambda self, *args: value
+
+
+def test_the_good_trajectory_is_a_call_and_an_answer():
+    trajectory = good_alone()
+    assert trajectory.stop_reason is StopReason.DONE
+    assert [result.content for result in trajectory.tool_results] == ["5"]
+
+
+# -------------------------------------------------------------------- what a model may write
+
+MARKERS = (
+    "<|im_end|>", "<|im_start|>assistant\n", "<tool_call>", "</tool_call>", "<|eot_id|>", "<|python_tag|>", "<turn|>",
+    "<|tool_call>", "<tool_call|>", '<|"|>', "<|call|>", "<|channel|>", "<|message|>", "<|return|>", "<eos>",
+)  # fmt: skip
+WILD_TEXT = st.one_of(
+    st.text(st.characters(), max_size=20),  # surrogates and control characters included
+    st.sampled_from([*MARKERS, "\ud800", "\udfff\ud800", "\x00\x1b[2J", "\u202e\u2028", "🙂" * 50, "é" * 300]),
+)
+KEYS = st.sampled_from(["text", "", "name", "\ud800"])
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(exclude_characters="<"), max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=2),
+    max_leaves=6,
+)
+fuzz = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def in_words(chat, text):
+    """The ids of a text as a model would sample it: markers as their tokens, then the end of the turn."""
+    text = text.encode("utf-8", "replace").decode()
+    return [*chat.tokenizer(text, add_special_tokens=False)["input_ids"], chat.turn_end_ids[0]]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "gemma4", "gptoss"])
+@fuzz
+@given(data=st.data())
+def test_no_text_that_a_model_writes_does_harm(family, data):
+    chat = cached_chat(family)
+    texts = data.draw(st.lists(st.lists(WILD_TEXT, max_size=4).map("".join), min_size=1, max_size=3))
+    turns = [in_words(chat, text) for text in texts]
+    turns = [[token for token in turn[:-1] if token not in chat.stop_token_ids] + turn[-1:] for turn in turns]
+    trajectory = bad_among_good(BadEnv, turns, family=family)
+    assert sampled_ids(trajectory)[: len(turns[0])] == turns[0]
+    assert not trajectory.stop_reason.is_infrastructure_failure
+
+
+@fuzz
+@given(arguments=JSON)
+def test_no_json_in_a_call_does_harm(arguments):
+    turn = in_words(
+        cached_chat(), f"<tool_call>\n{json.dumps({'name': 'echo', 'arguments': arguments})}\n</tool_call>"
+    )
+    trajectory = bad_among_good(BadEnv, [turn, say("ok")])
+    (result,) = trajectory.tool_results
+    runs = isinstance(arguments, dict) and arguments.keys() == {"text"} and isinstance(arguments["text"], str)
+    assert result.is_error != runs
+    assert trajectory.stop_reason is StopReason.DONE
+
+
+@fuzz
+@given(text=st.text('{}[]",:\\ \n0123456789eE+-.truefalsnNaIity<|>/', max_size=60))
+def test_no_broken_json_in_a_call_does_harm(text):
+    chat = cached_chat()
+    trajectory = bad_among_good(BadEnv, [in_words(chat, f"<tool_call>{text}</tool_call>"), say("ok")])
+    assert trajectory.stop_reason is StopReason.DONE
+    assert not any(result.error is None for result in trajectory.tool_results)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 20_000,
+        '{"name": ' * 5000,
+        "9" * 20_000,
+        '{"name": "echo", "arguments": {"text": "' + "x" * 100_000 + '"}}',
+    ],
+    ids=["nested lists", "nested objects", "a long number", "a long argument"],
+)
+def test_a_huge_call_does_no_harm(text):
+    turn = in_words(cached_chat(), f"<tool_call>\n{text}\n</tool_call>")
+    trajectory = bad_among_good(BadEnv, [turn, say("ok")], max_completion_length=200_000)
+    assert trajectory.stop_reason is StopReason.DONE
+    assert sampled_ids(trajectory)[: len(turn)] == turn
+    assert len(trajectory.turns[0].observations) == 1
+
+
+# -------------------------------------------------------------------- what an environment or a tool may say
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "gemma4", "gptoss"])
+@fuzz
+@given(text=st.lists(WILD_TEXT, max_size=4).map("".join), role=st.sampled_from(["tool", "user"]))
+def test_no_text_that_an_environment_says_does_harm(family, text, role):
+    chat = cached_chat(family)
+
+    def step(self, message):
+        self.turn = getattr(self, "turn", 0) + 1
+        return [{"role": role, "content": text}], 0.0, self.turn == 2, {}
+
+    trajectory = bad_among_good(bad_env(step=step), [call("echo", text="x"), say("ok")], family=family)
+    assert trajectory.stop_reason is StopReason.DONE
+    control = set(chat.encoder.control_ids.values())
+    told = [t for t, a in zip(trajectory.completion_ids, trajectory.authors, strict=True) if a is Author.ENVIRONMENT]
+    assert not control.intersection(told), "what is told opens no turn and ends none"
+
+
+@pytest.mark.parametrize("size", [1_000_000])
+def test_a_megabyte_is_cut_whoever_says_it(size):
+    @tool
+    def dump(a: int, b: int) -> str:
+        """Say much.
+
+        Args:
+            a: Nothing.
+            b: Nothing.
+        """
+        return "word " * (size // 5)
+
+    with_tool = type("Bad", (BadEnv,), {"tools": (dump,)})
+    trajectory = bad_among_good(with_tool, [call("dump"), say("ok")], max_observation_tokens=100)
+    assert len(trajectory.turns[0].observations[0]["content"]) < 1000
+    assert trajectory.tool_results[0].is_truncated
+
+    def step(self, message):
+        return [{"role": "user", "content": "word " * (size // 5)}], 0.0, False, {}
+
+    trajectory = bad_among_good(bad_env(step=step), [say("ok")], max_observation_tokens=100, max_turns=2)
+    (observation,) = trajectory.turns[0].observations
+    assert "[truncated: more than " in observation["content"]
+    assert cached_chat().count(observation["content"]) <= 100
+
+
+# -------------------------------------------------------------------- tools
+
+
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+
+RESULTS = [
+    None,
+    5,
+    math.nan,
+    math.inf,
+    b"\xff",
+    {"a": {1, 2}},
+    object(),
+    Unprintable(),
+    [1, [2, {}]],
+    "\ud800",
+    10**5000,
+]
+
+
+def env_with(fn, **settings_of_tool):
+    fn.__name__ = "echo"
+    fn.__annotations__ = {"text": str}
+    fn.__doc__ = echo.fn.__doc__
+    return type("Bad", (BadEnv,), {"tools": (tool(**settings_of_tool)(fn),)})
+
+
+def plain_or_async(fn, is_async):
+    if not is_async:
+        return lambda text: fn()
+
+    async def asynchronous(text):
+        return fn()
+
+    return asynchronous
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
+@pytest.mark.parametrize("value", RESULTS, ids=[str(i) for i in range(len(RESULTS))])
+def test_whatever_a_tool_returns_is_text_or_a_failed_call(value, is_async):
+    env = env_with(plain_or_async(lambda: value, is_async))
+    trajectory = bad_among_good(env, [call("echo", text="x"), say("ok")])
+    assert trajectory.stop_reason is StopReason.DONE
+    (result,) = trajectory.tool_results
+    assert isinstance(result.content, str)
+    result.content.encode()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
+@pytest.mark.parametrize("error", ERRORS, ids=ids_of_errors)
+def test_whatever_a_tool_raises_is_a_failed_call(error, is_async):
+    def fail():
+        raise error
+
+    trajectory = bad_among_good(env_with(plain_or_async(fail, is_async)), [call("echo", text="x"), say("ok")])
+    assert trajectory.stop_reason is StopReason.DONE
+    assert [result.error for result in trajectory.tool_results] == [ToolErrorKind.EXCEPTION]
+    assert trajectory.turns[0].reward == pytest.approx(-0.1)
+
+
+async def never():
+    await asyncio.sleep(60)
+
+
+async def stubborn():
+    for _ in range(20):
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(3)
+
+
+def blocked():
+    time.sleep(20)
+
+
+@pytest.mark.parametrize("hang", [never, stubborn, blocked], ids=lambda fn: fn.__name__)
+def test_a_tool_that_hangs_is_a_failed_call_after_its_timeout(hang):
+    env = env_with(lambda text: hang(), timeout_s=0.1)
+    began = time.monotonic()
+    trajectory = bad_among_good(env, [call("echo", text="x"), say("ok")])
+    assert time.monotonic() - began < 3
+    assert trajectory.stop_reason is StopReason.DONE
+    assert [result.error for result in trajectory.tool_results] == [ToolErrorKind.TIMEOUT]
+
+
+def test_one_bad_call_leaves_the_others_of_its_turn_alone():
+    def fail(text):
+        raise SystemExit
+
+    env = env_with(fail)
+    env.tools = (*env.tools, AddEnv.tools[0])
+    turn = calls(("add", {"a": 1, "b": 2}), ("echo", {"text": "x"}), ("add", {"a": 3, "b": 4}))
+    trajectory = bad_among_good(env, [turn, say("ok")])
+    assert [result.error for result in trajectory.tool_results] == [None, ToolErrorKind.EXCEPTION, None]
+    assert trajectory.turns[0].observations[2]["content"] == "7"
+
+
+# -------------------------------------------------------------------- environments
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
+@pytest.mark.parametrize("method", ["reset", "step", "seed"])
+@pytest.mark.parametrize("error", ERRORS, ids=ids_of_errors)
+def test_whatever_an_environment_raises_is_its_own_error(method, error, is_async):
+    if method == "seed" and is_async:
+        env = type("Bad", (BadEnv,), {"seed": async_seed(error)})
+    else:
+        env = bad_env(is_async=is_async, **{method: raising(error)})
+    trajectory = bad_among_good(env, [say("ok")])
+    assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR
+    assert f"Bad.{method} raised" in trajectory.error
+    assert type(error).__name__ in trajectory.error
+    assert trajectory.outcome_reward == 0
+    assert len(trajectory.turns) == (method == "step")
+
+
+def async_seed(error):
+    async def seed(self, **seeds):
+        raise error
+
+    return seed
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
+@pytest.mark.parametrize("error", ERRORS, ids=ids_of_errors)
+def test_whatever_close_raises_is_only_written_down(error, is_async, caplog):
+    trajectory = bad_among_good(bad_env(is_async=is_async, close=raising(error)), [say("ok")])
+    assert trajectory.stop_reason is StopReason.DONE
+    assert trajectory.outcome_reward != 0
+    assert "Bad.close raised" in caplog.text
+
+
+@pytest.mark.parametrize("hang", [never, stubborn, blocked], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("method", ["reset", "step", "outcome_reward"])
+def test_an_environment_that_hangs_is_given_up_after_the_timeout(method, hang):
+    def plain(self, *args):
+        hang()
+
+    async def asynchronous(self, *args):
+        await hang()
+
+    began = time.monotonic()
+    env = bad_env(**{method: plain if hang is blocked else asynchronous})
+    trajectory = bad_among_good(env, [say("ok")], rollout_timeout=0.4)
+    assert time.monotonic() - began < 5
+    if method == "step":
+        assert trajectory.stop_reason is StopReason.TIMEOUT
+        assert trajectory.outcome_reward in (1.0, -1.0)
+    else:
+        assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR
+        assert f"Bad.{method} had not returned after rollout_timeout=0.4 s" in trajectory.error
+
+
+@pytest.mark.parametrize("hang", [never, stubborn, blocked], ids=lambda fn: fn.__name__)
+def test_a_close_that_hangs_is_given_up_too(hang, caplog, monkeypatch):
+    monkeypatch.setattr(env_session, "CLOSE_TIMEOUT_S", 0.1)
+    trajectory = bad_among_good(bad_env(close=lambda self: hang()), [say("ok")])
+    assert trajectory.stop_reason is StopReason.DONE
+    assert "Bad.close has not returned after 0.1 s" in caplog.text
+
+
+def test_an_episode_that_is_over_is_not_stepped_again():
+    steps = []
+
+    def step(self, message):
+        steps.append(message)
+        return [{"role": "user", "content": "done, again"}], 1.0, True, {}
+
+    trajectory = bad_among_good(bad_env(step=step), [say("a"), say("b")])
+    assert len(steps) == 1
+    assert trajectory.process_reward == 1.0
+    assert trajectory.turns[0].observations == []
+
+
+def test_an_environment_cannot_change_what_was_recorded_or_what_others_see():
+    shared = {"role": "user", "content": "first"}
+    example = {"prompt": PROMPT, "facts": {"answer": [1]}}
+
+    class Meddler(BadEnv):
+        def reset(self, example):
+            self.prompt = [{"role": "user", "content": f"{BAD} {example['facts']['answer']}"}]
+            example["facts"]["answer"].append(2)
+            return self.prompt
+
+        def step(self, message):
+            message.clear()
+            self.prompt[0]["content"] = "changed"
+            shared["content"] += "!"
+            return [shared], 0.0, False, {}
+
+    chat = cached_chat()
+    generator = ScriptedGenerator([chat.encode_reply(say("ok"))] * 3, stop_token_ids=chat.stop_token_ids)
+    runner = RolloutRunner(Meddler, generator, chat, RolloutLimits(max_turns=2, max_concurrency=1))
+    trajectories = runner.run([RolloutRequest(example=example, generation=i) for i in range(3)])
+    runner.close()
+    for index, trajectory in enumerate(trajectories):
+        assert trajectory.prompt_messages == [{"role": "user", "content": f"{BAD} [1]"}]
+        assert [turn.message["content"] for turn in trajectory.turns] == ["ok", "ok"]
+        marks = [turn.observations[0]["content"].count("!") for turn in trajectory.turns]
+        assert marks == [2 * index + 1, 2 * index + 2]
+    assert example["facts"] == {"answer": [1]}
+
+
+# -------------------------------------------------------------------- mistakes are heard
+
+
+def waiting_pair():
+    """An environment class that never ends by itself, and one that is made once two of the first are under way."""
+
+    class Endless(GoodEnv):
+        started = closed = 0
+
+        async def step(self, message):
+            Endless.started += 1
+            await asyncio.Event().wait()
+
+        def close(self):
+            Endless.closed += 1
+
+    class Waiting(BadEnv):
+        def __init__(self):
+            while Endless.started < 2:
+                time.sleep(0.001)
+            super().__init__()
+
+    return Endless, Waiting
+
+
+MISTAKES = [
+    ({"step": returning(None)}, r"Bad\.step returned None: it must return \(observations, reward, done, info\)"),
+    ({"step": returning(([], 0.0))}, "it must return"),
+    ({"step": returning(([], math.nan, False, {}))}, r"Bad\.step returned the reward nan: .* finite"),
+    ({"step": returning(([], -math.inf, False, {}))}, r"Bad\.step returned the reward -inf: .* finite"),
+    ({"step": returning(([], 10**400, False, {}))}, "finite number"),
+    ({"step": returning(([], None, False, {}))}, "finite number"),
+    ({"step": returning(([5], 0.0, False, {}))}, r"observations=\[5\]: they must be a list of messages"),
+    ({"step": returning(({"role": "user"}, 0.0, False, {}))}, "list of messages"),
+    ({"step": returning(([], 0.0, torch.tensor([True, False]), {}))}, "done=.* must be True or False"),
+    ({"step": returning(([], 0.0, False, 5))}, "info=5: it must be a dict"),
+    ({"step": returning(([], 0.0, False, "x"))}, "info='x': it must be a dict"),
+    ({"step": returning(([], 0.0, False, {"tool_results": 5}))}, "tool_results a list"),
+    ({"step": returning(([], 0.0, False, {"reward_parts": [1]}))}, "reward_parts a dict"),
+    ({"step": returning(([], 0.0, False, {"reward_parts": {"a": math.nan}}))}, "finite number"),
+    ({"reset": returning("a prompt")}, r"Bad\.reset returned str: it must return the prompt as a list"),
+    ({"reset": returning([{"content": "x"}])}, "list of messages"),
+    ({"reset": returning([])}, "Let the environment's reset return"),
+    ({"reset": None}, "made a Bad without reset"),
+    ({"tools": (5,)}, "5 is no tool"),
+    ({"outcome_reward": returning(math.nan)}, "outcome_reward"),
+    ({"outcome_reward": returning("much")}, "outcome_reward"),
+    ({"outcome_reward": raising(ValueError("typo"))}, "typo"),
+    ({"outcome_reward": raising(SystemExit(1))}, "SystemExit"),
+    ({"process_reward": raising(ValueError("typo"))}, r"Bad\.process_reward raised ValueError: typo"),
+    ({"process_reward": returning(math.nan)}, r"Bad\.process_reward returned nan"),
+]
+
+
+@pytest.mark.parametrize(("methods", "message"), MISTAKES, ids=[str(i) for i in range(len(MISTAKES))])
+def test_a_mistake_is_raised_by_name_and_everything_is_closed(methods, message):
+    endless, waiting = waiting_pair()
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        roll_out(
+            [endless, type("Bad", (waiting,), methods), endless],
+            [call(), say("ok")],
+            max_concurrency=3,
+            rollout_timeout=10,
+        )
+    assert endless.closed == 2
+
+
+def test_a_factory_that_makes_nothing_is_named():
+    def make_nothing():
+        return None
+
+    with pytest.raises(ValueError, match="env=make_nothing made a NoneType without reset and step"):
+        RolloutRunner(make_nothing, ScriptedGenerator([[1]]), cached_chat()).run([RolloutRequest(example={})])
+
+
+# -------------------------------------------------------------------- the sampler
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("shape"), asyncio.CancelledError("engine shut down")], ids=["error", "cancel"]
+)
+def test_a_sampler_that_fails_takes_no_other_trajectory_with_it(error):
+    class Failing(ScriptedGenerator):
+        async def generate(self, prompt_ids, **options):
+            generation = await super().generate(prompt_ids, **options)
+            if len(generation.token_ids) == 1:
+                raise error
+            return generation
+
+    chat = cached_chat()
+    generator = Failing(lambda request: chat.encode_reply(say("five"))[: 1 if request.index == 1 else None])
+    runner = RolloutRunner(AddEnv, generator, chat, RolloutLimits(max_concurrency=1))
+    reasons = [t.stop_reason for t in runner.run([RolloutRequest(example={"prompt": PROMPT})] * 3)]
+    runner.close()
+    assert reasons == [StopReason.DONE, StopReason.GENERATION_ERROR, StopReason.DONE]
