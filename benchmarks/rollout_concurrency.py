@@ -12,17 +12,19 @@ Both sides use the quickstart's model in one process, on the same prompts, and s
 of it. What is forced, on both sides alike, is which token comes out: just before the draw all logits but the
 scripted token's are set to minus infinity (ours: `ForcedGenerator._sample`; TRL: a `LogitsProcessor` that
 `_generate_single_turn` hands to `model.generate`). Everything else is each side's own: batching, cache, stopping,
-parsing, tool execution, tokens of the next turn. Timed are `RolloutRunner.run` and TRL's `GRPOTrainer._generate`, which
-holds its tool loop; both sides must have sampled the same number of tokens. No prompt occurs twice, so neither side
-gains from shared prefixes.
+parsing, tool execution, tokens of the next turn. Timed are `RolloutRunner.run` and TRL's `GRPOTrainer._generate`,
+which holds its tool loop. Both sides must have sampled the same number of tokens and made the same calls, or the
+benchmark fails. No prompt occurs twice, so neither side gains from shared prefixes.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import logging
+import math
 import os
 import random
 import statistics
@@ -31,7 +33,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -56,6 +58,8 @@ class Clock:
     """Whether tools sleep; the replies, and so the tokens, are the same either way."""
 
     is_running = True
+    asked: ClassVar[list[float]] = []
+    """Seconds of every call since the list was emptied."""
 
 
 def wait(seconds: float) -> str:
@@ -64,6 +68,7 @@ def wait(seconds: float) -> str:
     Args:
         seconds: How long.
     """
+    Clock.asked.append(seconds)
     if Clock.is_running:
         time.sleep(seconds)
     return "done"
@@ -248,13 +253,21 @@ def measure(ours: Ours, theirs: Theirs, script: Script, *, is_waiting: bool) -> 
     """Seconds of our rollout and of TRL's.
 
     Raises:
-        RuntimeError: the two sides did not sample the same number of tokens.
+        RuntimeError: a side did not make the script's calls, or the two did not sample the same number of tokens.
     """
     Clock.is_running = is_waiting
-    (our_s, our_tokens), (trl_s, trl_tokens) = ours.play(script), theirs.play(script)
-    if our_tokens != trl_tokens:
-        raise RuntimeError(f"Our rollout sampled {our_tokens} tokens, TRL's {trl_tokens}: no fair comparison.")
-    return our_s, trl_s
+    expected = sorted(itertools.chain(*script.latencies))
+    seconds, tokens = [], []
+    for side in (ours, theirs):
+        Clock.asked.clear()
+        side_s, num_tokens = side.play(script)
+        if sorted(Clock.asked) != expected:
+            raise RuntimeError(f"{type(side).__name__} made {len(Clock.asked)} calls of {len(expected)}.")
+        seconds.append(side_s)
+        tokens.append(num_tokens)
+    if tokens[0] != tokens[1]:
+        raise RuntimeError(f"Our rollout sampled {tokens[0]} tokens, TRL's {tokens[1]}: no fair comparison.")
+    return seconds[0], seconds[1]
 
 
 def tool_phase(ours: Ours, theirs: Theirs, args: argparse.Namespace) -> dict[str, float]:
@@ -267,6 +280,7 @@ def tool_phase(ours: Ours, theirs: Theirs, args: argparse.Namespace) -> dict[str
     ]
     return {
         "tool_phase_s": statistics.median(row[0] - row[2] for row in rows),
+        "tool_phase_max_s": max(row[0] - row[2] for row in rows),
         "trl_tool_phase_s": statistics.median(row[1] - row[3] for row in rows),
         "no_latency_s": statistics.median(row[2] for row in rows),
         "trl_no_latency_s": statistics.median(row[3] for row in rows),
@@ -298,7 +312,7 @@ def long_tail(ours: Ours, theirs: Theirs, args: argparse.Namespace) -> dict[str,
 
 
 def run(args: argparse.Namespace) -> dict[str, float]:
-    """Both parts; seconds are medians over the repeats."""
+    """Both parts; seconds are medians over the repeats, except `tool_phase_max_s`."""
     logging.getLogger("trl").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
@@ -326,6 +340,7 @@ def show(result: dict[str, float], args: argparse.Namespace) -> None:
                   value["critical_path_s"])  # fmt: skip
     console = Console()
     console.print(table)
+    console.print(f"A: our longest tool phase of {args.repeats} was {value['tool_phase_max_s']} s.")
     console.print(
         f"B: {value['ratio']} times faster than TRL's loop; {value['over_critical_path']} times the critical path "
         f"(the longest trajectory alone, {value['longest_tools_s']} s of it in tools)."
@@ -352,6 +367,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--trajectories={args.trajectories}: TRL needs groups of two; give an even number >= 2.")
     if args.turns < 2:
         parser.error(f"--turns={args.turns}: a call and an answer are two turns; give 2 or more.")
+    for name in ("latency", "median", "sigma"):
+        if not 0 <= getattr(args, name) < math.inf:
+            parser.error(f"--{name}={getattr(args, name)}: must be a finite number >= 0.")
     if args.repeats < 1:
         parser.error(f"--repeats={args.repeats}: nothing would be measured; give 1 or more.")
     return args

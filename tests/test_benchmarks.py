@@ -1,0 +1,112 @@
+"""Every benchmark runs with tiny settings and ends with one line of JSON; nothing here looks at how fast it was."""
+
+import importlib.util
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+
+# file -> (arguments of a run that takes seconds, names of its JSON line)
+TINY = {
+    "rollout_concurrency.py": (
+        ["--trajectories", "2", "--latency", "0.01", "--median", "0.01", "--turns", "2", "--repeats", "1"],
+        {
+            "tool_phase_s",
+            "tool_phase_max_s",
+            "trl_tool_phase_s",
+            "no_latency_s",
+            "trl_no_latency_s",
+            "rollout_s",
+            "trl_rollout_s",
+            "ratio",
+            "critical_path_s",
+            "over_critical_path",
+            "longest_tools_s",
+            "all_tools_s",
+        },
+    ),
+}
+
+
+def run_benchmark(name, *arguments):
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / name), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_benchmark_prints_its_figures_as_one_line_of_json(name):
+    arguments, names = TINY[name]
+    result = run_benchmark(name, *arguments, "--json")
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout.strip().splitlines()[-1])
+    assert set(figures) == names
+    assert all(math.isfinite(value) for value in figures.values())
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_benchmark_prints_a_table_without_json(name):
+    arguments, _ = TINY[name]
+    result = run_benchmark(name, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert "┃" in result.stdout
+
+
+def test_every_benchmark_is_run_here():
+    assert {path.name for path in BENCHMARKS.glob("*.py")} == set(TINY)
+
+
+def test_every_benchmark_has_a_section_on_its_page_and_among_the_results():
+    for page in ("README.md", "RESULTS.md"):
+        text = (BENCHMARKS / page).read_text(encoding="utf-8")
+        missing = [name for name in TINY if f"({name})" not in text]
+        assert not missing, f"benchmarks/{page} does not link {missing}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cure"),
+    [
+        (["--trajectories", "3"], "even number"),
+        (["--turns", "1"], "2 or more"),
+        (["--repeats", "0"], "1 or more"),
+        (["--latency", "-1"], ">= 0"),
+        (["--sigma", "nan"], "finite"),
+    ],
+)
+def test_a_setting_that_cannot_be_measured_is_refused(arguments, cure, capsys):
+    benchmark = load_benchmark("rollout_concurrency.py")
+    with pytest.raises(SystemExit):
+        benchmark.parse_arguments(arguments)
+    message = capsys.readouterr().err
+    assert arguments[0] in message and cure in message
+
+
+def test_latencies_are_the_same_for_the_same_seed_and_have_the_median_asked_for():
+    draw = load_benchmark("rollout_concurrency.py").draw_latencies
+    options = {"count": 2000, "num_calls": 2, "median": 0.2, "sigma": 1.0}
+    latencies = draw(**options, seed=3)
+    assert latencies == draw(**options, seed=3) != draw(**options, seed=4)
+    drawn = [seconds for row in latencies for seconds in row]
+    assert statistics.median(drawn) == pytest.approx(0.2, rel=0.1)
+    assert statistics.stdev(map(math.log, drawn)) == pytest.approx(1.0, rel=0.1)
+
+
+def load_benchmark(name):
+    spec = importlib.util.spec_from_file_location(Path(name).stem, BENCHMARKS / name)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
