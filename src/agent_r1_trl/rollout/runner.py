@@ -133,7 +133,7 @@ class RolloutRunner:
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True).start()
+            threading.Thread(target=_run_until_stopped, args=(self._loop,), name="rollout", daemon=True).start()
         return self._loop
 
     def close(self) -> None:
@@ -141,6 +141,11 @@ class RolloutRunner:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
+
+
+def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
 
 
 def _progress(drafts: Sequence[Draft]) -> list[tuple[str, int]]:

@@ -1,0 +1,311 @@
+"""Each limit of a rollout at its boundary, and what is said of a value that cannot be one."""
+
+import math
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_r1_trl.rollout import RolloutLimits
+from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind
+from tests.rollout.helpers import AddEnv, Script, call, calls, chat_of, play, sampled_ids, say, scene
+
+WHOLE_NUMBERS = {
+    "max_turns": 1,
+    "max_completion_length": 1,
+    "max_tokens_per_turn": 1,
+    "max_observation_tokens": 1,
+    "max_invalid_calls": 0,
+    "max_concurrency": 1,
+    "max_model_length": 2,
+}
+OPTIONAL = ("max_tokens_per_turn", "max_model_length")
+
+# -------------------------------------------------------------------- validation
+
+
+@pytest.mark.parametrize("name", WHOLE_NUMBERS)
+def test_the_least_value_is_allowed_and_one_less_is_not(name):
+    least = WHOLE_NUMBERS[name]
+    assert getattr(RolloutLimits(**{name: least}), name) == least
+    rule = f"{name}={least - 1} must be a whole number >= {least}"
+    with pytest.raises(ValueError, match=rule) as error:
+        RolloutLimits(**{name: least - 1})
+    assert str(error.value).endswith(f"Set {name} accordingly.")
+    assert ("or None" in str(error.value)) == (name in OPTIONAL)
+
+
+@pytest.mark.parametrize("name", WHOLE_NUMBERS)
+@pytest.mark.parametrize("value", [True, False, 2.0, 2.5, "8", math.inf, [3]])
+def test_only_whole_numbers_are_limits(name, value):
+    with pytest.raises(ValueError, match=f"{name}=.* must be a whole number"):
+        RolloutLimits(**{name: value})
+
+
+@pytest.mark.parametrize("name", WHOLE_NUMBERS)
+def test_none_means_no_limit_only_where_it_says_so(name):
+    if name in OPTIONAL:
+        assert getattr(RolloutLimits(**{name: None}), name) is None
+    else:
+        with pytest.raises(ValueError, match=f"{name}=None must be a whole number"):
+            RolloutLimits(**{name: None})
+
+
+@pytest.mark.parametrize("value", [0, -1, -0.5, math.nan, math.inf, "60", True])
+def test_a_timeout_is_a_positive_number_of_seconds(value):
+    with pytest.raises(ValueError, match=r"rollout_timeout=.* must be seconds > 0, or None"):
+        RolloutLimits(rollout_timeout=value)
+
+
+@pytest.mark.parametrize("value", [1, 0.01, None])
+def test_seconds_may_be_whole_or_not(value):
+    assert RolloutLimits(rollout_timeout=value).rollout_timeout == value
+
+
+def test_limits_cannot_be_changed_while_they_are_in_use():
+    with pytest.raises(AttributeError):
+        RolloutLimits().max_turns = 3
+
+
+# -------------------------------------------------------------------- arithmetic
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    completion=st.integers(1, 50), turn=st.none() | st.integers(1, 50), model=st.none() | st.integers(2, 100),
+    num_prompt=st.integers(0, 60), num_completion=st.integers(0, 60),
+)  # fmt: skip
+def test_the_budget_is_the_least_of_what_is_left(completion, turn, model, num_prompt, num_completion):
+    limits = RolloutLimits(max_completion_length=completion, max_tokens_per_turn=turn, max_model_length=model)
+    left = [completion - num_completion]
+    if model is not None:
+        left.append(model - num_prompt - num_completion)
+    assert limits.room(num_prompt, num_completion) == min(left)
+    assert limits.turn_budget(num_prompt, num_completion) == min([*left, *([turn] if turn is not None else [])])
+
+
+# -------------------------------------------------------------------- turns
+
+
+@pytest.mark.parametrize(("max_turns", "reason"), [(2, StopReason.MAX_TURNS), (3, StopReason.DONE)])
+def test_an_answer_within_the_last_turn_is_an_answer(max_turns, reason):
+    trajectory, script = play([call(), call(), say()], limits={"max_turns": max_turns})
+    assert trajectory.stop_reason is reason
+    assert len(trajectory.turns) == max_turns == len(script.generator.requests)
+
+
+def test_with_one_turn_the_calls_still_run():
+    trajectory, _ = play([call()], limits={"max_turns": 1})
+    assert trajectory.stop_reason is StopReason.MAX_TURNS
+    assert [result.content for result in trajectory.tool_results] == ["5"]
+
+
+# -------------------------------------------------------------------- sampled tokens
+
+
+@pytest.mark.parametrize("spare", [-1, 0, 1])
+def test_a_turn_of_just_its_limit_is_not_cut(spare):
+    chat = chat_of()
+    script = Script(chat, [say("a longer answer"), say("ok")])
+    length = len(script.turns[0])
+    trajectory, script = play(script, chat=chat, limits={"max_tokens_per_turn": length + spare})
+    first = trajectory.turns[0]
+    assert first.is_truncated == (spare < 0)
+    assert first.end - first.start == length + min(0, spare)
+    assert trajectory.stop_reason is StopReason.DONE
+    assert len(trajectory.turns) == (2 if spare < 0 else 1)
+    assert {request.max_tokens for request in script.generator.requests} == {length + spare}
+
+
+def test_a_turn_may_not_ask_for_more_than_is_left_of_the_whole():
+    trajectory, script = play([call(), say()], limits={"max_tokens_per_turn": 100, "max_completion_length": 120})
+    first, second = script.generator.requests
+    assert first.max_tokens == 100
+    assert second.max_tokens == 120 - (len(second.prompt_ids) - len(trajectory.prompt_ids)) < 100
+
+
+def played_to_the_end():
+    """A call and an answer without limits: (chat, ids of the call, ids between, ids of the answer)."""
+    chat = chat_of()
+    trajectory, script = play([call(), say("12345678")], chat=chat)
+    first, second = trajectory.turns
+    return chat, script.turns[0], trajectory.completion_ids[first.end : second.start], script.turns[1]
+
+
+@pytest.mark.parametrize("spare", [-1, 0, 1])
+def test_a_completion_of_just_its_budget_is_complete(spare):
+    chat, first, between, second = played_to_the_end()
+    budget = len(first) + len(between) + len(second) + spare
+    trajectory, _ = play([call(), say("12345678")], chat=chat, limits={"max_completion_length": budget})
+    assert trajectory.stop_reason is (StopReason.DONE if spare >= 0 else StopReason.MAX_COMPLETION_LENGTH)
+    assert len(trajectory.completion_ids) == budget - max(0, spare)
+    assert trajectory.turns[-1].is_truncated == (spare < 0)
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_an_observation_must_leave_room_for_a_token(spare):
+    chat, first, between, _ = played_to_the_end()
+    budget = len(first) + len(between) + spare
+    trajectory, script = play([call(), say("12345678")], chat=chat, limits={"max_completion_length": budget})
+    assert trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH
+    assert len(script.generator.requests) == 1 + spare
+    assert len(trajectory.completion_ids) == (budget if spare else len(first))
+    assert [bool(turn.observations) for turn in trajectory.turns] == ([True, False] if spare else [False])
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_a_call_that_ends_with_the_budget_still_runs_and_is_paid(spare):
+    chat, first, _, _ = played_to_the_end()
+    trajectory, _ = play([call(), say()], chat=chat, limits={"max_completion_length": len(first) + spare - 1})
+    assert trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH
+    assert trajectory.process_reward == (0.5 if spare else 0.0)
+    assert len(trajectory.tool_results) == spare
+    assert sampled_ids(trajectory) == first[: len(first) + spare - 1]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "gemma4", "gptoss"])
+def test_no_budget_is_ever_exceeded(family):
+    chat = chat_of(family)
+    whole, _ = play([call(), call(), say("12345678")], chat=chat)
+    for budget in range(1, len(whole.completion_ids) + 2, 3):
+        trajectory, script = play(
+            [call(), call(), say("12345678")], chat=chat, limits={"max_completion_length": budget}
+        )
+        assert len(trajectory.completion_ids) <= budget
+        assert all(request.max_tokens >= 1 for request in script.generator.requests)
+        assert (trajectory.stop_reason is StopReason.DONE) == (budget >= len(whole.completion_ids))
+        assert whole.completion_ids[: len(trajectory.completion_ids)] == trajectory.completion_ids
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2])
+def test_prompt_and_completion_share_the_models_length(spare):
+    chat = chat_of()
+    whole, _ = play([say("12345678")], chat=chat)
+    length = len(whole.prompt_ids) + spare
+    trajectory, script = play([say("12345678")], chat=chat, limits={"max_model_length": length})
+    assert trajectory.completion_ids == whole.completion_ids[:spare]
+    if spare:
+        assert trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH
+    else:
+        assert trajectory.stop_reason is StopReason.PROMPT_TOO_LONG
+        assert script.generator.requests == []
+
+
+# -------------------------------------------------------------------- observations
+
+
+def observed(text, limit, chat=None):
+    chat = chat or chat_of()
+    turns = [call("echo", text=text), say("ok")]
+    trajectory, _ = play(turns, chat=chat, limits={"max_observation_tokens": limit, "max_completion_length": 10_000})
+    return trajectory, trajectory.turns[0].observations[0]["content"]
+
+
+@pytest.mark.parametrize("spare", [-1, 0, 1])
+def test_an_observation_of_just_its_limit_is_left_alone(spare):
+    chat = chat_of()
+    text = "one two three four five six seven eight nine ten " * 4
+    count = chat.count(text)
+    trajectory, shown = observed(text, count + spare, chat)
+    assert (shown == text) == (spare >= 0)
+    assert trajectory.tool_results[0].content == text, "the record keeps the whole result"
+    if spare < 0:
+        assert shown.endswith(f"\n[truncated: {count} tokens, the limit is {count - 1}]")
+        assert text.startswith(shown[: shown.index("\n[truncated")])
+        assert chat.count(shown) <= count - 1
+
+
+@pytest.mark.parametrize("limit", [1, 2, 10, 40])
+def test_however_small_the_limit_only_the_note_may_exceed_it(limit):
+    chat = chat_of()
+    trajectory, shown = observed("word " * 200, limit, chat)
+    note = shown[shown.index("\n[truncated") :]
+    assert chat.count(shown) <= max(limit, chat.count(note))
+    environment = trajectory.authors.count(Author.ENVIRONMENT)
+    assert environment <= max(limit, chat.count(note)) + 2, "two tokens may reach into the glue"
+
+
+def test_observations_share_the_limit_and_short_ones_stay_whole():
+    turn = calls(("echo", {"text": "word " * 300}), ("add", {"a": 1, "b": 2}), ("echo", {"text": "other " * 300}))
+    limits = {"max_observation_tokens": 150, "max_completion_length": 10_000}
+    trajectory, _ = play([turn, say("ok")], limits=limits)
+    long, short, other = [message["content"] for message in trajectory.turns[0].observations]
+    assert short == "3"
+    for text in (long, other):
+        assert text.endswith("the limit is 50]")
+        assert chat_of().count(text) <= 50
+
+
+# -------------------------------------------------------------------- unusable calls
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3])
+@pytest.mark.parametrize("bad", [call("nope", x=1), call("add", a="two"), "<tool_call>\n{oops\n</tool_call>"])
+def test_one_unusable_turn_more_than_allowed_ends_it(limit, bad):
+    allowed, _ = play([bad] * limit + [say()], limits={"max_invalid_calls": limit})
+    assert allowed.stop_reason is StopReason.DONE
+    assert len(allowed.turns) == limit + 1
+    ended, _ = play([bad] * (limit + 1) + [say()], limits={"max_invalid_calls": limit})
+    assert ended.stop_reason is StopReason.INVALID_CALLS
+    assert not ended.stop_reason.is_truncated
+    assert len(ended.turns) == limit + 1
+    assert all(turn.is_invalid for turn in ended.turns)
+
+
+def test_a_tool_that_fails_was_called_rightly():
+    class Broken(AddEnv):
+        tool_timeout_s = 5.0
+
+        def __init__(self):
+            def broken(a: int, b: int) -> int:
+                """Fail.
+
+                Args:
+                    a: One.
+                    b: Two.
+                """
+                raise OSError("down")
+
+            super().__init__(tools=[broken])
+
+    trajectory, _ = play([call("broken")] * 3 + [say()], env=Broken, limits={"max_invalid_calls": 0})
+    assert trajectory.stop_reason is StopReason.DONE
+    assert {result.error for result in trajectory.tool_results} == {ToolErrorKind.EXCEPTION}
+
+
+def test_one_usable_call_makes_a_turn_usable():
+    mixed = calls(("nope", {}), ("add", {"a": 1, "b": 2}))
+    trajectory, _ = play([mixed, mixed, say()], limits={"max_invalid_calls": 0})
+    assert trajectory.stop_reason is StopReason.DONE
+
+
+# -------------------------------------------------------------------- time
+
+
+@pytest.mark.parametrize("hangs_at", [0, 1])
+def test_time_that_runs_out_ends_the_trajectory_where_it_is(hangs_at):
+    env = scene(rewards=[0.25, 0.5], outcome=2.0, hangs_at=hangs_at)
+    began = time.perf_counter()
+    trajectory, script = play([call(), say()], env=env, limits={"rollout_timeout": 0.3})
+    assert 0.3 <= time.perf_counter() - began < 5
+    assert trajectory.stop_reason is StopReason.TIMEOUT
+    assert trajectory.stop_reason.is_truncated
+    assert sampled_ids(trajectory) == [token for turn in script.turns[: hangs_at + 1] for token in turn]
+    assert trajectory.total_reward == 0.25 * hangs_at + 2.0, "the step that hangs earns nothing, the outcome counts"
+    assert trajectory.duration_s >= 0.29
+
+
+def test_the_samplers_time_counts_too():
+    chat = chat_of()
+    trajectory, _ = play(Script(chat, [say()], delay_s=30), chat=chat, limits={"rollout_timeout": 0.2})
+    assert trajectory.stop_reason is StopReason.TIMEOUT
+    assert trajectory.completion_ids == []
+    assert trajectory.turns == []
+
+
+def test_waiting_for_a_free_place_does_not_count():
+    chat = chat_of()
+    script = Script(chat, [say("four")], delay_s=0.2)
+    trajectories, _ = play(script, chat=chat, examples=4, limits={"rollout_timeout": 0.6, "max_concurrency": 1})
+    assert [trajectory.stop_reason for trajectory in trajectories] == [StopReason.DONE] * 4

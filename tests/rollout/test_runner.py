@@ -1,0 +1,410 @@
+"""Many trajectories at once: concurrency, order, seeds, reuse, interruption, the watchdog."""
+
+import asyncio
+import collections
+import functools
+import hashlib
+import json
+import logging
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_r1_trl.generation import SamplingParams, ScriptedGenerator
+from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, derive_seed, example_key
+from agent_r1_trl.trajectory import StopReason
+from tests.rollout.helpers import PROMPT, AddEnv, ScriptedTurn, call, chat_of, random_script, say, scene
+
+MODULUS = 2**63
+
+
+@functools.cache
+def cached_chat():
+    return chat_of()
+
+
+def requests_for(count, **options):
+    return [
+        RolloutRequest(example={"prompt": PROMPT}, example_id=f"q{i}", generation=i, seed=derive_seed(7, i), **options)
+        for i in range(count)
+    ]
+
+
+def make_runner(script, *, env=AddEnv, generator=None, limits=None, **options):
+    chat = cached_chat()
+    generator = generator or ScriptedGenerator(script, stop_token_ids=chat.stop_token_ids)
+    return RolloutRunner(env, generator, chat, RolloutLimits(**(limits or {})), **options)
+
+
+def by_seed(request):
+    """What is said depends on the request's seed alone."""
+    return cached_chat().encode_reply(random_script(request.seed, request.turn))
+
+
+def comparable(trajectory):
+    """Everything but the clock."""
+    record = trajectory.to_dict()
+    del record["duration_s"]
+    for turn in record["turns"]:
+        del turn["generate_s"], turn["env_s"]
+        for result in turn["tool_results"]:
+            del result["latency_s"]
+    return json.dumps(record)
+
+
+@pytest.fixture
+def runner_of():
+    """`make_runner` whose runners are closed at the end."""
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(make_runner(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for runner in made:
+        runner.close()
+
+
+# -------------------------------------------------------------------- order and seeds
+
+
+def test_trajectories_come_back_in_the_order_of_the_requests(runner_of):
+    class Slower(AddEnv):
+        async def step(self, message):
+            await asyncio.sleep(0.02 * (5 - int(self.example["place"])))
+            return await super().step(message)
+
+    ended = []
+    runner = runner_of([cached_chat().encode_reply(say())], env=Slower, on_trajectory=lambda t: ended.append(t.seed))
+    requests = [RolloutRequest(example={"prompt": PROMPT, "place": i}, example_id=str(i), seed=i) for i in range(5)]
+    trajectories = runner.run(requests)
+    assert [trajectory.example_id for trajectory in trajectories] == list("01234")
+    assert sorted(ended) == [0, 1, 2, 3, 4]
+    assert ended != [0, 1, 2, 3, 4], "the last one ended first"
+    assert [env.example["place"] for env in runner.environments] == [0, 1, 2, 3, 4]
+
+
+def test_a_trajectory_carries_what_its_request_said(runner_of):
+    runner = runner_of([cached_chat().encode_reply(say())])
+    (trajectory,) = runner.run([RolloutRequest(example={"prompt": PROMPT}, example_id="q", generation=3, seed=11)])
+    assert (trajectory.example_id, trajectory.generation, trajectory.seed) == ("q", 3, 11)
+    assert trajectory.duration_s > 0
+
+
+@settings(max_examples=12, deadline=None)
+@given(concurrency=st.integers(1, 9), order=st.permutations(range(8)), delays=st.lists(st.integers(0, 4), min_size=8))
+def test_the_same_seeds_give_the_same_trajectories_whatever_the_concurrency_and_order(concurrency, order, delays):
+    def delayed(request):
+        return ScriptedTurn(token_ids=by_seed(request), delay_s=0.001 * delays[request.index % 8])
+
+    requests = requests_for(8)
+    runner = make_runner(delayed, limits={"max_concurrency": concurrency, "max_turns": 4})
+    shuffled = runner.run([requests[i] for i in order])
+    runner.close()
+    expected = one_by_one()
+    for index, trajectory in zip(order, shuffled, strict=True):
+        assert comparable(trajectory) == expected[index]
+
+
+@functools.cache
+def one_by_one():
+    runner = make_runner(by_seed, limits={"max_concurrency": 1, "max_turns": 4})
+    trajectories = [comparable(runner.run([request])[0]) for request in requests_for(8)]
+    runner.close()
+    return trajectories
+
+
+def test_generations_differ():
+    said = {json.dumps(json.loads(text)["completion_ids"]) for text in one_by_one()}
+    assert len(said) > 3
+
+
+def test_every_request_of_a_run_has_a_seed_of_its_own(runner_of):
+    runner = runner_of([cached_chat().encode_reply(turn) for turn in (call(), call(), say())])
+    trajectories = runner.run(requests_for(20))
+    seeds = [request.seed for request in runner.generator.requests]
+    assert len(seeds) == len(set(seeds)) == 60
+    expected = {derive_seed(trajectory.seed, turn) for trajectory in trajectories for turn in range(3)}
+    assert set(seeds) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers() | st.text(), max_size=4), st.lists(st.integers() | st.text(), max_size=4))
+def test_seeds_depend_on_every_part_and_on_nothing_else(parts, others):
+    seed = derive_seed(*parts)
+    assert 0 <= seed < MODULUS
+    assert seed == derive_seed(*parts)
+    if parts != others:
+        assert seed != derive_seed(*others)
+
+
+def test_seeds_are_the_same_in_every_process():
+    digest = hashlib.blake2b(b'[7, "q1", 0]', digest_size=8).digest()
+    assert derive_seed(7, "q1", 0) == int.from_bytes(digest, "big") >> 1
+
+
+def test_an_example_is_known_by_its_id_or_by_its_content():
+    assert example_key({"id": 5, "prompt": "x"}) == "5"
+    assert example_key({"id": 0}) == "0"
+    assert example_key({"a": 1, "b": 2}) == example_key({"b": 2, "a": 1})
+    assert example_key({"a": 1}) != example_key({"a": 2})
+    assert example_key({"id": None, "a": 1}) == example_key({"id": None, "a": 1}) != "None"
+    assert example_key({"a": {1, 2}.__class__}) == example_key({"a": set})
+
+
+def test_sampling_params_of_a_run_replace_the_runners(runner_of):
+    runner = runner_of([cached_chat().encode_reply(say())], params=SamplingParams(temperature=0.5))
+    runner.run(requests_for(1))
+    runner.run(requests_for(1), params=SamplingParams(temperature=0.0))
+    assert [request.params.temperature for request in runner.generator.requests] == [0.5, 0.0]
+
+
+# -------------------------------------------------------------------- concurrency
+
+
+class Counting(AddEnv):
+    """Counts the environments between `reset` and `close`."""
+
+    lock = threading.Lock()
+    open_now = most_open = 0
+
+    def reset(self, example):
+        with self.lock:
+            cls = type(self)
+            cls.open_now += 1
+            cls.most_open = max(cls.most_open, cls.open_now)
+        return super().reset(example)
+
+    def close(self):
+        with self.lock:
+            type(self).open_now -= 1
+
+
+@pytest.mark.parametrize("limit", [1, 3, 12, 50])
+def test_no_more_trajectories_run_at_once_than_allowed(limit, runner_of):
+    env = type("Counted", (Counting,), {"open_now": 0, "most_open": 0})
+    script = [cached_chat().encode_reply(turn) for turn in (call(), say())]
+    runner = runner_of(
+        None,
+        env=env,
+        limits={"max_concurrency": limit},
+        generator=ScriptedGenerator(
+            script, stop_token_ids=cached_chat().stop_token_ids, delay_s=0.03 if limit < 12 else 0.3
+        ),
+    )
+    trajectories = runner.run(requests_for(12))
+    assert [trajectory.stop_reason for trajectory in trajectories] == [StopReason.DONE] * 12
+    assert env.most_open == min(limit, 12)
+    assert runner.generator.most_running == min(limit, 12)
+    assert env.open_now == 0
+
+
+def test_a_place_is_free_again_after_a_failure(runner_of):
+    script = [cached_chat().encode_reply(say())]
+    runner = runner_of(script, env=scene(fails_at=-1), limits={"max_concurrency": 1})
+    assert [t.stop_reason for t in runner.run(requests_for(5))] == [StopReason.ENVIRONMENT_ERROR] * 5
+
+
+def test_one_trajectory_never_waits_for_anothers_tool(runner_of):
+    """Fifteen finish while the tool of the first holds still; it is let go only after they have."""
+    others_ended = threading.Event()
+    ended = []
+
+    class Uneven(AddEnv):
+        def reset(self, example):
+            self.is_slow = example["slow"]
+            return super().reset(example)
+
+        async def step(self, message):
+            if self.is_slow and message.get("tool_calls"):
+                assert await asyncio.to_thread(others_ended.wait, 20)
+            return await super().step(message)
+
+    def note(trajectory):
+        ended.append(trajectory.example_id)
+        if len(ended) == 15:
+            others_ended.set()
+
+    script = [cached_chat().encode_reply(turn) for turn in (call(), call(), say())]
+    runner = runner_of(script, env=Uneven, on_trajectory=note)
+    requests = [RolloutRequest(example={"prompt": PROMPT, "slow": i == 0}, example_id=str(i)) for i in range(16)]
+    trajectories = runner.run(requests)
+    assert [trajectory.stop_reason for trajectory in trajectories] == [StopReason.DONE] * 16
+    assert ended[-1] == "0"
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "outcome_reward", "close"])
+def test_plain_methods_that_block_do_not_block_each_other(method, runner_of):
+    """All eight must be inside the method at the same time for any of them to leave it."""
+    everyone = threading.Barrier(8, timeout=20)
+
+    def meet(self, *args):
+        everyone.wait()
+        return getattr(Plain, method)(self, *args)
+
+    runner = runner_of([cached_chat().encode_reply(say())], env=type("Meeting", (Plain,), {method: meet}))
+    trajectories = runner.run(requests_for(8))
+    assert [trajectory.stop_reason for trajectory in trajectories] == [StopReason.DONE] * 8
+    assert not everyone.broken
+
+
+class Plain:
+    """An environment without an async method or a base class."""
+
+    tools = ()
+
+    def reset(self, example):
+        return list(PROMPT)
+
+    def step(self, message):
+        return [], 0.0, True, {}
+
+    def outcome_reward(self, trajectory):
+        return 1.0
+
+    def close(self):
+        pass
+
+
+def test_turns_go_on_as_soon_as_their_own_answer_is_there(runner_of):
+    """A trajectory with quick answers takes all its turns while another waits for its first."""
+    chat = cached_chat()
+    slow_seed = derive_seed(derive_seed(7, 0), 0)
+    turns = [chat.encode_reply(turn) for turn in (call(), call(), call(), say())]
+
+    def answer(request):
+        return ScriptedTurn(token_ids=turns[request.turn], delay_s=0.5 if request.seed == slow_seed else 0.0)
+
+    ended = []
+    runner = runner_of(answer, on_trajectory=lambda trajectory: ended.append(trajectory.generation))
+    runner.run(requests_for(3))
+    assert ended[-1] == 0
+
+
+# -------------------------------------------------------------------- reuse and closing
+
+
+def test_a_runner_can_be_used_again_and_again(runner_of):
+    runner = runner_of(by_seed, limits={"max_turns": 4})
+    first = [comparable(trajectory) for trajectory in runner.run(requests_for(8))]
+    second = [comparable(trajectory) for trajectory in runner.run(requests_for(8))]
+    assert first == second == one_by_one()
+    assert runner.run([]) == []
+    assert runner.environments == []
+
+
+def test_a_closed_runner_ends_its_thread_and_starts_another_when_it_is_needed():
+    before = {thread for thread in threading.enumerate() if thread.name == "rollout"}
+    runner = make_runner([cached_chat().encode_reply(say())])
+    runner.run(requests_for(1))
+    loop = runner._loop
+    (thread,) = {item for item in threading.enumerate() if item.name == "rollout"} - before
+    assert thread.daemon
+    runner.close()
+    runner.close()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    assert loop.is_closed()
+    assert runner.run(requests_for(1))[0].stop_reason is StopReason.DONE
+    runner.close()
+
+
+def test_it_runs_inside_a_running_event_loop(runner_of):
+    runner = runner_of([cached_chat().encode_reply(say())])
+
+    async def notebook():
+        return runner.run(requests_for(2)), await runner.run_async(requests_for(2))
+
+    from_thread, awaited = asyncio.run(notebook())
+    assert [comparable(item) for item in from_thread] == [comparable(item) for item in awaited]
+
+
+def test_every_environment_is_fresh_and_closed_once(runner_of):
+    made, closed = [], collections.Counter()
+
+    class Noted(AddEnv):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+        def close(self):
+            closed[id(self)] += 1
+
+    runner = runner_of(by_seed, env=Noted, limits={"max_turns": 3})
+    runner.run(requests_for(6))
+    assert len({id(env) for env in made}) == 6
+    assert closed == dict.fromkeys(map(id, made), 1)
+    assert set(map(id, runner.environments)) == set(map(id, made))
+
+
+def test_an_interruption_stops_what_is_running_and_closes_it(runner_of):
+    closed = []
+
+    class Endless(AddEnv):
+        async def step(self, message):
+            await asyncio.Event().wait()
+
+        def close(self):
+            closed.append(self)
+
+    runner = runner_of([cached_chat().encode_reply(say())], env=Endless)
+
+    async def interrupted():
+        running = asyncio.ensure_future(runner.run_async(requests_for(4)))
+        while len(runner.generator.requests) < 4:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(interrupted())
+    assert len(closed) == 4
+    assert len(runner.environments) == 4
+
+
+def test_an_error_in_the_callback_is_heard(runner_of):
+    def fail(trajectory):
+        raise LookupError("my callback")
+
+    runner = runner_of([cached_chat().encode_reply(say())], on_trajectory=fail)
+    with pytest.raises(LookupError, match="my callback"):
+        runner.run(requests_for(3))
+
+
+# -------------------------------------------------------------------- the watchdog
+
+
+def test_the_watchdog_names_what_is_waited_for(runner_of, caplog):
+    class Stuck(AddEnv):
+        async def step(self, message):
+            await asyncio.sleep(0.6)
+            return await super().step(message)
+
+    runner = runner_of([cached_chat().encode_reply(call())], env=Stuck, limits={"max_turns": 1}, watchdog_s=0.2)
+    with caplog.at_level(logging.WARNING):
+        runner.run(requests_for(7))
+    message = caplog.messages[0]
+    assert "No trajectory has moved for" in message
+    assert "7 running" in message
+    assert "example 'q0' generation 0, turn 0: tools add" in message
+    assert "'q5'" not in message, "five are named"
+    assert "rollout_timeout" in message
+
+
+def test_the_watchdog_is_quiet_while_something_moves(runner_of, caplog):
+    class Steady(AddEnv):
+        async def step(self, message):
+            await asyncio.sleep(0.1)
+            return await super().step(message)
+
+    script = [cached_chat().encode_reply(call())] * 8
+    runner = runner_of(script, env=Steady, limits={"max_turns": 8}, watchdog_s=0.5)
+    began = time.monotonic()
+    runner.run(requests_for(2))
+    assert time.monotonic() - began > 0.5
+    assert caplog.messages == []
