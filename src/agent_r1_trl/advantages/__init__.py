@@ -1,6 +1,28 @@
-"""Advantage estimators: pure functions on tensors."""
+"""Advantage estimators: pure functions on tensors, (B, T) for B trajectories of T completion tokens."""
 
+from agent_r1_trl.advantages.gae import compute_bilevel_gae, compute_gae
+from agent_r1_trl.advantages.gigpo import compute_gigpo_advantages, gigpo_parts
 from agent_r1_trl.advantages.group import compute_group_advantages, compute_rloo_advantages
 from agent_r1_trl.advantages.masked import masked_mean, masked_whiten
+from agent_r1_trl.advantages.reinforce_pp import (
+    compute_reinforce_pp_advantages,
+    compute_reinforce_pp_baseline_advantages,
+    compute_returns_to_go,
+)
+from agent_r1_trl.advantages.turn_group import compute_turn_group_advantages, turn_group_parts
 
-__all__ = ["compute_group_advantages", "compute_rloo_advantages", "masked_mean", "masked_whiten"]
+__all__ = [
+    "compute_bilevel_gae",
+    "compute_gae",
+    "compute_gigpo_advantages",
+    "compute_group_advantages",
+    "compute_reinforce_pp_advantages",
+    "compute_reinforce_pp_baseline_advantages",
+    "compute_returns_to_go",
+    "compute_rloo_advantages",
+    "compute_turn_group_advantages",
+    "gigpo_parts",
+    "masked_mean",
+    "masked_whiten",
+    "turn_group_parts",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from agent_r1_trl.advantages.masked import check_shapes, float_dtype, masked_values
+from agent_r1_trl.advantages.masked import check_one_per_row, check_shapes, float_dtype, masked_values
 from agent_r1_trl.advantages.scan import scan_marked, take_next
 
 
@@ -35,11 +35,15 @@ def compute_gae(
     Returns:
         (advantages, returns), both (B, T) and 0 at mask 0; returns = advantages + values, the critic's target.
 
+    Raises:
+        ValueError: if the shapes differ.
+
     >>> one = torch.ones(1, 2)
     >>> compute_gae(torch.tensor([[0.0, 1.0]]), one * 0, one, gamma=0.5, lam=1.0)[0].tolist()
     [[0.5, 1.0]]
     """
     check_shapes(rewards=rewards, values=values, action_mask=action_mask)
+    check_one_per_row(rewards, bootstrap_values=bootstrap_values)
     mask = action_mask.bool()
     reward, value = masked_values(rewards, mask), masked_values(values, mask)
     delta = reward + gamma * take_next(value, mask, bootstrap_values) - value
@@ -82,12 +86,16 @@ def compute_bilevel_gae(
 
     Returns:
         (advantages, returns), both (B, T) and 0 at mask 0.
+
+    Raises:
+        ValueError: if the shapes differ.
     """
     check_shapes(rewards=rewards, values=values, action_mask=action_mask, turn_ids=turn_ids)
+    check_one_per_row(rewards, bootstrap_values=bootstrap_values)
     mask = action_mask.bool()
     reward, value = masked_values(rewards, mask), masked_values(values, mask)
     turns = extend_turn_ids(turn_ids, mask)  # (B, T)
-    is_end = mask & (take_next(turns, mask, turns.new_full(turns.shape[:1], -1)) != turns)  # (B, T)
+    is_end = mask & (take_next(turns, mask, turns.new_full(turns.shape[:1], -2)) != turns)  # (B, T)
 
     ends_before = is_end.long().cumsum(dim=1) - is_end.long()  # (B, T) the same for all tokens of a turn, < T
     turn_reward = torch.zeros_like(reward).scatter_add(1, ends_before, reward).gather(1, ends_before)  # (B, T) r_k

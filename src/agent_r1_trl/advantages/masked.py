@@ -17,6 +17,20 @@ def check_shapes(**tensors: torch.Tensor | None) -> None:
         raise ValueError(f"These must have one shape: {found}. Expand or pad them to the same shape.")
 
 
+def check_one_per_row(rows: torch.Tensor, **tensors: torch.Tensor | None) -> None:
+    """Refuse tensors that do not hold one number for each row of `rows` (None is passed over).
+
+    Raises:
+        ValueError: names the tensor and its shape.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tuple(tensor.shape) != (rows.shape[0],):
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, but there are {rows.shape[0]} rows. Give it one number for "
+                f"each row: shape ({rows.shape[0]},)."
+            )
+
+
 def float_dtype(*tensors: torch.Tensor) -> torch.dtype:
     """The dtype of results: the widest of the floating inputs, torch's default for integers."""
     dtype = tensors[0].dtype
@@ -30,9 +44,8 @@ def masked_values(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.bool(), x.double(), 0.0)
 
 
-@torch.no_grad()
 def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of `x` where `mask` is set; 0 if it is set nowhere. A statistic: no gradient flows through it.
+    """Mean of `x` where `mask` is set; 0 if it is set nowhere.
 
     Args:
         x: any shape.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from agent_r1_trl.advantages.group import STD_EPS, GroupStatistics
-from agent_r1_trl.advantages.masked import float_dtype
+from agent_r1_trl.advantages.masked import check_one_per_row, float_dtype
 from agent_r1_trl.advantages.scan import reverse_scan
 
 
@@ -57,6 +57,7 @@ def turn_group_parts(
     Returns:
         (outcome part, process part), both (B, T) float64.
     """
+    check_one_per_row(turn_ids, turn_rewards=turn_rewards[:, :1].sum(dim=1), outcome=outcome, group_ids=group_ids)
     process = turn_returns(turn_rewards, gamma=gamma_turn)  # (B, K)
     lost = outcome.isnan() | process[:, 0].isnan()  # (B,)
     by_outcome = GroupStatistics(outcome.double().masked_fill(lost, float("nan")), group_ids)

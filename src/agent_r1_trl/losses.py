@@ -1,0 +1,136 @@
+"""The value loss, KL estimators, and how well a critic explains its returns.
+
+prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> [loss] -> step -> sync weights -> next rollout
+
+The policy's loss is TRL's own. As for the estimators, what stands at mask 0 (NaN and infinity included) changes no bit
+of any result or gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from agent_r1_trl.advantages.masked import check_shapes, float_dtype, masked_mean, masked_values
+
+KL_KINDS = ("k1", "k3")
+
+
+def value_loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    cliprange_value: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clipped squared error, 0.5 * max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2), summed over the mask.
+
+    A sum, because the normaliser is the policy's: the action tokens of the accumulation window on all ranks.
+
+    Args:
+        values: (B, T) values now; the only input that gradients reach.
+        old_values: (B, T) values when the batch was scored.
+        returns: (B, T) the critic's targets.
+        mask: (B, T) bool, int or float.
+        cliprange_value: c, how far a value may move before its gain stops counting; infinity switches clipping off.
+
+    Returns:
+        (loss, num_clipped), scalars: at least float32 with gradient, and int64, the masked positions where the
+        clipped error is the larger. A row without masked positions adds 0 and has zero gradient.
+
+    Raises:
+        ValueError: if the shapes differ or `cliprange_value` is not positive.
+
+    >>> one = torch.ones(1, 1)
+    >>> value_loss(one, one * 0, one * 2, one, cliprange_value=0.5)
+    (tensor(1.1250), tensor(1))
+    """
+    check_shapes(values=values, old_values=old_values, returns=returns, mask=mask)
+    if not cliprange_value > 0:
+        raise ValueError(
+            f"cliprange_value={cliprange_value} leaves the critic no room to move. Set a positive number (0.2 is "
+            "usual), or infinity to switch clipping off."
+        )
+    new, old, target = (masked_values(x, mask) for x in (values, old_values.detach(), returns.detach()))  # float64
+    # Bounds rather than old + clip(new - old): inside the range the two errors must be equal to the last bit.
+    clipped = new.clamp(old - cliprange_value, old + cliprange_value)
+    free_error, clipped_error = (new - target) ** 2, (clipped - target) ** 2
+    loss = 0.5 * torch.maximum(free_error, clipped_error).sum()
+    return loss.to(torch.promote_types(values.dtype, torch.float32)), (clipped_error > free_error).sum()
+
+
+def kl_divergence(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str) -> torch.Tensor:
+    """Estimates of KL(policy || reference) for every sampled token (Schulman, "Approximating KL divergence", 2020).
+
+    With d = ref_logps - logps: k1 = -d, unbiased and of either sign; k3 = exp(d) - d - 1, unbiased and never negative.
+
+    Args:
+        logps: (B, T) log-probabilities of the sampled tokens under the policy.
+        ref_logps: (B, T) the same under the reference.
+        kind: `k1` (the one for rewards) or `k3` (the one for losses).
+
+    Returns:
+        (B, T), differentiable.
+
+    Raises:
+        ValueError: if the shapes differ, or for another kind.
+
+    >>> kl_divergence(torch.tensor([-1.0]), torch.tensor([-1.5]), "k1").tolist()
+    [0.5]
+    """
+    check_shapes(logps=logps, ref_logps=ref_logps)
+    if kind not in KL_KINDS:
+        raise ValueError(f"kind={kind!r} is not one of {', '.join(map(repr, KL_KINDS))}. Set kind to one of them.")
+    d = ref_logps.double() - logps.double()
+    return (-d if kind == "k1" else torch.expm1(d) - d).to(float_dtype(logps, ref_logps))
+
+
+@torch.no_grad()
+def kl_in_reward(
+    rewards: torch.Tensor, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor, *, beta: float
+) -> torch.Tensor:
+    """Token rewards with the KL penalty in them: r_t - beta * k1_t on action tokens.
+
+    Args:
+        rewards: (B, T) token rewards.
+        logps: (B, T) log-probabilities under the policy that sampled.
+        ref_logps: (B, T) the same under the reference.
+        mask: (B, T) action tokens; bool, int or float.
+        beta: weight of the penalty.
+
+    Returns:
+        (B, T), 0 at mask 0.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    check_shapes(rewards=rewards, logps=logps, ref_logps=ref_logps, mask=mask)
+    penalty = beta * kl_divergence(masked_values(logps, mask), masked_values(ref_logps, mask), "k1")
+    return (masked_values(rewards, mask) - penalty).to(float_dtype(rewards, logps, ref_logps))
+
+
+@torch.no_grad()
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """1 - Var(R - V) / Var(R) over the mask: 1 for a perfect critic, 0 for a constant one, negative for a worse one.
+
+    Args:
+        values: (B, T).
+        returns: (B, T) the critic's targets.
+        mask: (B, T) bool, int or float.
+
+    Returns:
+        A scalar; 0 where the returns do not vary (fewer than two masked positions included), so there is nothing to
+        explain.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    check_shapes(values=values, returns=returns, mask=mask)
+    target = masked_values(returns, mask)
+    error = target - masked_values(values, mask)
+    variance, unexplained = (masked_mean((x - masked_mean(x, mask)) ** 2, mask) for x in (target, error))
+    # The mean of equal numbers may differ from them in its last bit.
+    is_constant = variance <= 1e-12 * masked_mean(target**2, mask)
+    explained = torch.where(is_constant, 0.0, 1 - unexplained / variance)
+    return explained.to(float_dtype(values, returns))
