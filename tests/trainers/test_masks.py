@@ -102,8 +102,8 @@ def failing(tokenizer, is_failure):
 def failing_trainer(tmp_path, is_failure, **options):
     tokenizer = make_tokenizer("qwen3")
     return MultiTurnGRPOTrainer(
-        model=make_policy(tokenizer), args=make_args(tmp_path, **options), env=AddEnv, train_dataset=questions(),
-        processing_class=tokenizer, generator=failing(tokenizer, is_failure),
+        model=make_policy(tokenizer), args=make_args(tmp_path, max_concurrency=1, **options), env=AddEnv,
+        train_dataset=questions(), processing_class=tokenizer, generator=failing(tokenizer, is_failure),
     )  # fmt: skip
 
 
