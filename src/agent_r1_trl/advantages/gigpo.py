@@ -6,7 +6,7 @@ import torch
 
 from agent_r1_trl.advantages.group import GroupStatistics
 from agent_r1_trl.advantages.masked import check_shapes, float_dtype
-from agent_r1_trl.advantages.turn_group import turn_returns, turns_to_tokens
+from agent_r1_trl.advantages.turn_group import check_turns, turn_returns, turns_to_tokens
 
 
 def compute_gigpo_advantages(
@@ -37,7 +37,7 @@ def compute_gigpo_advantages(
         (B, T), 0 where `turn_ids` is -1. Either part is exactly 0 in groups of one or without spread.
 
     Raises:
-        ValueError: if `anchor_ids` and `turn_rewards` differ in shape, or a turn id has no column.
+        ValueError: if the shapes do not fit together, or a turn id has no column in `turn_rewards`.
     """
     episode_part, step_part = gigpo_parts(turn_rewards, anchor_ids, turn_ids, group_ids, gamma_turn=gamma_turn)
     return (episode_part + step_weight * step_part).to(float_dtype(turn_rewards))
@@ -58,6 +58,7 @@ def gigpo_parts(
         (episode part, step part), both (B, T) float64.
     """
     check_shapes(turn_rewards=turn_rewards, anchor_ids=anchor_ids)
+    check_turns(turn_rewards, turn_ids, group_ids=group_ids)
     totals = turn_rewards.double().sum(dim=1)  # (B,)
     episode = GroupStatistics(totals, group_ids).normalised().unsqueeze(1)  # (B, 1)
     episode_part = torch.where(turn_ids >= 0, episode.expand(turn_ids.shape), 0.0)

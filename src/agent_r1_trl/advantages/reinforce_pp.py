@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from agent_r1_trl.advantages.group import GroupStatistics
-from agent_r1_trl.advantages.masked import check_shapes, float_dtype, masked_values, masked_whiten
+from agent_r1_trl.advantages.masked import check_one_per_row, check_shapes, float_dtype, masked_values, masked_whiten
 from agent_r1_trl.advantages.scan import scan_marked
 
 
@@ -67,6 +67,7 @@ def compute_reinforce_pp_baseline_advantages(
         without spread is 0 before whitening but not necessarily after it.
     """
     check_shapes(action_mask=action_mask, kl_rewards=kl_rewards)
+    check_one_per_row(action_mask, returns=returns, group_ids=group_ids)
     group = GroupStatistics(returns, group_ids)
     mask = action_mask.bool() & group.live.unsqueeze(1)  # (N, T)
     centred = group.select(group.centred, torch.float64).unsqueeze(1).expand(mask.shape)  # (N, T)

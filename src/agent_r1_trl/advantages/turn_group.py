@@ -37,7 +37,7 @@ def compute_turn_group_advantages(
         of the largest magnitude) or with a single live member.
 
     Raises:
-        ValueError: if a turn id has no column in `turn_rewards`.
+        ValueError: if the shapes do not fit together, or a turn id has no column in `turn_rewards`.
     """
     outcome_part, process_part = turn_group_parts(turn_rewards, outcome, turn_ids, group_ids, gamma_turn=gamma_turn)
     return (outcome_part + process_weight * process_part).to(float_dtype(turn_rewards, outcome))
@@ -57,7 +57,7 @@ def turn_group_parts(
     Returns:
         (outcome part, process part), both (B, T) float64.
     """
-    check_one_per_row(turn_ids, turn_rewards=turn_rewards[:, :1].sum(dim=1), outcome=outcome, group_ids=group_ids)
+    check_turns(turn_rewards, turn_ids, outcome=outcome, group_ids=group_ids)
     process = turn_returns(turn_rewards, gamma=gamma_turn)  # (B, K)
     lost = outcome.isnan() | process[:, 0].isnan()  # (B,)
     by_outcome = GroupStatistics(outcome.double().masked_fill(lost, float("nan")), group_ids)
@@ -77,17 +77,23 @@ def turn_returns(turn_rewards: torch.Tensor, *, gamma: float) -> torch.Tensor:
     return reverse_scan(rewards, torch.full_like(rewards, gamma))
 
 
-def turns_to_tokens(per_turn: torch.Tensor, turn_ids: torch.Tensor) -> torch.Tensor:
-    """Give every action token its turn's value: (B, K) and (B, T) -> (B, T), 0 where `turn_ids` is negative.
+def check_turns(turn_rewards: torch.Tensor, turn_ids: torch.Tensor, **per_row: torch.Tensor) -> None:
+    """Refuse turn rewards (B, K), turn ids (B, T) and tensors of one number per row, (B,), that do not fit together.
 
     Raises:
-        ValueError: if a turn id has no column.
+        ValueError: if they disagree on B, or if a turn id has no column in `turn_rewards`.
     """
-    num_turns = per_turn.shape[1]
-    if turn_ids.numel() and int(turn_ids.max()) >= num_turns:
+    for rows in (turn_rewards, turn_ids):
+        check_one_per_row(rows, **per_row)
+    last, num_turns = int(turn_ids.max()) if turn_ids.numel() else -1, turn_rewards.shape[1]
+    if last >= num_turns:
         raise ValueError(
-            f"turn_ids holds turn {int(turn_ids.max())}, but there are columns for {num_turns} turns only (0 to "
-            f"{num_turns - 1}). Pad turn_rewards to as many columns as the longest trajectory has turns."
+            f"turn_ids holds turn {last} (counted from 0), but turn_rewards has columns for {num_turns} turns only. "
+            "Pad turn_rewards to as many columns as the longest trajectory has turns."
         )
+
+
+def turns_to_tokens(per_turn: torch.Tensor, turn_ids: torch.Tensor) -> torch.Tensor:
+    """Give every action token its turn's value: (B, K) and (B, T) -> (B, T), 0 where `turn_ids` is negative."""
     tokens = per_turn.gather(1, turn_ids.long().clamp(min=0))
     return torch.where(turn_ids >= 0, tokens, 0.0)
