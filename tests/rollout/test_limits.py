@@ -237,6 +237,17 @@ def test_observations_share_the_limit_and_short_ones_stay_whole():
         assert chat_of().count(text) <= 50
 
 
+@pytest.mark.parametrize("spare", [-1, 0])
+def test_observations_that_together_just_fit_stay_whole(spare):
+    chat = chat_of()
+    texts = ["a long one " * 9, "short"]
+    turn = calls(*(("echo", {"text": text}) for text in texts))
+    limit = sum(map(chat.count, texts)) + spare
+    trajectory, _ = play([turn, say("ok")], chat=chat, limits={"max_observation_tokens": limit})
+    shown = [message["content"] for message in trajectory.turns[0].observations]
+    assert (shown == texts) == (spare == 0)
+
+
 # -------------------------------------------------------------------- unusable calls
 
 

@@ -101,7 +101,8 @@ class RolloutRunner:
         finally:
             watchdog.cancel()
             for task in tasks:
-                task.cancel()
+                if not task.cancelling():  # a second time would interrupt its closing
+                    task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.environments = [session.env for session in sessions]
         return list(trajectories)
