@@ -121,11 +121,10 @@ def run(argv: list[str]) -> int:
     results = Path(options.output_dir) / "results.json"
     text = json.dumps(report(options, before, after, seconds), indent=2, ensure_ascii=False)
     results.write_text(text + "\n", encoding="utf-8")
-    for result in (before, after):
-        result.metrics = {name: result.metrics[name] for name in SHOWN if name in result.metrics}
     console.print()
     wide = Console(width=max(console.width, 110)) if not console.is_terminal else Console()
-    wide.print(comparison_table(before, after, title=f"{before.num_examples} held-out questions, greedy"))
+    title = f"{before.num_examples} held-out questions, greedy"
+    wide.print(comparison_table(before, after, metrics=SHOWN, title=title))
     minutes = sum(seconds.values()) / 60
     parts = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
     out = options.output_dir

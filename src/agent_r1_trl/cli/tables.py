@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from agent_r1_trl.evaluation import EvaluationResult, difference
@@ -46,9 +46,18 @@ def comparison_table(
     after: EvaluationResult,
     *,
     names: tuple[str, str] = ("before", "after"),
+    metrics: Sequence[str] | None = None,
     title: str = "",
 ) -> Table:
-    """Two results side by side; the change has a paired interval if both are about the same examples."""
+    """Two results side by side; the change has a paired interval if both are about the same examples.
+
+    Args:
+        before: the first result.
+        after: the second one.
+        names: headings of the two.
+        metrics: which ones to show; None: all.
+        title: over the table.
+    """
     table = _table(title)
     table.add_column("metric")
     for name in names:
@@ -60,6 +69,8 @@ def comparison_table(
     if is_paired:
         table.add_column("95% interval", justify="right", style="dim")
     for name in _order({**before.metrics, **after.metrics}):
+        if metrics is not None and name not in metrics:
+            continue
         cells = [LABELS.get(name, name)]
         for result in (before, after):
             value = result.metrics.get(name, math.nan)
