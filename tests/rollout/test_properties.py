@@ -26,11 +26,9 @@ FAMILIES = ("qwen3", "llama3", "gemma4", "gptoss")
 PARALLEL_CALLS = ("qwen3", "gemma4")
 WORD = "qzxv"  # in no template
 LONG = 100_000
-TINY_TIMEOUT_S = 0.15
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+TIMEOUT_S = 0.4
 
-laws = functools.partial(
-    settings, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_reason = pytest.mark.parametrize("reason", StopReason, ids=lambda reason: reason.value)
 
@@ -114,7 +112,7 @@ def conversations(draw, family, reason, min_turns=1):
             turns += draw(st.lists(unusable_turns(family), min_size=3, max_size=3))
             limits["max_turns"] = len(turns) + 1
         case StopReason.TIMEOUT:
-            limits["rollout_timeout"] = TINY_TIMEOUT_S
+            limits["rollout_timeout"] = TIMEOUT_S
             acts["hangs_at"] = draw(st.integers(0, last))
         case StopReason.PROMPT_TOO_LONG:
             limits["max_model_length"] = draw(st.integers(2, prompt_length(family)))
@@ -154,81 +152,93 @@ def _numbered(index, ids):
     )
 
 
+def for_all_conversations(family, reason):
+    """Decorator that puts a law to the test at once; few examples where each takes its time to end."""
+
+    def check(law):
+        config = settings(
+            max_examples=2 if reason is StopReason.TIMEOUT else 6, deadline=None, suppress_health_check=SLOW
+        )
+        config(given(conversations(family, reason))(law))()
+
+    return check
+
+
 # -------------------------------------------------------------------- laws of one trajectory
 
 
 @every_family
 @every_reason
-@laws(max_examples=6)
-@given(data=st.data())
-def test_what_was_sampled_is_what_is_masked_in_and_trained_on(family, reason, data):
-    trajectory, sampler = play(family, data.draw(conversations(family, reason)))
-    assert trajectory.stop_reason is reason
-    assert sampled_ids(trajectory) == sampler.ids
-    batch = batch_trajectories([trajectory], length=len(trajectory.completion_ids) + 3)
-    mask = batch.action_mask.bool()
-    assert int(mask.sum()) == len(sampler.ids)
-    length = mask.shape[1]
-    ids = pad_right([trajectory.completion_ids], 0, length=length, dtype=torch.long)
-    logprobs = pad_right([trajectory.logprobs], 0, length=length, dtype=torch.float64)
-    assert ids[mask].tolist() == sampler.ids
-    assert logprobs[mask].tolist() == sampler.logprobs
-    assert (logprobs[~mask] == 0).all()
-    spans = [trajectory.completion_ids[turn.start : turn.end] for turn in trajectory.turns]
-    assert spans == [generation.token_ids for generation in sampler.handed]
+def test_what_was_sampled_is_what_is_masked_in_and_trained_on(family, reason):
+    @for_all_conversations(family, reason)
+    def law(conversation):
+        trajectory, sampler = play(family, conversation)
+        assert trajectory.stop_reason is reason
+        assert sampled_ids(trajectory) == sampler.ids
+        batch = batch_trajectories([trajectory], length=len(trajectory.completion_ids) + 3)
+        mask = batch.action_mask.bool()
+        assert int(mask.sum()) == len(sampler.ids)
+        length = mask.shape[1]
+        ids = pad_right([trajectory.completion_ids], 0, length=length, dtype=torch.long)
+        logprobs = pad_right([trajectory.logprobs], 0, length=length, dtype=torch.float64)
+        assert ids[mask].tolist() == sampler.ids
+        assert logprobs[mask].tolist() == sampler.logprobs
+        assert (logprobs[~mask] == 0).all()
+        spans = [trajectory.completion_ids[turn.start : turn.end] for turn in trajectory.turns]
+        assert spans == [generation.token_ids for generation in sampler.handed]
 
 
 @every_family
 @every_reason
-@laws(max_examples=6)
-@given(data=st.data())
-def test_no_reward_is_lost_or_paid_to_a_token_that_was_not_sampled(family, reason, data):
-    trajectory, _ = play(family, data.draw(conversations(family, reason)))
-    rewards = trajectory.token_rewards()
-    assert all(reward == 0 for reward, mask in zip(rewards, trajectory.action_mask, strict=True) if not mask)
-    total = math.fsum(turn.reward for turn in trajectory.turns) + trajectory.outcome_reward
-    if trajectory.num_action_tokens:
-        assert math.isclose(math.fsum(rewards), total, abs_tol=1e-12)
-    (returned,) = batch_trajectories([trajectory]).returns.tolist()
-    if reason.is_infrastructure_failure:
-        assert trajectory.outcome_reward == 0
-        assert math.isnan(returned)
-    else:
-        assert returned == pytest.approx(total, abs=1e-6)
+def test_no_reward_is_lost_or_paid_to_a_token_that_was_not_sampled(family, reason):
+    @for_all_conversations(family, reason)
+    def law(conversation):
+        trajectory, _ = play(family, conversation)
+        rewards = trajectory.token_rewards()
+        assert all(reward == 0 for reward, mask in zip(rewards, trajectory.action_mask, strict=True) if not mask)
+        total = math.fsum(turn.reward for turn in trajectory.turns) + trajectory.outcome_reward
+        if trajectory.num_action_tokens:
+            assert math.isclose(math.fsum(rewards), total, abs_tol=1e-12)
+        (returned,) = batch_trajectories([trajectory]).returns.tolist()
+        if reason.is_infrastructure_failure:
+            assert trajectory.outcome_reward == 0
+            assert math.isnan(returned)
+        else:
+            assert returned == pytest.approx(total, abs=1e-6)
 
 
 @every_family
 @every_reason
-@laws(max_examples=6)
-@given(data=st.data())
-def test_what_was_not_sampled_has_mask_0_and_an_author(family, reason, data):
-    trajectory, _ = play(family, data.draw(conversations(family, reason)))
-    control = set(cached_chat(family).encoder.control_ids.values())
-    for before, after in itertools.pairwise(trajectory.turns):
-        authors = trajectory.authors[before.end : after.start]
-        assert Author.POLICY not in authors
-        assert Author.TEMPLATE in authors
-        if any(message["content"].strip() for message in before.observations):
-            assert Author.ENVIRONMENT in authors
-    assert trajectory.authors.count(Author.POLICY) == sum(turn.end - turn.start for turn in trajectory.turns)
-    for token, mask, turn_id, author in zip(
-        trajectory.completion_ids, trajectory.action_mask, trajectory.turn_ids, trajectory.authors, strict=True
-    ):
-        assert (mask == 0) == (turn_id == -1) == (author is not Author.POLICY)
-        if author is Author.ENVIRONMENT:
-            assert token not in control, "what the environment says steers nothing"
+def test_what_was_not_sampled_has_mask_0_and_an_author(family, reason):
+    @for_all_conversations(family, reason)
+    def law(conversation):
+        trajectory, _ = play(family, conversation)
+        control = set(cached_chat(family).encoder.control_ids.values())
+        for before, after in itertools.pairwise(trajectory.turns):
+            authors = trajectory.authors[before.end : after.start]
+            assert Author.POLICY not in authors
+            assert Author.TEMPLATE in authors
+            if any(message["content"].strip() for message in before.observations):
+                assert Author.ENVIRONMENT in authors
+        assert trajectory.authors.count(Author.POLICY) == sum(turn.end - turn.start for turn in trajectory.turns)
+        for token, mask, turn_id, author in zip(
+            trajectory.completion_ids, trajectory.action_mask, trajectory.turn_ids, trajectory.authors, strict=True
+        ):
+            assert (mask == 0) == (turn_id == -1) == (author is not Author.POLICY)
+            if author is Author.ENVIRONMENT:
+                assert token not in control, "what the environment says steers nothing"
 
 
 @every_family
 @every_reason
-@laws(max_examples=6)
-@given(data=st.data())
-def test_every_trajectory_survives_json(family, reason, data):
-    trajectory, _ = play(family, data.draw(conversations(family, reason)))
-    back = Trajectory.from_json(trajectory.to_json())
-    assert back == trajectory
-    assert back.to_json() == trajectory.to_json()
-    assert back.token_rewards() == trajectory.token_rewards()
+def test_every_trajectory_survives_json(family, reason):
+    @for_all_conversations(family, reason)
+    def law(conversation):
+        trajectory, _ = play(family, conversation)
+        back = Trajectory.from_json(trajectory.to_json())
+        assert back == trajectory
+        assert back.to_json() == trajectory.to_json()
+        assert back.token_rewards() == trajectory.token_rewards()
 
 
 @every_family
@@ -280,7 +290,7 @@ def gradient_at_log_probs(trainer, batch):
 
 
 @every_family
-@laws(max_examples=5)
+@settings(max_examples=4, deadline=None, suppress_health_check=SLOW)
 @given(data=st.data())
 def test_a_batch_of_all_stop_reasons_has_gradients_only_where_it_was_sampled(family, data, tmp_path_factory):
     trainer = trainer_of(family, tmp_path_factory.getbasetemp() / family)
