@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from agent_r1_trl.environments import Environment, SearchQAEnv, StepResult, ToolEnv, check_env
     from agent_r1_trl.evaluation import EvaluationResult, evaluate
     from agent_r1_trl.tools import Tool, tool
-    from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnTrainer
+    from agent_r1_trl.trainers import (
+        MultiTurnGRPOConfig,
+        MultiTurnGRPOTrainer,
+        MultiTurnPPOConfig,
+        MultiTurnPPOTrainer,
+        MultiTurnTrainer,
+    )
     from agent_r1_trl.trajectory import Author, StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
 
 __version__ = "0.1.0"
@@ -27,6 +33,8 @@ __all__ = [
     "EvaluationResult",
     "MultiTurnGRPOConfig",
     "MultiTurnGRPOTrainer",
+    "MultiTurnPPOConfig",
+    "MultiTurnPPOTrainer",
     "MultiTurnTrainer",
     "SearchQAEnv",
     "StepResult",
@@ -50,6 +58,8 @@ _MODULE_OF = {
     "EvaluationResult": "evaluation",
     "MultiTurnGRPOConfig": "trainers",
     "MultiTurnGRPOTrainer": "trainers",
+    "MultiTurnPPOConfig": "trainers",
+    "MultiTurnPPOTrainer": "trainers",
     "MultiTurnTrainer": "trainers",
     "SearchQAEnv": "environments",
     "StepResult": "environments",

@@ -174,15 +174,21 @@ def _wrap_forward(base: Any) -> None:
     inner = base.forward
 
     @functools.wraps(inner)
-    def forward(self: Any, *args: Any, compute_values: bool = False, values_only: bool = False, **kwargs: Any) -> Any:
+    def forward(
+        self: Any,
+        *args: Any,
+        compute_values: bool = False,
+        values_only: bool = False,
+        critic_inputs: dict[str, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         if values_only:
-            kwargs = {name: kwargs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in kwargs}
             return ActorCriticOutput(state_values=_values(self, kwargs))
         if not compute_values:
             return inner(*args, **kwargs)
         with _captured_hidden_states(self) as hidden:
             output = inner(*args, **kwargs)
-        values = _values(self, kwargs, hidden[-1] if self.critic_kind == "head" else None)
+        values = _values(self, critic_inputs or kwargs, hidden[-1] if self.critic_kind == "head" else None)
         return ActorCriticOutput(
             loss=output.loss,
             log_probs=output.log_probs,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
@@ -232,20 +233,27 @@ class Trajectory:
         """R_i: turn rewards + outcome reward."""
         return self.process_reward + self.outcome_reward
 
-    def token_rewards(self) -> list[float]:
+    def token_rewards(
+        self, *, turn_rewards: Sequence[float] | None = None, outcome: float | None = None
+    ) -> list[float]:
         """(T,) process rewards on each turn's last action token, the outcome on the trajectory's last one.
 
         The sum over action tokens equals `total_reward` for every stop reason, as long as anything was sampled. The
         reward of a turn in which nothing was sampled moves to the nearest action token before it, else after it.
+
+        Args:
+            turn_rewards: one value per turn to place instead of the recorded ones (weighted ones, say).
+            outcome: likewise for the outcome.
         """
+        turn_rewards = [turn.reward for turn in self.turns] if turn_rewards is None else turn_rewards
         rewards = [0.0] * len(self.completion_ids)
         action_positions = [position for position, mask in enumerate(self.action_mask) if mask]
         if not action_positions:
             return rewards
-        for turn in self.turns:
+        for turn, reward in zip(self.turns, turn_rewards, strict=True):
             earlier = [position for position in action_positions if position < turn.end]
-            rewards[earlier[-1] if earlier else action_positions[0]] += turn.reward
-        rewards[action_positions[-1]] += self.outcome_reward
+            rewards[earlier[-1] if earlier else action_positions[0]] += reward
+        rewards[action_positions[-1]] += self.outcome_reward if outcome is None else outcome
         return rewards
 
     # ---------------------------------------------------------------- messages

@@ -62,14 +62,14 @@ def questions(count=8):
     )
 
 
-def make_args(output_dir, **options):
+def make_args(output_dir, config_class=MultiTurnGRPOConfig, **options):
     defaults = {
         "output_dir": str(output_dir), "bf16": False, "use_cpu": True, "report_to": [], "logging_steps": 1,
         "per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 1, "max_completion_length": 160,
         "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-3, "seed": 7, "record_trajectories": "none",
         "beta": 0.0,
     }  # fmt: skip
-    return MultiTurnGRPOConfig(**(defaults | options))
+    return config_class(**(defaults | options))
 
 
 def call(a, b):
@@ -106,7 +106,7 @@ def make_trainer(tmp_path, *, script=two_turns, env=AddEnv, family="qwen3", trai
     generator = scripted(tokenizer, script) if script is not None else None
     return trainer(
         model=extra.pop("model", None) or make_policy(tokenizer),
-        args=make_args(tmp_path, **options),
+        args=make_args(tmp_path, trainer.config_class, **options),
         env=env,
         train_dataset=extra.pop("train_dataset", None) or questions(),
         processing_class=tokenizer,
@@ -116,8 +116,8 @@ def make_trainer(tmp_path, *, script=two_turns, env=AddEnv, family="qwen3", trai
 
 
 TRAINER_ARGUMENTS = (
-    "callbacks", "environment_factory", "eval_dataset", "model", "peft_config", "reward_funcs", "tools",
-    "train_dataset",
+    "callbacks", "critic_model", "environment_factory", "eval_dataset", "model", "peft_config", "reward_funcs",
+    "tools", "train_dataset", "turn_reward_funcs",
 )  # fmt: skip
 
 

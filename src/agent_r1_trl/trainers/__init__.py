@@ -9,14 +9,25 @@ if TYPE_CHECKING:
     from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
     from agent_r1_trl.trainers.grpo import MultiTurnGRPOTrainer
     from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
+    from agent_r1_trl.trainers.ppo import MultiTurnPPOTrainer
+    from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
 
 _MODULE_OF = {
     "MultiTurnConfig": "config",
     "MultiTurnGRPOConfig": "config",
     "MultiTurnGRPOTrainer": "grpo",
+    "MultiTurnPPOConfig": "ppo_config",
+    "MultiTurnPPOTrainer": "ppo",
     "MultiTurnTrainer": "multi_turn",
 }
-__all__ = ["MultiTurnConfig", "MultiTurnGRPOConfig", "MultiTurnGRPOTrainer", "MultiTurnTrainer"]
+__all__ = [
+    "MultiTurnConfig",
+    "MultiTurnGRPOConfig",
+    "MultiTurnGRPOTrainer",
+    "MultiTurnPPOConfig",
+    "MultiTurnPPOTrainer",
+    "MultiTurnTrainer",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,14 +8,21 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from trl import GRPOConfig
 
 TRUNCATION_POLICIES = ("keep", "mask", "penalise")
 RECORD_FORMATS = ("jsonl", "parquet", "none")
-GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo")
-"""Estimators that `MultiTurnGRPOTrainer` offers; the advantage of a trajectory is broadcast over its action tokens."""
+GRPO_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "turn_grpo", "gigpo")
+"""Estimators that `MultiTurnGRPOTrainer` offers."""
+PPO_ESTIMATORS = ("gae", "bilevel_gae")
+"""Estimators that need a critic: `MultiTurnPPOTrainer`."""
+UNGROUPED_ESTIMATORS = ("reinforce_pp", *PPO_ESTIMATORS)
+"""Estimators that work with one trajectory per prompt."""
+KL_REWARD_ESTIMATORS = ("reinforce_pp", "reinforce_pp_baseline", *PPO_ESTIMATORS)
+"""Estimators that read token rewards, where a KL penalty can stand."""
+SCHEDULES = ("constant", "linear", "cosine")
 
 UNSUPPORTED_OPTIONS: dict[str, tuple[Any, str]] = {
     "generation_kwargs": (None, "set temperature, top_p, top_k, min_p or repetition_penalty directly"),
@@ -82,10 +89,48 @@ class MultiTurnConfig(GRPOConfig):
         default=-0.5, metadata={"help": "Added to the outcome with truncated_trajectories='penalise'; <= 0."}
     )
 
+    process_reward_weight: float = field(
+        default=1.0, metadata={"help": "Factor of the turn rewards in the advantages (records keep raw rewards)."}
+    )
+    outcome_reward_weight: float = field(
+        default=1.0, metadata={"help": "Factor of the outcome reward in the advantages."}
+    )
+    process_reward_schedule: str = field(
+        default="constant",
+        metadata={"help": "How `process_reward_weight` moves over the run: 'constant', or 'linear' or 'cosine' to 0."},
+    )
+    normalize_process_rewards: bool = field(
+        default=False,
+        metadata={"help": "Divide each source of turn rewards by its standard deviation over the batch."},
+    )
+    turn_reward_weights: list[float] | None = field(
+        default=None, metadata={"help": "One factor per function in `turn_reward_funcs`. None: 1 each."}
+    )
+
     # ---- advantages and loss
     advantage_estimator: str = field(
         default="grpo",
-        metadata={"help": "'grpo', 'dr_grpo' or 'rloo'."},
+        metadata={
+            "help": "GRPO trainer: 'grpo', 'dr_grpo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline', 'turn_grpo', "
+            "'gigpo'. PPO trainer: 'gae', 'bilevel_gae'."
+        },
+    )
+    separate_process_advantages: bool = field(
+        default=False,
+        metadata={
+            "help": "Estimate the advantages of turn rewards and of the outcome apart, each normalised by itself, and "
+            "add them with their weights."
+        },
+    )
+    gamma: float = field(default=1.0, metadata={"help": "Discount per action token (reinforce_pp, gae)."})
+    gamma_turn: float | None = field(
+        default=None,
+        metadata={"help": "Discount per turn (turn_grpo, gigpo, bilevel_gae). None: 0.95 for gigpo, else 0.99."},
+    )
+    step_weight: float = field(default=1.0, metadata={"help": "Weight of GiGPO's step advantages."})
+    kl_placement: str = field(
+        default="loss",
+        metadata={"help": "Where the KL term of weight `beta` stands: 'loss' (k3) or 'reward' (k1, on every token)."},
     )
     loss_mask: bool = field(
         default=True, metadata={"help": "Keep observation tokens out of the policy loss (off: the paper's ablation)."}
@@ -100,8 +145,16 @@ class MultiTurnConfig(GRPOConfig):
         metadata={"help": "'jsonl', 'parquet' or 'none': every trajectory to `output_dir`/trajectories."},
     )
 
+    estimators: ClassVar[tuple[str, ...]] = GRPO_ESTIMATORS
+
     def __post_init__(self) -> None:
+        values: dict[str, Any] = self.__dict__
+        is_single = values["num_generations"] == 1
+        if is_single:
+            values["num_generations"] = _Single(1)  # TRL asks for groups, which some estimators do without
         super().__post_init__()
+        if is_single:
+            values["num_generations"] = 1
         self.check_multi_turn()
 
     def check_multi_turn(self) -> None:
@@ -127,7 +180,7 @@ class MultiTurnConfig(GRPOConfig):
         self._honour_mask_truncated_completions()
         _check_choice(self, "record_trajectories", RECORD_FORMATS)
         _check_choice(self, "thinking", ("keep", "off"))
-        _check_choice(self, "advantage_estimator", GROUP_ESTIMATORS)
+        self._check_estimator()
         if not math.isfinite(self.truncation_penalty) or self.truncation_penalty > 0:
             raise ValueError(
                 f"truncation_penalty={self.truncation_penalty} must be finite and <= 0: it is added to the outcome of "
@@ -141,6 +194,47 @@ class MultiTurnConfig(GRPOConfig):
             raise ValueError(
                 f"scale_rewards={self.scale_rewards!r} has no meaning with advantage_estimator='rloo', which divides "
                 "by nothing. Remove scale_rewards, or use advantage_estimator='grpo'."
+            )
+
+    def _check_estimator(self) -> None:
+        """The estimator, its parameters, and what goes with it."""
+        name = self.advantage_estimator
+        if name not in (*GRPO_ESTIMATORS, *PPO_ESTIMATORS):
+            _check_choice(self, "advantage_estimator", (*GRPO_ESTIMATORS, *PPO_ESTIMATORS))
+        if name not in self.estimators:
+            other = "MultiTurnPPOTrainer (PPO)" if name in PPO_ESTIMATORS else "MultiTurnGRPOTrainer (GRPO)"
+            raise ValueError(
+                f"advantage_estimator={name!r} is {'made with' if name in PPO_ESTIMATORS else 'made without'} a "
+                f"critic. Use {other} with its config, or one of {', '.join(map(repr, self.estimators))} here."
+            )
+        if self.num_generations == 1 and name not in UNGROUPED_ESTIMATORS:
+            raise ValueError(
+                f"num_generations=1 with advantage_estimator={name!r}, which compares the trajectories of a "
+                f"group. Set num_generations >= 2, or one of {', '.join(map(repr, UNGROUPED_ESTIMATORS))}."
+            )
+        if self.gamma_turn is None:
+            self.gamma_turn = 0.95 if name == "gigpo" else 0.99
+        for factor in ("gamma", "gamma_turn"):
+            _check_share(self, factor)
+        for weight in ("process_reward_weight", "outcome_reward_weight", "step_weight"):
+            _check_finite(self, weight)
+        _check_choice(self, "process_reward_schedule", SCHEDULES)
+        _check_choice(self, "kl_placement", ("loss", "reward"))
+        if self.kl_placement == "reward" and self.beta == 0:
+            raise ValueError(
+                "kl_placement='reward' with beta=0.0 changes nothing. Set beta > 0 (0.001 is usual), or remove "
+                "kl_placement."
+            )
+        if self.kl_placement == "reward" and name not in KL_REWARD_ESTIMATORS:
+            raise ValueError(
+                f"kl_placement='reward' has no effect with advantage_estimator={name!r}, which reads no token "
+                f"rewards. Set kl_placement='loss', or one of {', '.join(map(repr, KL_REWARD_ESTIMATORS))}."
+            )
+        if self.separate_process_advantages and name in PPO_ESTIMATORS:
+            raise ValueError(
+                f"separate_process_advantages=True with advantage_estimator={name!r}: the critic's values belong to "
+                "the sum of both. Set separate_process_advantages=False and weigh the rewards instead "
+                "(process_reward_weight, outcome_reward_weight)."
             )
 
     def _honour_mask_truncated_completions(self) -> None:
@@ -216,3 +310,22 @@ def _check_choice(config: MultiTurnConfig, name: str, choices: tuple[str, ...]) 
     value = getattr(config, name)
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}. Set {name} to one of them.")
+
+
+def _check_share(config: MultiTurnConfig, name: str) -> None:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{name}={value!r} must be between 0 and 1. Set {name} to a value in that range.")
+
+
+def _check_finite(config: MultiTurnConfig, name: str) -> None:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name}={value!r} must be finite and >= 0. Set {name} to a value in that range.")
+
+
+class _Single(int):
+    """The number 1 for TRL's argument check, which refuses groups of fewer than 2."""
+
+    def __lt__(self, other: object) -> bool:
+        return False

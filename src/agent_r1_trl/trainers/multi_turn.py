@@ -5,12 +5,15 @@ prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> [re
 
 TRL 1.16 names this file touches (`tests/trainers/test_trl_contract.py` checks each):
 
-- overridden: `__init__`, `_generate`, `_generate_and_score_completions`, `_calculate_rewards`, `training_step`,
+- overridden: `__init__`, `_generate`, `_generate_and_score_completions`, `_calculate_rewards`, `_compute_loss`,
+  `training_step`,
   `_save_checkpoint`, `_load_optimizer_and_scheduler`, `_set_signature_columns_if_needed`, `create_model_card`
 - read: `_metrics`, `_tokenizer`, `_is_vlm`, `eos_token_ids`, `reward_weights`, `reward_func_names`, `num_generations`,
   `num_generations_eval`, `model_wrapped`, `accelerator`, `state`
-- read and set: `_step`, `_buffered_inputs`, `use_vllm`
-- output of `_generate_and_score_completions`: `advantages`, `tool_mask`, `completion_mask`, `num_items_in_batch`
+- called: `_get_per_token_logps_and_entropies`
+- read and set: `_step`, `_buffered_inputs`, `use_vllm`, `beta`
+- output of `_generate_and_score_completions`: `advantages`, `tool_mask`, `prompt_ids`, `prompt_mask`,
+  `completion_ids`, `completion_mask`, `num_items_in_batch`, `old_per_token_logps`, `ref_per_token_logps`
 
 No TRL method body is copied; `super()` does the scoring, the reference log-probs, the loss and the step.
 """
@@ -21,6 +24,7 @@ import copy
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,13 +34,26 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
+from agent_r1_trl.advantages import masked_mean
 from agent_r1_trl.batching import batch_trajectories
 from agent_r1_trl.generation import SamplingParams, TransformersGenerator
+from agent_r1_trl.losses import kl_in_reward
 from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner, derive_seed, example_key
 from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
+from agent_r1_trl.trainers.credit import (
+    Credit,
+    estimate_credit,
+    gather_credit_inputs,
+    read_credit_inputs,
+    source_scales,
+    source_values,
+    weighs_advantages,
+    weighted_turn_rewards,
+)
 from agent_r1_trl.trainers.env_source import env_name, has_own_reward, resolve_env_factory
 from agent_r1_trl.trainers.metrics import rollout_metrics, trajectory_record
 from agent_r1_trl.trainers.model_card import write_model_card
+from agent_r1_trl.trainers.turn_rewards import add_turn_rewards, check_weights, schedule_factor
 from agent_r1_trl.trajectory import Trajectory
 
 ROLLOUT_STATE = "rollout_state_rank{rank}.pt"
@@ -51,6 +68,7 @@ class MultiTurnTrainer(GRPOTrainer):
         tools: TRL's plain functions (instead of `env`).
         environment_factory: TRL's environment classes (instead of `env`).
         generator: a `Generator` to sample with; None makes one from the arguments.
+        turn_reward_funcs: functions of TRL's shape that return, per trajectory, one number (or None) for each turn.
         model: as for `trl.GRPOTrainer`, like every argument not named here.
 
     With none of `env`, `tools` and `environment_factory` the trainer behaves as `trl.GRPOTrainer`.
@@ -71,13 +89,17 @@ class MultiTurnTrainer(GRPOTrainer):
         tools: Sequence[Callable] | None = None,
         environment_factory: Any = None,
         generator: Any = None,
+        turn_reward_funcs: Any = None,
         **kwargs: Any,
     ):
         args = self._default_args(model) if args is None else args
         config = self.config_class.from_grpo_config(args)
         self.env_factory = resolve_env_factory(env, tools, environment_factory)
         self._user_generator = generator
+        self.turn_reward_funcs = _as_list(turn_reward_funcs)
         self._rollout_trajectories: list[Trajectory] | None = None
+        self.last_trajectories: list[Trajectory] = []
+        """This rank's trajectories of the last rollout, for callbacks."""
         self._rollout_seconds = 0.0
         if self.env_factory is None:
             super().__init__(model, reward_funcs, config, train_dataset, eval_dataset, *positional, **kwargs)
@@ -88,13 +110,14 @@ class MultiTurnTrainer(GRPOTrainer):
                 "rollout_func= and env= (or tools=) were both given: both replace generation. Remove one."
             )
         reward_funcs = _as_list(reward_funcs)
+        self._turn_reward_weights = check_weights(config.turn_reward_weights, self.turn_reward_funcs)
         trl_args = self._trl_arguments(config, len(reward_funcs))
-        if has_own_reward(self.env_factory):
+        if self._has_own_reward:
             reward_funcs = [environment_reward, *reward_funcs]
         if not reward_funcs:
             raise ValueError(
-                "No reward source: tools= are plain functions and earn nothing. Pass reward_funcs=, or env= with an "
-                "outcome_reward."
+                "No reward source: tools= are plain functions and earn nothing. Pass reward_funcs= (or "
+                "turn_reward_funcs=), or env= with an outcome_reward."
             )
         if train_dataset is None:
             train_dataset = _placeholder_dataset(config)
@@ -126,9 +149,14 @@ class MultiTurnTrainer(GRPOTrainer):
                     f"{num_reward_funcs} reward_funcs: give one weight per function of yours (the environment's own "
                     "reward always counts 1)."
                 )
-            if has_own_reward(self.env_factory):  # type: ignore[arg-type]
+            if self._has_own_reward:
                 args.reward_weights = [1.0, *args.reward_weights]
         return args
+
+    @property
+    def _has_own_reward(self) -> bool:
+        """Whether trajectories earn anything before the user's reward functions see them."""
+        return bool(self.turn_reward_funcs) or has_own_reward(self.env_factory)  # type: ignore[arg-type]
 
     def _restore_arguments(self, config: MultiTurnConfig) -> None:
         self.args.use_vllm = self.use_vllm = config.use_vllm
@@ -330,7 +358,9 @@ class MultiTurnTrainer(GRPOTrainer):
         rollout_s = time.perf_counter() - start
         if self.args.truncated_trajectories == "penalise":
             _penalise_truncated(trajectories, self.args.truncation_penalty)
+        add_turn_rewards(trajectories, inputs, self.turn_reward_funcs, self._turn_reward_weights)
         self._rollout_trajectories = trajectories
+        self._rollout_rows, self.last_trajectories = inputs, trajectories
         try:
             rows = [
                 {**row, "prompt": trajectory.prompt_messages}
@@ -369,18 +399,103 @@ class MultiTurnTrainer(GRPOTrainer):
                     trajectory.reward_parts[name] = trajectory.reward_parts.get(name, 0.0) + weight * value
 
     def _credit(self, output: dict[str, Any], trajectories: list[Trajectory]) -> dict[str, torch.Tensor]:
-        """Tensors to put into TRL's batch: at least `advantages`, (B, T), 0 outside their mask."""
-        raise NotImplementedError
+        """Tensors to put into TRL's batch: `advantages`, (B, T), 0 outside the estimators' mask."""
+        credit, _ = self._estimate(output, trajectories)
+        return {"advantages": credit.advantages}
 
-    def _returns(self, trajectories: list[Trajectory]) -> torch.Tensor:
-        """(B,) returns of this rank's trajectories; NaN for those that leave the baseline."""
-        returns = batch_trajectories(trajectories).returns.to(self.accelerator.device)
+    def _estimate(
+        self, output: dict[str, Any], trajectories: list[Trajectory], **critic: torch.Tensor | None
+    ) -> tuple[Credit, torch.Tensor]:
+        """This rank's slice of the estimator's result on the rows of all ranks, and the (B, T) mask it saw.
+
+        Args:
+            output: TRL's batch.
+            trajectories: B of them.
+            critic: `values` (B, T) and `bootstrap_values` (B,), for estimators with a critic.
+        """
+        args, mode = self.args, "train" if self.model.training else "eval"
+        process_weight, outcome_weight = self._reward_weights()
+        scales: dict[str, float] = {}
+        if args.normalize_process_rewards:
+            scales = source_scales(gather_object(source_values(trajectories)))
+        weighs_rewards = not weighs_advantages(args)
+        local = read_credit_inputs(
+            trajectories,
+            mask=self._credit_mask(output, trajectories),
+            lost=self._is_lost(trajectories),
+            turn_rewards=weighted_turn_rewards(
+                trajectories, weight=process_weight if weighs_rewards else 1.0, source_scales=scales
+            ),
+            outcome_weight=outcome_weight if weighs_rewards else 1.0,
+        )
+        local = replace(local, kl_rewards=self._kl_rewards(output, local.mask), **critic)  # type: ignore[arg-type]
+        inputs = gather_credit_inputs(local, self.accelerator)
+        group_size = self.num_generations if mode == "train" else self.num_generations_eval
+        group_ids = torch.arange(len(inputs.mask), device=inputs.mask.device) // group_size  # (N,)
+        credit, parts = estimate_credit(
+            inputs, group_ids, args, process_weight=process_weight, outcome_weight=outcome_weight
+        )
+        for name, part in parts.items():
+            self._metrics[mode][f"credit/{name}_advantage_abs"].append(masked_mean(part.abs(), inputs.mask).item())
+        self._metrics[mode]["credit/process_weight"].append(process_weight)
+        first = self.accelerator.process_index * len(trajectories)
+        rows, length = slice(first, first + len(trajectories)), local.mask.shape[1]
+        returns = None if credit.returns is None else credit.returns[rows, :length]
+        return Credit(advantages=credit.advantages[rows, :length].float(), returns=returns), local.mask
+
+    def _reward_weights(self) -> tuple[float, float]:
+        """Weights of process and outcome rewards now."""
+        args = self.args
+        progress = self.state.global_step / max(1, self.state.max_steps)
+        factor = schedule_factor(args.process_reward_schedule, progress)
+        return args.process_reward_weight * factor, args.outcome_reward_weight
+
+    def _kl_rewards(self, output: dict[str, Any], mask: torch.Tensor) -> torch.Tensor | None:
+        """(B, T) -beta * k1 on the estimators' positions; None with the KL term in the loss."""
+        if self.args.kl_placement == "loss" or self.beta == 0.0:
+            return None
+        if output.get("old_per_token_logps") is None:
+            output["old_per_token_logps"] = self._old_logps(output)
+        old, reference = output["old_per_token_logps"], output["ref_per_token_logps"]
+        penalties = kl_in_reward(torch.zeros_like(old), old, reference, mask, beta=self.beta)
+        mode = "train" if self.model.training else "eval"
+        sums = self.accelerator.reduce(torch.stack([penalties.sum(), mask.sum().to(penalties)]), reduction="sum")
+        self._metrics[mode]["kl"].append((-sums[0] / self.beta / sums[1].clamp(min=1)).item())
+        return penalties
+
+    def _old_logps(self, output: dict[str, Any]) -> torch.Tensor:
+        """(B, T) log-probs of the completion tokens under the policy that sampled them."""
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        size = self.args.per_device_train_batch_size
+        with torch.no_grad():
+            return self._get_per_token_logps_and_entropies(
+                self.model, ids, mask, output["completion_ids"].shape[1], batch_size=size
+            )[0]
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """TRL's loss; a KL term that already stands in the rewards does not enter it a second time."""
+        beta: float = vars(self)["beta"]
+        if self.env_factory is not None and self.args.kl_placement == "reward":
+            self.beta = 0.0
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self.beta = beta
+
+    def _is_lost(self, trajectories: list[Trajectory]) -> torch.Tensor:
+        """(B,) bool: trajectories that leave every baseline (not the policy's fault, or nobody scored them)."""
         first = self.accelerator.process_index * len(trajectories)
         unscored = self._rewards_per_func[first : first + len(trajectories)].isnan().all(dim=1)
-        return returns.masked_fill(unscored, float("nan"))
+        failed = torch.tensor([t.stop_reason.is_infrastructure_failure for t in trajectories], device=unscored.device)
+        return (unscored | failed).to(self.accelerator.device)
 
     def _credit_mask(self, output: dict[str, Any], trajectories: list[Trajectory]) -> torch.Tensor:
-        """(B, T) the positions that estimators see: action tokens, or every completion token in the ablation."""
+        """(B, T) the positions that estimators see: action tokens, or every completion token in the ablation.
+
+        Rows that are kept out of the loss (`truncated_trajectories="mask"`) keep their positions here: they count in
+        baselines.
+        """
         completion_mask = output["completion_mask"]
         if not self.args.advantage_mask:
             return completion_mask

@@ -1,0 +1,259 @@
+"""`MultiTurnPPOTrainer`: a critic, and credit for every turn by generalised advantage estimation.
+
+prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
+       -> batch -> [advantages] -> [loss] -> [step] -> sync weights -> next rollout
+
+Names of TRL and of transformers' Trainer that this file touches besides those of `multi_turn.py`: `_compute_loss`
+(the policy loss stays TRL's), `create_optimizer`, `create_scheduler`, `save_model`, `_load_from_checkpoint`,
+`current_gradient_accumulation_steps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from agent_r1_trl.critic import (
+    attach_critic,
+    critic_parameters,
+    enable_critic_gradients,
+    load_critic,
+    save_critic,
+    set_detached,
+)
+from agent_r1_trl.losses import explained_variance, value_loss
+from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
+from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
+from agent_r1_trl.trajectory import Trajectory
+
+
+class MultiTurnPPOTrainer(MultiTurnTrainer):
+    """PPO for agents (Agent-R1, arXiv 2511.14460; PPO, arXiv 1707.06347; GAE, arXiv 1506.02438).
+
+    Advantages come from a critic instead of a group, so one trajectory per prompt is enough and every turn can earn
+    its own credit. With no `env`, `tools` or `environment_factory`, prompts are answered in one turn.
+
+    Args:
+        critic_model: for `critic="model"`: a backbone (`AutoModel`) that shares the policy's tokenizer.
+        model: as for `MultiTurnTrainer`, like every argument not named here.
+
+    Example:
+        trainer = MultiTurnPPOTrainer(
+            model="Qwen/Qwen2.5-1.5B-Instruct", args=MultiTurnPPOConfig(output_dir="out"), env=MyEnv,
+            train_dataset=dataset, peft_config=LoraConfig(),
+        )
+        trainer.train()
+    """
+
+    config_class = MultiTurnPPOConfig
+    _name = "MultiTurnPPO"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Agent-R1: Training Powerful LLM Agents with End-to-End Reinforcement Learning",
+        "id": "2511.14460",
+    }
+
+    def __init__(self, model: Any, *args: Any, critic_model: Any = None, **kwargs: Any):
+        if all(kwargs.get(name) is None for name in ("env", "environment_factory")) and not kwargs.get("tools"):
+            from agent_r1_trl.environments import FunctionToolsEnv
+
+            kwargs["env"] = FunctionToolsEnv
+        super().__init__(model, *args, **kwargs)
+        self.critic_kind = self.args.critic or ("adapter" if hasattr(self.model, "peft_config") else "model")
+        attach_critic(self.model, self.critic_kind, critic_model=critic_model)
+        self._refresh_critic()
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the policy is still held fixed while the critic learns."""
+        return self.state.global_step < self.args.critic_warmup_steps
+
+    def _refresh_critic(self) -> None:
+        enable_critic_gradients(self.model)
+        set_detached(self.model, self.is_warming_up)
+
+    # ---------------------------------------------------------------- values and advantages
+
+    def _credit(self, output: dict[str, Any], trajectories: list[Trajectory]) -> dict[str, torch.Tensor]:
+        self._refresh_critic()  # TRL's reference pass froze the critic's adapter
+        privileged = self._privileged_columns(output)
+        values, bootstrap = self._old_values({**output, **privileged}, trajectories)
+        credit, mask = self._estimate(output, trajectories, values=values, bootstrap_values=bootstrap)
+        assert credit.returns is not None
+        is_trained = torch.tensor([self._is_trained_on(item) for item in trajectories], device=mask.device)
+        mask = mask & is_trained.unsqueeze(1)  # (B, T)
+        self._log_values(values, credit.returns, mask)
+        return {
+            "advantages": credit.advantages,
+            "returns": credit.returns,
+            "value_mask": mask,
+            "old_values": values,
+            "num_value_items": self.accelerator.gather(mask.sum()).sum(),
+            **privileged,
+        }
+
+    def _old_values(
+        self, inputs: dict[str, Any], trajectories: list[Trajectory]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(B, T) values of the completion tokens and (B,) values behind the last one of truncated rows."""
+        rows = len(trajectories)
+        size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+        with torch.no_grad():
+            chunks = []
+            for start in range(0, rows, size):
+                chunk = {name: inputs[name][start : start + size] for name in _MODEL_INPUTS if name in inputs}
+                chunks.append(self.model(**_critic_inputs(chunk), values_only=True).state_values)
+        state_values = torch.cat(chunks)  # (B, P + T)
+        num_tokens = inputs["completion_ids"].shape[1]
+        values = state_values[:, -num_tokens - 1 : -1]  # V of a token is read one position before it
+        if not self.args.bootstrap_truncated:
+            return values, None
+        last = inputs["completion_mask"].sum(dim=1).clamp(min=1) - 1  # (B,) position of the last valid token
+        behind = state_values[:, -num_tokens:].gather(1, last.unsqueeze(1)).squeeze(1)
+        is_truncated = torch.tensor([t.stop_reason.is_truncated for t in trajectories], device=behind.device)
+        return values, torch.where(is_truncated, behind, torch.zeros_like(behind))
+
+    def _privileged_columns(self, output: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The prefix that only the critic reads, padded on the left: (B, Q) ids and mask."""
+        if self.args.critic_context is None:
+            return {}
+        encoder = self.chat.encoder
+        rows = [encoder.encode(encoder.hide(self._privileged_text(row))) for row in self._rollout_rows]
+        width = max(1, *(len(row) for row in rows))
+        ids = torch.full((len(rows), width), self._tokenizer.pad_token_id)
+        mask = torch.zeros((len(rows), width), dtype=torch.long)
+        for index, row in enumerate(rows):
+            if row:
+                ids[index, width - len(row) :] = torch.tensor(row)
+                mask[index, width - len(row) :] = 1
+        device = output["completion_ids"].device
+        return {"privileged_ids": ids.to(device), "privileged_mask": mask.to(device)}
+
+    def _privileged_text(self, row: dict[str, Any]) -> str:
+        name = self.args.critic_context
+        if name not in row:
+            raise ValueError(
+                f"critic_context={name!r} is no column of the data set, which has {', '.join(sorted(row))}. Set "
+                "critic_context to one of them, or remove it."
+            )
+        value = row[name]
+        return f"{name}: {' | '.join(map(str, value)) if isinstance(value, list | tuple) else value}\n"
+
+    def _log_values(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
+        """`critic/*` over the action tokens of all ranks."""
+        kept = torch.stack([values[mask].double(), returns[mask].double()], dim=1)  # (n, 2), n differs between ranks
+        kept = torch.cat([kept, torch.ones_like(kept[:, :1])], dim=1)
+        kept = self.accelerator.gather(self.accelerator.pad_across_processes(kept, dim=0))
+        values, returns, count = kept.unbind(dim=1)
+        if not count.any():
+            return
+        live = count > 0
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["critic/value_mean"].append(values[live].mean().item())
+        metrics["critic/return_mean"].append(returns[live].mean().item())
+        metrics["critic/return_std"].append(returns[live].std(correction=0).item())
+        metrics["critic/explained_variance"].append(explained_variance(values, returns, live).item())
+
+    # ---------------------------------------------------------------- loss
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        collector = _ValueCollector(model, inputs)
+        policy_loss = super()._compute_loss(collector, inputs)
+        values = collector.values[:, -inputs["completion_ids"].shape[1] - 1 : -1]
+        mask = inputs["value_mask"]
+        total, num_clipped = value_loss(
+            values, inputs["old_values"], inputs["returns"], mask, cliprange_value=self.args.cliprange_value
+        )
+        normalizer = inputs["num_value_items"].clamp(min=1.0) / self.accelerator.num_processes
+        if self.model.training:
+            normalizer = normalizer * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        loss = total / normalizer
+        self._log_value_loss(total.detach(), num_clipped, mask)
+        # During warm-up the policy's part stays in the graph (DDP wants every parameter) and counts nothing.
+        weight = 0.0 if self.is_warming_up and self.model.training else 1.0
+        return weight * policy_loss + self.args.value_loss_coef * loss
+
+    def _log_value_loss(self, total: torch.Tensor, num_clipped: torch.Tensor, mask: torch.Tensor) -> None:
+        mode = "train" if self.model.training else "eval"
+        sums = torch.stack([total.double(), num_clipped.double(), mask.sum().double()])
+        loss, clipped, count = self.accelerator.reduce(sums, reduction="sum").tolist()
+        self._metrics[mode]["critic/value_loss"].append(loss / max(count, 1.0))
+        self._metrics[mode]["critic/value_clip_ratio"].append(clipped / max(count, 1.0))
+
+    # ---------------------------------------------------------------- optimizer
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """HF's optimizer with its groups split by role: the critic has its own learning rate."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        critic = {id(parameter) for parameter in critic_parameters(self.model).values()}
+        groups = []
+        for group in optimizer.param_groups:
+            for role, is_critic in (("policy", False), ("critic", True)):
+                members = [parameter for parameter in group["params"] if (id(parameter) in critic) is is_critic]
+                if members:
+                    own = self.args.critic_learning_rate
+                    rate = own if is_critic and own is not None else group["lr"]
+                    groups.append({**group, "params": members, "role": role, "lr": rate})
+        optimizer.param_groups = groups
+        return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """HF's schedule, with the policy's rate at 0 during critic warm-up."""
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if self.args.critic_warmup_steps and hasattr(scheduler, "lr_lambdas"):
+            for index, group in enumerate(scheduler.optimizer.param_groups):
+                if group.get("role") == "policy":
+                    scheduler.lr_lambdas[index] = _held_until(
+                        self.args.critic_warmup_steps, scheduler.lr_lambdas[index]
+                    )
+                    scheduler.optimizer.param_groups[index]["lr"] = 0.0  # the first step's rate is set already
+        return scheduler
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """TRL's step with the critic awake."""
+        self._refresh_critic()
+        return super().training_step(*args, **kwargs)
+
+    # ---------------------------------------------------------------- saving
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The policy as a plain model, the critic beside it in `critic/critic.safetensors`."""
+        super().save_model(output_dir, _internal_call)
+        save_critic(self.model, output_dir or self.args.output_dir, is_main_process=self.args.should_save)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_critic(self.model if model is None else model, Path(resume_from_checkpoint))
+        self._refresh_critic()
+
+
+_MODEL_INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "privileged_ids", "privileged_mask")
+
+
+def _critic_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a values-only forward reads: [privileged prefix +] prompt + completion."""
+    ids, mask = [inputs["prompt_ids"], inputs["completion_ids"]], [inputs["prompt_mask"], inputs["completion_mask"]]
+    if "privileged_ids" in inputs:
+        ids, mask = [inputs["privileged_ids"], *ids], [inputs["privileged_mask"], *mask]
+    return {"input_ids": torch.cat(ids, dim=1), "attention_mask": torch.cat(mask, dim=1)}
+
+
+class _ValueCollector:
+    """The model as TRL's loss calls it, asked for values on the way: one outer forward holds policy and critic."""
+
+    def __init__(self, model: Callable[..., Any], inputs: dict[str, Any]):
+        self._model = model
+        self._critic_inputs = _critic_inputs(inputs) if "privileged_ids" in inputs else None
+        self.values: torch.Tensor
+        """(B, L) after the call; a privileged prefix makes L longer on the left."""
+
+    def __call__(self, **kwargs: Any) -> Any:
+        output = self._model(**kwargs, compute_values=True, critic_inputs=self._critic_inputs)
+        self.values = output.state_values
+        return output
+
+
+def _held_until(warmup_steps: int, schedule: Callable[[int], float]) -> Callable[[int], float]:
+    return lambda step: 0.0 if step < warmup_steps else schedule(step)

@@ -1,0 +1,104 @@
+"""Training arguments of `MultiTurnPPOTrainer`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from agent_r1_trl.critic import CRITIC_KINDS
+from agent_r1_trl.trainers.config import PPO_ESTIMATORS, MultiTurnConfig, _check_choice, _check_finite, _check_share
+
+
+@dataclass
+class MultiTurnPPOConfig(MultiTurnConfig):
+    """Arguments of `MultiTurnPPOTrainer`.
+
+    Epochs over one rollout are `num_iterations`; its optimizer steps per epoch are `steps_per_generation` divided by
+    `gradient_accumulation_steps`.
+
+    Example:
+        >>> MultiTurnPPOConfig(output_dir="out", lam=1.5, bf16=False, use_cpu=True)
+        Traceback (most recent call last):
+        ...
+        ValueError: lam=1.5 must be between 0 and 1. Set lam to a value in that range.
+    """
+
+    estimators: ClassVar[tuple[str, ...]] = PPO_ESTIMATORS
+
+    num_generations: int | None = field(
+        default=1, metadata={"help": "Trajectories per prompt. The critic is the baseline: 1 is enough."}
+    )
+    advantage_estimator: str = field(
+        default="gae", metadata={"help": "'gae' over action tokens, or 'bilevel_gae': over turns, then tokens."}
+    )
+    lam: float = field(default=0.95, metadata={"help": "GAE's lambda per action token."})
+    lam_turn: float = field(default=0.95, metadata={"help": "GAE's lambda per turn (bilevel_gae)."})
+    whiten_advantages: bool = field(
+        default=True, metadata={"help": "Whiten the advantages over the action tokens of the whole batch."}
+    )
+    bootstrap_truncated: bool = field(
+        default=False,
+        metadata={"help": "A trajectory that a limit ended goes on in value: the critic's, after its last token."},
+    )
+
+    # ---- critic
+    critic: str | None = field(
+        default=None,
+        metadata={
+            "help": "'adapter' (a second LoRA adapter with a value head), 'head' (a value head on the policy) or "
+            "'model' (a backbone of its own). None: 'adapter' with LoRA, else 'model'."
+        },
+    )
+    critic_learning_rate: float | None = field(
+        default=None, metadata={"help": "Peak learning rate of the critic. None: that of the policy."}
+    )
+    critic_warmup_steps: int = field(
+        default=0, metadata={"help": "Optimizer steps at the start in which only the critic learns."}
+    )
+    value_loss_coef: float = field(default=0.5, metadata={"help": "Weight of the value loss."})
+    cliprange_value: float = field(
+        default=0.2, metadata={"help": "How far a value may move from the old one before its gain stops counting."}
+    )
+    critic_context: str | None = field(
+        default=None,
+        metadata={
+            "help": "Data set column (the gold answer, say) that the critic reads in front of the prompt and the "
+            "policy does not. None: the critic sees what the policy sees."
+        },
+    )
+
+    def check_multi_turn(self) -> None:
+        """Check our own fields.
+
+        Raises:
+            ValueError: names the flag, its value, the rule and the cure.
+        """
+        super().check_multi_turn()
+        for name in ("lam", "lam_turn"):
+            _check_share(self, name)
+        if self.critic is not None:
+            _check_choice(self, "critic", CRITIC_KINDS)
+        for name in ("value_loss_coef", "critic_warmup_steps"):
+            _check_finite(self, name)
+        if self.critic_learning_rate is not None:
+            _check_finite(self, "critic_learning_rate")
+        if not self.cliprange_value > 0:
+            raise ValueError(
+                f"cliprange_value={self.cliprange_value} leaves the critic no room to move. Set a positive number "
+                "(0.2 is usual)."
+            )
+        if not self.loss_mask and self.advantage_mask:
+            raise ValueError(
+                "loss_mask=False with advantage_mask=True: observation tokens would enter the loss without an "
+                "advantage. Set advantage_mask=False as well, or keep loss_mask=True."
+            )
+        if self.critic_context is not None and self.critic == "head":
+            raise ValueError(
+                f"critic_context={self.critic_context!r} with critic='head': that critic reads the policy's own "
+                "hidden states, so it cannot see more than the policy. Set critic='adapter' or critic='model'."
+            )
+        if self.use_liger_kernel:
+            raise ValueError(
+                "use_liger_kernel=True: its fused loss hides the forward that the critic reads. Set "
+                "use_liger_kernel=False."
+            )

@@ -1,0 +1,283 @@
+"""`MultiTurnPPOTrainer` as a whole: values, returns, losses, schedules, checkpoints."""
+
+import json
+import math
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from agent_r1_trl.advantages import compute_bilevel_gae, compute_gae, masked_whiten
+from agent_r1_trl.critic import CRITIC_FILE, critic_parameters, is_critic_name
+from agent_r1_trl.trainers import MultiTurnPPOConfig, MultiTurnPPOTrainer
+from tests.trainers.helpers import loss_and_gradients, make_args, make_trainer, questions, scored_batch
+
+KINDS = ("adapter", "head", "model")
+
+
+def lora():
+    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def make_ppo(tmp_path, kind="model", **options):
+    if options.pop("with_lora", False) or kind == "adapter":
+        options.setdefault("peft_config", lora())
+    return make_trainer(tmp_path, trainer=MultiTurnPPOTrainer, critic=kind, num_generations=1, **options)
+
+
+def random_head(trainer):
+    """A critic with something to say: heads start at zero."""
+    for name, parameter in critic_parameters(trainer.model).items():
+        if "value_head" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_advantages_and_returns_are_gae_of_the_critics_own_values(tmp_path, kind):
+    trainer = make_ppo(tmp_path, kind, gamma=0.9, lam=0.8)
+    random_head(trainer)
+    batch = scored_batch(trainer)
+    mask = batch["tool_mask"] * batch["completion_mask"]
+    assert batch["old_values"].abs().max() > 0.01
+    assert batch["value_mask"].long().equal(mask)
+    rewards = torch.zeros(mask.shape)
+    for row, trajectory_rewards in enumerate(trainer_rewards(trainer)):
+        rewards[row, : len(trajectory_rewards)] = torch.tensor(trajectory_rewards)
+    advantages, returns = compute_gae(rewards, batch["old_values"], mask, gamma=0.9, lam=0.8)
+    torch.testing.assert_close(batch["returns"], returns)
+    torch.testing.assert_close(batch["advantages"], masked_whiten(advantages, mask))
+
+
+def trainer_rewards(trainer):
+    """The token rewards of the trajectories that were scored last."""
+    return [trajectory.token_rewards() for trajectory in trainer.last_trajectories]
+
+
+def test_bilevel_gae_sees_turns(tmp_path):
+    trainer = make_ppo(tmp_path, advantage_estimator="bilevel_gae", gamma_turn=0.5, gamma=0.9, whiten_advantages=False)
+    random_head(trainer)
+    batch = scored_batch(trainer)
+    mask = batch["tool_mask"] * batch["completion_mask"]
+    turn_ids, rewards = torch.full(mask.shape, -1), torch.zeros(mask.shape)
+    for row, trajectory in enumerate(trainer.last_trajectories):
+        turn_ids[row, : len(trajectory.turn_ids)] = torch.tensor(trajectory.turn_ids)
+        rewards[row, : len(trajectory.turn_ids)] = torch.tensor(trajectory.token_rewards())
+    advantages, returns = compute_bilevel_gae(
+        rewards, batch["old_values"], mask, turn_ids, gamma_turn=0.5, lam_turn=0.95, gamma=0.9, lam=0.95
+    )
+    torch.testing.assert_close(batch["advantages"], advantages)
+    torch.testing.assert_close(batch["returns"], returns)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_values_in_the_loss_are_those_of_scoring_until_a_step_is_made(tmp_path, kind):
+    trainer = make_ppo(tmp_path, kind)
+    random_head(trainer)
+    batch = scored_batch(trainer)
+    trainer._metrics["train"].clear()
+    trainer.compute_loss(trainer.model, batch)
+    mask = batch["value_mask"]
+    error = (batch["returns"] - batch["old_values"])[mask]
+    expected = 0.5 * (error**2).mean().item()
+    assert trainer._metrics["train"]["critic/value_loss"][0] == pytest.approx(expected, rel=1e-4)
+    assert trainer._metrics["train"]["critic/value_clip_ratio"] == [0.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_losses_reach_their_own_parameters(tmp_path, kind):
+    trainer = make_ppo(tmp_path, kind)
+    random_head(trainer)
+    _, gradients = loss_and_gradients(trainer, scored_batch(trainer))
+    names = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+    assert names == set(gradients)
+    for role in (True, False):
+        share = [gradients[name].abs().max() > 0 for name in names if is_critic_name(name) is role]
+        assert share, role
+        assert sum(map(bool, share)) >= len(share) / 2, role  # LoRA starts with half of its matrices at zero
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_warm_up_moves_the_critic_alone(tmp_path, kind):
+    seen = {}
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            seen[state.global_step] = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    trainer = make_ppo(
+        tmp_path, kind, with_lora=True, max_steps=3, critic_warmup_steps=2, callbacks=[Watch()], beta=0.04
+    )
+    start = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+    trainer.train()
+    policy = [name for name in start if not is_critic_name(name)]
+    critic = [name for name in start if is_critic_name(name)]
+    assert all(start[name].equal(seen[2][name]) for name in policy)
+    assert any(not start[name].equal(seen[1][name]) for name in critic)
+    assert any(not seen[2][name].equal(seen[3][name]) for name in policy)
+    assert any(not seen[2][name].equal(seen[3][name]) for name in critic)
+
+
+def test_the_critic_has_its_own_learning_rate(tmp_path):
+    trainer = make_ppo(tmp_path, critic_learning_rate=5e-2, learning_rate=1e-5, max_steps=1)
+    trainer.create_optimizer()
+    rates = {group["role"]: group["lr"] for group in trainer.optimizer.param_groups}
+    assert rates == {"policy": 1e-5, "critic": 5e-2}
+    listed = [id(p) for group in trainer.optimizer.param_groups for p in group["params"]]
+    assert sorted(listed) == sorted(id(p) for p in trainer.model.parameters() if p.requires_grad)
+
+
+def test_several_epochs_and_minibatches_over_one_rollout(tmp_path):
+    trainer = make_ppo(
+        tmp_path,
+        max_steps=4,
+        per_device_train_batch_size=4,
+        steps_per_generation=2,
+        num_iterations=2,
+        learning_rate=1e-2,
+    )
+    trainer.train()
+    rollouts = [row for row in trainer.state.log_history if "time/rollout_s" in row]
+    assert len(rollouts) == 1  # four optimizer steps, one rollout
+    ratios = [row["clip_ratio/region_mean"] for row in trainer.state.log_history if "clip_ratio/region_mean" in row]
+    assert ratios[0] == 0
+    assert max(ratios[2:]) > 0  # the second epoch is off-policy
+
+
+def test_kl_in_the_reward_lowers_returns_and_leaves_the_loss_alone(tmp_path):
+    options = {"beta": 0.5, "gamma": 1.0, "lam": 1.0, "whiten_advantages": False}
+    trainer = make_ppo(tmp_path, "head", with_lora=True, kl_placement="reward", **options)
+    with torch.no_grad():  # away from the reference, which is the model without its adapter
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    batch = scored_batch(trainer)
+    mask = (batch["tool_mask"] * batch["completion_mask"]).bool()
+    k1 = (batch["old_per_token_logps"] - batch["ref_per_token_logps"]) * mask
+    assert k1.abs().max() > 1e-4
+    plain = torch.zeros(mask.shape)
+    for row, rewards in enumerate(trainer_rewards(trainer)):
+        plain[row, : len(rewards)] = torch.tensor(rewards)
+    expected, _ = compute_gae(plain - 0.5 * k1, batch["old_values"], mask, gamma=1.0, lam=1.0)
+    torch.testing.assert_close(batch["advantages"], expected)
+    trainer._metrics["train"].clear()
+    loss = trainer.compute_loss(trainer.model, batch)
+    trainer.beta, before = 0.0, trainer.beta
+    assert before == 0.5  # put back after the loss
+    assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(loss.item(), abs=1e-7)
+
+
+def test_a_truncated_trajectory_bootstraps_from_the_critic(tmp_path):
+    def talkative(rng, turn):
+        from tests.trainers.helpers import call
+
+        return call(1, 2)
+
+    trainer = make_ppo(
+        tmp_path, script=talkative, max_turns=2, bootstrap_truncated=True, gamma=1.0, lam=1.0, whiten_advantages=False
+    )
+    random_head(trainer)
+    batch = scored_batch(trainer)
+    assert all(t.stop_reason.is_truncated for t in trainer.last_trajectories)
+    mask = (batch["tool_mask"] * batch["completion_mask"]).bool()
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    values = trainer.model(input_ids=ids, attention_mask=attention, values_only=True).state_values
+    last = attention.shape[1] - 1 - attention.flip(1).argmax(dim=1)
+    for row, trajectory in enumerate(trainer.last_trajectories):
+        final = mask[row].nonzero()[-1].item()
+        expected = trajectory.token_rewards()[final] + values[row, last[row]].item()
+        assert batch["returns"][row, final].item() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "model"])
+def test_the_critic_may_see_what_the_policy_does_not(tmp_path, kind):
+    data = questions()
+    with_gold = data.add_column("gold", [[f"secret {i}"] for i in range(len(data))])
+    options = {"critic_context": "gold", "train_dataset": with_gold}
+    trainer = make_ppo(tmp_path, kind, **options)
+    random_head(trainer)
+    batch = scored_batch(trainer)
+    rows = zip(batch["privileged_ids"], batch["privileged_mask"].bool(), strict=True)
+    texts = [trainer._tokenizer.decode(ids[mask]) for ids, mask in rows]
+    assert all(text.startswith("gold: secret ") for text in texts)
+    assert not any("secret" in trainer._tokenizer.decode(row) for row in batch["prompt_ids"])
+    other = {**batch, "privileged_ids": batch["privileged_ids"].flip(1)}
+    assert not torch.equal(values_of(trainer, batch), values_of(trainer, other))
+    _, gradients = loss_and_gradients(trainer, batch)
+    assert any(is_critic_name(name) and gradient.abs().max() > 0 for name, gradient in gradients.items())
+
+
+def values_of(trainer, batch):
+    return trainer._old_values(batch, trainer.last_trajectories)[0].detach()
+
+
+def test_a_critic_context_that_is_no_column_names_the_columns(tmp_path):
+    trainer = make_ppo(tmp_path, critic_context="gold")
+    with pytest.raises(ValueError, match=r"critic_context='gold' is no column .* id, prompt"):
+        scored_batch(trainer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path, kind):
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "critic_warmup_steps": 1, "with_lora": True}
+    whole = make_ppo(tmp_path / "a", kind, **options)
+    whole.train()
+    resumed = make_ppo(tmp_path / "a", kind, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    losses = [[row["loss"] for row in t.state.log_history if "loss" in row] for t in (whole, resumed)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    for (name, one), (_, two) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+        torch.testing.assert_close(one, two, msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_is_the_policy_alone_with_the_critic_beside_it(tmp_path, kind):
+    trainer = make_ppo(tmp_path, kind)
+    random_head(trainer)
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / CRITIC_FILE).exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved") if kind != "adapter" else None
+    if loaded is not None:
+        assert not critic_parameters(loaded)
+        ids = torch.arange(5, 15)[None]
+        torch.testing.assert_close(loaded(ids).logits, trainer.model(ids).logits)
+    else:
+        config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+        assert config["r"] == 4
+
+
+def test_lora_runs_get_an_adapter_and_full_runs_a_model(tmp_path):
+    assert make_ppo(tmp_path, None).critic_kind == "model"
+    assert make_ppo(tmp_path, None, peft_config=lora()).critic_kind == "adapter"
+
+
+def test_evaluation_runs_the_same_rollout_and_logs_the_critic(tmp_path):
+    trainer = make_ppo(tmp_path, eval_dataset=questions(8), per_device_eval_batch_size=8)
+    metrics = trainer.evaluate()
+    assert math.isfinite(metrics["eval_loss"])
+    assert "eval_critic/explained_variance" in metrics
+    assert "eval_rollout/turns" in metrics
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"critic": "both"}, "critic='both' is not one of 'adapter', 'head', 'model'"),
+        ({"advantage_estimator": "grpo"}, "advantage_estimator='grpo' is made without a critic. Use MultiTurnGRPO"),
+        ({"lam": 1.2}, "lam=1.2 must be between 0 and 1"),
+        ({"cliprange_value": 0}, "cliprange_value=0 leaves the critic no room"),
+        ({"critic": "head", "critic_context": "gold"}, "critic_context='gold' with critic='head'"),
+        ({"loss_mask": False}, "loss_mask=False with advantage_mask=True"),
+        ({"kl_placement": "reward"}, "kl_placement='reward' with beta=0.0 changes nothing"),
+        ({"separate_process_advantages": True}, "the critic's values belong to the sum of both"),
+    ],
+)
+def test_bad_settings_are_refused_with_their_cure(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        make_args(tmp_path, MultiTurnPPOConfig, **{"num_generations": 1, **options})
+
+
+def test_an_adapter_critic_without_lora_is_refused_with_the_cure(tmp_path):
+    with pytest.raises(ValueError, match="critic='adapter' needs a LoRA policy"):
+        make_ppo(tmp_path, "adapter", peft_config=None)
