@@ -222,8 +222,9 @@ def test_no_text_that_an_environment_says_does_harm(family, text, role):
     assert not control.intersection(told), "what is told opens no turn and ends none"
 
 
-@pytest.mark.parametrize("size", [1_000_000])
-def test_a_megabyte_is_cut_whoever_says_it(size):
+def test_a_megabyte_is_cut_whoever_says_it():
+    megabyte = "word " * 200_000
+
     @tool
     def dump(a: int, b: int) -> str:
         """Say much.
@@ -232,7 +233,7 @@ def test_a_megabyte_is_cut_whoever_says_it(size):
             a: Nothing.
             b: Nothing.
         """
-        return "word " * (size // 5)
+        return megabyte
 
     with_tool = type("Bad", (BadEnv,), {"tools": (dump,)})
     trajectory = bad_among_good(with_tool, [call("dump"), say("ok")], max_observation_tokens=100)
@@ -240,11 +241,12 @@ def test_a_megabyte_is_cut_whoever_says_it(size):
     assert trajectory.tool_results[0].is_truncated
 
     def step(self, message):
-        return [{"role": "user", "content": "word " * (size // 5)}], 0.0, False, {}
+        return [{"role": "user", "content": megabyte}], 0.0, False, {}
 
     trajectory = bad_among_good(bad_env(step=step), [say("ok")], max_observation_tokens=100, max_turns=2)
     (observation,) = trajectory.turns[0].observations
-    assert "[truncated: more than " in observation["content"]
+    read = cached_chat().count(("word " * 2000)[: 64 * 100])
+    assert f"[truncated: more than {read} tokens" in observation["content"], "no tokenizer reads the megabyte"
     assert cached_chat().count(observation["content"]) <= 100
 
 
