@@ -13,9 +13,8 @@ import yaml
 
 from agent_r1_trl.cli.errors import UsageError, did_you_mean
 
-TRAINERS = {"grpo": "MultiTurnGRPOTrainer"}
-"""Value of `trainer` -> class in `agent_r1_trl.trainers`."""
-LATER_TRAINERS = ("ppo",)
+TRAINERS = {"grpo": "MultiTurnGRPOTrainer", "ppo": "MultiTurnPPOTrainer"}
+"""Value of `trainer` -> class in `agent_r1_trl.trainers`; its `config_class` reads the settings."""
 
 _ENV_HELP = (
     "What the agent acts in: 'search_qa', or the import path of an Environment class or of a function that makes one "
@@ -55,12 +54,15 @@ class TrainArguments(TaskArguments):
     num_eval_examples: int | None = field(
         default=None, metadata={"help": "Only the first rows of the evaluation data set."}
     )
-    trainer: str = field(default="grpo", metadata={"help": "Algorithm: 'grpo'.", "aliases": ["--algo"]})
+    trainer: str = field(default="grpo", metadata={"help": "Algorithm: 'grpo' or 'ppo'.", "aliases": ["--algo"]})
     tools: list[str] | None = field(
         default=None, metadata={"help": "Instead of env: import paths of functions (then reward_funcs must score)."}
     )
     reward_funcs: list[str] | None = field(
         default=None, metadata={"help": "Import paths of reward functions, beside the environment's own reward."}
+    )
+    turn_reward_funcs: list[str] | None = field(
+        default=None, metadata={"help": "Import paths of functions that return one reward per turn."}
     )
 
     def __post_init__(self) -> None:
@@ -70,7 +72,7 @@ class TrainArguments(TaskArguments):
             raise UsageError(
                 f"env={self.env!r} and tools={self.tools!r}: an environment brings its own tools. Remove one of them."
             )
-        if not (self.env or self.tools or self.reward_funcs):
+        if not (self.env or self.tools or self.reward_funcs or self.turn_reward_funcs):
             raise UsageError(f"env: not set, so there is nothing to act in. Set env. {_ENV_HELP}")
 
 
@@ -165,10 +167,6 @@ def check_trainer(name: str) -> None:
     if name in TRAINERS:
         return
     known = ", ".join(map(repr, TRAINERS))
-    if name in LATER_TRAINERS:
-        raise UsageError(
-            f"trainer={name!r} is not part of this version. Available: {known}. Set trainer to one of it."
-        )
     raise UsageError(f"trainer={name!r} is none of {known}.{did_you_mean(name, TRAINERS)} Set trainer to one of them.")
 
 

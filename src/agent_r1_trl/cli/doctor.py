@@ -30,11 +30,13 @@ def run(argv: Sequence[str]) -> int:
     from agent_r1_trl.cli.parser import RecipeParser
     from agent_r1_trl.cli.resolve import load_rows, resolve_env, resolve_object
     from agent_r1_trl.doctor import has_errors, render, run_doctor
-    from agent_r1_trl.trainers import MultiTurnGRPOConfig
+    from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
     from agent_r1_trl.trainers.script import ModelConfig
 
     parser = RecipeParser(
-        (DoctorArguments,), command=COMMAND, elsewhere=(TrainArguments, MultiTurnGRPOConfig, ModelConfig)
+        (DoctorArguments,),
+        command=COMMAND,
+        elsewhere=(TrainArguments, MultiTurnGRPOConfig, MultiTurnPPOConfig, ModelConfig),
     )
     (arguments,) = parser.parse(argv)
     if not arguments.model_name_or_path:

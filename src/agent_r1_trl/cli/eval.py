@@ -54,13 +54,13 @@ def read_arguments(argv: Sequence[str]) -> EvalArguments:
     """
     from agent_r1_trl.cli.arguments import EvalArguments, TrainArguments
     from agent_r1_trl.cli.parser import RecipeParser
-    from agent_r1_trl.trainers import MultiTurnGRPOConfig
+    from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
     from agent_r1_trl.trainers.script import ModelConfig
 
     parser = RecipeParser(
         (EvalArguments,),
         command=COMMAND,
-        elsewhere=(TrainArguments, MultiTurnGRPOConfig, ModelConfig),
+        elsewhere=(TrainArguments, MultiTurnGRPOConfig, MultiTurnPPOConfig, ModelConfig),
         private=PRIVATE,
     )
     (arguments,) = parser.parse(argv)

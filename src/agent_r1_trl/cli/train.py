@@ -27,21 +27,18 @@ COMMAND = "agent-r1-trl train"
 def run(argv: Sequence[str]) -> int:
     """Train; returns the exit code."""
     config_path, _ = split_config(argv)
-    if config_path is not None:
-        read_recipe(config_path)  # a mistake in the file shows before seconds of imports
+    find_trainer(argv)  # a mistake in the file shows before seconds of imports
     _use_one_gpu_per_process()
     script_args, args, model_args = read_arguments(argv)
     console = _console()
-    env, tools, reward_funcs = _task(script_args)
+    task = _task(script_args)
     train_dataset, eval_dataset = _data(script_args, args)
     console.print(_plan(script_args, args, model_args, train_dataset, eval_dataset), highlight=False)
     trainer = _make_trainer(
         script_args,
         args,
         model_args,
-        env=env,
-        tools=tools,
-        reward_funcs=reward_funcs,
+        **task,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
     )
@@ -69,10 +66,10 @@ def read_arguments(argv: Sequence[str]) -> tuple[TrainArguments, Any, Any]:
     """
     from agent_r1_trl.cli.arguments import TrainArguments
     from agent_r1_trl.cli.parser import RecipeParser
-    from agent_r1_trl.trainers import MultiTurnGRPOConfig
     from agent_r1_trl.trainers.script import ModelConfig
 
-    parser = RecipeParser((TrainArguments, MultiTurnGRPOConfig, ModelConfig), command=COMMAND)
+    config_class = trainer_class(find_trainer(argv)).config_class
+    parser = RecipeParser((TrainArguments, config_class, ModelConfig), command=COMMAND)
     script_args, args, model_args = parser.parse(argv, defaults=_device_defaults())
     if not model_args.model_name_or_path:
         raise UsageError(
@@ -80,6 +77,32 @@ def read_arguments(argv: Sequence[str]) -> tuple[TrainArguments, Any, Any]:
             "Qwen/Qwen2.5-1.5B-Instruct."
         )
     return script_args, args, model_args
+
+
+def find_trainer(argv: Sequence[str]) -> str:
+    """The algorithm that recipe or command line name: it decides which settings there are.
+
+    Raises:
+        UsageError: the recipe cannot be read, or there is no such algorithm.
+    """
+    from agent_r1_trl.cli.arguments import TrainArguments, check_trainer
+
+    path, arguments = split_config(argv)
+    name = TrainArguments.trainer if path is None else read_recipe(path).get("trainer", TrainArguments.trainer)
+    for position, argument in enumerate(arguments):
+        flag, _, value = argument.partition("=")
+        if flag in ("--trainer", "--algo"):
+            name = value or (arguments[position + 1] if position + 1 < len(arguments) else "")
+    check_trainer(str(name))
+    return str(name)
+
+
+def trainer_class(name: str) -> Any:
+    """The class behind a value of `trainer`."""
+    import agent_r1_trl.trainers as trainers
+    from agent_r1_trl.cli.arguments import TRAINERS
+
+    return getattr(trainers, TRAINERS[name])
 
 
 def _device_defaults() -> dict[str, Any]:
@@ -112,13 +135,14 @@ def _console() -> Console:
     return Console(quiet=not is_main_process(), soft_wrap=True)
 
 
-def _task(script_args: TrainArguments) -> tuple[Any, list[Any] | None, list[Any] | None]:
+def _task(script_args: TrainArguments) -> dict[str, Any]:
     from agent_r1_trl.cli.resolve import resolve_env, resolve_object
 
     env = resolve_env(script_args.env, script_args.env_kwargs) if script_args.env else None  # type: ignore[arg-type]
-    tools = [resolve_object("tools", path) for path in script_args.tools or []]
-    reward_funcs = [resolve_object("reward_funcs", path) for path in script_args.reward_funcs or []]
-    return env, tools or None, reward_funcs or None
+    task: dict[str, Any] = {"env": env}
+    for name in ("tools", "reward_funcs", "turn_reward_funcs"):
+        task[name] = [resolve_object(name, path) for path in getattr(script_args, name) or []] or None
+    return task
 
 
 def _data(script_args: TrainArguments, args: Any) -> tuple[Any, Any]:
@@ -149,8 +173,6 @@ def _data(script_args: TrainArguments, args: Any) -> tuple[Any, Any]:
 
 
 def _make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **parts: Any) -> Any:
-    import agent_r1_trl.trainers as trainers
-    from agent_r1_trl.cli.arguments import TRAINERS
     from agent_r1_trl.evaluation.loading import check_model_folder
     from agent_r1_trl.trainers.script import get_peft_config, get_quantization_config
 
@@ -164,9 +186,8 @@ def _make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **par
         **{name: value for name, value in options.items() if value is not None},
         **(args.model_init_kwargs or {}),
     }
-    trainer_class = getattr(trainers, TRAINERS[script_args.trainer])
     try:
-        return trainer_class(
+        return trainer_class(script_args.trainer)(
             model=model_args.model_name_or_path,
             args=args,
             peft_config=get_peft_config(model_args),
