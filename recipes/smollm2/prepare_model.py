@@ -21,13 +21,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
 from agent_r1_trl.environments import SearchQAEnv
-from agent_r1_trl.rollout import ChatFormat
 from agent_r1_trl.tools import SearchIndex, as_tool
 from agent_r1_trl.tools.search import render_passages
 
 DATA = Path(__file__).resolve().parents[1] / "quickstart" / "data"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-TEMPLATE = "qwen2_5.jinja"
+TEMPLATE, TRAINING_TEMPLATE = "qwen2_5.jinja", "qwen2_5_training.jinja"
 """SmolLM2's own template ignores tools; Qwen2.5's is ChatML too, and TRL knows how to read its calls."""
 
 
@@ -40,7 +39,7 @@ def load_smollm2() -> tuple[Any, PreTrainedTokenizerBase]:
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
     # The GGUF reader mixes the special tokens up: the model ends a turn with <|im_end|>.
     tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
-    tokenizer.chat_template = _trl_template()
+    tokenizer.chat_template = _trl_template(TEMPLATE)
     model = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=GGUF, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
@@ -51,9 +50,9 @@ def load_smollm2() -> tuple[Any, PreTrainedTokenizerBase]:
     return model, tokenizer
 
 
-def _trl_template() -> str:
+def _trl_template(name: str) -> str:
     package = importlib.util.find_spec("trl")
-    return (Path(package.submodule_search_locations[0]) / "chat_templates" / TEMPLATE).read_text(encoding="utf-8")
+    return (Path(package.submodule_search_locations[0]) / "chat_templates" / name).read_text(encoding="utf-8")
 
 
 def demonstration(row: dict[str, Any], index: SearchIndex, env: SearchQAEnv, top_k: int) -> list[dict[str, Any]]:
@@ -75,7 +74,7 @@ def train(
     model: Any, tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, Any]]], args: argparse.Namespace
 ) -> None:
     """A few AdamW steps on the assistant's tokens."""
-    chat = ChatFormat(tokenizer)
+    template = _trl_template(TRAINING_TEMPLATE)  # the same text, with the assistant's part marked
     schema = [as_tool(item).schema for item in SearchQAEnv(args.corpus).tools]
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     began = time.time()
@@ -84,7 +83,7 @@ def train(
         total = 0.0
         for messages in batch:
             encoded = tokenizer.apply_chat_template(
-                messages, tools=schema, chat_template=chat.chat_template, return_dict=True,
+                messages, tools=schema, chat_template=template, return_dict=True,
                 return_assistant_tokens_mask=True, return_tensors="pt",
             )  # fmt: skip
             labels = encoded["input_ids"].masked_fill(torch.as_tensor(encoded["assistant_masks"]) == 0, -100)
