@@ -83,7 +83,7 @@ def compute_group_advantages(returns: torch.Tensor, group_ids: torch.Tensor, *, 
 
 @torch.no_grad()
 def compute_rloo_advantages(returns: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """R minus the mean of the *other* members: n / (n - 1) * (R - group mean). RLOO (arXiv 2402.14740, eq. 9).
+    """R minus the mean of the *other* members: n / (n - 1) * (R - group mean). RLOO (arXiv 2402.14740).
 
     Args:
         returns: (N,) total rewards; NaN for trajectories that left the baseline.
