@@ -40,6 +40,35 @@ def test_overridden_methods_keep_their_signature(name, parameters):
     assert list(inspect.signature(getattr(GRPOTrainer, name)).parameters) == parameters
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("create_optimizer", ["self", "model"]),
+        ("create_scheduler", ["self", "num_training_steps", "optimizer"]),
+        ("save_model", ["self", "output_dir", "_internal_call"]),
+        ("_load_from_checkpoint", ["self", "resume_from_checkpoint", "model"]),
+    ],
+)
+def test_what_ppo_overrides_of_transformers_keeps_its_signature(name, parameters):
+    assert list(inspect.signature(getattr(GRPOTrainer, name)).parameters) == parameters
+
+
+def test_old_log_probs_are_the_first_of_three_results():
+    parameters = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    assert parameters[:6] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
+    assert "old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies(" in source(
+        "_generate_and_score_completions"
+    )
+
+
+def test_the_loss_calls_the_model_once(tmp_path):
+    calls = []
+    trainer = make_trainer(tmp_path)
+    batch = scored_batch(trainer)
+    trainer._compute_loss(lambda **kwargs: calls.append(1) or trainer.model(**kwargs), batch)
+    assert calls == [1]
+
+
 def test_generation_returns_eight_things():
     returned = source("_generate").rsplit("return ", 1)[1].strip()
     assert (

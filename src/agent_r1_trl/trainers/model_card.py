@@ -16,7 +16,23 @@ LIBRARIES = ("agent-r1-trl", "trl", "transformers", "peft", "torch", "datasets")
 PAPERS = {
     "Agent-R1: Training Powerful LLM Agents with End-to-End Reinforcement Learning": "2511.14460",
     "RAGEN: Understanding Self-Evolution in LLM Agents via Multi-Turn Reinforcement Learning": "2504.20073",
-    "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models (GRPO)": "2402.03300",
+}
+_GRPO = ("DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models (GRPO)", "2402.03300")
+_REINFORCE_PP = (
+    "REINFORCE++: An Efficient RLHF Algorithm with Robustness to Both Prompt and Reward Models",
+    "2501.03262",
+)
+_PPO = ("Proximal Policy Optimization Algorithms", "1707.06347")
+ESTIMATOR_PAPERS = {
+    "grpo": [_GRPO],
+    "turn_grpo": [_GRPO],
+    "dr_grpo": [("Understanding R1-Zero-Like Training: A Critical Perspective (Dr. GRPO)", "2503.20783")],
+    "rloo": [("Back to Basics: Revisiting REINFORCE Style Optimization (RLOO)", "2402.14740")],
+    "reinforce_pp": [_REINFORCE_PP],
+    "reinforce_pp_baseline": [_REINFORCE_PP],
+    "gigpo": [("Group-in-Group Policy Optimization for LLM Agent Training", "2505.10978")],
+    "gae": [_PPO, ("High-Dimensional Continuous Control Using Generalized Advantage Estimation", "1506.02438")],
+    "bilevel_gae": [_PPO, ("VAGEN: Reinforcing World Model Reasoning for Multi-Turn VLM Agents", "2510.16907")],
 }
 ROLLOUT_SETTINGS = (
     "max_turns",
@@ -32,6 +48,9 @@ ROLLOUT_SETTINGS = (
     "temperature",
     "learning_rate",
     "beta",
+    "critic",
+    "gamma",
+    "lam",
 )
 HEADLINE_METRICS = ("reward", "reward/process", "reward/outcome", "rollout/turns", "rollout/tool_calls")
 
@@ -72,7 +91,11 @@ def _body(trainer: MultiTurnTrainer, model_name: str | None, base_model: str | N
     ]
     if trainer.env_factory is not None:
         sections += [f"## Environment\n\n`{trainer.env_name}`", _tools_section(trainer), _settings_section(trainer)]
-    sections += [_metrics_section(trainer.state.log_history), _papers_section(), _versions_section()]
+    sections += [
+        _metrics_section(trainer.state.log_history),
+        _papers_section(trainer.args.advantage_estimator),
+        _versions_section(),
+    ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
@@ -109,8 +132,9 @@ def _metrics_section(history: list[dict[str, Any]]) -> str:
     return "\n".join(["## Metrics", "", "| metric | first | last |", "|---|---|---|", *rows])
 
 
-def _papers_section() -> str:
-    lines = [f"- [{title}](https://arxiv.org/abs/{arxiv_id})" for title, arxiv_id in PAPERS.items()]
+def _papers_section(estimator: str) -> str:
+    papers = [*PAPERS.items(), *ESTIMATOR_PAPERS[estimator]]
+    lines = [f"- [{title}](https://arxiv.org/abs/{arxiv_id})" for title, arxiv_id in papers]
     return "\n".join(["## Method", "", *lines])
 
 
