@@ -4,8 +4,8 @@
     python recipes/mask_ablation/run.py --report          # table and plot of the runs that are there
 
 Each run is `agent-r1-trl train` with the quickstart's recipe and the flags of `VARIANTS`, then a greedy evaluation on
-the held-out questions. Runs that are finished are not repeated. PPO runs at gamma * lam < 1: at 1 the recursions with and
-without advantage mask agree on action tokens.
+the held-out questions. Runs that are finished are not repeated. PPO runs at gamma * lam < 1: at 1 the recursions with
+and without advantage mask agree on action tokens.
 """
 
 from __future__ import annotations
