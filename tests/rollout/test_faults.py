@@ -512,6 +512,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("methods", "message"), MISTAKES, ids=[str(i) for i in range(len(MISTAKES))])
 def test_a_mistake_is_raised_by_name_and_everything_is_closed(methods, message):
     endless, waiting = waiting_pair()
+    began = time.monotonic()
     with pytest.raises((ValueError, RuntimeError), match=message):
         roll_out(
             [endless, type("Bad", (waiting,), methods), endless],
@@ -520,6 +521,7 @@ def test_a_mistake_is_raised_by_name_and_everything_is_closed(methods, message):
             rollout_timeout=10,
         )
     assert endless.closed == 2
+    assert time.monotonic() - began < 15, "the others were stopped"
 
 
 def test_a_factory_that_makes_nothing_is_named():
