@@ -24,6 +24,7 @@ from agent_r1_trl.advantages import (
     masked_whiten,
     turn_group_parts,
 )
+from agent_r1_trl.advantages.gae import extend_turn_ids
 
 NAN = float("nan")
 
@@ -145,6 +146,11 @@ def test_in_the_ablation_observation_tokens_extend_the_turn_before_them():
     found, expected = (bilevel(REWARDS, VALUES, steps, turns) for turns in (TURNS, as_own))
     assert torch.equal(found[0], expected[0])
     assert (found[0][0, 2:4] != 0).all()
+
+
+def test_in_the_ablation_observation_tokens_before_the_first_turn_join_it():
+    found = extend_turn_ids(torch.tensor([[-1, -1, 2, -1, 3, -1]]), torch.tensor([[1, 1, 1, 1, 1, 0]]))
+    assert found.tolist() == [[2, 2, 2, 2, 3, -1]]
 
 
 def test_masked_tokens_without_any_turn_are_one_turn():
@@ -335,6 +341,13 @@ def test_gae_at_8192_tokens_is_as_good_as_float64(gamma, lam):
             expected[t], following = advantage, value
     advantages, _ = compute_gae(rewards, values, mask, gamma=gamma, lam=lam)
     assert relative_error(advantages[0], expected) < 1e-7
+
+
+def test_float64_inputs_are_not_rounded_to_float32():
+    mask, rewards = torch.ones(1, 3), torch.tensor([[0.0, 0.0, 1 + 1e-12]], dtype=torch.float64)
+    found = compute_returns_to_go(rewards, mask, gamma=1.0)
+    assert found.dtype == torch.float64
+    assert torch.equal(found, rewards[0, 2].expand(1, 3))
 
 
 def test_discounts_at_8192_tokens_are_exact_powers():

@@ -34,15 +34,15 @@ class GroupStatistics:
         self.std = (self._sum(self.centred**2) / (counts - 1).clamp(min=1)).sqrt()[self.index]  # (N,)
         largest = torch.zeros(self.num_groups, dtype=torch.float64, device=values.device)
         largest = largest.scatter_reduce(0, self.index, self.values.abs(), "amax")
-        self.has_spread = (self.count > 1) & (self.std > ZERO_VARIANCE * largest[self.index])  # (N,)
+        has_spread = (self.count > 1) & (self.std > ZERO_VARIANCE * largest[self.index])
+        self.is_judged = self.live & has_spread  # (N,) live rows of groups with spread
 
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         return torch.zeros(self.num_groups, dtype=torch.float64, device=x.device).index_add(0, self.index, x)
 
     def select(self, advantages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`advantages` for live rows of groups with spread, exactly 0 for the others."""
-        keep = self.live & self.has_spread
-        return torch.where(keep, advantages, 0.0).to(dtype)
+        return torch.where(self.is_judged, advantages, 0.0).to(dtype)
 
     def normalised(self) -> torch.Tensor:
         """(N,) float64: (value - group mean) / (group std + 1e-4), exactly 0 for rows that `select` leaves out."""

@@ -63,8 +63,7 @@ def turn_group_parts(
     by_outcome = GroupStatistics(outcome.double().masked_fill(lost, float("nan")), group_ids)
     by_process = GroupStatistics(process[:, 0].masked_fill(lost, float("nan")), group_ids)
     relative = (process - by_process.mean.unsqueeze(1)) / (by_process.std.unsqueeze(1) + STD_EPS)  # (B, K)
-    has_process = (by_process.live & by_process.has_spread).unsqueeze(1)
-    process_part = turns_to_tokens(torch.where(has_process, relative, 0.0), turn_ids)
+    process_part = turns_to_tokens(torch.where(by_process.is_judged.unsqueeze(1), relative, 0.0), turn_ids)
     outcome_part = by_outcome.normalised().unsqueeze(1).expand(turn_ids.shape)
     return torch.where(turn_ids >= 0, outcome_part, 0.0), process_part
 
