@@ -53,7 +53,6 @@ def value_loss(
             "usual), or infinity to switch clipping off."
         )
     new, old, target = (masked_values(x, mask) for x in (values, old_values.detach(), returns.detach()))  # float64
-    # Bounds rather than old + clip(new - old): inside the range the two errors must be equal to the last bit.
     clipped = new.clamp(old - cliprange_value, old + cliprange_value)
     free_error, clipped_error = (new - target) ** 2, (clipped - target) ** 2
     loss = 0.5 * torch.maximum(free_error, clipped_error).sum()
