@@ -1,0 +1,48 @@
+"""Training with real vLLM engines: after every sync the sampler has the trainer's weights."""
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from agent_r1_trl.generation import VLLMGenerator
+from tests.tokenizers import make_tokenizer
+from tests.trainers.helpers import AddEnv, make_policy, make_trainer
+
+pytestmark = pytest.mark.vllm
+
+LORA = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def make_vllm_trainer(tmp_path, **options):
+    # vLLM's attention on a CPU wants heads of at least 32.
+    policy = make_policy(make_tokenizer("qwen3"), hidden_size=64)
+    defaults = {
+        "use_vllm": True, "vllm_max_model_length": 512, "max_completion_length": 24, "max_steps": 2,
+        "learning_rate": 0.02, "temperature": 0.9,
+    }  # fmt: skip
+    return make_trainer(tmp_path, script=None, env=AddEnv, model=policy, **(defaults | options))
+
+
+def check_two_steps(trainer):
+    """Train; both steps change the weights, and the second rollout is made with those of the first step."""
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.train()
+    moved = max((value - before[name]).abs().max() for name, value in trainer.model.state_dict().items())
+    assert moved > 1e-3, "nothing was learned, so nothing had to be synced"
+    steps = [entry for entry in trainer.state.log_history if "sampling/importance_sampling_ratio/mean" in entry]
+    assert len(steps) == 2
+    for entry in steps:
+        assert entry["sampling/sampling_logp_difference/max"] < 1e-4
+        for kind in ("min", "mean", "max"):
+            assert entry[f"sampling/importance_sampling_ratio/{kind}"] == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("peft_config", [None, LORA], ids=["full", "lora"])
+def test_grpo_trains_with_vllm_in_process(tmp_path, peft_config):
+    trainer = make_vllm_trainer(tmp_path, peft_config=peft_config)
+    try:
+        check_two_steps(trainer)
+        assert isinstance(trainer._runner.generator, VLLMGenerator)
+    finally:
+        trainer._runner.generator.close()
+    assert torch.isfinite(torch.tensor(trainer.state.log_history[0]["loss"]))
