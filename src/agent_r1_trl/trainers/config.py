@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 from trl import GRPOConfig
 
+from agent_r1_trl.trainers.importance import UNITS
+
 TRUNCATION_POLICIES = ("keep", "mask", "penalise")
 RECORD_FORMATS = ("jsonl", "parquet", "none")
 GRPO_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "turn_grpo", "gigpo")
@@ -22,6 +24,8 @@ UNGROUPED_ESTIMATORS = ("reinforce_pp", *PPO_ESTIMATORS)
 """Estimators that work with one trajectory per prompt."""
 KL_REWARD_ESTIMATORS = ("reinforce_pp", "reinforce_pp_baseline", *PPO_ESTIMATORS)
 """Estimators that read token rewards, where a KL penalty can stand."""
+UPDATE_LAYOUTS = ("padded", "grouped", "packed", "shared")
+PACKED_LAYOUTS = ("packed", "shared")
 SCHEDULES = ("constant", "linear", "cosine")
 
 UNSUPPORTED_OPTIONS: dict[str, tuple[Any, str]] = {
@@ -139,6 +143,28 @@ class MultiTurnConfig(GRPOConfig):
         default=True, metadata={"help": "Keep observation tokens out of advantages (off: the paper's ablation)."}
     )
 
+    # ---- sampler and trainer (with vLLM)
+    importance_sampling_unit: str | None = field(
+        default=None,
+        metadata={
+            "help": "What shares one ratio of trainer's to sampler's probability: 'token', 'turn' or 'sequence'. "
+            "None: as `vllm_importance_sampling_mode` says, whose truncate/mask and bounds hold in any case."
+        },
+    )
+    importance_sampling_length_normalized: bool = field(
+        default=False,
+        metadata={"help": "The geometric mean of a turn's or sequence's ratios instead of their product."},
+    )
+
+    # ---- update
+    update_layout: str = field(
+        default="padded",
+        metadata={
+            "help": "How rows meet in a forward of the update: 'padded' as TRL does, 'grouped' by length with the "
+            "padding cut off, 'packed' without padding, 'shared' packed with each prompt of a group computed once."
+        },
+    )
+
     # ---- recording
     record_trajectories: str = field(
         default="jsonl",
@@ -178,8 +204,10 @@ class MultiTurnConfig(GRPOConfig):
             raise ValueError(f"rollout_timeout={self.rollout_timeout!r} must be seconds > 0, or None for no limit.")
         _check_choice(self, "truncated_trajectories", TRUNCATION_POLICIES)
         self._honour_mask_truncated_completions()
+        self._check_importance_sampling()
         _check_choice(self, "record_trajectories", RECORD_FORMATS)
         _check_choice(self, "thinking", ("keep", "off"))
+        self._check_update_layout()
         self._check_estimator()
         if not math.isfinite(self.truncation_penalty) or self.truncation_penalty > 0:
             raise ValueError(
@@ -195,6 +223,22 @@ class MultiTurnConfig(GRPOConfig):
                 f"scale_rewards={self.scale_rewards!r} has no meaning with advantage_estimator='rloo', which divides "
                 "by nothing. Remove scale_rewards, or use advantage_estimator='grpo'."
             )
+
+    def _check_importance_sampling(self) -> None:
+        """Ratios need the sampler's own probabilities, not those of a distribution that was cut."""
+        if self.importance_sampling_unit is not None:
+            _check_choice(self, "importance_sampling_unit", UNITS)
+        if not (self.use_vllm and self.vllm_importance_sampling_correction):
+            return
+        neutral = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
+        for name, accepted in neutral.items():
+            value = getattr(self, name)
+            if value not in accepted:
+                raise ValueError(
+                    f"{name}={value!r} with importance sampling: the engine samples from a cut distribution, the "
+                    f"trainer scores the whole one, and the ratio of the two is meaningless. Remove {name}, or set "
+                    "vllm_importance_sampling_correction=False."
+                )
 
     def _check_estimator(self) -> None:
         """The estimator, its parameters, and what goes with it."""
@@ -235,6 +279,14 @@ class MultiTurnConfig(GRPOConfig):
                 f"separate_process_advantages=True with advantage_estimator={name!r}: the critic's values belong to "
                 "the sum of both. Set separate_process_advantages=False and weigh the rewards instead "
                 "(process_reward_weight, outcome_reward_weight)."
+            )
+
+    def _check_update_layout(self) -> None:
+        _check_choice(self, "update_layout", UPDATE_LAYOUTS)
+        if self.update_layout in PACKED_LAYOUTS and self.advantage_estimator in PPO_ESTIMATORS:
+            raise ValueError(
+                f"update_layout={self.update_layout!r} packs rows, and the critic reads padded ones. Set "
+                "update_layout='grouped' or 'padded' for PPO."
             )
 
     def _honour_mask_truncated_completions(self) -> None:

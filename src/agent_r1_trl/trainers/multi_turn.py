@@ -6,14 +6,15 @@ prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> [re
 TRL 1.16 names this file touches (`tests/trainers/test_trl_contract.py` checks each):
 
 - overridden: `__init__`, `_generate`, `_generate_and_score_completions`, `_calculate_rewards`, `_compute_loss`,
-  `training_step`,
+  `_prepare_inputs`, `_get_per_token_logps_and_entropies`, `training_step`,
   `_save_checkpoint`, `_load_optimizer_and_scheduler`, `_set_signature_columns_if_needed`, `create_model_card`
 - read: `_metrics`, `_tokenizer`, `_is_vlm`, `eos_token_ids`, `reward_weights`, `reward_func_names`, `num_generations`,
   `num_generations_eval`, `model_wrapped`, `accelerator`, `state`
 - called: `_get_per_token_logps_and_entropies`
 - read and set: `_step`, `_buffered_inputs`, `use_vllm`, `beta`
 - output of `_generate_and_score_completions`: `advantages`, `tool_mask`, `prompt_ids`, `prompt_mask`,
-  `completion_ids`, `completion_mask`, `num_items_in_batch`, `old_per_token_logps`, `ref_per_token_logps`
+  `completion_ids`, `completion_mask`, `num_items_in_batch`, `old_per_token_logps`, `ref_per_token_logps`,
+  `sampling_per_token_logps`, `importance_sampling_ratio`
 
 No TRL method body is copied; `super()` does the scoring, the reference log-probs, the loss and the step.
 """
@@ -36,10 +37,11 @@ from trl.models import unwrap_model_for_generation
 
 from agent_r1_trl.advantages import masked_mean
 from agent_r1_trl.batching import batch_trajectories
+from agent_r1_trl.critic import base_causal_lm
 from agent_r1_trl.generation import SamplingParams, TransformersGenerator
 from agent_r1_trl.losses import kl_in_reward
 from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner, derive_seed, example_key
-from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
+from agent_r1_trl.trainers.config import PACKED_LAYOUTS, MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.credit import (
     Credit,
     estimate_credit,
@@ -51,8 +53,11 @@ from agent_r1_trl.trainers.credit import (
     weighted_turn_rewards,
 )
 from agent_r1_trl.trainers.env_source import env_name, has_own_reward, resolve_env_factory
+from agent_r1_trl.trainers.importance import ratio_by_turn, sampling_ratio
 from agent_r1_trl.trainers.metrics import rollout_metrics, trajectory_record
+from agent_r1_trl.trainers.micro_batches import regroup, trim_padding
 from agent_r1_trl.trainers.model_card import write_model_card
+from agent_r1_trl.trainers.packing import pack, packed_log_probs, use_packed_attention
 from agent_r1_trl.trainers.turn_rewards import add_turn_rewards, check_weights, schedule_factor
 from agent_r1_trl.trajectory import Trajectory
 
@@ -129,6 +134,7 @@ class MultiTurnTrainer(GRPOTrainer):
             )
         self._restore_arguments(config)
         self._prepare_rollout()
+        self._prepare_layout()
 
     @classmethod
     def _default_args(cls, model: Any) -> MultiTurnConfig:
@@ -201,6 +207,19 @@ class MultiTurnTrainer(GRPOTrainer):
             self._store = TrajectoryStore(
                 args.output_dir, format=args.record_trajectories, rank=self.accelerator.process_index
             )
+
+    def _prepare_layout(self) -> None:
+        self._loss_mask: torch.Tensor | None = None
+        if self.args.update_layout not in PACKED_LAYOUTS:
+            return
+        if self.aux_loss_enabled:
+            raise ValueError(
+                f"update_layout={self.args.update_layout!r}: the router's auxiliary loss is averaged over padded rows. "
+                "Set router_aux_loss_coef=0.0, or update_layout='grouped'."
+            )
+        use_packed_attention(base_causal_lm(self.model))
+        if self.ref_model is not None:
+            use_packed_attention(self.accelerator.unwrap_model(self.ref_model))
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
@@ -370,6 +389,8 @@ class MultiTurnTrainer(GRPOTrainer):
         finally:
             self._rollout_trajectories = None
         self._add_reward_functions(trajectories)
+        if "importance_sampling_ratio" in output:
+            self._weigh_mismatch(output, trajectories)
         output |= self._credit(output, trajectories)
         if not self.args.loss_mask:
             self._open_loss_mask(output, trajectories)
@@ -378,6 +399,33 @@ class MultiTurnTrainer(GRPOTrainer):
         self._log_rollout(trajectories, mode)
         self._record(trajectories, output["advantages"], mode)
         return output
+
+    def _weigh_mismatch(self, output: dict[str, Any], trajectories: list[Trajectory]) -> None:
+        """Log the sampler's mismatch by turn; replace TRL's ratios where our settings ask for another unit."""
+        args, mode = self.args, "train" if self.model.training else "eval"
+        difference = output["old_per_token_logps"] - output["sampling_per_token_logps"]  # (B, T)
+        batch = batch_trajectories(trajectories, length=difference.shape[1])
+        mask, turn_ids = batch.action_mask.to(difference.device), batch.turn_ids.to(difference.device)
+        sums: dict[int, list[float]] = {}
+        for local in gather_object([ratio_by_turn(difference, mask, turn_ids)]):
+            for turn, (total, count) in local.items():
+                entry = sums.setdefault(turn, [0.0, 0])
+                entry[0] += total
+                entry[1] += count
+        for turn, (total, count) in sorted(sums.items()):
+            self._metrics[mode][f"sampling/ratio_turn_{turn}"].append(total / count)
+        if args.importance_sampling_unit is None and not args.importance_sampling_length_normalized:
+            return
+        unit, _, constraint = args.vllm_importance_sampling_mode.partition("_")
+        output["importance_sampling_ratio"] = sampling_ratio(
+            difference,
+            mask,
+            turn_ids,
+            unit=args.importance_sampling_unit or unit,
+            length_normalized=args.importance_sampling_length_normalized,
+            bounds=(args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max),
+            is_masked=constraint == "mask",
+        )
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
@@ -478,10 +526,39 @@ class MultiTurnTrainer(GRPOTrainer):
         beta: float = vars(self)["beta"]
         if self.env_factory is not None and self.args.kl_placement == "reward":
             self.beta = 0.0
+        if self.env_factory is not None and self.args.update_layout in PACKED_LAYOUTS:
+            self._loss_mask = inputs["completion_mask"] * inputs["tool_mask"]  # (B, T)
+            # A token that the loss leaves out gets log-prob 0: so must what it is compared with.
+            inputs = {
+                name: value * self._loss_mask if name.endswith("per_token_logps") and value is not None else value
+                for name, value in inputs.items()
+            }
         try:
             return super()._compute_loss(model, inputs)
         finally:
-            self.beta = beta
+            self.beta, self._loss_mask = beta, None
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> tuple:
+        """TRL's log-probs and entropies, (B, T) each; with a packed layout from a forward without padding.
+
+        In the loss, tokens outside its mask get 0.
+        """
+        if self.env_factory is None or self.args.update_layout not in PACKED_LAYOUTS:
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
+        scored = attention_mask[:, -logits_to_keep:] if self._loss_mask is None else self._loss_mask
+        backbone = base_causal_lm(self.accelerator.unwrap_model(model)).base_model
+        size = kwargs.get("batch_size") or len(input_ids)
+        parts = []
+        for chunk in zip(*(tensor.split(size) for tensor in (input_ids, attention_mask, scored)), strict=True):
+            batch = pack(*chunk, share_prompts=self.args.update_layout == "shared")
+            with self.accelerator.autocast():
+                parts.append(packed_log_probs(model, backbone, batch))
+        log_probs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
+        return log_probs, entropies, None
 
     def _is_lost(self, trajectories: list[Trajectory]) -> torch.Tensor:
         """(B,) bool: trajectories that leave every baseline (not the policy's fault, or nobody scored them)."""
@@ -510,6 +587,21 @@ class MultiTurnTrainer(GRPOTrainer):
         output["num_items_in_batch"] = self.accelerator.gather(output["tool_mask"].sum()).sum()
 
     # ---------------------------------------------------------------- metrics and records
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """TRL's next micro-batch, its rows chosen and its padding cut as `update_layout` says."""
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        layout, buffer = self.args.update_layout, self._buffered_inputs
+        if self.env_factory is None or layout in ("padded", "packed") or not self.model.training:
+            return inputs
+        per_generation, per_update = self.args.steps_per_generation, self.args.gradient_accumulation_steps
+        stays_in_update = per_generation % per_update == 0 or per_update % per_generation == 0
+        if buffer is not before and stays_in_update:
+            by = "length" if layout == "grouped" else "prompt"
+            self._buffered_inputs = regroup(buffer, steps_per_update=per_update, by=by)
+            inputs = self._buffered_inputs[self._step % per_generation]
+        return trim_padding(inputs) if layout == "grouped" else inputs
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """TRL's step; what it takes without the rollout is logged as `time/update_s`."""
