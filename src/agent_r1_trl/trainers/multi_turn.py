@@ -214,8 +214,8 @@ class MultiTurnTrainer(GRPOTrainer):
             return
         if self.aux_loss_enabled:
             raise ValueError(
-                f"update_layout={self.args.update_layout!r}: the router's auxiliary loss is averaged over padded rows. "
-                "Set router_aux_loss_coef=0.0, or update_layout='grouped'."
+                f"update_layout={self.args.update_layout!r}: the router's auxiliary loss is an average over padded "
+                "rows. Set router_aux_loss_coef=0.0, or update_layout='grouped'."
             )
         use_packed_attention(base_causal_lm(self.model))
         if self.ref_model is not None:
@@ -590,16 +590,16 @@ class MultiTurnTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """TRL's next micro-batch, its rows chosen and its padding cut as `update_layout` says."""
-        before = self._buffered_inputs
+        before = vars(self)["_buffered_inputs"]
         inputs = super()._prepare_inputs(generation_batch)
-        layout, buffer = self.args.update_layout, self._buffered_inputs
+        layout, buffer = self.args.update_layout, vars(self)["_buffered_inputs"]
         if self.env_factory is None or layout in ("padded", "packed") or not self.model.training:
             return inputs
         per_generation, per_update = self.args.steps_per_generation, self.args.gradient_accumulation_steps
         stays_in_update = per_generation % per_update == 0 or per_update % per_generation == 0
         if buffer is not before and stays_in_update:
-            by = "length" if layout == "grouped" else "prompt"
-            self._buffered_inputs = regroup(buffer, steps_per_update=per_update, by=by)
+            by_prompt = layout == "shared"
+            self._buffered_inputs = regroup(buffer, steps_per_update=per_update, by_prompt=by_prompt)
             inputs = self._buffered_inputs[self._step % per_generation]
         return trim_padding(inputs) if layout == "grouped" else inputs
 
