@@ -82,17 +82,3 @@ def test_the_constraints_satisfy_the_declared_requirements():
 
 def is_requirement(line: str) -> bool:
     return bool(line.strip()) and not line.startswith(("#", "agent-r1-trl"))
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "recipes" / "accelerate_configs").glob("*.yaml")), ids=lambda p: p.name
-)
-def test_accelerate_reads_every_configuration_of_ours(path):
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    config = load_config_from_file(str(path))
-    expected = {"single": "NO", "ddp": "MULTI_GPU"}.get(path.stem, "DEEPSPEED")
-    assert config.distributed_type == expected
-    assert config.use_cpu == path.stem.endswith("_cpu")
-    if expected == "DEEPSPEED":
-        assert config.deepspeed_config["zero_stage"] == int(path.stem.removesuffix("_cpu")[-1])

@@ -64,10 +64,14 @@ class TrainArguments(TaskArguments):
     turn_reward_funcs: list[str] | None = field(
         default=None, metadata={"help": "Import paths of functions that return one reward per turn."}
     )
+    num_processes_expected: int | None = field(
+        default=None, metadata={"help": "Processes this recipe is made for; any other number is refused. None: any."}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_trainer(self.trainer)
+        check_positive("num_processes_expected", self.num_processes_expected)
         if self.env and self.tools:
             raise UsageError(
                 f"env={self.env!r} and tools={self.tools!r}: an environment brings its own tools. Remove one of them."

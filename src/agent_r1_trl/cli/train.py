@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.cli.errors import UsageError, is_main_process, run_command
+from agent_r1_trl.cli.launch import check_launcher, check_num_processes
 from agent_r1_trl.cli.recipe import read_recipe, split_config
 
 if TYPE_CHECKING:
@@ -26,10 +27,12 @@ COMMAND = "agent-r1-trl train"
 
 def run(argv: Sequence[str]) -> int:
     """Train; returns the exit code."""
+    check_launcher(os.environ)
     config_path, _ = split_config(argv)
     find_trainer(argv)  # a mistake in the file shows before seconds of imports
     _use_one_gpu_per_process()
     script_args, args, model_args = read_arguments(argv)
+    check_num_processes(os.environ, args.world_size, script_args.num_processes_expected)
     console = _console()
     task = _task(script_args)
     train_dataset, eval_dataset = _data(script_args, args)

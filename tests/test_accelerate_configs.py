@@ -1,0 +1,143 @@
+"""The accelerate configurations load, agree with each other, and too few processes are noticed.
+
+Covered: every file of recipes/accelerate_configs, its line in the README there, and what `train` says when a launcher
+starts fewer processes than asked. Not covered: training under each of them (the distributed tests do that on two CPU
+processes); zero3_offload and multi_node are read, never run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+
+from agent_r1_trl.cli import train
+from agent_r1_trl.cli.errors import UsageError
+from agent_r1_trl.cli.launch import check_launcher, check_num_processes
+
+FOLDER = Path(__file__).resolve().parents[1] / "recipes" / "accelerate_configs"
+FILES = sorted(FOLDER.glob("*.yaml"))
+STAGES = {
+    "single_gpu": None,
+    "ddp": None,
+    "zero1": 1,
+    "zero2": 2,
+    "zero3": 3,
+    "zero3_offload": 3,
+    "multi_node": 3,
+    "cpu_2proc": 2,
+    "cpu_2proc_zero3": 3,
+}
+each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+LONE_PROCESS = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}
+
+
+def test_the_files_are_those_that_are_documented():
+    assert {path.stem for path in FILES} == set(STAGES)
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert all(f"| `{path.name}` |" in readme for path in FILES)
+
+
+@each_file
+def test_accelerate_reads_it(path):
+    config = load_config_from_file(str(path))
+    kind = {"single_gpu": "NO", "ddp": "MULTI_GPU"}.get(path.stem, "DEEPSPEED")
+    assert config.distributed_type == kind
+    assert config.use_cpu == path.stem.startswith("cpu_")
+    assert config.num_processes == {"single_gpu": 1, "multi_node": 16}.get(path.stem, 2 if config.use_cpu else 8)
+    assert config.num_machines == (2 if path.stem == "multi_node" else 1)
+    assert config.mixed_precision == ("no" if config.use_cpu or path.stem == "single_gpu" else "bf16")
+
+
+@each_file
+def test_its_deepspeed_section_fits_its_name(path):
+    section = yaml.safe_load(path.read_text(encoding="utf-8")).get("deepspeed_config")
+    if STAGES[path.stem] is None:
+        assert section is None
+        return
+    assert section["zero_stage"] == STAGES[path.stem]
+    place = "cpu" if path.stem.endswith("_offload") else "none"
+    assert (section["offload_optimizer_device"], section["offload_param_device"]) == (place, place)
+    # Without it a checkpoint of a ZeRO-3 run holds shards that only DeepSpeed reads.
+    assert section.get("zero3_save_16bit_model", False) == (STAGES[path.stem] == 3)
+    assert "deepspeed_config_file" not in section
+
+
+def test_the_gpu_configurations_differ_in_what_they_split_and_in_nothing_else():
+    common = {}
+    for name in ("ddp", "zero1", "zero2", "zero3", "zero3_offload"):
+        values = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+        for key in ("distributed_type", "deepspeed_config", "gpu_ids"):
+            values.pop(key, None)
+        common[name] = values
+    assert all(values == common["ddp"] for values in common.values()), common
+
+
+def test_a_lone_process_of_a_launch_of_several_is_refused():
+    with pytest.raises(UsageError, match=r"num_processes: .* started 1; .*torchrun --nproc_per_node 2"):
+        check_launcher(LONE_PROCESS)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"MASTER_ADDR": "10.0.0.1"},
+        {"ACCELERATE_MIXED_PRECISION": "bf16"},
+        LONE_PROCESS | {"WORLD_SIZE": "2", "RANK": "0"},
+        LONE_PROCESS | {"OMPI_COMM_WORLD_SIZE": "2"},
+    ],
+    ids=["plain", "cluster", "one process", "torchrun", "mpi"],
+)
+def test_a_launch_that_did_what_it_was_asked_passes(environment):
+    check_launcher(environment)
+
+
+@pytest.mark.parametrize(("running", "expected"), [(1, None), (2, 2), (4, None)])
+def test_the_expected_number_of_processes_passes(running, expected):
+    check_num_processes({"WORLD_SIZE": str(running)}, running, expected)
+
+
+def test_another_number_than_the_recipe_expects_is_refused():
+    with pytest.raises(UsageError, match=r"num_processes_expected=8: 2 process.*--num_processes 8"):
+        check_num_processes({"WORLD_SIZE": "2"}, 2, 8)
+
+
+def test_processes_that_do_not_train_together_are_refused():
+    with pytest.raises(UsageError, match=r"WORLD_SIZE=2: .*announced 2 processes and 1 train together"):
+        check_num_processes({"WORLD_SIZE": "2"}, 1, None)
+
+
+def test_train_notices_that_accelerate_started_one_process_of_two(tmp_path):
+    """Through the real launcher: the reason for the check is what it does, not what it says it does."""
+    config = tmp_path / "cpu.yaml"
+    values = yaml.safe_load((FOLDER / "cpu_2proc.yaml").read_text(encoding="utf-8"))
+    del values["deepspeed_config"]
+    config.write_text(yaml.safe_dump(values | {"distributed_type": "MULTI_CPU"}), encoding="utf-8")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--quiet"]
+    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [*command, "-m", "agent_r1_trl.cli.train", "--config", "none.yaml"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    assert "num_processes: accelerate launch was told to start several processes" in done.stderr
+
+
+def test_train_refuses_a_recipe_made_for_more_processes(tmp_path, monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    recipe = tmp_path / "recipe.yaml"
+    settings = {"model_name_or_path": "none", "env": "search_qa", "output_dir": str(tmp_path), "use_cpu": True}
+    recipe.write_text(yaml.safe_dump(settings | {"num_processes_expected": 2}), encoding="utf-8")
+    with pytest.raises(UsageError, match="num_processes_expected=2: 1 process"):
+        train.run(["--config", str(recipe)])
