@@ -557,8 +557,8 @@ class MultiTurnTrainer(GRPOTrainer):
             batch = pack(*chunk, share_prompts=self.args.update_layout == "shared")
             with self.accelerator.autocast():
                 parts.append(packed_log_probs(model, backbone, batch))
-        log_probs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
-        return log_probs, entropies, None
+        log_probs, entropies = zip(*parts, strict=True)
+        return torch.cat(log_probs), torch.cat(entropies) if entropies[0] is not None else None, None
 
     def _is_lost(self, trajectories: list[Trajectory]) -> torch.Tensor:
         """(B,) bool: trajectories that leave every baseline (not the policy's fault, or nobody scored them)."""

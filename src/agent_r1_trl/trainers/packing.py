@@ -147,8 +147,8 @@ def _rows_by_prompt(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor) -> list
     return list(groups.values())
 
 
-def packed_log_probs(model: Any, backbone: nn.Module, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies, (B, T), 0 where nothing is scored.
+def packed_log_probs(model: Any, backbone: nn.Module, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs and entropies, (B, T), 0 where nothing is scored; no entropies from a head that has none.
 
     Args:
         model: a causal LM with TRL's fused head, wrapped or not, prepared by `use_packed_attention`.
@@ -164,7 +164,8 @@ def packed_log_probs(model: Any, backbone: nn.Module, batch: PackedBatch) -> tup
             shift_labels=batch.labels,
             fused_lm_head=True,
         )
-    return _spread(output.log_probs, batch.scored), _spread(output.entropy, batch.scored)
+    entropies = None if output.entropy is None else _spread(output.entropy, batch.scored)
+    return _spread(output.log_probs, batch.scored), entropies
 
 
 def _spread(values: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
