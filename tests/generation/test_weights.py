@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import MixtralConfig
 
+from agent_r1_trl.critic import attach_critic, critic_parameters
 from agent_r1_trl.generation.vllm_generator import check_reloadable
 from agent_r1_trl.generation.weights import policy_weights
 from tests.generation.helpers import tiny_model
@@ -126,3 +127,20 @@ def test_quantised_weights_under_an_adapter_are_refused():
     layer.weight = nn.Parameter(torch.zeros(32, 32, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(ValueError, match=r"q_proj has an adapter on quantised weights"):
         dict(policy_weights(model))
+
+
+@pytest.mark.parametrize("kind", ["head", "model", "adapter"])
+def test_a_critic_is_never_sent(kind):
+    plain = tiny_model()
+    model = adapted_model("lora") if kind == "adapter" else tiny_model()
+    expected = {name: value.clone() for name, value in policy_weights(model)}
+    attach_critic(model, kind)
+    if kind == "adapter":
+        model.base_model.set_adapter(["default", "critic"])
+    with torch.no_grad():
+        for parameter in critic_parameters(model).values():
+            parameter.normal_()
+    sent = dict(policy_weights(model))
+    assert sent.keys() == expected.keys() == set(plain.state_dict())
+    assert all(torch.equal(value, expected[name]) for name, value in sent.items())
+    assert set(dict(policy_weights(model, only_trainable=True))) <= set(expected)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from agent_r1_trl.generation.scripted import ScriptedGenerator
     from agent_r1_trl.generation.transformers_generator import TransformersGenerator
     from agent_r1_trl.generation.vllm_generator import VLLMGenerator
+    from agent_r1_trl.generation.vllm_server import VLLMServerGenerator
 
 _MODULE_OF = {
     "Generation": "base",
@@ -19,6 +20,7 @@ _MODULE_OF = {
     "ScriptedGenerator": "scripted",
     "TransformersGenerator": "transformers_generator",
     "VLLMGenerator": "vllm_generator",
+    "VLLMServerGenerator": "vllm_server",
 }
 __all__ = [
     "Generation",
@@ -28,6 +30,7 @@ __all__ = [
     "ScriptedGenerator",
     "TransformersGenerator",
     "VLLMGenerator",
+    "VLLMServerGenerator",
 ]
 
 

@@ -6,6 +6,7 @@ prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rew
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -51,6 +52,17 @@ class Generator(Protocol):
             params: sampling settings.
         """
         ...
+
+
+@dataclass
+class TrajectorySlot:
+    """What a back end remembers about one trajectory, such as the server that holds its keys and values."""
+
+    place: int | None = None
+
+
+current_slot: ContextVar[TrajectorySlot | None] = ContextVar("current_slot", default=None)
+"""The slot of the trajectory whose task is running; the rollout sets it."""
 
 
 class GenerationError(RuntimeError):

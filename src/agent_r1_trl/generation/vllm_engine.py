@@ -46,7 +46,7 @@ def build_engine(
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             _keep_process_group()
         if is_cpu:
-            _prepare_cpu()
+            keep_weights_loadable()
         settings: dict[str, Any] = {
             "model": model,
             "skip_tokenizer_init": True,
@@ -69,8 +69,8 @@ def build_engine(
         return LLMEngine.from_engine_args(EngineArgs(**{**settings, **options}))
 
 
-def _prepare_cpu() -> None:
-    """Keep weights where new ones can be loaded.
+def keep_weights_loadable() -> None:
+    """Keep weights where new ones can be loaded, on a CPU. Before the model is loaded, in the process that loads it.
 
     With oneDNN or the SGL kernels, vLLM's linear layers on a CPU repack their weights once, after the first load, and
     empty or forget the parameter. Loading new weights then raises, or is silently without effect: log-probabilities

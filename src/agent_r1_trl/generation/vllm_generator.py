@@ -37,6 +37,28 @@ def check_reloadable(engine_model: nn.Module) -> None:
             raise ValueError("on a CPU the experts of a mixture cannot be replaced; set use_vllm=False.")
 
 
+def load_weights(engine_model: Any, weights: Iterable[tuple[str, torch.Tensor]], *, is_complete: bool) -> None:
+    """Load weights into vLLM's own model, in the process that holds it.
+
+    Args:
+        engine_model: the model of a worker.
+        weights: checkpoint name and tensor.
+        is_complete: nothing may be missing.
+
+    Raises:
+        ValueError: see `check_reloadable`.
+        KeyError: the model needs a weight that did not come.
+    """
+    check_reloadable(engine_model)
+    with torch.no_grad():
+        loaded = engine_model.load_weights(weights)
+    # Experts are loaded under other names than the parameters they end up in.
+    needed = {name for name, _ in engine_model.named_parameters() if ".experts." not in name}
+    missing = sorted(needed - set(loaded or ()))
+    if is_complete and loaded is not None and missing:
+        raise KeyError(f"no value for {', '.join(missing[:5])}")
+
+
 class VLLMGenerator(ThreadedGenerator):
     """A `Generator` on a vLLM engine in this process.
 
@@ -112,20 +134,13 @@ class VLLMGenerator(ThreadedGenerator):
         """
 
         def load(engine_model: nn.Module) -> None:
-            check_reloadable(engine_model)
-            loaded = engine_model.load_weights(weights)  # type: ignore[operator]
-            # Experts are loaded under other names than the parameters they end up in.
-            needed = {name for name, _ in engine_model.named_parameters() if ".experts." not in name}
-            missing = sorted(needed - set(loaded or ()))
-            if is_complete and loaded is not None and missing:
-                raise KeyError(f"no value for {', '.join(missing[:5])}")
+            load_weights(engine_model, weights, is_complete=is_complete)
 
         with self._engine_lock:
             if self._is_asleep:
                 self._engine.wake_up(tags=["weights"])
             try:
-                with torch.no_grad():
-                    self._engine.apply_model(load)
+                self._engine.apply_model(load)
             except (AttributeError, KeyError, ValueError, AssertionError, RuntimeError) as error:
                 raise ValueError(
                     f"vLLM could not load the policy's weights ({type(error).__name__}: {error}). "
@@ -156,6 +171,10 @@ class VLLMGenerator(ThreadedGenerator):
                     if output.request_id == name and output.finished:
                         scores = output.prompt_logprobs[1:]
                         return [entry[token_id].logprob for entry, token_id in zip(scores, token_ids[1:], strict=True)]
+
+    def scores(self, token_ids: list[int]) -> dict[str, list[float]]:
+        """`score` of every engine behind this generator, by its name: here the one in this process."""
+        return {"the engine in this process": self.score(token_ids)}
 
     # ---------------------------------------------------------------- memory
 

@@ -6,7 +6,8 @@ prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewar
 Adapters are merged into copies, one layer at a time. Merging into the live weights and subtracting again, step after
 step, would let low-precision weights drift.
 
-Covered here: full models, PEFT adapters, `modules_to_save`. Not covered: quantised base weights, FSDP shards.
+Covered here: full models, PEFT adapters, `modules_to_save`; a PPO critic inside the policy is left out. Not covered:
+quantised base weights, FSDP shards.
 """
 
 from __future__ import annotations
@@ -21,9 +22,18 @@ from torch import nn
 
 Gather = Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
 
+_CRITIC_MODULES = ("value_head", "critic_backbone")
+CRITIC_ADAPTER = "critic"
+"""A PPO critic lives inside the policy (see `agent_r1_trl.critic`); a sampler has no place for it."""
+
+
+def gather_nothing(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+    """For parameters that are whole already."""
+    return nullcontext()
+
 
 def policy_weights(
-    model: nn.Module, *, only_trainable: bool = False, gather: Gather = lambda parameters: nullcontext()
+    model: nn.Module, *, only_trainable: bool = False, gather: Gather = gather_nothing
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights that the model computes with, active adapters included.
 
@@ -67,6 +77,9 @@ def _in_memory_weights(base: nn.Module, *, only_trainable: bool, gather: Gather)
     for name, module in base.named_modules():
         if name.startswith(inside):
             continue
+        if name.split(".")[-1] in _CRITIC_MODULES:
+            inside += (f"{name}.",)
+            continue
         if isinstance(module, (BaseTunerLayer, TrainableTokensWrapper)):
             inside += (f"{name}.",)
             with gather(list(module.parameters())):
@@ -93,7 +106,9 @@ def _merged(name: str, layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
             f"{name} has an adapter on quantised weights, which cannot be merged for another engine. "
             "Load the base model without quantisation, or generate with transformers (use_vllm=False)."
         )
-    adapters = [] if layer.disable_adapters else [a for a in layer.active_adapters if a not in layer.merged_adapters]
+    adapters = [name for name in layer.active_adapters if name not in (*layer.merged_adapters, CRITIC_ADAPTER)]
+    if layer.disable_adapters:
+        adapters = []
     if not adapters or _is_plain_lora(layer, adapters):
         for parameter_name, parameter in base.named_parameters():
             merged = parameter.data

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agent_r1_trl.generation.base import Generator, SamplingParams
+from agent_r1_trl.generation.base import Generator, SamplingParams, TrajectorySlot, current_slot
 from agent_r1_trl.rollout.chat import ChatFormat
 from agent_r1_trl.rollout.draft import Draft, RolloutRequest
 from agent_r1_trl.rollout.env_session import EnvSession
@@ -85,6 +85,7 @@ class RolloutRunner:
         sessions = [EnvSession(self.env_factory, truncate=self.chat.truncate) for _ in requests]
 
         async def play(draft: Draft, session: EnvSession) -> Trajectory:
+            current_slot.set(TrajectorySlot())
             async with places:
                 trajectory = await run_trajectory(
                     draft, session, self.generator, self.chat, self.limits, params or self.params

@@ -1,0 +1,137 @@
+"""JSON over HTTP with pooled connections, timeouts and retries, on an event loop of its own.
+
+prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+A loop of its own lets one pool of connections serve every caller: the trajectories of a rollout, each rollout perhaps
+on another loop, and the trainer's thread, which has none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+_BUSY = (408, 425, 429, 500, 502, 503, 504)
+
+
+class HTTPError(RuntimeError):
+    """An answer that is not 2xx, or none at all.
+
+    Args:
+        message: names the URL and what the server said.
+        status: of the answer; None without one.
+    """
+
+    def __init__(self, message: str, status: int | None = None):
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether the same request may succeed a little later."""
+        return self.status is None or self.status in _BUSY
+
+
+class HTTPClient:
+    """POST and GET of JSON.
+
+    Args:
+        max_connections: kept open at the same time, to each server.
+        timeout_s: for one answer.
+        max_attempts: for requests that may be repeated; waits of about 0.5, 1, 2, ... (at most 10) seconds between.
+    """
+
+    def __init__(self, *, max_connections: int = 256, timeout_s: float = 600.0, max_attempts: int = 5):
+        self._max_connections = max_connections
+        self._timeout_s = timeout_s
+        self._max_attempts = max_attempts
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._session: Any = None
+
+    def start(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Run on the client's loop; from any thread. `asyncio.wrap_future` makes it awaitable on another loop."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run_until_stopped, args=(self._loop,), name="http", daemon=True).start()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """`start` and wait."""
+        return self.start(coroutine).result()
+
+    async def request(self, method: str, url: str, body: Any = None) -> Any:
+        """One attempt: the answer's JSON (None if it is empty).
+
+        Raises:
+            HTTPError: no answer in time, none at all, or one that is not 2xx.
+        """
+        import aiohttp
+
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, limit_per_host=self._max_connections),
+                timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=min(10.0, self._timeout_s)),
+            )
+        try:
+            async with self._session.request(method, url, json=body) as answer:
+                if answer.status >= 300:
+                    text = (await answer.text())[:500]
+                    raise HTTPError(f"{method} {url} was answered with {answer.status}: {text}", answer.status)
+                return await answer.json() if await answer.read() else None
+        except TimeoutError as error:
+            raise HTTPError(f"{method} {url} had no answer within {self._timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise HTTPError(f"{method} {url} failed: {type(error).__name__}: {error}") from error
+
+    async def retried(self, method: str, url_of: Callable[[int], str], body: Any = None) -> Any:
+        """`request`, repeated with growing waits while the failure may pass.
+
+        Args:
+            method: GET, or a POST that may be repeated.
+            url_of: attempt number (0, 1, ...) to URL: a retry may go to another server.
+            body: JSON.
+
+        Raises:
+            HTTPError: of the last attempt.
+        """
+        from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random
+
+        attempts = AsyncRetrying(
+            stop=stop_after_attempt(self._max_attempts),
+            wait=wait_exponential(multiplier=0.5, max=10.0) + wait_random(0.0, 0.5),
+            retry=retry_if_exception(lambda error: isinstance(error, HTTPError) and error.is_passing),
+            reraise=True,
+        )
+        async for attempt in attempts:
+            with attempt:
+                return await self.request(method, url_of(attempt.retry_state.attempt_number - 1), body)
+
+    def close(self) -> None:
+        """Close the connections; requests that are under way are cancelled."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            asyncio.run_coroutine_threadsafe(self._end(), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()

@@ -1,0 +1,88 @@
+"""Do sampler and trainer have the same weights? A few log-probabilities tell.
+
+prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> [sync weights] -> next rollout
+
+A sampler that silently keeps older weights, or has them in another precision, makes training off-policy: nothing
+fails, the run only learns worse. So every sync is checked.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+PROBE_TEXT = (
+    "Question: which river flows through Paris, and how long is it? I will search first. The Seine is a river of 777 "
+    "kilometres in northern France; it rises near Dijon and reaches the sea at Le Havre. Answer: the Seine, 777 km."
+)
+"""Plain text, whose tokens are likely: rounding shows most in the log-probabilities of unlikely ones."""
+
+
+class SyncError(RuntimeError):
+    """The sampler's log-probabilities are not the trainer's."""
+
+
+@torch.no_grad()
+def policy_scores(model: nn.Module, token_ids: list[int]) -> list[float]:
+    """What `generator.scores` must answer: log-probabilities at temperature 1, (N,) ids to (N - 1,) numbers.
+
+    The model runs without dropout, as a sampler does. A collective call where parameters are sharded.
+    """
+    device = next(model.parameters()).device
+    ids = torch.tensor([token_ids], device=device)  # (1, N)
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :-1].float()  # (N - 1, V)
+    finally:
+        for module in training:
+            module.training = True
+    return torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None]).squeeze(1).tolist()
+
+
+def default_max_gap(model: nn.Module) -> float:
+    """1e-3 for float32, where only the order of sums differs; 0.05 for what rounds to 8 or 11 bits."""
+    return 1e-3 if all(parameter.dtype == torch.float32 for parameter in model.parameters()) else 0.05
+
+
+def probe_sync(generator: Any, model: nn.Module, token_ids: list[int], *, max_gap: float | None = None) -> float:
+    """Compare the log-probabilities of sampler and trainer, right after a sync.
+
+    Args:
+        generator: has `scores(token_ids)`.
+        model: the policy, unwrapped.
+        token_ids: (N,), N >= 2; likely text.
+        max_gap: of the mean absolute difference; None for `default_max_gap`.
+
+    Returns:
+        The largest mean absolute difference of all engines behind the generator.
+
+    Raises:
+        SyncError: the gap is above `max_gap`. On quantised base weights, which a sampler holds in another form, this
+            is a warning.
+    """
+    max_gap = default_max_gap(model) if max_gap is None else max_gap
+    expected = policy_scores(model, token_ids)
+    gaps = {
+        name: sum(abs(left - right) for left, right in zip(scores, expected, strict=True)) / len(expected)
+        for name, scores in generator.scores(token_ids).items()
+    }
+    name, gap = max(gaps.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
+    if gap <= max_gap:
+        return gap
+    message = (
+        f"After the weight sync, the log-probabilities of {name} and of the trainer differ by {gap:.3g} on average "
+        f"over {len(expected)} tokens; max_sync_logprob_gap allows {max_gap:g}. Likely causes: a stale adapter or "
+        "stale weights (the engine runs another adapter, or kernels that repacked the old weights: on a CPU start "
+        "the server with the worker extension, see docs/serving.md); another dtype (start the engine with the "
+        "trainer's); another model or template (the server was started from another checkpoint, so vocabulary or "
+        "chat template differ). If the difference is only rounding, raise max_sync_logprob_gap."
+    )
+    if any(not parameter.is_floating_point() for parameter in model.parameters()):
+        warnings.warn(message, stacklevel=2)
+        return gap
+    raise SyncError(message)

@@ -1,0 +1,44 @@
+"""A real vLLM server with a tiny random model, against transformers."""
+
+import pytest
+
+from agent_r1_trl.generation import Generator, VLLMServerGenerator
+from tests.generation.helpers import GREEDY, PROMPTS, forward_logprobs, make_generator, run
+from tests.generation.test_vllm import STOP_ID, random_policy
+from tests.servers import vllm_server
+
+pytestmark = pytest.mark.vllm
+
+PROBE = [20 + 7 * index % 60 for index in range(200)]  # more than one block of the prefix cache
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    random_policy(1).save_pretrained(folder / "model")
+    with vllm_server(folder / "model", folder, "--skip-tokenizer-init") as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def engine(url):
+    generator = VLLMServerGenerator([url], stop_token_ids=[STOP_ID])
+    yield generator
+    generator.close()
+
+
+@pytest.fixture
+def policy(engine):
+    """The model whose weights the server has now."""
+    model = random_policy().eval()
+    engine.sync(model)
+    return model
+
+
+def test_greedy_ids_equal_those_of_transformers(engine, policy):
+    assert isinstance(engine, Generator)
+    ours = run(engine, PROMPTS, params=GREEDY, max_tokens=20)
+    theirs = run(make_generator(policy, [STOP_ID]), PROMPTS, params=GREEDY, max_tokens=20)
+    for prompt, left, right in zip(PROMPTS, ours, theirs, strict=True):
+        assert (left.token_ids, left.stop) == (right.token_ids, right.stop)
+        assert left.logprobs == pytest.approx(forward_logprobs(policy, prompt, left, 1.0), abs=1e-4)
