@@ -22,7 +22,7 @@ LEVELS = [
     {"advantages", "losses", "critic"},
     {"echo_trap"},
     {"trainers"},
-    {"evaluation", "recording", "publishing", "doctor"},
+    {"evaluation", "recording", "publishing", "doctor", "memory"},
     {"cli"},
 ]
 LEVEL_OF = {module: level for level, modules in enumerate(LEVELS) for module in modules}

@@ -1,0 +1,7 @@
+"""How much memory a training run needs, line by line, before anything is loaded."""
+
+from agent_r1_trl.memory.estimate import Estimate, Line, estimate_memory
+from agent_r1_trl.memory.setup import MemorySetup
+from agent_r1_trl.memory.shape import ModelShape, read_shape
+
+__all__ = ["Estimate", "Line", "MemorySetup", "ModelShape", "estimate_memory", "read_shape"]

@@ -1,0 +1,285 @@
+"""The estimate: one line per thing that lies in memory, each with its formula.
+
+The most that one GPU holds is what is always there plus the larger of what the update and the rollout add. Sources:
+Rajbhandari et al. 2020 (ZeRO, 16 bytes per parameter and what each stage divides), Dettmers et al. 2023 (QLoRA, bits
+per weight), DeepSpeed's defaults for its buffers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agent_r1_trl.memory.activations import activation_bytes, head_bytes, layer_bytes, tokens
+from agent_r1_trl.memory.setup import MemorySetup
+from agent_r1_trl.memory.shape import ModelShape
+
+GIB = 1024**3
+PHASES = ("always", "update", "rollout")
+CONTEXT_BYTES = GIB
+"""CUDA context, workspaces of cuBLAS and NCCL: a round allowance."""
+ZERO_BUCKET = 500_000_000
+"""Elements of DeepSpeed's buffer for gradients under way."""
+ZERO3_LIVE = 1_050_000_000
+"""Most parameters that ZeRO-3 keeps gathered, those it fetches ahead included."""
+TIGHT = 0.9
+"""Above this part of the GPU the allocator's fragmentation may decide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One thing in memory."""
+
+    name: str
+    bytes: float
+    formula: str
+    phase: str = "always"
+    place: str = "gpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """All lines of one run, per GPU; lines with place 'host' lie in main memory, per process."""
+
+    lines: tuple[Line, ...]
+    gpu_memory_gb: float
+
+    def total(self, phase: str, place: str = "gpu") -> float:
+        """Bytes of one phase alone."""
+        return sum(line.bytes for line in self.lines if line.phase == phase and line.place == place)
+
+    @property
+    def peak(self) -> float:
+        """Bytes on one GPU at the worst moment."""
+        return self.total("always") + max(self.total("update"), self.total("rollout"))
+
+    @property
+    def host(self) -> float:
+        """Bytes of main memory per process."""
+        return sum(line.bytes for line in self.lines if line.place == "host")
+
+    @property
+    def verdict(self) -> str:
+        """'fits', 'tight' or 'does not fit'."""
+        share = self.peak / (self.gpu_memory_gb * GIB)
+        return "fits" if share <= TIGHT else "tight" if share <= 1 else "does not fit"
+
+
+def estimate_memory(shape: ModelShape, setup: MemorySetup) -> Estimate:
+    """Add up a run.
+
+    Raises:
+        ValueError: settings that cannot be trained together.
+    """
+    _check(shape, setup)
+    lines = [
+        _weights(shape, setup),
+        *_trained(
+            "policy",
+            shape.num_trained,
+            _trained_bytes(shape, setup),
+            setup,
+            weights="adapter" if shape.num_adapter_parameters else None,
+        ),
+        *_critic(shape, setup),
+        *_reference(shape, setup),
+        *_communication(shape, setup),
+        *_update(shape, setup),
+        *_rollout(shape, setup),
+        Line(name="CUDA context, workspaces", bytes=CONTEXT_BYTES, formula="a round allowance"),
+    ]
+    return Estimate(lines=tuple(lines), gpu_memory_gb=setup.gpu_memory_gb)
+
+
+def _check(shape: ModelShape, setup: MemorySetup) -> None:
+    if setup.quantization and not shape.num_adapter_parameters:
+        raise ValueError(
+            f"load_in_{setup.quantization}=True trains nothing: a quantised base is frozen. Set use_peft=True as well."
+        )
+    if setup.critic == "adapter" and not shape.num_adapter_parameters:
+        raise ValueError("critic='adapter' needs LoRA. Set use_peft=True, or critic='head' or critic='model'.")
+
+
+# -------------------------------------------------------------------- what is always there
+
+
+def _weights(shape: ModelShape, setup: MemorySetup) -> Line:
+    plain, size = shape.num_parameters, setup.weight_bytes
+    total, formula = float(plain * size), f"{_count(plain)} x {size} bytes"
+    if setup.quantization:
+        per_weight = _quantized_bytes(setup)
+        rest = plain - shape.num_linear_parameters
+        total = shape.num_linear_parameters * per_weight + rest * size
+        formula = f"{_count(shape.num_linear_parameters)} x {per_weight:.3f} + {_count(rest)} x {size} bytes"
+    return Line(
+        name="weights",
+        bytes=total / _split(setup, 3),
+        formula=formula + _over(setup, 3),
+        place="host" if setup.offload_parameters else "gpu",
+    )
+
+
+def _quantized_bytes(setup: MemorySetup) -> float:
+    """bitsandbytes: a scale of 4 bytes per 64 weights; nested: 1 byte, and 4 per 256 of those. 8 bits: int8."""
+    if setup.quantization == "8bit":
+        return 1.0
+    return 0.5 + (1 / 64 + 4 / (64 * 256) if setup.nested_quantization else 4 / 64)
+
+
+def _trained_bytes(shape: ModelShape, setup: MemorySetup) -> int:
+    """Of one trained number: peft keeps adapters in float32, QLoRA in bfloat16, DeepSpeed in its own type."""
+    if not shape.num_adapter_parameters or setup.zero_stage:
+        return setup.weight_bytes
+    return 2 if setup.quantization else 4
+
+
+def _trained(who: str, count: int, size: int, setup: MemorySetup, *, weights: str | None) -> list[Line]:
+    """Weights (None: counted elsewhere), gradients and optimizer state of `count` numbers of `size` bytes."""
+    plain = f"{_count(count)} x {size} bytes"
+    lines = []
+    if weights:
+        total = count * size / _split(setup, 3)
+        lines.append(Line(name=f"{who}: {weights}", bytes=total, formula=plain + _over(setup, 3)))
+    place = "host" if setup.offload_optimizer else "gpu"
+    lines.append(
+        Line(
+            name=f"{who}: gradients",
+            bytes=count * size / _split(setup, 2),
+            formula=plain + _over(setup, 2),
+            phase="update",
+            place=place,
+        )
+    )
+    states: int = min(setup.optimizer_bytes, 2 * size)
+    text = f"{states} bytes"
+    if setup.zero_stage:  # moves a float32 copy of its part, whatever the weights are
+        states = 4 + setup.optimizer_bytes
+        text = f"(4 float32 copy + {setup.optimizer_bytes} states) bytes"
+    lines.append(
+        Line(
+            name=f"{who}: Adam",
+            bytes=count * states / _split(setup, 1),
+            formula=f"{_count(count)} x {text}" + _over(setup, 1),
+            place=place,
+        )
+    )
+    return lines
+
+
+def _critic(shape: ModelShape, setup: MemorySetup) -> list[Line]:
+    head = shape.hidden_size + 1
+    size = _trained_bytes(shape, setup)
+    if setup.critic == "head":
+        return _trained("critic", head, size, setup, weights="head")
+    if setup.critic == "adapter":
+        return _trained("critic", shape.num_adapter_parameters + head, size, setup, weights="adapter, head")
+    if setup.critic == "model":  # trained in full, whatever the policy is
+        count = shape.num_parameters - shape.num_head_parameters + head
+        return _trained("critic", count, setup.weight_bytes, setup, weights="model, head")
+    return []
+
+
+def _reference(shape: ModelShape, setup: MemorySetup) -> list[Line]:
+    if not setup.reference_model or shape.num_adapter_parameters:
+        return []
+    formula = f"{_count(shape.num_parameters)} x {setup.weight_bytes} bytes" + _over(setup, 3)
+    total = shape.num_parameters * setup.weight_bytes / _split(setup, 3)
+    place = "host" if setup.offload_parameters else "gpu"
+    return [Line(name="reference model", bytes=total, formula=formula, place=place)]
+
+
+def _communication(shape: ModelShape, setup: MemorySetup) -> list[Line]:
+    if setup.num_processes == 1:
+        return []
+    size = setup.weight_bytes
+    if not setup.zero_stage:
+        size = _trained_bytes(shape, setup)
+        count = shape.num_trained
+        formula = f"{_count(count)} x {size} bytes: a second place for every gradient"
+        return [Line(name="DDP buckets", bytes=count * size, formula=formula)]
+    lines = [
+        Line(
+            name="ZeRO buffer",
+            bytes=ZERO_BUCKET * size,
+            formula=f"{_count(ZERO_BUCKET)} x {size} bytes (reduce_bucket_size)",
+            phase="update",
+        )
+    ]
+    if setup.zero_stage == 3:
+        live = min(shape.num_parameters, ZERO3_LIVE)
+        text = f"{_count(live)} x {size} bytes: parameters gathered at a time, at most"
+        lines.append(Line(name="ZeRO-3 gathered", bytes=live * size, formula=text))
+    return lines
+
+
+# -------------------------------------------------------------------- what the update and the rollout add
+
+
+def _update(shape: ModelShape, setup: MemorySetup) -> list[Line]:
+    graphs = 2 if setup.critic in ("adapter", "model") else 1
+    per_token = layer_bytes(shape, setup) / tokens(setup)
+    rows = f"{setup.micro_batch} x {setup.sequence_tokens} tokens"
+    if setup.gradient_checkpointing:
+        stored = shape.hidden_size * setup.weight_bytes
+        text = (
+            f"{rows} x ({shape.num_layers} layers x {_count(stored)} + one layer in full, {_count(per_token)} bytes)"
+        )
+    else:
+        text = f"{rows} x {shape.num_layers} layers x {_count(per_token)} bytes"
+    lines = [
+        Line(
+            name="activations",
+            bytes=graphs * activation_bytes(shape, setup),
+            formula=text + (" x 2: policy and critic" if graphs == 2 else ""),
+            phase="update",
+        ),
+        Line(
+            name="log-probabilities",
+            bytes=head_bytes(shape, setup),
+            formula="one tile of logits, float32 gradients of hidden states and head",
+            phase="update",
+        ),
+    ]
+    if setup.uses_autocast and not setup.quantization:
+        count = shape.num_matmul_parameters
+        count //= shape.num_layers if setup.gradient_checkpointing else 1
+        text = f"{_count(count)} x 2 bytes: 16-bit copies of float32 weights"
+        lines.append(Line(name="autocast", bytes=graphs * count * 2, formula=text, phase="update"))
+    return lines
+
+
+def _rollout(shape: ModelShape, setup: MemorySetup) -> list[Line]:
+    if setup.generator == "server":
+        return [Line(name="vLLM", bytes=0, formula="on the server's GPUs", phase="rollout")]
+    if setup.generator == "vllm":
+        total = setup.vllm_share * setup.gpu_memory_gb * GIB
+        text = f"{setup.vllm_share:g} x {setup.gpu_memory_gb:g} GiB: its weights and KV cache"
+        return [Line(name="vLLM", bytes=total, formula=text, phase="rollout" if setup.vllm_sleeps else "always")]
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * setup.compute_bytes
+    text = f"{setup.rollout_rows} rows x {setup.sequence_tokens} tokens x {_count(per_token)} bytes"
+    total = setup.rollout_rows * setup.sequence_tokens * per_token
+    return [Line(name="KV cache", bytes=total, formula=text, phase="rollout")]
+
+
+# -------------------------------------------------------------------- words
+
+
+def _split(setup: MemorySetup, stage: int) -> int:
+    """Over how many processes ZeRO splits what its `stage` splits."""
+    return setup.num_processes if setup.zero_stage >= stage else 1
+
+
+def _over(setup: MemorySetup, stage: int) -> str:
+    parts = _split(setup, stage)
+    return f" / {parts}" if parts > 1 else ""
+
+
+def _count(number: float) -> str:
+    """A number as a reader says it.
+
+    >>> _count(1_543_714_304), _count(494_032_768), _count(28_672), _count(12)
+    ('1.544 B', '494.0 M', '28.7 k', '12')
+    """
+    for size, unit, digits in ((1e9, "B", 3), (1e6, "M", 1), (1e3, "k", 1)):
+        if abs(number) >= size:
+            return f"{number / size:.{digits}f} {unit}"
+    return f"{number:.0f}"

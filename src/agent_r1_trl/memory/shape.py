@@ -1,0 +1,92 @@
+"""The sizes of a model that memory depends on, counted on the meta device: no weight is read, none is allocated.
+
+Covered: dense decoders, with and without LoRA. Not covered: mixtures of experts and vision towers, whose parameters
+are counted right and whose activations are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What is multiplied in the estimate."""
+
+    num_parameters: int
+    """All of the base model; tied weights count once."""
+    num_linear_parameters: int
+    """Weights of its linear layers without the head: what a quantised base keeps in 4 or 8 bits."""
+    num_head_parameters: int
+    """Of the head alone: 0 where it is tied to the embedding."""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    num_adapter_parameters: int = 0
+    """What LoRA trains; 0: everything is trained."""
+    num_adapted_layers: int = 0
+    num_adapter_inputs: int = 0
+    """Input features of the adapted layers, summed over the model."""
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters that the policy's optimizer moves."""
+        return self.num_adapter_parameters or self.num_parameters
+
+    @property
+    def num_matmul_parameters(self) -> int:
+        """Weights that enter matrix products: linear layers and head, tied or not."""
+        return self.num_linear_parameters + self.vocab_size * self.hidden_size
+
+
+def read_shape(config: Any, peft_config: Any = None) -> ModelShape:
+    """Count a model from its configuration.
+
+    Args:
+        config: of transformers, for a causal language model.
+        peft_config: LoRA's; None: everything is trained.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    head = model.get_output_embeddings()
+    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head]
+    is_tied = head.weight is model.get_input_embeddings().weight
+    text = config.get_text_config()
+    sizes = {
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "num_linear_parameters": sum(module.weight.numel() for module in linear),
+        "num_head_parameters": 0 if is_tied else head.weight.numel(),
+    }
+    return ModelShape(
+        **sizes,
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        num_heads=text.num_attention_heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        vocab_size=text.vocab_size,
+        **(_adapter_sizes(model, peft_config) if peft_config is not None else {}),
+    )
+
+
+def _adapter_sizes(model: Any, peft_config: Any) -> dict[str, int]:
+    """Peft itself places the adapters, so that every one of its options counts."""
+    from peft import get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapted = get_peft_model(model, peft_config)
+    layers = [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]
+    return {
+        "num_adapter_parameters": sum(item.numel() for item in adapted.parameters() if item.requires_grad),
+        "num_adapted_layers": len(layers),
+        "num_adapter_inputs": sum(getattr(layer, "in_features", 0) for layer in layers),
+    }
