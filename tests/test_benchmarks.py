@@ -16,6 +16,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 # file -> (arguments of a run that takes seconds, names of its JSON line)
 TINY = {
+    "critic_memory.py": (["--layers", "1", "--rank", "2"], {"adapter_over_grpo", "model_over_grpo"}),
     "rollout_concurrency.py": (
         ["--trajectories", "2", "--latency", "0.01", "--median", "0.01", "--turns", "2", "--repeats", "1"],
         {
@@ -31,6 +32,19 @@ TINY = {
             "over_critical_path",
             "longest_tools_s",
             "all_tools_s",
+        },
+    ),
+    "train_step.py": (
+        [
+            *("--model", "tiny", "--groups", "2", "--group-size", "2", "--micro-batch", "2", "--prompt", "16"),
+            *("--median", "12", "--longest", "40", "--repeats", "1", "--layouts", "trl", "shared"),
+        ],
+        {
+            "speedup",
+            "memory_ratio",
+            "step_memory_ratio",
+            "action_tokens",
+            *(f"{layout}_{name}" for layout in ("trl", "shared") for name in ("tokens_per_s", "peak_mb", "step_mb")),
         },
     ),
 }
@@ -102,6 +116,14 @@ def test_latencies_are_the_same_for_the_same_seed_and_have_the_median_asked_for(
     drawn = [seconds for row in latencies for seconds in row]
     assert statistics.median(drawn) == pytest.approx(0.2, rel=0.1)
     assert statistics.stdev(map(math.log, drawn)) == pytest.approx(1.0, rel=0.1)
+
+
+def test_an_adapter_critic_costs_little_and_a_model_of_its_own_much():
+    """SmolLM2-135M's widths; fewer layers make the adapter's share smaller, so the bound is checked at rank 64."""
+    result = run_benchmark("critic_memory.py", "--layers", "1", "--rank", "64", "--json")
+    figures = json.loads(result.stdout.strip().splitlines()[-1])
+    assert 1.05 < figures["adapter_over_grpo"] <= 1.15
+    assert figures["model_over_grpo"] > 3
 
 
 def load_benchmark(name):

@@ -1,0 +1,290 @@
+"""What does an optimizer step cost: TRL's as shipped against ours, on ragged trajectories.
+
+    python benchmarks/train_step.py [--json]
+
+Four groups of eight trajectories in float32: a prompt of 512 tokens per group, completions of log-normal length
+(median 256, sigma 0.6, at most 2,048), of which a part are observations that nothing is trained on. One optimizer step
+is four micro-batches of eight rows: forward, loss, backward, clipping and AdamW. Rollouts are left out: both trainers
+are handed the same batch in the place of `_generate_and_score_completions` and shuffle and split it as they do.
+
+TRL's side is `trl.GRPOTrainer`, ours is `MultiTurnGRPOTrainer` with each `update_layout`. All start from the same
+weights and see the same rows in the same optimizer step, so their first gradients must have the same norm (1e-4
+relative), or the benchmark fails.
+
+Every trainer runs in a process of its own. Its peak memory is the largest resident set of that process
+(`ru_maxrss`), interpreter, libraries and weights included; `step_memory` is what of it came with the steps, above the
+resident set right before them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+TOKENIZER = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "model"
+LAYOUTS = ("trl", "padded", "grouped", "packed", "shared")
+SHAPES = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "small": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4},
+    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
+}
+"""Qwen2's architecture with random weights; the last two have the shapes of Qwen2.5-0.5B and 7B."""
+KEY_HEADS = {"tiny": 1, "small": 2, "0.5b": 2, "7b": 4}
+VOCABULARY = {"tiny": 512, "small": 8192, "0.5b": 151_936, "7b": 152_064}
+
+
+# ---------------------------------------------------------------- the batch
+
+
+def draw_lengths(count: int, *, median: float, sigma: float, longest: int, seed: int) -> list[int]:
+    """Log-normal completion lengths, cut at `longest`."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = median * torch.exp(sigma * torch.randn(count, generator=generator))
+    return drawn.round().clamp(1, longest).int().tolist()
+
+
+def make_batch(args: argparse.Namespace) -> dict[str, torch.Tensor]:
+    """A generation batch as both trainers make them, before it is shuffled."""
+    generator = torch.Generator().manual_seed(args.seed)
+    rows = args.groups * args.group_size
+    lengths = draw_lengths(rows, median=args.median, sigma=args.sigma, longest=args.longest, seed=args.seed)
+    vocabulary = VOCABULARY[args.model]
+    prompts = torch.randint(1, vocabulary, (args.groups, args.prompt), generator=generator)
+    completion_mask = (torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)).long()  # (B, T)
+    # Observations stand in stretches of 32 tokens; the first stretch is the policy's.
+    stretches = torch.rand(rows, max(lengths) // 32 + 1, generator=generator) >= args.observations
+    stretches[:, 0] = True
+    tool_mask = stretches.repeat_interleave(32, dim=1)[:, : max(lengths)].long() * completion_mask
+    advantages = torch.randn(rows, generator=generator)
+    return {
+        "prompt_ids": prompts.repeat_interleave(args.group_size, dim=0),
+        "prompt_mask": torch.ones(rows, args.prompt, dtype=torch.long),
+        "completion_ids": torch.randint(1, vocabulary, completion_mask.shape, generator=generator) * completion_mask,
+        "completion_mask": completion_mask,
+        "tool_mask": tool_mask,
+        "advantages": advantages.unsqueeze(1) * tool_mask,
+        "num_items_in_batch": tool_mask.sum(),
+    }
+
+
+# ---------------------------------------------------------------- one trainer, in its own process
+
+
+def make_trainer(args: argparse.Namespace, layout: str, folder: str) -> Any:
+    """TRL's trainer, or ours with a layout, on the same random weights."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    from agent_r1_trl import ToolEnv
+    from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+
+    torch.manual_seed(args.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = SHAPES[args.model] | {"num_key_value_heads": KEY_HEADS[args.model]}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY[args.model], tie_word_embeddings=True, **shape))
+    model = model.to(device=device, dtype=getattr(torch, args.dtype))
+    options = {
+        "output_dir": folder, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-5,
+        "per_device_train_batch_size": args.micro_batch, "num_generations": args.group_size, "max_steps": 1,
+        "gradient_accumulation_steps": args.groups * args.group_size // args.micro_batch, "bf16": False,
+        "max_completion_length": args.longest, "gradient_checkpointing": args.checkpointing, "seed": args.seed,
+        "use_cpu": device == "cpu",
+    }  # fmt: skip
+    peft_config = None
+    if args.lora:
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(r=16, target_modules="all-linear")
+    common = {
+        "model": model,
+        "train_dataset": Dataset.from_list([{"prompt": [{"role": "user", "content": "?"}]}] * args.groups),
+        "processing_class": AutoTokenizer.from_pretrained(TOKENIZER),
+        "peft_config": peft_config,
+    }
+    if layout == "trl":
+        return GRPOTrainer(args=GRPOConfig(**options), reward_funcs=lambda completions, **_: [0.0], **common)
+    config = MultiTurnGRPOConfig(**options, update_layout=layout, record_trajectories="none")
+    return MultiTurnGRPOTrainer(args=config, reward_funcs=lambda completions, **_: [0.0], env=ToolEnv, **common)
+
+
+def optimizer_step(trainer: Any, batch: dict[str, torch.Tensor]) -> float:
+    """One optimizer step on a rollout that stands ready; the norm of its gradients."""
+    trainer._step = 0
+    trainer._generate_and_score_completions = lambda inputs: batch
+    for _ in range(trainer.args.gradient_accumulation_steps):
+        trainer.training_step(trainer.model_wrapped, [], None)
+    norm = trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), 1.0)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    return float(norm)
+
+
+def measure(args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of each step, bytes at the peak, and the first step's gradient norm, of the trainer `args.only`."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(args, args.only, folder)
+        trainer.create_optimizer()
+        trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+        trainer.model_wrapped.train()
+        trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+        device = trainer.accelerator.device
+        batch = {name: value.to(device) for name, value in make_batch(args).items()}
+        before = memory(device)["now"]
+        seconds, norms = [], []
+        for repeat in range(args.repeats + 1):
+            torch.manual_seed(args.seed + repeat)  # the same shuffle for every trainer
+            start = time.perf_counter()
+            norms.append(optimizer_step(trainer, batch))
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        peak = memory(device)["peak"]
+    return {
+        "seconds": statistics.median(seconds[1:]),  # the first step allocates
+        "peak": peak,
+        "step_memory": peak - before,
+        "grad_norm": norms[0],
+        "action_tokens": float(batch["tool_mask"].sum()),
+    }
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Bytes in use now and at the peak: of the process on a CPU, of torch's allocator on a GPU."""
+    if device.type == "cuda":
+        return {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "now": float(pages * os.sysconf("SC_PAGE_SIZE")),
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
+    }
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def run_all(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """The figures of every layout, each from its own process."""
+    figures = {}
+    for layout in args.layouts:
+        command = [sys.executable, __file__, *args.given, "--only", layout]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{layout} failed:\n{done.stderr}")
+        figures[layout] = json.loads(done.stdout.strip().splitlines()[-1])
+    for layout, row in figures.items():
+        if not math.isclose(row["grad_norm"], figures["trl"]["grad_norm"], rel_tol=args.tolerance):
+            raise RuntimeError(
+                f"{layout}: gradient norm {row['grad_norm']} is not TRL's {figures['trl']['grad_norm']}: "
+                "the two did not do the same work"
+            )
+    return figures
+
+
+def ratios(figures: dict[str, dict[str, float]]) -> dict[str, float]:
+    """The JSON line: the last layout against TRL, then every layout's own figures."""
+    trl, ours = figures["trl"], figures[list(figures)[-1]]
+    result = {
+        "speedup": trl["seconds"] / ours["seconds"],
+        "memory_ratio": ours["peak"] / trl["peak"],
+        "step_memory_ratio": ours["step_memory"] / trl["step_memory"],
+        "action_tokens": trl["action_tokens"],
+    }
+    for layout, row in figures.items():
+        result[f"{layout}_tokens_per_s"] = row["action_tokens"] / row["seconds"]
+        result[f"{layout}_peak_mb"] = row["peak"] / 1e6
+        result[f"{layout}_step_mb"] = row["step_memory"] / 1e6
+    return result
+
+
+def print_table(args: argparse.Namespace, result: dict[str, float]) -> None:
+    """One row per layout."""
+    table = Table(title=f"{args.model} model, {args.dtype}, {result['action_tokens']:.0f} action tokens a step")
+    for column in ("layout", "action tokens/s", "against TRL", "peak MB", "of it by the steps"):
+        table.add_column(column, justify="left" if column == "layout" else "right")
+    for layout in args.layouts:
+        speed = result[f"{layout}_tokens_per_s"]
+        table.add_row(
+            layout,
+            f"{speed:.0f}",
+            f"{speed / result['trl_tokens_per_s']:.2f}",
+            f"{result[f'{layout}_peak_mb']:.0f}",
+            f"{result[f'{layout}_step_mb']:.0f}",
+        )
+    Console().print(table)
+
+
+def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """Settings; the defaults are those of the published figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="small", help="shape of the random-weights model")
+    parser.add_argument("--groups", type=int, default=4, help="prompts")
+    parser.add_argument("--group-size", type=int, default=8, help="trajectories per prompt")
+    parser.add_argument("--micro-batch", type=int, default=8, help="rows per forward")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens per prompt")
+    parser.add_argument("--median", type=float, default=256, help="median completion length")
+    parser.add_argument("--sigma", type=float, default=0.6, help="sigma of the completion lengths")
+    parser.add_argument("--longest", type=int, default=2048, help="cap of the completion lengths")
+    parser.add_argument("--observations", type=float, default=0.25, help="share of observation tokens")
+    parser.add_argument("--repeats", type=int, default=3, help="timed optimizer steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--lora", action="store_true", help="train a LoRA adapter of rank 16")
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="relative gap of gradient norms allowed")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="the last one is 'ours'")
+    parser.add_argument("--only", choices=LAYOUTS, help="measure one trainer in this process")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON last instead of a table")
+    given = sys.argv[1:] if given is None else given
+    args = parser.parse_args(given)
+    args.given = [word for word in given if word != "--json"]
+    for name in ("groups", "group_size", "micro_batch", "prompt", "longest", "repeats"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    if args.group_size < 2:
+        parser.error("--group-size must be 2 or more")
+    if (args.groups * args.group_size) % args.micro_batch:
+        parser.error("--micro-batch must divide the number of trajectories (--groups x --group-size)")
+    if not 0 <= args.observations < 1:
+        parser.error("--observations must be at least 0 and below 1")
+    if args.layouts[0] != "trl" or len(args.layouts) < 2:
+        parser.error("--layouts must begin with trl and name another one")
+    return args
+
+
+def main() -> None:
+    """Run what was asked for and print it."""
+    args = parse_arguments()
+    if args.only:
+        print(json.dumps(measure(args)))
+        return
+    result = ratios(run_all(args))
+    if args.json:
+        print(json.dumps({name: round(value, 4) for name, value in result.items()}))
+    else:
+        print_table(args, result)
+
+
+if __name__ == "__main__":
+    main()
