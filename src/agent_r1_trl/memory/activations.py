@@ -17,15 +17,23 @@ def layer_bytes(shape: ModelShape, setup: MemorySetup) -> float:
     """Saved by one decoder layer for one micro-batch.
 
     Two norms keep their input in float32, the normalised and the scaled vector; attention keeps q, the repeated k and
-    v, its output twice (before and after the heads are joined); the gated MLP four vectors of its inner width.
+    v, its output twice (before and after the heads are joined); the gated MLP four vectors of its inner width. Frozen
+    layers save no input; each adapter saves its own, and the mask of its dropout.
     """
     inner, outer = setup.compute_bytes, setup.weight_bytes
-    norms = 2 * shape.hidden_size * (4 + outer + inner)
-    attention = 5 * shape.num_heads * shape.head_dim * inner + 4 * shape.num_heads
-    mlp = 4 * shape.intermediate_size * inner
-    adapters = shape.num_adapter_inputs / shape.num_layers * (inner + 1)
+    heads, joined = shape.num_heads + shape.num_kv_heads, shape.num_heads * shape.head_dim
     mask = setup.sequence_tokens * inner if setup.saves_attention_mask else 0
-    return tokens(setup) * (norms + attention + mlp + adapters + mask)
+    if shape.num_adapter_parameters:
+        norms = 2 * shape.hidden_size * 4
+        attention, mlp = 4 * joined * inner, 3 * shape.intermediate_size * inner
+        adapters = shape.num_adapter_inputs / shape.num_layers * ((inner if setup.uses_autocast else 4) + 1)
+    else:
+        norms = 2 * shape.hidden_size * (4 + outer + inner)
+        attention, mlp = 5 * joined * inner, 4 * shape.intermediate_size * inner
+        adapters = 0
+    if shape.has_head_norms:
+        norms += heads * shape.head_dim * (4 if shape.num_adapter_parameters else 4 + inner)
+    return tokens(setup) * (norms + attention + 4 * shape.num_heads + mlp + adapters + mask)
 
 
 def activation_bytes(shape: ModelShape, setup: MemorySetup) -> float:

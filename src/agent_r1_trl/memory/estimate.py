@@ -73,13 +73,7 @@ def estimate_memory(shape: ModelShape, setup: MemorySetup) -> Estimate:
     _check(shape, setup)
     lines = [
         _weights(shape, setup),
-        *_trained(
-            "policy",
-            shape.num_trained,
-            _trained_bytes(shape, setup),
-            setup,
-            weights="adapter" if shape.num_adapter_parameters else None,
-        ),
+        *_policy(shape, setup),
         *_critic(shape, setup),
         *_reference(shape, setup),
         *_communication(shape, setup),
@@ -125,9 +119,18 @@ def _quantized_bytes(setup: MemorySetup) -> float:
     return 0.5 + (1 / 64 + 4 / (64 * 256) if setup.nested_quantization else 4 / 64)
 
 
-def _trained_bytes(shape: ModelShape, setup: MemorySetup) -> int:
-    """Of one trained number: peft keeps adapters in float32, QLoRA in bfloat16, DeepSpeed in its own type."""
-    if not shape.num_adapter_parameters or setup.zero_stage:
+def _policy(shape: ModelShape, setup: MemorySetup) -> list[Line]:
+    if not shape.num_adapter_parameters:
+        return _trained("policy", shape.num_parameters, setup.weight_bytes, setup, weights=None)
+    lines = _trained("policy", shape.num_adapter_parameters, _adapter_bytes(setup), setup, weights="adapter")
+    if shape.num_whole_parameters:
+        lines += _trained("whole modules", shape.num_whole_parameters, setup.weight_bytes, setup, weights="weights")
+    return lines
+
+
+def _adapter_bytes(setup: MemorySetup) -> int:
+    """Of one number of an adapter: peft keeps them in float32, TRL's QLoRA in bfloat16, DeepSpeed in its own type."""
+    if setup.zero_stage:
         return setup.weight_bytes
     return 2 if setup.quantization else 4
 
@@ -167,11 +170,11 @@ def _trained(who: str, count: int, size: int, setup: MemorySetup, *, weights: st
 
 def _critic(shape: ModelShape, setup: MemorySetup) -> list[Line]:
     head = shape.hidden_size + 1
-    size = _trained_bytes(shape, setup)
     if setup.critic == "head":
-        return _trained("critic", head, size, setup, weights="head")
+        return _trained("critic", head, 4, setup, weights="head")
     if setup.critic == "adapter":
-        return _trained("critic", shape.num_adapter_parameters + head, size, setup, weights="adapter, head")
+        count = shape.num_adapter_parameters + shape.num_whole_parameters + head
+        return _trained("critic", count, _adapter_bytes(setup), setup, weights="adapter, head")
     if setup.critic == "model":  # trained in full, whatever the policy is
         count = shape.num_parameters - shape.num_head_parameters + head
         return _trained("critic", count, setup.weight_bytes, setup, weights="model, head")
@@ -192,10 +195,10 @@ def _communication(shape: ModelShape, setup: MemorySetup) -> list[Line]:
         return []
     size = setup.weight_bytes
     if not setup.zero_stage:
-        size = _trained_bytes(shape, setup)
-        count = shape.num_trained
-        formula = f"{_count(count)} x {size} bytes: a second place for every gradient"
-        return [Line(name="DDP buckets", bytes=count * size, formula=formula)]
+        total = sum(
+            line.bytes for line in (*_policy(shape, setup), *_critic(shape, setup)) if "gradients" in line.name
+        )
+        return [Line(name="DDP buckets", bytes=total, formula="a second place for every gradient")]
     lines = [
         Line(
             name="ZeRO buffer",

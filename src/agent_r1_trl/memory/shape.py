@@ -27,16 +27,15 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    has_head_norms: bool = False
+    """Queries and keys are normalised per head (Qwen3)."""
     num_adapter_parameters: int = 0
-    """What LoRA trains; 0: everything is trained."""
+    """What LoRA adds and trains; 0: everything is trained."""
+    num_whole_parameters: int = 0
+    """Of modules that are trained whole beside the adapters (`lora_modules_to_save`)."""
     num_adapted_layers: int = 0
     num_adapter_inputs: int = 0
     """Input features of the adapted layers, summed over the model."""
-
-    @property
-    def num_trained(self) -> int:
-        """Parameters that the policy's optimizer moves."""
-        return self.num_adapter_parameters or self.num_parameters
 
     @property
     def num_matmul_parameters(self) -> int:
@@ -74,6 +73,7 @@ def read_shape(config: Any, peft_config: Any = None) -> ModelShape:
         num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         vocab_size=text.vocab_size,
+        has_head_norms=any(name.endswith("q_norm") for name, _ in model.named_modules()),
         **(_adapter_sizes(model, peft_config) if peft_config is not None else {}),
     )
 
@@ -85,8 +85,11 @@ def _adapter_sizes(model: Any, peft_config: Any) -> dict[str, int]:
 
     adapted = get_peft_model(model, peft_config)
     layers = [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]
+    trained = {name: item.numel() for name, item in adapted.named_parameters() if item.requires_grad}
+    whole = sum(count for name, count in trained.items() if ".modules_to_save." in name)
     return {
-        "num_adapter_parameters": sum(item.numel() for item in adapted.parameters() if item.requires_grad),
+        "num_adapter_parameters": sum(trained.values()) - whole,
+        "num_whole_parameters": whole,
         "num_adapted_layers": len(layers),
         "num_adapter_inputs": sum(getattr(layer, "in_features", 0) for layer in layers),
     }

@@ -1,0 +1,209 @@
+"""The memory estimate agrees with real tensors of tiny models, and with sums done by hand.
+
+Covered: parameters, LoRA, gradients, Adam's states, critics, saved activations, the KV cache; what ZeRO divides,
+quantised weights and vLLM by hand. Not covered: a GPU's allocator, DeepSpeed's buffers in use, offloading.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
+
+from agent_r1_trl.critic import attach_critic, critic_parameters
+from agent_r1_trl.memory import MemorySetup, estimate_memory, read_shape
+from agent_r1_trl.memory.activations import activation_bytes, layer_bytes
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+ROWS, TOKENS = 4, 96
+
+
+def config_of(kind=Qwen2Config, num_layers=3, **changes):
+    return kind(**SIZES | {"num_hidden_layers": num_layers, "tie_word_embeddings": False} | changes)
+
+
+def real_model(config, *, peft_config=None, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    return get_peft_model(model, copy.deepcopy(peft_config)) if peft_config else model
+
+
+def num_bytes(tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def estimated(name, shape, **setup) -> float:
+    found = [line.bytes for line in estimate_memory(shape, MemorySetup(**setup)).lines if line.name == name]
+    assert len(found) == 1, f"{len(found)} lines called {name}"
+    return found[0]
+
+
+def train_one_step(model) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    model(input_ids=torch.arange(10)[None]).logits.float().square().mean().backward()
+    optimizer.step()
+    return optimizer
+
+
+def adam_bytes(optimizer) -> int:
+    states = optimizer.state.values()
+    return num_bytes(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))
+
+
+# ---------------------------------------------------------------- what is trained
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_gradients_and_adam_are_those_of_a_real_step(dtype, tied):
+    config = config_of(tie_word_embeddings=tied)
+    model = real_model(config, dtype=getattr(torch, dtype))
+    shape = read_shape(config)
+    optimizer = train_one_step(model)
+    assert estimated("weights", shape, dtype=dtype) == num_bytes(model.parameters())
+    gradients = num_bytes(parameter.grad for parameter in model.parameters())
+    assert estimated("policy: gradients", shape, dtype=dtype) == gradients
+    assert estimated("policy: Adam", shape, dtype=dtype) == adam_bytes(optimizer)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "peft_config",
+    [
+        LORA,
+        LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+        LoraConfig(r=2, target_modules=["down_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"),
+    ],
+    ids=["all linear layers", "two projections", "with a whole module"],
+)
+def test_the_adapter_is_what_peft_makes_of_it(dtype, peft_config):
+    model = real_model(config_of(), peft_config=peft_config, dtype=getattr(torch, dtype))
+    shape = read_shape(config_of(), copy.deepcopy(peft_config))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    optimizer = train_one_step(model)
+    total = dict.fromkeys(("adapter", "weights", "gradients", "Adam"), 0.0)
+    for line in estimate_memory(shape, MemorySetup(dtype=dtype)).lines:
+        who, _, what = line.name.partition(": ")
+        if who in ("policy", "whole modules"):
+            total[what] += line.bytes
+    assert total["adapter"] + total["weights"] == num_bytes(trained)
+    assert total["gradients"] == num_bytes(item.grad for item in trained)
+    assert total["Adam"] == adam_bytes(optimizer)
+    assert estimated("weights", shape, dtype=dtype) == num_bytes(frozen)
+
+
+@pytest.mark.parametrize(("kind", "line"), [("head", "head"), ("adapter", "adapter, head"), ("model", "model, head")])
+def test_a_critic_weighs_what_the_trainer_attaches(kind, line):
+    model = real_model(config_of(), peft_config=LORA)
+    shape = read_shape(config_of(), copy.deepcopy(LORA))
+    attach_critic(model, kind)
+    assert estimated(f"critic: {line}", shape, critic=kind) == num_bytes(critic_parameters(model).values())
+
+
+def test_reading_a_shape_allocates_no_weight():
+    """Seventy billion parameters in float32 would be 280 GB."""
+    config = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    )
+    assert read_shape(config).num_parameters == 70_553_706_496
+
+
+# ---------------------------------------------------------------- activations and cache
+
+
+def saved_bytes(model, *, autocast=False) -> int:
+    """Bytes of distinct tensors that autograd keeps for the backward, parameters apart."""
+    ours = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in ours:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    mask = torch.ones(ROWS, TOKENS, dtype=torch.long)
+    mask[0, :9] = 0
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        model(input_ids=torch.zeros(ROWS, TOKENS, dtype=torch.long), attention_mask=mask, use_cache=False)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def setup_of(**changes) -> MemorySetup:
+    sizes = {"micro_batch": ROWS, "prompt_tokens": TOKENS // 2, "completion_tokens": TOKENS // 2}
+    return MemorySetup(**sizes | {"gradient_checkpointing": False} | changes)
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layer_saves_what_autograd_says_it_saves(kind, dtype):
+    few, many = (real_model(config_of(kind, n), dtype=getattr(torch, dtype)).base_model.train() for n in (2, 4))
+    real = (saved_bytes(many) - saved_bytes(few)) / 2
+    assert layer_bytes(read_shape(config_of(kind)), setup_of(dtype=dtype)) == pytest.approx(real, rel=0.08)
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+def test_under_autocast_a_layer_saves_16_bit_copies_of_its_weights_too(kind):
+    few, many = (real_model(config_of(kind, n)).base_model.train() for n in (2, 4))
+    real = (saved_bytes(many, autocast=True) - saved_bytes(few, autocast=True)) / 2
+    shape = read_shape(config_of(kind, 2))
+    copies = 2 * shape.num_linear_parameters / shape.num_layers
+    assert layer_bytes(shape, setup_of(mixed_precision=True)) + copies == pytest.approx(real, rel=0.1)
+    assert estimated("autocast", shape, mixed_precision=True, gradient_checkpointing=False) == 2 * (
+        shape.num_linear_parameters + 64 * 128
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lora_saves_the_inputs_of_its_adapters_and_none_of_frozen_layers(dtype):
+    lora = LoraConfig(r=4, lora_dropout=0.05, target_modules="all-linear", task_type="CAUSAL_LM")
+    real = []
+    for num_layers in (2, 4):
+        model = real_model(config_of(num_layers=num_layers), peft_config=lora, dtype=getattr(torch, dtype)).train()
+        real.append(saved_bytes(model.base_model.model.model))
+    shape = read_shape(config_of(), copy.deepcopy(lora))
+    # A CPU keeps dropout's mask in the input's type (float32), a GPU and the estimate in one byte.
+    masks = ROWS * TOKENS * shape.num_adapter_inputs / shape.num_layers * 3
+    estimate = layer_bytes(shape, setup_of(dtype=dtype))
+    assert estimate + masks == pytest.approx((real[1] - real[0]) / 2, rel=0.05)
+
+
+def test_checkpointing_keeps_one_vector_per_layer():
+    few, many = (real_model(config_of(num_layers=n)).base_model.train() for n in (2, 6))
+    for model in (few, many):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    real = (saved_bytes(many) - saved_bytes(few)) / 4
+    assert real == ROWS * TOKENS * 128 * 4
+    setup = setup_of(gradient_checkpointing=True)
+    difference = [activation_bytes(read_shape(config_of(num_layers=n)), setup) for n in (2, 6)]
+    assert difference[1] - difference[0] == pytest.approx(4 * real)
+
+
+def test_the_cache_of_the_rollout_is_that_of_transformers():
+    cache = DynamicCache()
+    with torch.no_grad():
+        real_model(config_of())(input_ids=torch.zeros(ROWS, TOKENS, dtype=torch.long), past_key_values=cache)
+    real = num_bytes(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))
+    sizes = {"prompt_tokens": 90, "completion_tokens": 6, "rollout_rows": ROWS}
+    assert estimated("KV cache", read_shape(config_of()), **sizes) == real
