@@ -162,6 +162,51 @@ class DoctorArguments(TaskArguments):
         self.chat_template_kwargs = read_mapping("chat_template_kwargs", self.chat_template_kwargs)
 
 
+@dataclass
+class MemoryArguments:
+    """What `memory` reads of a recipe, with the trainers' defaults, and what it asks for itself."""
+
+    accelerate_config: str | None = field(
+        default=None, metadata={"help": "File of recipes/accelerate_configs. None: one process."}
+    )
+    num_processes: int | None = field(
+        default=None, metadata={"help": "GPUs that train together. None: as accelerate_config says, else 1."}
+    )
+    gpu_memory_gb: float | None = field(
+        default=None, metadata={"help": "GiB of one GPU. None: of the one in this machine, else 80."}
+    )
+    prompt_tokens: int = field(default=512, metadata={"help": "Tokens of the longest prompt."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
+
+    trainer: str = field(default="grpo", metadata={"help": "Algorithm: 'grpo' or 'ppo'.", "aliases": ["--algo"]})
+    critic: str | None = field(default=None, metadata={"help": "PPO's: 'adapter', 'head' or 'model'."})
+    per_device_train_batch_size: int = field(default=8, metadata={"help": "Trajectories in one forward."})
+    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Forwards per optimizer step."})
+    steps_per_generation: int | None = field(
+        default=None, metadata={"help": "Forwards per rollout. None: gradient_accumulation_steps."}
+    )
+    max_completion_length: int = field(default=512, metadata={"help": "Tokens of the whole trajectory."})
+    gradient_checkpointing: bool = field(default=True, metadata={"help": "Recompute layers in the backward."})
+    bf16: bool | None = field(default=None, metadata={"help": "None: true unless fp16 is."})
+    fp16: bool = field(default=False, metadata={"help": "Products in float16."})
+    beta: float = field(default=0.0, metadata={"help": "Not 0, without LoRA: a reference model."})
+    optim: str = field(default="adamw_torch_fused", metadata={"help": "An AdamW; 8-bit ones have small states."})
+    use_vllm: bool = field(default=False, metadata={"help": "Generate with vLLM in this process."})
+    vllm_server_urls: list[str] | None = field(
+        default=None, metadata={"help": "vLLM servers, on GPUs of their own, generate instead."}
+    )
+    vllm_gpu_memory_utilization: float = field(default=0.3, metadata={"help": "Part of the GPU for vLLM."})
+    vllm_enable_sleep_mode: bool = field(default=False, metadata={"help": "vLLM rests during the update."})
+    generation_batch_rows: int = field(default=64, metadata={"help": "Requests per forward (transformers)."})
+
+    def __post_init__(self) -> None:
+        check_trainer(self.trainer)
+        for name in ("num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"):
+            check_positive(name, getattr(self, name))
+        if "adam" not in self.optim:
+            raise UsageError(f"optim={self.optim!r}: the estimate knows Adam's states only. Pass --optim adamw_torch.")
+
+
 def check_trainer(name: str) -> None:
     """Refuse an algorithm that does not exist.
 

@@ -13,6 +13,7 @@ COMMANDS = {
     "eval": "play a data set with a model and score it",
     "view": "show recorded trajectories, mask in colour",
     "doctor": "check model, template, tools and environment before money is spent",
+    "memory": "estimate what a recipe needs on each GPU, line by line",
 }
 
 _USAGE = """\

@@ -42,6 +42,8 @@ class Estimate:
 
     lines: tuple[Line, ...]
     gpu_memory_gb: float
+    problems: tuple[str, ...] = ()
+    """What stands in the way whatever the sum says."""
 
     def total(self, phase: str, place: str = "gpu") -> float:
         """Bytes of one phase alone."""
@@ -61,6 +63,8 @@ class Estimate:
     def verdict(self) -> str:
         """'fits', 'tight' or 'does not fit'."""
         share = self.peak / (self.gpu_memory_gb * GIB)
+        if self.problems:
+            return "does not fit"
         return "fits" if share <= TIGHT else "tight" if share <= 1 else "does not fit"
 
 
@@ -81,7 +85,7 @@ def estimate_memory(shape: ModelShape, setup: MemorySetup) -> Estimate:
         *_rollout(shape, setup),
         Line(name="CUDA context, workspaces", bytes=CONTEXT_BYTES, formula="a round allowance"),
     ]
-    return Estimate(lines=tuple(lines), gpu_memory_gb=setup.gpu_memory_gb)
+    return Estimate(lines=tuple(lines), gpu_memory_gb=setup.gpu_memory_gb, problems=_problems(shape, setup))
 
 
 def _check(shape: ModelShape, setup: MemorySetup) -> None:
@@ -91,6 +95,16 @@ def _check(shape: ModelShape, setup: MemorySetup) -> None:
         )
     if setup.critic == "adapter" and not shape.num_adapter_parameters:
         raise ValueError("critic='adapter' needs LoRA. Set use_peft=True, or critic='head' or critic='model'.")
+
+
+def _problems(shape: ModelShape, setup: MemorySetup) -> tuple[str, ...]:
+    share, weights = setup.vllm_share * setup.gpu_memory_gb * GIB, 2 * shape.num_parameters
+    if setup.generator != "vllm" or share > weights:
+        return ()
+    return (
+        f"vllm_gpu_memory_utilization={setup.vllm_share:g} is {share / GIB:.1f} GiB, and vLLM's own weights in 16 bits "
+        f"take {weights / GIB:.1f}. Raise it, or use a vLLM server on another GPU.",
+    )
 
 
 # -------------------------------------------------------------------- what is always there
