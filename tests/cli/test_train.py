@@ -1,0 +1,31 @@
+"""`agent-r1-trl train`: recipe and flags in, a model and its trajectories out."""
+
+import json
+from pathlib import Path
+
+from agent_r1_trl.cli.commands import main
+from agent_r1_trl.recording import read_records
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_run_leaves_model_tokenizer_state_and_trajectories(finished_run):
+    out = finished_run / "out"
+    for name in ("model.safetensors", "tokenizer.json", "trainer_state.json", "training_args.bin"):
+        assert (out / name).is_file(), name
+    state = json.loads((out / "trainer_state.json").read_text())
+    assert state["global_step"] == 2
+    assert all("reward" in entry for entry in state["log_history"][:2])
+    assert len(list(read_records(out))) == 8
+
+
+def test_flags_win_over_the_recipe(recipe):
+    path = recipe(max_steps=2)
+    flags = ["--max_steps", "1", "--output_dir", "elsewhere", "--env_kwargs", "{bonus: 3}", "--max_turns=1"]
+    assert main(["train", "--config", path, *flags]) == 0
+    assert not Path("out").exists()
+    assert json.loads(Path("elsewhere/trainer_state.json").read_text())["global_step"] == 1
+    trajectories = [record.trajectory for record in read_records("elsewhere")]
+    assert len(trajectories) == 4
+    assert all(len(item.turns) == 1 for item in trajectories)
+    assert {item.outcome_reward for item in trajectories} <= {0.0, 3.0}
