@@ -14,8 +14,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
 
 from agent_r1_trl.critic import attach_critic, critic_parameters
-from agent_r1_trl.memory import MemorySetup, estimate_memory, read_shape
+from agent_r1_trl.memory import MemorySetup, ModelShape, estimate_memory, find_savings, read_shape
 from agent_r1_trl.memory.activations import activation_bytes, layer_bytes
+from agent_r1_trl.memory.estimate import GIB
 
 SIZES = {
     "vocab_size": 64,
@@ -207,3 +208,146 @@ def test_the_cache_of_the_rollout_is_that_of_transformers():
     real = num_bytes(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))
     sizes = {"prompt_tokens": 90, "completion_tokens": 6, "rollout_rows": ROWS}
     assert estimated("KV cache", read_shape(config_of()), **sizes) == real
+
+
+# ---------------------------------------------------------------- by hand
+
+BILLION = ModelShape(
+    num_parameters=10**9,
+    num_linear_parameters=8 * 10**8,
+    num_head_parameters=10**8,
+    num_layers=10,
+    hidden_size=1000,
+    intermediate_size=3000,
+    num_heads=10,
+    num_kv_heads=2,
+    head_dim=100,
+    vocab_size=100_000,
+)
+LORA_BILLION = ModelShape(**vars(BILLION) | {"num_adapter_parameters": 10**7, "num_adapted_layers": 70})
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "states"), [(0, 4, 4, 8), (1, 2, 2, 3), (2, 2, 0.5, 3), (3, 0.5, 0.5, 3)]
+)
+def test_each_zero_stage_divides_what_its_paper_says(stage, weights, gradients, states):
+    """Bytes per parameter on each of 4 GPUs in mixed precision: 2 + 2 + 12, the 12 always over 4 = 3."""
+    setup = {"zero_stage": stage, "num_processes": 4, "mixed_precision": True}
+    assert estimated("weights", BILLION, **setup) == weights * 10**9
+    assert estimated("policy: gradients", BILLION, **setup) == gradients * 10**9
+    assert estimated("policy: Adam", BILLION, **setup) == states * 10**9
+
+
+@pytest.mark.parametrize(
+    ("stage", "names"), [(0, {"DDP buckets"}), (2, {"ZeRO buffer"}), (3, {"ZeRO buffer", "ZeRO-3 gathered"})]
+)
+def test_processes_that_talk_keep_buffers(stage, names):
+    def communication(**setup):
+        lines = estimate_memory(BILLION, MemorySetup(zero_stage=stage, **setup)).lines
+        return {line.name for line in lines if line.name.startswith(("DDP", "ZeRO"))}
+
+    assert communication(num_processes=2) == names
+    assert communication(num_processes=1) == set()
+
+
+def test_data_parallel_keeps_every_gradient_twice():
+    setup = {"num_processes": 2, "critic": "model"}
+    gradients = sum(estimated(f"{who}: gradients", BILLION, **setup) for who in ("policy", "critic"))
+    assert estimated("DDP buckets", BILLION, **setup) == gradients
+
+
+def test_offloading_moves_bytes_to_main_memory_and_loses_none():
+    common = {"zero_stage": 3, "num_processes": 4, "mixed_precision": True}
+    here = estimate_memory(BILLION, MemorySetup(**common))
+    there = estimate_memory(BILLION, MemorySetup(**common, offload_optimizer=True, offload_parameters=True))
+    assert (here.host, there.host) == (0, (0.5 + 0.5 + 3) * 10**9)
+    assert sum(line.bytes for line in here.lines) == sum(line.bytes for line in there.lines)
+    assert there.peak < here.peak
+
+
+@pytest.mark.parametrize(
+    ("quantization", "nested", "per_weight"),
+    [("4bit", False, 0.5625), ("4bit", True, 0.515869140625), ("8bit", False, 1.0)],
+)
+def test_a_quantised_base_keeps_its_linear_layers_in_few_bits(quantization, nested, per_weight):
+    """4 bits, and per 64 weights a scale of 4 bytes; nested: of 1 byte, and 4 bytes per 256 of those."""
+    setup = {"quantization": quantization, "nested_quantization": nested, "dtype": "bfloat16"}
+    assert estimated("weights", LORA_BILLION, **setup) == per_weight * 8 * 10**8 + 2 * 2 * 10**8
+
+
+def test_the_adapters_of_qlora_are_in_bfloat16():
+    setup = {"quantization": "4bit", "dtype": "bfloat16"}
+    assert estimated("policy: adapter", LORA_BILLION, **setup) == 2 * 10**7
+    assert estimated("policy: Adam", LORA_BILLION, **setup) == 4 * 10**7
+
+
+def test_eight_bit_adam_keeps_two_bytes_per_parameter():
+    assert estimated("policy: Adam", BILLION, optimizer_bytes=2) == 2 * 10**9
+
+
+def test_a_reference_model_is_another_copy_and_lora_needs_none():
+    assert estimated("reference model", BILLION, reference_model=True) == 4 * 10**9
+    lines = estimate_memory(LORA_BILLION, MemorySetup(reference_model=True)).lines
+    assert all(line.name != "reference model" for line in lines)
+
+
+def test_a_critic_with_its_own_graph_doubles_the_activations():
+    plain = estimated("activations", BILLION)
+    assert estimated("activations", BILLION, critic="head") == plain
+    assert estimated("activations", BILLION, critic="model") == 2 * plain
+
+
+def test_vllm_takes_its_share_always_asleep_during_the_update_or_not_at_all():
+    def vllm(**setup):
+        lines = estimate_memory(BILLION, MemorySetup(gpu_memory_gb=80, vllm_share=0.5, **setup)).lines
+        (line,) = (line for line in lines if line.name == "vLLM")
+        return line.phase, line.bytes
+
+    assert vllm(generator="vllm") == ("always", 40 * GIB)
+    assert vllm(generator="vllm", vllm_sleeps=True) == ("rollout", 40 * GIB)
+    assert vllm(generator="server") == ("rollout", 0)
+
+
+def test_the_peak_takes_the_larger_of_update_and_rollout():
+    estimate = estimate_memory(BILLION, MemorySetup(generator="vllm", vllm_sleeps=True, vllm_share=0.9))
+    assert estimate.total("rollout") > estimate.total("update")
+    assert estimate.peak == estimate.total("always") + estimate.total("rollout")
+
+
+@pytest.mark.parametrize(("gpu", "verdict"), [(21, "fits"), (20, "tight"), (18, "does not fit")])
+def test_the_verdict_compares_the_peak_with_the_gpu(gpu, verdict):
+    estimate = estimate_memory(BILLION, MemorySetup(gpu_memory_gb=gpu, prompt_tokens=2048, completion_tokens=4096))
+    assert estimate.verdict == verdict, estimate.peak / GIB
+
+
+def test_a_share_of_vllm_that_cannot_hold_its_weights_does_not_fit():
+    """Two bytes for each of 10^9 parameters are 1.86 GiB."""
+    setup = {"generator": "vllm", "gpu_memory_gb": 1000}
+    assert estimate_memory(BILLION, MemorySetup(**setup, vllm_share=0.0018)).verdict == "does not fit"
+    assert estimate_memory(BILLION, MemorySetup(**setup, vllm_share=0.0019)).verdict == "fits"
+
+
+def test_savings_are_real_and_sorted():
+    setup = MemorySetup(num_processes=4, gradient_checkpointing=False, micro_batch=8, critic="model")
+    savings = find_savings(BILLION, setup)
+    peaks = [saving.peak for saving in savings]
+    assert peaks == sorted(peaks)
+    assert max(peaks) < estimate_memory(BILLION, setup).peak
+    changes = " ".join(saving.change for saving in savings)
+    assert all(word in changes for word in ("zero3", "gradient_checkpointing", "critic: head", "8bit"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "int8"}, "dtype='int8' is none of"),
+        ({"generator": "tgi"}, "generator='tgi' is none of"),
+        ({"num_processes": 0}, "num_processes=0 must be at least 1"),
+        ({"gpu_memory_gb": 0}, "gpu_memory_gb=0 must be above 0"),
+        ({"quantization": "4bit"}, "load_in_4bit=True trains nothing"),
+        ({"critic": "adapter"}, "critic='adapter' needs LoRA"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        estimate_memory(BILLION, MemorySetup(**changes))

@@ -102,8 +102,8 @@ def _problems(shape: ModelShape, setup: MemorySetup) -> tuple[str, ...]:
     if setup.generator != "vllm" or share > weights:
         return ()
     return (
-        f"vllm_gpu_memory_utilization={setup.vllm_share:g} is {share / GIB:.1f} GiB, and vLLM's own weights in 16 bits "
-        f"take {weights / GIB:.1f}. Raise it, or use a vLLM server on another GPU.",
+        f"vllm_gpu_memory_utilization={setup.vllm_share:g} is {share / GIB:.1f} GiB, and vLLM's own weights in 16 "
+        f"bits take {weights / GIB:.1f}. Raise it, or use a vLLM server on another GPU.",
     )
 
 
