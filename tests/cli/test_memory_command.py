@@ -1,0 +1,184 @@
+"""`agent-r1-trl memory` reads a recipe and an accelerate configuration as `train` would, and says whether it fits.
+
+Covered: what the settings become, the printed table, exit codes, mistakes. Not covered: the arithmetic
+(tests/test_memory.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import Qwen2Config
+
+from agent_r1_trl.cli import commands
+from agent_r1_trl.cli.arguments import MemoryArguments
+from agent_r1_trl.cli.memory import make_setup, read_accelerate_config, read_arguments, read_model, run
+from agent_r1_trl.trainers import MultiTurnPPOConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "recipes" / "accelerate_configs"
+RECIPES = [path for path in sorted((ROOT / "recipes").glob("*/*/*.yaml")) if path.stem.startswith("config")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A directory with a configuration and no weights; 7.6 billion parameters."""
+    folder = tmp_path_factory.mktemp("model")
+    config = Qwen2Config(
+        vocab_size=152_064,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def setup_of(model, *options):
+    return make_setup(*read_arguments(["--model_name_or_path", model, "--gpu_memory_gb", "80", *options]))
+
+
+def write_recipe(folder, **settings) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return str(path)
+
+
+def test_the_defaults_are_the_trainers():
+    theirs = {item.name: item.default for item in dataclasses.fields(MultiTurnPPOConfig)}
+    ours = {item.name: item.default for item in dataclasses.fields(MemoryArguments) if item.name in theirs}
+    assert len(ours) >= 14
+    assert ours == {name: theirs[name] for name in ours}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: "/".join(path.parts[-3:]))
+def test_it_reads_every_recipe(path, model):
+    arguments, model_args = read_arguments(["--config", str(path), "--model_name_or_path", model])
+    recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    setup = make_setup(arguments, model_args)
+    assert setup.micro_batch == recipe["per_device_train_batch_size"]
+    assert setup.completion_tokens == recipe["max_completion_length"]
+    assert (setup.critic is None) == (recipe.get("trainer", "grpo") != "ppo")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_it_reads_every_accelerate_configuration(path):
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    launch = read_accelerate_config(str(path))
+    assert launch["zero_stage"] == values.get("deepspeed_config", {}).get("zero_stage", 0)
+    assert launch["num_processes"] == values["num_processes"]
+    assert launch["offload_optimizer"] == launch["offload_parameters"] == (path.stem == "zero3_offload")
+
+
+def test_the_command_line_wins_over_the_number_of_processes_in_the_file(model):
+    file = str(CONFIGS / "zero2.yaml")
+    assert setup_of(model, "--accelerate_config", file).num_processes == 8
+    assert setup_of(model, "--accelerate_config", file, "--num_processes", "4").num_processes == 4
+    assert setup_of(model).num_processes == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "critic"),
+    [
+        ([], None),
+        (["--trainer", "ppo"], "model"),
+        (["--trainer", "ppo", "--use_peft"], "adapter"),
+        (["--trainer", "ppo", "--use_peft", "--critic", "head"], "head"),
+    ],
+)
+def test_the_critic_is_the_one_the_trainer_would_build(model, options, critic):
+    assert setup_of(model, *options).critic == critic
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--bf16", "false"], False),
+        ([], True),
+        (["--bf16", "false", "--fp16", "true"], True),
+        (["--bf16", "false", "--accelerate_config", str(CONFIGS / "ddp.yaml")], True),
+    ],
+)
+def test_precision_follows_recipe_and_launch(model, options, expected):
+    assert setup_of(model, *options).mixed_precision is expected
+
+
+@pytest.mark.parametrize(
+    ("options", "generator"),
+    [
+        ([], "transformers"),
+        (["--use_vllm"], "vllm"),
+        (["--use_vllm", "--vllm_server_urls", "http://10.0.0.1:8000"], "server"),
+    ],
+)
+def test_the_generator_is_where_the_recipe_puts_it(model, options, generator):
+    assert setup_of(model, *options).generator == generator
+
+
+def test_a_reference_model_exists_with_beta_and_without_lora(model):
+    assert setup_of(model, "--beta", "0.04").reference_model
+    assert not setup_of(model).reference_model
+    assert not setup_of(model, "--beta", "0.04", "--use_peft").reference_model
+
+
+def test_the_dtype_of_auto_is_the_checkpoints(model):
+    arguments, model_args = read_arguments(["--model_name_or_path", model, "--dtype", "auto"])
+    read_model(model_args)
+    assert make_setup(arguments, model_args).dtype == "bfloat16"
+
+
+def test_a_model_that_fits_is_said_to_fit(model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    file = str(CONFIGS / "zero3.yaml")
+    assert run(["--model_name_or_path", model, "--accelerate_config", file, "--gpu_memory_gb", "80"]) == 0
+    printed = capsys.readouterr().out
+    assert "8 process(es)" in printed
+    assert "7.616 B x 2 bytes / 8" in printed
+    assert "7.616 B x (4 float32 copy + 8 states) bytes / 8" in printed
+    assert "\nfits: " in printed
+
+
+def test_a_model_that_does_not_fit_ends_with_what_would_help(model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(["--model_name_or_path", model, "--gpu_memory_gb", "80", "--num_processes", "8"]) == 1
+    printed = capsys.readouterr().out
+    assert "\ndoes not fit: " in printed
+    assert "zero3.yaml: " in printed
+    assert printed.index("zero3.yaml") < printed.index("zero1.yaml")
+
+
+def test_a_recipe_and_options_read_the_same_through_the_console_script(model, tmp_path, capsys):
+    recipe = write_recipe(tmp_path, model_name_or_path=model, use_peft=True, lora_r=8, gpu_memory_gb=80.0, env="x")
+    assert commands.main(["memory", "--config", recipe]) == 0
+    assert "policy: adapter" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--model_name_or_path: not set"),
+        (["--model_name_or_path", "/nowhere/at/all"], "model_name_or_path='/nowhere/at/all'"),
+        (["--model_name_or_path", "{model}", "--num_processes", "0"], "num_processes=0: must be"),
+        (["--model_name_or_path", "{model}", "--optim", "sgd"], "optim='sgd': the estimate knows Adam"),
+        (["--model_name_or_path", "{model}", "--load_in_4bit"], "load_in_4bit=True trains nothing"),
+        (["--model_name_or_path", "{model}", "--accelerate_config", "none.yaml"], "none.yaml"),
+        (["--model_name_or_path", "{model}", "--zero_stage", "2"], "--zero_stage: there is no such option"),
+    ],
+)
+def test_a_mistake_is_named_with_its_cure(model, options, message, capsys):
+    assert commands.main(["memory", *(option.replace("{model}", model) for option in options)]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "MEGATRON_LM"])
+def test_a_method_that_is_not_estimated_is_refused(kind, tmp_path, model, capsys):
+    path = write_recipe(tmp_path, distributed_type=kind)
+    assert commands.main(["memory", "--model_name_or_path", model, "--accelerate_config", path]) == 2
+    assert f"{kind} is not estimated" in capsys.readouterr().err
