@@ -7,6 +7,7 @@ from trl import GRPOConfig
 
 from agent_r1_trl.trainers.config import UNSUPPORTED_OPTIONS, MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
+from agent_r1_trl.trainers.serving import server_urls
 
 CPU = {"output_dir": "unused", "bf16": False, "use_cpu": True}
 
@@ -74,11 +75,36 @@ def test_every_trl_option_that_is_ignored_is_refused_by_name(name):
     config.check_supported()
     config.use_vllm = True
     accepted, cure = UNSUPPORTED_OPTIONS[name]
-    setattr(config, name, "server" if name == "vllm_mode" else {"x": 1} if accepted is None else not accepted)
+    setattr(config, name, {"x": 1} if accepted is None else not accepted)
     with pytest.raises(ValueError) as error:
         config.check_supported()
     assert name in str(error.value)
     assert cure in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"vllm_server_urls": ["http://a:1"]}, "nothing would speak to these servers"),
+        ({"use_vllm": True, "vllm_server_urls": ["http://a:1"]}, "vllm_mode='colocate'"),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_server_urls": ["a:1"]}, "'a:1' is no URL"),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_server_urls": []}, "at least one server"),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_server_urls": ["http://a:1", "http://a:1/"]}, "each once"),
+        ({"max_sync_logprob_gap": 0}, "max_sync_logprob_gap=0 must be > 0"),
+    ],
+)
+def test_mistakes_about_servers_are_named(options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        MultiTurnGRPOConfig(**CPU, **options)
+
+
+def test_servers_come_from_our_list_or_from_trls_arguments():
+    server = {"use_vllm": True, "vllm_mode": "server"}
+    urls = ["http://a:1", "http://b:2"]
+    assert server_urls(MultiTurnGRPOConfig(**CPU, **server, vllm_server_urls=urls)) == urls
+    assert server_urls(MultiTurnGRPOConfig(**CPU, **server, vllm_server_base_url="http://c:3")) == ["http://c:3"]
+    config = MultiTurnGRPOConfig(**CPU, **server, vllm_server_host="d", vllm_server_port=4)
+    assert server_urls(config) == ["http://d:4"]
 
 
 def test_every_field_of_ours_has_help():

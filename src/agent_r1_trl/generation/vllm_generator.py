@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from agent_r1_trl.generation.base import Generation, GenerationError, SamplingParams
-from agent_r1_trl.generation.weights import Gather, policy_weights
+from agent_r1_trl.generation.weights import Gather, gather_nothing, policy_weights
 from agent_r1_trl.generation.worker import Request, ThreadedGenerator
 
 
@@ -71,6 +71,7 @@ class VLLMGenerator(ThreadedGenerator):
         max_model_len: most tokens of a request, prompt included (None: what the model allows).
         max_num_seqs: most requests that run at the same time.
         cpu_kv_cache_gib: memory for the cache on a CPU, in GiB.
+        gather: for the first `sync`.
         **engine_options: of `vllm.EngineArgs`, such as `gpu_memory_utilization`, `dtype` or `enable_sleep_mode`.
     """
 
@@ -82,6 +83,7 @@ class VLLMGenerator(ThreadedGenerator):
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         cpu_kv_cache_gib: int = 1,
+        gather: Gather = gather_nothing,
         **engine_options: Any,
     ) -> None:
         super().__init__("vllm-generator")
@@ -104,11 +106,11 @@ class VLLMGenerator(ThreadedGenerator):
                 **engine_options,
             )
         if isinstance(model, nn.Module):
-            self.sync(model)
+            self.sync(model, gather=gather)
 
     # ---------------------------------------------------------------- weights
 
-    def sync(self, model: nn.Module, *, gather: Gather | None = None) -> None:
+    def sync(self, model: nn.Module, *, gather: Gather = gather_nothing) -> None:
         """Load the policy's weights, after every optimiser step that precedes a rollout.
 
         The first time all weights are loaded, later those that training can change.
@@ -117,8 +119,7 @@ class VLLMGenerator(ThreadedGenerator):
             model: the policy, unwrapped; a `PeftModel` with its adapter active.
             gather: see `policy_weights`.
         """
-        options = {} if gather is None else {"gather": gather}
-        weights = policy_weights(model, only_trainable=self._has_all_weights, **options)
+        weights = policy_weights(model, only_trainable=self._has_all_weights, gather=gather)
         self.update_weights(weights, is_complete=not self._has_all_weights)
         self._has_all_weights = True
 
@@ -163,6 +164,8 @@ class VLLMGenerator(ThreadedGenerator):
         from vllm import SamplingParams as EngineParams
 
         with self._engine_lock:
+            if self._is_asleep:
+                self._engine.wake_up(tags=["kv_cache"])
             params = EngineParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
             name = self._next_name()
             self._engine.add_request(name, {"prompt_token_ids": token_ids}, params)

@@ -11,17 +11,23 @@ kernels that repack weights can be kept out, so the import does it.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
-
-from vllm.config import set_current_vllm_config
-from vllm.platforms import current_platform
 
 from agent_r1_trl.generation.gloo_transfer import open_group, open_store, receive_weights
 from agent_r1_trl.generation.vllm_engine import keep_weights_loadable
 from agent_r1_trl.generation.vllm_generator import load_weights
 
-if current_platform.is_cpu():
-    keep_weights_loadable()
+
+def _prepare() -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        keep_weights_loadable()
+
+
+if "vllm" in sys.modules:
+    _prepare()
 
 
 class PolicyWorker:
@@ -51,6 +57,8 @@ class PolicyWorker:
 
     def agent_r1_receive(self, is_complete: bool) -> dict[str, Any]:
         """Load what the trainer sends."""
+        from vllm.config import set_current_vllm_config
+
         weights = receive_weights(self._agent_r1_group)
         try:
             with set_current_vllm_config(self.vllm_config):

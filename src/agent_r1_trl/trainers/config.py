@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from trl import GRPOConfig
 
+from agent_r1_trl.generation.vllm_server import check_urls
 from agent_r1_trl.trainers.importance import UNITS
 
 TRUNCATION_POLICIES = ("keep", "mask", "penalise")
@@ -36,7 +37,7 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[Any, str]] = {
     "vllm_structured_outputs_regex": (None, "leave it unset: tool calls are free text"),
     "multi_objective_aggregation": ("sum_then_normalize", "keep 'sum_then_normalize'"),
     "remove_unused_columns": (False, "set remove_unused_columns=False: environments read the other columns"),
-    "vllm_mode": ("colocate", "set vllm_mode='colocate' (in process)"),
+    "vllm_tensor_parallel_size": (1, "keep 1, or start a server with --tensor-parallel-size and vllm_mode='server'"),
 }
 """TRL options that the multi-turn path cannot honour: name -> (the only value accepted, the cure)."""
 
@@ -79,6 +80,20 @@ class MultiTurnConfig(GRPOConfig):
     )
     generation_batch_rows: int = field(
         default=64, metadata={"help": "Most requests that one forward of the transformers back end serves."}
+    )
+    vllm_server_urls: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "vLLM servers to sample from with vllm_mode='server', e.g. http://127.0.0.1:8000. None: TRL's "
+            "`vllm_server_base_url`, or host and port."
+        },
+    )
+    max_sync_logprob_gap: float | None = field(
+        default=None,
+        metadata={
+            "help": "Mean absolute difference of log-probabilities between sampler and trainer that stops the run "
+            "after a weight sync. None: 1e-3 in float32, else 0.05."
+        },
     )
 
     # ---- rewards on tokens
@@ -202,6 +217,7 @@ class MultiTurnConfig(GRPOConfig):
             isinstance(self.rollout_timeout, int | float) and self.rollout_timeout > 0
         ):
             raise ValueError(f"rollout_timeout={self.rollout_timeout!r} must be seconds > 0, or None for no limit.")
+        self._check_serving()
         _check_choice(self, "truncated_trajectories", TRUNCATION_POLICIES)
         self._honour_mask_truncated_completions()
         self._check_importance_sampling()
@@ -239,6 +255,22 @@ class MultiTurnConfig(GRPOConfig):
                     f"trainer scores the whole one, and the ratio of the two is meaningless. Remove {name}, or set "
                     "vllm_importance_sampling_correction=False."
                 )
+
+    def _check_serving(self) -> None:
+        if self.vllm_server_urls is not None:
+            if not (self.use_vllm and self.vllm_mode == "server"):
+                raise ValueError(
+                    f"vllm_server_urls={self.vllm_server_urls} with use_vllm={self.use_vllm} and "
+                    f"vllm_mode={self.vllm_mode!r}: nothing would speak to these servers. Set use_vllm=True and "
+                    "vllm_mode='server', or remove vllm_server_urls."
+                )
+            check_urls(self.vllm_server_urls)
+        gap = self.max_sync_logprob_gap
+        if gap is not None and (isinstance(gap, bool) or not isinstance(gap, int | float) or not gap > 0):
+            raise ValueError(
+                f"max_sync_logprob_gap={gap!r} must be > 0: float sums in another order differ a little even with "
+                "equal weights. Remove it for the default, or set for example 0.05."
+            )
 
     def _check_estimator(self) -> None:
         """The estimator, its parameters, and what goes with it."""
@@ -331,8 +363,6 @@ class MultiTurnConfig(GRPOConfig):
         """
         for name, (accepted, cure) in UNSUPPORTED_OPTIONS.items():
             value = getattr(self, name, accepted)
-            if name == "vllm_mode" and not self.use_vllm:
-                continue
             if value != accepted and not (accepted is None and value in ({}, "")):
                 raise ValueError(f"{name}={value!r} is not supported by the multi-turn rollout. Cure: {cure}.")
 

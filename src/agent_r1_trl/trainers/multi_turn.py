@@ -58,6 +58,7 @@ from agent_r1_trl.trainers.metrics import rollout_metrics, trajectory_record
 from agent_r1_trl.trainers.micro_batches import regroup, trim_padding
 from agent_r1_trl.trainers.model_card import write_model_card
 from agent_r1_trl.trainers.packing import pack, packed_log_probs, use_packed_attention
+from agent_r1_trl.trainers.serving import build_vllm, sync_weights
 from agent_r1_trl.trainers.turn_rewards import add_turn_rewards, check_weights, schedule_factor
 from agent_r1_trl.trajectory import Trajectory
 
@@ -242,22 +243,12 @@ class MultiTurnTrainer(GRPOTrainer):
         )
 
     def _build_vllm(self, model: Any) -> Any:
-        """An engine of our own in this process; its weights come with the first `sync`."""
-        from agent_r1_trl.generation import VLLMGenerator
-
-        args = self.args
-        on_gpu = {
-            "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-            "enable_sleep_mode": args.vllm_enable_sleep_mode,
-        }
-        return VLLMGenerator(
+        """An engine of our own; TRL's never start."""
+        return build_vllm(
             model,
+            self.args,
             stop_token_ids=self.chat.stop_token_ids,
-            max_model_len=args.vllm_max_model_length,
-            max_num_seqs=min(args.max_concurrency, 256),
-            model_impl=args.vllm_model_impl,
-            trust_remote_code=args.trust_remote_code,
-            **(on_gpu if self.accelerator.device.type == "cuda" else {}),
+            is_on_gpu=self.accelerator.device.type == "cuda",
         )
 
     def _get_runner(self, model: Any) -> RolloutRunner:
@@ -266,16 +257,27 @@ class MultiTurnTrainer(GRPOTrainer):
             self._runner = RolloutRunner(
                 self._make_env, self._build_generator(model), self.chat, self.limits, self.params
             )
-        elif hasattr(self._runner.generator, "sync") and self._synced_step != self.state.global_step:
-            self._runner.generator.sync(model)
+        if self._synced_step != self.state.global_step and hasattr(self._runner.generator, "sync"):
+            self._sync(model)
         self._synced_step = self.state.global_step
         return self._runner
+
+    def _sync(self, model: Any) -> None:
+        assert self._runner is not None
+        start = time.perf_counter()
+        gap = sync_weights(self._runner.generator, model, self._tokenizer, max_gap=self.args.max_sync_logprob_gap)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["time/sync_s"].append(time.perf_counter() - start)
+        if gap is not None:
+            metrics["sampling/sync_logprob_gap"].append(gap)
 
     def _make_env(self) -> Any:
         return self.env_factory()  # type: ignore[misc]
 
     def _roll_out(self, examples: list[dict[str, Any]]) -> list[Trajectory]:
-        """Play one trajectory per row. ZeRO-3 parameters are gathered once, around the whole rollout.
+        """Play one trajectory per row.
+
+        With transformers, ZeRO-3 parameters are gathered once, around the whole rollout.
 
         Raises:
             RuntimeError: if not a single trajectory could be played, with what the first one said.
@@ -284,7 +286,9 @@ class MultiTurnTrainer(GRPOTrainer):
         with (
             torch.no_grad(),
             unwrap_model_for_generation(
-                self.model_wrapped, self.accelerator, gather_deepspeed3_params=self.args.ds3_gather_for_generation
+                self.model_wrapped,
+                self.accelerator,
+                gather_deepspeed3_params=self.args.ds3_gather_for_generation and not self.use_vllm,
             ) as model,
         ):
             runner = self._get_runner(model)
