@@ -239,7 +239,12 @@ def test_each_zero_stage_divides_what_its_paper_says(stage, weights, gradients, 
 
 
 @pytest.mark.parametrize(
-    ("stage", "names"), [(0, {"DDP buckets"}), (2, {"ZeRO buffer"}), (3, {"ZeRO buffer", "ZeRO-3 gathered"})]
+    ("stage", "names"),
+    [
+        (0, {"DDP buckets"}),
+        (2, {"ZeRO buffer"}),
+        (3, {"ZeRO buffer", "ZeRO-3 gathered", "ZeRO-3 gathered to generate"}),
+    ],
 )
 def test_processes_that_talk_keep_buffers(stage, names):
     def communication(**setup):
@@ -248,6 +253,13 @@ def test_processes_that_talk_keep_buffers(stage, names):
 
     assert communication(num_processes=2) == names
     assert communication(num_processes=1) == set()
+
+
+def test_zero_3_gathers_the_whole_model_for_transformers_and_not_for_vllm():
+    setup = {"zero_stage": 3, "num_processes": 4, "mixed_precision": True}
+    assert estimated("ZeRO-3 gathered to generate", BILLION, **setup) == 2 * 10**9
+    lines = estimate_memory(BILLION, MemorySetup(**setup, generator="vllm")).lines
+    assert all("generate" not in line.name for line in lines)
 
 
 def test_data_parallel_keeps_every_gradient_twice():

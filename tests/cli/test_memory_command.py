@@ -115,7 +115,7 @@ def test_precision_follows_recipe_and_launch(model, options, expected):
     [
         ([], "transformers"),
         (["--use_vllm"], "vllm"),
-        (["--use_vllm", "--vllm_server_urls", "http://10.0.0.1:8000"], "server"),
+        (["--use_vllm", "--vllm_mode", "server"], "server"),
     ],
 )
 def test_the_generator_is_where_the_recipe_puts_it(model, options, generator):

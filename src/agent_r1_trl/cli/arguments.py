@@ -191,9 +191,9 @@ class MemoryArguments:
     fp16: bool = field(default=False, metadata={"help": "Products in float16."})
     beta: float = field(default=0.0, metadata={"help": "Not 0, without LoRA: a reference model."})
     optim: str = field(default="adamw_torch_fused", metadata={"help": "An AdamW; 8-bit ones have small states."})
-    use_vllm: bool = field(default=False, metadata={"help": "Generate with vLLM in this process."})
-    vllm_server_urls: list[str] | None = field(
-        default=None, metadata={"help": "vLLM servers, on GPUs of their own, generate instead."}
+    use_vllm: bool = field(default=False, metadata={"help": "Generate with vLLM."})
+    vllm_mode: str = field(
+        default="colocate", metadata={"help": "'colocate': on the GPUs that train; 'server': on GPUs of its own."}
     )
     vllm_gpu_memory_utilization: float = field(default=0.3, metadata={"help": "Part of the GPU for vLLM."})
     vllm_enable_sleep_mode: bool = field(default=False, metadata={"help": "vLLM rests during the update."})

@@ -116,7 +116,7 @@ def make_setup(arguments: MemoryArguments, model_args: Any) -> MemorySetup:
     is_ppo, is_full = arguments.trainer == "ppo", not model_args.use_peft
     mixed = (arguments.bf16 if arguments.bf16 is not None else not arguments.fp16) or arguments.fp16
     forwards = arguments.steps_per_generation or arguments.gradient_accumulation_steps
-    generator = "vllm" if arguments.use_vllm else "transformers"
+    vllm = "server" if arguments.vllm_mode == "server" else "vllm"
     return MemorySetup(
         dtype=model_args.dtype,
         mixed_precision=mixed or launch["mixed_precision"] in ("bf16", "fp16"),
@@ -131,7 +131,7 @@ def make_setup(arguments: MemoryArguments, model_args: Any) -> MemorySetup:
         saves_attention_mask="flash" not in (model_args.attn_implementation or ""),
         reference_model=arguments.beta != 0 and is_full,
         critic=(arguments.critic or ("model" if is_full else "adapter")) if is_ppo else None,
-        generator="server" if arguments.vllm_server_urls else generator,
+        generator=vllm if arguments.use_vllm else "transformers",
         rollout_rows=min(arguments.generation_batch_rows, arguments.per_device_train_batch_size * forwards),
         vllm_share=arguments.vllm_gpu_memory_utilization,
         vllm_sleeps=arguments.vllm_enable_sleep_mode,

@@ -103,7 +103,7 @@ def _problems(shape: ModelShape, setup: MemorySetup) -> tuple[str, ...]:
         return ()
     return (
         f"vllm_gpu_memory_utilization={setup.vllm_share:g} is {share / GIB:.1f} GiB, and vLLM's own weights in 16 "
-        f"bits take {weights / GIB:.1f}. Raise it, or use a vLLM server on another GPU.",
+        f"bits take {weights / GIB:.1f}. Raise it, or use a vLLM server on other GPUs.",
     )
 
 
@@ -224,7 +224,7 @@ def _communication(shape: ModelShape, setup: MemorySetup) -> list[Line]:
     if setup.zero_stage == 3:
         live = min(shape.num_parameters, ZERO3_LIVE)
         text = f"{_count(live)} x {size} bytes: parameters gathered at a time, at most"
-        lines.append(Line(name="ZeRO-3 gathered", bytes=live * size, formula=text))
+        lines.append(Line(name="ZeRO-3 gathered", bytes=live * size, formula=text, phase="update"))
     return lines
 
 
@@ -271,10 +271,17 @@ def _rollout(shape: ModelShape, setup: MemorySetup) -> list[Line]:
         total = setup.vllm_share * setup.gpu_memory_gb * GIB
         text = f"{setup.vllm_share:g} x {setup.gpu_memory_gb:g} GiB: its weights and KV cache"
         return [Line(name="vLLM", bytes=total, formula=text, phase="rollout" if setup.vllm_sleeps else "always")]
+    lines = []
+    if setup.zero_stage == 3 and setup.num_processes > 1:
+        whole = shape.num_parameters * setup.weight_bytes
+        text = (
+            f"{_count(shape.num_parameters)} x {setup.weight_bytes} bytes: the whole model while transformers generate"
+        )
+        lines.append(Line(name="ZeRO-3 gathered to generate", bytes=whole, formula=text, phase="rollout"))
     per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * setup.compute_bytes
     text = f"{setup.rollout_rows} rows x {setup.sequence_tokens} tokens x {_count(per_token)} bytes"
     total = setup.rollout_rows * setup.sequence_tokens * per_token
-    return [Line(name="KV cache", bytes=total, formula=text, phase="rollout")]
+    return [*lines, Line(name="KV cache", bytes=total, formula=text, phase="rollout")]
 
 
 # -------------------------------------------------------------------- words
