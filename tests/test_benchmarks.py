@@ -41,10 +41,15 @@ TINY = {
         ],
         {
             "speedup",
+            "processor_speedup",
             "memory_ratio",
             "step_memory_ratio",
             "action_tokens",
-            *(f"{layout}_{name}" for layout in ("trl", "shared") for name in ("tokens_per_s", "peak_mb", "step_mb")),
+            *(
+                f"{layout}_{name}"
+                for layout in ("trl", "shared")
+                for name in ("tokens_per_s", "processor_s", "peak_mb", "step_mb")
+            ),
         },
     ),
 }
