@@ -155,6 +155,32 @@ def test_tools_need_a_template_that_can_show_them():
     assert chat.tokenizer.decode(ids) == "\n<|im_start|>user\nfound<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.parametrize(
+    ("header", "forced", "reply", "message"),
+    [
+        ("<|im_start|>assistant\n", "", "to<|im_end|>", {"content": "to"}),
+        ("", "", "to<|im_end|>", {"content": "to"}),
+        (
+            "<|im_start|>assistant\n",
+            "<think>\n",
+            "so\n</think>\n\nto<|im_end|>",
+            {"content": "to", "reasoning_content": "so"},
+        ),
+    ],
+)
+def test_the_generation_prompt_of_a_template_without_tools_is_no_part_of_the_reply(header, forced, reply, message):
+    template = (
+        "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{% else %}HEADER{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}HEADERFORCED{% endif %}"
+        "{# </think> #}"
+    )
+    template = template.replace("HEADER", header).replace("FORCED", forced)
+    chat = ChatFormat(make_tokenizer("qwen3", chat_template=template))
+    assert not chat.supports_tools
+    prompt = chat.encode_prompt([{"role": "user", "content": "q"}])
+    assert chat.parse(chat.encoder.encode(reply), prompt) == {"role": "assistant", **message}
+
+
 def test_named_variants_are_searched_for_the_one_with_tools():
     tokenizer = make_tokenizer("qwen2_5")
     source = read_template("qwen2_5_training")

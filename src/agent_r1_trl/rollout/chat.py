@@ -254,7 +254,7 @@ class ChatFormat:
                     "Set tokenizer.response_template (see transformers' page on chat response parsing), or use a "
                     "chat_template that TRL knows.",
                 )
-        grammar = grammar or text_grammar(self.chat_template, turn_end)
+        grammar = grammar or text_grammar(self.chat_template, self._renderer.turn_start(), turn_end)
 
         def parse_call(text: str, tools: Any) -> Message:
             parsed: Message = self.tokenizer.parse_response(text, schema=grammar, prefix="", tools=tools)

@@ -94,6 +94,13 @@ class TemplateRenderer:
             )
         )
 
+    def turn_start(self) -> str:
+        """The generation prompt without a forced `<think>`; empty for a template that writes none."""
+        question = {"role": "user", "content": self._said}
+        begun = self.render([question], None, generation_prompt=True)
+        asked = self.render([question], None, generation_prompt=False)
+        return begun.removeprefix(asked).partition("<think>")[0] if begun.startswith(asked) else ""
+
     def reply(self, message: Message) -> str:
         """What the policy would write to say `message`, end-of-turn token included."""
         question = {"role": "user", "content": "."}

@@ -103,12 +103,18 @@ def choose_response_template(tokenizer: Any, template: str, turn_end: str, trl: 
     return _trl_grammar(known, trl)
 
 
-def text_grammar(template: str, turn_end: str) -> dict[str, Any]:
-    """A grammar without tool calls, for templates that cannot write them."""
+def text_grammar(template: str, turn_start: str, turn_end: str) -> dict[str, Any]:
+    """A grammar without tool calls, for templates that cannot write them.
+
+    Args:
+        template: source.
+        turn_start: what the template writes before what the assistant says.
+        turn_end: the end-of-turn token.
+    """
     fields: dict[str, Any] = {"content": {"close_pattern": re.escape(turn_end) + r"\s*", "content": "text"}}
     if "</think>" in template:
         fields["reasoning_content"] = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
-    return {"defaults": {"role": "assistant"}, "start_anchor": turn_end, "fields": fields}
+    return {"defaults": {"role": "assistant"}, "start_anchor": turn_start or None, "fields": fields}
 
 
 def check_template_kwargs(template: str, kwargs: dict[str, Any] | None, thinking: str) -> dict[str, Any]:
