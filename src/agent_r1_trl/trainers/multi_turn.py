@@ -314,18 +314,20 @@ class MultiTurnTrainer(GRPOTrainer):
         """Row i of this rank is row `rank * B + i` of the generation batch; groups are consecutive rows of that."""
         group_size = self.num_generations if mode == "train" else self.num_generations_eval
         first_row = self.accelerator.process_index * len(examples)
-        round_index = self._step if mode == "train" else -1  # every evaluation draws alike
         requests = []
-        for index, example in enumerate(examples):
-            generation = (first_row + index) % group_size
+        for row, example in enumerate(examples, start=first_row):
+            group, generation = divmod(row, group_size)
+            # Equal rows of a batch (all are, if the environment owns the data) are different draws in training;
+            # every evaluation draws alike.
+            draw = (self._step, group) if mode == "train" else (-1,)
             example_id = example_key(example)
             requests.append(
                 RolloutRequest(
                     example=dict(example),
                     example_id=example_id,
                     generation=generation,
-                    seed=derive_seed(self.args.seed, round_index, example_id, generation),
-                    reset_seed=derive_seed(self.args.seed, round_index, example_id),
+                    seed=derive_seed(self.args.seed, *draw, example_id, generation),
+                    reset_seed=derive_seed(self.args.seed, *draw, example_id),
                 )
             )
         return requests

@@ -1,0 +1,43 @@
+"""Which trajectories of a batch share their seeds."""
+
+from agent_r1_trl.trainers import MultiTurnPPOConfig, MultiTurnPPOTrainer
+from tests.tokenizers import make_tokenizer
+from tests.trainers.helpers import PlainEnv, make_args, make_policy
+
+
+class DealtEnv(PlainEnv):
+    """An environment that owns its data: what it asks hangs on the reset seed."""
+
+    def seed(self, *, reset_seed, dynamics_seed):
+        self.reset_seed = reset_seed
+
+    def reset(self, example):
+        return [{"role": "user", "content": f"question {self.reset_seed}"}]
+
+
+def played(tmp_path, num_generations):
+    tokenizer = make_tokenizer("qwen2_5")
+    trainer = MultiTurnPPOTrainer(
+        model=make_policy(tokenizer),
+        args=make_args(
+            tmp_path, MultiTurnPPOConfig, critic="head", num_generations=num_generations, max_tokens_per_turn=4
+        ),
+        env=DealtEnv,
+        train_dataset=None,
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    return trainer.last_trajectories
+
+
+def test_rows_of_an_environment_that_owns_its_data_are_different_draws(tmp_path):
+    trajectories = played(tmp_path, num_generations=1)
+    assert len({item.seed for item in trajectories}) == len(trajectories) == 8
+    assert len({item.prompt_messages[0]["content"] for item in trajectories}) == 8
+
+
+def test_a_group_shares_its_start_and_nothing_else(tmp_path):
+    trajectories = played(tmp_path, num_generations=4)
+    questions = [item.prompt_messages[0]["content"] for item in trajectories]
+    assert len(set(questions[:4])) == len(set(questions[4:])) == 1 and questions[0] != questions[4]
+    assert len({item.seed for item in trajectories}) == 8
