@@ -198,9 +198,12 @@ def gather_credit_inputs(inputs: CreditInputs, accelerator: Any) -> CreditInputs
         tensor = getattr(inputs, item.name)
         if tensor is None:
             continue
+        dtype = tensor.dtype
+        if dtype == torch.bool:
+            tensor = tensor.to(torch.uint8)  # padding turns bool into int64, on the ranks that it lengthens alone
         if tensor.dim() == 2:
             tensor = accelerator.pad_across_processes(tensor, dim=1, pad_index=padding.get(item.name, 0))
-        gathered[item.name] = accelerator.gather(tensor)
+        gathered[item.name] = accelerator.gather(tensor).to(dtype)
     return CreditInputs(**gathered)
 
 
