@@ -220,6 +220,7 @@ class MultiTurnConfig(GRPOConfig):
         self._check_serving()
         _check_choice(self, "truncated_trajectories", TRUNCATION_POLICIES)
         self._honour_mask_truncated_completions()
+        self._settle_ddp()
         self._check_importance_sampling()
         _check_choice(self, "record_trajectories", RECORD_FORMATS)
         _check_choice(self, "thinking", ("keep", "off"))
@@ -320,6 +321,15 @@ class MultiTurnConfig(GRPOConfig):
                 f"update_layout={self.update_layout!r} packs rows, and the critic reads padded ones. Set "
                 "update_layout='grouped' or 'padded' for PPO."
             )
+
+    def _settle_ddp(self) -> None:
+        """With reentrant checkpointing, DDP must not look for unused parameters: it takes all of them for unused.
+
+        transformers keeps that search off for plain models, but not for those of peft.
+        """
+        is_reentrant = self.gradient_checkpointing and (self.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+        if is_reentrant and self.ddp_find_unused_parameters is None:
+            self.ddp_find_unused_parameters = False
 
     def _honour_mask_truncated_completions(self) -> None:
         """TRL's spelling of truncated_trajectories='mask'."""
