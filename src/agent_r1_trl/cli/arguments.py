@@ -7,6 +7,7 @@ settings they share and pass over the rest.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,6 +16,8 @@ from agent_r1_trl.cli.errors import UsageError, did_you_mean
 
 TRAINERS = {"grpo": "MultiTurnGRPOTrainer", "ppo": "MultiTurnPPOTrainer"}
 """Value of `trainer` -> class in `agent_r1_trl.trainers`; its `config_class` reads the settings."""
+DTYPES = ["auto", "bfloat16", "float16", "float32"]
+"""What TRL's `ModelConfig` takes."""
 
 _ENV_HELP = (
     "What the agent acts in: 'search_qa', or the import path of an Environment class or of a function that makes one "
@@ -109,7 +112,7 @@ class EvalArguments(TaskArguments):
     use_vllm: bool = field(default=False, metadata={"help": "Sample with vLLM in this process."})
     dtype: str | None = field(
         default=None,
-        metadata={"help": "float32, bfloat16, ... None: the checkpoint's own on a GPU, float32 on a CPU."},
+        metadata={"help": "None: the checkpoint's own on a GPU, float32 on a CPU.", "choices": DTYPES},
     )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
     max_turns: int = field(default=8, metadata={"help": "Assistant turns per trajectory."})
@@ -134,8 +137,12 @@ class EvalArguments(TaskArguments):
             raise UsageError(f"env: not set, so there is nothing to act in. Set env. {_ENV_HELP}")
         check_positive("num_examples", self.num_examples)
         check_positive("num_generations_eval", self.num_generations_eval)
+        check_positive("generation_batch_rows", self.generation_batch_rows)
+        check_folder("output_dir", self.output_dir)
         if not self.eval_temperature >= 0:
-            raise UsageError(f"eval_temperature={self.eval_temperature}: must be >= 0; 0 is greedy.")
+            raise UsageError(
+                f"eval_temperature={self.eval_temperature}: must be >= 0. Set eval_temperature to 0 (greedy) or more."
+            )
 
 
 @dataclass
@@ -226,7 +233,20 @@ def check_positive(name: str, value: int | None) -> None:
         UsageError: names flag, value and rule.
     """
     if value is not None and value < 1:
-        raise UsageError(f"{name}={value}: must be a whole number >= 1.")
+        raise UsageError(f"{name}={value}: must be a whole number >= 1. Set {name} to such a number.")
+
+
+def check_folder(name: str, value: str | None) -> None:
+    """Refuse a directory to write to that is a file, or lies under one; None passes.
+
+    Raises:
+        UsageError: names flag, value and cure.
+    """
+    for path in [] if value is None else [Path(value), *Path(value).parents]:
+        if path.is_dir():
+            return
+        if path.exists():
+            raise UsageError(f"{name}={value!r}: {path} is a file, not a directory. Pass another {name}.")
 
 
 def read_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+
+_WRONG_TYPE = re.compile(r"argument (?P<flag>--\w+)\S*: invalid (?P<kind>\S+) value: (?P<value>.*)", re.DOTALL)
+_WRONG_CHOICE = re.compile(r"argument (?P<flag>--\w+)\S*: invalid choice: (?P<value>.*) \(choose from (?P<names>.*)\)")
+_OTHER_PROBLEM = re.compile(r"argument (?P<flag>--\w+)\S*: (?P<problem>.*)", re.DOTALL)
+_KINDS = {"int": "a whole number", "float": "a number", "string_to_bool": "true or false"}
 
 
 class UsageError(ValueError):
@@ -40,6 +46,26 @@ def run_command(function: Callable[[Sequence[str]], int], argv: Sequence[str] | 
     except BrokenPipeError:  # `agent-r1-trl view ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def explain_argparse(message: str, help_of: Callable[[str], str] = lambda flag: "") -> str:
+    """What argparse found wrong with an option, with flag, value and rule.
+
+    Args:
+        message: argparse's.
+        help_of: text about a flag to add, a blank before it.
+
+    >>> explain_argparse("argument --step: invalid int value: 'x'")
+    "--step 'x': must be a whole number."
+    """
+    if match := _WRONG_TYPE.match(message):
+        rule = _KINDS.get(match["kind"], match["kind"])
+        return f"{match['flag']} {match['value']}: must be {rule}.{help_of(match['flag'])}"
+    if match := _WRONG_CHOICE.match(message):
+        return f"{match['flag']} {match['value']}: must be one of {match['names']}.{help_of(match['flag'])}"
+    if match := _OTHER_PROBLEM.match(message):
+        return f"{match['flag']}: {match['problem']}.{help_of(match['flag'])}"
+    return message if message.endswith(".") else f"{message}."
 
 
 def is_main_process() -> bool:

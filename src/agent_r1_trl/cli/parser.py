@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import typing
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from agent_r1_trl.cli.errors import UsageError, did_you_mean
+from agent_r1_trl.cli.errors import UsageError, did_you_mean, explain_argparse
 from agent_r1_trl.cli.recipe import check_keys, read_recipe, read_value, split_config
 from agent_r1_trl.trainers.script import TrlParser
-
-_TYPE_ERROR = re.compile(r"argument (?P<flag>--\w+)\S*: invalid (?P<kind>\S+) value: (?P<value>.*)", re.DOTALL)
-_OTHER_ERROR = re.compile(r"argument (?P<flag>--\w+)\S*: (?P<problem>.*)", re.DOTALL)
-_KINDS = {"int": "a whole number", "float": "a number", "string_to_bool": "true or false"}
 
 
 class RecipeParser(TrlParser):
@@ -41,7 +36,9 @@ class RecipeParser(TrlParser):
         super().__init__(dataclass_types, prog=command, allow_abbrev=False, **settings)
         self.add_argument("--config", metavar="RECIPE", help="YAML file with any of these settings.")
         self._hints = {name: hint for kind in dataclass_types for name, hint in typing.get_type_hints(kind).items()}
-        self._names = [item.name for kind in dataclass_types for item in dataclasses.fields(kind) if item.init]
+        known = [item for kind in dataclass_types for item in dataclasses.fields(kind) if item.init]
+        self._names = [item.name for item in known]
+        self._allowed = {item.name: item.metadata.get("choices") or () for item in known}
         self._elsewhere = {item.name for kind in elsewhere for item in dataclasses.fields(kind) if item.init}
         self._elsewhere -= set(self._names)
         self._private = set(private)
@@ -62,7 +59,7 @@ class RecipeParser(TrlParser):
             recipe = read_recipe(path)
             check_keys(path, recipe, [*self._names, *sorted(self._elsewhere)])
             values |= {
-                name: read_value(path, name, value, self._hints[name])
+                name: read_value(path, name, value, self._hints[name], self._allowed[name])
                 for name, value in recipe.items()
                 if name in self._names and name not in self._private
             }
@@ -75,12 +72,12 @@ class RecipeParser(TrlParser):
     def _check_unknown(self, unknown: list[str]) -> None:
         if not unknown:
             return
-        flag, _, value = unknown[0].partition("=")
+        flag = unknown[0].partition("=")[0]
         name = flag.lstrip("-").replace("-", "_")
         if not flag.startswith("--"):
             raise UsageError(f"{unknown[0]!r} belongs to no option. Options are written --name value.")
         if name in self._elsewhere:
-            raise UsageError(f"{flag} {value}: a setting of training that {self.prog} does not use. Remove {flag}.")
+            raise UsageError(f"{unknown[0]}: a setting of training that {self.prog} does not use. Remove it.")
         flags = [option.removeprefix("--") for action in self._actions for option in action.option_strings]
         hint = did_you_mean(name, [item for item in flags if "-" not in item])
         raise UsageError(f"{flag}: there is no such option.{hint} {self.prog} --help lists all.")
@@ -97,19 +94,12 @@ class RecipeParser(TrlParser):
 
     def error(self, message: str) -> NoReturn:
         """What argparse found, in our words."""
-        wrong_type = _TYPE_ERROR.match(message)
-        if wrong_type:
-            flag, kind = wrong_type["flag"], _KINDS.get(wrong_type["kind"], wrong_type["kind"])
-            raise UsageError(f"{flag} {wrong_type['value']}: must be {kind}.{self._help_of(flag)}")
-        other = _OTHER_ERROR.match(message)
-        if other:
-            raise UsageError(f"{other['flag']}: {other['problem']}.{self._help_of(other['flag'])}")
         missing = message.removeprefix("the following arguments are required: ")
         if missing != message:
             names = [name.split("/")[0] for name in missing.split(", ")]
             helps = "".join(self._help_of(name) for name in names)
             raise UsageError(f"{', '.join(names)}: not set. Pass it, or put it into the recipe.{helps}")
-        raise UsageError(message)
+        raise UsageError(explain_argparse(message, self._help_of))
 
     def _help_of(self, flag: str) -> str:
         action = next((action for action in self._actions if flag in action.option_strings), None)

@@ -106,8 +106,15 @@ def check_keys(path: str, values: Mapping[str, Any], known: Sequence[str]) -> No
         raise UsageError(f"{path}: {' '.join(lines)} Correct or remove it; --help lists all settings.")
 
 
-def read_value(path: str, name: str, value: Any, hint: Any) -> Any:
+def read_value(path: str, name: str, value: Any, hint: Any, allowed: Sequence[Any] = ()) -> Any:
     """Check a recipe's value against the type of its field; text that spells a number becomes one.
+
+    Args:
+        path: of the recipe, for errors.
+        name: of the setting.
+        value: as YAML has it.
+        hint: the type of the field.
+        allowed: the only values there are, where the type says less.
 
     Raises:
         UsageError: names file, setting, value and rule.
@@ -117,11 +124,11 @@ def read_value(path: str, name: str, value: Any, hint: Any) -> Any:
         options = (*options, bool)
     for option in options:
         found, converted = _fit(value, option)
-        if found:
+        if found and (converted is None or not allowed or converted in allowed):
             return converted
     if value is False and any(_is_enum(option) for option in options):
         return "no"  # YAML reads an unquoted `no` as false
-    choices = [repr(choice) for option in options for choice in _choices(option)]
+    choices = [repr(choice) for choice in allowed or [item for option in options for item in _choices(option)]]
     rule = f"one of {', '.join(choices)}" if choices else " or ".join(dict.fromkeys(map(_describe, options)))
     raise UsageError(f"{path}: {name}={value!r} must be {rule}. Set {name} to such a value, or remove the line.")
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from agent_r1_trl.cli.errors import UsageError, did_you_mean, run_command
+from agent_r1_trl.cli.errors import UsageError, did_you_mean, explain_argparse, run_command
 
 if TYPE_CHECKING:
     from agent_r1_trl.recording import Record
@@ -41,7 +41,9 @@ FILTERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. {self.prog} --help lists the options.")
+        if message.endswith("RUN"):
+            raise UsageError(f"RUN: not set. Pass the output directory of a run: {self.prog} outputs/my-agent.")
+        raise UsageError(f"{explain_argparse(message)} {self.prog} --help lists the options.")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -49,6 +51,8 @@ def run(argv: Sequence[str]) -> int:
     parser = make_parser()
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
+        if not unknown[0].startswith("-"):
+            raise UsageError(f"{unknown[0]!r}: one RUN is shown at a time, and {arguments.run!r} is it. Remove one.")
         flags = [option for action in parser._actions for option in action.option_strings]
         raise UsageError(
             f"{unknown[0]}: there is no such option.{did_you_mean(unknown[0], flags)} {COMMAND} --help lists all."
@@ -105,7 +109,9 @@ def find_records(arguments: argparse.Namespace) -> list[Record]:
 
     for name in ("num", "width"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            raise UsageError(f"--{name} {getattr(arguments, name)}: must be at least 1.")
+            raise UsageError(
+                f"--{name} {getattr(arguments, name)}: must be >= 1. Pass such a number, or leave it out."
+            )
     try:
         files = trajectory_files(arguments.run)
         split = arguments.split or ("train" if trajectory_files(arguments.run, split="train") else "eval")
@@ -125,7 +131,9 @@ def find_records(arguments: argparse.Namespace) -> list[Record]:
     try:
         records = list(read_records(arguments.run, step=step, split=split if is_folder else arguments.split))
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(f"RUN {error} Pass the output directory of a run.") from error
+    if not records:
+        raise UsageError(f"RUN {arguments.run}: holds no trajectory. Pass the output directory of a run.")
     if arguments.filter:
         records = [record for record in records if FILTERS[arguments.filter][1](record.trajectory)]
     num = len(records)
@@ -134,7 +142,10 @@ def find_records(arguments: argparse.Namespace) -> list[Record]:
     if not records:
         where = f"step {step}" if step is not None else arguments.run
         chosen = f"--index {arguments.index}" if arguments.index is not None else f"--filter {arguments.filter}"
-        raise UsageError(f"{chosen}: no such trajectory in {where}, of {num} that the other options leave.")
+        raise UsageError(
+            f"{chosen}: no such trajectory in {where}, of {num} that the other options leave. --list shows which "
+            "there are."
+        )
     return records
 
 
@@ -156,15 +167,19 @@ def load_tokenizer(given: str | None, run_folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise UsageError(f"--tokenizer {name}: cannot be loaded ({str(error).splitlines()[0]}).") from error
+        raise UsageError(
+            f"--tokenizer {name}: cannot be loaded ({str(error).splitlines()[0]}). Pass a directory that holds a "
+            "tokenizer, or a Hub id."
+        ) from error
 
 
 def _evaluated_model(folder: Path) -> str | None:
     """The model whose evaluation lies in a folder."""
     file = folder / "evaluation.json"
-    if not file.is_file():
+    try:
+        name = json.loads(file.read_text(encoding="utf-8"))["settings"]["model"]
+    except (OSError, ValueError, KeyError, TypeError):  # no evaluation, or not one of ours
         return None
-    name = json.loads(file.read_text(encoding="utf-8")).get("settings", {}).get("model")
     return name if isinstance(name, str) else None
 
 

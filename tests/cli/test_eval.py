@@ -1,0 +1,142 @@
+"""`agent-r1-trl eval`: a model, an environment and questions in; a table, numbers and trajectories out.
+
+Covered: what is printed and written, which settings win, mistakes. Not covered: metrics (tests/test_evaluation.py).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agent_r1_trl.cli.commands import main
+from agent_r1_trl.recording import read_records
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def read_result(folder="scores") -> dict:
+    return json.loads((Path(folder) / "evaluation.json").read_text(encoding="utf-8"))
+
+
+def test_an_evaluation_leaves_a_table_numbers_and_trajectories(recipe, model_folder, capsys):
+    assert main(["eval", "--config", recipe(), "--output_dir", "scores"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{model_folder}, 2 examples" in " ".join(printed.split())
+    for words in ("metric", "95% interval", "reward", "turns", "truncated"):
+        assert words in printed
+    assert "agent-r1-trl view scores --terminal --split eval" in printed
+    result = read_result()
+    assert result["num_examples"] == 2
+    assert 1 <= result["turns"] <= 2
+    records = list(read_records("scores", split="eval"))
+    assert len(records) == 2
+    rewards = [record.trajectory.total_reward for record in records]
+    assert result["reward"] == pytest.approx(sum(rewards) / 2)
+
+
+def test_the_output_directory_of_a_training_recipe_stays_untouched(recipe, capsys):
+    assert main(["eval", "--config", recipe(output_dir="out")]) == 0
+    assert not Path("out").exists()
+    assert "evaluation.json" not in capsys.readouterr().out
+
+
+def test_no_recipe_is_needed(recipe, model_folder):
+    recipe()
+    flags = ["--model", model_folder, "--env", "task.py:AddEnv", "--dataset", "train.jsonl", "--output_dir", "scores"]
+    assert main(["eval", *map(str, flags), "--max_turns", "1", "--max_tokens_per_turn", "3"]) == 0
+    trajectories = [record.trajectory for record in read_records("scores", split="eval")]
+    assert len(trajectories) == 4
+    assert all(len(item.turns) == 1 and item.num_action_tokens <= 3 for item in trajectories)
+
+
+def test_flags_win_over_the_recipe(recipe):
+    flags = ["--num_examples", "1", "--num_generations", "3", "--temperature", "1", "--env_kwargs", "{bonus: 7}"]
+    assert main(["eval", "--config", recipe(), *flags, "--output_dir", "scores"]) == 0
+    trajectories = [record.trajectory for record in read_records("scores", split="eval")]
+    assert len(trajectories) == 3
+    assert {item.outcome_reward for item in trajectories} <= {0.0, 7.0}
+
+
+def test_a_seed_repeats_an_evaluation(recipe):
+    path = recipe()
+    for folder, seed in {"first": "5", "again": "5", "other": "6"}.items():
+        flags = ["--temperature", "1", "--seed", seed, "--output_dir", folder, "--num_examples", "1"]
+        assert main(["eval", "--config", path, *flags]) == 0
+    tokens = {
+        folder: [record.trajectory.completion_ids for record in read_records(folder, split="eval")]
+        for folder in ("first", "again", "other")
+    }
+    assert tokens["first"] == tokens["again"] != tokens["other"]
+
+
+def test_the_rows_to_train_on_serve_where_there_are_none_to_evaluate_on(recipe):
+    assert main(["eval", "--config", recipe(eval_dataset_name=None), "--output_dir", "scores"]) == 0
+    assert read_result()["num_examples"] == 4
+
+
+def test_a_trained_agent_is_evaluated_and_viewed(finished_run, recipe, capsys):
+    out = str(finished_run / "out")
+    assert main(["eval", "--config", recipe(), "--model", out, "--output_dir", "scores"]) == 0
+    capsys.readouterr()
+    assert main(["view", "scores", "--split", "eval"]) == 0
+    shown = capsys.readouterr().out
+    assert "evaluation, step 0, index 0" in shown and "What is 0 + 0?" in shown
+
+
+MISTAKES = {
+    "no model": (["--env", "task.py:AddEnv"], ["--model", "not set", "Pass the directory or the Hub id"]),
+    "no data": (
+        ["--env", "task.py:AddEnv", "--model", "tiny"],
+        ["--dataset", "not set", "Pass a data file, a directory or a Hub id"],
+    ),
+    "no environment": (["--model", "tiny"], ["env: not set", "Set env", "import path"]),
+    "a misspelt option": (["--num_exmaples", "3"], ["--num_exmaples", "no such option", "'num_examples'"]),
+    "an option of training": (["--learning_rate", "1"], ["--learning_rate", "does not use", "Remove"]),
+    "a word for a number": (["--max_turns", "many"], ["--max_turns 'many'", "must be a whole number", "turns"]),
+    "a loose word": (["recipe.yaml"], ["'recipe.yaml'", "belongs to no option", "--name value"]),
+    "config without a file": (["--config"], ["--config", "no file follows", "--config recipe.yaml"]),
+    "a recipe that is not there": (["--config", "recipes.yaml"], ["--config recipes.yaml", "no such file", "'recipe"]),
+}
+
+
+@pytest.mark.parametrize(("arguments", "parts"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_on_the_command_line_is_named_with_its_cure(recipe, refusal, arguments, parts):
+    recipe()
+    message = refusal("eval", *arguments)
+    assert [part for part in parts if part not in message] == [], message
+
+
+SETTINGS = {
+    "num_examples": (0, ["num_examples=0", ">= 1", "Set num_examples"]),
+    "num_generations_eval": (-1, ["num_generations_eval=-1", ">= 1", "Set num_generations_eval"]),
+    "eval_temperature": (-0.5, ["eval_temperature=-0.5", ">= 0", "Set eval_temperature to 0 (greedy)"]),
+    "max_turns": (0, ["max_turns=0", ">= 1", "Set max_turns"]),
+    "max_completion_length": (0, ["max_completion_length=0", ">= 1", "Set max_completion_length"]),
+    "rollout_timeout": (-1.0, ["rollout_timeout=-1.0", "> 0", "None"]),
+    "thinking": ("loud", ["thinking='loud'", "'keep'", "'off'"]),
+    "dtype": ("float31", ["dtype='float31'", "float32", "bfloat16"]),
+    "env_kwargs": ([1], ["env_kwargs=[1]", "must be a mapping", "Set env_kwargs"]),
+    "generation_batch_rows": (0, ["generation_batch_rows=0", ">= 1", "Set generation_batch_rows"]),
+    "model_name_or_path": ("./nowhere", ["model='./nowhere'", "no such directory", "Pass"]),
+    "env": ("task.py:AdEnv", ["env='task.py:AdEnv'", "no 'AdEnv'", "Did you mean 'AddEnv'?"]),
+    "eval_dataset_name": ("tests.jsonl", ["eval_dataset_name='tests.jsonl'", "no such file", "'test.jsonl'"]),
+}
+
+
+@pytest.mark.parametrize(("setting", "case"), SETTINGS.items(), ids=SETTINGS.keys())
+def test_a_mistake_in_the_recipe_is_named_with_its_cure(recipe, refusal, setting, case):
+    value, parts = case
+    message = refusal("eval", "--config", recipe(**{setting: value}))
+    assert [part for part in parts if part not in message] == [], message
+
+
+def test_an_output_directory_that_is_a_file_is_refused_before_the_model_plays(recipe, refusal, capsys):
+    path = recipe()
+    message = refusal("eval", "--config", path, "--output_dir", "train.jsonl")
+    assert "output_dir='train.jsonl'" in message and "is a file" in message and "Pass" in message
+    assert "examples" not in capsys.readouterr().out
