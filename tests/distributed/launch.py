@@ -1,0 +1,65 @@
+"""Two processes of a worker module, started as a user would; none of them outlives its launch."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = {"zero2": "cpu_2proc.yaml", "zero3": "cpu_2proc_zero3.yaml"}
+LAUNCHES = ("ddp", *CONFIGS)
+TIMEOUT_S = 480
+"""Of a launch: DeepSpeed compiles for a minute when it is used for the first time."""
+
+
+def launch(kind, module, output_dir, timeout_s=TIMEOUT_S):
+    """Run `python -m module output_dir` in two processes: `ddp` through torchrun, the others through accelerate."""
+    program = ["-m", module, str(output_dir)]
+    if kind == "ddp":
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *program]
+    else:
+        config = ROOT / "recipes" / "accelerate_configs" / CONFIGS[kind]
+        command = ["-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", free_port()]
+        command += program
+    log = Path(output_dir) / "log.txt"
+    bin_dir = str(Path(sys.executable).parent)  # DeepSpeed builds its extension with ninja
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "HF_HUB_OFFLINE": "1",
+                "OMP_NUM_THREADS": "1",
+                "PATH": os.pathsep.join([bin_dir, os.environ["PATH"]]),
+                "PYTHONPATH": str(ROOT),
+            },
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        return_code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return_code = f"still running after {timeout_s} s"
+    finally:
+        kill_tree(process)
+    assert return_code == 0, f"{kind}: {return_code}\n{log.read_text(encoding='utf-8')[-6000:]}"
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def kill_tree(process):
+    """Kill the launcher and its workers, which lead sessions of their own."""
+    if process.poll() is not None:
+        return
+    workers = psutil.Process(process.pid).children(recursive=True)
+    for member in (process, *workers):
+        member.kill()
+    process.wait()

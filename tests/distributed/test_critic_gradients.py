@@ -1,0 +1,60 @@
+"""Gradient checkpointing and any number of processes leave the gradients of policy and critic as they are."""
+
+import pytest
+import torch
+
+from agent_r1_trl import critic
+from agent_r1_trl.critic import is_critic_name
+from tests.distributed.launch import LAUNCHES
+from tests.distributed.worker import CASES, KINDS, one_step
+
+pytestmark = pytest.mark.slow
+
+
+def largest_gap(step, other):
+    assert step["gradients"].keys() == other["gradients"].keys()
+    return max((gradient - other["gradients"][name]).abs().max() for name, gradient in step["gradients"].items())
+
+
+@pytest.mark.parametrize("launch", ["one", *LAUNCHES])
+def test_checkpointing_leaves_gradients_alone(critics, launch):
+    steps = critics(launch)
+    for kind, checkpointing in CASES:
+        step, plain = steps[kind, checkpointing], steps[kind, "off"]
+        assert largest_gap(step, plain) <= 1e-6, (kind, checkpointing)
+        if checkpointing != "off":
+            assert step["block_runs"] > plain["block_runs"], "nothing was recomputed"
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_two_processes_give_the_gradients_of_one(critics, launch):
+    one, two = critics("one"), critics(launch)
+    for case in CASES:
+        assert largest_gap(two[case], one[case]) <= 1e-6, case
+
+
+@pytest.mark.parametrize("launch", ["one", *LAUNCHES])
+@pytest.mark.parametrize("kind", KINDS)
+def test_policy_and_critic_both_learn(critics, launch, kind):
+    gradients = critics(launch)[kind, "off"]["gradients"]
+    for is_critic in (True, False):
+        largest = [grad.abs().max() for name, grad in gradients.items() if is_critic_name(name) is is_critic]
+        assert largest, is_critic
+        assert min(largest) > 1e-5, is_critic
+
+
+def test_the_comparison_sees_a_critic_recomputed_under_the_policys_adapter(critics, tmp_path, monkeypatch):
+    monkeypatch.setattr(critic, "_with_adapter_of_forward", lambda checkpoint: checkpoint)
+    plain = critics("one")["adapter", "off"]
+    assert largest_gap(one_step("adapter", "non-reentrant", tmp_path), plain) > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_value_loss_is_part_of_what_is_compared(critics, tmp_path, monkeypatch, kind):
+    from agent_r1_trl.trainers import ppo
+
+    monkeypatch.setattr(ppo, "value_loss", lambda values, *args, **options: (0 * values.sum(), torch.zeros(())))
+    silenced, plain = one_step(kind, "off", tmp_path), critics("one")[kind, "off"]
+    assert largest_gap(silenced, plain) > 1e-3
+    for name, gradient in silenced["gradients"].items():
+        assert not is_critic_name(name) or torch.count_nonzero(gradient) == 0, name
