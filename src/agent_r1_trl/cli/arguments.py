@@ -75,10 +75,7 @@ class TrainArguments(TaskArguments):
         super().__post_init__()
         check_trainer(self.trainer)
         check_positive("num_processes_expected", self.num_processes_expected)
-        if self.env and self.tools:
-            raise UsageError(
-                f"env={self.env!r} and tools={self.tools!r}: an environment brings its own tools. Remove one of them."
-            )
+        check_env_or_tools(self.env, self.tools)
         if not (self.env or self.tools or self.reward_funcs or self.turn_reward_funcs):
             raise UsageError(f"env: not set, so there is nothing to act in. Set env. {_ENV_HELP}")
 
@@ -128,7 +125,7 @@ class EvalArguments(TaskArguments):
     chat_template_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Handed to the chat template."}
     )
-    thinking: str = field(default="keep", metadata={"help": "'keep' or 'off'."})
+    thinking: str = field(default="keep", metadata={"help": "Reasoning of earlier turns.", "choices": ["keep", "off"]})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,11 +159,13 @@ class DoctorArguments(TaskArguments):
     chat_template_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Handed to the chat template."}
     )
-    thinking: str = field(default="keep", metadata={"help": "'keep' or 'off'."})
+    thinking: str = field(default="keep", metadata={"help": "Reasoning of earlier turns.", "choices": ["keep", "off"]})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.chat_template_kwargs = read_mapping("chat_template_kwargs", self.chat_template_kwargs)
+        check_env_or_tools(self.env, self.tools)
+        check_positive("max_completion_length", self.max_completion_length)
 
 
 @dataclass
@@ -224,6 +223,16 @@ def check_trainer(name: str) -> None:
         return
     known = ", ".join(map(repr, TRAINERS))
     raise UsageError(f"trainer={name!r} is none of {known}.{did_you_mean(name, TRAINERS)} Set trainer to one of them.")
+
+
+def check_env_or_tools(env: str | None, tools: list[str] | None) -> None:
+    """Refuse both at once.
+
+    Raises:
+        UsageError: names both.
+    """
+    if env and tools:
+        raise UsageError(f"env={env!r} and tools={tools!r}: an environment brings its own tools. Remove one of them.")
 
 
 def check_positive(name: str, value: int | None) -> None:

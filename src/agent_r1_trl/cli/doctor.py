@@ -30,6 +30,7 @@ def run(argv: Sequence[str]) -> int:
     from agent_r1_trl.cli.parser import RecipeParser
     from agent_r1_trl.cli.resolve import load_rows, resolve_env, resolve_object
     from agent_r1_trl.doctor import has_errors, render, run_doctor
+    from agent_r1_trl.evaluation.loading import is_local
     from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
     from agent_r1_trl.trainers.script import ModelConfig
 
@@ -41,6 +42,10 @@ def run(argv: Sequence[str]) -> int:
     (arguments,) = parser.parse(argv)
     if not arguments.model_name_or_path:
         raise UsageError("--model: not set. Pass the directory or the Hub id of the model to examine.")
+    try:
+        is_local(arguments.model_name_or_path)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     env = resolve_env(arguments.env, arguments.env_kwargs) if arguments.env else None
     tools = [resolve_object("tools", path) for path in arguments.tools or []]
     rows = None

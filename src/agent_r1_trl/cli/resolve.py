@@ -56,8 +56,11 @@ def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[
     factory: Callable[[], Any] = functools.partial(target, **kwargs) if kwargs else target
     try:
         env = factory()
-    except (TypeError, ValueError, OSError) as error:
-        raise UsageError(f"env={name!r} with env_kwargs={kwargs} cannot be made: {error}") from error
+    except Exception as error:  # whatever the user's class does when it is made
+        raise UsageError(
+            f"env={name!r} with env_kwargs={kwargs} cannot be made: {_describe(error)}. Set env_kwargs accordingly, "
+            "or mend the environment."
+        ) from error
     missing = [method for method in ("reset", "step") if not callable(getattr(env, method, None))]
     if missing:
         raise UsageError(
@@ -98,9 +101,9 @@ def _import(flag: str, path: str, module_name: str) -> Any:
                 f"{flag}={path!r}: there is no module {error.name!r} in {Path.cwd()} or among the installed packages. "
                 "Correct the path, or run the command from the directory that holds the module."
             ) from error
-        raise UsageError(f"{flag}={path!r}: {_where(error)}") from error
+        raise _import_error(flag, path, error) from error
     except Exception as error:  # whatever the user's module does when it is imported
-        raise UsageError(f"{flag}={path!r}: {_where(error)}") from error
+        raise _import_error(flag, path, error) from error
 
 
 def _load_file(flag: str, path: str, file_name: str) -> Any:
@@ -114,15 +117,18 @@ def _load_file(flag: str, path: str, file_name: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UsageError(f"{flag}={path!r}: {_where(error)}") from error
+        raise _import_error(flag, path, error) from error
     return module
 
 
-def _where(error: BaseException) -> str:
+def _import_error(flag: str, path: str, error: Exception) -> UsageError:
+    return UsageError(f"{flag}={path!r}: importing it raises {_describe(error)}. Mend the module.")
+
+
+def _describe(error: Exception) -> str:
+    """The error and the place that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-        f"importing it raises {type(error).__name__}: {error} ({last.filename}, line {last.lineno}). Mend the module."
-    )
+    return f"{type(error).__name__}: {str(error).rstrip('.')} ({last.filename}, line {last.lineno})"
 
 
 # ---------------------------------------------------------------- data

@@ -164,7 +164,10 @@ def load_tokenizer(given: str | None, run_folder: Path) -> Any:
         return None
     from transformers import AutoTokenizer
 
+    from agent_r1_trl.evaluation.loading import is_local
+
     try:
+        is_local(name, flag="tokenizer")
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise UsageError(

@@ -49,6 +49,18 @@ def load_agent(
     return model.eval(), tokenizer
 
 
+def is_local(path: str, *, flag: str = "model") -> bool:
+    """Whether it is a directory; a name that cannot be one is taken for a Hub id.
+
+    Raises:
+        ValueError: a path, and no directory is there; names flag, value and cure.
+    """
+    folder = Path(path)
+    if not folder.is_dir() and (folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
+        raise ValueError(f"{flag}={path!r}: no such directory. Pass the directory of a saved model, or a Hub id.")
+    return folder.is_dir()
+
+
 def check_model_folder(path: str, *, flag: str = "model") -> bool:
     """Whether it is an adapter; a name that is no local directory is taken for a Hub id.
 
@@ -56,9 +68,7 @@ def check_model_folder(path: str, *, flag: str = "model") -> bool:
         ValueError: a local path that holds no model; names flag, value and cure.
     """
     folder = Path(path)
-    if not folder.is_dir():
-        if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
-            raise ValueError(f"{flag}={path!r}: no such directory. Pass the directory of a saved model, or a Hub id.")
+    if not is_local(path, flag=flag):
         return False
     if (folder / "adapter_config.json").exists():
         return True

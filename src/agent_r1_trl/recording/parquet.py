@@ -71,9 +71,13 @@ def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: the file holds no trajectories.
     """
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    file = pq.ParquetFile(path)
+    try:
+        file = pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path}: not a file of recorded trajectories ({error}).") from error
     missing = {*_SCALARS, *_LISTS, "rest"} - set(file.schema_arrow.names)
     if missing:
         raise ValueError(

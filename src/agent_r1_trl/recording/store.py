@@ -187,7 +187,7 @@ def read_records(
             counts[(record_split, record_step)] = index + 1
             if step in (None, record_step) and split in (None, record_split):
                 yield Record(
-                    trajectory=Trajectory.from_dict(values),
+                    trajectory=_trajectory(values, file),
                     step=record_step,
                     split=record_split,
                     rank=int(values.get("rank", 0)),
@@ -202,6 +202,13 @@ def read_trajectories(
     """Like `read_records`, the trajectories alone."""
     for record in read_records(path, step=step, split=split):
         yield record.trajectory
+
+
+def _trajectory(values: dict[str, Any], path: Path) -> Trajectory:
+    try:
+        return Trajectory.from_dict(values)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not a recorded trajectory ({type(error).__name__}: {error}).") from error
 
 
 def _read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -67,7 +67,7 @@ class Report:
 def describe_error(error: BaseException, limit: int = 300) -> str:
     """`TypeError: ...`, cut, whatever its `str` does."""
     try:
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}".rstrip(".")  # a sentence goes on after it
     except Exception:
         text = type(error).__name__
     return text if len(text) <= limit else text[:limit] + "..."

@@ -1,0 +1,175 @@
+"""`agent-r1-trl view`: which trajectories of a run are shown, and what is said where there are none.
+
+Covered: choice of step, split and kind, the tokenizer, mistakes. Not covered: how a trajectory looks
+(tests/recording/test_terminal.py).
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from agent_r1_trl.cli.commands import main
+from agent_r1_trl.cli.view import FILTERS
+from agent_r1_trl.recording import TrajectoryStore
+from agent_r1_trl.trajectory import StopReason
+from tests.recording.examples import empty, two_turns
+from tests.tokenizers import make_tokenizer
+
+
+def short(name, **changes):
+    return two_turns(example_id=name, **changes)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A run: one trajectory after step 1, four after step 2, one of an evaluation."""
+    folder = tmp_path_factory.mktemp("run")
+    store = TrajectoryStore(folder)
+    store.write(1, [short("early")])
+    last = [
+        short("right", info={"em": 1.0}),
+        short("wrong", info={"em": 0.0}),
+        short("cut", info={"em": 0.0}, stop_reason=StopReason.MAX_TURNS),
+        empty(),
+    ]
+    store.write(2, last)
+    store.write(2, [short("judged")], split="eval")
+    make_tokenizer("qwen2_5").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def view(capsys):
+    def run(*arguments):
+        capsys.readouterr()
+        assert main(["view", *map(str, arguments)]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_by_default_the_first_three_of_the_last_step_are_shown(run_folder, view):
+    shown = view(run_folder)
+    assert [f"step 2, index {index}, " in shown for index in range(4)] == [True, True, True, False]
+    assert "step 1" not in shown and "judged" not in shown
+    assert "3 of 4 shown; --num, --index, --filter and --list choose others." in shown
+
+
+def test_a_step_a_number_and_an_index_are_obeyed(run_folder, view):
+    assert "early" in view(run_folder, "--step", 1)
+    assert "step 2, index 3, " in view(run_folder, "--num", 4)
+    chosen = view(run_folder, "--index", 1)
+    assert "wrong" in chosen and "right" not in chosen and "shown;" not in chosen
+
+
+def test_an_evaluation_is_shown_on_request_and_where_there_is_nothing_else(run_folder, view, tmp_path):
+    assert view(run_folder, "--split", "eval").startswith("evaluation, step 2, index 0, ")
+    TrajectoryStore(tmp_path).write(0, [short("judged")], split="eval")
+    assert "judged" in view(tmp_path)
+
+
+@pytest.mark.parametrize("source", [".", "trajectories", "trajectories/step_000002.jsonl"])
+def test_a_run_its_folder_and_a_file_show_the_same(run_folder, view, source):
+    assert view(run_folder / source, "--width", 100) == view(run_folder, "--width", 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    {
+        "failed": ["wrong", "cut", "-"],
+        "solved": ["right"],
+        "truncated": ["cut"],
+        "tool_errors": ["right", "wrong", "cut"],
+        "invalid": ["right", "wrong", "cut"],
+        "lost": ["-"],
+    }.items(),
+)
+def test_a_filter_leaves_what_its_name_says(run_folder, view, name, expected):
+    shown = view(run_folder, "--list", "--filter", name, "--width", 150)
+    assert [word for word in ("right", "wrong", "cut") if word in shown] == [word for word in expected if word != "-"]
+    assert ("prompt_too_long" in shown) == ("-" in expected)
+
+
+def test_every_filter_is_tested():
+    assert set(FILTERS) == {"failed", "solved", "truncated", "tool_errors", "invalid", "lost"}
+
+
+def test_colours_are_for_terminals_only(run_folder, view):
+    assert "\x1b[" not in view(run_folder, "--index", 0)
+    assert "\x1b[32m" in view(run_folder, "--index", 0, "--color", "always")
+
+
+def test_a_run_without_a_tokenizer_shows_messages_and_says_so(view, tmp_path):
+    TrajectoryStore(tmp_path, "parquet").write(0, [short("alone")])
+    shown = view(tmp_path)
+    assert "Hauptstadt?" in shown and "Pass --tokenizer, a directory or a Hub id." in shown
+
+
+def test_the_tokenizer_of_a_checkpoint_or_of_the_evaluated_model_serves(run_folder, view, tmp_path):
+    hint = "Pass --tokenizer"
+    trained = tmp_path / "trained"
+    TrajectoryStore(trained).write(0, [short("alone")])
+    assert hint in view(trained)
+    make_tokenizer("qwen2_5").save_pretrained(trained / "checkpoint-1")
+    assert hint not in view(trained)
+    evaluated = tmp_path / "evaluated"
+    TrajectoryStore(evaluated).write(0, [short("alone")], split="eval")
+    (evaluated / "evaluation.json").write_text("[half a fi")
+    assert hint in view(evaluated)
+    (evaluated / "evaluation.json").write_text(json.dumps({"settings": {"model": str(run_folder)}}))
+    assert hint not in view(evaluated)
+
+
+def test_a_real_run_is_shown_with_the_question_and_the_tokens(finished_run, view):
+    shown = view(finished_run / "out", "--index", 0)
+    assert "What is" in shown and "<|im_start|>" in shown and "Pass --tokenizer" not in shown
+    assert view(finished_run / "out", "--list", "--width", "150").count("max_") == 4
+
+
+MISTAKES = {
+    "no run": ([], ["RUN: not set", "output directory of a run", "agent-r1-trl view outputs/my-agent"]),
+    "a run that is not there": (["{run}/nope"], ["RUN", "/nope", "no such file or directory", "Pass"]),
+    "two runs": (["{run}", "other"], ["'other'", "one RUN", "Remove one"]),
+    "a file of another kind": (["{run}/note.txt"], ["note.txt", ".jsonl or .parquet", "Pass"]),
+    "rows of something else": (["{run}/rows.jsonl"], ["rows.jsonl, line 1", "not a recorded trajectory", "Pass"]),
+    "a row that lacks most": (["{run}/half.jsonl"], ["half.jsonl", "not a recorded trajectory", "prompt_ids", "Pass"]),
+    "broken parquet": (["{run}/rows.parquet"], ["rows.parquet", "not a file of recorded", "Pass"]),
+    "an empty file": (["{run}/none.jsonl"], ["none.jsonl", "holds no trajectory", "Pass"]),
+    "an empty folder": (["{run}/empty"], ["empty", "no recorded trajectories", "record_trajectories: jsonl"]),
+    "a step that was not recorded": (["{run}", "--step", "9"], ["--step 9", "not recorded", "steps 1 to 2"]),
+    "an index past the end": (
+        ["{run}", "--index", "9"],
+        ["--index 9", "no such trajectory in step 2, of 4", "--list"],
+    ),
+    "a filter without a match": (
+        ["{run}", "--step", "1", "--filter", "lost"],
+        ["--filter lost", "no such trajectory in step 1, of 0", "--list"],
+    ),
+    "a filter that does not exist": (
+        ["{run}", "--filter", "bad"],
+        ["--filter 'bad'", "must be one of 'failed'", "--help"],
+    ),
+    "a split that does not exist": (["{run}", "--split", "test"], ["--split 'test'", "'train', 'eval'", "--help"]),
+    "a word for a step": (["{run}", "--step", "x"], ["--step 'x'", "must be a whole number", "--help"]),
+    "no trajectories": (["{run}", "--num", "0"], ["--num 0", ">= 1", "Pass"]),
+    "no columns": (["{run}", "--width", "-3"], ["--width -3", ">= 1", "Pass"]),
+    "a misspelt option": (["{run}", "--steps", "1"], ["--steps", "no such option", "Did you mean '--step'?"]),
+    "a tokenizer that is not there": (
+        ["{run}", "--tokenizer", "./nowhere"],
+        ["--tokenizer ./nowhere", "no such directory", "Pass"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "parts"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_named_with_its_cure(run_folder, refusal, arguments, parts):
+    (run_folder / "note.txt").write_text("hello")
+    (run_folder / "rows.jsonl").write_text('{"question": "Who?"}\n')
+    (run_folder / "half.jsonl").write_text('{"completion_ids": [1], "turns": []}\n')
+    (run_folder / "rows.parquet").write_text("hello")
+    (run_folder / "none.jsonl").write_text("")
+    (run_folder / "empty").mkdir(exist_ok=True)
+    message = refusal("view", *(argument.replace("{run}", str(run_folder)) for argument in arguments))
+    assert [part for part in parts if part not in message] == [], message
