@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agent_r1_trl.trainers.multi_turn import ROLLOUT_STATE
+from agent_r1_trl.trainers.rollout_state import ROLLOUT_STATE
 from tests.trainers.helpers import PlainEnv, make_trainer
 
 EXACT = ("loss", "grad_norm", "reward", "completions/mean_length", "entropy")

@@ -45,9 +45,9 @@ def test_grpo_trains_with_vllm_in_process(tmp_path, peft_config):
     trainer = make_vllm_trainer(tmp_path, peft_config=peft_config)
     try:
         check_two_steps(trainer)
-        assert isinstance(trainer._runner.generator, VLLMGenerator)
+        assert isinstance(trainer.sampler.runner.generator, VLLMGenerator)
     finally:
-        trainer._runner.generator.close()
+        trainer.sampler.close()
     assert torch.isfinite(torch.tensor(trainer.state.log_history[0]["loss"]))
 
 
@@ -59,7 +59,7 @@ def test_a_sampler_left_behind_stops_the_run(tmp_path, monkeypatch):
             trainer.train()
         assert trainer.state.global_step == 1, "the first rollout was fine"
     finally:
-        trainer._runner.generator.close()
+        trainer.sampler.close()
 
 
 def only_at_the_start(update):
@@ -91,4 +91,4 @@ def test_grpo_trains_with_a_server(tmp_path, server, peft_config):
         tmp_path, peft_config=peft_config, vllm_mode="server", vllm_server_urls=[server], vllm_group_port=0
     )
     check_two_steps(trainer)
-    trainer._runner.generator.close()
+    trainer.sampler.close()

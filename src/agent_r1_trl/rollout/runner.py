@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from agent_r1_trl.generation.base import Generator, SamplingParams, TrajectorySlot, current_slot
@@ -69,12 +70,18 @@ class RolloutRunner:
         Raises:
             Exception: what an environment's author or a reward function got wrong; see `run_trajectory`.
         """
-        future = asyncio.run_coroutine_threadsafe(self.run_async(requests, params=params), self._event_loop())
+        future = self.start(requests, params=params)
         try:
             return future.result()
         except BaseException:  # KeyboardInterrupt as well: stop what is running
             future.cancel()
             raise
+
+    def start(
+        self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None
+    ) -> Future[list[Trajectory]]:
+        """`run` that returns at once; cancelling the future stops the trajectories."""
+        return asyncio.run_coroutine_threadsafe(self.run_async(requests, params=params), self._event_loop())
 
     async def run_async(
         self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None

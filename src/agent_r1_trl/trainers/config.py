@@ -96,6 +96,14 @@ class MultiTurnConfig(GRPOConfig):
         },
     )
 
+    overlap_rollout: bool = field(
+        default=False,
+        metadata={
+            "help": "Generate the next rollout while the update trains on this one (needs use_vllm). Its weights are "
+            "one update old, which the importance ratio corrects."
+        },
+    )
+
     # ---- rewards on tokens
     truncated_trajectories: str = field(
         default="keep",
@@ -218,6 +226,7 @@ class MultiTurnConfig(GRPOConfig):
         ):
             raise ValueError(f"rollout_timeout={self.rollout_timeout!r} must be seconds > 0, or None for no limit.")
         self._check_serving()
+        self._check_overlap()
         _check_choice(self, "truncated_trajectories", TRUNCATION_POLICIES)
         self._honour_mask_truncated_completions()
         self._settle_ddp()
@@ -272,6 +281,18 @@ class MultiTurnConfig(GRPOConfig):
                 f"max_sync_logprob_gap={gap!r} must be > 0: float sums in another order differ a little even with "
                 "equal weights. Remove it for the default, or set for example 0.05."
             )
+
+    def _check_overlap(self) -> None:
+        if not self.overlap_rollout:
+            return
+        cures = {
+            "use_vllm": (True, "the sampler needs weights of its own. Set use_vllm=True"),
+            "vllm_importance_sampling_correction": (True, "nothing would correct for the older weights. Set it True"),
+            "vllm_enable_sleep_mode": (False, "the engine works during the update and cannot sleep. Set it False"),
+        }
+        for name, (accepted, cure) in cures.items():
+            if getattr(self, name) != accepted:
+                raise ValueError(f"overlap_rollout=True with {name}={getattr(self, name)}: {cure}.")
 
     def _check_estimator(self) -> None:
         """The estimator, its parameters, and what goes with it."""
@@ -328,7 +349,7 @@ class MultiTurnConfig(GRPOConfig):
         transformers keeps that search off for plain models, but not for those of peft.
         """
         is_reentrant = self.gradient_checkpointing and (self.gradient_checkpointing_kwargs or {}).get("use_reentrant")
-        if is_reentrant and self.ddp_find_unused_parameters is None:
+        if is_reentrant and vars(self)["ddp_find_unused_parameters"] is None:
             self.ddp_find_unused_parameters = False
 
     def _honour_mask_truncated_completions(self) -> None:

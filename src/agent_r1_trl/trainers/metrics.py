@@ -77,6 +77,24 @@ def rollout_metrics(records: Sequence[dict[str, Any]], *, num_generations: int) 
     return metrics
 
 
+def length_record(trajectory: Trajectory) -> dict[str, Any]:
+    """Lengths of one trajectory in sampled tokens, as TRL counts them."""
+    is_clipped = trajectory.stop_reason.is_truncated or not trajectory.completion_ids
+    return {"prompt": len(trajectory.prompt_ids), "length": trajectory.num_action_tokens, "is_clipped": is_clipped}
+
+
+def length_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """TRL's `completions/*` of all trajectories."""
+    lengths = [float(record["length"]) for record in records]
+    ended = [float(record["length"]) for record in records if not record["is_clipped"]] or [0.0]
+    metrics = {"completions/clipped_ratio": _mean([record["is_clipped"] for record in records])}
+    for kind, values in (("", lengths), ("terminated_", ended)):
+        metrics[f"completions/mean_{kind}length"] = _mean(values)
+        metrics[f"completions/min_{kind}length"] = min(values)
+        metrics[f"completions/max_{kind}length"] = max(values)
+    return metrics
+
+
 def _reward_metrics(records: Sequence[dict[str, Any]], num_generations: int) -> dict[str, float]:
     live = [record for record in records if record["live"]]
     metrics = {

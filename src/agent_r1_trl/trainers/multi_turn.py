@@ -6,7 +6,7 @@ prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> [re
 TRL 1.16 names this file touches (`tests/trainers/test_trl_contract.py` checks each):
 
 - overridden: `__init__`, `_generate`, `_generate_and_score_completions`, `_calculate_rewards`, `_compute_loss`,
-  `_prepare_inputs`, `_get_per_token_logps_and_entropies`, `training_step`,
+  `_prepare_inputs`, `_get_per_token_logps_and_entropies`, `training_step`, `get_batch_samples`, `train`,
   `_save_checkpoint`, `_load_optimizer_and_scheduler`, `_set_signature_columns_if_needed`, `create_model_card`
 - read: `_metrics`, `_tokenizer`, `_is_vlm`, `eos_token_ids`, `reward_weights`, `reward_func_names`, `num_generations`,
   `num_generations_eval`, `model_wrapped`, `accelerator`, `state`
@@ -22,7 +22,6 @@ No TRL method body is copied; `super()` does the scoring, the reference log-prob
 from __future__ import annotations
 
 import copy
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,9 +37,8 @@ from trl.models import unwrap_model_for_generation
 from agent_r1_trl.advantages import masked_mean
 from agent_r1_trl.batching import batch_trajectories
 from agent_r1_trl.critic import base_causal_lm
-from agent_r1_trl.generation import SamplingParams, TransformersGenerator
 from agent_r1_trl.losses import kl_in_reward
-from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner, derive_seed, example_key
+from agent_r1_trl.rollout import RolloutRequest, derive_seed, example_key
 from agent_r1_trl.trainers.config import PACKED_LAYOUTS, MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.credit import (
     Credit,
@@ -54,16 +52,15 @@ from agent_r1_trl.trainers.credit import (
 )
 from agent_r1_trl.trainers.env_source import env_name, has_own_reward, resolve_env_factory
 from agent_r1_trl.trainers.importance import ratio_by_turn, sampling_ratio
-from agent_r1_trl.trainers.metrics import rollout_metrics, trajectory_record
+from agent_r1_trl.trainers.metrics import length_metrics, length_record, rollout_metrics, trajectory_record
 from agent_r1_trl.trainers.micro_batches import regroup, trim_padding
 from agent_r1_trl.trainers.model_card import write_model_card
+from agent_r1_trl.trainers.overlap import Lookahead
 from agent_r1_trl.trainers.packing import pack, packed_log_probs, use_packed_attention
-from agent_r1_trl.trainers.serving import build_vllm, sync_weights
+from agent_r1_trl.trainers.rollout_state import load_rollout_state, save_rollout_state
+from agent_r1_trl.trainers.sampler import PolicySampler, Rollout
 from agent_r1_trl.trainers.turn_rewards import add_turn_rewards, check_weights, schedule_factor
 from agent_r1_trl.trajectory import Trajectory
-
-ROLLOUT_STATE = "rollout_state_rank{rank}.pt"
-"""File in a checkpoint: where between two generations it was made, and the rollout that is still to be trained on."""
 
 
 class MultiTurnTrainer(GRPOTrainer):
@@ -103,7 +100,7 @@ class MultiTurnTrainer(GRPOTrainer):
         self.env_factory = resolve_env_factory(env, tools, environment_factory)
         self._user_generator = generator
         self.turn_reward_funcs = _as_list(turn_reward_funcs)
-        self._rollout_trajectories: list[Trajectory] | None = None
+        self._rollout: Rollout | None = None
         self.last_trajectories: list[Trajectory] = []
         """This rank's trajectories of the last rollout, for callbacks."""
         self._rollout_seconds = 0.0
@@ -172,35 +169,19 @@ class MultiTurnTrainer(GRPOTrainer):
 
     def _prepare_rollout(self) -> None:
         args = self.args
-        self.chat = ChatFormat(
+        self.sampler = PolicySampler(
+            args,
             self._tokenizer,
-            chat_template_kwargs=args.chat_template_kwargs,
-            thinking=args.thinking,
-            extra_stop_token_ids=self.eos_token_ids,
+            self.env_factory,  # type: ignore[arg-type]
+            generator=self._user_generator,
+            eos_token_ids=self.eos_token_ids,
+            is_on_gpu=self.accelerator.device.type == "cuda",
         )
+        self.chat, self.limits = self.sampler.chat, self.sampler.limits
         # What the policy is trained with is what is saved with it.
         self._tokenizer.chat_template = self.chat.chat_template
-        self.max_turns = args.max_turns
-        if args.max_tool_calling_iterations is not None:
-            self.max_turns = min(args.max_turns, args.max_tool_calling_iterations + 1)
-        self.limits = RolloutLimits(
-            max_turns=self.max_turns,
-            max_tokens_per_turn=args.max_tokens_per_turn,
-            max_completion_length=args.max_completion_length,
-            max_observation_tokens=args.max_observation_tokens,
-            max_invalid_calls=args.max_invalid_calls,
-            max_concurrency=args.max_concurrency,
-            rollout_timeout=args.rollout_timeout,
-        )
-        self.params = SamplingParams(
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k or 0,
-            min_p=args.min_p or 0.0,
-            repetition_penalty=args.repetition_penalty,
-        )
-        self._runner: RolloutRunner | None = None
-        self._synced_step = -1
+        self._lookahead = Lookahead()
+        self._next_rollout: Rollout | None = None
         self._store = None
         if args.record_trajectories != "none":
             from agent_r1_trl.recording import TrajectoryStore
@@ -230,59 +211,18 @@ class MultiTurnTrainer(GRPOTrainer):
 
     # ---------------------------------------------------------------- rollout
 
-    def _build_generator(self, model: Any) -> Any:
-        if self._user_generator is not None:
-            return self._user_generator
-        if self.use_vllm:
-            return self._build_vllm(model)
-        return TransformersGenerator(
-            model,
-            pad_token_id=self._tokenizer.pad_token_id,
-            stop_token_ids=self.chat.stop_token_ids,
-            max_batch_size=self.args.generation_batch_rows,
-        )
-
-    def _build_vllm(self, model: Any) -> Any:
-        """An engine of our own; TRL's never start."""
-        return build_vllm(
-            model,
-            self.args,
-            stop_token_ids=self.chat.stop_token_ids,
-            is_on_gpu=self.accelerator.device.type == "cuda",
-        )
-
-    def _get_runner(self, model: Any) -> RolloutRunner:
-        """The runner, its generator holding the weights of the last optimizer step."""
-        if self._runner is None:
-            self._runner = RolloutRunner(
-                self._make_env, self._build_generator(model), self.chat, self.limits, self.params
-            )
-        if self._synced_step != self.state.global_step and hasattr(self._runner.generator, "sync"):
-            self._sync(model)
-        self._synced_step = self.state.global_step
-        return self._runner
-
-    def _sync(self, model: Any) -> None:
-        assert self._runner is not None
-        start = time.perf_counter()
-        gap = sync_weights(self._runner.generator, model, self._tokenizer, max_gap=self.args.max_sync_logprob_gap)
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics["time/sync_s"].append(time.perf_counter() - start)
-        if gap is not None:
-            metrics["sampling/sync_logprob_gap"].append(gap)
-
-    def _make_env(self) -> Any:
-        return self.env_factory()  # type: ignore[misc]
-
-    def _roll_out(self, examples: list[dict[str, Any]]) -> list[Trajectory]:
-        """Play one trajectory per row.
+    def _roll_out(self, examples: list[dict[str, Any]]) -> Rollout:
+        """Play one trajectory per row; with `overlap_rollout` it is under way already, and the next one begins.
 
         With transformers, ZeRO-3 parameters are gathered once, around the whole rollout.
 
         Raises:
             RuntimeError: if not a single trajectory could be played, with what the first one said.
         """
-        mode = "train" if self.model.training else "eval"
+        is_training = self.model.training
+        rollout = self._next_rollout
+        if rollout is not None:
+            rollout.wait()  # its generator must not change weights on the way
         with (
             torch.no_grad(),
             unwrap_model_for_generation(
@@ -291,11 +231,16 @@ class MultiTurnTrainer(GRPOTrainer):
                 gather_deepspeed3_params=self.args.ds3_gather_for_generation and not self.use_vllm,
             ) as model,
         ):
-            runner = self._get_runner(model)
-            trajectories = runner.run(self._requests(examples, mode), params=self._mode_params(mode))
-            if self.use_vllm and self.args.vllm_enable_sleep_mode and hasattr(runner.generator, "sleep"):
-                runner.generator.sleep()
-                self._synced_step = -1  # its weights are gone
+            self._sync(model)
+            if rollout is None or not is_training:
+                rollout = self.sampler.start(self._requests(examples, self._step), is_training=is_training)
+                rollout.wait()
+            else:
+                self._next_rollout = None
+            if is_training and self.args.overlap_rollout:
+                self._start_next_rollout()
+            self.sampler.rest()
+        trajectories = rollout.trajectories
         if all(trajectory.stop_reason.is_infrastructure_failure for trajectory in trajectories):
             first = trajectories[0]
             raise RuntimeError(
@@ -303,23 +248,54 @@ class MultiTurnTrainer(GRPOTrainer):
                 f"{first.stop_reason.value}: {first.error or 'the prompt leaves no room for a completion'}. Run "
                 "`agent-r1-trl doctor` on this environment and data set."
             )
-        return trajectories
+        return rollout
 
-    def _mode_params(self, mode: str) -> SamplingParams:
-        if mode == "train" or self.args.eval_temperature is None:
-            return self.params
-        return SamplingParams(temperature=self.args.eval_temperature)
+    def _sync(self, model: Any) -> None:
+        """The generator gets the weights of the last optimizer step."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, value in self.sampler.sync(model, self.state.global_step).items():
+            metrics[name].append(value)
 
-    def _requests(self, examples: list[dict[str, Any]], mode: str) -> list[RolloutRequest]:
-        """Row i of this rank is row `rank * B + i` of the generation batch; groups are consecutive rows of that."""
-        group_size = self.num_generations if mode == "train" else self.num_generations_eval
+    def _start_next_rollout(self) -> None:
+        """Play the next generation batch, if the run gets that far, while the update trains on this one."""
+        step = self._step + self.args.steps_per_generation * self.num_iterations
+        if step >= self.state.max_steps * self.args.gradient_accumulation_steps:
+            return
+        examples = self._lookahead.at(step)
+        if examples is not None:
+            self._next_rollout = self.sampler.start(self._requests(examples, step))
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple:
+        """The Trainer's next batches, through a window that `overlap_rollout` can look ahead in."""
+        if self.env_factory is not None and self.args.overlap_rollout:
+            epoch_iterator = self._lookahead.over(epoch_iterator, self._step)
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's loop; a rollout that nothing waits for any more ends with it."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self.env_factory is not None and self._next_rollout is not None:
+                self._next_rollout.cancel()
+                self._next_rollout = None
+
+    def _requests(self, examples: list[dict[str, Any]], step: int) -> list[RolloutRequest]:
+        """Row i of this rank is row `rank * B + i` of the generation batch; groups are consecutive rows of that.
+
+        Args:
+            examples: B rows.
+            step: the micro-step that trains on them; seeds differ from step to step.
+        """
+        is_training = self.model.training
+        group_size = self.num_generations if is_training else self.num_generations_eval
         first_row = self.accelerator.process_index * len(examples)
         requests = []
         for row, example in enumerate(examples, start=first_row):
             group, generation = divmod(row, group_size)
             # Equal rows of a batch (all are, if the environment owns the data) are different draws in training;
             # every evaluation draws alike.
-            draw = (self._step, group) if mode == "train" else (-1,)
+            draw = (step, group) if is_training else (-1,)
             example_id = example_key(example)
             requests.append(
                 RolloutRequest(
@@ -334,9 +310,9 @@ class MultiTurnTrainer(GRPOTrainer):
 
     def _generate(self, prompts: list[Any]) -> tuple:
         """TRL's generation step: hand over the trajectories that were just rolled out, in TRL's 8-tuple."""
-        if self._rollout_trajectories is None:
+        if self._rollout is None:
             return super()._generate(prompts)
-        trajectories = self._rollout_trajectories
+        trajectories = self._rollout.trajectories
         pad = self._tokenizer.pad_token_id
         # TRL crashes on an empty completion: such a row carries one pad id that nothing trains on.
         completion_ids = [trajectory.completion_ids or [pad] for trajectory in trajectories]
@@ -352,15 +328,10 @@ class MultiTurnTrainer(GRPOTrainer):
             tool_mask,
             [trajectory.completion_messages for trajectory in trajectories],
             logprobs,
-            {"trajectory": trajectories, **self._environments_column()},
+            {"trajectory": trajectories, "environments": self._rollout.environments},
             None,
             [],
         )
-
-    def _environments_column(self) -> dict[str, list[Any]]:
-        """TRL hands `environments` to reward functions: the user's own instances behind the adapter."""
-        environments = self._runner.environments if self._runner is not None else []
-        return {"environments": [getattr(item, "environment", item) for item in environments]}
 
     def _is_trained_on(self, trajectory: Trajectory) -> bool:
         if trajectory.stop_reason.is_infrastructure_failure:
@@ -379,13 +350,13 @@ class MultiTurnTrainer(GRPOTrainer):
             )
         mode = "train" if self.model.training else "eval"
         start = time.perf_counter()
-        trajectories = self._roll_out(inputs)
-        rollout_s = time.perf_counter() - start
+        rollout = self._roll_out(inputs)
+        wait_s = time.perf_counter() - start
+        trajectories = rollout.trajectories
         if self.args.truncated_trajectories == "penalise":
             _penalise_truncated(trajectories, self.args.truncation_penalty)
         add_turn_rewards(trajectories, inputs, self.turn_reward_funcs, self._turn_reward_weights)
-        self._rollout_trajectories = trajectories
-        self._rollout_rows, self.last_trajectories = inputs, trajectories
+        self._rollout, self._rollout_rows, self.last_trajectories = rollout, inputs, trajectories
         try:
             rows = [
                 {**row, "prompt": trajectory.prompt_messages}
@@ -393,7 +364,7 @@ class MultiTurnTrainer(GRPOTrainer):
             ]
             output = super()._generate_and_score_completions(rows)
         finally:
-            self._rollout_trajectories = None
+            self._rollout = None
         self._add_reward_functions(trajectories)
         if "importance_sampling_ratio" in output:
             self._weigh_mismatch(output, trajectories)
@@ -401,7 +372,10 @@ class MultiTurnTrainer(GRPOTrainer):
         if not self.args.loss_mask:
             self._open_loss_mask(output, trajectories)
         self._rollout_seconds += time.perf_counter() - start
-        self._metrics[mode]["time/rollout_s"].append(rollout_s)
+        self._metrics[mode]["time/rollout_s"].append(rollout.seconds)
+        if self.args.overlap_rollout:
+            self._metrics[mode]["time/wait_s"].append(wait_s)
+            self._metrics[mode]["sampling/staleness"].append(self.state.global_step - rollout.synced_step)
         self._log_rollout(trajectories, mode)
         self._record(trajectories, output["advantages"], mode)
         return output
@@ -618,25 +592,14 @@ class MultiTurnTrainer(GRPOTrainer):
         return loss
 
     def _log_completion_lengths(self, trajectories: list[Trajectory]) -> None:
-        """TRL's `completions/*` and `num_tokens`, with lengths in sampled tokens as TRL counts them."""
+        """TRL's `completions/*` and `num_tokens`."""
         mode = "train" if self.model.training else "eval"
-        rows = gather_object(
-            [
-                (len(t.prompt_ids), t.num_action_tokens, t.stop_reason.is_truncated or not t.completion_ids)
-                for t in trajectories
-            ]
-        )
-        lengths = [float(length) for _, length, _ in rows]
-        ended = [float(length) for _, length, is_clipped in rows if not is_clipped] or [0.0]
+        rows = gather_object([length_record(trajectory) for trajectory in trajectories])
         if mode == "train":
-            self.state.num_input_tokens_seen += sum(prompt + length for prompt, length, _ in rows)
-        metrics = self._metrics[mode]
-        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-        metrics["completions/clipped_ratio"].append(sum(is_clipped for *_, is_clipped in rows) / len(rows))
-        for kind, values in (("", lengths), ("terminated_", ended)):
-            metrics[f"completions/mean_{kind}length"].append(sum(values) / len(values))
-            metrics[f"completions/min_{kind}length"].append(min(values))
-            metrics[f"completions/max_{kind}length"].append(max(values))
+            self.state.num_input_tokens_seen += sum(row["prompt"] + row["length"] for row in rows)
+        self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
+        for name, value in length_metrics(rows).items():
+            self._metrics[mode][name].append(value)
 
     def _log_rollout(self, trajectories: list[Trajectory], mode: str) -> None:
         group_size = self.num_generations if mode == "train" else self.num_generations_eval
@@ -657,21 +620,20 @@ class MultiTurnTrainer(GRPOTrainer):
         super()._save_checkpoint(model, trial)
         if self.env_factory is None:
             return
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        folder.mkdir(parents=True, exist_ok=True)
         is_between = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
-        state = {"step": self._step, "buffered_inputs": self._buffered_inputs if is_between else None}
-        path = folder / ROLLOUT_STATE.format(rank=self.accelerator.process_index)
-        torch.save(state, path.with_suffix(".tmp"))
-        os.replace(path.with_suffix(".tmp"), path)
+        save_rollout_state(
+            Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}",
+            self.accelerator.process_index,
+            step=self._step,
+            buffered_inputs=self._buffered_inputs if is_between else None,
+        )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None or self.env_factory is None:
             return
-        path = Path(checkpoint) / ROLLOUT_STATE.format(rank=self.accelerator.process_index)
-        if path.exists():
-            state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        state = load_rollout_state(Path(checkpoint), self.accelerator.process_index, self.accelerator.device)
+        if state is not None:
             self._step, self._buffered_inputs = state["step"], state["buffered_inputs"]
 
     def create_model_card(

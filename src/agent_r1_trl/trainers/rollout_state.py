@@ -1,0 +1,26 @@
+"""Where between two rollouts a checkpoint was made, with the rollout that is still to be trained on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROLLOUT_STATE = "rollout_state_rank{rank}.pt"
+"""File of each rank in a checkpoint."""
+
+
+def save_rollout_state(folder: Path, rank: int, *, step: int, buffered_inputs: Any) -> None:
+    """Write `step` and what of the last rollout is still to be trained on (None for nothing), all or nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ROLLOUT_STATE.format(rank=rank)
+    torch.save({"step": step, "buffered_inputs": buffered_inputs}, path.with_suffix(".tmp"))
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def load_rollout_state(folder: Path, rank: int, device: torch.device) -> dict[str, Any] | None:
+    """What `save_rollout_state` wrote; None for a checkpoint of another trainer."""
+    path = folder / ROLLOUT_STATE.format(rank=rank)
+    return torch.load(path, map_location=device, weights_only=True) if path.exists() else None

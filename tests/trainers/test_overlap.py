@@ -1,0 +1,167 @@
+"""Generating the next rollout while the update trains on this one."""
+
+import asyncio
+
+import pytest
+from transformers import TrainerCallback
+
+from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.trainers import MultiTurnGRPOConfig
+from agent_r1_trl.trainers.overlap import Lookahead
+from tests.trainers.helpers import AddEnv, make_trainer, questions
+
+OVERLAP = {"overlap_rollout": True}
+
+
+# -------------------------------------------------------------------- looking ahead
+
+
+def test_looking_ahead_passes_every_batch_on_in_order():
+    window = Lookahead().over(iter("abcde"), 10)
+    assert (next(window), window.at(13), window.at(11)) == ("a", "d", "b")
+    assert list(window) == ["b", "c", "d", "e"]
+
+
+def test_behind_the_end_of_an_epoch_there_is_nothing_to_see():
+    window = Lookahead().over(iter("ab"), 0)
+    assert (next(window), window.at(1), window.at(2)) == ("a", "b", None)
+    assert list(window) == ["b"]
+
+
+def test_another_epoch_starts_afresh():
+    lookahead = Lookahead()
+    window = lookahead.over(iter("abc"), 0)
+    assert (next(window), window.at(2)) == ("a", "c")
+    assert list(lookahead.over(iter("xyz"), 1)) == ["x", "y", "z"]
+
+
+# -------------------------------------------------------------------- training
+
+
+class Watch(TrainerCallback):
+    """Keeps what each update was trained on and how far the next rollout had come when it began."""
+
+    def __init__(self):
+        self.trainer = None
+        self.trained_on = []
+        self.has_next = []
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.on_step_end(args, state, control)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trained_on.append([(t.prompt_messages, t.completion_ids) for t in self.trainer.last_trajectories])
+        self.has_next.append(self.trainer._next_rollout is not None)
+
+
+def watched(tmp_path, **options):
+    watch = Watch()
+    watch.trainer = make_trainer(
+        tmp_path, callbacks=[watch], train_dataset=questions(6), max_steps=5, use_vllm=True, **options
+    )
+    return watch.trainer, watch
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+        {"steps_per_generation": 2, "per_device_train_batch_size": 4},
+        {"num_iterations": 2},
+    ],
+    ids=lambda options: next(iter(options), "plain"),
+)
+def test_it_trains_on_what_the_synchronous_run_trains_on(tmp_path, batches):
+    plain, expected = watched(tmp_path / "plain", learning_rate=0.0, **batches)
+    plain.train()
+    trainer, watch = watched(tmp_path / "overlap", learning_rate=0.0, overlap_rollout=True, **batches)
+    trainer.train()
+    assert watch.trained_on == expected.trained_on
+    assert len({str(rows) for rows in watch.trained_on}) > 1
+    assert not any(expected.has_next)
+
+
+def test_a_rollout_is_under_way_in_every_update_but_the_last_of_an_epoch_and_of_the_run(tmp_path):
+    trainer, watch = watched(tmp_path, **OVERLAP)  # 6 questions, 2 a step: 3 steps an epoch
+    trainer.train()
+    assert watch.has_next == [True, True, False, True, False]
+    logged = [entry for entry in trainer.state.log_history if "sampling/staleness" in entry]
+    assert [entry["sampling/staleness"] for entry in logged] == [0, 1, 1, 0, 1]
+    assert all(entry["time/wait_s"] >= 0 for entry in logged)
+
+
+class SlowEnv(AddEnv):
+    """Knows how many of its kind are playing."""
+
+    playing = 0
+
+    async def reset(self, example):
+        SlowEnv.playing += 1
+        await asyncio.sleep(0.3)
+        return super().reset(example)
+
+    async def close(self):
+        SlowEnv.playing -= 1
+
+
+def test_trajectories_play_while_the_update_runs(tmp_path, monkeypatch):
+    playing = []
+    trainer, _ = watched(tmp_path, env=SlowEnv, **OVERLAP)
+    loss = trainer._compute_loss
+    monkeypatch.setattr(trainer, "_compute_loss", lambda *args: playing.append(SlowEnv.playing) or loss(*args))
+    trainer.train()
+    assert playing[0] > 0
+    assert playing[2] == 0, "the last step of an epoch"
+    assert SlowEnv.playing == 0
+
+
+def test_a_run_that_fails_ends_the_rollout_under_way(tmp_path, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    trainer, _ = watched(tmp_path, env=SlowEnv, **OVERLAP)
+    monkeypatch.setattr(trainer, "_compute_loss", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    assert trainer._next_rollout is None
+
+
+def test_evaluation_between_two_updates_leaves_the_rollout_under_way_to_its_update(tmp_path):
+    options = {"eval_dataset": questions(2), "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.0}
+    options["per_device_eval_batch_size"] = 8
+    _, expected = plain = watched(tmp_path / "plain", learning_rate=0.0)
+    plain[0].train()
+    trainer, watch = watched(tmp_path / "overlap", overlap_rollout=True, **options)
+    trainer.train()
+    evaluations = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert len(evaluations) == 5
+    assert watch.trained_on[1:] != watch.trained_on[:-1]
+    assert [rows for rows in watch.trained_on if rows in expected.trained_on] == expected.trained_on
+
+
+class BrokenEnv(ToolEnv):
+    """An author's mistake: the outcome is no number. It shows on the second question."""
+
+    def outcome_reward(self, trajectory):
+        is_first = "question 0" in str(trajectory.prompt_messages)
+        return 1.0 if is_first else "good"
+
+
+def test_an_authors_mistake_in_the_next_rollout_is_heard(tmp_path):
+    trainer, _ = watched(tmp_path, env=BrokenEnv, **OVERLAP)
+    with pytest.raises(ValueError, match="outcome_reward"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({}, "overlap_rollout=True with use_vllm=False: the sampler needs weights of its own"),
+        ({"use_vllm": True, "vllm_importance_sampling_correction": False}, "nothing would correct"),
+        ({"use_vllm": True, "vllm_enable_sleep_mode": True}, "cannot sleep"),
+    ],
+)
+def test_settings_that_do_not_go_with_it_are_named(options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        MultiTurnGRPOConfig(output_dir="unused", bf16=False, use_cpu=True, overlap_rollout=True, **options)
