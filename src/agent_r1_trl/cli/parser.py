@@ -35,12 +35,12 @@ class RecipeParser(TrlParser):
         # Abbreviated flags are off: `--learning` would be taken for `--learning_rate` without a word.
         super().__init__(dataclass_types, prog=command, allow_abbrev=False, **settings)
         self.add_argument("--config", metavar="RECIPE", help="YAML file with any of these settings.")
-        self._hints = {name: hint for kind in dataclass_types for name, hint in typing.get_type_hints(kind).items()}
-        known = [item for kind in dataclass_types for item in dataclasses.fields(kind) if item.init]
-        self._names = [item.name for item in known]
-        self._allowed = {item.name: item.metadata.get("choices") or () for item in known}
-        self._elsewhere = {item.name for kind in elsewhere for item in dataclasses.fields(kind) if item.init}
-        self._elsewhere -= set(self._names)
+        kinds = (*elsewhere, *dataclass_types)
+        self._hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
+        known = {item.name: item for kind in kinds for item in dataclasses.fields(kind) if item.init}
+        self._allowed = {name: item.metadata.get("choices") or () for name, item in known.items()}
+        self._names = [item.name for kind in dataclass_types for item in dataclasses.fields(kind) if item.init]
+        self._elsewhere = set(known) - set(self._names)
         self._private = set(private)
 
     def parse(self, argv: Sequence[str], defaults: dict[str, Any] | None = None) -> tuple[Any, ...]:
@@ -58,11 +58,10 @@ class RecipeParser(TrlParser):
         if path is not None:
             recipe = read_recipe(path)
             check_keys(path, recipe, [*self._names, *sorted(self._elsewhere)])
-            values |= {
-                name: read_value(path, name, value, self._hints[name], self._allowed[name])
-                for name, value in recipe.items()
-                if name in self._names and name not in self._private
-            }
+            for name, value in recipe.items():
+                checked = read_value(path, name, value, self._hints[name], self._allowed[name])
+                if name in self._names and name not in self._private:
+                    values[name] = checked
         self.set_defaults_with_config(**values)
         namespace, unknown = self.parse_known_args(arguments)
         self._check_unknown(unknown)

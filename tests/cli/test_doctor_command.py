@@ -1,0 +1,161 @@
+"""`agent-r1-trl doctor`: verdicts with cures, exit code 1 for a sick subject and 2 for one that cannot be examined.
+
+Covered: what reaches the doctor from recipe and flags, exit codes, mistakes. Not covered: the checks themselves
+(tests/test_doctor.py, tests/environments).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agent_r1_trl.cli.commands import main
+
+BROKEN = '''
+from agent_r1_trl import ToolEnv
+
+
+def untyped(a):
+    """Add one to a number."""
+    return a
+
+
+def undocumented(a: int) -> int:
+    return a
+
+
+def typed(a: int) -> int:
+    """Return a number unchanged.
+
+    Args:
+        a: The number.
+    """
+    return a
+
+
+number = 3
+
+
+class NoReset:
+    def step(self, message):
+        return None
+
+
+class NoDatabase(ToolEnv):
+    tools = (typed,)
+
+    def __init__(self):
+        raise RuntimeError("no database")
+
+
+class ForgetsRows(ToolEnv):
+    tools = (typed,)
+
+    def reset(self, example):
+        return example["missing"]
+'''
+
+
+@pytest.fixture
+def examine(recipe, capsys):
+    """`examine(code, "--flag", ..., setting=...)` runs the doctor on the recipe; its words, without the table."""
+
+    def run(code, *flags, **settings):
+        path = recipe(**settings)
+        Path("broken.py").write_text(BROKEN)
+        capsys.readouterr()
+        assert main(["doctor", "--config", path, *flags]) == code
+        return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+    return run
+
+
+def test_a_good_recipe_is_healthy(examine):
+    words = examine(0)
+    assert " error " not in words and " warning " not in words
+    for check in ("versions", "tokenizer", "chat template", "masks", "prompts", "environment: step"):
+        assert check in words, check
+
+
+def test_no_recipe_is_needed(recipe, model_folder, capsys):
+    recipe()
+    flags = ["--model", str(model_folder), "--env", "task.py:AddEnv", "--dataset", "train.jsonl"]
+    assert main(["doctor", *flags]) == 0
+    assert "prompts" in capsys.readouterr().out
+
+
+def test_the_recipe_of_the_quickstart_is_healthy(monkeypatch):
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    assert main(["doctor", "--config", "recipes/quickstart/grpo/config_cpu.yaml"]) == 0
+
+
+def test_a_flag_wins_and_a_warning_is_no_failure(examine):
+    words = examine(0, "--max_completion_length", "100000")
+    assert "warning" in words and "max_completion_length=100000" in words and "Set max_completion_length to" in words
+
+
+@pytest.mark.parametrize(
+    ("tool", "parts"),
+    {
+        "untyped": ["'untyped'", "'a' has no type hint", "write 'a: str'"],
+        "undocumented": ["'undocumented'", "has no docstring", "What it does."],
+        "number": ["3 is no tool", "pass a function with type hints and a docstring"],
+    }.items(),
+)
+def test_a_tool_that_no_model_can_read_is_flagged(examine, tool, parts):
+    words = examine(1, env=None, tools=[f"broken.py:{tool}"], reward_funcs=["task.py:word_count_reward"])
+    assert [part for part in parts if part not in words] == [], words
+
+
+def test_an_environment_that_fails_on_the_rows_is_flagged(examine):
+    words = examine(1, env="broken.py:ForgetsRows")
+    assert "reset raised KeyError: 'missing'" in words and "It must turn a row" in words
+
+
+def test_rows_without_a_prompt_are_flagged(examine, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "Who?"}) + "\n")
+    words = examine(1, dataset_name="rows.jsonl")
+    assert "columns ['text']" in words and "neither 'prompt' nor 'question'" in words and "Rename a column" in words
+
+
+MISTAKES = {
+    "no model": ({"model_name_or_path": None}, ["--model: not set", "Pass the directory or the Hub id"]),
+    "a model that is not there": ({"model_name_or_path": "./nowhere"}, ["'./nowhere'", "no such directory", "Pass"]),
+    "an unknown setting": ({"max_turn": 3}, ["recipe.yaml", "'max_turn'", "no setting", "'max_turns'", "--help"]),
+    "a word for a number": ({"max_turns": "many"}, ["max_turns='many'", "must be a whole number", "Set max_turns"]),
+    "a word for a rate": (
+        {"learning_rate": "fast"},
+        ["learning_rate='fast'", "must be a number", "Set"],
+    ),
+    "a choice that is none": ({"thinking": "loud"}, ["thinking='loud'", "'keep', 'off'", "Set thinking"]),
+    "no room at all": ({"max_completion_length": 0}, ["max_completion_length=0", ">= 1", "Set max_completion_length"]),
+    "two sources of tools": ({"tools": ["broken.py:typed"]}, ["env=", "tools=['broken.py:typed']", "Remove one"]),
+    "a class without reset": (
+        {"env": "broken.py:NoReset"},
+        ["env=", "no reset method", "Subclass agent_r1_trl"],
+    ),
+    "an environment that raises": (
+        {"env": "broken.py:NoDatabase"},
+        ["env='broken.py:NoDatabase'", "RuntimeError: no database", "broken.py, line 35", "mend the environment"],
+    ),
+    "arguments it does not take": (
+        {"env_kwargs": {"bonsu": 2}},
+        ["env_kwargs={'bonsu': 2}", "takes (bonus)", "Did you mean 'bonus'?", "Set env_kwargs"],
+    ),
+    "a built-in that is none": ({"env": "search_qq"}, ["env='search_qq'", "no built-in", "Did you mean 'search_qa'?"]),
+    "data that is not there": ({"dataset_name": "trian.jsonl"}, ["'trian.jsonl'", "no such file", "'train.jsonl'"]),
+}
+
+
+@pytest.mark.parametrize(("settings", "parts"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_what_cannot_be_examined_is_named_with_its_cure(recipe, refusal, settings, parts):
+    path = recipe(**settings)
+    Path("broken.py").write_text(BROKEN)
+    message = refusal("doctor", "--config", path)
+    assert [part for part in parts if part not in message] == [], message
+
+
+def test_an_option_of_training_is_refused(recipe, refusal):
+    assert "does not use" in refusal("doctor", "--config", recipe(), "--learning_rate=1")
