@@ -34,6 +34,10 @@ TINY = {
             "all_tools_s",
         },
     ),
+    "rollout_throughput.py": (
+        ["--trajectories", "2", "--median", "0.01", "--turns", "1", "2", "--repeats", "1"],
+        {"rows"},
+    ),
     "train_step.py": (
         [
             *("--model", "tiny", "--groups", "2", "--group-size", "2", "--micro-batch", "2", "--prompt", "16"),
@@ -53,6 +57,8 @@ TINY = {
         },
     ),
 }
+NEED_VLLM = {"rollout_throughput.py"}
+NAMES = [pytest.param(name, marks=[pytest.mark.vllm] if name in NEED_VLLM else []) for name in TINY]
 
 
 def run_benchmark(name, *arguments):
@@ -66,17 +72,20 @@ def run_benchmark(name, *arguments):
     )
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_prints_its_figures_as_one_line_of_json(name):
     arguments, names = TINY[name]
     result = run_benchmark(name, *arguments, "--json")
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout.strip().splitlines()[-1])
     assert set(figures) == names
-    assert all(math.isfinite(value) for value in figures.values())
+    rows = figures.get("rows", [figures])
+    assert len(rows) == (2 if "rows" in figures else 1)
+    for row in rows:
+        assert all(math.isfinite(value) for value in row.values())
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [name for name in TINY if name not in NEED_VLLM])
 def test_a_benchmark_prints_a_table_without_json(name):
     arguments, _ = TINY[name]
     result = run_benchmark(name, *arguments)
@@ -137,3 +146,18 @@ def load_benchmark(name):
     sys.modules[spec.name] = module  # its dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_throughput_table_has_a_row_for_each_number_of_turns(capsys):
+    benchmark = load_benchmark("rollout_throughput.py")
+    args = benchmark.parse_arguments(["--turns", "1", "3"])
+    names = ("ours_s", "barrier_s", "trl_s", "bound_s", "speedup", "over_barrier", "over_bound")
+    benchmark.show([{"turns": turns, **dict.fromkeys(names, 1.25)} for turns in args.turns], args)
+    table = capsys.readouterr().out
+    assert "64 trajectories" in table and table.count("1.25") == 14
+
+
+def test_the_policy_of_the_throughput_benchmark_learns_six_turns_at_most(capsys):
+    with pytest.raises(SystemExit):
+        load_benchmark("rollout_throughput.py").parse_arguments(["--turns", "7"])
+    assert "1 to 6" in capsys.readouterr().err

@@ -1,0 +1,386 @@
+"""How fast are rollouts with vLLM: TRL's native tool loop, our loop with a barrier after every turn, and ours.
+
+    python benchmarks/rollout_throughput.py [--json]
+
+64 trajectories of 1, 3 and 6 turns. Every turn but the last calls a tool whose latency is drawn from a log-normal
+distribution (median 0.2 s, sigma 1; the same seeded latencies for every loop). All loops use one vLLM engine, one
+environment class (TRL's `environment_factory` protocol, which ours accepts as well) and one policy: the quickstart's
+small model, which first learns, in some seconds, to call the tool until the tool says stop. So every token is sampled
+by the model, greedily, and every loop must make the same calls and sample the same number of tokens, or the program
+fails.
+
+What differs is the schedule. TRL sends the turns of all trajectories to the engine and waits for the last one, then
+runs the calls, a synchronous tool one after the other. The barrier runs calls at the same time and lets nobody go on
+before the last has its result. Ours lets every trajectory go on as soon as its own tool has answered.
+
+No schedule can beat the *bound*, the larger of (a) the longest trajectory's own tool time plus its own decoding run
+alone and (b) the same rollout with tools that take no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import logging
+import math
+import os
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any, ClassVar
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agent_r1_trl.environments import TRLEnvAdapter
+from agent_r1_trl.generation import SamplingParams, VLLMGenerator
+from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner
+
+MODEL = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "model"
+MAX_COMPLETION_LENGTH = 512
+MAX_TOKENS_PER_TURN = 48
+AGAIN, STOP, ANSWER = "again", "stop", "done"
+GREEDY = SamplingParams(temperature=0.0)
+
+
+# ---------------------------------------------------------------- the task
+
+
+class WaitTask:
+    """A tool that takes its time; TRL's environment protocol."""
+
+    latencies: ClassVar[list[list[float]]] = []
+    """Seconds of the calls, one list per trajectory."""
+    is_waiting: ClassVar[bool] = True
+    calls: ClassVar[list[float]] = []
+    """Seconds of every call since the list was emptied."""
+
+    def reset(self, task: int, **row: Any) -> None:
+        """Begin trajectory `task`."""
+        self.waits = list(self.latencies[task])
+
+    def wait(self) -> str:
+        """Wait for the tool."""
+        seconds = self.waits.pop(0) if self.waits else 0.0
+        self.calls.append(seconds)
+        if self.is_waiting:
+            time.sleep(seconds)
+        return AGAIN if self.waits else STOP
+
+
+def rows_of(num_trajectories: int, num_calls: int) -> list[dict[str, Any]]:
+    """The data set: what the policy is asked for, and which latencies are the trajectory's."""
+    order = "Wait" if num_calls else "Answer"
+    return [{"prompt": _user(f"{order}, number {task}."), "task": task} for task in range(num_trajectories)]
+
+
+def _user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def draw_latencies(args: argparse.Namespace, num_calls: int) -> list[list[float]]:
+    """Log-normal seconds, to the millisecond."""
+    rng = random.Random(args.seed)
+    return [
+        [round(args.median * rng.lognormvariate(0.0, args.sigma), 3) for _ in range(num_calls)]
+        for _ in range(args.trajectories)
+    ]
+
+
+def teach(model: Any, chat: ChatFormat, args: argparse.Namespace) -> None:
+    """Supervised learning: call the tool until it says stop, then answer."""
+    torch.manual_seed(args.seed)
+    schemas = [tool.schema for tool in TRLEnvAdapter(WaitTask).tools]
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "wait", "arguments": {}}}],
+    }
+    answer = {"role": "assistant", "content": ANSWER}
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(args.lessons):
+        examples = []
+        for num_calls in (0, 2, 5, 0, 2, 5, 1, 4):
+            prompt = rows_of(args.trajectories, num_calls)[random.randrange(args.trajectories)]["prompt"]
+            ids = chat.encode_prompt(prompt, schemas)
+            mask = [False] * len(ids)
+            for index in range(num_calls + 1):
+                reply = chat.encode_reply(answer if index == num_calls else call)
+                ids, mask = ids + reply, mask + [True] * len(reply)
+                if index < num_calls:
+                    said = AGAIN if index < num_calls - 1 else STOP
+                    message = {"role": "tool", "name": "wait", "content": said}
+                    between = chat.encode_observations(call, [message])[0]
+                    ids, mask = ids + between, mask + [False] * len(between)
+            examples.append((torch.tensor(ids), torch.tensor(mask)))
+        ids = torch.nn.utils.rnn.pad_sequence([ids for ids, _ in examples], batch_first=True)  # (B, L)
+        mask = torch.nn.utils.rnn.pad_sequence([mask for _, mask in examples], batch_first=True)
+        logits = model(ids[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits[mask[:, 1:]], ids[:, 1:][mask[:, 1:]])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+# ---------------------------------------------------------------- the loops
+
+
+class Ours:
+    """Our rollout; `play` returns its seconds and the number of sampled tokens."""
+
+    def __init__(self, generator: VLLMGenerator, chat: ChatFormat) -> None:
+        limits = RolloutLimits(
+            max_turns=8, max_completion_length=MAX_COMPLETION_LENGTH, max_tokens_per_turn=MAX_TOKENS_PER_TURN
+        )
+        self.runner = RolloutRunner(self.make_env, generator, chat, limits, GREEDY)
+
+    def make_env(self) -> TRLEnvAdapter:
+        """One environment per trajectory."""
+        return TRLEnvAdapter(WaitTask)
+
+    def play(self, rows: list[dict[str, Any]]) -> tuple[float, int]:
+        """Play one trajectory per row."""
+        requests = [RolloutRequest(example=row, example_id=str(row["task"]), seed=row["task"]) for row in rows]
+        start = time.perf_counter()
+        trajectories = self.runner.run(requests)
+        return time.perf_counter() - start, sum(trajectory.num_action_tokens for trajectory in trajectories)
+
+
+class WithBarrier(Ours):
+    """Ours, but nobody goes on to the next turn before all have their results."""
+
+    def play(self, rows: list[dict[str, Any]]) -> tuple[float, int]:
+        """Play one trajectory per row, all with the same number of turns."""
+        self.barrier = asyncio.Barrier(len(rows))
+        return super().play(rows)
+
+    def make_env(self) -> TRLEnvAdapter:
+        """An environment that meets the others after its tool."""
+        barrier = self.barrier
+
+        class Meeting(TRLEnvAdapter):
+            async def step(self, message: Any) -> Any:
+                result = await super().step(message)
+                if not result[2]:  # not done
+                    await barrier.wait()
+                return result
+
+        return Meeting(WaitTask)
+
+
+class EngineTrainer(trl.GRPOTrainer):
+    """TRL's trainer on the given engine; `_generate`, which holds its tool loop, is timed."""
+
+    generator: VLLMGenerator
+    stop_token_ids: tuple[int, ...]
+    seconds = 0.0
+    num_tokens = 0
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        async def generate_all() -> list[Any]:
+            return await asyncio.gather(
+                *(
+                    self.generator.generate(ids, max_tokens=MAX_TOKENS_PER_TURN, seed=0, params=GREEDY)
+                    for ids in prompt_ids
+                )
+            )
+
+        generations = asyncio.run(generate_all())
+        return [generation.token_ids for generation in generations], None
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        start = time.perf_counter()
+        output = super()._generate(prompts)
+        self.seconds = time.perf_counter() - start
+        self.num_tokens = sum(map(sum, output[2]))
+        return output
+
+
+class Theirs:
+    """TRL's generation step with its native tool loop; `play` as for `Ours`."""
+
+    def __init__(self, generator: VLLMGenerator, model: Any, tokenizer: Any, num_trajectories: int, folder: str):
+        args = trl.GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=num_trajectories,
+            num_generations=2,
+            max_completion_length=MAX_COMPLETION_LENGTH,
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+            beta=0.0,
+        )
+        self.trainer = EngineTrainer(
+            model=model,
+            reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+            args=args,
+            train_dataset=Dataset.from_list(rows_of(num_trajectories, 1)),
+            processing_class=tokenizer,
+            environment_factory=WaitTask,
+        )
+        self.trainer.generator = generator
+        self.trainer.current_gradient_accumulation_steps = 1
+
+    def play(self, rows: list[dict[str, Any]]) -> tuple[float, int]:
+        """Play one trajectory per row."""
+        self.trainer.model.train()
+        self.trainer._generate_and_score_completions([dict(row) for row in rows])
+        return self.trainer.seconds, self.trainer.num_tokens
+
+
+# ---------------------------------------------------------------- the benchmark
+
+
+def play(side: Ours | Theirs, rows: list[dict[str, Any]], *, is_waiting: bool, expected: list[float]) -> tuple:
+    """Seconds and sampled tokens of one rollout.
+
+    Raises:
+        RuntimeError: the loop did not make the expected calls.
+    """
+    WaitTask.is_waiting = is_waiting
+    WaitTask.calls.clear()
+    seconds, num_tokens = side.play(rows)
+    if sorted(WaitTask.calls) != sorted(expected):
+        raise RuntimeError(f"{type(side).__name__} made {len(WaitTask.calls)} calls of {len(expected)}.")
+    return seconds, num_tokens
+
+
+def measure(sides: dict[str, Ours | Theirs], num_turns: int, args: argparse.Namespace) -> dict[str, float]:
+    """One row: seconds are medians over the repeats, TRL's loop is played once.
+
+    Raises:
+        RuntimeError: the loops did not make the same calls and sample the same number of tokens.
+    """
+    latencies = WaitTask.latencies = draw_latencies(args, num_turns - 1)
+    rows = rows_of(args.trajectories, num_turns - 1)
+    every_call = list(itertools.chain(*latencies))
+    longest = max(range(len(rows)), key=lambda task: sum(latencies[task]))
+    columns: dict[str, list[float]] = {}
+    tokens = set()
+
+    def time_it(name: str, side: str, *, is_waiting: bool = True, alone: bool = False) -> None:
+        chosen, expected = ([rows[longest]], latencies[longest]) if alone else (rows, every_call)
+        seconds, num_tokens = play(sides[side], chosen, is_waiting=is_waiting, expected=expected)
+        columns.setdefault(name, []).append(seconds)
+        if not alone:
+            tokens.add(num_tokens)
+
+    play(sides["ours"], rows, is_waiting=False, expected=every_call)  # warm-up
+    for _ in range(args.repeats):
+        time_it("ours", "ours")
+        time_it("barrier", "barrier")
+        time_it("no_latency", "ours", is_waiting=False)
+        time_it("decoding", "ours", is_waiting=False, alone=True)
+    time_it("trl", "trl")
+    if len(tokens) != 1:
+        raise RuntimeError(f"The loops sampled {sorted(tokens)} tokens: no fair comparison.")
+    median = {name: statistics.median(values) for name, values in columns.items()}
+    bound = max(sum(latencies[longest]) + median["decoding"], median["no_latency"])
+    return {
+        "turns": num_turns,
+        "speedup": median["trl"] / median["ours"],
+        "over_barrier": median["barrier"] / median["ours"],
+        "over_bound": median["ours"] / bound,
+        "ours_s": median["ours"],
+        "barrier_s": median["barrier"],
+        "trl_s": median["trl"],
+        "bound_s": bound,
+        "no_latency_s": median["no_latency"],
+        "longest_tools_s": sum(latencies[longest]),
+        "tokens": tokens.pop(),
+    }
+
+
+def run(args: argparse.Namespace) -> list[dict[str, float]]:
+    """One row per number of turns."""
+    logging.getLogger("trl").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL), AutoTokenizer.from_pretrained(MODEL)
+    chat = ChatFormat(tokenizer)
+    teach(model, chat, args)
+    generator = VLLMGenerator(
+        model, stop_token_ids=chat.stop_token_ids, max_model_len=1024, max_num_seqs=args.trajectories
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        sides: dict[str, Any] = {
+            "ours": Ours(generator, chat),
+            "barrier": WithBarrier(generator, chat),
+            "trl": Theirs(generator, model, tokenizer, args.trajectories, folder),
+        }
+        try:
+            return [measure(sides, num_turns, args) for num_turns in args.turns]
+        finally:
+            sides["ours"].runner.close()
+            sides["barrier"].runner.close()
+            generator.close()
+
+
+def show(rows: list[dict[str, float]], args: argparse.Namespace) -> None:
+    """Print the rows as a table."""
+    table = Table(title=f"{args.trajectories} trajectories, seconds (median of {args.repeats}; TRL's loop once)")
+    for heading in ("turns", "ours", "barrier", "TRL's loop", "bound", "TRL / ours", "barrier / ours", "ours / bound"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        times = [f"{row[name]:.2f}" for name in ("ours_s", "barrier_s", "trl_s", "bound_s")]
+        table.add_row(
+            str(row["turns"]), *times, *(f"{row[name]:.2f}" for name in ("speedup", "over_barrier", "over_bound"))
+        )
+    Console().print(table)
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Command line.
+
+    Raises:
+        SystemExit: for a value out of range.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trajectories", type=int, default=64, help="an even number (default: %(default)s)")
+    parser.add_argument("--turns", type=int, nargs="+", default=[1, 3, 6], help="rows (default: %(default)s)")
+    parser.add_argument("--median", type=float, default=0.2, help="seconds of a call (default: %(default)s)")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm (default: %(default)s)")
+    parser.add_argument("--lessons", type=int, default=60, help="steps in which the policy learns the task")
+    parser.add_argument("--repeats", type=int, default=3, help="medians are taken over these (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the latencies (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON last instead of a table")
+    args = parser.parse_args(argv)
+    if args.trajectories < 2 or args.trajectories % 2:
+        parser.error(f"--trajectories={args.trajectories}: TRL needs groups of two; give an even number >= 2.")
+    if not all(1 <= num_turns <= 6 for num_turns in args.turns):
+        parser.error(f"--turns={args.turns}: the policy learns 1 to 6 turns; give numbers from 1 to 6.")
+    for name in ("median", "sigma"):
+        if not 0 <= getattr(args, name) < math.inf:
+            parser.error(f"--{name}={getattr(args, name)}: must be a finite number >= 0.")
+    for name in ("repeats", "lessons"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name}={getattr(args, name)}: must be 1 or more.")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    rows = run(args)
+    if args.json:
+        print(json.dumps({"rows": [{name: round(value, 4) for name, value in row.items()} for row in rows]}))
+    else:
+        show(rows, args)
+
+
+if __name__ == "__main__":
+    main()
