@@ -122,7 +122,7 @@ SETTINGS = {
     "dtype": ("float31", ["dtype='float31'", "float32", "bfloat16"]),
     "env_kwargs": ([1], ["env_kwargs=[1]", "must be a mapping", "Set env_kwargs"]),
     "generation_batch_rows": (0, ["generation_batch_rows=0", ">= 1", "Set generation_batch_rows"]),
-    "model_name_or_path": ("./nowhere", ["model='./nowhere'", "no such directory", "Pass"]),
+    "model_name_or_path": ("./nowhere", ["model_name_or_path='./nowhere'", "no such directory", "Pass"]),
     "env": ("task.py:AdEnv", ["env='task.py:AdEnv'", "no 'AdEnv'", "Did you mean 'AddEnv'?"]),
     "eval_dataset_name": ("tests.jsonl", ["eval_dataset_name='tests.jsonl'", "no such file", "'test.jsonl'"]),
 }

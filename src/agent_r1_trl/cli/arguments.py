@@ -7,7 +7,6 @@ settings they share and pass over the rest.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -135,7 +134,6 @@ class EvalArguments(TaskArguments):
         check_positive("num_examples", self.num_examples)
         check_positive("num_generations_eval", self.num_generations_eval)
         check_positive("generation_batch_rows", self.generation_batch_rows)
-        check_folder("output_dir", self.output_dir)
         if not self.eval_temperature >= 0:
             raise UsageError(
                 f"eval_temperature={self.eval_temperature}: must be >= 0. Set eval_temperature to 0 (greedy) or more."
@@ -243,19 +241,6 @@ def check_positive(name: str, value: int | None) -> None:
     """
     if value is not None and value < 1:
         raise UsageError(f"{name}={value}: must be a whole number >= 1. Set {name} to such a number.")
-
-
-def check_folder(name: str, value: str | None) -> None:
-    """Refuse a directory to write to that is a file, or lies under one; None passes.
-
-    Raises:
-        UsageError: names flag, value and cure.
-    """
-    for path in [] if value is None else [Path(value), *Path(value).parents]:
-        if path.is_dir():
-            return
-        if path.exists():
-            raise UsageError(f"{name}={value!r}: {path} is a file, not a directory. Pass another {name}.")
 
 
 def read_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:

@@ -18,6 +18,17 @@ EXIT_INTERRUPTED = 130
 _WRONG_TYPE = re.compile(r"argument (?P<flag>--\w+)\S*: invalid (?P<kind>\S+) value: (?P<value>.*)", re.DOTALL)
 _WRONG_CHOICE = re.compile(r"argument (?P<flag>--\w+)\S*: invalid choice: (?P<value>.*) \(choose from (?P<names>.*)\)")
 _OTHER_PROBLEM = re.compile(r"argument (?P<flag>--\w+)\S*: (?P<problem>.*)", re.DOTALL)
+_CURES = {
+    "support bf16": "set bf16: false (this machine has no GPU that can do bfloat16).",
+    "generation_batch_size.*divisible": "choose per_device_train_batch_size x gradient_accumulation_steps x processes "
+    "as a multiple of num_generations.",
+    "existing deepspeed config": "set deepspeed to the path of a DeepSpeed configuration in JSON.",
+    "is not supported, only .* are supported": "set report_to to one of them, or to 'none'.",
+    "[Tt]arget modules": "set lora_target_modules to names of layers (q_proj, v_proj, ...) or 'all-linear'.",
+    "FlashAttention": "install it, or set attn_implementation: sdpa.",
+    "Callback requires": "install it, or set report_to: none.",
+}
+"""What the messages of other packages hold (a regular expression) -> what to do about it."""
 _KINDS = {"int": "a whole number", "float": "a number", "string_to_bool": "true or false"}
 
 
@@ -46,6 +57,21 @@ def run_command(function: Callable[[Sequence[str]], int], argv: Sequence[str] | 
     except BrokenPipeError:  # `agent-r1-trl view ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def model_problem(name: str | None, error: Exception) -> str:
+    """What a loader says about a model, with the flag and the cure."""
+    reason = " ".join(str(error).splitlines()[:1]).rstrip(".")
+    return (
+        f"model_name_or_path={name!r}: cannot be loaded. {reason}. Pass the directory of a saved model and tokenizer, "
+        "or the id of a model on the Hub that you may read."
+    )
+
+
+def with_cure(message: str) -> str:
+    """An error of transformers, PEFT or TRL with what to do about it, where we know better than it says."""
+    cure = next((cure for words, cure in _CURES.items() if re.search(words, message)), None)
+    return message if cure is None else f"{message.rstrip('. ')}. Cure: {cure}"
 
 
 def explain_argparse(message: str, help_of: Callable[[str], str] = lambda flag: "") -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent_r1_trl.cli.errors import UsageError, run_command
+from agent_r1_trl.cli.errors import UsageError, model_problem, run_command
 from agent_r1_trl.cli.recipe import read_recipe, split_config
 
 if TYPE_CHECKING:
@@ -78,14 +78,20 @@ def run_evaluation(arguments: EvalArguments, console: Console, *, description: s
         UsageError: environment, data or model cannot be found.
     """
     from agent_r1_trl.cli.progress import trajectory_progress
-    from agent_r1_trl.cli.resolve import resolve_env
+    from agent_r1_trl.cli.resolve import check_first_row, make_folder, resolve_env
     from agent_r1_trl.evaluation import evaluate_model
-    from agent_r1_trl.generation import SamplingParams
-    from agent_r1_trl.rollout import RolloutLimits
+    from agent_r1_trl.evaluation.loading import check_model_folder
+    from agent_r1_trl.generation import GenerationError, SamplingParams
+    from agent_r1_trl.rollout import NothingPlayedError, RolloutLimits
 
     env_factory = resolve_env(arguments.env, arguments.env_kwargs)  # type: ignore[arg-type]
     rows = _load(arguments)
+    data = arguments.eval_dataset_name or arguments.dataset_name
+    check_first_row(f"env={arguments.env!r}", env_factory, repr(data), rows[0])
+    if arguments.output_dir:
+        make_folder("output_dir", arguments.output_dir)
     try:
+        check_model_folder(arguments.model_name_or_path, flag="model_name_or_path")  # type: ignore[arg-type]
         limits = RolloutLimits(
             max_turns=arguments.max_turns,
             max_tokens_per_turn=arguments.max_tokens_per_turn,
@@ -112,7 +118,13 @@ def run_evaluation(arguments: EvalArguments, console: Console, *, description: s
                 seed=arguments.seed,
                 on_trajectory=on_trajectory,
             )
-    except (ValueError, OSError) as error:  # limits, a model that is not there, rows the environment refuses
+    except OSError as error:
+        raise UsageError(model_problem(arguments.model_name_or_path, error)) from error
+    except (
+        ValueError,
+        NothingPlayedError,
+        GenerationError,
+    ) as error:  # limits, template, engine, environment
         raise UsageError(str(error)) from error
 
 

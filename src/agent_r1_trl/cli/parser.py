@@ -7,7 +7,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from agent_r1_trl.cli.errors import UsageError, did_you_mean, explain_argparse
+from agent_r1_trl.cli.errors import UsageError, did_you_mean, explain_argparse, with_cure
 from agent_r1_trl.cli.recipe import check_keys, read_recipe, read_value, split_config
 from agent_r1_trl.trainers.script import TrlParser
 
@@ -89,7 +89,7 @@ class RecipeParser(TrlParser):
             raise
         except (ValueError, TypeError, NotImplementedError, ImportError) as error:
             source = f"{path} with the command line's options" if path else "The options"
-            raise UsageError(f"{source}: {error}{_cure(str(error))}") from error
+            raise UsageError(f"{source}: {with_cure(str(error))}") from error
 
     def error(self, message: str) -> NoReturn:
         """What argparse found, in our words."""
@@ -103,15 +103,3 @@ class RecipeParser(TrlParser):
     def _help_of(self, flag: str) -> str:
         action = next((action for action in self._actions if flag in action.option_strings), None)
         return f" {flag}: {action.help}" if action is not None and action.help else ""
-
-
-def _cure(message: str) -> str:
-    """What to do about errors of transformers and TRL that do not say it."""
-    if "support bf16" in message:
-        return " Cure: set bf16: false (this machine has no GPU that can do bfloat16)."
-    if "generation_batch_size" in message and "divisible" in message:
-        return (
-            " Cure: choose per_device_train_batch_size x gradient_accumulation_steps x processes as a multiple of "
-            "num_generations."
-        )
-    return ""

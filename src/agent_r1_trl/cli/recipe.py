@@ -128,9 +128,12 @@ def read_value(path: str, name: str, value: Any, hint: Any, allowed: Sequence[An
             return converted
     if value is False and any(_is_enum(option) for option in options):
         return "no"  # YAML reads an unquoted `no` as false
-    choices = [repr(choice) for choice in allowed or [item for option in options for item in _choices(option)]]
-    rule = f"one of {', '.join(choices)}" if choices else " or ".join(dict.fromkeys(map(_describe, options)))
-    raise UsageError(f"{path}: {name}={value!r} must be {rule}. Set {name} to such a value, or remove the line.")
+    choices = list(allowed) or [item for option in options for item in _choices(option)]
+    rule = (
+        f"one of {', '.join(map(repr, choices))}" if choices else " or ".join(dict.fromkeys(map(_describe, options)))
+    )
+    hint = did_you_mean(str(value), map(str, choices))
+    raise UsageError(f"{path}: {name}={value!r} must be {rule}.{hint} Set {name} to such a value, or remove the line.")
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib
 import importlib.util
@@ -10,7 +11,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,52 @@ def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[
             "agent_r1_trl.ToolEnv, or give it the methods of agent_r1_trl.Environment."
         )
     return factory
+
+
+def check_first_row(env: str, env_factory: Callable[[], Any], data: str, row: Mapping[str, Any]) -> None:
+    """Start an episode as the rollout will: a mistake shows before a model is loaded.
+
+    Args:
+        env: the setting that names the environment or its tools, for errors.
+        env_factory: makes environments.
+        data: the setting that names the data set, for errors.
+        row: the first of the data set.
+
+    Raises:
+        UsageError: the environment refuses the row, or its prompt or tools have not the right form.
+    """
+    from agent_r1_trl.rollout import EnvironmentFailure, EnvSession, RolloutRequest
+
+    async def play() -> None:
+        session = EnvSession(env_factory, truncate=lambda text, max_tokens: text)
+        try:
+            await session.reset(RolloutRequest(example=dict(row)))
+        finally:
+            if session.env is not None:
+                await session.close()
+
+    try:
+        asyncio.run(play())
+    except (EnvironmentFailure, ValueError) as error:
+        raise UsageError(
+            f"{env} cannot start on the first row of {data}: {str(error).rstrip('.')}. Mend one of the two; "
+            "agent-r1-trl doctor examines both."
+        ) from error
+
+
+def resolve_function(flag: str, path: str) -> Callable[..., Any]:
+    """A function by its import path.
+
+    Raises:
+        UsageError: there is none, or it cannot be called.
+    """
+    function = resolve_object(flag, path)
+    if not callable(function):
+        raise UsageError(
+            f"{flag}={path!r} is {function!r:.50}, which cannot be called. Name a function, as in "
+            "my_module.my_function."
+        )
+    return function
 
 
 def resolve_object(flag: str, path: str) -> Any:
@@ -158,6 +205,14 @@ def load_rows(
                 "a data file, relative to the current directory, or a Hub id."
             )
         rows = _read_file(flag, path)
+    elif path.is_file():
+        raise UsageError(
+            f"{flag}={name!r}: not a kind of file that is read ({', '.join(FILE_FORMATS)}). Convert it to one of them."
+        )
+    elif not path.is_dir() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
+        raise UsageError(
+            f"{flag}={name!r}: no such directory (looked in {Path.cwd()}). Pass a data file, a directory, or a Hub id."
+        )
     else:
         rows = _load_dataset(flag, name, config, split)
     if not len(rows):
@@ -171,23 +226,40 @@ def _read_file(flag: str, path: Path) -> Any:
     if FILE_FORMATS[path.suffix.lower()] != "jsonl":
         return _load_dataset(flag, FILE_FORMATS[path.suffix.lower()], None, "train", data_files=str(path))
     rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UsageError(f"{flag}={str(path)!r}, line {number}: not valid JSON ({error}). Mend it.") from error
-            if not isinstance(row, dict):
-                raise UsageError(f"{flag}={str(path)!r}, line {number}: must be an object, is {type(row).__name__}.")
-            rows.append(row)
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(f"{flag}={str(path)!r}: cannot be read ({error}). Pass a file that you may read.") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:  # UnicodeDecodeError is one
+            raise UsageError(
+                f"{flag}={str(path)!r}, line {number}: not valid JSON in UTF-8 ({error}). Mend the line."
+            ) from error
+        if not isinstance(row, dict):
+            raise UsageError(
+                f"{flag}={str(path)!r}, line {number}: must be an object of columns, is "
+                f"{type(row).__name__}. Mend the line."
+            )
+        rows.append(row)
     try:
         return Dataset.from_list(rows)
     except Exception as error:  # arrow's errors share no base class
         raise UsageError(
-            f"{flag}={str(path)!r}: a column holds values of different types ({error}). Give each column one type."
+            f"{flag}={str(path)!r}: {_mixed_column(rows)} ({error}). Give each column one type."
         ) from error
+
+
+def _mixed_column(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Which column no table can hold."""
+    for column in dict.fromkeys(name for row in rows for name in row):
+        kinds = sorted({type(row[column]).__name__ for row in rows if row.get(column) is not None})
+        if len(kinds) > 1:
+            return f"the column {column!r} holds {' and '.join(kinds)}"
+    return "a column holds values of different types"
 
 
 def _load_dataset(flag: str, name: str, config: str | None, split: str, **options: Any) -> Any:
@@ -202,8 +274,29 @@ def _load_dataset(flag: str, name: str, config: str | None, split: str, **option
         source = options.get("data_files", name)
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" and not options else ""
         what = "" if options else f", split {split!r}"
-        reason = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:1])}"
+        cause = error.__cause__ or error
+        reason = f"{type(cause).__name__}: {' '.join(str(cause).splitlines()[:1]).rstrip('.')}."
         raise UsageError(
             f"{flag}={source!r}{what}: cannot be loaded{offline}. {reason} "
             "Pass a data file, a directory, or the id of a data set on the Hub, and one of its splits."
         ) from error
+
+
+# ---------------------------------------------------------------- folders
+
+
+def make_folder(flag: str, path: str) -> Path:
+    """A directory to write to, made if it is not there.
+
+    Raises:
+        UsageError: a file is in the way, or it may not be written to.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next(item for item in (folder, *folder.parents) if item.is_file())
+        raise UsageError(f"{flag}={path!r}: {file} is a file, not a directory. Pass another {flag}.") from error
+    except OSError as error:
+        raise UsageError(f"{flag}={path!r}: cannot be made ({error}). Pass a directory you may write to.") from error
+    return folder

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent_r1_trl.cli.errors import UsageError, is_main_process, run_command
+from agent_r1_trl.cli.errors import UsageError, is_main_process, model_problem, run_command, with_cure
 from agent_r1_trl.cli.launch import check_launcher, check_num_processes
 from agent_r1_trl.cli.recipe import read_recipe, split_config
 
@@ -31,11 +31,16 @@ def run(argv: Sequence[str]) -> int:
     config_path, _ = split_config(argv)
     find_trainer(argv)  # a mistake in the file shows before seconds of imports
     _use_one_gpu_per_process()
+    from agent_r1_trl.cli.resolve import make_folder
+
     script_args, args, model_args = read_arguments(argv)
     check_num_processes(os.environ, args.world_size, script_args.num_processes_expected)
     console = _console()
     task = _task(script_args)
     train_dataset, eval_dataset = _data(script_args, args)
+    checkpoint = _checkpoint(args)
+    make_folder("output_dir", args.output_dir)
+    _check_start(script_args, task, train_dataset, eval_dataset)
     console.print(_plan(script_args, args, model_args, train_dataset, eval_dataset), highlight=False)
     trainer = _make_trainer(
         script_args,
@@ -45,11 +50,7 @@ def run(argv: Sequence[str]) -> int:
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
     )
-    progress = _use_rich_progress(trainer, args, console)
-    try:
-        trainer.train(resume_from_checkpoint=_checkpoint(args))
-    finally:
-        progress.stop()
+    _train(trainer, checkpoint, _use_rich_progress(trainer, args, console))
     trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():
         trainer.save_state()
@@ -139,13 +140,25 @@ def _console() -> Console:
 
 
 def _task(script_args: TrainArguments) -> dict[str, Any]:
-    from agent_r1_trl.cli.resolve import resolve_env, resolve_object
+    from agent_r1_trl.cli.resolve import resolve_env, resolve_function
 
     env = resolve_env(script_args.env, script_args.env_kwargs) if script_args.env else None  # type: ignore[arg-type]
     task: dict[str, Any] = {"env": env}
     for name in ("tools", "reward_funcs", "turn_reward_funcs"):
-        task[name] = [resolve_object(name, path) for path in getattr(script_args, name) or []] or None
+        task[name] = [resolve_function(name, path) for path in getattr(script_args, name) or []] or None
     return task
+
+
+def _check_start(script_args: TrainArguments, task: dict[str, Any], train: Any, evaluation: Any) -> None:
+    """What would end the run in its first step is found before the model is loaded."""
+    from agent_r1_trl.cli.resolve import check_first_row
+    from agent_r1_trl.trainers.env_source import resolve_env_factory
+
+    factory = resolve_env_factory(task["env"], task["tools"])
+    env = f"env={script_args.env!r}" if script_args.env else f"tools={script_args.tools}"
+    for flag, rows in {"dataset_name": train, "eval_dataset_name": evaluation}.items():
+        if factory is not None and rows is not None:
+            check_first_row(env, factory, f"{flag}={getattr(script_args, flag)!r}", rows[0])
 
 
 def _data(script_args: TrainArguments, args: Any) -> tuple[Any, Any]:
@@ -166,6 +179,11 @@ def _data(script_args: TrainArguments, args: Any) -> tuple[Any, Any]:
             split=script_args.dataset_test_split,
             limit=script_args.num_eval_examples,
         )
+    if train is None and args.max_steps <= 0:
+        raise UsageError(
+            f"dataset_name: not set, and max_steps={args.max_steps} does not say how long the environment makes "
+            "tasks of its own. Set dataset_name, or max_steps to a number > 0."
+        )
     if evaluation is None and args.eval_strategy != "no":
         strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
         raise UsageError(
@@ -177,9 +195,9 @@ def _data(script_args: TrainArguments, args: Any) -> tuple[Any, Any]:
 
 def _make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **parts: Any) -> Any:
     from agent_r1_trl.evaluation.loading import check_model_folder
+    from agent_r1_trl.generation import GenerationError
     from agent_r1_trl.trainers.script import get_peft_config, get_quantization_config
 
-    check_model_folder(model_args.model_name_or_path, flag="model_name_or_path")
     options = {
         "revision": model_args.model_revision,
         "dtype": model_args.dtype,
@@ -190,6 +208,7 @@ def _make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **par
         **(args.model_init_kwargs or {}),
     }
     try:
+        check_model_folder(model_args.model_name_or_path, flag="model_name_or_path")
         return trainer_class(script_args.trainer)(
             model=model_args.model_name_or_path,
             args=args,
@@ -197,8 +216,29 @@ def _make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **par
             quantization_config=get_quantization_config(model_args),
             **parts,
         )
-    except (ValueError, OSError) as error:  # settings that contradict each other, a model that cannot be found
+    except OSError as error:
+        raise UsageError(model_problem(model_args.model_name_or_path, error)) from error
+    except (ValueError, ImportError, GenerationError) as error:  # settings, packages that are missing, no server
+        raise UsageError(with_cure(str(error))) from error
+    except RuntimeError as error:  # of a tracker that is not installed; any other is no mistake in a recipe
+        message = with_cure(str(error))
+        if message == str(error):
+            raise
+        raise UsageError(message) from error
+
+
+def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
+    from agent_r1_trl.generation import GenerationError
+    from agent_r1_trl.rollout import NothingPlayedError
+
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except (NothingPlayedError, GenerationError) as error:
+        if not is_main_process():  # whose word would not be printed, and the others may not share the fault
+            raise
         raise UsageError(str(error)) from error
+    finally:
+        progress.stop()
 
 
 def _use_rich_progress(trainer: Any, args: Any, console: Console) -> Any:
@@ -222,10 +262,13 @@ def _checkpoint(args: Any) -> str | bool | None:
     if str(value).lower() in ("true", "last"):
         folder = Path(args.output_dir)
         return True if any(folder.glob("checkpoint-*")) else None
-    if not Path(value).is_dir():
+    if not (Path(value) / "trainer_state.json").is_file():
+        inside = sorted(map(str, Path(value).glob("checkpoint-*")))
+        problem = "no checkpoint (no trainer_state.json)" if Path(value).is_dir() else "no such directory"
+        hint = f" Did you mean {inside[-1]!r}?" if inside else ""
         raise UsageError(
-            f"resume_from_checkpoint={value!r}: no such directory. Pass a checkpoint-... directory, or true for the "
-            "last one of output_dir."
+            f"resume_from_checkpoint={value!r}: {problem}. Pass a checkpoint-... directory, or true for the last one "
+            f"of output_dir.{hint}"
         )
     return str(value)
 

@@ -10,14 +10,22 @@ prompt -> [environment reset] -> [rollout (policy <-> tools)] -> Trajectory -> [
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from agent_r1_trl.evaluation.loading import load_agent
 from agent_r1_trl.evaluation.result import EvaluationResult, example_sums
 from agent_r1_trl.generation.base import Generator, SamplingParams
-from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner, derive_seed, example_key
+from agent_r1_trl.rollout import (
+    ChatFormat,
+    RolloutLimits,
+    RolloutRequest,
+    RolloutRunner,
+    check_some_played,
+    derive_seed,
+    example_key,
+)
 from agent_r1_trl.trajectory import Trajectory
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -50,7 +58,7 @@ def evaluate(
 
     Raises:
         ValueError: no examples, or `num_generations` below 1.
-        RuntimeError: not one trajectory could be played; says what the first one said.
+        NothingPlayedError: not one trajectory could be played; says what the first one said.
     """
     rows = [dict(example) for example in examples]
     if not rows:
@@ -76,7 +84,7 @@ def evaluate(
         trajectories = runner.run(requests)
     finally:
         runner.close()
-    _check_some_played(trajectories)
+    check_some_played(trajectories)
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     return EvaluationResult.from_rows(
         [example_sums(group) for group in groups],
@@ -170,13 +178,3 @@ def _make_generator(
         stop_token_ids=chat.stop_token_ids,
         max_batch_size=max_batch_size,
     )
-
-
-def _check_some_played(trajectories: Sequence[Trajectory]) -> None:
-    if all(trajectory.stop_reason.is_infrastructure_failure for trajectory in trajectories):
-        first = trajectories[0]
-        raise RuntimeError(
-            f"All {len(trajectories)} trajectories failed before the policy could act; the first one with "
-            f"{first.stop_reason.value}: {first.error or 'the prompt leaves no room for a completion'}. Run "
-            "`agent-r1-trl doctor` on this environment and data set."
-        )

@@ -2,7 +2,8 @@
 
 from agent_r1_trl.rollout.chat import ChatFormat
 from agent_r1_trl.rollout.draft import Draft, RolloutRequest
-from agent_r1_trl.rollout.env_session import EnvSession
+from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession
+from agent_r1_trl.rollout.errors import NothingPlayedError, check_some_played
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.runner import RolloutRunner
@@ -12,9 +13,12 @@ __all__ = [
     "ChatFormat",
     "Draft",
     "EnvSession",
+    "EnvironmentFailure",
+    "NothingPlayedError",
     "RolloutLimits",
     "RolloutRequest",
     "RolloutRunner",
+    "check_some_played",
     "derive_seed",
     "example_key",
     "run_trajectory",

@@ -17,7 +17,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 Schema = dict[str, Any]
@@ -68,7 +68,8 @@ def build_schema(fn: Callable[..., Any], name: str | None = None, description: s
         description: instead of the docstring's first part.
 
     Raises:
-        ToolSchemaError: a missing docstring, hint or argument description, or a hint that JSON cannot express.
+        ToolSchemaError: a missing docstring, hint or argument description, a hint that JSON cannot express, or a
+            default that contradicts its hint.
     """
     from transformers.utils import get_json_schema
 
@@ -107,6 +108,7 @@ def build_schema(fn: Callable[..., Any], name: str | None = None, description: s
     if not schema["function"]["description"]:
         raise ToolSchemaError(f"Tool {tool_name!r}: its docstring does not say what it does before 'Args:'.")
     check_schema(schema)
+    _check_defaults(tool_name, parameters, schema["function"]["parameters"]["properties"])
     return schema
 
 
@@ -193,6 +195,21 @@ def _parameter_hint(parameter: inspect.Parameter, hints: dict[str, Any], tool_na
             "int, float, bool, list[...], dict[str, ...], Literal[...])."
         )
     return _plain_hint(hints[parameter.name], parameter.name, tool_name)
+
+
+def _check_defaults(tool_name: str, parameters: Mapping[str, inspect.Parameter], properties: Schema) -> None:
+    import jsonschema
+
+    for name, parameter in parameters.items():
+        default = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
+        if not isinstance(default, str | int | float | list | dict):
+            continue  # None and private marks mean "not given" under any hint
+        error = next(jsonschema.Draft202012Validator(properties[name]).iter_errors(default), None)
+        if error is not None:
+            raise ToolSchemaError(
+                f"Tool {tool_name!r}: {name}={default!r:.100} contradicts its type hint ({error.message:.200}): "
+                "correct the default or the hint."
+            )
 
 
 def _plain_hint(hint: Any, argument: str, tool_name: str) -> Any:

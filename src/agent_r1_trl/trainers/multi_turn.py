@@ -38,7 +38,7 @@ from agent_r1_trl.advantages import masked_mean
 from agent_r1_trl.batching import batch_trajectories
 from agent_r1_trl.critic import base_causal_lm
 from agent_r1_trl.losses import kl_in_reward
-from agent_r1_trl.rollout import RolloutRequest, derive_seed, example_key
+from agent_r1_trl.rollout import RolloutRequest, check_some_played, derive_seed, example_key
 from agent_r1_trl.trainers.config import PACKED_LAYOUTS, MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.credit import (
     Credit,
@@ -240,14 +240,7 @@ class MultiTurnTrainer(GRPOTrainer):
             if is_training and self.args.overlap_rollout:
                 self._start_next_rollout()
             self.sampler.rest()
-        trajectories = rollout.trajectories
-        if all(trajectory.stop_reason.is_infrastructure_failure for trajectory in trajectories):
-            first = trajectories[0]
-            raise RuntimeError(
-                f"All {len(trajectories)} trajectories failed before the policy could act; the first one with "
-                f"{first.stop_reason.value}: {first.error or 'the prompt leaves no room for a completion'}. Run "
-                "`agent-r1-trl doctor` on this environment and data set."
-            )
+        check_some_played(rollout.trajectories)
         return rollout
 
     def _sync(self, model: Any) -> None:
