@@ -1,13 +1,10 @@
-"""What a user gets wrong is answered with the flag, its value, the rule and the cure: never with a traceback.
+"""What a user gets wrong is answered with the flag, its value, the rule and the cure.
 
-Covered: both configurations, recipes, data sets, tools, environments, models, checkpoints and folders, through the
-constructors and through `agent-r1-trl train`. Not covered: the other commands (tests/cli), what a model gets wrong
-(tests/rollout).
+Covered: both configurations, tools, environments and arguments of the trainers, as code meets them. Not covered: the
+commands (tests/cli), what a model gets wrong (tests/rollout).
 """
 
 from __future__ import annotations
-
-import functools
 
 import pytest
 from datasets import Dataset
@@ -15,15 +12,6 @@ from datasets import Dataset
 from agent_r1_trl import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, ToolEnv, tool
 from agent_r1_trl.rewards import exact_match
 from agent_r1_trl.tools import ToolSchemaError
-from tests.cli.conftest import finished_run, model_folder, recipe, refusal
-
-__all__ = ["finished_run", "model_folder", "recipe", "refusal"]  # fixtures
-
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch):
-    """Whoever asks the Hub for a name that is no path fails at once instead of waiting for an answer."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 def missing(parts, message) -> list[str]:
@@ -208,13 +196,13 @@ ENVS = {
 }
 
 
-def make_trainer(folder, model=None, **arguments):
+def make_trainer(folder, **arguments):
     args = MultiTurnGRPOConfig(
         output_dir=str(folder), use_cpu=True, bf16=False, num_generations=2, per_device_train_batch_size=2,
         report_to="none", gradient_checkpointing=False,
     )  # fmt: skip
     data = Dataset.from_list([{"prompt": "Capital of Norway?"}] * 2)
-    return MultiTurnGRPOTrainer(model=str(model), args=args, **{"train_dataset": data, **arguments})
+    return MultiTurnGRPOTrainer(model="is not loaded", args=args, **{"train_dataset": data, **arguments})
 
 
 @pytest.mark.parametrize(("env", "parts"), ENVS.values(), ids=ENVS.keys())
@@ -233,8 +221,7 @@ def test_what_is_no_factory_of_environments_is_refused(env, parts, tmp_path):
         ({"env": Env, "train_dataset": None}, ["max_steps=-1", "own prompts", "set max_steps > 0"]),
     ],
 )
-def test_arguments_that_contradict_each_other_are_refused(arguments, parts, tmp_path, model_folder):
-    make = functools.partial(make_trainer, tmp_path, model_folder)
+def test_arguments_that_contradict_each_other_are_refused(arguments, parts, tmp_path):
     with pytest.raises(ValueError) as error:
-        make(**arguments)
+        make_trainer(tmp_path, **arguments)
     assert missing(parts, str(error.value)) == [], str(error.value)
