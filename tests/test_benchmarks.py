@@ -17,6 +17,19 @@ BENCHMARKS = ROOT / "benchmarks"
 # file -> (arguments of a run that takes seconds, names of its JSON line)
 TINY = {
     "critic_memory.py": (["--layers", "1", "--rank", "2"], {"adapter_over_grpo", "model_over_grpo"}),
+    "overlap.py": (
+        ["--trajectories", "16", "--steps", "4", "--tokens", "2"],
+        {
+            "over_max",
+            "speedup",
+            "update_s",
+            "rollout_s",
+            "step_s",
+            "overlapped_step_s",
+            "overlapped_wait_s",
+            "overlapped_staleness",
+        },
+    ),
     "rollout_concurrency.py": (
         ["--trajectories", "2", "--latency", "0.01", "--median", "0.01", "--turns", "2", "--repeats", "1"],
         {
@@ -57,7 +70,7 @@ TINY = {
         },
     ),
 }
-NEED_VLLM = {"rollout_throughput.py"}
+NEED_VLLM = {"overlap.py", "rollout_throughput.py"}
 NAMES = [pytest.param(name, marks=[pytest.mark.vllm] if name in NEED_VLLM else []) for name in TINY]
 
 

@@ -1,0 +1,213 @@
+"""What `overlap_rollout` saves: a step should take the longer of rollout and update instead of their sum.
+
+    python benchmarks/overlap.py [--json]
+
+The same training run twice, one after the other: synchronous, and with the next rollout generated while the update
+trains. The policy is the quickstart's small model, sampled by vLLM in the same process; trajectories have three turns,
+whose observations take a log-normal time (median 0.2 s, sigma 1) to come. Rollout and update of the synchronous run are
+the yardstick: `over_max` is the overlapped step over the larger of the two, `speedup` the synchronous step over the
+overlapped one. Left out are the first steps, in which engine and caches warm up, and the last, behind which no rollout
+follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+import transformers
+from datasets import Dataset
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from agent_r1_trl import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, ToolEnv
+
+MODEL = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "model"
+WARM_UP = 2
+
+
+class SlowEnv(ToolEnv):
+    """Answers every message after a while, whatever it says; three turns."""
+
+    median, sigma = 0.2, 1.0
+
+    def reset(self, example: dict[str, Any]) -> list[dict[str, str]]:
+        """The seed of the waits comes with the row."""
+        self.rng = random.Random(example["task"])
+        self.num_turns = 0
+        return super().reset(example)
+
+    async def step(self, message: dict[str, Any]) -> tuple:
+        """Wait; done after the third turn."""
+        self.num_turns += 1
+        if self.num_turns == 3:
+            return [], 0.0, True, {}
+        await asyncio.sleep(self.median * self.rng.lognormvariate(0.0, self.sigma))
+        return [{"role": "user", "content": "go on"}], 0.0, False, {}
+
+    def outcome_reward(self, trajectory: Any) -> float:
+        """Anything that differs."""
+        return float(sum(trajectory.completion_ids) % 7)
+
+
+class Stopwatch(TrainerCallback):
+    """Wall time of every step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Start."""
+        self.start = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Stop."""
+        self.seconds.append(time.perf_counter() - self.start)
+
+
+def train(args: argparse.Namespace, *, overlap: bool) -> dict[str, float]:
+    """Medians over the steps of one run."""
+    logging.getLogger("trl").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    rows = [{"prompt": [{"role": "user", "content": f"Task {task}."}], "task": task} for task in range(args.steps * 8)]
+    stopwatch = Stopwatch()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = MultiTurnGRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(MODEL),
+            args=MultiTurnGRPOConfig(
+                output_dir=folder,
+                per_device_train_batch_size=args.trajectories,
+                num_generations=args.trajectories // 8,
+                max_steps=args.steps,
+                num_iterations=1,
+                max_turns=3,
+                max_tokens_per_turn=args.tokens,
+                max_completion_length=1024 - 128,
+                learning_rate=1e-6,
+                beta=0.0,
+                bf16=False,
+                use_cpu=True,
+                gradient_checkpointing=True,
+                use_vllm=True,
+                overlap_rollout=overlap,
+                record_trajectories="none",
+                report_to=[],
+                logging_steps=1,
+                save_strategy="no",
+                disable_tqdm=True,
+                seed=args.seed,
+            ),
+            env=SlowEnv,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=AutoTokenizer.from_pretrained(MODEL),
+            callbacks=[stopwatch],
+        )
+        try:
+            trainer.train()
+        finally:
+            trainer.sampler.close()
+    history = [entry for entry in trainer.state.log_history if "time/rollout_s" in entry]
+    columns = {
+        "step_s": stopwatch.seconds,
+        "rollout_s": [entry["time/rollout_s"] for entry in history],
+        "wait_s": [entry.get("time/wait_s", entry["time/rollout_s"]) for entry in history],
+        "staleness": [entry.get("sampling/staleness", 0.0) for entry in history],
+    }
+    return {name: statistics.median(values[WARM_UP:-1]) for name, values in columns.items()}
+
+
+def run(argv: list[str]) -> dict[str, float]:
+    """Both runs, each in a process of its own."""
+    runs = {}
+    for mode in ("off", "on"):
+        command = [sys.executable, __file__, *argv, "--only", mode]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        runs[mode] = json.loads(output.strip().splitlines()[-1])
+    off, on = runs["off"], runs["on"]
+    update_s = off["step_s"] - off["rollout_s"]
+    return {
+        "over_max": on["step_s"] / max(off["rollout_s"], update_s),
+        "speedup": off["step_s"] / on["step_s"],
+        "update_s": update_s,
+        "rollout_s": off["rollout_s"],
+        "step_s": off["step_s"],
+        "overlapped_step_s": on["step_s"],
+        "overlapped_wait_s": on["wait_s"],
+        "overlapped_staleness": on["staleness"],
+    }
+
+
+def show(result: dict[str, float], args: argparse.Namespace) -> None:
+    """Print the result as a table."""
+    table = Table(
+        title=f"{args.trajectories} trajectories a step, seconds (median of {args.steps - WARM_UP - 1} steps)"
+    )
+    for heading in ("", "rollout", "update", "step"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    value = {name: f"{number:.2f}" for name, number in result.items()}
+    table.add_row("synchronous", value["rollout_s"], value["update_s"], value["step_s"])
+    table.add_row("overlapped", "", "", value["overlapped_step_s"])
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{value['speedup']} times as fast; {value['over_max']} times the longer of rollout and update. The update "
+        f"still waited {value['overlapped_wait_s']} s for its rollout."
+    )
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Command line.
+
+    Raises:
+        SystemExit: for a value out of range.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trajectories", type=int, default=64, help="a multiple of 16 (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=9, help="optimizer steps of each run (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=24, help="most tokens of a turn (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=("off", "on"), help="one run in this process: the medians as JSON")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON last instead of a table")
+    args = parser.parse_args(argv)
+    if args.trajectories < 16 or args.trajectories % 16:
+        parser.error(f"--trajectories={args.trajectories}: 8 groups of two at least; give a multiple of 16.")
+    if args.steps < WARM_UP + 2:
+        parser.error(f"--steps={args.steps}: {WARM_UP} steps warm up and the last does not count; give 4 or more.")
+    if args.tokens < 1:
+        parser.error(f"--tokens={args.tokens}: must be 1 or more.")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    if args.only:
+        print(json.dumps(train(args, overlap=args.only == "on")))
+        return
+    result = run(sys.argv[1:] if argv is None else argv)
+    if args.json:
+        print(json.dumps({name: round(value, 4) for name, value in result.items()}))
+    else:
+        show(result, args)
+
+
+if __name__ == "__main__":
+    main()
