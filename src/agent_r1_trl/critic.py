@@ -130,7 +130,8 @@ def _add_critic_adapter(model: Any) -> None:
 
 def _copy_backbone(base: Any) -> Any:
     """A copy of the policy's backbone with any LoRA layer replaced by its frozen base: a full critic of its own."""
-    backbone = copy.deepcopy(base.base_model)
+    with _gathered(list(base.base_model.parameters()), modifier_rank=None):  # else shards are copied as empty tensors
+        backbone = copy.deepcopy(base.base_model)
     for name, module in list(backbone.named_modules()):
         if hasattr(module, "get_base_layer") and hasattr(module, "lora_A"):
             parent, _, child = name.rpartition(".")
@@ -329,14 +330,14 @@ def _wrap_save_pretrained(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def _gathered(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """ZeRO-3 shards gathered; nothing to do elsewhere."""
+def _gathered(parameters: list[nn.Parameter], *, modifier_rank: int | None = 0) -> Iterator[None]:
+    """ZeRO-3 shards gathered; nothing to do elsewhere. What `modifier_rank` changes in them is kept on all ranks."""
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         yield
         return
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=modifier_rank):
         yield
 
 

@@ -5,8 +5,8 @@ import torch
 
 from agent_r1_trl import critic
 from agent_r1_trl.critic import is_critic_name
+from tests.distributed.critics import CASES, KINDS, one_step
 from tests.distributed.launch import LAUNCHES
-from tests.distributed.worker import CASES, KINDS, one_step
 
 pytestmark = pytest.mark.slow
 
@@ -17,8 +17,8 @@ def largest_gap(step, other):
 
 
 @pytest.mark.parametrize("launch", ["one", *LAUNCHES])
-def test_checkpointing_leaves_gradients_alone(critics, launch):
-    steps = critics(launch)
+def test_checkpointing_leaves_gradients_alone(results, launch):
+    steps = results(launch)["critics"]
     for kind, checkpointing in CASES:
         step, plain = steps[kind, checkpointing], steps[kind, "off"]
         assert largest_gap(step, plain) <= 1e-6, (kind, checkpointing)
@@ -27,34 +27,34 @@ def test_checkpointing_leaves_gradients_alone(critics, launch):
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_two_processes_give_the_gradients_of_one(critics, launch):
-    one, two = critics("one"), critics(launch)
+def test_two_processes_give_the_gradients_of_one(results, launch):
+    one, two = results("one")["critics"], results(launch)["critics"]
     for case in CASES:
         assert largest_gap(two[case], one[case]) <= 1e-6, case
 
 
 @pytest.mark.parametrize("launch", ["one", *LAUNCHES])
 @pytest.mark.parametrize("kind", KINDS)
-def test_policy_and_critic_both_learn(critics, launch, kind):
-    gradients = critics(launch)[kind, "off"]["gradients"]
+def test_policy_and_critic_both_learn(results, launch, kind):
+    gradients = results(launch)["critics"][kind, "off"]["gradients"]
     for is_critic in (True, False):
         largest = [grad.abs().max() for name, grad in gradients.items() if is_critic_name(name) is is_critic]
         assert largest, is_critic
         assert min(largest) > 1e-5, is_critic
 
 
-def test_the_comparison_sees_a_critic_recomputed_under_the_policys_adapter(critics, tmp_path, monkeypatch):
+def test_the_comparison_sees_a_critic_recomputed_under_the_policys_adapter(results, policy_folder, monkeypatch):
     monkeypatch.setattr(critic, "_with_adapter_of_forward", lambda checkpoint: checkpoint)
-    plain = critics("one")["adapter", "off"]
-    assert largest_gap(one_step("adapter", "non-reentrant", tmp_path), plain) > 1e-3
+    plain = results("one")["critics"]["adapter", "off"]
+    assert largest_gap(one_step("adapter", "non-reentrant", policy_folder), plain) > 1e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_value_loss_is_part_of_what_is_compared(critics, tmp_path, monkeypatch, kind):
+def test_the_value_loss_is_part_of_what_is_compared(results, policy_folder, monkeypatch, kind):
     from agent_r1_trl.trainers import ppo
 
     monkeypatch.setattr(ppo, "value_loss", lambda values, *args, **options: (0 * values.sum(), torch.zeros(())))
-    silenced, plain = one_step(kind, "off", tmp_path), critics("one")[kind, "off"]
+    silenced, plain = one_step(kind, "off", policy_folder), results("one")["critics"][kind, "off"]
     assert largest_gap(silenced, plain) > 1e-3
     for name, gradient in silenced["gradients"].items():
         assert not is_critic_name(name) or torch.count_nonzero(gradient) == 0, name

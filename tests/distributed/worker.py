@@ -1,111 +1,30 @@
-"""One PPO step for each critic, with and without gradient checkpointing; writes the gradients of all ranks together.
+"""Everything that one launch computes: `python -m tests.distributed.worker OUTPUT_DIR`, in any number of processes.
 
-`python -m tests.distributed.worker OUTPUT_DIR`, in any number of processes. Every process takes its share of the same
-eight rows. Rank 0 writes `OUTPUT_DIR/critics.pt`: case -> what `one_step` returns.
+One launch does it all because a process spends most of its time on imports. Rank 0 writes `OUTPUT_DIR/results.pt`.
 """
 
-import itertools
 import os
 import sys
 from pathlib import Path
 
 import torch
-from peft import LoraConfig
-from transformers import TrainerCallback
 
-from agent_r1_trl.critic import base_causal_lm
-from agent_r1_trl.trainers import MultiTurnPPOTrainer
-from tests.trainers.helpers import make_trainer
+from tests.distributed import agreement, critics
 
-NUM_ROWS = 8
-KINDS = ("adapter", "head", "model")
-CHECKPOINTING = ("off", "reentrant", "non-reentrant")
-CASES = tuple(itertools.product(KINDS, CHECKPOINTING))
-CRITICS_FILE = "critics.pt"
+RESULTS_FILE = "results.pt"
 
 
-class CatchGradients(TrainerCallback):
-    """Keeps the gradients of the first step, as they are after the backward pass and before the optimizer's step."""
-
-    def __init__(self):
-        self.trainer = None
-        self.gradients = {}
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if not self.trainer.is_deepspeed_enabled:
-            return
-        engine = self.trainer.model_wrapped
-        engine_step = engine.step
-
-        def step(*arguments, **options):  # accelerate's backward calls it at once
-            self.catch()
-            return engine_step(*arguments, **options)
-
-        engine.step = step
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if not self.trainer.is_deepspeed_enabled:
-            self.catch()
-
-    def catch(self):
-        read = _full_gradient if self.trainer.is_deepspeed_enabled else lambda parameter: parameter.grad
-        parameters = [(n, p) for n, p in self.trainer.model.named_parameters() if p.requires_grad]
-        self.gradients = {name: read(parameter).detach().clone() for name, parameter in parameters}
-
-
-def _full_gradient(parameter):
-    from deepspeed.utils import safe_get_full_grad
-
-    return safe_get_full_grad(parameter)
-
-
-def one_step(kind, checkpointing, output_dir):
-    """The gradient of everything trainable by its name, and how many blocks of the policy's backbone were run.
-
-    The adapter critic has a LoRA policy and a reference pass as well.
-    """
-    catcher = CatchGradients()
-    lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if kind == "adapter" else None
-    trainer = make_trainer(
-        output_dir,
-        trainer=MultiTurnPPOTrainer,
-        critic=kind,
-        num_generations=1,
-        per_device_train_batch_size=NUM_ROWS // num_processes(),
-        peft_config=lora,
-        beta=0.04 if kind == "adapter" else 0.0,
-        gradient_checkpointing=checkpointing != "off",
-        gradient_checkpointing_kwargs={"use_reentrant": checkpointing == "reentrant"},
-        max_grad_norm=0.0,
-        callbacks=[catcher],
-    )
-    catcher.trainer = trainer
-    _fill(trainer.model)
-    block_runs = []
-    block = base_causal_lm(trainer.model).model.layers[0].mlp
-    block.register_forward_pre_hook(lambda *_: block_runs.append(1))  # recomputation may stop within the block
-    trainer.train()
-    return {"gradients": catcher.gradients, "block_runs": len(block_runs)}
-
-
-def num_processes():
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _fill(model):
-    """Adapters and value heads start (half) at zero, where most gradients vanish."""
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and ("lora_" in name or "value_head" in name):
-            with torch.no_grad():
-                parameter.normal_(std=0.2, generator=generator)
-
-
-def main(output_dir):
-    critics = {case: one_step(*case, output_dir) for case in CASES}
-    if os.environ.get("RANK", "0") == "0":
-        torch.save(critics, Path(output_dir) / CRITICS_FILE)
+def compute(folder):
+    """The results of this process; credit is estimated in bare models, which DeepSpeed does not run."""
+    credit_cases = () if "ACCELERATE_USE_DEEPSPEED" in os.environ else agreement.CREDIT_CASES
+    return {
+        "critics": {case: critics.one_step(*case, folder) for case in critics.CASES},
+        "losses": {policy: agreement.losses(policy, folder) for policy in agreement.POLICIES},
+        "credit": {case: agreement.credit(case, folder) for case in credit_cases},
+    }
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    results = compute(Path(sys.argv[1]))
+    if os.environ.get("RANK", "0") == "0":
+        torch.save(results, Path(sys.argv[1]) / RESULTS_FILE)

@@ -1,0 +1,90 @@
+"""Losses of GRPO steps and the credit of every estimator, in any number of processes, on rows of any length."""
+
+from accelerate.utils import gather_object
+from peft import LoraConfig
+
+from agent_r1_trl.generation import GenerationError
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from agent_r1_trl.trainers.credit import ESTIMATORS
+from tests.distributed.critics import POLICY_FOLDER, fill, num_processes
+from tests.trainers.helpers import call, make_trainer, questions, say, scored_batch
+
+NUM_STEPS = 3
+POLICIES = ("full", "lora")
+CRITIC_ESTIMATORS = ("gae", "bilevel_gae")
+CREDIT_CASES = {name: {"advantage_estimator": name} for name in ESTIMATORS} | {
+    "parts": {"separate_process_advantages": True, "normalize_process_rewards": True},
+    "batch_scale": {"scale_rewards": "batch"},
+    "kl_in_rewards": {"advantage_estimator": "reinforce_pp", "kl_placement": "reward", "beta": 0.1},
+}
+
+
+def ragged(rng, turn):
+    """Up to three calls, then a text; some answers never come."""
+    if rng.random() < 0.05:
+        raise GenerationError("gone")
+    if rng.random() < 0.6:
+        return call(rng.choice([1, 10**6, 10**12]), rng.randrange(3))
+    return say("x" * rng.randrange(1, 30))
+
+
+def _lora():
+    return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def losses(policy, output_dir):
+    """Per step (loss, gradient norm). Two micro-batches make a step; one of its three groups is on both ranks."""
+    trainer = make_trainer(
+        output_dir,
+        model=str(output_dir / POLICY_FOLDER),
+        script=ragged,
+        trainer=MultiTurnGRPOTrainer,
+        peft_config=_lora() if policy == "lora" else None,
+        num_generations=8,
+        per_device_train_batch_size=12 // num_processes(),
+        gradient_accumulation_steps=2,
+        max_turns=4,
+        max_steps=NUM_STEPS,
+        beta=0.04,
+    )
+    trainer.train()
+    return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def credit(case, output_dir):
+    """Per row of all ranks: what identifies it, its rank and padded width, its advantages and (with a critic) returns.
+
+    The middle one of three groups is on both ranks.
+    """
+    options = CREDIT_CASES[case]
+    has_critic = options.get("advantage_estimator") in CRITIC_ESTIMATORS
+    trainer = make_trainer(
+        output_dir,
+        model=str(output_dir / POLICY_FOLDER),
+        script=ragged,
+        trainer=MultiTurnPPOTrainer if has_critic else MultiTurnGRPOTrainer,
+        train_dataset=questions(12),
+        num_generations=1 if has_critic else 4,
+        per_device_train_batch_size=12 // num_processes(),
+        max_completion_length=400,
+        max_turns=4,
+        peft_config=_lora() if "beta" in options else None,
+        **({"critic": "head", "bootstrap_truncated": True, "gamma": 0.9} if has_critic else {}),
+        **options,
+    )
+    fill(trainer.model)
+    batch = scored_batch(trainer)
+    rows = []
+    for index, trajectory in enumerate(trainer.last_trajectories):
+        length = len(trajectory.completion_ids)
+        row = {
+            "key": (trajectory.example_id, trajectory.generation),
+            "rank": trainer.accelerator.process_index,
+            "width": batch["completion_ids"].shape[1],
+            "stop": trajectory.stop_reason.value,
+            "advantages": batch["advantages"][index, :length].tolist(),
+        }
+        if has_critic:
+            row["returns"] = batch["returns"][index, :length].tolist()
+        rows.append(row)
+    return gather_object(rows)
