@@ -4,10 +4,10 @@
 
 The same training run twice, one after the other: synchronous, and with the next rollout generated while the update
 trains. The policy is the quickstart's small model, sampled by vLLM in the same process; trajectories have three turns,
-whose observations take a log-normal time (median 0.2 s, sigma 1) to come. Rollout and update of the synchronous run are
-the yardstick: `over_max` is the overlapped step over the larger of the two, `speedup` the synchronous step over the
-overlapped one. Left out are the first steps, in which engine and caches warm up, and the last, behind which no rollout
-follows.
+whose observations take a log-normal time (median 0.2 s, sigma 1) to come. Rollout and update of the synchronous run
+are the yardstick: `over_max` is the overlapped step over the larger of the two, `speedup` the synchronous step over
+the overlapped one. Left out are the first steps, in which engine and caches warm up, and the last, behind which no
+rollout follows.
 """
 
 from __future__ import annotations
