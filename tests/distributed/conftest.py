@@ -4,23 +4,14 @@ import pytest
 import torch
 
 from tests.distributed import worker
-from tests.distributed.critics import POLICY_FOLDER
+from tests.distributed.critics import save_policy
 from tests.distributed.launch import launch
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_policy
-
-
-def make_folder(tmp_path_factory, name):
-    """An output folder that holds the policy."""
-    folder = tmp_path_factory.mktemp(name)
-    make_policy(make_tokenizer("qwen3")).save_pretrained(folder / POLICY_FOLDER)
-    return folder
 
 
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory):
     """An output folder for this process."""
-    return make_folder(tmp_path_factory, "one")
+    return save_policy(tmp_path_factory.mktemp("one"))
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +22,7 @@ def results(tmp_path_factory, policy_folder):
     def compute(kind):
         if kind == "one":
             return worker.compute(policy_folder)
-        folder = make_folder(tmp_path_factory, kind)
+        folder = save_policy(tmp_path_factory.mktemp(kind))
         launch(kind, worker.__name__, folder)
         return torch.load(folder / worker.RESULTS_FILE)
 

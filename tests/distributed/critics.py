@@ -9,7 +9,8 @@ from transformers import TrainerCallback
 
 from agent_r1_trl.critic import base_causal_lm
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
-from tests.trainers.helpers import make_trainer
+from tests.tokenizers import make_tokenizer
+from tests.trainers.helpers import make_policy, make_trainer
 
 POLICY_FOLDER = "policy"
 """Below the output folder: the tiny policy. Loading it from there makes ZeRO-3 share it out from the start."""
@@ -83,6 +84,12 @@ def one_step(kind, checkpointing, output_dir):
     block.register_forward_pre_hook(lambda *_: block_runs.append(1))  # recomputation may stop within the block
     trainer.train()
     return {"gradients": catcher.gradients, "block_runs": len(block_runs)}
+
+
+def save_policy(folder):
+    """Put the tiny policy into an output folder, and return that."""
+    make_policy(make_tokenizer("qwen3")).save_pretrained(folder / POLICY_FOLDER)
+    return folder
 
 
 def num_processes():

@@ -1,0 +1,22 @@
+"""The launches of the other tests cannot block, and leave nothing behind."""
+
+import psutil
+import pytest
+
+from tests.distributed.launch import launch
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_launch_that_hangs_fails_and_its_processes_are_gone(tmp_path):
+    with pytest.raises(AssertionError, match="still running after 30 s"):
+        launch("ddp", "tests.distributed.hang", tmp_path, timeout_s=30)
+    process_ids = [int(path.stem) for path in tmp_path.glob("*.pid")]
+    assert len(process_ids) == 2
+    alive = [psutil.Process(item) for item in process_ids if psutil.pid_exists(item)]
+    assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive), alive
+
+
+def test_a_worker_that_fails_is_reported_with_what_it_said(tmp_path):
+    with pytest.raises(AssertionError, match="No module named"):
+        launch("ddp", "tests.distributed.nothing", tmp_path)
