@@ -218,6 +218,10 @@ def test_what_is_no_factory_of_environments_is_refused(env, parts, tmp_path):
         ({"env": Env, "tools": [no_hint]}, ["env=", "tools=", "remove tools="]),
         ({"tools": [no_hint]}, ["No reward source", "tools=", "Pass reward_funcs="]),
         ({"env": Env, "rollout_func": print}, ["rollout_func=", "env=", "Remove one"]),
+        (
+            {"env": Env, "train_dataset": Dataset.from_list([])},
+            ["train_dataset has 0 rows", "takes 1", "Pass more rows"],
+        ),
         ({"env": Env, "train_dataset": None}, ["max_steps=-1", "own prompts", "set max_steps > 0"]),
     ],
 )

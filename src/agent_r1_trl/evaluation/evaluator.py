@@ -23,6 +23,7 @@ from agent_r1_trl.rollout import (
     RolloutRequest,
     RolloutRunner,
     check_some_played,
+    context_length,
     derive_seed,
     example_key,
 )
@@ -146,7 +147,9 @@ def evaluate_model(
         thinking=thinking,
         extra_stop_token_ids=[eos] if isinstance(eos, int) else list(eos or []),
     )
-    limits = _within_context(limits or RolloutLimits(), model)
+    limits = limits or RolloutLimits()
+    if limits.max_model_length is None:
+        limits = replace(limits, max_model_length=context_length(model.config))
     generator = _make_generator(model, chat, tokenizer, use_vllm, limits, max_batch_size)
     try:
         result = evaluate(generator, env_factory, chat, examples, limits=limits, **settings)
@@ -154,13 +157,6 @@ def evaluate_model(
         generator.close()
     result.settings = {"model": name, "use_vllm": use_vllm, **result.settings}
     return result
-
-
-def _within_context(limits: RolloutLimits, model: Any) -> RolloutLimits:
-    context = getattr(model.config, "max_position_embeddings", None)
-    if limits.max_model_length is None and isinstance(context, int) and context > 1:
-        return replace(limits, max_model_length=context)
-    return limits
 
 
 def _make_generator(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -70,3 +71,9 @@ class RolloutLimits:
         """Tokens that the next turn may sample; <= 0 when the trajectory is full."""
         room = self.room(num_prompt_tokens, num_completion_tokens)
         return room if self.max_tokens_per_turn is None else min(room, self.max_tokens_per_turn)
+
+
+def context_length(config: Any) -> int | None:
+    """Positions of a model, as its configuration says; None if it does not."""
+    length = getattr(config, "max_position_embeddings", None)
+    return length if isinstance(length, int) and length > 1 else None

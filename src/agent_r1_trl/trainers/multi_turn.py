@@ -38,7 +38,7 @@ from agent_r1_trl.advantages import masked_mean
 from agent_r1_trl.batching import batch_trajectories
 from agent_r1_trl.critic import base_causal_lm
 from agent_r1_trl.losses import kl_in_reward
-from agent_r1_trl.rollout import RolloutRequest, check_some_played, derive_seed, example_key
+from agent_r1_trl.rollout import RolloutRequest, check_some_played, context_length, derive_seed, example_key
 from agent_r1_trl.trainers.config import PACKED_LAYOUTS, MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.credit import (
     Credit,
@@ -124,6 +124,7 @@ class MultiTurnTrainer(GRPOTrainer):
             )
         if train_dataset is None:
             train_dataset = _placeholder_dataset(config)
+        _check_num_rows(train_dataset, config)
         super().__init__(model, reward_funcs, trl_args, train_dataset, eval_dataset, *positional, **kwargs)
         if self._is_vlm:
             raise ValueError(
@@ -176,6 +177,7 @@ class MultiTurnTrainer(GRPOTrainer):
             generator=self._user_generator,
             eos_token_ids=self.eos_token_ids,
             is_on_gpu=self.accelerator.device.type == "cuda",
+            context_length=context_length(self.accelerator.unwrap_model(self.model).config),
         )
         self.chat, self.limits = self.sampler.chat, self.sampler.limits
         # What the policy is trained with is what is saved with it.
@@ -667,6 +669,19 @@ def _as_list(reward_funcs: Any) -> list[Any]:
     if reward_funcs is None:
         return []
     return list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+
+
+def _check_num_rows(train_dataset: Any, config: MultiTurnConfig) -> None:
+    """TRL drops what does not fill a batch; of too few rows nothing is left, and the run would end without a step."""
+    num_prompts = max(1, config.generation_batch_size // config.num_generations)
+    num_rows = len(train_dataset) if hasattr(train_dataset, "__len__") else num_prompts
+    if num_rows < num_prompts:
+        raise ValueError(
+            f"train_dataset has {num_rows} rows, and a rollout takes {num_prompts} of them "
+            f"(generation_batch_size={config.generation_batch_size} / num_generations={config.num_generations}), so "
+            "no step could be made. Pass more rows, or set per_device_train_batch_size x gradient_accumulation_steps "
+            f"x processes to at most {num_rows * config.num_generations}."
+        )
 
 
 def _placeholder_dataset(config: MultiTurnConfig) -> Dataset:

@@ -79,6 +79,7 @@ class PolicySampler:
         generator: a `Generator` to sample with; None makes one from the arguments, when the first rollout needs it.
         eos_token_ids: ids that end a turn besides those of the chat template.
         is_on_gpu: whether this process trains on a GPU, which an engine in it then shares.
+        context_length: positions of the policy; a trajectory that reaches them is cut, prompt included.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class PolicySampler:
         generator: Any = None,
         eos_token_ids: Sequence[int] = (),
         is_on_gpu: bool = False,
+        context_length: int | None = None,
     ):
         self.args = args
         self.tokenizer = tokenizer
@@ -103,6 +105,7 @@ class PolicySampler:
         max_turns = args.max_turns
         if args.max_tool_calling_iterations is not None:
             max_turns = min(max_turns, args.max_tool_calling_iterations + 1)
+        lengths = [context_length, args.vllm_max_model_length if args.use_vllm else None]
         self.limits = RolloutLimits(
             max_turns=max_turns,
             max_tokens_per_turn=args.max_tokens_per_turn,
@@ -111,6 +114,7 @@ class PolicySampler:
             max_invalid_calls=args.max_invalid_calls,
             max_concurrency=args.max_concurrency,
             rollout_timeout=args.rollout_timeout,
+            max_model_length=min((length for length in lengths if length is not None), default=None),
         )
         self.params = SamplingParams(
             temperature=args.temperature,
