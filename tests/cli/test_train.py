@@ -1,7 +1,11 @@
 """`agent-r1-trl train`: recipe and flags in, a model and its trajectories out."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from agent_r1_trl.cli.commands import main
 from agent_r1_trl.recording import read_records
@@ -29,3 +33,25 @@ def test_flags_win_over_the_recipe(recipe):
     assert len(trajectories) == 4
     assert all(len(item.turns) == 1 for item in trajectories)
     assert {item.outcome_reward for item in trajectories} <= {0.0, 3.0}
+
+
+@pytest.mark.slow
+def test_accelerate_launch_trains_one_step_from_a_recipe(recipe):
+    path = recipe(max_steps=1, eval_dataset_name=None)
+    flags = [
+        "--cpu",
+        "--num_processes",
+        "1",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    ]
+    command = ["accelerate.commands.launch", *flags, "-m", "agent_r1_trl.cli.train", "--config", path]
+    finished = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert "Done. The model is in out" in finished.stdout
+    assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 1
+    assert len(list(read_records("out"))) == 4
