@@ -39,7 +39,7 @@ install: $(STAMPS)/package ## only make the environment and install the package
 
 test: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## run the whole suite; PYTEST_ARGS, VLLM=cpu|cuda|none
 	$(SAY) "Tests"
-	$(TEST_ENV) $(BIN)/python -m pytest $(if $(filter none,$(VLLM)),-m "not vllm") $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest $(if $(filter none,$(VLLM)),-m "not vllm and not matrix") $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev ## ruff: rules and formatting
 	$(SAY) "ruff"

@@ -68,7 +68,7 @@ class HTTPClient:
         return self.start(coroutine).result()
 
     async def request(self, method: str, url: str, body: Any = None) -> Any:
-        """One attempt: the answer's JSON (None if it is empty).
+        """One attempt: the answer's JSON (None if it is empty or, as from vLLM's LoRA routes, a plain sentence).
 
         Raises:
             HTTPError: no answer in time, none at all, or one that is not 2xx.
@@ -85,7 +85,7 @@ class HTTPClient:
                 if answer.status >= 300:
                     text = (await answer.text())[:500]
                     raise HTTPError(f"{method} {url} was answered with {answer.status}: {text}", answer.status)
-                return await answer.json() if await answer.read() else None
+                return await answer.json() if answer.content_type == "application/json" else None
         except TimeoutError as error:
             raise HTTPError(f"{method} {url} had no answer within {self._timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
