@@ -34,6 +34,7 @@ def test_the_version_is_the_one_this_was_written_for():
         ("_load_optimizer_and_scheduler", ["self", "checkpoint"]),
         ("create_model_card", ["self", "model_name", "dataset_name", "tags"]),
         ("_set_signature_columns_if_needed", ["self"]),
+        ("_get_train_sampler", ["self", "dataset"]),
     ],
 )
 def test_overridden_methods_keep_their_signature(name, parameters):

@@ -7,7 +7,8 @@ TRL 1.16 names this file touches (`tests/trainers/test_trl_contract.py` checks e
 
 - overridden: `__init__`, `_generate`, `_generate_and_score_completions`, `_calculate_rewards`, `_compute_loss`,
   `_prepare_inputs`, `_get_per_token_logps_and_entropies`, `training_step`, `get_batch_samples`, `train`,
-  `_save_checkpoint`, `_load_optimizer_and_scheduler`, `_set_signature_columns_if_needed`, `create_model_card`
+  `_save_checkpoint`, `_load_optimizer_and_scheduler`, `_set_signature_columns_if_needed`, `create_model_card`,
+  `_get_train_sampler` (its `seed`, `shuffle` and `generator`)
 - read: `_metrics`, `_tokenizer`, `_is_vlm`, `eos_token_ids`, `reward_weights`, `reward_func_names`, `num_generations`,
   `num_generations_eval`, `model_wrapped`, `accelerator`, `state`
 - called: `_get_per_token_logps_and_entropies`
@@ -50,6 +51,7 @@ from agent_r1_trl.trainers.credit import (
     weighs_advantages,
     weighted_turn_rewards,
 )
+from agent_r1_trl.trainers.data_order import EpochOrder
 from agent_r1_trl.trainers.env_source import env_name, has_own_reward, resolve_env_factory
 from agent_r1_trl.trainers.importance import ratio_by_turn, sampling_ratio
 from agent_r1_trl.trainers.metrics import length_metrics, length_record, rollout_metrics, trajectory_record
@@ -210,6 +212,9 @@ class MultiTurnTrainer(GRPOTrainer):
         if self.env_factory is not None and self.train_dataset is not None:
             columns = self.train_dataset.column_names or []
             self._signature_columns: list[str] = [*{*self._signature_columns, *columns}]
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        return EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
 
     # ---------------------------------------------------------------- rollout
 
