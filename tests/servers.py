@@ -1,14 +1,17 @@
-"""A real vLLM server for tests, on the CPU."""
+"""A real vLLM server for tests, on the CPU, and a way to it that can break."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -61,3 +64,62 @@ def wait_until_ready(server, url, log, timeout_s=300):
             return
         time.sleep(0.2)
     raise AssertionError(f"The server did not start:\n{log.read_text()[-4000:]}")
+
+
+class Line(ThreadingHTTPServer):
+    """Passes requests on to a server and, after `num_answers` completions, no answer to anything, as one that died."""
+
+    daemon_threads = True
+
+    def __init__(self, server_url, num_answers=None):
+        super().__init__(("127.0.0.1", 0), _Passing)
+        self.server_url = server_url
+        self.num_answers = num_answers
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.answered = []
+        """The prompts that were answered, token ids each."""
+        self.lock = threading.Lock()
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *error):
+        self.shutdown()
+        self.server_close()
+
+    def may_answer(self, body):
+        """Whether the server is still alive to answer this request; a completion counts."""
+        with self.lock:
+            if self.num_answers is not None and len(self.answered) >= self.num_answers:
+                return False
+            if body is not None:
+                self.answered.append(json.loads(body)["prompt"])
+            return True
+
+
+class _Passing(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.do_POST()
+
+    def do_POST(self):
+        length = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(length) if length else None
+        request = urllib.request.Request(
+            self.server.server_url + self.path, body, {"Content-Type": "application/json"}, method=self.command
+        )
+        with urllib.request.urlopen(request) as answer:
+            content = answer.read()
+        self.close_connection = not self.server.may_answer(body)
+        if self.close_connection:
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args):
+        pass

@@ -1,14 +1,24 @@
 """Training with real vLLM engines: after every sync the sampler has the trainer's weights."""
 
+import contextlib
+import math
+
 import pytest
 import torch
 from peft import LoraConfig
 
-from agent_r1_trl.generation import VLLMGenerator
+from agent_r1_trl.critic import critic_parameters
+from agent_r1_trl.environments import StepResult
+from agent_r1_trl.generation import VLLMGenerator, VLLMServerGenerator
+from agent_r1_trl.generation import vllm_server as vllm_server_module
 from agent_r1_trl.generation.sync_probe import SyncError
-from tests.servers import vllm_server
+from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.trainers import MultiTurnPPOTrainer
+from agent_r1_trl.trainers.serving import ADAPTER_FOLDER
+from agent_r1_trl.trajectory import StopReason
+from tests.servers import Line, vllm_server
 from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import AddEnv, make_policy, make_trainer
+from tests.trainers.helpers import AddEnv, make_policy, make_trainer, questions
 
 pytestmark = pytest.mark.vllm
 
@@ -77,18 +87,194 @@ def only_at_the_start(update):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """A server with other weights than the trainers' full fine-tuning starts from."""
+    with serve_policy(tmp_path_factory, 3) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def lora_server(tmp_path_factory):
+    """A server of adapters, with the base weights of the trainers."""
+    settings = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with serve_policy(tmp_path_factory, 0, "--enable-lora", "--max-lora-rank", "8", environment=settings) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def serve_policy(tmp_path_factory, seed, *options, **settings):
     folder = tmp_path_factory.mktemp("server")
     tokenizer = make_tokenizer("qwen3")
-    make_policy(tokenizer, seed=3, hidden_size=64).save_pretrained(folder / "model")
+    make_policy(tokenizer, seed=seed, hidden_size=64).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    with vllm_server(folder / "model", folder) as url:
+    with vllm_server(folder / "model", folder, *options, **settings) as url:
         yield url
+
+
+def on(url):
+    """Options of a trainer whose sampler is this server."""
+    return {"vllm_mode": "server", "vllm_server_urls": [url], "vllm_group_port": 0}
 
 
 @pytest.mark.parametrize("peft_config", [None, LORA], ids=["full", "merged lora"])
 def test_grpo_trains_with_a_server(tmp_path, server, peft_config):
-    trainer = make_vllm_trainer(
-        tmp_path, peft_config=peft_config, vllm_mode="server", vllm_server_urls=[server], vllm_group_port=0
-    )
+    trainer = make_vllm_trainer(tmp_path, peft_config=peft_config, **on(server))
     check_two_steps(trainer)
     trainer.sampler.close()
+
+
+def test_grpo_trains_with_a_server_that_gets_the_adapter_alone(tmp_path, lora_server, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("whole weights were sent")
+
+    monkeypatch.setattr(VLLMServerGenerator, "_send", refuse)
+    trainer = make_vllm_trainer(tmp_path, peft_config=LORA, **on(lora_server))
+    check_two_steps(trainer)
+    assert [folder.name.split("-")[-1] for folder in (tmp_path / ADAPTER_FOLDER).iterdir()] == ["2"]
+    trainer.sampler.close()
+
+
+# -------------------------------------------------------------------- PPO
+
+
+PPO = {"trainer": MultiTurnPPOTrainer, "num_generations": 1}
+
+
+def spy_on(monkeypatch, owner, method):
+    """The names of the weights of every sync that goes through `owner.method(self, weights, *, is_complete)`."""
+    real, syncs = getattr(owner, method), []
+
+    def spied(self, weights, **kwargs):
+        names = []
+        syncs.append(names)
+        return real(self, ((names.append(name), (name, value))[1] for name, value in weights), **kwargs)
+
+    monkeypatch.setattr(owner, method, spied)
+    return syncs
+
+
+def check_no_critic(syncs, trainer):
+    """Each sync had weights of the policy as a plain checkpoint names them, and no others."""
+    plain = set(make_policy(make_tokenizer("qwen3"), hidden_size=64).state_dict())
+    assert critic_parameters(trainer.model)
+    assert len(syncs) >= 2
+    for names in syncs:
+        assert names
+        assert set(names) <= plain
+
+
+def test_ppo_trains_with_vllm_in_process_and_a_critic_in_an_adapter(tmp_path, monkeypatch):
+    syncs = spy_on(monkeypatch, VLLMGenerator, "update_weights")
+    trainer = make_vllm_trainer(tmp_path, peft_config=LORA, critic="adapter", **PPO)
+    try:
+        check_two_steps(trainer)
+    finally:
+        trainer.sampler.close()
+    check_no_critic(syncs, trainer)
+
+
+def test_ppo_trains_with_a_server_and_a_critic_of_its_own(tmp_path, server, monkeypatch):
+    syncs = spy_on(monkeypatch, VLLMServerGenerator, "_send")
+    trainer = make_vllm_trainer(tmp_path, critic="model", **PPO, **on(server))
+    check_two_steps(trainer)
+    trainer.sampler.close()
+    check_no_critic(syncs, trainer)
+
+
+def test_ppo_sends_the_policys_adapter_without_the_critics(tmp_path, lora_server, monkeypatch):
+    written = []
+    real = vllm_server_module.write_adapter
+    monkeypatch.setattr(
+        vllm_server_module,
+        "write_adapter",
+        lambda model, adapter, tensors, folder: (written.append(tensors), real(model, adapter, tensors, folder)),
+    )
+    trainer = make_vllm_trainer(tmp_path, peft_config=LORA, critic="adapter", **PPO, **on(lora_server))
+    check_two_steps(trainer)
+    trainer.sampler.close()
+    assert len(written) == 2
+    present = {name.replace(".default.", ".") for name, _ in trainer.model.named_parameters() if ".default." in name}
+    for tensors in written:
+        assert set(tensors) == present
+
+
+# -------------------------------------------------------------------- overlap
+
+
+def test_an_overlapped_rollout_is_one_step_old_and_its_ratio_says_so(tmp_path):
+    trainer = make_vllm_trainer(tmp_path, overlap_rollout=True)
+    try:
+        trainer.train()
+    finally:
+        trainer.sampler.close()
+    first, second = (entry for entry in trainer.state.log_history if "sampling/staleness" in entry)
+    assert (first["sampling/staleness"], second["sampling/staleness"]) == (0, 1)
+    assert first["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=1e-3)
+    ratio = second["sampling/importance_sampling_ratio/mean"]
+    assert math.isfinite(ratio)
+    assert abs(ratio - 1.0) > 1e-3
+    assert second["sampling/sync_logprob_gap"] < 1e-4, "the third rollout would have had the second step's weights"
+
+
+# -------------------------------------------------------------------- several servers, some of which die
+
+
+class Talk:
+    """Three turns, whatever is said."""
+
+    def reset(self, example):
+        self.num_turns = 0
+        return example["prompt"]
+
+    def step(self, message):
+        self.num_turns += 1
+        return StepResult([{"role": "user", "content": "go on"}], 0.0, self.num_turns == 3, {})
+
+    def close(self):
+        pass
+
+
+def talk(lines, **limits):
+    """The trajectories of six conversations with the servers at the end of these lines."""
+    chat = ChatFormat(make_tokenizer("qwen3"))
+    generator = VLLMServerGenerator(
+        [line.url for line in lines], stop_token_ids=chat.stop_token_ids, max_attempts=2, request_timeout_s=30
+    )
+    runner = RolloutRunner(Talk, generator, chat, RolloutLimits(max_tokens_per_turn=8, **limits))
+    requests = [
+        RolloutRequest(example=row, example_id=row["id"], generation=0, seed=index, reset_seed=index)
+        for index, row in enumerate(questions(6))
+    ]
+    try:
+        return runner.run(requests)
+    finally:
+        runner.close()
+        generator.close()
+
+
+def served(line, trajectory):
+    """How many of the trajectory's turns came over this line."""
+    prompt = trajectory.prompt_ids
+    return sum(answered[: len(prompt)] == prompt for answered in line.answered)
+
+
+def test_trajectories_stay_with_a_server_and_are_spread_over_all(server):
+    with Line(server) as left, Line(server) as right:
+        trajectories = talk([left, right])
+    counts = [(served(left, item), served(right, item)) for item in trajectories]
+    assert sorted(counts) == [(0, 3)] * 3 + [(3, 0)] * 3
+
+
+def test_trajectories_of_a_server_that_dies_move_to_the_other(server):
+    with Line(server, num_answers=4) as dying, Line(server) as other:
+        trajectories = talk([dying, other])
+    assert [item.stop_reason for item in trajectories] == [StopReason.DONE] * 6
+    counts = [(served(dying, item), served(other, item)) for item in trajectories]
+    assert {sum(pair) for pair in counts} == {3}
+    assert any(min(pair) > 0 for pair in counts), "some moved between two of their turns"
+
+
+def test_without_another_server_the_rest_end_as_infrastructure_failures(server):
+    with Line(server, num_answers=7) as dying:
+        trajectories = talk([dying], max_concurrency=1)
+    assert [item.stop_reason for item in trajectories] == [StopReason.DONE] * 2 + [StopReason.GENERATION_ERROR] * 4
+    assert [len(item.turns) for item in trajectories] == [3, 3, 1, 0, 0, 0]
+    assert all(dying.url in item.error for item in trajectories[2:])
