@@ -95,7 +95,6 @@ class MultiTurnConfig(GRPOConfig):
             "after a weight sync. None: 1e-3 in float32, else 0.05."
         },
     )
-
     overlap_rollout: bool = field(
         default=False,
         metadata={
