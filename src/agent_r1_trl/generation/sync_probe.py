@@ -10,10 +10,14 @@ fails, the run only learns worse. So every sync is checked.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+
+from agent_r1_trl.generation.weights import Gather, gather_nothing
 
 PROBE_TEXT = (
     "Question: which river flows through Paris, and how long is it? I will search first. The Seine is a river of 777 "
@@ -27,21 +31,54 @@ class SyncError(RuntimeError):
 
 
 @torch.no_grad()
-def policy_scores(model: nn.Module, token_ids: list[int]) -> list[float]:
+def policy_scores(model: nn.Module, token_ids: list[int], *, gather: Gather = gather_nothing) -> list[float]:
     """What `generator.scores` must answer: log-probabilities at temperature 1, (N,) ids to (N - 1,) numbers.
 
-    The model runs without dropout, as a sampler does. A collective call where parameters are sharded.
+    The model runs without dropout, as a sampler does. With a `gather`, it is a collective call.
     """
     device = next(model.parameters()).device
     ids = torch.tensor([token_ids], device=device)  # (1, N)
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :-1].float()  # (N - 1, V)
+        with nullcontext() if gather is gather_nothing else _head_as_in_the_loss(model):
+            output = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+        logits = output.logits[0, :-1].float()  # (N - 1, V)
     finally:
         for module in training:
             module.training = True
     return torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None]).squeeze(1).tolist()
+
+
+class _Head(nn.Module):
+    """Calls an output layer as a function, which DeepSpeed's hooks do not see."""
+
+    def __init__(self, head: Any):
+        super().__init__()
+        self._of = (head,)  # in a tuple: no submodule
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        (head,) = self._of
+        return nn.functional.linear(hidden, head.weight, head.bias)
+
+
+@contextmanager
+def _head_as_in_the_loss(model: Any) -> Iterator[None]:
+    """Use the output layer of a model under DeepSpeed ZeRO-3 as TRL's loss does: its parameters, never the module.
+
+    DeepSpeed learns from one forward pass in which order the next ones need parameters, and fails where they differ.
+    """
+    import deepspeed
+
+    base = getattr(model, "get_base_model", lambda: model)()
+    head = base.get_output_embeddings()
+    for parameter in head.parameters():
+        deepspeed.zero.register_external_parameter(base, parameter)
+    base.set_output_embeddings(_Head(head))
+    try:
+        yield
+    finally:
+        base.set_output_embeddings(head)
 
 
 def default_max_gap(model: nn.Module) -> float:
@@ -49,7 +86,14 @@ def default_max_gap(model: nn.Module) -> float:
     return 1e-3 if all(parameter.dtype == torch.float32 for parameter in model.parameters()) else 0.05
 
 
-def probe_sync(generator: Any, model: nn.Module, token_ids: list[int], *, max_gap: float | None = None) -> float:
+def probe_sync(
+    generator: Any,
+    model: nn.Module,
+    token_ids: list[int],
+    *,
+    max_gap: float | None = None,
+    gather: Gather = gather_nothing,
+) -> float:
     """Compare the log-probabilities of sampler and trainer, right after a sync.
 
     Args:
@@ -57,6 +101,7 @@ def probe_sync(generator: Any, model: nn.Module, token_ids: list[int], *, max_ga
         model: the policy, unwrapped.
         token_ids: (N,), N >= 2; likely text.
         max_gap: of the mean absolute difference; None for `default_max_gap`.
+        gather: see `policy_weights`.
 
     Returns:
         The largest mean absolute difference of all engines behind the generator.
@@ -66,7 +111,7 @@ def probe_sync(generator: Any, model: nn.Module, token_ids: list[int], *, max_ga
             is a warning.
     """
     max_gap = default_max_gap(model) if max_gap is None else max_gap
-    expected = policy_scores(model, token_ids)
+    expected = policy_scores(model, token_ids, gather=gather)
     gaps = {
         name: sum(abs(left - right) for left, right in zip(scores, expected, strict=True)) / len(expected)
         for name, scores in generator.scores(token_ids).items()

@@ -85,7 +85,7 @@ def sync_weights(generator: Any, model: Any, tokenizer: Any, *, max_gap: float |
     generator.sync(model, **({} if gather is gather_nothing else {"gather": gather}))
     if not hasattr(generator, "scores"):
         return None
-    return probe_sync(generator, model, probe_ids(tokenizer), max_gap=max_gap)
+    return probe_sync(generator, model, probe_ids(tokenizer), max_gap=max_gap, gather=gather)
 
 
 def probe_ids(tokenizer: Any) -> list[int]:
