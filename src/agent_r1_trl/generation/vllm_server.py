@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import shutil
 import socket
 import uuid
@@ -41,7 +42,12 @@ from agent_r1_trl.generation.http_client import HTTPClient, HTTPError
 from agent_r1_trl.generation.lora_files import adapter_tensors, served_adapter, write_adapter
 from agent_r1_trl.generation.weights import Gather, gather_nothing, policy_weights
 
+logger = logging.getLogger(__name__)
+
 _WORKER = "agent_r1_trl.generation.vllm_worker.PolicyWorker"
+_NO_VLLM = (
+    "{url} is no vLLM server, or the wrong port: {reason}. Set vllm_server_urls to those that vllm serve printed."
+)
 
 
 class VLLMServerGenerator:
@@ -95,7 +101,11 @@ class VLLMServerGenerator:
         self._adapter_name: str | None = None
         self._groups: list[Any] = []
         self._store: Any = None
-        self._models = self._http.run(self._wait_until_ready(startup_timeout_s))  # URL -> name of its base model
+        try:
+            self._models = self._http.run(self._wait_until_ready(startup_timeout_s))  # URL -> name of its base model
+        except GenerationError:
+            self._http.close()
+            raise
 
     # ---------------------------------------------------------------- requests
 
@@ -288,13 +298,22 @@ class VLLMServerGenerator:
     # ---------------------------------------------------------------- life
 
     async def _wait_until_ready(self, timeout_s: float) -> dict[str, str]:
+        waiting = {url: f"{url}: no answer" for url in self.urls}  # URL -> what it said last
+
         async def name_of_model(url: str) -> str:
             while True:
                 try:
-                    return (await self._http.request("GET", f"{url}/v1/models"))["data"][0]["id"]
+                    name = (await self._http.request("GET", f"{url}/v1/models"))["data"][0]["id"]
+                    del waiting[url]
+                    return name
+                except (TypeError, LookupError) as error:
+                    raise GenerationError(_NO_VLLM.format(url=url, reason="names no model")) from error
                 except HTTPError as error:
                     if not error.is_passing:
-                        raise
+                        raise GenerationError(_NO_VLLM.format(url=url, reason=str(error))) from error
+                    if waiting[url] != str(error):
+                        logger.warning("Waiting up to %g s for the vLLM server: %s", timeout_s, error)
+                    waiting[url] = str(error)
                     await asyncio.sleep(0.5)
 
         try:
@@ -302,8 +321,8 @@ class VLLMServerGenerator:
                 names = await asyncio.gather(*(name_of_model(url) for url in self.urls))
         except TimeoutError as error:
             raise GenerationError(
-                f"Not every server of {', '.join(self.urls)} answered within {timeout_s:g} s. Start them first "
-                "(docs/serving.md), or raise vllm_server_timeout."
+                f"Not every server of {', '.join(self.urls)} answered within {timeout_s:g} s "
+                f"({'; '.join(waiting.values())}). Start them first (docs/serving.md), or raise vllm_server_timeout."
             ) from error
         return dict(zip(self.urls, names, strict=True))
 

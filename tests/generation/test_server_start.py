@@ -1,0 +1,82 @@
+"""A trainer that finds no vLLM server at the address it was given says what is there instead."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
+from tests.servers import free_port
+
+
+class Stub(HTTPServer):
+    """Answers everything with the next of `answers` (status, body), the last one again and again."""
+
+    def __init__(self, *answers):
+        super().__init__(("127.0.0.1", 0), _Answering)
+        self.answers = list(answers)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *error):
+        self.shutdown()
+        self.server_close()
+
+
+class _Answering(BaseHTTPRequestHandler):
+    def do_GET(self):
+        answers = self.server.answers
+        status, body = answers.pop(0) if len(answers) > 1 else answers[0]
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args):
+        pass
+
+
+READY = (200, {"data": [{"id": "policy"}]})
+
+
+def start(*urls, **options):
+    return VLLMServerGenerator(urls, stop_token_ids=[1], **({"startup_timeout_s": 20} | options))
+
+
+def test_the_server_that_does_not_answer_is_named_with_what_went_wrong():
+    nobody = f"http://127.0.0.1:{free_port()}"
+    with Stub(READY) as there, pytest.raises(GenerationError, match="within 4 s") as caught:
+        start(there.url, nobody, startup_timeout_s=4)
+    reason = str(caught.value).split("(", 1)[1].split(";")[0]
+    assert nobody in reason
+    assert "ConnectorError" in reason
+    assert there.url not in reason
+    assert "vllm_server_timeout" in str(caught.value)
+
+
+def test_a_server_that_is_still_starting_is_waited_for(caplog):
+    with Stub((503, "loading"), (503, "loading"), READY) as server:
+        start(server.url).close()
+    waiting = [record.getMessage() for record in caplog.records if "Waiting up to 20 s" in record.getMessage()]
+    assert len(waiting) == 1, "said once"
+    assert server.url in waiting[0]
+
+
+@pytest.mark.parametrize("answer", [(404, {"detail": "Not Found"}), (200, {"data": []}), (200, ["hello"])], ids=str)
+def test_another_kind_of_server_is_told_at_once(answer):
+    before = time.monotonic()
+    with (
+        Stub(answer) as server,
+        pytest.raises(GenerationError, match="is no vLLM server, or the wrong port") as caught,
+    ):
+        start(server.url)
+    assert time.monotonic() - before < 10
+    assert f"{server.url} is no vLLM server" in str(caught.value)
+    assert "Set vllm_server_urls" in str(caught.value)
