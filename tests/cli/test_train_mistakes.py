@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.cli.commands import main
+from agent_r1_trl.generation import TransformersGenerator
+from agent_r1_trl.generation.sync_probe import SyncError
 
 
 @pytest.fixture(autouse=True)
@@ -263,3 +265,11 @@ def test_the_place_of_a_mistake_can_be_seen(recipe, monkeypatch, capsys):
     monkeypatch.setenv("AGENT_R1_TRL_DEBUG", "1")
     assert main(["train", "--config", recipe(env="search_qq")]) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_sampler_with_other_weights_is_no_traceback(recipe, refusal, monkeypatch):
+    def stale(self, model):
+        raise SyncError("the log-probabilities differ")
+
+    monkeypatch.setattr(TransformersGenerator, "sync", stale, raising=False)
+    assert refusal("train", "--config", recipe()) == "the log-probabilities differ"

@@ -1,4 +1,4 @@
-"""A trainer that finds no vLLM server at the address it was given says what is there instead."""
+"""A trainer that finds no vLLM server at the address it was given, or an unfit one, says what is there instead."""
 
 import json
 import threading
@@ -6,6 +6,7 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from torch import nn
 
 from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
 from tests.servers import free_port
@@ -29,6 +30,10 @@ class Stub(HTTPServer):
 
 
 class _Answering(BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.do_GET()
+
     def do_GET(self):
         answers = self.server.answers
         status, body = answers.pop(0) if len(answers) > 1 else answers[0]
@@ -80,3 +85,31 @@ def test_another_kind_of_server_is_told_at_once(answer):
     assert time.monotonic() - before < 10
     assert f"{server.url} is no vLLM server" in str(caught.value)
     assert "Set vllm_server_urls" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("problem", "cure"),
+    [
+        (
+            "KeyError: no value for model.layers.0.mlp.down_proj.base_layer.weight",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+        ),
+        ("ValueError: model.embed_tokens.weight (864, 128): AssertionError", "start it with the trainer's model"),
+    ],
+)
+def test_a_server_that_cannot_take_the_weights_says_how_to_start_it(problem, cure):
+    with Stub(READY, (200, {"results": [{"error": problem}]})) as server:
+        generator = start(server.url)
+        with pytest.raises(GenerationError, match="could not load the policy's weights") as caught:
+            generator.sync(nn.Linear(2, 2))
+        generator.close()
+    assert problem in str(caught.value)
+    assert cure in str(caught.value)
+
+
+def test_a_server_without_the_worker_extension_says_how_to_start_it():
+    with Stub(READY, (404, {"detail": "Not Found"})) as server:
+        generator = start(server.url)
+        with pytest.raises(GenerationError, match="VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls"):
+            generator.sync(nn.Linear(2, 2))
+        generator.close()

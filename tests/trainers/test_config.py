@@ -87,6 +87,7 @@ def test_every_trl_option_that_is_ignored_is_refused_by_name(name):
     [
         ({"vllm_server_urls": ["http://a:1"]}, "nothing would speak to these servers"),
         ({"use_vllm": True, "vllm_server_urls": ["http://a:1"]}, "vllm_mode='colocate'"),
+        ({"use_vllm": True, "vllm_mode": "serve"}, "vllm_mode='serve'"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_server_urls": ["a:1"]}, "'a:1' is no URL"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_server_urls": []}, "at least one server"),
         ({"use_vllm": True, "vllm_mode": "server", "vllm_server_urls": ["http://a:1", "http://a:1/"]}, "each once"),

@@ -229,11 +229,12 @@ def _make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **par
 
 def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
     from agent_r1_trl.generation import GenerationError
+    from agent_r1_trl.generation.sync_probe import SyncError
     from agent_r1_trl.rollout import NothingPlayedError
 
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-    except (NothingPlayedError, GenerationError) as error:
+    except (NothingPlayedError, GenerationError, SyncError) as error:
         if not is_main_process():  # whose word would not be printed, and the others may not share the fault
             raise
         raise UsageError(str(error)) from error

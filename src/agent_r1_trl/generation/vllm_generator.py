@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -46,12 +46,23 @@ def load_weights(engine_model: Any, weights: Iterable[tuple[str, torch.Tensor]],
         is_complete: nothing may be missing.
 
     Raises:
-        ValueError: see `check_reloadable`.
+        ValueError: see `check_reloadable`; or a weight does not fit the model.
         KeyError: the model needs a weight that did not come.
     """
     check_reloadable(engine_model)
-    with torch.no_grad():
-        loaded = engine_model.load_weights(weights)
+    latest = "the first weight"
+
+    def noted() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal latest
+        for name, weight in weights:
+            latest = f"{name} {tuple(weight.shape)}"
+            yield name, weight
+
+    try:
+        with torch.no_grad():
+            loaded = engine_model.load_weights(noted())
+    except (AttributeError, KeyError, ValueError, AssertionError, RuntimeError) as error:  # vLLM's often have no text
+        raise ValueError(f"{latest}: {type(error).__name__} {error}".rstrip()) from error
     # Experts are loaded under other names than the parameters they end up in.
     needed = {name for name, _ in engine_model.named_parameters() if ".experts." not in name}
     missing = sorted(needed - set(loaded or ()))

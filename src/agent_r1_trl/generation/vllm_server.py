@@ -49,6 +49,12 @@ _NO_VLLM = (
     "{url} is no vLLM server, or the wrong port: {reason}. Set vllm_server_urls to those that vllm serve printed."
 )
 
+_SAME_MODEL = "It must run the policy's architecture, vocabulary size included: start it with the trainer's model."
+_ADAPTERS_ONLY = (
+    "It was started with --enable-lora and can take adapters only. For LoRA start every server with --enable-lora and "
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or none; for full fine-tuning, DoRA or modules_to_save start all without."
+)
+
 
 class VLLMServerGenerator:
     """A `Generator` on vLLM servers.
@@ -197,8 +203,7 @@ class VLLMServerGenerator:
             gather: see `policy_weights`.
 
         Raises:
-            ValueError: a server could not load the weights.
-            GenerationError: a server could not be reached, or lacks what a transfer needs.
+            GenerationError: a server could not be reached, lacks what a transfer needs, or could not load the weights.
         """
         self._num_syncs += 1
         if not self._sync_adapter(model, gather):
@@ -288,10 +293,9 @@ class VLLMServerGenerator:
         results = [item if isinstance(item, dict) else json.loads(item) for item in answer["results"]]
         errors = sorted({item["error"] for item in results if "error" in item})
         if errors:
-            raise ValueError(
-                f"The server {url} could not load the policy's weights ({'; '.join(errors)}). It must run the "
-                "policy's architecture, vocabulary size included, and without --enable-lora where whole weights are "
-                "sent."
+            cure = _ADAPTERS_ONLY if ".base_layer." in errors[0] else _SAME_MODEL
+            raise GenerationError(
+                f"The server {url} could not load the policy's weights ({'; '.join(errors)}). {cure}"
             )
         return results
 

@@ -266,6 +266,7 @@ class MultiTurnConfig(GRPOConfig):
                 )
 
     def _check_serving(self) -> None:
+        _check_choice(self, "vllm_mode", ("colocate", "server"))
         if self.vllm_server_urls is not None:
             if not (self.use_vllm and self.vllm_mode == "server"):
                 raise ValueError(
