@@ -9,7 +9,7 @@ from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer
 
 from agent_r1_trl.trainers.config import UNSUPPORTED_OPTIONS
-from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
+from agent_r1_trl.trainers.construction import trl_arguments
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_args, make_policy, make_trainer, questions, scored_batch
 
@@ -108,7 +108,7 @@ def test_attributes_that_are_read_exist(tmp_path):
         "_metrics", "_tokenizer", "_is_vlm", "eos_token_ids", "reward_weights", "reward_func_names", "reward_funcs",
         "num_generations", "num_generations_eval", "model_wrapped", "accelerator", "state", "_step",
         "_buffered_inputs",
-        "use_vllm", "beta",
+        "use_vllm", "beta", "ref_model", "aux_loss_enabled", "num_iterations",
     ):  # fmt: skip
         assert hasattr(trainer, name), name
 
@@ -121,9 +121,7 @@ def test_every_refused_option_is_still_an_option():
 def test_the_trainer_keeps_vllm_out_of_trls_hands(tmp_path):
     args = make_args(tmp_path)
     args.use_vllm = True
-    upward = MultiTurnTrainer._trl_arguments
-    shell = type("Shell", (), {"env_factory": staticmethod(lambda: None)})()
-    copied = upward(shell, args, 0)
+    copied = trl_arguments(args, num_reward_funcs=0, has_own_reward=True)
     assert (copied.use_vllm, args.use_vllm) == (False, True)
 
 

@@ -75,5 +75,12 @@ def env_name(factory: EnvFactory) -> str:
     return str(getattr(target, "__name__", type(target).__name__))
 
 
+def tool_schemas(factory: EnvFactory) -> list[dict[str, Any]]:
+    """JSON schemas of the environment's tools, for the model card."""
+    from agent_r1_trl.tools import as_tool
+
+    return [as_tool(item).schema for item in getattr(factory(), "tools", ())]
+
+
 def _target(factory: EnvFactory) -> Any:
     return factory.func if isinstance(factory, functools.partial) else factory

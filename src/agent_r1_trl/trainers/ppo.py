@@ -3,9 +3,9 @@
 prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
        -> batch -> [advantages] -> [loss] -> [step] -> sync weights -> next rollout
 
-Names of TRL and of transformers' Trainer that this file touches besides those of `multi_turn.py`: `_compute_loss`
-(the policy loss stays TRL's), `create_optimizer`, `create_scheduler`, `save_model`, `_load_from_checkpoint`,
-`current_gradient_accumulation_steps`.
+Names of TRL and of transformers' Trainer that this file touches besides those of `multi_turn.py` and its bases:
+`_compute_loss` (the policy loss stays TRL's), `create_optimizer`, `create_scheduler`, `save_model`,
+`_load_from_checkpoint`, `current_gradient_accumulation_steps`.
 """
 
 from __future__ import annotations

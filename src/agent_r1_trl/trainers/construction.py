@@ -1,0 +1,126 @@
+"""What the multi-turn trainers hand to TRL's constructor, checked before anything is loaded.
+
+Not part of the data flow: arguments, reward functions and data set, as the user gave them and as TRL wants them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from datasets import Dataset
+
+from agent_r1_trl.trainers.config import MultiTurnConfig
+from agent_r1_trl.trainers.scoring import environment_reward
+
+
+def as_list(functions: Any) -> list[Any]:
+    """A list of what the user gave: nothing, one function or several."""
+    if functions is None:
+        return []
+    return list(functions) if isinstance(functions, list | tuple) else [functions]
+
+
+def trl_arguments(config: MultiTurnConfig, *, num_reward_funcs: int, has_own_reward: bool) -> MultiTurnConfig:
+    """The copy of the arguments that TRL sees: without an engine of its own, with a weight for the environment.
+
+    Args:
+        config: the user's.
+        num_reward_funcs: how many reward functions the user gave.
+        has_own_reward: whether `environment_reward` stands in front of them.
+
+    Raises:
+        ValueError: if there are more or fewer weights than functions.
+    """
+    args = copy.copy(config)
+    args.use_vllm = False
+    args.mask_truncated_completions = False
+    if args.reward_weights is not None:
+        if len(args.reward_weights) != num_reward_funcs:
+            raise ValueError(
+                f"reward_weights={args.reward_weights} has {len(args.reward_weights)} entries for "
+                f"{num_reward_funcs} reward_funcs: give one weight per function of yours (the environment's own "
+                "reward always counts 1)."
+            )
+        if has_own_reward:
+            args.reward_weights = [1.0, *args.reward_weights]
+    return args
+
+
+def trl_reward_funcs(reward_funcs: Sequence[Callable], *, has_own_reward: bool) -> list[Any]:
+    """The reward functions that TRL sees: the environment's return first, if it has one.
+
+    Raises:
+        ValueError: if nothing scores a trajectory.
+    """
+    if has_own_reward:
+        return [environment_reward, *reward_funcs]
+    if not reward_funcs:
+        raise ValueError(
+            "No reward source: tools= are plain functions and earn nothing. Pass reward_funcs= (or "
+            "turn_reward_funcs=), or env= with an outcome_reward."
+        )
+    return list(reward_funcs)
+
+
+def trl_dataset(train_dataset: Any, config: MultiTurnConfig) -> Any:
+    """The data set that TRL sees: the user's, or empty rows that drive the loop when the environment owns the data.
+
+    Raises:
+        ValueError: for too few rows, and for a run whose length neither data nor `max_steps` tells.
+    """
+    num_prompts = max(1, config.generation_batch_size // config.num_generations)
+    if train_dataset is None:
+        if config.max_steps <= 0:
+            raise ValueError(
+                f"train_dataset=None with max_steps={config.max_steps}: without a data set the environment makes its "
+                "own prompts and max_steps sets the length of the run. Pass train_dataset=, or set max_steps > 0."
+            )
+        return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * num_prompts})
+    # TRL drops what does not fill a batch; of too few rows nothing is left, and the run would end without a step.
+    num_rows = len(train_dataset) if hasattr(train_dataset, "__len__") else num_prompts
+    if num_rows < num_prompts:
+        raise ValueError(
+            f"train_dataset has {num_rows} rows, and a rollout takes {num_prompts} of them "
+            f"(generation_batch_size={config.generation_batch_size} / num_generations={config.num_generations}), so "
+            "no step could be made. Pass more rows, or set per_device_train_batch_size x gradient_accumulation_steps "
+            f"x processes to at most {num_rows * config.num_generations}."
+        )
+    return train_dataset
+
+
+def check_rollout_func(rollout_func: Any) -> None:
+    """Refuse TRL's `rollout_func` beside an environment.
+
+    Raises:
+        ValueError: if there is one.
+    """
+    if rollout_func is not None:
+        raise ValueError("rollout_func= and env= (or tools=) were both given: both replace generation. Remove one.")
+
+
+def check_tokenizer(processing_class: Any, *, is_vlm: bool) -> None:
+    """Refuse processors of images.
+
+    Raises:
+        ValueError: for a vision model's processor.
+    """
+    if is_vlm:
+        raise ValueError(
+            f"processing_class={type(processing_class).__name__}: images together with tools are not "
+            "supported. Pass a text-only tokenizer as processing_class, or train without env= and tools=."
+        )
+
+
+def check_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """Refuse rows with images.
+
+    Raises:
+        ValueError: if a row of the batch has one.
+    """
+    if any(row.get("image") is not None or row.get("images") for row in rows):
+        raise ValueError(
+            "The data set has an 'image' or 'images' column with content: images together with tools are not "
+            "supported. Remove the column, or train without env= and tools=."
+        )
