@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -273,3 +274,9 @@ def test_a_sampler_with_other_weights_is_no_traceback(recipe, refusal, monkeypat
 
     monkeypatch.setattr(TransformersGenerator, "sync", stale, raising=False)
     assert refusal("train", "--config", recipe()) == "the log-probabilities differ"
+
+
+def test_vllm_that_is_not_installed_is_told_before_training(recipe, refusal, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    message = refusal("train", "--config", recipe(use_vllm=True))
+    assert not missing(["use_vllm=True", "not installed", "pip install 'agent-r1-trl[vllm]'"], message)

@@ -1,5 +1,6 @@
 """Bad settings are refused with the flag, the value, the rule and the cure."""
 
+import sys
 from dataclasses import fields
 
 import pytest
@@ -7,7 +8,7 @@ from trl import GRPOConfig
 
 from agent_r1_trl.trainers.config import UNSUPPORTED_OPTIONS, MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
-from agent_r1_trl.trainers.serving import server_urls
+from agent_r1_trl.trainers.serving import check_vllm_is_there, server_urls
 
 CPU = {"output_dir": "unused", "bf16": False, "use_cpu": True}
 
@@ -106,6 +107,14 @@ def test_servers_come_from_our_list_or_from_trls_arguments():
     assert server_urls(MultiTurnGRPOConfig(**CPU, **server, vllm_server_base_url="http://c:3")) == ["http://c:3"]
     config = MultiTurnGRPOConfig(**CPU, **server, vllm_server_host="d", vllm_server_port=4)
     assert server_urls(config) == ["http://d:4"]
+
+
+def test_an_engine_in_the_process_needs_the_package_and_a_server_does_not(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ImportError, match=r"vLLM is not installed\. pip install 'agent-r1-trl\[vllm\]'"):
+        check_vllm_is_there(MultiTurnGRPOConfig(**CPU, use_vllm=True))
+    check_vllm_is_there(MultiTurnGRPOConfig(**CPU, use_vllm=True, vllm_mode="server"))
+    check_vllm_is_there(MultiTurnGRPOConfig(**CPU))
 
 
 def test_every_field_of_ours_has_help():

@@ -240,6 +240,7 @@ def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
         raise UsageError(str(error)) from error
     finally:
         progress.stop()
+        trainer.sampler.close()
 
 
 def _use_rich_progress(trainer: Any, args: Any, console: Console) -> Any:

