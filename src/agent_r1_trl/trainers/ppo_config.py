@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from agent_r1_trl.critic import CRITIC_KINDS
-from agent_r1_trl.trainers.config import PPO_ESTIMATORS, MultiTurnConfig, _check_choice, _check_finite, _check_share
+from agent_r1_trl.trainers.config import MultiTurnConfig
+from agent_r1_trl.trainers.config_checks import PPO_ESTIMATORS, check_choice, check_finite, check_share
 
 
 @dataclass
@@ -75,13 +76,13 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         """
         super().check_multi_turn()
         for name in ("lam", "lam_turn"):
-            _check_share(self, name)
+            check_share(self, name)
         if self.critic is not None:
-            _check_choice(self, "critic", CRITIC_KINDS)
+            check_choice(self, "critic", CRITIC_KINDS)
         for name in ("value_loss_coef", "critic_warmup_steps"):
-            _check_finite(self, name)
+            check_finite(self, name)
         if self.critic_learning_rate is not None:
-            _check_finite(self, "critic_learning_rate")
+            check_finite(self, "critic_learning_rate")
         if not self.cliprange_value > 0:
             raise ValueError(
                 f"cliprange_value={self.cliprange_value} leaves the critic no room to move. Set a positive number "

@@ -22,7 +22,7 @@ import torch
 from trl import GRPOTrainer
 
 from agent_r1_trl.critic import base_causal_lm
-from agent_r1_trl.trainers.config import PACKED_LAYOUTS
+from agent_r1_trl.trainers.config_checks import PACKED_LAYOUTS
 from agent_r1_trl.trainers.env_source import EnvFactory
 from agent_r1_trl.trainers.micro_batches import regroup, trim_padding
 from agent_r1_trl.trainers.packing import pack, packed_log_probs, use_packed_attention

@@ -1,0 +1,286 @@
+"""Checks of the training arguments, and what one argument settles for another.
+
+Not part of the data flow. `check_config` calls the others in order. Each raises a ValueError that names the flag, its
+value, the rule and the cure; those called `settle_` also set what follows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from trl import GRPOConfig
+
+from agent_r1_trl.generation.vllm_server import check_urls
+from agent_r1_trl.trainers.importance import UNITS
+
+if TYPE_CHECKING:
+    from agent_r1_trl.trainers.config import MultiTurnConfig
+
+TRUNCATION_POLICIES = ("keep", "mask", "penalise")
+RECORD_FORMATS = ("jsonl", "parquet", "none")
+GRPO_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "turn_grpo", "gigpo")
+"""Estimators that `MultiTurnGRPOTrainer` offers."""
+PPO_ESTIMATORS = ("gae", "bilevel_gae")
+"""Estimators that need a critic: `MultiTurnPPOTrainer`."""
+UNGROUPED_ESTIMATORS = ("reinforce_pp", *PPO_ESTIMATORS)
+"""Estimators that work with one trajectory per prompt."""
+KL_REWARD_ESTIMATORS = ("reinforce_pp", "reinforce_pp_baseline", *PPO_ESTIMATORS)
+"""Estimators that read token rewards, where a KL penalty can stand."""
+UPDATE_LAYOUTS = ("padded", "grouped", "packed", "shared")
+PACKED_LAYOUTS = ("packed", "shared")
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+def check_config(config: MultiTurnConfig) -> None:
+    """Check the fields that both trainers share, in the order in which mistakes are reported.
+
+    Raises:
+        ValueError: names the flag, its value, the rule and the cure.
+    """
+    check_budgets(config)
+    check_serving(config)
+    check_overlap(config)
+    settle_truncated_trajectories(config)
+    settle_ddp(config)
+    check_importance_sampling(config)
+    check_choice(config, "record_trajectories", RECORD_FORMATS)
+    check_choice(config, "thinking", ("keep", "off"))
+    check_update_layout(config)
+    check_estimator(config)
+    settle_credit(config)
+    check_kl(config)
+    check_separate_advantages(config)
+    check_truncation_penalty(config)
+    check_eval_temperature(config)
+    settle_normaliser(config)
+
+
+# -------------------------------------------------------------------- rollout
+
+
+def check_budgets(config: MultiTurnConfig) -> None:
+    """What a trajectory may spend, and how many play at once."""
+    check_positive_int(config, "max_turns", "max_observation_tokens", "max_concurrency", "generation_batch_rows")
+    if config.max_tokens_per_turn is not None:
+        check_positive_int(config, "max_tokens_per_turn")
+    check_positive_int(config, "max_invalid_calls", minimum=0)
+    if config.max_completion_length is None or config.max_completion_length < 1:
+        raise ValueError(
+            f"max_completion_length={config.max_completion_length} must be at least 1: it is the token budget of "
+            "the whole trajectory, tool text included. Set max_completion_length, for example 2048."
+        )
+    if config.rollout_timeout is not None and not (
+        isinstance(config.rollout_timeout, int | float) and config.rollout_timeout > 0
+    ):
+        raise ValueError(f"rollout_timeout={config.rollout_timeout!r} must be seconds > 0, or None for no limit.")
+
+
+def check_eval_temperature(config: MultiTurnConfig) -> None:
+    """In evaluation 0 is a temperature, too."""
+    if config.eval_temperature is not None and not config.eval_temperature >= 0:
+        raise ValueError(f"eval_temperature={config.eval_temperature} must be >= 0 (0 is greedy), or None.")
+
+
+def check_serving(config: MultiTurnConfig) -> None:
+    """Which vLLM, where, and how far its weights may be off."""
+    check_choice(config, "vllm_mode", ("colocate", "server"))
+    if config.vllm_server_urls is not None:
+        if not (config.use_vllm and config.vllm_mode == "server"):
+            raise ValueError(
+                f"vllm_server_urls={config.vllm_server_urls} with use_vllm={config.use_vllm} and "
+                f"vllm_mode={config.vllm_mode!r}: nothing would speak to these servers. Set use_vllm=True and "
+                "vllm_mode='server', or remove vllm_server_urls."
+            )
+        check_urls(config.vllm_server_urls)
+    gap = config.max_sync_logprob_gap
+    if gap is not None and (isinstance(gap, bool) or not isinstance(gap, int | float) or not gap > 0):
+        raise ValueError(
+            f"max_sync_logprob_gap={gap!r} must be > 0: float sums in another order differ a little even with "
+            "equal weights. Remove it for the default, or set for example 0.05."
+        )
+
+
+def check_overlap(config: MultiTurnConfig) -> None:
+    """A rollout beside the update needs a sampler of its own, and a correction for its older weights."""
+    if not config.overlap_rollout:
+        return
+    cures = {
+        "use_vllm": (True, "the sampler needs weights of its own. Set use_vllm=True"),
+        "vllm_importance_sampling_correction": (True, "nothing would correct for the older weights. Set it True"),
+        "vllm_enable_sleep_mode": (False, "the engine works during the update and cannot sleep. Set it False"),
+    }
+    for name, (accepted, cure) in cures.items():
+        if getattr(config, name) != accepted:
+            raise ValueError(f"overlap_rollout=True with {name}={getattr(config, name)}: {cure}.")
+
+
+def check_importance_sampling(config: MultiTurnConfig) -> None:
+    """Ratios need the sampler's own probabilities, not those of a distribution that was cut."""
+    if config.importance_sampling_unit is not None:
+        check_choice(config, "importance_sampling_unit", UNITS)
+    if not (config.use_vllm and config.vllm_importance_sampling_correction):
+        return
+    neutral = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
+    for name, accepted in neutral.items():
+        value = getattr(config, name)
+        if value not in accepted:
+            raise ValueError(
+                f"{name}={value!r} with importance sampling: the engine samples from a cut distribution, the "
+                f"trainer scores the whole one, and the ratio of the two is meaningless. Remove {name}, or set "
+                "vllm_importance_sampling_correction=False."
+            )
+
+
+# -------------------------------------------------------------------- rewards and advantages
+
+
+def settle_truncated_trajectories(config: MultiTurnConfig) -> None:
+    """Honour `mask_truncated_completions`, TRL's spelling of truncated_trajectories='mask'."""
+    check_choice(config, "truncated_trajectories", TRUNCATION_POLICIES)
+    if config.mask_truncated_completions and config.truncated_trajectories == "penalise":
+        raise ValueError(
+            "mask_truncated_completions=True contradicts truncated_trajectories='penalise': a masked trajectory "
+            "feels no penalty. Remove one of the two."
+        )
+    if config.mask_truncated_completions:
+        config.truncated_trajectories = "mask"
+
+
+def check_truncation_penalty(config: MultiTurnConfig) -> None:
+    """`truncation_penalty` takes away, or does nothing."""
+    if not math.isfinite(config.truncation_penalty) or config.truncation_penalty > 0:
+        raise ValueError(
+            f"truncation_penalty={config.truncation_penalty} must be finite and <= 0: it is added to the outcome of "
+            "a truncated trajectory. Set a negative number such as -0.5."
+        )
+
+
+def check_estimator(config: MultiTurnConfig) -> None:
+    """An estimator that this trainer has, with the groups that it needs."""
+    check_choice(config, "advantage_estimator", (*GRPO_ESTIMATORS, *PPO_ESTIMATORS))
+    name = config.advantage_estimator
+    if name not in config.estimators:
+        other = "MultiTurnPPOTrainer (PPO)" if name in PPO_ESTIMATORS else "MultiTurnGRPOTrainer (GRPO)"
+        raise ValueError(
+            f"advantage_estimator={name!r} is {'made with' if name in PPO_ESTIMATORS else 'made without'} a "
+            f"critic. Use {other} with its config, or one of {', '.join(map(repr, config.estimators))} here."
+        )
+    if config.num_generations == 1 and name not in UNGROUPED_ESTIMATORS:
+        raise ValueError(
+            f"num_generations=1 with advantage_estimator={name!r}, which compares the trajectories of a "
+            f"group. Set num_generations >= 2, or one of {', '.join(map(repr, UNGROUPED_ESTIMATORS))}."
+        )
+
+
+def settle_credit(config: MultiTurnConfig) -> None:
+    """Discounts and weights; by default a discount per turn that suits the estimator."""
+    if config.gamma_turn is None:
+        config.gamma_turn = 0.95 if config.advantage_estimator == "gigpo" else 0.99
+    for factor in ("gamma", "gamma_turn"):
+        check_share(config, factor)
+    for weight in ("process_reward_weight", "outcome_reward_weight", "step_weight"):
+        check_finite(config, weight)
+    check_choice(config, "process_reward_schedule", SCHEDULES)
+
+
+def check_kl(config: MultiTurnConfig) -> None:
+    """A KL term in the rewards needs a weight, and an estimator that reads them."""
+    check_choice(config, "kl_placement", ("loss", "reward"))
+    name = config.advantage_estimator
+    if config.kl_placement == "reward" and config.beta == 0:
+        raise ValueError(
+            "kl_placement='reward' with beta=0.0 changes nothing. Set beta > 0 (0.001 is usual), or remove "
+            "kl_placement."
+        )
+    if config.kl_placement == "reward" and name not in KL_REWARD_ESTIMATORS:
+        raise ValueError(
+            f"kl_placement='reward' has no effect with advantage_estimator={name!r}, which reads no token "
+            f"rewards. Set kl_placement='loss', or one of {', '.join(map(repr, KL_REWARD_ESTIMATORS))}."
+        )
+
+
+def check_separate_advantages(config: MultiTurnConfig) -> None:
+    """A critic's values are of one sum of rewards."""
+    name = config.advantage_estimator
+    if config.separate_process_advantages and name in PPO_ESTIMATORS:
+        raise ValueError(
+            f"separate_process_advantages=True with advantage_estimator={name!r}: the critic's values belong to "
+            "the sum of both. Set separate_process_advantages=False and weigh the rewards instead "
+            "(process_reward_weight, outcome_reward_weight)."
+        )
+
+
+# -------------------------------------------------------------------- update
+
+
+def settle_normaliser(config: MultiTurnConfig) -> None:
+    """Dr. GRPO is R - group mean under a constant-length normaliser, and RLOO divides by nothing."""
+    if config.advantage_estimator == "dr_grpo":
+        default = next(item.default for item in fields(GRPOConfig) if item.name == "loss_type")
+        if config.loss_type not in (default, "dr_grpo"):
+            raise ValueError(
+                f"loss_type={config.loss_type!r} contradicts advantage_estimator='dr_grpo', whose loss is divided by "
+                "a constant length. Remove loss_type or set loss_type='dr_grpo'."
+            )
+        config.loss_type = "dr_grpo"
+    elif config.advantage_estimator == "rloo" and config.scale_rewards not in ("group", "none"):
+        raise ValueError(
+            f"scale_rewards={config.scale_rewards!r} has no meaning with advantage_estimator='rloo', which divides "
+            "by nothing. Remove scale_rewards, or use advantage_estimator='grpo'."
+        )
+
+
+def check_update_layout(config: MultiTurnConfig) -> None:
+    """The critic reads padded rows."""
+    check_choice(config, "update_layout", UPDATE_LAYOUTS)
+    if config.update_layout in PACKED_LAYOUTS and config.advantage_estimator in PPO_ESTIMATORS:
+        raise ValueError(
+            f"update_layout={config.update_layout!r} packs rows, and the critic reads padded ones. Set "
+            "update_layout='grouped' or 'padded' for PPO."
+        )
+
+
+def settle_ddp(config: MultiTurnConfig) -> None:
+    """With reentrant checkpointing, DDP must not look for unused parameters: it takes all of them for unused.
+
+    transformers keeps that search off for plain models, but not for those of peft.
+    """
+    is_reentrant = config.gradient_checkpointing and (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    if is_reentrant and config.ddp_find_unused_parameters is None:
+        config.ddp_find_unused_parameters = False
+
+
+# -------------------------------------------------------------------- single values
+
+
+def check_positive_int(config: MultiTurnConfig, *names: str, minimum: int = 1) -> None:
+    """Whole numbers from `minimum` on."""
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ValueError(
+                f"{name}={value!r} must be a whole number >= {minimum}. Set {name} to a value in that range."
+            )
+
+
+def check_choice(config: MultiTurnConfig, name: str, choices: tuple[str, ...]) -> None:
+    """One of the listed values."""
+    value = getattr(config, name)
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}. Set {name} to one of them.")
+
+
+def check_share(config: MultiTurnConfig, name: str) -> None:
+    """A number from 0 to 1."""
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{name}={value!r} must be between 0 and 1. Set {name} to a value in that range.")
+
+
+def check_finite(config: MultiTurnConfig, name: str) -> None:
+    """A finite number >= 0."""
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name}={value!r} must be finite and >= 0. Set {name} to a value in that range.")
