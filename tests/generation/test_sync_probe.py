@@ -4,11 +4,14 @@ import math
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from agent_r1_trl.generation.sync_probe import SyncError, default_max_gap, policy_scores, probe_sync
+from agent_r1_trl.generation.sync_probe import SyncError, _Head, default_max_gap, policy_scores, probe_sync
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.generation.helpers import tiny_model
+from tests.trainers.helpers import make_trainer
 
 IDS = [3, 14, 15, 92, 65, 35, 8, 9, 79]
 
@@ -89,6 +92,46 @@ def test_the_limit_depends_on_the_precision():
     assert default_max_gap(tiny_model().to(torch.bfloat16)) == 0.05
     adapted = get_peft_model(tiny_model().to(torch.bfloat16), LoraConfig(r=4, target_modules=["q_proj"]))
     assert default_max_gap(adapted) == 0.05, "float32 adapters do not make bfloat16 weights exact"
+
+
+def test_mixed_precision_may_differ_by_its_rounding():
+    class Rounding(nn.Module):
+        """As accelerate's wrapper: float32 weights, computed with in bfloat16."""
+
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, **inputs):
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.model(**inputs)
+
+    model = Rounding(tiny_model())
+    with pytest.raises(SyncError, match=r"allows 0\.001"):
+        probe_sync(Sampler(here=tiny_model()), model, IDS)
+    assert 1e-3 < probe_sync(Sampler(here=tiny_model()), model, IDS, is_autocast=True) < 0.05
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_trainer_says_whether_it_computes_in_mixed_precision(tmp_path, monkeypatch, precision):
+    monkeypatch.setattr(Accelerator, "mixed_precision", precision)
+    assert make_trainer(tmp_path).sampler._is_autocast is (precision == "bf16")
+
+
+def test_the_head_of_the_loss_is_the_trained_copy_in_its_own_precision():
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    head = model.get_base_model().get_output_embeddings()
+    moved(head.modules_to_save["default"])
+    hidden = torch.randn(2, 3, 32, dtype=torch.bfloat16)
+    torch.testing.assert_close(_Head(head)(hidden), head(hidden.float()))
+    assert (_Head(head)(hidden) - head.original_module(hidden.float())).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("trainer", [MultiTurnGRPOTrainer, MultiTurnPPOTrainer])
+def test_an_adapter_on_the_output_layer_which_the_loss_would_not_see_is_refused(tmp_path, trainer):
+    config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="Remove `'lm_head'` from your `target_modules`"):
+        make_trainer(tmp_path, trainer=trainer, peft_config=config)
 
 
 def test_quantised_weights_make_it_a_warning():

@@ -59,7 +59,7 @@ class _Head(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         (head,) = self._of
-        return nn.functional.linear(hidden, head.weight, head.bias)
+        return nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
 
 
 @contextmanager
@@ -81,9 +81,15 @@ def _head_as_in_the_loss(model: Any) -> Iterator[None]:
         base.set_output_embeddings(head)
 
 
-def default_max_gap(model: nn.Module) -> float:
-    """1e-3 for float32, where only the order of sums differs; 0.05 for what rounds to 8 or 11 bits."""
-    return 1e-3 if all(parameter.dtype == torch.float32 for parameter in model.parameters()) else 0.05
+def default_max_gap(model: nn.Module, *, is_autocast: bool = False) -> float:
+    """1e-3 for float32, where only the order of sums differs; 0.05 for what rounds to 8 or 11 bits.
+
+    Args:
+        model: the policy.
+        is_autocast: its float32 weights are rounded in every forward pass (mixed precision).
+    """
+    is_exact = not is_autocast and all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    return 1e-3 if is_exact else 0.05
 
 
 def probe_sync(
@@ -92,6 +98,7 @@ def probe_sync(
     token_ids: list[int],
     *,
     max_gap: float | None = None,
+    is_autocast: bool = False,
     gather: Gather = gather_nothing,
 ) -> float:
     """Compare the log-probabilities of sampler and trainer, right after a sync.
@@ -101,6 +108,7 @@ def probe_sync(
         model: the policy, unwrapped.
         token_ids: (N,), N >= 2; likely text.
         max_gap: of the mean absolute difference; None for `default_max_gap`.
+        is_autocast: see there.
         gather: see `policy_weights`.
 
     Returns:
@@ -110,7 +118,7 @@ def probe_sync(
         SyncError: the gap is above `max_gap`. On quantised base weights, which a sampler holds in another form, this
             is a warning.
     """
-    max_gap = default_max_gap(model) if max_gap is None else max_gap
+    max_gap = default_max_gap(model, is_autocast=is_autocast) if max_gap is None else max_gap
     expected = policy_scores(model, token_ids, gather=gather)
     gaps = {
         name: sum(abs(left - right) for left, right in zip(scores, expected, strict=True)) / len(expected)

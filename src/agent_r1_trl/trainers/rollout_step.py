@@ -54,6 +54,7 @@ class RolloutTrainer(UpdateTrainer):
             generator=self._user_generator,
             eos_token_ids=self.eos_token_ids,
             is_on_gpu=self.accelerator.device.type == "cuda",
+            is_autocast=self.accelerator.mixed_precision != "no",
             context_length=context_length(policy.config),
         )
         self.chat, self.limits = self.sampler.chat, self.sampler.limits

@@ -79,6 +79,7 @@ class PolicySampler:
         generator: a `Generator` to sample with; None makes one from the arguments, when the first rollout needs it.
         eos_token_ids: ids that end a turn besides those of the chat template.
         is_on_gpu: whether this process trains on a GPU, which an engine in it then shares.
+        is_autocast: whether the trainer computes in mixed precision.
         context_length: positions of the policy; a trajectory that reaches them is cut, prompt included.
     """
 
@@ -91,6 +92,7 @@ class PolicySampler:
         generator: Any = None,
         eos_token_ids: Sequence[int] = (),
         is_on_gpu: bool = False,
+        is_autocast: bool = False,
         context_length: int | None = None,
     ):
         self.args = args
@@ -125,6 +127,7 @@ class PolicySampler:
         )
         self._generator = generator
         self._is_on_gpu = is_on_gpu
+        self._is_autocast = is_autocast
         self._runner: RolloutRunner | None = None
         self.synced_step = -1
         """Number of optimizer steps behind the generator's weights; -1 before the first sync."""
@@ -173,7 +176,13 @@ class PolicySampler:
         if not hasattr(self._runner.generator, "sync"):
             return {}
         start = time.perf_counter()
-        gap = sync_weights(self._runner.generator, model, self.tokenizer, max_gap=self.args.max_sync_logprob_gap)
+        gap = sync_weights(
+            self._runner.generator,
+            model,
+            self.tokenizer,
+            max_gap=self.args.max_sync_logprob_gap,
+            is_autocast=self._is_autocast,
+        )
         metrics = {"time/sync_s": time.perf_counter() - start}
         return metrics if gap is None else metrics | {"sampling/sync_logprob_gap": gap}
 

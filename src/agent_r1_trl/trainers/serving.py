@@ -86,7 +86,9 @@ def server_urls(args: Any) -> list[str]:
     return [args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"]
 
 
-def sync_weights(generator: Any, model: Any, tokenizer: Any, *, max_gap: float | None) -> float | None:
+def sync_weights(
+    generator: Any, model: Any, tokenizer: Any, *, max_gap: float | None, is_autocast: bool = False
+) -> float | None:
     """Bring the policy's weights to the sampler and compare log-probabilities.
 
     Args:
@@ -94,6 +96,7 @@ def sync_weights(generator: Any, model: Any, tokenizer: Any, *, max_gap: float |
         model: the policy, unwrapped.
         tokenizer: of the policy.
         max_gap: see `probe_sync`.
+        is_autocast: see `default_max_gap`.
 
     Returns:
         The mean absolute difference; None where the sampler cannot score.
@@ -105,7 +108,8 @@ def sync_weights(generator: Any, model: Any, tokenizer: Any, *, max_gap: float |
     generator.sync(model, **({} if gather is gather_nothing else {"gather": gather}))
     if not hasattr(generator, "scores"):
         return None
-    return probe_sync(generator, model, probe_ids(tokenizer), max_gap=max_gap, gather=gather)
+    ids = probe_ids(tokenizer)
+    return probe_sync(generator, model, ids, max_gap=max_gap, is_autocast=is_autocast, gather=gather)
 
 
 def probe_ids(tokenizer: Any) -> list[int]:
