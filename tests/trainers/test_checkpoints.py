@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agent_r1_trl.trainers.rollout_state import ROLLOUT_STATE
+from agent_r1_trl.trainers.rollout_state import ROLLOUT_STATE, load_rollout_state, save_rollout_state
 from tests.trainers.helpers import PlainEnv, make_trainer
 
 EXACT = ("loss", "grad_norm", "reward", "completions/mean_length", "entropy")
@@ -51,3 +51,12 @@ def test_a_checkpoint_between_two_generations_holds_the_rollout(tmp_path):
     assert len(between["buffered_inputs"]) == 2
     assert after["buffered_inputs"] is None
     assert (between["step"], after["step"]) == (1, 2)
+
+
+def test_a_rank_on_a_cpu_reads_its_rollout(tmp_path):
+    tensor = torch.arange(3)
+    save_rollout_state(tmp_path, 1, step=5, buffered_inputs=[{"ids": tensor}])
+    state = load_rollout_state(tmp_path, 1, torch.device("cpu", 0))
+    assert state["step"] == 5
+    assert torch.equal(state["buffered_inputs"][0]["ids"], tensor)
+    assert load_rollout_state(tmp_path, 0, torch.device("cpu", 0)) is None

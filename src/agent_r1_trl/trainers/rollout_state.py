@@ -23,4 +23,7 @@ def save_rollout_state(folder: Path, rank: int, *, step: int, buffered_inputs: A
 def load_rollout_state(folder: Path, rank: int, device: torch.device) -> dict[str, Any] | None:
     """What `save_rollout_state` wrote; None for a checkpoint of another trainer."""
     path = folder / ROLLOUT_STATE.format(rank=rank)
-    return torch.load(path, map_location=device, weights_only=True) if path.exists() else None
+    if not path.exists():
+        return None
+    # On a CPU every rank but a lone one has the device cpu:0, which torch.load does not know.
+    return torch.load(path, map_location="cpu" if device.type == "cpu" else device, weights_only=True)
