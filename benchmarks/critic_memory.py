@@ -15,23 +15,17 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import logging
 import os
 import tempfile
-import warnings
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-import transformers
+from _common import MODEL, be_quiet, check_at_least, make_parser, print_table, report, rounded
 from datasets import Dataset
 from peft import LoraConfig
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback
 
 from agent_r1_trl import ToolEnv
@@ -42,7 +36,6 @@ from agent_r1_trl.trainers import (
     MultiTurnPPOTrainer,
 )
 
-TOKENIZER = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "model"
 KINDS = ("grpo", "head", "adapter", "model")
 PARTS = ("parameters", "gradients", "Adam")
 BATCH_SIZE = 2
@@ -115,7 +108,7 @@ def measure(kind: str, args: argparse.Namespace, output_dir: str) -> dict[str, i
         args=config,
         env=LengthEnv,
         train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}?"}]} for i in range(4)]),
-        processing_class=AutoTokenizer.from_pretrained(TOKENIZER),
+        processing_class=AutoTokenizer.from_pretrained(MODEL),
         peft_config=LoraConfig(r=args.rank, target_modules="all-linear", task_type="CAUSAL_LM"),
         callbacks=[counter],
     )
@@ -126,9 +119,7 @@ def measure(kind: str, args: argparse.Namespace, output_dir: str) -> dict[str, i
 
 def run(args: argparse.Namespace) -> dict[str, dict[str, int]]:
     """Bytes by kind and part."""
-    logging.getLogger("trl").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    transformers.utils.logging.set_verbosity_error()
+    be_quiet()
     result = {}
     for kind in KINDS:
         with tempfile.TemporaryDirectory() as folder:
@@ -142,16 +133,20 @@ def over_grpo(result: dict[str, dict[str, int]], kind: str) -> float:
     return sum(result[kind].values()) / sum(result["grpo"].values())
 
 
+def ratios(result: dict[str, dict[str, int]]) -> dict[str, float]:
+    """The JSON line."""
+    return rounded({f"{kind}_over_grpo": over_grpo(result, kind) for kind in ("adapter", "model")})
+
+
 def show(result: dict[str, dict[str, int]], args: argparse.Namespace) -> None:
     """Print the result as a table."""
-    table = Table(title=f"MiB after one step, {args.layers} layers in {args.dtype}, LoRA rank {args.rank}")
-    for heading in ("", *PARTS, "all", "times GRPO"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    rows = []
     for kind, parts in result.items():
-        name = "GRPO" if kind == "grpo" else f"PPO, {kind}"
         sizes = [parts[part] / 2**20 for part in PARTS]
-        table.add_row(name, *(f"{size:.1f}" for size in (*sizes, sum(sizes))), f"{over_grpo(result, kind):.3f}")
-    Console().print(table)
+        numbers = (f"{size:.1f}" for size in (*sizes, sum(sizes)))
+        rows.append(("GRPO" if kind == "grpo" else f"PPO, {kind}", *numbers, f"{over_grpo(result, kind):.3f}"))
+    title = f"MiB after one step, {args.layers} layers in {args.dtype}, LoRA rank {args.rank}"
+    print_table(title, ("", *PARTS, "all", "times GRPO"), rows)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -160,7 +155,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     Raises:
         SystemExit: for a value out of range.
     """
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, default=30, help="of the base model (default: %(default)s)")
     parser.add_argument("--rank", type=int, default=16, help="of both adapters (default: %(default)s)")
     parser.add_argument(
@@ -169,21 +164,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default="float32",
         help="of the base model's weights; peft keeps adapters in float32 (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print one line of JSON last instead of a table")
     args = parser.parse_args(argv)
-    for name in ("layers", "rank"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}={getattr(args, name)}: must be 1 or more.")
+    check_at_least(parser, args, 1, "layers", "rank")
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-    result = run(args)
-    if args.json:
-        print(json.dumps({f"{kind}_over_grpo": round(over_grpo(result, kind), 4) for kind in ("adapter", "model")}))
-    else:
-        show(result, args)
+    report(run(args), args, show, figures=ratios)
 
 
 if __name__ == "__main__":

@@ -15,31 +15,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-import transformers
+from _common import MODEL, be_quiet, check_at_least, make_parser, print_table, report, run_alone
 from datasets import Dataset
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from agent_r1_trl import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, ToolEnv
 
-MODEL = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "model"
 WARM_UP = 2
 
 
@@ -84,10 +77,7 @@ class Stopwatch(TrainerCallback):
 
 def train(args: argparse.Namespace, *, overlap: bool) -> dict[str, float]:
     """Medians over the steps of one run."""
-    logging.getLogger("trl").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    be_quiet()
     rows = [{"prompt": [{"role": "user", "content": f"Task {task}."}], "task": task} for task in range(args.steps * 8)]
     stopwatch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
@@ -137,12 +127,7 @@ def train(args: argparse.Namespace, *, overlap: bool) -> dict[str, float]:
 
 def run(argv: list[str]) -> dict[str, float]:
     """Both runs, each in a process of its own."""
-    runs = {}
-    for mode in ("off", "on"):
-        command = [sys.executable, __file__, *argv, "--only", mode]
-        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        runs[mode] = json.loads(output.strip().splitlines()[-1])
-    off, on = runs["off"], runs["on"]
+    off, on = (run_alone(__file__, [*argv, "--only", mode]) for mode in ("off", "on"))
     update_s = off["step_s"] - off["rollout_s"]
     return {
         "over_max": on["step_s"] / max(off["rollout_s"], update_s),
@@ -158,17 +143,16 @@ def run(argv: list[str]) -> dict[str, float]:
 
 def show(result: dict[str, float], args: argparse.Namespace) -> None:
     """Print the result as a table."""
-    table = Table(
-        title=f"{args.trajectories} trajectories a step, seconds (median of {args.steps - WARM_UP - 1} steps)"
-    )
-    for heading in ("", "rollout", "update", "step"):
-        table.add_column(heading, justify="left" if not heading else "right")
     value = {name: f"{number:.2f}" for name, number in result.items()}
-    table.add_row("synchronous", value["rollout_s"], value["update_s"], value["step_s"])
-    table.add_row("overlapped", "", "", value["overlapped_step_s"])
-    console = Console()
-    console.print(table)
-    console.print(
+    print_table(
+        f"{args.trajectories} trajectories a step, seconds (median of {args.steps - WARM_UP - 1} steps)",
+        ("", "rollout", "update", "step"),
+        [
+            ("synchronous", value["rollout_s"], value["update_s"], value["step_s"]),
+            ("overlapped", "", "", value["overlapped_step_s"]),
+        ],
+    )
+    print(
         f"{value['speedup']} times as fast; {value['over_max']} times the longer of rollout and update. The update "
         f"still waited {value['overlapped_wait_s']} s for its rollout."
     )
@@ -180,20 +164,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     Raises:
         SystemExit: for a value out of range.
     """
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--trajectories", type=int, default=64, help="a multiple of 16 (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=9, help="optimizer steps of each run (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=24, help="most tokens of a turn (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("off", "on"), help="one run in this process: the medians as JSON")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON last instead of a table")
     args = parser.parse_args(argv)
     if args.trajectories < 16 or args.trajectories % 16:
         parser.error(f"--trajectories={args.trajectories}: 8 groups of two at least; give a multiple of 16.")
     if args.steps < WARM_UP + 2:
         parser.error(f"--steps={args.steps}: {WARM_UP} steps warm up and the last does not count; give 4 or more.")
-    if args.tokens < 1:
-        parser.error(f"--tokens={args.tokens}: must be 1 or more.")
+    check_at_least(parser, args, 1, "tokens")
     return args
 
 
@@ -202,11 +184,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.only:
         print(json.dumps(train(args, overlap=args.only == "on")))
         return
-    result = run(sys.argv[1:] if argv is None else argv)
-    if args.json:
-        print(json.dumps({name: round(value, 4) for name, value in result.items()}))
-    else:
-        show(result, args)
+    report(run(sys.argv[1:] if argv is None else argv), args, show)
 
 
 if __name__ == "__main__":

@@ -22,35 +22,34 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
-import logging
-import math
 import os
-import random
 import statistics
 import tempfile
 import time
-import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-import transformers
-import trl
-from datasets import Dataset
-from rich.console import Console
-from rich.table import Table
+from _common import (
+    MODEL,
+    be_quiet,
+    check_at_least,
+    check_not_negative,
+    check_pairs,
+    draw_latencies,
+    make_parser,
+    print_table,
+    report,
+)
+from _trl_loop import MAX_COMPLETION_LENGTH, TimedTrainer, make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
 from agent_r1_trl import ToolEnv, tool
 from agent_r1_trl.generation import TransformersGenerator
 from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner
 
-MODEL = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "model"
-MAX_COMPLETION_LENGTH = 512
 ASSISTANT = "<|im_start|>assistant"
 
 
@@ -184,12 +183,10 @@ class ForceReplies(LogitsProcessor):
         return force(scores, token_ids)
 
 
-class ForcedTrainer(trl.GRPOTrainer):
-    """TRL's trainer; `_generate_single_turn` forces tokens, `_generate` is timed."""
+class ForcedTrainer(TimedTrainer):
+    """TRL's trainer; `_generate_single_turn` forces tokens."""
 
     script: Script
-    seconds = 0.0
-    num_tokens = 0
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         processor = ForceReplies([self.script.reply_to(ids) for ids in prompt_ids])
@@ -199,54 +196,22 @@ class ForcedTrainer(trl.GRPOTrainer):
         finally:
             del self.model.generate
 
-    def _generate(self, prompts: list[Any]) -> Any:
-        start = time.perf_counter()
-        output = super()._generate(prompts)
-        self.seconds = time.perf_counter() - start
-        self.num_tokens = sum(map(sum, output[2]))
-        return output
-
 
 class Theirs:
     """TRL's generation step with its native tool loop; `play` as for `Ours`."""
 
     def __init__(self, model: Any, tokenizer: Any, num_trajectories: int, output_dir: str) -> None:
-        args = trl.GRPOConfig(
-            output_dir=output_dir,
-            per_device_train_batch_size=num_trajectories,
-            num_generations=2,
-            max_completion_length=MAX_COMPLETION_LENGTH,
-            bf16=False,
-            use_cpu=True,
-            report_to=[],
-            beta=0.0,
-            gradient_checkpointing=False,  # would switch off the cache in `generate`
+        self.trainer = make_trainer(
+            ForcedTrainer, model, tokenizer, num_trajectories=num_trajectories, output_dir=output_dir, tools=[wait]
         )
-        self.trainer = ForcedTrainer(
-            model=model,
-            reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
-            args=args,
-            train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": ""}]}]),
-            processing_class=tokenizer,
-            tools=[wait],
-        )
-        self.trainer.current_gradient_accumulation_steps = 1
 
     def play(self, script: Script) -> tuple[float, int]:
         """Play all trajectories."""
         self.trainer.script = script
-        self.trainer.model.train()
-        self.trainer._generate_and_score_completions([{"prompt": prompt} for prompt in script.prompts])
-        return self.trainer.seconds, self.trainer.num_tokens
+        return self.trainer.play([{"prompt": prompt} for prompt in script.prompts])
 
 
 # ---------------------------------------------------------------- the benchmark
-
-
-def draw_latencies(*, count: int, num_calls: int, median: float, sigma: float, seed: int) -> list[list[float]]:
-    """Log-normal seconds, to the millisecond."""
-    rng = random.Random(seed)
-    return [[round(median * rng.lognormvariate(0.0, sigma), 3) for _ in range(num_calls)] for _ in range(count)]
 
 
 def measure(ours: Ours, theirs: Theirs, script: Script, *, is_waiting: bool) -> tuple[float, float]:
@@ -313,10 +278,7 @@ def long_tail(ours: Ours, theirs: Theirs, args: argparse.Namespace) -> dict[str,
 
 def run(args: argparse.Namespace) -> dict[str, float]:
     """Both parts; seconds are medians over the repeats, except `tool_phase_max_s`."""
-    logging.getLogger("trl").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    be_quiet()
     model = AutoModelForCausalLM.from_pretrained(MODEL)
     with tempfile.TemporaryDirectory() as folder:
         theirs = Theirs(model, AutoTokenizer.from_pretrained(MODEL), args.trajectories, folder)
@@ -329,19 +291,20 @@ def run(args: argparse.Namespace) -> dict[str, float]:
 
 def show(result: dict[str, float], args: argparse.Namespace) -> None:
     """Print the result as a table."""
-    table = Table(title=f"{args.trajectories} trajectories, seconds (median of {args.repeats})")
-    for heading in ("", "ours", "TRL's loop", "bound"):
-        table.add_column(heading, justify="left" if not heading else "right")
     value = {name: f"{seconds:.2f}" for name, seconds in result.items()}
-    table.add_row(f"A: rollout, tools of {args.latency:g} s, tool phase", value["tool_phase_s"],
-                  value["trl_tool_phase_s"], f"{args.latency:.2f}")  # fmt: skip
-    table.add_row("A: the same without latency", value["no_latency_s"], value["trl_no_latency_s"], "")
-    table.add_row(f"B: {args.turns} turns, log-normal tools", value["rollout_s"], value["trl_rollout_s"],
-                  value["critical_path_s"])  # fmt: skip
-    console = Console()
-    console.print(table)
-    console.print(f"A: our longest tool phase of {args.repeats} was {value['tool_phase_max_s']} s.")
-    console.print(
+    print_table(
+        f"{args.trajectories} trajectories, seconds (median of {args.repeats})",
+        ("", "ours", "TRL's loop", "bound"),
+        [
+            (f"A: rollout, tools of {args.latency:g} s, tool phase", value["tool_phase_s"], value["trl_tool_phase_s"],
+             f"{args.latency:.2f}"),
+            ("A: the same without latency", value["no_latency_s"], value["trl_no_latency_s"], ""),
+            (f"B: {args.turns} turns, log-normal tools", value["rollout_s"], value["trl_rollout_s"],
+             value["critical_path_s"]),
+        ],
+    )  # fmt: skip
+    print(f"A: our longest tool phase of {args.repeats} was {value['tool_phase_max_s']} s.")
+    print(
         f"B: {value['ratio']} times faster than TRL's loop; {value['over_critical_path']} times the critical path "
         f"(the longest trajectory alone, {value['longest_tools_s']} s of it in tools)."
     )
@@ -353,7 +316,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     Raises:
         SystemExit: for a value out of range.
     """
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--trajectories", type=int, default=32, help="an even number (default: %(default)s)")
     parser.add_argument("--latency", type=float, default=0.1, help="A: seconds of each call (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=3, help="B: the answer included (default: %(default)s)")
@@ -361,27 +324,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sigma", type=float, default=1.0, help="B: of the logarithm (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="medians are taken over these (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="B: of the latencies (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON last instead of a table")
     args = parser.parse_args(argv)
-    if args.trajectories < 2 or args.trajectories % 2:
-        parser.error(f"--trajectories={args.trajectories}: TRL needs groups of two; give an even number >= 2.")
+    check_pairs(parser, args)
     if args.turns < 2:
         parser.error(f"--turns={args.turns}: a call and an answer are two turns; give 2 or more.")
-    for name in ("latency", "median", "sigma"):
-        if not 0 <= getattr(args, name) < math.inf:
-            parser.error(f"--{name}={getattr(args, name)}: must be a finite number >= 0.")
-    if args.repeats < 1:
-        parser.error(f"--repeats={args.repeats}: nothing would be measured; give 1 or more.")
+    check_not_negative(parser, args, "latency", "median", "sigma")
+    check_at_least(parser, args, 1, "repeats")
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-    result = run(args)
-    if args.json:
-        print(json.dumps({name: round(value, 4) for name, value in result.items()}))
-    else:
-        show(result, args)
+    report(run(args), args, show)
 
 
 if __name__ == "__main__":

@@ -22,16 +22,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
-import logging
-import math
 import os
 import random
 import statistics
 import tempfile
 import time
-import warnings
-from pathlib import Path
 from typing import Any, ClassVar
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -39,19 +34,25 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import torch
-import transformers
-import trl
-from datasets import Dataset
-from rich.console import Console
-from rich.table import Table
+from _common import (
+    MODEL,
+    be_quiet,
+    check_at_least,
+    check_not_negative,
+    check_pairs,
+    draw_latencies,
+    make_parser,
+    print_table,
+    report,
+    rounded,
+)
+from _trl_loop import MAX_COMPLETION_LENGTH, TimedTrainer, make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_r1_trl.environments import TRLEnvAdapter
 from agent_r1_trl.generation import SamplingParams, VLLMGenerator
 from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner
 
-MODEL = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "model"
-MAX_COMPLETION_LENGTH = 512
 MAX_TOKENS_PER_TURN = 48
 AGAIN, STOP, ANSWER = "again", "stop", "done"
 GREEDY = SamplingParams(temperature=0.0)
@@ -90,15 +91,6 @@ def rows_of(num_trajectories: int, num_calls: int) -> list[dict[str, Any]]:
 
 def _user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
-
-
-def draw_latencies(args: argparse.Namespace, num_calls: int) -> list[list[float]]:
-    """Log-normal seconds, to the millisecond."""
-    rng = random.Random(args.seed)
-    return [
-        [round(args.median * rng.lognormvariate(0.0, args.sigma), 3) for _ in range(num_calls)]
-        for _ in range(args.trajectories)
-    ]
 
 
 def teach(model: Any, chat: ChatFormat, args: argparse.Namespace) -> None:
@@ -182,13 +174,10 @@ class WithBarrier(Ours):
         return Meeting(WaitTask)
 
 
-class EngineTrainer(trl.GRPOTrainer):
-    """TRL's trainer on the given engine; `_generate`, which holds its tool loop, is timed."""
+class EngineTrainer(TimedTrainer):
+    """TRL's trainer on the given engine."""
 
     generator: VLLMGenerator
-    stop_token_ids: tuple[int, ...]
-    seconds = 0.0
-    num_tokens = 0
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         async def generate_all() -> list[Any]:
@@ -202,50 +191,11 @@ class EngineTrainer(trl.GRPOTrainer):
         generations = asyncio.run(generate_all())
         return [generation.token_ids for generation in generations], None
 
-    def _generate(self, prompts: list[Any]) -> Any:
-        start = time.perf_counter()
-        output = super()._generate(prompts)
-        self.seconds = time.perf_counter() - start
-        self.num_tokens = sum(map(sum, output[2]))
-        return output
-
-
-class Theirs:
-    """TRL's generation step with its native tool loop; `play` as for `Ours`."""
-
-    def __init__(self, generator: VLLMGenerator, model: Any, tokenizer: Any, num_trajectories: int, folder: str):
-        args = trl.GRPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=num_trajectories,
-            num_generations=2,
-            max_completion_length=MAX_COMPLETION_LENGTH,
-            bf16=False,
-            use_cpu=True,
-            report_to=[],
-            beta=0.0,
-        )
-        self.trainer = EngineTrainer(
-            model=model,
-            reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
-            args=args,
-            train_dataset=Dataset.from_list(rows_of(num_trajectories, 1)),
-            processing_class=tokenizer,
-            environment_factory=WaitTask,
-        )
-        self.trainer.generator = generator
-        self.trainer.current_gradient_accumulation_steps = 1
-
-    def play(self, rows: list[dict[str, Any]]) -> tuple[float, int]:
-        """Play one trajectory per row."""
-        self.trainer.model.train()
-        self.trainer._generate_and_score_completions([dict(row) for row in rows])
-        return self.trainer.seconds, self.trainer.num_tokens
-
 
 # ---------------------------------------------------------------- the benchmark
 
 
-def play(side: Ours | Theirs, rows: list[dict[str, Any]], *, is_waiting: bool, expected: list[float]) -> tuple:
+def play(side: Ours | EngineTrainer, rows: list[dict[str, Any]], *, is_waiting: bool, expected: list[float]) -> tuple:
     """Seconds and sampled tokens of one rollout.
 
     Raises:
@@ -259,13 +209,15 @@ def play(side: Ours | Theirs, rows: list[dict[str, Any]], *, is_waiting: bool, e
     return seconds, num_tokens
 
 
-def measure(sides: dict[str, Ours | Theirs], num_turns: int, args: argparse.Namespace) -> dict[str, float]:
+def measure(sides: dict[str, Ours | EngineTrainer], num_turns: int, args: argparse.Namespace) -> dict[str, float]:
     """One row: seconds are medians over the repeats, TRL's loop is played once.
 
     Raises:
         RuntimeError: the loops did not make the same calls and sample the same number of tokens.
     """
-    latencies = WaitTask.latencies = draw_latencies(args, num_turns - 1)
+    latencies = WaitTask.latencies = draw_latencies(
+        count=args.trajectories, num_calls=num_turns - 1, median=args.median, sigma=args.sigma, seed=args.seed
+    )
     rows = rows_of(args.trajectories, num_turns - 1)
     every_call = list(itertools.chain(*latencies))
     longest = max(range(len(rows)), key=lambda task: sum(latencies[task]))
@@ -307,10 +259,7 @@ def measure(sides: dict[str, Ours | Theirs], num_turns: int, args: argparse.Name
 
 def run(args: argparse.Namespace) -> list[dict[str, float]]:
     """One row per number of turns."""
-    logging.getLogger("trl").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    be_quiet()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL), AutoTokenizer.from_pretrained(MODEL)
     chat = ChatFormat(tokenizer)
     teach(model, chat, args)
@@ -318,11 +267,16 @@ def run(args: argparse.Namespace) -> list[dict[str, float]]:
         model, stop_token_ids=chat.stop_token_ids, max_model_len=1024, max_num_seqs=args.trajectories
     )
     with tempfile.TemporaryDirectory() as folder:
-        sides: dict[str, Any] = {
-            "ours": Ours(generator, chat),
-            "barrier": WithBarrier(generator, chat),
-            "trl": Theirs(generator, model, tokenizer, args.trajectories, folder),
-        }
+        trl_loop = make_trainer(
+            EngineTrainer,
+            model,
+            tokenizer,
+            num_trajectories=args.trajectories,
+            output_dir=folder,
+            environment_factory=WaitTask,
+        )
+        trl_loop.generator = generator
+        sides = {"ours": Ours(generator, chat), "barrier": WithBarrier(generator, chat), "trl": trl_loop}
         try:
             return [measure(sides, num_turns, args) for num_turns in args.turns]
         finally:
@@ -333,15 +287,13 @@ def run(args: argparse.Namespace) -> list[dict[str, float]]:
 
 def show(rows: list[dict[str, float]], args: argparse.Namespace) -> None:
     """Print the rows as a table."""
-    table = Table(title=f"{args.trajectories} trajectories, seconds (median of {args.repeats}; TRL's loop once)")
-    for heading in ("turns", "ours", "barrier", "TRL's loop", "bound", "TRL / ours", "barrier / ours", "ours / bound"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        times = [f"{row[name]:.2f}" for name in ("ours_s", "barrier_s", "trl_s", "bound_s")]
-        table.add_row(
-            str(row["turns"]), *times, *(f"{row[name]:.2f}" for name in ("speedup", "over_barrier", "over_bound"))
-        )
-    Console().print(table)
+    names = ("ours_s", "barrier_s", "trl_s", "bound_s", "speedup", "over_barrier", "over_bound")
+    print_table(
+        f"{args.trajectories} trajectories, seconds (median of {args.repeats}; TRL's loop once)",
+        ("turns", "ours", "barrier", "TRL's loop", "bound", "TRL / ours", "barrier / ours", "ours / bound"),
+        [(str(row["turns"]), *(f"{row[name]:.2f}" for name in names)) for row in rows],
+        num_names=0,
+    )
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -350,7 +302,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     Raises:
         SystemExit: for a value out of range.
     """
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--trajectories", type=int, default=64, help="an even number (default: %(default)s)")
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 3, 6], help="rows (default: %(default)s)")
     parser.add_argument("--median", type=float, default=0.2, help="seconds of a call (default: %(default)s)")
@@ -358,28 +310,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lessons", type=int, default=60, help="steps in which the policy learns the task")
     parser.add_argument("--repeats", type=int, default=3, help="medians are taken over these (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the latencies (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON last instead of a table")
     args = parser.parse_args(argv)
-    if args.trajectories < 2 or args.trajectories % 2:
-        parser.error(f"--trajectories={args.trajectories}: TRL needs groups of two; give an even number >= 2.")
+    check_pairs(parser, args)
     if not all(1 <= num_turns <= 6 for num_turns in args.turns):
         parser.error(f"--turns={args.turns}: the policy learns 1 to 6 turns; give numbers from 1 to 6.")
-    for name in ("median", "sigma"):
-        if not 0 <= getattr(args, name) < math.inf:
-            parser.error(f"--{name}={getattr(args, name)}: must be a finite number >= 0.")
-    for name in ("repeats", "lessons"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}={getattr(args, name)}: must be 1 or more.")
+    check_not_negative(parser, args, "median", "sigma")
+    check_at_least(parser, args, 1, "repeats", "lessons")
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-    rows = run(args)
-    if args.json:
-        print(json.dumps({"rows": [{name: round(value, 4) for name, value in row.items()} for row in rows]}))
-    else:
-        show(rows, args)
+    report(run(args), args, show, figures=lambda rows: {"rows": [rounded(row) for row in rows]})
 
 
 if __name__ == "__main__":

@@ -21,28 +21,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
+from _common import MODEL, be_quiet, check_at_least, make_parser, print_table, report, run_alone
 from datasets import Dataset
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-TOKENIZER = Path(__file__).resolve().parents[1] / "recipes" / "quickstart" / "model"
 LAYOUTS = ("trl", "padded", "grouped", "packed", "shared")
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
@@ -119,7 +114,7 @@ def make_trainer(args: argparse.Namespace, layout: str, folder: str) -> Any:
     common = {
         "model": model,
         "train_dataset": Dataset.from_list([{"prompt": [{"role": "user", "content": "?"}]}] * args.groups),
-        "processing_class": AutoTokenizer.from_pretrained(TOKENIZER),
+        "processing_class": AutoTokenizer.from_pretrained(MODEL),
         "peft_config": peft_config,
     }
     if layout == "trl":
@@ -142,8 +137,7 @@ def optimizer_step(trainer: Any, batch: dict[str, torch.Tensor]) -> float:
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Seconds of each step, bytes at the peak, and the first step's gradient norm, of the trainer `args.only`."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    be_quiet()
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(args, args.only, folder)
         trainer.create_optimizer()
@@ -189,13 +183,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 def run_all(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """The figures of every layout, each from its own process."""
-    figures = {}
-    for layout in args.layouts:
-        command = [sys.executable, __file__, *args.given, "--only", layout]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{layout} failed:\n{done.stderr}")
-        figures[layout] = json.loads(done.stdout.strip().splitlines()[-1])
+    figures = {layout: run_alone(__file__, [*args.given, "--only", layout]) for layout in args.layouts}
     for layout, row in figures.items():
         if not math.isclose(row["grad_norm"], figures["trl"]["grad_norm"], rel_tol=args.tolerance):
             raise RuntimeError(
@@ -223,27 +211,24 @@ def ratios(figures: dict[str, dict[str, float]]) -> dict[str, float]:
     return result
 
 
-def print_table(args: argparse.Namespace, result: dict[str, float]) -> None:
-    """One row per layout."""
-    table = Table(title=f"{args.model} model, {args.dtype}, {result['action_tokens']:.0f} action tokens a step")
-    for column in ("layout", "action tokens/s", "against TRL", "processor s", "peak MB", "of it by the steps"):
-        table.add_column(column, justify="left" if column == "layout" else "right")
+def show(result: dict[str, float], args: argparse.Namespace) -> None:
+    """Print one row per layout."""
+    rows = []
     for layout in args.layouts:
         speed = result[f"{layout}_tokens_per_s"]
-        table.add_row(
-            layout,
-            f"{speed:.0f}",
-            f"{speed / result['trl_tokens_per_s']:.2f}",
-            f"{result[f'{layout}_processor_s']:.1f}",
-            f"{result[f'{layout}_peak_mb']:.0f}",
-            f"{result[f'{layout}_step_mb']:.0f}",
-        )
-    Console().print(table)
+        sizes = (f"{result[f'{layout}_{name}']:.0f}" for name in ("peak_mb", "step_mb"))
+        against_trl = f"{speed / result['trl_tokens_per_s']:.2f}"
+        rows.append((layout, f"{speed:.0f}", against_trl, f"{result[f'{layout}_processor_s']:.1f}", *sizes))
+    print_table(
+        f"{args.model} model, {args.dtype}, {result['action_tokens']:.0f} action tokens a step",
+        ("layout", "action tokens/s", "against TRL", "processor s", "peak MB", "of it by the steps"),
+        rows,
+    )
 
 
 def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Settings; the defaults are those of the published figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="small", help="shape of the random-weights model")
     parser.add_argument("--groups", type=int, default=4, help="prompts")
     parser.add_argument("--group-size", type=int, default=8, help="trajectories per prompt")
@@ -261,15 +246,11 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tolerance", type=float, default=1e-4, help="relative gap of gradient norms allowed")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="the last one is 'ours'")
     parser.add_argument("--only", choices=LAYOUTS, help="measure one trainer in this process")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON last instead of a table")
     given = sys.argv[1:] if given is None else given
     args = parser.parse_args(given)
     args.given = [word for word in given if word != "--json"]
-    for name in ("groups", "group_size", "micro_batch", "prompt", "longest", "repeats"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
-    if args.group_size < 2:
-        parser.error("--group-size must be 2 or more")
+    check_at_least(parser, args, 1, "groups", "micro_batch", "prompt", "longest", "repeats")
+    check_at_least(parser, args, 2, "group_size")
     if (args.groups * args.group_size) % args.micro_batch:
         parser.error("--micro-batch must divide the number of trajectories (--groups x --group-size)")
     if not 0 <= args.observations < 1:
@@ -285,11 +266,7 @@ def main() -> None:
     if args.only:
         print(json.dumps(measure(args)))
         return
-    result = ratios(run_all(args))
-    if args.json:
-        print(json.dumps({name: round(value, 4) for name, value in result.items()}))
-    else:
-        print_table(args, result)
+    report(ratios(run_all(args)), args, show)
 
 
 if __name__ == "__main__":
