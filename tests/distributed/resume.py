@@ -15,7 +15,7 @@ from tests.distributed.critics import KINDS, NUM_ROWS, POLICY_FOLDER, num_proces
 from tests.trainers.helpers import make_trainer
 
 LOSSES_FILE = "losses.json"
-SAVED_STEP, NUM_STEPS = 3, 6
+SAVED_STEP, NUM_STEPS = 3, 5
 """The checkpoint stands between two rollouts: each is trained on for two steps."""
 LOGGED = ("loss", "grad_norm", "critic/value_loss")
 

@@ -17,11 +17,11 @@ from tests.distributed.resume import NUM_STEPS, SAVED_STEP
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """The folder of a ZeRO-3 launch, where parameters are in pieces on the ranks."""
-    folder = save_policy(tmp_path_factory.mktemp("zero3"))
-    launch("zero3", resume.__name__, folder)
+@pytest.fixture(scope="module", params=["ddp", "zero3"])
+def runs(request, tmp_path_factory):
+    """The folder of a launch; with ZeRO-3 parameters are in pieces on the ranks."""
+    folder = save_policy(tmp_path_factory.mktemp(request.param))
+    launch(request.param, resume.__name__, folder)
     return folder
 
 
@@ -31,6 +31,7 @@ def critic_of(run, step):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_has_the_losses_of_one_that_never_stopped(runs, kind):
+    assert not (runs / kind / "resumed" / f"checkpoint-{SAVED_STEP}").exists(), "it began anew"
     losses = json.loads((runs / resume.LOSSES_FILE).read_text(encoding="utf-8"))[kind]
     assert len(losses["straight"]) == NUM_STEPS
     assert len({values[0] for values in losses["straight"]}) == NUM_STEPS, "every step is another"

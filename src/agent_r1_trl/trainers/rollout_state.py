@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -25,5 +26,19 @@ def load_rollout_state(folder: Path, rank: int, device: torch.device) -> dict[st
     path = folder / ROLLOUT_STATE.format(rank=rank)
     if not path.exists():
         return None
-    # On a CPU every rank but a lone one has the device cpu:0, which torch.load does not know.
-    return torch.load(path, map_location="cpu" if device.type == "cpu" else device, weights_only=True)
+    accept_numbered_cpus()
+    return torch.load(path, map_location=device, weights_only=True)
+
+
+@functools.cache
+def accept_numbered_cpus() -> None:
+    """Let `torch.load` take `cpu:0`, the device of each of several ranks on a CPU, as it takes `cuda:0`.
+
+    Resuming such a run, transformers reads the optimizer to there.
+    """
+    priority = 5  # asked before any other
+    torch.serialization.register_package(priority, lambda storage: None, _stay)
+
+
+def _stay(storage: Any, location: str) -> Any:
+    return storage if location.startswith("cpu:") else None

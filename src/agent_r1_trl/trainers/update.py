@@ -26,7 +26,7 @@ from agent_r1_trl.trainers.config_checks import PACKED_LAYOUTS
 from agent_r1_trl.trainers.env_source import EnvFactory
 from agent_r1_trl.trainers.micro_batches import regroup, trim_padding
 from agent_r1_trl.trainers.packing import pack, packed_log_probs, use_packed_attention
-from agent_r1_trl.trainers.rollout_state import load_rollout_state, save_rollout_state
+from agent_r1_trl.trainers.rollout_state import accept_numbered_cpus, load_rollout_state, save_rollout_state
 
 
 class UpdateTrainer(GRPOTrainer):
@@ -151,6 +151,7 @@ class UpdateTrainer(GRPOTrainer):
         )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        accept_numbered_cpus()
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None or self.env_factory is None:
             return
