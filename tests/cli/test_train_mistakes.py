@@ -24,8 +24,15 @@ def no_network(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
-def missing(parts, message) -> list[str]:
-    return [part for part in parts if part not in message]
+@pytest.fixture
+def refuses(refusal):
+    """`refuses(path, parts)`: `train` ends before it starts, and its message holds all parts."""
+
+    def check(path, parts):
+        message = refusal("train", "--config", path)
+        assert [part for part in parts if part not in message] == [], message
+
+    return check
 
 
 # ---------------------------------------------------------------- recipes
@@ -71,21 +78,19 @@ RECIPES = {
 
 
 @pytest.mark.parametrize(("text", "parts"), RECIPES.values(), ids=RECIPES.keys())
-def test_a_recipe_with_a_mistake_is_refused(refusal, text, parts, tmp_path, monkeypatch):
+def test_a_recipe_with_a_mistake_is_refused(refuses, text, parts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("bad.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    message = refusal("train", "--config", "bad.yaml")
-    assert missing(parts, message) == [], message
+    refuses("bad.yaml", parts)
 
 
-def test_a_recipe_that_is_a_folder_or_not_there_is_refused(refusal, recipe, tmp_path):
+def test_a_recipe_that_is_a_folder_or_not_there_is_refused(refuses, recipe, tmp_path):
     recipe()
     for path, parts in {
         str(tmp_path): ["no such file", "Pass the path of a recipe"],
         "recipee.yaml": ["--config recipee.yaml", "no such file", "Did you mean 'recipe.yaml'?"],
     }.items():
-        message = refusal("train", "--config", path)
-        assert missing(parts, message) == [], message
+        refuses(path, parts)
 
 
 # ---------------------------------------------------------------- through `train`
@@ -248,18 +253,16 @@ def write_files(folder: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize(("settings", "parts"), TRAIN.values(), ids=TRAIN.keys())
-def test_a_mistake_ends_train_before_it_starts(recipe, refusal, model_folder, settings, parts):
+def test_a_mistake_ends_train_before_it_starts(recipe, refuses, model_folder, settings, parts):
     path = recipe(**settings)
     write_files(Path(path).parent, model_folder)
-    message = refusal("train", "--config", path)
-    assert missing(parts, message) == [], message
+    refuses(path, parts)
 
 
-def test_prompts_that_leave_no_room_end_train_with_the_cure(recipe, refusal):
+def test_prompts_that_leave_no_room_end_train_with_the_cure(recipe, refuses):
     path = recipe(dataset_name="long.jsonl", eval_dataset_name=None)
     Path("long.jsonl").write_text((json.dumps({"prompt": "Who? " * 1000}) + "\n") * 2)
-    message = refusal("train", "--config", path)
-    assert missing(["All 4 trajectories", "prompt_too_long", "agent-r1-trl doctor"], message) == [], message
+    refuses(path, ["All 4 trajectories", "prompt_too_long", "agent-r1-trl doctor"])
 
 
 def test_the_place_of_a_mistake_can_be_seen(recipe, monkeypatch, capsys):
@@ -276,7 +279,6 @@ def test_a_sampler_with_other_weights_is_no_traceback(recipe, refusal, monkeypat
     assert refusal("train", "--config", recipe()) == "the log-probabilities differ"
 
 
-def test_vllm_that_is_not_installed_is_told_before_training(recipe, refusal, monkeypatch):
+def test_vllm_that_is_not_installed_is_told_before_training(recipe, refuses, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    message = refusal("train", "--config", recipe(use_vllm=True))
-    assert not missing(["use_vllm=True", "not installed", "pip install 'agent-r1-trl[vllm]'"], message)
+    refuses(recipe(use_vllm=True), ["use_vllm=True", "not installed", "pip install 'agent-r1-trl[vllm]'"])

@@ -24,12 +24,17 @@ def base_bits(model):
     return {name: p.detach().clone().view(torch.int16) for name, p in model.named_parameters() if not p.requires_grad}
 
 
-def change(model, generator):
-    """An optimizer step's stand-in."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+def trained(num_steps):
+    """The policy after each of so many stand-ins for an optimizer step, beside its base weights before the first."""
+    model = bf16_policy()
+    original = base_bits(model)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(num_steps):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        yield model, original
 
 
 def same(left, right):
@@ -50,11 +55,7 @@ def expected_weights(model, original):
 
 
 def test_a_thousand_syncs_of_merged_weights_leave_the_base_alone():
-    model = bf16_policy()
-    original = base_bits(model)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(NUM_SYNCS):
-        change(model, generator)
+    for model, original in trained(NUM_SYNCS):
         sent = dict(policy_weights(model, only_trainable=True))
         expected = expected_weights(model, original)
         assert len(expected) == 2 * len(TARGETS)
@@ -66,22 +67,15 @@ def test_a_thousand_syncs_of_merged_weights_leave_the_base_alone():
 
 
 def test_a_thousand_merges_in_place_would_not():
-    model = bf16_policy()
-    original = base_bits(model)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(NUM_SYNCS):
-        change(model, generator)
+    for model, original in trained(NUM_SYNCS):
         model.merge_adapter()
         model.unmerge_adapter()
-    assert not same(base_bits(model), original)
+        has_drifted = not same(base_bits(model), original)
+    assert has_drifted
 
 
 def test_written_adapters_hold_the_present_tensors_and_leave_the_base_alone(tmp_path):
-    model = bf16_policy()
-    original = base_bits(model)
-    generator = torch.Generator().manual_seed(0)
-    for sync in range(5):
-        change(model, generator)
+    for sync, (model, original) in enumerate(trained(5)):
         adapter = served_adapter(model)
         write_adapter(model, adapter, adapter_tensors(model, adapter, gather_nothing), tmp_path / str(sync))
         written = load_file(tmp_path / str(sync) / "adapter_model.safetensors")
