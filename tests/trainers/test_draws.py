@@ -1,6 +1,7 @@
 """Which trajectories of a batch share their seeds."""
 
 from agent_r1_trl.trainers import MultiTurnPPOConfig, MultiTurnPPOTrainer
+from agent_r1_trl.trainers.draws import rollout_requests
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import PlainEnv, make_args, make_policy
 
@@ -41,3 +42,23 @@ def test_a_group_shares_its_start_and_nothing_else(tmp_path):
     questions = [item.prompt_messages[0]["content"] for item in trajectories]
     assert len(set(questions[:4])) == len(set(questions[4:])) == 1 and questions[0] != questions[4]
     assert len({item.seed for item in trajectories}) == 8
+
+
+ROWS = [{"id": name} for name in "aaabbb"]
+
+
+def draws(rows, first_row=0, step=7):
+    requests = rollout_requests(rows, first_row=first_row, group_size=3, seed=5, step=step)
+    return [(item.example_id, item.generation, item.seed, item.reset_seed) for item in requests]
+
+
+def test_ranks_that_share_a_group_draw_what_one_rank_would():
+    assert draws(ROWS[:2]) + draws(ROWS[2:4], first_row=2) + draws(ROWS[4:], first_row=4) == draws(ROWS)
+    assert [generation for _, generation, _, _ in draws(ROWS)] == [0, 1, 2, 0, 1, 2]
+
+
+def test_every_training_step_has_its_own_draws_and_every_evaluation_the_same():
+    assert draws(ROWS, step=7) != draws(ROWS, step=8)
+    evaluated = draws(ROWS[:3], step=None)
+    assert evaluated == draws(ROWS[:3], first_row=3, step=None)  # wherever the rows stand
+    assert not {seed for _, _, seed, _ in evaluated} & {seed for _, _, seed, _ in draws(ROWS[:3])}
