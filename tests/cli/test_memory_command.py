@@ -168,7 +168,13 @@ def test_a_recipe_and_options_read_the_same_through_the_console_script(model, tm
         (["--model_name_or_path", "{model}", "--num_processes", "0"], "num_processes=0: must be"),
         (["--model_name_or_path", "{model}", "--optim", "sgd"], "optim='sgd': the estimate knows Adam"),
         (["--model_name_or_path", "{model}", "--load_in_4bit"], "load_in_4bit=True trains nothing"),
-        (["--model_name_or_path", "{model}", "--accelerate_config", "none.yaml"], "none.yaml"),
+        (
+            ["--model_name_or_path", "{model}", "--accelerate_config", "none.yaml"],
+            "--accelerate_config none.yaml: no such",
+        ),
+        (["--model_name_or_path", "{model}", "--use_vllm", "--vllm_mode", "serve"], "must be one of"),
+        (["--model_name_or_path", "{model}", "--trainer", "ppo", "--critic", "heads"], "critic='heads' is none of"),
+        (["--model_name_or_path", "{model}", "--gpu_memory_gb", "-3"], "Set it to"),
         (["--model_name_or_path", "{model}", "--zero_stage", "2"], "--zero_stage: there is no such option"),
     ],
 )

@@ -197,7 +197,11 @@ class MemoryArguments:
     optim: str = field(default="adamw_torch_fused", metadata={"help": "An AdamW; 8-bit ones have small states."})
     use_vllm: bool = field(default=False, metadata={"help": "Generate with vLLM."})
     vllm_mode: str = field(
-        default="colocate", metadata={"help": "'colocate': on the GPUs that train; 'server': on GPUs of its own."}
+        default="colocate",
+        metadata={
+            "help": "'colocate': on the GPUs that train; 'server': on GPUs of its own.",
+            "choices": ["colocate", "server"],
+        },
     )
     vllm_gpu_memory_utilization: float = field(default=0.3, metadata={"help": "Part of the GPU for vLLM."})
     vllm_enable_sleep_mode: bool = field(default=False, metadata={"help": "vLLM rests during the update."})

@@ -148,7 +148,7 @@ def read_accelerate_config(path: str | None) -> dict[str, Any]:
     Raises:
         UsageError: it cannot be read, or describes a method that is not estimated.
     """
-    values = read_recipe(path) if path is not None else {}
+    values = read_recipe(path, flag="--accelerate_config") if path is not None else {}
     kind = str(values.get("distributed_type", "NO")).upper()
     section = values.get("deepspeed_config") or {}
     if kind in ("FSDP", "MEGATRON_LM", "XLA") or "deepspeed_config_file" in section:

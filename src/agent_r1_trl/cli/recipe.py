@@ -70,8 +70,12 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
-def read_recipe(path: str) -> dict[str, Any]:
+def read_recipe(path: str, *, flag: str = "--config") -> dict[str, Any]:
     """The mapping a YAML file holds.
+
+    Args:
+        path: of the file.
+        flag: that named it, for errors.
 
     Raises:
         UsageError: no such file, broken YAML (with the line), or no mapping of names to values.
@@ -80,8 +84,9 @@ def read_recipe(path: str) -> dict[str, Any]:
     if not file.is_file():
         near = [str(item) for item in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
         hint = did_you_mean(path, near)
+        kind = "recipe" if flag == "--config" else "YAML file"
         raise UsageError(
-            f"--config {path}: no such file (looked in {Path.cwd()}).{hint} Pass the path of a recipe, "
+            f"{flag} {path}: no such file (looked in {Path.cwd()}).{hint} Pass the path of a {kind}, "
             "relative to the current directory."
         )
     try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GENERATORS = ("transformers", "vllm", "server")
+CRITICS = ("adapter", "head", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +59,13 @@ class MemorySetup:
             raise ValueError(
                 f"generator={self.generator!r} is none of {', '.join(GENERATORS)}. Set generator to one of them."
             )
+        if self.critic not in (None, *CRITICS):
+            raise ValueError(f"critic={self.critic!r} is none of {', '.join(CRITICS)}. Set critic to one of them.")
         for name in ("num_processes", "micro_batch", "prompt_tokens", "completion_tokens", "rollout_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1. Set {name} to such a number.")
         if not self.gpu_memory_gb > 0:
-            raise ValueError(f"gpu_memory_gb={self.gpu_memory_gb} must be above 0: the GiB of one GPU.")
+            raise ValueError(f"gpu_memory_gb={self.gpu_memory_gb} must be above 0. Set it to the GiB of one GPU.")
 
     @property
     def sequence_tokens(self) -> int:
