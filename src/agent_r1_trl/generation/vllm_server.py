@@ -272,7 +272,13 @@ class VLLMServerGenerator:
         """One group per server: this process and the server's workers."""
         host, port = self._sync_address
         host = host or _own_address(self.urls)
-        self._store = open_store(host, port, is_server=True, timeout_s=self._sync_timeout_s)
+        try:
+            self._store = open_store(host, port, is_server=True, timeout_s=self._sync_timeout_s)
+        except torch.distributed.DistNetworkError as error:
+            raise GenerationError(
+                f"vllm_group_port={port}: the trainer cannot listen there, most likely because another run does "
+                f"({error}). Set vllm_group_port to a free port that the servers can reach, or to 0 for any."
+            ) from error
         for index, url in enumerate(self.urls):
             size = 1 + len(self._run(self._rpc(url, "agent_r1_hello")))
             name = f"{self._run_name}-{index}"
