@@ -31,6 +31,7 @@ def vllm_server(model, folder, *options, environment=None):
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
         "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
         "--max-num-seqs", "16", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
+        "--no-enable-chunked-prefill",
         "--worker-extension-cls", "agent_r1_trl.generation.vllm_worker.PolicyWorker", *options,
     ]  # fmt: skip
     settings = {

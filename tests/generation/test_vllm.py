@@ -120,6 +120,14 @@ def test_weights_of_another_shape_are_refused_by_name(engine, policy):
         engine.update_weights([("model.norm.weight", torch.ones(64))], is_complete=True)
 
 
+def test_more_prompt_tokens_than_fit_one_step_are_sampled_with_their_seeds(engine, policy):
+    prompts = [[20 + (7 * index + place) % 60 for place in range(200)] for index in range(48)]
+    together = run(engine, prompts, max_tokens=3)
+    assert [item.token_ids for item in together[-4:]] == [
+        run(engine, [prompts[index]], max_tokens=3, seeds=[index])[0].token_ids for index in range(44, 48)
+    ]
+
+
 def test_a_short_request_does_not_wait_for_a_long_one(engine, policy):
     finished = []
 

@@ -57,6 +57,8 @@ def build_engine(
             "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,
             "enforce_eager": is_cpu,  # compiling takes minutes there
+            # Between the parts of a long prompt vLLM rewinds its random numbers, which a generator on a CPU cannot do.
+            **({"enable_chunked_prefill": False} if is_cpu else {}),
             "seed": 0,  # every request has its own
             "disable_log_stats": True,
         }
