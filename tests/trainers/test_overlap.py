@@ -1,6 +1,8 @@
 """Generating the next rollout while the update trains on this one."""
 
 import asyncio
+import threading
+import time
 
 import pytest
 from transformers import TrainerCallback
@@ -91,40 +93,65 @@ def test_a_rollout_is_under_way_in_every_update_but_the_last_of_an_epoch_and_of_
     assert all(entry["time/wait_s"] >= 0 for entry in logged)
 
 
-class SlowEnv(AddEnv):
-    """Knows how many of its kind are playing."""
+class HeldEnv(AddEnv):
+    """Knows how many of its kind are playing; none begins while the gate is closed."""
 
     playing = 0
+    gate = threading.Event()
 
     async def reset(self, example):
-        SlowEnv.playing += 1
-        await asyncio.sleep(0.3)
+        HeldEnv.playing += 1
+        while not HeldEnv.gate.is_set():
+            await asyncio.sleep(0.01)
         return super().reset(example)
 
     async def close(self):
-        SlowEnv.playing -= 1
+        HeldEnv.playing -= 1
+
+
+def held(tmp_path, monkeypatch, update):
+    """A trainer whose next rollout is held from its start to the end of `update(number of trajectories playing)`."""
+    trainer, _ = watched(tmp_path, env=HeldEnv, **OVERLAP)
+    begin, loss = trainer._start_next_rollout, trainer._compute_loss
+    HeldEnv.gate.set()
+
+    def begin_held():
+        HeldEnv.gate.clear()
+        begin()
+
+    def compute_loss(*args):
+        wait_until(lambda: HeldEnv.playing == (8 if trainer._next_rollout else 0))
+        update(HeldEnv.playing)
+        HeldEnv.gate.set()
+        return loss(*args)
+
+    monkeypatch.setattr(trainer, "_start_next_rollout", begin_held)
+    monkeypatch.setattr(trainer, "_compute_loss", compute_loss)
+    return trainer
+
+
+def wait_until(has_happened):
+    deadline = time.monotonic() + 60
+    while not has_happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_trajectories_play_while_the_update_runs(tmp_path, monkeypatch):
     playing = []
-    trainer, _ = watched(tmp_path, env=SlowEnv, **OVERLAP)
-    loss = trainer._compute_loss
-    monkeypatch.setattr(trainer, "_compute_loss", lambda *args: playing.append(SlowEnv.playing) or loss(*args))
-    trainer.train()
-    assert playing[0] > 0
-    assert playing[2] == 0, "the last step of an epoch"
-    assert SlowEnv.playing == 0
+    held(tmp_path, monkeypatch, playing.append).train()
+    assert playing == [8, 8, 0, 8, 0], "an epoch has three steps"
 
 
 def test_a_run_that_fails_ends_the_rollout_under_way(tmp_path, monkeypatch):
-    def fail(*args):
+    def fail(playing):
         raise RuntimeError("out of memory")
 
-    trainer, _ = watched(tmp_path, env=SlowEnv, **OVERLAP)
-    monkeypatch.setattr(trainer, "_compute_loss", fail)
+    trainer = held(tmp_path, monkeypatch, fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.train()
     assert trainer._next_rollout is None
+    wait_until(lambda: HeldEnv.playing == 0)
 
 
 def test_evaluation_between_two_updates_leaves_the_rollout_under_way_to_its_update(tmp_path):
