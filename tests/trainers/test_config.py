@@ -6,6 +6,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
+import torch
+from torch import nn
 from trl import GRPOConfig
 
 from agent_r1_trl.trainers.config import UNSUPPORTED_OPTIONS, MultiTurnConfig, MultiTurnGRPOConfig
@@ -117,6 +119,17 @@ def test_an_engine_in_the_process_needs_the_package_and_a_server_does_not(monkey
     with pytest.raises(ImportError, match=r"vLLM is not installed\. pip install 'agent-r1-trl\[vllm\]'"):
         check_vllm(MultiTurnGRPOConfig(**CPU, use_vllm=True), tiny_model(), is_on_gpu=False)
     check_vllm(MultiTurnGRPOConfig(**CPU, use_vllm=True, vllm_mode="server"), tiny_model(), is_on_gpu=False)
+
+
+def test_quantised_weights_need_a_server_of_adapters(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    sys.modules["vllm"].__spec__ = ModuleSpec("vllm", None)
+    model = tiny_model()
+    model.quantised = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"quantised weights .* Set vllm_mode='server'"):
+        check_vllm(MultiTurnGRPOConfig(**CPU, use_vllm=True), model, is_on_gpu=True)
+    check_vllm(MultiTurnGRPOConfig(**CPU, use_vllm=True), tiny_model(), is_on_gpu=True)
+    check_vllm(MultiTurnGRPOConfig(**CPU, use_vllm=True, vllm_mode="server"), model, is_on_gpu=True)
 
 
 @pytest.mark.parametrize(("mode", "is_on_gpu"), [("colocate", False), ("server", True)])

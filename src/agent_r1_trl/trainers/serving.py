@@ -82,6 +82,12 @@ def check_vllm(args: Any, model: Any, *, is_on_gpu: bool) -> None:
             "vllm_enable_sleep_mode=True: only an engine in this process (vllm_mode='colocate') on a GPU can sleep. "
             "Remove vllm_enable_sleep_mode."
         )
+    if args.vllm_mode != "server" and any(not parameter.is_floating_point() for parameter in model.parameters()):
+        raise ValueError(
+            f"use_vllm=True with vllm_mode={args.vllm_mode!r} and quantised weights (load_in_4bit, load_in_8bit): an "
+            "adapter cannot be merged into them for the engine. Set vllm_mode='server' with a server of adapters "
+            "(--enable-lora), or use_vllm=False, or load without quantisation."
+        )
     check_tied_embeddings(model)
 
 
