@@ -7,11 +7,13 @@ from types import ModuleType
 
 import pytest
 import torch
+from peft import get_peft_model
 from torch import nn
 from trl import GRPOConfig
 
 from agent_r1_trl.trainers.config import UNSUPPORTED_OPTIONS, MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
+from agent_r1_trl.trainers.script import ModelConfig, get_peft_config
 from agent_r1_trl.trainers.serving import check_vllm, server_urls
 from tests.generation.helpers import tiny_model
 
@@ -141,6 +143,21 @@ def test_an_engine_that_cannot_sleep_is_not_asked_to(monkeypatch, mode, is_on_gp
         check_vllm(config, tiny_model(), is_on_gpu=is_on_gpu)
     config.vllm_mode = "colocate"
     check_vllm(config, tiny_model(), is_on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("names", "adapted"),
+    [(["q_proj"], 2), (["q_proj", "v_proj"], 4), (["all-linear"], 14), ([r".*layers\.1.*q_proj"], 1)],
+    ids=str,
+)
+def test_target_modules_are_names_also_a_lone_one(names, adapted):
+    config = get_peft_config(ModelConfig(use_peft=True, lora_target_modules=names))
+    model = get_peft_model(tiny_model(), config)
+    assert sum(name.endswith("lora_A.default") for name, _ in model.named_modules()) == adapted
+
+
+def test_without_lora_there_is_no_configuration():
+    assert get_peft_config(ModelConfig()) is None
 
 
 def test_every_field_of_ours_has_help():
