@@ -360,6 +360,16 @@ def test_an_idle_worker_thread_ends_by_itself(model, monkeypatch):
     assert len(run(generator, [PROMPTS[0]])[0].token_ids) == 12
 
 
+def test_the_worker_outlives_the_daemon_that_asked(model):
+    """Killed at exit inside torch, a daemon takes the process down with an abort."""
+    generator = make_generator(model)
+    asking = threading.Thread(target=run, args=(generator, [PROMPTS[0]]), daemon=True)
+    asking.start()
+    asking.join()
+    assert not generator._worker.daemon
+    generator.close()
+
+
 @pytest.mark.parametrize("state", ["idle", "running"])
 def test_a_program_that_never_closes_its_generator_ends_at_once(state):
     """Idle: the worker waits for more. Running: the main thread died in the middle of an endless request."""

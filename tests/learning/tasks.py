@@ -1,11 +1,12 @@
-"""Two tasks a policy of 60,000 weights learns within seconds, and trainers on them.
+"""Small tasks that a policy of 60,000 weights learns within seconds, and trainers on them.
 
 - `BanditEnv`: one turn, two words, one of them pays.
 - `KeyDoorEnv`: three turns, two words. The right word of each state leads on, the other leaves things as they are, so
   only three right words in a row solve it: one random player in 8 does, and nobody who says the same word always.
+- `LockedKeyDoorEnv`: the same with eight words for each state, so that one random player in 512 solves it.
 
-The policy starts out as one that can read and that answers every state with either word: it was taught to repeat what
-it sees, then to say any of the two. Without that it would not stumble on a success.
+The policy starts out as one that can read and that answers every state with any of its words: it was taught to repeat
+what it sees, then to say one of the words. Without that it would not stumble on a success.
 """
 
 import functools
@@ -18,9 +19,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.tokenizers import make_tokenizer
 
-WORDS = ("t", "o")
-STATES = {"k": "t", "d": "o", "x": "t"}
-"""What the observation says (key, door, exit) -> the word that leads on."""
+KEY_DOOR = {"k": "to", "d": "ot", "x": "to"}
+"""What the observation says (key, door, exit) -> the words that can be said, the one that leads on first."""
+LOCKED_KEY_DOOR = {"k": "tocsuwAB", "d": "aebrpvEF", "x": "inmgfhIJ"}
 SOLVED = 0.9
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
@@ -60,6 +61,7 @@ class WordEnv:
 class BanditEnv(WordEnv):
     """Of the two words, the second one pays."""
 
+    words = KEY_DOOR
     states = ("k",)
     right_words = ("o",)
 
@@ -67,12 +69,21 @@ class BanditEnv(WordEnv):
 class KeyDoorEnv(WordEnv):
     """Take the key, open the door, leave."""
 
-    states = tuple(STATES)
-    right_words = tuple(STATES.values())
+    words = KEY_DOOR
+    states = tuple(KEY_DOOR)
+    right_words = tuple(words[0] for words in KEY_DOOR.values())
 
 
-class GuidedKeyDoorEnv(KeyDoorEnv):
-    """The same, with a process reward for every turn that leads on."""
+class LockedKeyDoorEnv(WordEnv):
+    """The same with many words of which one is right."""
+
+    words = LOCKED_KEY_DOOR
+    states = tuple(LOCKED_KEY_DOOR)
+    right_words = tuple(words[0] for words in LOCKED_KEY_DOOR.values())
+
+
+class GuidedKeyDoorEnv(LockedKeyDoorEnv):
+    """The locked one, with a process reward for every turn that leads on."""
 
     process_reward = 0.5
 
@@ -81,11 +92,15 @@ def tiny_tokenizer():
     return make_tokenizer("qwen2_5", chat_template=TEMPLATE)
 
 
-def tiny_policy():
-    """A model that answers whatever it sees with one of `WORDS`, each about equally often."""
+def tiny_policy(words):
+    """A model that answers every state with any of its words, each about equally often.
+
+    Args:
+        words: state -> what can be said.
+    """
     tokenizer = tiny_tokenizer()
     model = Qwen2ForCausalLM(_config(tokenizer))
-    model.load_state_dict(_taught())
+    model.load_state_dict(_taught(tuple(words.items())))
     return model
 
 
@@ -98,20 +113,23 @@ def _config(tokenizer):
 
 
 @functools.lru_cache
-def _taught(num_reading_steps=100, num_steps=160):
-    """Weights after supervised learning: to repeat what is seen, then to say any word."""
+def _taught(words, num_reading_steps=150, num_steps=300):
+    """Weights after supervised learning: to repeat what is seen, then to say any word of the state."""
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer()
     model = Qwen2ForCausalLM(_config(tokenizer))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, total_iters=num_steps)
-    words = torch.tensor(tokenizer.convert_tokens_to_ids(list(WORDS)))
-    states = torch.tensor(tokenizer.convert_tokens_to_ids(list(STATES)))
-    all_words = torch.cat([words, states])
+    states = torch.tensor(tokenizer.convert_tokens_to_ids([state for state, _ in words]))
+    answers = torch.tensor([tokenizer.convert_tokens_to_ids(list(said)) for _, said in words])  # (states, words)
+    everything = torch.cat([states, answers.unique()])
     start, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
     for step in range(num_steps):
-        seen = all_words[torch.randint(len(all_words), (32, 3))]  # (rows, turns)
-        said = seen if step < num_reading_steps else words[torch.randint(len(words), (32, 3))]
+        if step < num_reading_steps:
+            said = seen = everything[torch.randint(len(everything), (32, 3))]  # (rows, turns)
+        else:
+            state = torch.randint(len(states), (32, 3))
+            seen, said = states[state], answers[state, torch.randint(answers.shape[1], (32, 3))]
         starts, ends = torch.full_like(seen, start), torch.full_like(seen, end)
         ids = torch.stack([starts, seen, ends, starts, said, ends], dim=2)  # (rows, turns, tokens)
         labels = ids.clone()
@@ -167,30 +185,29 @@ def learn(output_dir, env, *, estimator=None, critic=None, seed=0, max_rollouts=
     """Train until solved or `max_rollouts`; returns the success of every rollout.
 
     Args:
-        estimator: of `MultiTurnGRPOTrainer`; or
-        critic: kind of critic of `MultiTurnPPOTrainer`.
+        estimator: of the advantages.
+        critic: kind of critic; `MultiTurnPPOTrainer` trains where one is given, else `MultiTurnGRPOTrainer`.
     """
     defaults = {
         "output_dir": str(output_dir), "bf16": False, "use_cpu": True, "report_to": [], "disable_tqdm": True,
         "save_strategy": "no", "record_trajectories": "none", "logging_strategy": "no", "seed": seed, "beta": 0.0,
         "per_device_train_batch_size": 32, "num_iterations": 3, "max_steps": 3 * max_rollouts, "epsilon": 0.1,
-        "learning_rate": 3e-3, "lr_scheduler_type": "constant", "gradient_checkpointing": False,
+        "learning_rate": 2e-3, "lr_scheduler_type": "constant", "gradient_checkpointing": False,
         "max_completion_length": 64, "max_turns": 3, "max_tokens_per_turn": 2,
     }  # fmt: skip
     peft_config = None
     if critic is None:
         trainer_class = ShuffledGRPO if shuffled else MultiTurnGRPOTrainer
-        own = {"advantage_estimator": estimator, "num_generations": 16, "learning_rate": 2e-3}
+        own = {"advantage_estimator": estimator, "num_generations": 16}
     else:
         trainer_class = ShuffledPPO if shuffled else MultiTurnPPOTrainer
-        own = {"critic": critic, "critic_learning_rate": 3e-3}
+        own = {"critic": critic, "advantage_estimator": estimator or "gae", "critic_learning_rate": 3e-3}
     if critic == "adapter":
-        # The frozen head tells words apart only so well; a lower temperature lets it be sure.
-        own |= {"learning_rate": 5e-3, "temperature": 0.5}
+        own["learning_rate"] = 3e-3
         peft_config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     progress = Progress()
     progress.trainer = trainer = trainer_class(
-        model=tiny_policy(),
+        model=tiny_policy(env.words),
         args=trainer_class.config_class(**(defaults | own | options)),
         env=env,
         train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "k"}]}] * 64),

@@ -98,8 +98,9 @@ class ThreadedGenerator:
                 raise GenerationError("The generator is closed.")
             self._waiting.append(request)
             if self._worker is None:
-                # Not a daemon: killed at exit inside torch, such a thread takes the process down with an abort.
-                self._worker = threading.Thread(target=self._work, name=self._name)
+                # Not a daemon: killed at exit inside torch, such a thread takes the process down with an abort. Said
+                # aloud, because a thread started by a daemon (the rollout's loop) would else be one as well.
+                self._worker = threading.Thread(target=self._work, name=self._name, daemon=False)
                 self._worker.start()
             self._changed.notify_all()
 
