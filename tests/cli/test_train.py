@@ -35,6 +35,15 @@ def test_flags_win_over_the_recipe(recipe):
     assert {item.outcome_reward for item in trajectories} <= {0.0, 3.0}
 
 
+def test_without_an_environment_completions_are_scored_as_in_trl(recipe):
+    path = recipe(
+        env=None, reward_funcs=["task.py:word_count_reward"], max_steps=1, max_turns=None, max_tokens_per_turn=None,
+        max_observation_tokens=None, eval_dataset_name=None,
+    )  # fmt: skip
+    assert main(["train", "--config", path]) == 0
+    assert "reward" in json.loads(Path("out/trainer_state.json").read_text())["log_history"][0]
+
+
 @pytest.mark.slow
 def test_accelerate_launch_trains_one_step_from_a_recipe(recipe):
     path = recipe(max_steps=1, eval_dataset_name=None)

@@ -240,7 +240,8 @@ def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
         raise UsageError(str(error)) from error
     finally:
         progress.stop()
-        trainer.sampler.close()
+        if trainer.env_factory is not None:
+            trainer.sampler.close()
 
 
 def _use_rich_progress(trainer: Any, args: Any, console: Console) -> Any:
