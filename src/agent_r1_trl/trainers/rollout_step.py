@@ -23,6 +23,7 @@ from trl.models import unwrap_model_for_generation
 from agent_r1_trl.rollout import RolloutRequest, check_some_played, context_length
 from agent_r1_trl.trainers.data_order import EpochOrder
 from agent_r1_trl.trainers.draws import rollout_requests
+from agent_r1_trl.trainers.host_memory import release_free_memory
 from agent_r1_trl.trainers.metrics import length_metrics, length_record
 from agent_r1_trl.trainers.overlap import Lookahead
 from agent_r1_trl.trainers.sampler import PolicySampler, Rollout
@@ -126,6 +127,8 @@ class RolloutTrainer(UpdateTrainer):
             if is_training and self.args.overlap_rollout:
                 self._start_next_rollout()
             self.sampler.rest()
+        if self.accelerator.device.type == "cpu":
+            release_free_memory()
         check_some_played(rollout.trajectories)
         return rollout
 
