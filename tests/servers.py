@@ -99,6 +99,15 @@ class Line(ThreadingHTTPServer):
             return True
 
 
+def send_json(handler, status, content):
+    """Answer a request with these bytes."""
+    handler.send_response(status)
+    handler.send_header("Content-Type", "application/json")
+    handler.send_header("Content-Length", str(len(content)))
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
 class _Passing(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -116,11 +125,7 @@ class _Passing(BaseHTTPRequestHandler):
         self.close_connection = not self.server.may_answer(body)
         if self.close_connection:
             return
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        send_json(self, 200, content)
 
     def log_message(self, *args):
         pass

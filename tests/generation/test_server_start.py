@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
-from tests.servers import free_port
+from tests.servers import free_port, send_json
 
 
 class Stub(HTTPServer):
@@ -38,12 +38,7 @@ class _Answering(BaseHTTPRequestHandler):
     def do_GET(self):
         answers = self.server.answers
         status, body = answers.pop(0) if len(answers) > 1 else answers[0]
-        content = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        send_json(self, status, json.dumps(body).encode())
 
     def log_message(self, *args):
         pass

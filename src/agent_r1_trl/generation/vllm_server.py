@@ -17,14 +17,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import logging
 import shutil
-import socket
 import uuid
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import nn
@@ -37,18 +34,13 @@ from agent_r1_trl.generation.base import (
     check_request,
     current_slot,
 )
+from agent_r1_trl.generation.find_servers import check_urls, own_address, wait_for_servers
 from agent_r1_trl.generation.gloo_transfer import open_group, open_store, send_weights
 from agent_r1_trl.generation.http_client import HTTPClient, HTTPError
 from agent_r1_trl.generation.lora_files import adapter_tensors, served_adapter, write_adapter
 from agent_r1_trl.generation.weights import Gather, gather_nothing, policy_weights
 
-logger = logging.getLogger(__name__)
-
 _WORKER = "agent_r1_trl.generation.vllm_worker.PolicyWorker"
-_NO_VLLM = (
-    "{url} is no vLLM server, or the wrong port: {reason}. Set vllm_server_urls to those that vllm serve printed."
-)
-
 _SAME_MODEL = "It must run the policy's architecture, vocabulary size included: start it with the trainer's model."
 _ADAPTERS_ONLY = (
     "It was started with --enable-lora and can take adapters only. For LoRA start every server with --enable-lora and "
@@ -108,7 +100,9 @@ class VLLMServerGenerator:
         self._groups: list[Any] = []
         self._store: Any = None
         try:
-            self._models = self._http.run(self._wait_until_ready(startup_timeout_s))  # URL -> name of its base model
+            self._models = self._http.run(
+                wait_for_servers(self._http, self.urls, startup_timeout_s)
+            )  # URL -> name of its base model
         except GenerationError:
             self._http.close()
             raise
@@ -271,7 +265,7 @@ class VLLMServerGenerator:
     def _connect(self) -> None:
         """One group per server: this process and the server's workers."""
         host, port = self._sync_address
-        host = host or _own_address(self.urls)
+        host = host or own_address(self.urls)
         try:
             self._store = open_store(host, port, is_server=True, timeout_s=self._sync_timeout_s)
         except torch.distributed.DistNetworkError as error:
@@ -307,35 +301,6 @@ class VLLMServerGenerator:
 
     # ---------------------------------------------------------------- life
 
-    async def _wait_until_ready(self, timeout_s: float) -> dict[str, str]:
-        waiting = {url: f"{url}: no answer" for url in self.urls}  # URL -> what it said last
-
-        async def name_of_model(url: str) -> str:
-            while True:
-                try:
-                    name = (await self._http.request("GET", f"{url}/v1/models"))["data"][0]["id"]
-                    del waiting[url]
-                    return name
-                except (TypeError, LookupError) as error:
-                    raise GenerationError(_NO_VLLM.format(url=url, reason="names no model")) from error
-                except HTTPError as error:
-                    if not error.is_passing:
-                        raise GenerationError(_NO_VLLM.format(url=url, reason=str(error))) from error
-                    if waiting[url] != str(error):
-                        logger.warning("Waiting up to %g s for the vLLM server: %s", timeout_s, error)
-                    waiting[url] = str(error)
-                    await asyncio.sleep(0.5)
-
-        try:
-            async with asyncio.timeout(timeout_s):
-                names = await asyncio.gather(*(name_of_model(url) for url in self.urls))
-        except TimeoutError as error:
-            raise GenerationError(
-                f"Not every server of {', '.join(self.urls)} answered within {timeout_s:g} s "
-                f"({'; '.join(waiting.values())}). Start them first (docs/serving.md), or raise vllm_server_timeout."
-            ) from error
-        return dict(zip(self.urls, names, strict=True))
-
     def close(self) -> None:
         """Cancel what is under way and close the connections; the servers go on."""
         if self._adapter_dir is not None and self._adapter_name is not None and self._rank == 0:
@@ -354,42 +319,12 @@ class VLLMServerGenerator:
             raise GenerationError(str(error)) from error
 
 
-def check_urls(urls: Sequence[str]) -> list[str]:
-    """The URLs without a slash at the end.
-
-    Raises:
-        ValueError: for no URL, one that is none, or one that comes twice.
-    """
-    cleaned = [url.rstrip("/") for url in urls]
-    for url in cleaned:
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ValueError(
-                f"vllm_server_urls={list(urls)}: {url!r} is no URL of a server. Write it like http://127.0.0.1:8000."
-            )
-    if not cleaned or len(set(cleaned)) < len(cleaned):
-        raise ValueError(
-            f"vllm_server_urls={list(urls)} must name at least one server, and each once. Give a list of URLs such as "
-            "http://127.0.0.1:8000."
-        )
-    return cleaned
-
-
 def _as_generation(choice: dict[str, Any]) -> Generation:
     if choice["finish_reason"] not in ("stop", "length"):
         raise GenerationError(f"The server ended the request with {choice['finish_reason']!r}.")
     return Generation(
         token_ids=choice["token_ids"], logprobs=choice["logprobs"]["token_logprobs"], stop=choice["finish_reason"]
     )
-
-
-def _own_address(urls: Sequence[str]) -> str:
-    """The address of this machine on the way to the servers; a remote server decides for all of them."""
-    addresses = []
-    for url in urls:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((urlsplit(url).hostname, 9))  # sends nothing, picks the route
-            addresses.append(probe.getsockname()[0])
-    return next((address for address in addresses if not address.startswith("127.")), addresses[0])
 
 
 def _rank() -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trl import GRPOConfig
 
-from agent_r1_trl.generation.vllm_server import check_urls
+from agent_r1_trl.generation.find_servers import check_urls
 from agent_r1_trl.trainers.importance import UNITS
 
 if TYPE_CHECKING:
