@@ -47,8 +47,9 @@ from _trl_loop import MAX_COMPLETION_LENGTH, TimedTrainer, make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
 from agent_r1_trl import ToolEnv, tool
+from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.generation import TransformersGenerator
-from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 
 ASSISTANT = "<|im_start|>assistant"
 

@@ -49,9 +49,10 @@ from _common import (
 from _trl_loop import MAX_COMPLETION_LENGTH, TimedTrainer, make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import TRLEnvAdapter
 from agent_r1_trl.generation import SamplingParams, VLLMGenerator
-from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 
 MAX_TOKENS_PER_TURN = 48
 AGAIN, STOP, ANSWER = "again", "stop", "done"

@@ -32,7 +32,7 @@ def vllm_server(model, folder, *options, environment=None):
         "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
         "--max-num-seqs", "16", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
         "--no-enable-chunked-prefill",
-        "--worker-extension-cls", "agent_r1_trl.generation.vllm_worker.PolicyWorker", *options,
+        "--worker-extension-cls", "agent_r1_trl.generation.vllm.worker_extension.PolicyWorker", *options,
     ]  # fmt: skip
     settings = {
         "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -1,6 +1,5 @@
 """The README and the pages of docs/ say what is true: their code runs, their links, commands and paths exist."""
 
-import ast
 import contextlib
 import importlib.util
 import inspect
@@ -200,25 +199,3 @@ def tiny_model_folder(tmp_path):
     Qwen2ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-FILES = [
-    path
-    for folder in ("src", "recipes", "benchmarks")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-    if path.name != "__init__.py"
-]
-
-
-def test_the_source_tree_lists_every_file_with_the_first_line_of_its_docstring():
-    page = (ROOT / "docs" / "source-tree.md").read_text(encoding="utf-8")
-    sections = {part.split("`", 1)[0].rstrip("/"): part for part in page.split("\n## `")[1:]}
-    listed = 0
-    for path in FILES:
-        first = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))).split("\n\n")[0].replace("\n", " ")
-        folder, row = str(path.parent.relative_to(ROOT)), f"| `{path.name}` | {first} |"
-        assert row in sections[folder].splitlines(), (
-            f"docs/source-tree.md, section {folder}: add or mend the row {row}"
-        )
-        listed += 1
-    assert page.count("\n| `") == listed, "docs/source-tree.md lists a file that is no more"

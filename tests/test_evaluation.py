@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.evaluation import (
     EvaluationResult,
@@ -18,7 +19,7 @@ from agent_r1_trl.evaluation import (
 )
 from agent_r1_trl.evaluation.result import example_sums, trajectory_sums
 from agent_r1_trl.generation import SamplingParams, ScriptedGenerator
-from agent_r1_trl.rollout import ChatFormat, RolloutLimits
+from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
 from tests.tokenizers import make_tokenizer

@@ -17,9 +17,11 @@ LEVELS = [
     {"trajectory"},
     {"tools"},
     {"environments", "rewards"},
-    {"generation", "rollout"},
-    {"filtering", "batching"},
-    {"advantages", "losses", "critic"},
+    {"chat"},
+    {"generation"},
+    {"rollout"},
+    {"filtering", "advantages"},
+    {"update", "critic"},
     {"echo_trap"},
     {"trainers"},
     {"evaluation", "recording", "publishing", "doctor", "memory"},
@@ -35,7 +37,7 @@ LIGHT = ("trajectory", "tools", "environments", "rewards")
 HEAVY = {"torch", "transformers", "trl", "vllm", "accelerate", "datasets", "peft", "deepspeed", "numpy", "pandas"}
 OPTIONAL = {"vllm", "deepspeed", "tantivy", "pyarrow", "gguf"}
 # The chat format asks TRL for its training templates and response parsers, inside functions.
-TRL_READERS = {"trainers", "rollout/chat.py"}
+TRL_READERS = {"trainers", "chat/format.py"}
 
 
 def module_files() -> list[Path]:

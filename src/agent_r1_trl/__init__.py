@@ -13,7 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agent_r1_trl.environments import Environment, SearchQAEnv, StepResult, ToolEnv, check_env
+    from agent_r1_trl.doctor.environment import check_env
+    from agent_r1_trl.environments import Environment, SearchQAEnv, StepResult, ToolEnv
     from agent_r1_trl.evaluation import EvaluationResult, evaluate
     from agent_r1_trl.tools import Tool, tool
     from agent_r1_trl.trainers import (
@@ -71,7 +72,7 @@ _MODULE_OF = {
     "ToolResult": "trajectory",
     "Trajectory": "trajectory",
     "Turn": "trajectory",
-    "check_env": "environments",
+    "check_env": "doctor",
     "evaluate": "evaluation",
     "tool": "tools",
 }

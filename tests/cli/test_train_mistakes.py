@@ -15,7 +15,7 @@ import pytest
 
 from agent_r1_trl.cli.commands import main
 from agent_r1_trl.generation import TransformersGenerator
-from agent_r1_trl.generation.sync_probe import SyncError
+from agent_r1_trl.generation.sync import SyncError
 
 
 @pytest.fixture(autouse=True)

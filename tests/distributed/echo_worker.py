@@ -12,9 +12,9 @@ from pathlib import Path
 
 from accelerate import PartialState
 
+from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation import TransformersGenerator
-from agent_r1_trl.rollout import ChatFormat
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from tests.distributed.critics import POLICY_FOLDER

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3NextConfig
 
 from agent_r1_trl.generation import GenerationError, Generator, SamplingParams
-from agent_r1_trl.generation.sampling import policy_logprobs
+from agent_r1_trl.generation.local.sampling import policy_logprobs
 from tests.generation.helpers import GREEDY, PROMPTS, SAMPLED, VOCAB, forward_logprobs, make_generator, run, tiny_model
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import MixtralConfig
 
 from agent_r1_trl.critic import attach_critic, critic_parameters
-from agent_r1_trl.generation.vllm_generator import check_reloadable
+from agent_r1_trl.generation.vllm.generator import check_reloadable
 from agent_r1_trl.generation.weights import check_tied_embeddings, policy_weights
 from tests.generation.helpers import tiny_model
 

@@ -3,10 +3,11 @@
 import asyncio
 import random
 
+from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import StepResult, ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.generation.scripted import ScriptedTurn
-from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.tools import tool
 from tests.tokenizers import make_tokenizer
 

@@ -15,11 +15,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agent_r1_trl.batching import batch_trajectories, pad_right
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory
+from agent_r1_trl.update.batching import batch_trajectories, pad_right
 from tests.rollout.helpers import PROMPT, Recorder, ScriptedTurn, call, calls, chat_of, sampled_ids, say, scene
 from tests.trainers.helpers import make_trainer, scored_batch
 

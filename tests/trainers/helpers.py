@@ -6,9 +6,9 @@ import torch
 from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
-from agent_r1_trl.rollout import ChatFormat
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from tests.tokenizers import make_tokenizer

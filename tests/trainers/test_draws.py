@@ -1,7 +1,7 @@
 """Which trajectories of a batch share their seeds."""
 
+from agent_r1_trl.rollout import rollout_requests
 from agent_r1_trl.trainers import MultiTurnPPOConfig, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.draws import rollout_requests
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import PlainEnv, make_args, make_policy
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.generation import ScriptedGenerator
-from agent_r1_trl.rollout import ChatFormat
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import (

@@ -6,7 +6,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agent_r1_trl.rollout import ChatFormat
+from agent_r1_trl.chat import ChatFormat
 from tests.trainers.helpers import add, make_trainer
 
 

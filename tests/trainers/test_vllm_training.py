@@ -7,12 +7,13 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.critic import critic_parameters
 from agent_r1_trl.environments import StepResult
 from agent_r1_trl.generation import VLLMGenerator, VLLMServerGenerator
-from agent_r1_trl.generation import vllm_server as vllm_server_module
-from agent_r1_trl.generation.sync_probe import SyncError
-from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.generation.sync import SyncError
+from agent_r1_trl.generation.vllm import server as vllm_server_module
+from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trainers.serving import ADAPTER_FOLDER
 from agent_r1_trl.trajectory import StopReason

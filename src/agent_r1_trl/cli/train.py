@@ -152,7 +152,7 @@ def _task(script_args: TrainArguments) -> dict[str, Any]:
 def _check_start(script_args: TrainArguments, task: dict[str, Any], train: Any, evaluation: Any) -> None:
     """What would end the run in its first step is found before the model is loaded."""
     from agent_r1_trl.cli.resolve import check_first_row
-    from agent_r1_trl.trainers.env_source import resolve_env_factory
+    from agent_r1_trl.environments.factory import resolve_env_factory
 
     factory = resolve_env_factory(task["env"], task["tools"])
     env = f"env={script_args.env!r}" if script_args.env else f"tools={script_args.tools}"
@@ -229,7 +229,7 @@ def _make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **par
 
 def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
     from agent_r1_trl.generation import GenerationError
-    from agent_r1_trl.generation.sync_probe import SyncError
+    from agent_r1_trl.generation.sync import SyncError
     from agent_r1_trl.rollout import NothingPlayedError
 
     try:

@@ -1,14 +1,37 @@
 """The doctor: checks a model, its template, tools and an environment before money is spent.
 
-Not part of the data flow: it runs the same code as a rollout, on scripts.
+It runs the same code as a rollout, on scripts.
 
     from agent_r1_trl.doctor import render, run_doctor
 
     checks = run_doctor("Qwen/Qwen3-0.6B", env=MyEnv, examples=dataset)
     rich.print(render(checks))
+
+`check_env` checks an environment alone and loads neither torch nor transformers.
 """
 
-from agent_r1_trl.doctor.report import Check, has_errors, render
-from agent_r1_trl.doctor.run import run_doctor
+from __future__ import annotations
 
-__all__ = ["Check", "has_errors", "render", "run_doctor"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agent_r1_trl.doctor.environment import Finding, check_env
+    from agent_r1_trl.doctor.report import Check, has_errors, render
+    from agent_r1_trl.doctor.run import run_doctor
+
+_MODULE_OF = {
+    "Check": "report",
+    "Finding": "environment",
+    "check_env": "environment",
+    "has_errors": "report",
+    "render": "report",
+    "run_doctor": "run",
+}
+__all__ = ["Check", "Finding", "check_env", "has_errors", "render", "run_doctor"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

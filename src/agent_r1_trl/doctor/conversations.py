@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.doctor.report import Chart
 from agent_r1_trl.doctor.template import Schema
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.generation.scripted import ScriptedGenerator
-from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
 
 # Long enough for every scripted turn but those that are to be cut.

@@ -11,16 +11,16 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.doctor.conversations import check_masks, check_parser
+from agent_r1_trl.doctor.environment import check_env
+from agent_r1_trl.doctor.environment.report import Report
+from agent_r1_trl.doctor.environment.tools import check_tools, read_tools
 from agent_r1_trl.doctor.report import Chart, Check
 from agent_r1_trl.doctor.subject import Subject, check_tokenizer, load_subject
 from agent_r1_trl.doctor.template import PROBE_TOOL, Schema, check_template, open_chat
 from agent_r1_trl.doctor.versions import check_versions
-from agent_r1_trl.environments.check import check_env
-from agent_r1_trl.environments.check.report import Report
-from agent_r1_trl.environments.check.tools import check_tools, read_tools
-from agent_r1_trl.rollout import ChatFormat
-from agent_r1_trl.rollout.errors import ChatFormatError
 
 # Examples whose prompts are counted.
 _NUM_PROMPTS = 64

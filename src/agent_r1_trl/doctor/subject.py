@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.doctor.report import Chart
-from agent_r1_trl.rollout import ChatFormat
 
 
 @dataclass(kw_only=True)

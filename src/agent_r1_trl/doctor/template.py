@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.doctor.report import Chart
-from agent_r1_trl.rollout import ChatFormat
-from agent_r1_trl.rollout.errors import ChatFormatError
 from agent_r1_trl.trajectory import Message
 
 Schema = dict[str, Any]

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.evaluation.loading import load_agent
 from agent_r1_trl.evaluation.result import EvaluationResult, example_sums
 from agent_r1_trl.generation.base import Generator, SamplingParams
 from agent_r1_trl.rollout import (
-    ChatFormat,
     RolloutLimits,
     RolloutRequest,
     RolloutRunner,

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agent_r1_trl.generation.base import Generation, GenerationError, Generator, SamplingParams
+    from agent_r1_trl.generation.local.generator import TransformersGenerator
     from agent_r1_trl.generation.scripted import ScriptedGenerator
-    from agent_r1_trl.generation.transformers_generator import TransformersGenerator
-    from agent_r1_trl.generation.vllm_generator import VLLMGenerator
-    from agent_r1_trl.generation.vllm_server import VLLMServerGenerator
+    from agent_r1_trl.generation.vllm.generator import VLLMGenerator
+    from agent_r1_trl.generation.vllm.server import VLLMServerGenerator
 
 _MODULE_OF = {
     "Generation": "base",
@@ -18,9 +18,9 @@ _MODULE_OF = {
     "Generator": "base",
     "SamplingParams": "base",
     "ScriptedGenerator": "scripted",
-    "TransformersGenerator": "transformers_generator",
-    "VLLMGenerator": "vllm_generator",
-    "VLLMServerGenerator": "vllm_server",
+    "TransformersGenerator": "local.generator",
+    "VLLMGenerator": "vllm.generator",
+    "VLLMServerGenerator": "vllm.server",
 }
 __all__ = [
     "Generation",

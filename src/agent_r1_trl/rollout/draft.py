@@ -7,22 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1_trl.generation.base import Generation
+from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.trajectory import Author, Message, StopReason, ToolResult, Trajectory, Turn
-
-
-@dataclass(kw_only=True, frozen=True)
-class RolloutRequest:
-    """One trajectory to play."""
-
-    example: dict[str, Any]
-    """Row of the data set."""
-    example_id: str = ""
-    generation: int = 0
-    """Member of the example's group."""
-    seed: int = 0
-    """Of the sampler (and of random dynamics); differs between the members of a group."""
-    reset_seed: int = 0
-    """Of the initial state; the same for all members of a group."""
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from agent_r1_trl.environments.base import RewardError, StepResult
-from agent_r1_trl.rollout.draft import RolloutRequest
+from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.tools import as_tool, shared_pool
 from agent_r1_trl.trajectory import Message, Trajectory
 

@@ -15,12 +15,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.generation.base import Generation, Generator, SamplingParams
-from agent_r1_trl.rollout.chat import ChatFormat
-from agent_r1_trl.rollout.draft import Draft, RolloutRequest, record_step
+from agent_r1_trl.rollout.draft import Draft, record_step
 from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession
 from agent_r1_trl.rollout.limits import RolloutLimits
-from agent_r1_trl.rollout.seeds import derive_seed
+from agent_r1_trl.rollout.requests import derive_seed
 from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
 
 MAX_CHARS_PER_TOKEN = 64
@@ -182,6 +182,3 @@ def _shortened(observations: Sequence[Message], chat: ChatFormat, max_tokens: in
         kept = chat.truncate(text[:limit], max(0, share - chat.count(note)))
         shortened.append({**observation, "content": kept + note})
     return shortened
-
-
-__all__ = ["Draft", "EnvSession", "GenerationFailure", "RolloutRequest", "run_trajectory"]

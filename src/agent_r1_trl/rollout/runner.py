@@ -16,15 +16,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.generation.base import Generator, SamplingParams, TrajectorySlot, current_slot
-from agent_r1_trl.rollout.chat import ChatFormat
-from agent_r1_trl.rollout.draft import Draft, RolloutRequest
+from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.rollout.env_session import EnvSession
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import run_trajectory
+from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
+
+
+class NothingPlayedError(RuntimeError):
+    """Every trajectory failed before the policy could act."""
 
 
 class RolloutRunner:
@@ -159,3 +164,18 @@ def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
 
 def _progress(drafts: Sequence[Draft]) -> list[tuple[str, int]]:
     return [(draft.phase, len(draft.completion_ids)) for draft in drafts]
+
+
+def check_some_played(trajectories: Sequence[Trajectory]) -> None:
+    """Refuse a rollout that holds infrastructure failures and nothing else.
+
+    Raises:
+        NothingPlayedError: says what the first one said, with the cure.
+    """
+    if all(trajectory.stop_reason.is_infrastructure_failure for trajectory in trajectories):
+        first = trajectories[0]
+        reason = (first.error or "the prompt leaves no room for a completion").rstrip(".")
+        raise NothingPlayedError(
+            f"All {len(trajectories)} trajectories failed before the policy could act; the first one with "
+            f"{first.stop_reason.value}: {reason}. Run `agent-r1-trl doctor` on this environment and data set."
+        )

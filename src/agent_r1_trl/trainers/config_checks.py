@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from trl import GRPOConfig
 
-from agent_r1_trl.generation.find_servers import check_urls
-from agent_r1_trl.trainers.importance import UNITS
+from agent_r1_trl.generation.vllm.find_servers import check_urls
+from agent_r1_trl.update.importance import UNITS
 
 if TYPE_CHECKING:
     from agent_r1_trl.trainers.config import MultiTurnConfig

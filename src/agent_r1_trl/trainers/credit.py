@@ -32,8 +32,8 @@ from agent_r1_trl.advantages import (
     masked_whiten,
 )
 from agent_r1_trl.advantages.gae import extend_turn_ids
-from agent_r1_trl.batching import pad_right
 from agent_r1_trl.trajectory import Message, Trajectory
+from agent_r1_trl.update.batching import pad_right
 
 
 @dataclass(kw_only=True)

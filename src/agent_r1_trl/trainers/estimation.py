@@ -16,7 +16,6 @@ import torch
 from accelerate.utils import gather_object
 
 from agent_r1_trl.advantages import masked_mean
-from agent_r1_trl.losses import kl_in_reward
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.credit import (
     Credit,
@@ -30,6 +29,7 @@ from agent_r1_trl.trainers.credit import (
 )
 from agent_r1_trl.trainers.turn_rewards import schedule_factor
 from agent_r1_trl.trajectory import Trajectory
+from agent_r1_trl.update.losses import kl_in_reward
 
 
 def estimate_rows(

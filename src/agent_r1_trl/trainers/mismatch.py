@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import gather_object
 
 from agent_r1_trl.trainers.config import MultiTurnConfig
-from agent_r1_trl.trainers.importance import ratio_by_turn, sampling_ratio
+from agent_r1_trl.update.importance import ratio_by_turn, sampling_ratio
 
 
 def mismatch_metrics(difference: torch.Tensor, mask: torch.Tensor, turn_ids: torch.Tensor) -> dict[str, float]:

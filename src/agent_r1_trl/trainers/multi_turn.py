@@ -26,7 +26,7 @@ import torch
 from accelerate.utils import gather_object
 from trl import GRPOConfig
 
-from agent_r1_trl.batching import batch_trajectories
+from agent_r1_trl.environments.factory import env_name, has_own_reward, resolve_env_factory, tool_schemas
 from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.construction import (
     as_list,
@@ -38,7 +38,6 @@ from agent_r1_trl.trainers.construction import (
     trl_reward_funcs,
 )
 from agent_r1_trl.trainers.credit import Credit
-from agent_r1_trl.trainers.env_source import env_name, has_own_reward, resolve_env_factory, tool_schemas
 from agent_r1_trl.trainers.estimation import estimate_rows, kl_penalties
 from agent_r1_trl.trainers.metrics import rollout_metrics, trajectory_record
 from agent_r1_trl.trainers.mismatch import mismatch_metrics, mismatch_ratio
@@ -48,6 +47,7 @@ from agent_r1_trl.trainers.sampler import Rollout
 from agent_r1_trl.trainers.scoring import add_outcome_rewards, lost_rows, penalise_truncated
 from agent_r1_trl.trainers.turn_rewards import add_turn_rewards, check_weights
 from agent_r1_trl.trajectory import Trajectory
+from agent_r1_trl.update.batching import batch_trajectories
 
 
 class MultiTurnTrainer(RolloutTrainer):

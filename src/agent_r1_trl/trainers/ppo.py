@@ -24,10 +24,10 @@ from agent_r1_trl.critic import (
     save_critic,
     set_detached,
 )
-from agent_r1_trl.losses import explained_variance, value_loss
 from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
 from agent_r1_trl.trajectory import Trajectory
+from agent_r1_trl.update.losses import explained_variance, value_loss
 
 
 class MultiTurnPPOTrainer(MultiTurnTrainer):

@@ -20,9 +20,8 @@ import torch
 from accelerate.utils import gather_object
 from trl.models import unwrap_model_for_generation
 
-from agent_r1_trl.rollout import RolloutRequest, check_some_played, context_length
+from agent_r1_trl.rollout import RolloutRequest, check_some_played, context_length, rollout_requests
 from agent_r1_trl.trainers.data_order import EpochOrder
-from agent_r1_trl.trainers.draws import rollout_requests
 from agent_r1_trl.trainers.host_memory import release_free_memory
 from agent_r1_trl.trainers.metrics import length_metrics, length_record
 from agent_r1_trl.trainers.overlap import Lookahead

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.generation import SamplingParams, TransformersGenerator
-from agent_r1_trl.rollout import ChatFormat, RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.serving import build_vllm, sync_weights
 from agent_r1_trl.trajectory import Trajectory

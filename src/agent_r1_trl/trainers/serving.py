@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from agent_r1_trl.generation.sync_probe import PROBE_TEXT, probe_sync
+from agent_r1_trl.generation.sync import PROBE_TEXT, probe_sync
 from agent_r1_trl.generation.weights import check_tied_embeddings, gather_nothing
 
 ADAPTER_FOLDER = "vllm_adapter"

@@ -22,11 +22,11 @@ import torch
 from trl import GRPOTrainer
 
 from agent_r1_trl.critic import base_causal_lm
+from agent_r1_trl.environments.factory import EnvFactory
 from agent_r1_trl.trainers.config_checks import PACKED_LAYOUTS
-from agent_r1_trl.trainers.env_source import EnvFactory
-from agent_r1_trl.trainers.micro_batches import regroup, trim_padding
-from agent_r1_trl.trainers.packing import pack, packed_log_probs, use_packed_attention
 from agent_r1_trl.trainers.rollout_state import accept_numbered_cpus, load_rollout_state, save_rollout_state
+from agent_r1_trl.update.micro_batches import regroup, trim_padding
+from agent_r1_trl.update.packing import pack, packed_log_probs, use_packed_attention
 
 
 class UpdateTrainer(GRPOTrainer):

@@ -1,0 +1,6 @@
+"""Chat messages to token ids and back: sampled ids stay as they are, and each token has a known author."""
+
+from agent_r1_trl.chat.errors import ChatFormatError
+from agent_r1_trl.chat.format import ChatFormat
+
+__all__ = ["ChatFormat", "ChatFormatError"]

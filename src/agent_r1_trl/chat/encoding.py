@@ -1,0 +1,259 @@
+"""Text to ids and back, with data kept apart from the tokens that steer a conversation.
+
+prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+A tokenizer turns every spelling of a special token into that token, wherever the spelling comes from. Here a copy of
+the tokenizer's back end knows those tokens under private names. Rendered text is encoded with the copy after two
+replacements: a live spelling (written by the template) becomes the private name, a hidden one (written in data)
+stays the characters it is. Everything else about the tokenisation is the tokenizer's own, merges across the border
+between template and data included.
+
+Not covered: chat templates (`chat.py`), reading calls (`parsing.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from agent_r1_trl.chat.errors import ChatFormatError
+
+# Private-use characters: no tokenizer's normaliser or template filter changes them, nor the digits between them.
+_OPEN, _MIDDLE, _CLOSE = "\U000f0000", "\U000f0002", "\U000f0001"
+
+
+class TextEncoder:
+    """Encodes rendered chat text and decodes sampled ids without confusing data with control tokens.
+
+    Args:
+        tokenizer: a fast Hugging Face tokenizer; it is read, never changed.
+        template: source of the chat template. Added tokens spelled in it count as control tokens even when the
+            tokenizer does not mark them special (`<tool_call>` and `<think>` of Qwen, say).
+
+    Raises:
+        ChatFormatError: if the tokenizer is not a fast one or its back end cannot be copied.
+    """
+
+    def __init__(self, tokenizer: Any, template: str) -> None:
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ChatFormatError(
+                f"tokenizer={type(tokenizer).__name__} is not a fast tokenizer: token-exact rollouts need the "
+                "`tokenizers` back end.",
+                "Load it with AutoTokenizer.from_pretrained(...), or save it as tokenizer.json.",
+            )
+        self.tokenizer = tokenizer
+        self.special_ids: dict[str, int] = {}
+        """Spelling -> id of the tokens that the tokenizer marks special."""
+        self.control_ids: dict[str, int] = {}
+        """Spelling -> id of the special tokens and of the added tokens that the template uses."""
+        for token_id, token in sorted(tokenizer.added_tokens_decoder.items()):
+            spelling = token.content
+            if not spelling.strip():
+                continue
+            is_special = token.special or spelling in tokenizer.all_special_tokens
+            if is_special:
+                self.special_ids[spelling] = token_id
+            if is_special or spelling in template or re.fullmatch(r"<\|.*\|>", spelling):
+                self.control_ids[spelling] = token_id
+        # Drawn at random so that no data can spell a private name.
+        self._key = f"{_OPEN}{secrets.randbelow(10**12)}{_MIDDLE}"
+        self._spellings = list(self.control_ids)
+        self._control_id_set = set(self.control_ids.values())
+        self._control_re = _any_of(self._spellings)
+        self._special_re = _any_of(list(self.special_ids))
+        self._hidden_re = re.compile(re.escape(self._key) + rf"h(\d+){_CLOSE}")
+        self._backend = self._copy_backend()
+
+    # ---------------------------------------------------------------- hiding data
+
+    def hide(self, data: Any, *, special_only: bool = False) -> Any:
+        """Replace the spellings of control tokens in every string of `data` (nested lists and dicts too).
+
+        The result can be rendered by a template and encoded; `restore` undoes it.
+
+        Args:
+            data: a string, or JSON-like data.
+            special_only: leave the added tokens alone that the tokenizer does not mark special.
+        """
+        pattern = self._special_re if special_only else self._control_re
+        return _map_strings(data, lambda text: pattern.sub(lambda match: self._hidden(match[0]), text))
+
+    def restore(self, data: Any) -> Any:
+        """Undo `hide` in every string of `data`."""
+        return _map_strings(data, lambda text: self._hidden_re.sub(lambda match: self._spellings[int(match[1])], text))
+
+    def live_tokens(self, text: str) -> list[tuple[int, int, str]]:
+        """(start, end, spelling) of the control tokens in rendered text that are not hidden."""
+        return [(match.start(), match.end(), match[0]) for match in self._control_re.finditer(text)]
+
+    # ---------------------------------------------------------------- text -> ids
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of rendered text: live spellings become tokens, hidden ones stay text."""
+        return list(self._backend.encode(self._privately(text), add_special_tokens=False).ids)
+
+    def encode_segments(self, segments: Sequence[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
+        """Encode the concatenation of `segments` and say which flag each token carries.
+
+        Args:
+            segments: (rendered text, flag) pairs.
+
+        Returns:
+            ids and flags, both (N,). A token that reaches into a flagged segment carries the flag.
+        """
+        spans, text = [], ""
+        for piece, flag in segments:
+            start = len(text)
+            text += self._privately(piece)
+            if flag:
+                spans.append((start, len(text)))
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        flags = [any(a < end and b > start for start, end in spans) for a, b in encoding.offsets]
+        return list(encoding.ids), flags
+
+    def truncate(self, text: str, max_tokens: int) -> str:
+        """The longest prefix of plain text found that encodes to at most `max_tokens` ids."""
+        if max_tokens <= 0:
+            return ""
+        text = _encodable(text)
+        # Plain text throughout: offsets then count characters of `text` itself.
+        offsets = self._backend.encode(text, add_special_tokens=False).offsets
+        if len(offsets) <= max_tokens:
+            return text
+        keep = max_tokens
+        while keep > 0:
+            # The token after the cut may start inside a character whose first bytes were kept: drop that character.
+            prefix = text[: min(offsets[keep - 1][1], offsets[keep][0])]
+            if len(self._backend.encode(prefix, add_special_tokens=False).ids) <= max_tokens:
+                return prefix
+            keep -= 1
+        return ""
+
+    # ---------------------------------------------------------------- ids -> text
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of sampled ids, in which every live spelling stands for a sampled control token.
+
+        A spelling that the policy composed out of ordinary tokens is hidden.
+        """
+        text = self.to_text(token_ids)
+        num_sampled = sum(token_id in self._control_id_set for token_id in token_ids)
+        if len(self._control_re.findall(text)) == num_sampled:
+            return text
+        pieces: list[str] = []
+        run: list[int] = []
+        for token_id in token_ids:
+            if token_id in self._control_id_set:
+                pieces += [self.hide(self.to_text(run)), self.to_text([token_id])]
+                run = []
+            else:
+                run.append(token_id)
+        return "".join([*pieces, self.hide(self.to_text(run))])
+
+    def to_text(self, token_ids: Sequence[int]) -> str:
+        """The characters that ids spell, control tokens included, nothing hidden and nothing tidied up."""
+        if not token_ids:
+            return ""
+        return str(
+            self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
+    # ---------------------------------------------------------------- private names
+
+    def mark(self, name: str) -> str:
+        """A string that no data contains, to be found again in rendered text."""
+        return f"{self._key}{name}{_CLOSE}"
+
+    def _hidden(self, spelling: str) -> str:
+        return self.mark(f"h{self._spellings.index(spelling)}")
+
+    def _privately(self, text: str) -> str:
+        live = self._control_re.sub(lambda match: self.mark(str(self._spellings.index(match[0]))), text)
+        return _encodable(self.restore(live))
+
+    def _copy_backend(self) -> Any:
+        from tokenizers import Tokenizer
+
+        names = {spelling: self.mark(str(index)) for index, spelling in enumerate(self._spellings)}
+        spec = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        spec.update(truncation=None, padding=None, post_processor=None)
+        for token in spec["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        _rename_vocabulary(spec["model"], names)
+        try:
+            backend = Tokenizer.from_str(json.dumps(spec))
+        except Exception as error:  # the Rust side raises bare Exceptions
+            raise ChatFormatError(
+                f"tokenizer={type(self.tokenizer).__name__}: its back end cannot be copied with its control tokens "
+                f"renamed ({error}).",
+                "Save the tokenizer with save_pretrained and load it again; if that does not help, its tokenizer.json "
+                "is inconsistent.",
+            ) from error
+        moved = [text for text, token_id in self.control_ids.items() if backend.token_to_id(names[text]) != token_id]
+        if moved:
+            raise ChatFormatError(
+                f"tokenizer={type(self.tokenizer).__name__}: the added tokens {moved[:5]} have ids that do not follow "
+                "the vocabulary, so they cannot be kept apart from text.",
+                "Give added tokens consecutive ids after the vocabulary (save_pretrained writes them so).",
+            )
+        return backend
+
+
+def split_by_author(delta: str, glue: str, marks: Sequence[str]) -> list[tuple[str, bool]]:
+    """Cut rendered observations into (text, is environment text), by the glue rendered around `marks`."""
+    if not marks:
+        return [(delta, False)]
+    pieces = []
+    for mark in marks:
+        before, found, glue = glue.partition(mark)
+        if not found:
+            return [(delta, True)]
+        pieces.append(before)
+    head, *between = pieces
+    if not delta.startswith(head) or not delta.endswith(glue) or len(head) + len(glue) > len(delta):
+        return [(delta, True)]
+    segments, rest = [(head, False)], delta[len(head) : len(delta) - len(glue)]
+    for piece in between:
+        heard, found, rest = rest.partition(piece)
+        if not found:
+            return [(delta, True)]
+        segments += [(heard, True), (piece, False)]
+    return [*segments, (rest, True), (glue, False)]
+
+
+def _encodable(text: str) -> str:
+    """The text with lone surrogates, which UTF-8 cannot hold, as question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _any_of(spellings: list[str]) -> re.Pattern[str]:
+    longest_first = sorted(spellings, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) if longest_first else r"(?!)")
+
+
+def _map_strings(data: Any, change: Any) -> Any:
+    if isinstance(data, str):
+        return change(data)
+    if isinstance(data, dict):
+        return {_map_strings(key, change): _map_strings(value, change) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_map_strings(item, change) for item in data]
+    return data
+
+
+def _rename_vocabulary(model: dict[str, Any], names: dict[str, str]) -> None:
+    """Rename control tokens inside a tokenizer.json model section, so that ordinary text cannot reach their ids."""
+    vocab = model.get("vocab")
+    if isinstance(vocab, list):  # Unigram: [[piece, score], ...]
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    elif isinstance(vocab, dict):
+        model["vocab"] = {names.get(piece, piece): token_id for piece, token_id in vocab.items()}
+        if isinstance(model.get("unk_token"), str):
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    if isinstance(model.get("merges"), list):
+        pairs = (merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"])
+        model["merges"] = [pair for pair in pairs if not names.keys() & {pair[0], pair[1], pair[0] + pair[1]}]

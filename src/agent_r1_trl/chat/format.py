@@ -1,0 +1,279 @@
+"""Messages to token ids and back, by appending only.
+
+prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+One conversation's ids are `prompt + S0 + D0 + S1 + D1 + ...`: S are the sampled ids, D is what the template puts
+between two sampled turns. D is found by rendering a stand-in turn with the real observations after it and keeping
+the text behind the stand-in's end-of-turn token, so it starts with the separator (Qwen's newline) and ends with the
+generation prompt, forced `<think>` prefixes included. Nothing sampled is ever rendered.
+
+Thinking: a stream that only grows keeps every thought the policy sampled. Published templates of thinking models
+drop earlier thoughts; TRL's training templates keep them, and those are used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from agent_r1_trl.chat.encoding import TextEncoder, split_by_author
+from agent_r1_trl.chat.errors import ChatFormatError
+from agent_r1_trl.chat.parsing import TurnParser
+from agent_r1_trl.chat.rendering import TemplateRenderer
+from agent_r1_trl.chat.templates import (
+    check_template_kwargs,
+    choose_chat_template,
+    choose_response_template,
+    text_grammar,
+)
+from agent_r1_trl.trajectory import Author, Message
+
+Schema = dict[str, Any]
+
+# More than any forced prefix of a turn is long.
+_PREFIX_TOKENS = 64
+
+
+class ChatFormat:
+    """Everything that knows the chat template of one model.
+
+    Args:
+        tokenizer: a fast tokenizer (or a processor that holds one). It is not changed.
+        chat_template: source, file or TRL name of a template to use in place of the tokenizer's.
+        chat_template_kwargs: handed to the template with every rendering.
+        thinking: `keep` leaves the template's default; `off` sets `enable_thinking=False`, whose forced empty
+            thought is template glue.
+        extra_stop_token_ids: more ids that end a turn, from the model's generation config.
+
+    Raises:
+        ChatFormatError: (a ValueError) if the template, the tokenizer or the options cannot give token-exact rollouts.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        thinking: str = "keep",
+        extra_stop_token_ids: Iterable[int] = (),
+    ) -> None:
+        # Imported here: an environment server must not wait for torch.
+        from trl import chat_template_utils as trl
+
+        if getattr(tokenizer, "tokenizer", None) is not None:  # a processor: text only
+            chat_template = chat_template or tokenizer.chat_template
+            tokenizer = tokenizer.tokenizer
+        self.tokenizer = tokenizer
+        self.chat_template, self.supports_tools = choose_chat_template(tokenizer, chat_template, trl)
+        """Source of the template in use: save it with the model."""
+        self.chat_template_kwargs = check_template_kwargs(self.chat_template, chat_template_kwargs, thinking)
+        self.encoder = TextEncoder(tokenizer, self.chat_template)
+        self._renderer = TemplateRenderer(
+            tokenizer,
+            self.chat_template,
+            self.chat_template_kwargs,
+            self.encoder,
+            supports_tools=self.supports_tools,
+        )
+        self._ends = (self._renderer.text_end, self._renderer.call_end)
+        stops = [self._id(end.sampled) for end in self._ends]
+        eos = tokenizer.eos_token_id
+        self.stop_token_ids: list[int] = sorted({*stops, *([eos] if eos is not None else []), *extra_stop_token_ids})
+        """Ids after which a turn is over."""
+        self._parser = self._make_parser(trl)
+
+    # ---------------------------------------------------------------- messages -> ids
+
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Schema] | None = None) -> list[int]:
+        """Ids of the prompt messages up to and including the generation prompt, (P,).
+
+        Special tokens spelled in contents and schemas are encoded as text. Markers that are only words of the
+        vocabulary (Qwen's `<think>` and `<tool_call>`) keep their ids here, since prompts explain the format with
+        them, and so does everything in assistant messages. Without special tokens in the contents the ids are those
+        of `apply_chat_template`.
+
+        Raises:
+            ChatFormatError: if tools are given and the template cannot show them, or it refuses the messages.
+        """
+        if tools and not self.supports_tools:
+            names = [schema.get("function", schema).get("name") for schema in tools]
+            raise ChatFormatError(
+                f"tools={names}: the chat template cannot render tool conversations, so the model would never see "
+                "them.",
+                "Use a model whose template can, or chat_template='qwen2_5_training' (works on any ChatML "
+                "tokenizer), or describe the tools in the prompt and read the calls in your environment.",
+            )
+        safe = [
+            message if message.get("role") == "assistant" else self.encoder.hide(message, special_only=True)
+            for message in messages
+        ]
+        schemas = self.encoder.hide(list(tools), special_only=True) if tools else None
+        try:
+            return self.encoder.encode(self._renderer.render(safe, schemas, generation_prompt=True))
+        except Exception as error:
+            roles = [message.get("role") for message in messages]
+            raise ChatFormatError(
+                f"The chat template cannot render a prompt with the roles {roles}: {error}.",
+                "Let the environment's reset return messages that the template takes (system first, then user).",
+            ) from error
+
+    def encode_observations(
+        self, message: Message, observations: Sequence[Message], tools: Sequence[Schema] | None = None
+    ) -> tuple[list[int], list[Author]]:
+        """What follows the end-of-turn token of an assistant turn, up to and including the generation prompt.
+
+        Args:
+            message: the assistant message as parsed; only the names and ids of its calls are rendered.
+            observations: messages of role `tool` or `user`. Control tokens spelled in them become text.
+            tools: schemas, for templates that render tool messages by them.
+
+        Returns:
+            ids and authors (TEMPLATE or ENVIRONMENT), both (N,). A token that holds text of both counts as
+            ENVIRONMENT.
+        """
+        texts = [_as_text(observation.get("content")) for observation in observations]
+        plain = [{**observation, "content": text} for observation, text in zip(observations, texts, strict=True)]
+        safe: list[Message] = self.encoder.hide(plain)
+        calls = self.encoder.hide(message.get("tool_calls") or [])
+        staging = self._renderer.stage(calls, safe, tools)
+        segments = split_by_author(staging.delta, staging.glue, staging.marks)
+        # Encoded behind the end-of-turn token: some tokenizers treat the start of a text specially.
+        ids, is_environment = self.encoder.encode_segments([(staging.end.rendered, False), *segments])
+        authors = [Author.ENVIRONMENT if flag else Author.TEMPLATE for flag in is_environment]
+        return ids[1:], authors[1:]
+
+    def encode_turn_end(self, token_ids: Sequence[int], stopped: bool = False) -> list[int]:
+        """Glue (mask 0) that closes an assistant turn which does not end as the template ends turns.
+
+        A turn cut by a limit and one that stopped on a foreign token (`<|endoftext|>` under ChatML) get the
+        template's end-of-turn token; a turn that ends with it already gets nothing.
+
+        Args:
+            token_ids: the sampled turn.
+            stopped: the model ended the turn. A turn that was cut is closed as one without calls: even a call that
+                looks complete may have gone on.
+        """
+        text_end, call_end = self._ends
+        end = text_end
+        if stopped and call_end.rendered != text_end.rendered and "tool_calls" in self.parse(token_ids):
+            end = call_end
+        if token_ids and token_ids[-1] in (self._id(end.sampled), self._id(end.rendered)):
+            return []
+        return [self._id(end.rendered)]
+
+    def encode_reply(self, message: Message) -> list[int]:
+        """The ids a policy would sample to say `message`, end-of-turn token included (demonstrations, scripts)."""
+        return self.encoder.encode(self._renderer.reply(message))
+
+    # ---------------------------------------------------------------- ids -> message
+
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[Schema] | None = None,
+    ) -> Message:
+        """The assistant message that the sampled ids spell. Never raises.
+
+        Args:
+            token_ids: the sampled turn, stop token included.
+            prompt_ids: everything before it; its end may hold a forced prefix.
+            tools: schemas that give the arguments their types.
+
+        Returns:
+            `role`, `content`; where they apply `reasoning_content`, `tool_calls` (arguments parsed, ids unique in
+            the trajectory) and `malformed_tool_call`, the reason why a call that was attempted cannot be read.
+        """
+        ids = list(token_ids)
+        ends = {self._id(end.sampled) for end in self._ends}
+        foreign_stop = bool(ids) and ids[-1] in self.stop_token_ids and ids[-1] not in ends
+        text = self.encoder.decode(ids[:-1] if foreign_stop else ids)
+        if foreign_stop:
+            text += self._ends[0].sampled
+        try:
+            prefix = self.encoder.decode(list(prompt_ids[-_PREFIX_TOKENS:]))
+            message = self._parser.parse(text, prefix=prefix, tools=list(tools) if tools else None)
+        except Exception as error:
+            message = {"role": "assistant", "content": text, "malformed_tool_call": f"unreadable turn: {error}"}
+        for index, call in enumerate(message.get("tool_calls", ())):
+            call["id"] = f"call_{len(prompt_ids)}_{index}"
+        restored: Message = self.encoder.restore(message)
+        return restored
+
+    # ---------------------------------------------------------------- for checks
+
+    @property
+    def turn_end_ids(self) -> list[int]:
+        """The end-of-turn tokens of the template, which a policy is expected to sample."""
+        return sorted({self._id(end.sampled) for end in self._ends})
+
+    def encode_conversation(
+        self, messages: Sequence[Message], tools: Sequence[Schema] | None = None, *, generation_prompt: bool = False
+    ) -> list[int]:
+        """What the template makes of a whole conversation at once; a rollout's ids must spell the same."""
+        return self.encoder.encode(self._renderer.render(messages, tools, generation_prompt=generation_prompt))
+
+    def canonical(self, token_ids: Sequence[int]) -> list[int]:
+        """The ids with every end-of-turn token but the last as the template writes it once something follows."""
+        written = {self._id(end.sampled): self._id(end.rendered) for end in self._ends}
+        return [written.get(token_id, token_id) for token_id in token_ids[:-1]] + list(token_ids[-1:])
+
+    def is_turn_end_trained(self) -> bool | None:
+        """Whether supervised training with this template's assistant masks trains the end-of-turn token.
+
+        None for a template without `{% generation %}` markers. Rollouts do not depend on it; a cold start does.
+        """
+        from trl.chat_template_utils import has_generation_markers, is_chat_template_stop_token_trained
+
+        if not has_generation_markers(self.chat_template):
+            return None
+        return bool(is_chat_template_stop_token_trained(self.tokenizer, self.chat_template))
+
+    # ---------------------------------------------------------------- budgets
+
+    def count(self, text: str) -> int:
+        """Number of tokens of plain text."""
+        return len(self.encoder.encode(self.encoder.hide(text)))
+
+    def truncate(self, text: str, max_tokens: int) -> str:
+        """The beginning of plain text, at most `max_tokens` tokens of it."""
+        return self.encoder.truncate(text, max_tokens)
+
+    def _make_parser(self, trl: Any) -> TurnParser:
+        turn_end = self._ends[0].sampled
+        grammar = None
+        if self.supports_tools:
+            grammar = choose_response_template(self.tokenizer, self.chat_template, turn_end, trl)
+            if grammar is None:
+                raise ChatFormatError(
+                    "The chat template writes tool calls in a form that cannot be read back: TRL has no response "
+                    "template for it and it has no <tool_call> markers.",
+                    "Set tokenizer.response_template (see transformers' page on chat response parsing), or use a "
+                    "chat_template that TRL knows.",
+                )
+        grammar = grammar or text_grammar(self.chat_template, self._renderer.turn_start(), turn_end)
+
+        def parse_call(text: str, tools: Any) -> Message:
+            parsed: Message = self.tokenizer.parse_response(text, schema=grammar, prefix="", tools=tools)
+            return parsed
+
+        return TurnParser(grammar, parse_call, turn_ends={end.sampled for end in self._ends})
+
+    def _id(self, spelling: str) -> int:
+        return self.encoder.control_ids[spelling]
+
+
+def _as_text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
+        return "\n".join(str(part["text"]) for part in content)
+    try:
+        return json.dumps(content, ensure_ascii=False, default=str)
+    except (ValueError, RecursionError):  # circular
+        return type(content).__name__

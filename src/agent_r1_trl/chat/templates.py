@@ -1,0 +1,313 @@
+"""Which chat template a policy is trained with, and which grammar reads what it writes.
+
+prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+
+TRL's training templates and response templates come first; a template TRL does not know is recognised by what it
+renders, or accepted as it is where it preserves prefixes and writes calls in a known form.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from agent_r1_trl.chat.errors import ChatFormatError
+
+_RESERVED = {"tokenize", "add_generation_prompt", "chat_template", "tools", "return_dict", "continue_final_message"}
+
+_CALLING = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+}
+_NUM_CANDIDATES = 4
+# Renderings that a revision must share with a template of TRL's to count as the same.
+_PROBES: tuple[list[dict[str, Any]], ...] = (
+    [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
+    [{"role": "user", "content": "u"}, _CALLING],
+    [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "a", "reasoning_content": "r"},
+        {"role": "user", "content": "v"},
+        _CALLING,
+        {"role": "tool", "name": "f", "content": "t"},
+        {"role": "assistant", "content": "b", "reasoning_content": "r"},
+    ],
+)
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer", "description": "e"}}},
+    },
+}
+
+
+def choose_chat_template(tokenizer: Any, requested: str | None, trl: Any) -> tuple[str, bool]:
+    """The training template's source, and whether it can render tool conversations.
+
+    Args:
+        tokenizer: read, never changed.
+        requested: source of a template, name of one that TRL ships (`qwen3_training`), path of a `.jinja` file, or
+            None for the tokenizer's own.
+        trl: the module `trl.chat_template_utils`.
+
+    Raises:
+        ChatFormatError: if there is no template, or it renders earlier turns differently once later ones follow.
+    """
+    template = _source(requested) if requested is not None else _own_template(tokenizer)
+    if not template:
+        raise ChatFormatError(
+            f"tokenizer={_name(tokenizer)} has no chat template: set chat_template to the template of the model's "
+            "family.",
+            _suggestion(""),
+        )
+    carrier = _with_template(tokenizer, template)
+    if not _supports_tools(carrier, trl):
+        return template, False
+    preserves = _preserves_prefixes(carrier, trl)
+    if preserves and _ends_turns(carrier) and _keeps_thoughts(carrier):
+        return template, True
+    training = _training_variant(carrier, trl)
+    if preserves and (training is None or not _is_better(_with_template(tokenizer, training), carrier)):
+        return template, True
+    if training is None:
+        raise ChatFormatError(
+            f"chat_template of tokenizer={_name(tokenizer)} is not prefix preserving: it renders an assistant turn "
+            "differently once a tool message follows, so the ids trained on would not be the ids of the conversation.",
+            _suggestion(template),
+        )
+    return training, True
+
+
+def choose_response_template(tokenizer: Any, template: str, turn_end: str, trl: Any) -> dict[str, Any] | None:
+    """The grammar of assistant turns under `template`; None if calls are written in no known form."""
+    own = getattr(tokenizer, "response_template", None)
+    if own is not None:
+        return dict(own)
+    for candidate in (template, _original_of(template)):
+        found = _trl_grammar(candidate, trl)
+        if found is not None:
+            return found
+    if "<function=" in template and "<tool_call>" in template:
+        return _ending_in(trl.qwen3_5_template, turn_end)
+    if "<tool_call>" in template:
+        return _ending_in(trl.qwen3_template, turn_end)
+    known = _same_rendering(_with_template(tokenizer, template))
+    return _trl_grammar(known, trl)
+
+
+def text_grammar(template: str, turn_start: str, turn_end: str) -> dict[str, Any]:
+    """A grammar without tool calls, for templates that cannot write them.
+
+    Args:
+        template: source.
+        turn_start: what the template writes before what the assistant says.
+        turn_end: the end-of-turn token.
+    """
+    fields: dict[str, Any] = {"content": {"close_pattern": re.escape(turn_end) + r"\s*", "content": "text"}}
+    if "</think>" in template:
+        fields["reasoning_content"] = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
+    return {"defaults": {"role": "assistant"}, "start_anchor": turn_start or None, "fields": fields}
+
+
+def check_template_kwargs(template: str, kwargs: dict[str, Any] | None, thinking: str) -> dict[str, Any]:
+    """The keyword arguments for every rendering.
+
+    Raises:
+        ChatFormatError: if `thinking` is impossible or unknown, or an argument belongs to the rollout.
+    """
+    kwargs = dict(kwargs or {})
+    if thinking == "strip":
+        raise ChatFormatError(
+            "thinking='strip' is impossible: a rollout only appends tokens, and removing earlier thoughts would "
+            "change the ids the policy was sampled after.",
+            "Use thinking='keep', or thinking='off' for a model that can answer without thinking.",
+        )
+    if thinking not in ("keep", "off"):
+        raise ChatFormatError(f"thinking={thinking!r} is unknown:", "it must be 'keep' or 'off'.")
+    if thinking == "off":
+        kwargs["enable_thinking"] = False
+    if taken := _RESERVED & kwargs.keys():
+        raise ChatFormatError(f"chat_template_kwargs has {sorted(taken)}: the rollout sets these.", "Remove them.")
+    if kwargs.get("enable_thinking") is False and "enable_thinking" not in template:
+        raise ChatFormatError(
+            "thinking='off' (enable_thinking=False) has no effect: the chat template has no such switch.",
+            "Remove the option; this model's thinking, if it has any, cannot be turned off by its template.",
+        )
+    return kwargs
+
+
+# ---------------------------------------------------------------- TRL's templates
+
+
+def _folder() -> Path:
+    spec = importlib.util.find_spec("trl")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("trl is not installed: pip install 'trl>=1.16,<1.17'")
+    return Path(spec.origin).parent / "chat_templates"
+
+
+def _shipped() -> dict[str, str]:
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(_folder().glob("*.jinja"))}
+
+
+def _source(requested: str) -> str:
+    if "{" in requested:
+        return requested
+    path = Path(requested)
+    for candidate in (path, _folder() / f"{requested.removesuffix('.jinja')}.jinja"):
+        if candidate.is_file():
+            return candidate.read_text(encoding="utf-8")
+    raise ChatFormatError(
+        f"chat_template={requested!r} is neither a template's source, nor a file, nor a template that TRL ships.",
+        f"TRL ships: {', '.join(_shipped())}.",
+    )
+
+
+def _original_of(template: str) -> str | None:
+    shipped = _shipped()
+    for name, source in shipped.items():
+        if source == template and name.endswith("_training"):
+            return shipped.get(name.removesuffix("_training"))
+    return None
+
+
+def _trl_grammar(template: str | None, trl: Any) -> dict[str, Any] | None:
+    if template is None:
+        return None
+    carrier = SimpleNamespace(chat_template=template)
+    try:
+        trl.add_response_schema(carrier)
+    except ValueError:
+        return None
+    found = getattr(carrier, "response_template", None)
+    return dict(found) if found is not None else None
+
+
+def _training_variant(carrier: Any, trl: Any) -> str | None:
+    for candidate in (carrier, _with_template(carrier, _same_rendering(carrier))):
+        try:
+            training = trl.get_training_chat_template(candidate)
+        except (ValueError, TypeError, KeyError):
+            continue
+        if training is not None:
+            return str(training)
+    return None
+
+
+def _same_rendering(carrier: Any) -> str | None:
+    """A template of TRL's that renders the probe conversations as the carrier's does (publishers revise theirs)."""
+    mine = _renderings(carrier)
+    if not any(mine):
+        return None
+    lines = set(carrier.chat_template.splitlines())
+    originals = [source for name, source in _shipped().items() if not name.endswith("_training")]
+    # A revision shares most lines with what it revises; compiling all templates would take seconds.
+    closest = sorted(originals, key=lambda source: -len(lines & set(source.splitlines())))[:_NUM_CANDIDATES]
+    for source in closest:
+        if _renderings(_with_template(carrier, source), like=mine) == mine:
+            return source
+    return None
+
+
+def _renderings(carrier: Any, like: list[str | None] | None = None) -> list[str | None]:
+    """What the probes are rendered to, None where it refuses; stops at the first that is not as in `like`."""
+    found: list[str | None] = []
+    for probe in _PROBES:
+        for length in range(1, len(probe) + 1):
+            for tools, prompted in ((None, False), ([_TOOL], True)):
+                try:
+                    text = carrier.apply_chat_template(
+                        probe[:length], tools=tools, tokenize=False, add_generation_prompt=prompted
+                    )
+                except Exception:  # templates raise what they like
+                    text = None
+                found.append(text)
+                if like is not None and like[len(found) - 1] != text:
+                    return found
+    return found
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _supports_tools(carrier: Any, trl: Any) -> bool:
+    try:
+        return bool(trl.supports_tool_calling(carrier))
+    except Exception:  # templates raise what they like
+        return False
+
+
+def _preserves_prefixes(carrier: Any, trl: Any) -> bool:
+    try:
+        return bool(trl.is_chat_template_prefix_preserving(carrier))
+    except Exception:  # templates raise what they like
+        return False
+
+
+def _ends_turns(carrier: Any) -> bool:
+    """Whether anything follows what an assistant said (GLM's published template leaves its turns open)."""
+    turn = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "said"}]
+    try:
+        return not carrier.apply_chat_template(turn, tokenize=False).endswith("said")
+    except Exception:  # templates raise what they like
+        return False
+
+
+def _keeps_thoughts(carrier: Any) -> bool:
+    """Whether a turn with a thought stays as it is when a user message follows (TRL's check looks at tools only)."""
+    turns = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "said", "reasoning_content": "thought"},
+        {"role": "user", "content": "v"},
+    ]
+    try:
+        alone = carrier.apply_chat_template(turns[:2], tokenize=False)
+        return bool(carrier.apply_chat_template(turns, tokenize=False).startswith(alone))
+    except Exception:  # templates raise what they like
+        return False
+
+
+def _is_better(training: Any, carrier: Any) -> bool:
+    return _ends_turns(training) and (_keeps_thoughts(training) or not _ends_turns(carrier))
+
+
+def _own_template(tokenizer: Any) -> str | None:
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("tool_use") or template.get("default")
+    return template
+
+
+def _with_template(tokenizer: Any, template: str | None) -> Any:
+    carrier = copy.copy(tokenizer)
+    carrier.chat_template = template
+    return carrier
+
+
+def _ending_in(grammar: dict[str, Any], turn_end: str) -> dict[str, Any]:
+    grammar = copy.deepcopy(grammar)
+    grammar["fields"]["content"]["close_pattern"] = re.escape(turn_end) + r"\s*"
+    return grammar
+
+
+def _suggestion(template: str) -> str:
+    if "<|im_start|>" in template and "<think>" in template:
+        return 'Pass chat_template="qwen3_training", TRL\'s prefix-preserving ChatML template with thinking.'
+    if "<|im_start|>" in template:
+        return 'Pass chat_template="qwen2_5_training", TRL\'s prefix-preserving ChatML template.'
+    return (
+        "Pass the name of a training template that TRL ships (qwen2_5_training, qwen3_training, "
+        "gptoss_training, ...) or the source of your own as chat_template."
+    )
+
+
+def _name(tokenizer: Any) -> str:
+    return str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)

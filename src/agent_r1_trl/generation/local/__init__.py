@@ -1,0 +1,1 @@
+"""Generation with a transformers model in this process."""

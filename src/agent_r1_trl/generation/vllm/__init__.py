@@ -1,0 +1,1 @@
+"""Generation with vLLM: an engine in this process, or servers."""

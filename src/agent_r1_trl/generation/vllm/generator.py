@@ -1,0 +1,304 @@
+"""Generation with vLLM inside this process; every request enters and leaves the engine on its own.
+
+prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> [sync weights] -> next rollout
+
+A worker thread steps the engine while requests are unfinished and answers each as soon as it ends. Between rollouts
+`sync` loads the policy's weights; adapters are merged into copies (`weights.py`).
+
+Covered here: requests, weights, log-probabilities of given ids. Not covered: starting the engine (`vllm_engine.py`),
+tensor parallelism (its ranks would have to step in lockstep).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from agent_r1_trl.generation.base import Generation, GenerationError, SamplingParams
+from agent_r1_trl.generation.weights import Gather, gather_nothing, policy_weights
+from agent_r1_trl.generation.worker import Request, ThreadedGenerator
+
+
+def check_reloadable(engine_model: nn.Module) -> None:
+    """Refuse an engine that would go on with its old weights.
+
+    Raises:
+        ValueError: a mixture of experts on a CPU, where vLLM computes with a repacked copy of the experts.
+    """
+    for name, parameter in engine_model.named_parameters():
+        if ".experts." in name and parameter.device.type == "cpu":
+            raise ValueError("on a CPU the experts of a mixture cannot be replaced; set use_vllm=False.")
+
+
+def load_weights(engine_model: Any, weights: Iterable[tuple[str, torch.Tensor]], *, is_complete: bool) -> None:
+    """Load weights into vLLM's own model, in the process that holds it.
+
+    Args:
+        engine_model: the model of a worker.
+        weights: checkpoint name and tensor.
+        is_complete: nothing may be missing.
+
+    Raises:
+        ValueError: see `check_reloadable`; or a weight does not fit the model.
+        KeyError: the model needs a weight that did not come.
+    """
+    check_reloadable(engine_model)
+    latest = "the first weight"
+
+    def noted() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal latest
+        for name, weight in weights:
+            latest = f"{name} {tuple(weight.shape)}"
+            yield name, weight
+
+    try:
+        with torch.no_grad():
+            loaded = engine_model.load_weights(noted())
+    except (AttributeError, KeyError, ValueError, AssertionError, RuntimeError) as error:  # vLLM's often have no text
+        raise ValueError(f"{latest}: {type(error).__name__} {error}".rstrip()) from error
+    # Experts are loaded under other names than the parameters they end up in.
+    needed = {name for name, _ in engine_model.named_parameters() if ".experts." not in name}
+    missing = sorted(needed - set(loaded or ()))
+    if is_complete and loaded is not None and missing:
+        raise KeyError(f"no value for {', '.join(missing[:5])}")
+
+
+class VLLMGenerator(ThreadedGenerator):
+    """A `Generator` on a vLLM engine in this process.
+
+    Args:
+        model: checkpoint path or Hub name; or a transformers or PEFT model, whose weights are loaded by a first
+            `sync`; or a `vllm.LLM` or `LLMEngine` of your own (started with `logprobs_mode="processed_logprobs"`, in
+            one process, without tensor parallelism).
+        stop_token_ids: ids that end a turn; a sampled one is kept as the last id. The model's own EOS ids count only
+            if they are among them.
+        max_model_len: most tokens of a request, prompt included (None: what the model allows).
+        max_num_seqs: most requests that run at the same time.
+        cpu_kv_cache_gib: memory for the cache on a CPU, in GiB.
+        gather: for the first `sync`.
+        **engine_options: of `vllm.EngineArgs`, such as `gpu_memory_utilization`, `dtype` or `enable_sleep_mode`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        stop_token_ids: Collection[int],
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        cpu_kv_cache_gib: int = 1,
+        gather: Gather = gather_nothing,
+        **engine_options: Any,
+    ) -> None:
+        super().__init__("vllm-generator")
+        self._stop_token_ids = sorted(stop_token_ids)
+        self._engine_lock = threading.RLock()
+        self._running: dict[str, Request] = {}
+        self._names = itertools.count()
+        self._has_all_weights = isinstance(model, str)
+        self._had_process_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._engine: Any = getattr(model, "llm_engine", model)
+        self._is_owner = isinstance(model, (str, nn.Module))
+        if self._is_owner:
+            from agent_r1_trl.generation.vllm.engine import build_engine
+
+            self._engine = build_engine(
+                model,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                cpu_kv_cache_gib=cpu_kv_cache_gib,
+                **engine_options,
+            )
+        if isinstance(model, nn.Module):
+            self.sync(model, gather=gather)
+
+    # ---------------------------------------------------------------- weights
+
+    def sync(self, model: nn.Module, *, gather: Gather = gather_nothing) -> None:
+        """Load the policy's weights, after every optimiser step that precedes a rollout.
+
+        The first time all weights are loaded, later those that training can change.
+
+        Args:
+            model: the policy, unwrapped; a `PeftModel` with its adapter active.
+            gather: see `policy_weights`.
+        """
+        weights = policy_weights(model, only_trainable=self._has_all_weights, gather=gather)
+        self.update_weights(weights, is_complete=not self._has_all_weights)
+        self._has_all_weights = True
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, is_complete: bool = False) -> None:
+        """Load weights by their checkpoint names, once the requests that are under way have ended.
+
+        Args:
+            weights: name and tensor, on any device.
+            is_complete: nothing may be missing.
+
+        Raises:
+            ValueError: the engine's model lacks a weight, has it in another shape, or did not receive one it needs.
+        """
+
+        def load(engine_model: nn.Module) -> None:
+            load_weights(engine_model, weights, is_complete=is_complete)
+
+        with self._engine_lock:
+            if self._is_asleep:
+                self._engine.wake_up(tags=["weights"])
+            try:
+                self._engine.apply_model(load)
+            except (AttributeError, KeyError, ValueError, AssertionError, RuntimeError) as error:
+                raise ValueError(
+                    f"vLLM could not load the policy's weights ({type(error).__name__}: {error}). "
+                    "The engine must run the policy's architecture, vocabulary size included."
+                ) from error
+            # What was computed with the old weights must not be continued with the new ones.
+            self._engine.reset_prefix_cache()
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        """Log-probabilities, temperature 1, of each id after the first given those before it.
+
+        Compare them with the policy's own to be sure that the engine samples from the current weights.
+
+        Args:
+            token_ids: (N,), N >= 2.
+
+        Returns:
+            (N - 1,)
+        """
+        from vllm import SamplingParams as EngineParams
+
+        with self._engine_lock:
+            if self._is_asleep:
+                self._engine.wake_up(tags=["kv_cache"])
+            params = EngineParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+            name = self._next_name()
+            self._engine.add_request(name, {"prompt_token_ids": token_ids}, params)
+            while True:
+                for output in self._engine.step():
+                    if output.request_id == name and output.finished:
+                        scores = output.prompt_logprobs[1:]
+                        return [entry[token_id].logprob for entry, token_id in zip(scores, token_ids[1:], strict=True)]
+
+    def scores(self, token_ids: list[int]) -> dict[str, list[float]]:
+        """`score` of every engine behind this generator, by its name: here the one in this process."""
+        return {"the engine in this process": self.score(token_ids)}
+
+    # ---------------------------------------------------------------- memory
+
+    @property
+    def _is_asleep(self) -> bool:
+        return bool(self._engine.vllm_config.model_config.enable_sleep_mode and self._engine.is_sleeping())
+
+    def sleep(self) -> None:
+        """Give weights and cache memory back to the trainer; `sync` before the next request. A GPU only."""
+        with self._engine_lock:
+            self._engine.sleep(level=2)
+            self._has_all_weights = False
+
+    def close(self) -> None:
+        """Fail the requests that are under way, refuse further ones and free the engine."""
+        super().close()
+        with self._engine_lock:
+            engine, self._engine = self._engine, None
+            if self._is_owner and engine is not None:
+                from agent_r1_trl.generation.vllm.engine import shut_down
+
+                shut_down(engine, owns_process_group=not self._had_process_group)
+
+    # ---------------------------------------------------------------- worker thread
+
+    def _serve(self) -> None:
+        """Step the engine until no request is left."""
+        with self._engine_lock:
+            if torch.cuda.is_available():  # the current device is a property of the thread
+                torch.cuda.set_device(self._engine.model_executor.driver_worker.device)
+            if self._is_asleep:
+                self._engine.wake_up(tags=["kv_cache"])
+            while True:
+                with self._changed:
+                    self._check_open()
+                    new = [self._waiting.popleft() for _ in range(len(self._waiting))]
+                for request in new:
+                    self._add(request)
+                self._abort_cancelled()
+                if self._running:
+                    for output in self._engine.step():
+                        if output.finished and output.request_id in self._running:
+                            self._finish(self._running.pop(output.request_id), output.outputs[0])
+                with self._changed:
+                    if not self._running and not self._waiting:
+                        return
+                self._deliver()
+
+    def _add(self, request: Request) -> None:
+        name = self._next_name()
+        try:
+            self._engine.add_request(name, {"prompt_token_ids": request.prompt_ids}, self._engine_params(request))
+        except Exception as error:  # a prompt longer than max_model_len, say: that request's own fault
+            request.fail(error)
+            self._ended.append(request)
+        else:
+            self._running[name] = request
+
+    def _next_name(self) -> str:
+        return f"request-{next(self._names)}"
+
+    def _engine_params(self, request: Request) -> Any:
+        from vllm import SamplingParams as EngineParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params: SamplingParams = request.params
+        return EngineParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            max_tokens=request.max_tokens,
+            seed=request.seed,
+            stop_token_ids=self._stop_token_ids,
+            ignore_eos=True,
+            logprobs=0,  # of the sampled id only
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _finish(self, request: Request, completion: Any) -> None:
+        """Turn vLLM's answer into a `Generation`."""
+        token_ids = list(completion.token_ids)
+        if completion.finish_reason not in ("stop", "length"):
+            request.outcome = GenerationError(f"vLLM ended the request with {completion.finish_reason!r}.")
+        else:
+            request.outcome = Generation(
+                token_ids=token_ids,
+                logprobs=[
+                    entry[token_id].logprob for entry, token_id in zip(completion.logprobs, token_ids, strict=True)
+                ],
+                stop=completion.finish_reason,
+            )
+        self._ended.append(request)
+
+    def _abort_cancelled(self) -> None:
+        cancelled = [name for name, request in self._running.items() if request.is_cancelled]
+        if cancelled:
+            self._engine.abort_request(cancelled)
+            self._ended.extend(self._running.pop(name) for name in cancelled)
+
+    def _fail_all(self, error: Exception) -> None:
+        """End everything that runs or waits with the error as its cause."""
+        with self._engine_lock, suppress(Exception):  # the engine may be beyond repair; the requests end all the same
+            self._engine.abort_request(list(self._running))
+        with self._changed:
+            failed = [*self._running.values(), *self._waiting]
+            self._waiting.clear()
+        self._running.clear()
+        for request in failed:
+            request.fail(error)
+        self._ended.extend(failed)

@@ -1,0 +1,76 @@
+"""What is asked of each trajectory: its row of the data set, its place in the group, its seeds.
+
+Seeds depend on what is sampled, not on when: a run is reproducible whatever its concurrency.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(kw_only=True, frozen=True)
+class RolloutRequest:
+    """One trajectory to play."""
+
+    example: dict[str, Any]
+    """Row of the data set."""
+    example_id: str = ""
+    generation: int = 0
+    """Member of the example's group."""
+    seed: int = 0
+    """Of the sampler (and of random dynamics); differs between the members of a group."""
+    reset_seed: int = 0
+    """Of the initial state; the same for all members of a group."""
+
+
+def rollout_requests(
+    examples: Sequence[dict[str, Any]], *, first_row: int, group_size: int, seed: int, step: int | None
+) -> list[RolloutRequest]:
+    """One request per row.
+
+    Args:
+        examples: B rows of the data set.
+        first_row: of the examples in the generation batch of all ranks; groups are consecutive rows of that.
+        group_size: rows of one group.
+        seed: of the run.
+        step: the micro-step that trains on them, whose seeds are its own; None for evaluation, where every one draws
+            alike.
+    """
+    requests = []
+    for row, example in enumerate(examples, start=first_row):
+        group, generation = divmod(row, group_size)
+        # Equal rows of a batch (all are, if the environment owns the data) are different draws in training.
+        draw = (-1,) if step is None else (step, group)
+        example_id = example_key(example)
+        requests.append(
+            RolloutRequest(
+                example=dict(example),
+                example_id=example_id,
+                generation=generation,
+                seed=derive_seed(seed, *draw, example_id, generation),
+                reset_seed=derive_seed(seed, *draw, example_id),
+            )
+        )
+    return requests
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**63) from the parts, in order (run seed, step, example, generation, turn).
+
+    >>> derive_seed(0, "a") == derive_seed(0, "a"), derive_seed(0, "a") == derive_seed("0", "a")
+    (True, False)
+    """
+    text = json.dumps(list(parts), ensure_ascii=True)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def example_key(example: Mapping[str, Any]) -> str:
+    """Name of a data set row: its `id` column, else a digest of its content."""
+    if example.get("id") is not None:
+        return str(example["id"])
+    text = json.dumps(dict(example), sort_keys=True, default=repr, ensure_ascii=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,1 @@
+"""From scored trajectories to a loss: padded batches, micro-batches, packing, importance ratios, losses."""

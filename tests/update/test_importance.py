@@ -1,0 +1,109 @@
+"""Ratios between trainer and sampler on ragged action masks."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from agent_r1_trl.update.importance import ratio_by_turn, sampling_ratio
+from tests.trainers.helpers import make_args, make_trainer, scored_batch
+
+NAN = float("nan")
+MASK = torch.tensor([[1, 1, 0, 0, 1, 1, 0], [1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0]])
+TURNS = torch.tensor([[0, 0, -1, -1, 1, 1, -1], [0, -1, -1, -1, -1, -1, -1], [-1] * 7])
+DIFFERENCE = torch.tensor([[0.1, 0.3, NAN, 9.0, -0.2, -0.4, 5.0], [0.7, NAN, 1.0, 1.0, 1.0, 1.0, 1.0], [NAN] * 7])
+
+
+def naive(unit, length_normalized):
+    rows = []
+    for logs, mask, turns in zip(DIFFERENCE.tolist(), MASK.tolist(), TURNS.tolist(), strict=True):
+        row = []
+        for t in range(7):
+            if not mask[t]:
+                row.append(1.0)
+                continue
+            same = [u for u in range(7) if mask[u] and (unit == "sequence" or turns[u] == turns[t])]
+            same = [t] if unit == "token" else same
+            total = sum(logs[u] for u in same)
+            row.append(math.exp(total / len(same) if length_normalized else total))
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize("unit", ["token", "turn", "sequence"])
+@pytest.mark.parametrize("length_normalized", [False, True])
+def test_ratios_agree_with_a_naive_loop_and_are_1_at_mask_0(unit, length_normalized):
+    ratio = sampling_ratio(DIFFERENCE, MASK, TURNS, unit=unit, length_normalized=length_normalized)
+    torch.testing.assert_close(ratio, naive(unit, length_normalized))
+    assert (ratio[MASK == 0] == 1).all()
+
+
+def test_a_token_the_engine_could_not_score_counts_as_1():
+    difference = torch.tensor([[NAN, 0.5]])
+    ones = torch.ones(1, 2)
+    ratio = sampling_ratio(difference, ones, torch.zeros(1, 2, dtype=torch.long), unit="sequence")
+    assert ratio.tolist() == [[pytest.approx(math.exp(0.5))] * 2]
+
+
+def test_bounds_cut_or_drop_the_whole_unit():
+    options = {"unit": "turn", "bounds": (0.7, 1.4)}
+    cut = sampling_ratio(DIFFERENCE, MASK, TURNS, **options)[0]
+    assert cut.tolist() == pytest.approx([1.4, 1.4, 1, 1, 0.7, 0.7, 1])
+    dropped = sampling_ratio(DIFFERENCE, MASK, TURNS, **options, is_masked=True)[0]
+    assert dropped.tolist() == pytest.approx([0, 0, 1, 1, 0, 0, 1])
+
+
+def test_an_unknown_unit_is_named():
+    with pytest.raises(ValueError, match="unit='word' is not one of 'token', 'turn', 'sequence'"):
+        sampling_ratio(DIFFERENCE, MASK, TURNS, unit="word")
+
+
+def test_the_mismatch_is_summed_by_turn_over_action_tokens():
+    sums = ratio_by_turn(DIFFERENCE, MASK, TURNS)
+    assert set(sums) == {0, 1}
+    assert sums[0] == (pytest.approx(math.exp(0.1) + math.exp(0.3) + math.exp(0.7)), 3)
+    assert sums[1][1] == 2
+
+
+def with_sampler_noise(tmp_path, **options):
+    """A trainer whose sampler reports log-probs that differ from the trainer's."""
+    rng = random.Random(0)
+    trainer = make_trainer(tmp_path, use_vllm=True, **options)
+    generator, generate = trainer._user_generator, trainer._user_generator.generate
+
+    async def noisy(*args, **kwargs):
+        result = await generate(*args, **kwargs)
+        result.logprobs = [-8.0 + rng.random() for _ in result.token_ids]
+        return result
+
+    generator.generate = noisy
+    return trainer
+
+
+def test_the_trainer_weighs_turns_as_the_function_says(tmp_path):
+    trainer = with_sampler_noise(
+        tmp_path, importance_sampling_unit="turn", importance_sampling_length_normalized=True,
+        vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=2.0,
+    )  # fmt: skip
+    batch = scored_batch(trainer)
+    mask = batch["tool_mask"] * batch["completion_mask"]
+    turn_ids = torch.full(mask.shape, -1)
+    for row, trajectory in enumerate(trainer.last_trajectories):
+        turn_ids[row, : len(trajectory.turn_ids)] = torch.tensor(trajectory.turn_ids)
+    difference = batch["old_per_token_logps"] - batch["sampling_per_token_logps"]
+    expected = sampling_ratio(difference, mask, turn_ids, unit="turn", length_normalized=True, bounds=(None, 2.0))
+    torch.testing.assert_close(batch["importance_sampling_ratio"], expected)
+    assert (expected[mask == 1] != 1).any()
+    assert {"sampling/ratio_turn_0", "sampling/ratio_turn_1"} <= set(trainer._metrics["train"])
+    assert torch.isfinite(trainer.compute_loss(trainer.model, batch))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("repetition_penalty", 1.1)]
+)
+def test_a_cut_sampling_distribution_is_refused_while_ratios_are_on(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"{name}={value} with importance sampling"):
+        make_args(tmp_path, use_vllm=True, **{name: value})
+    make_args(tmp_path, use_vllm=True, vllm_importance_sampling_correction=False, **{name: value})
+    make_args(tmp_path, **{name: value})

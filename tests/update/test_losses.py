@@ -1,0 +1,197 @@
+"""Value loss, KL estimators and explained variance: numbers by hand, gradients, and nothing from mask 0."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from agent_r1_trl.update.losses import explained_variance, kl_divergence, kl_in_reward, value_loss
+
+NAN = float("nan")
+
+
+def test_the_value_loss_by_hand():
+    # target 1, clip 0.2. Moved .1 towards it: (.6 - 1)^2. Moved .4: clipped at .7, (.7 - 1)^2 > (.9 - 1)^2.
+    # Moved .4 away: the free error is the larger. The last one is no action token.
+    values = torch.tensor([[0.6, 0.9, 0.1, 9.0]], requires_grad=True)
+    old = torch.tensor([[0.5, 0.5, 0.5, 9.0]])
+    loss, num_clipped = value_loss(values, old, torch.ones(1, 4), torch.tensor([[1, 1, 1, 0]]), cliprange_value=0.2)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(0.5 * (0.16 + 0.09 + 0.81), abs=1e-6)
+    assert num_clipped.item() == 1
+    loss.backward()
+    torch.testing.assert_close(values.grad, torch.tensor([[-0.4, 0.0, -0.9, 0.0]]))
+
+
+def test_an_infinite_range_switches_clipping_off():
+    values, old, returns = torch.tensor([[5.0, -3.0]]), torch.zeros(1, 2), torch.tensor([[1.0, 1.0]])
+    loss, num_clipped = value_loss(values, old, returns, torch.ones(1, 2), cliprange_value=math.inf)
+    assert (loss.item(), num_clipped.item()) == (0.5 * (16 + 16), 0)
+
+
+def naive_value_loss(values, old, returns, mask, c):
+    total, clipped_count = 0.0, 0
+    for row in range(len(mask)):
+        for t in range(len(mask[row])):
+            if mask[row][t]:
+                v, target = values[row][t], returns[row][t]
+                clipped = min(max(v, old[row][t] - c), old[row][t] + c)
+                total += 0.5 * max((v - target) ** 2, (clipped - target) ** 2)
+                clipped_count += (clipped - target) ** 2 > (v - target) ** 2
+    return total, clipped_count
+
+
+def test_the_value_loss_agrees_with_a_loop_over_tokens():
+    rng = random.Random(0)
+    for seed in range(100):
+        rows, length, c = rng.randint(1, 5), rng.randint(1, 12), rng.choice([0.1, 0.5, 2.0])
+        generator = torch.Generator().manual_seed(seed)
+        values, old, returns = torch.randn(3, rows, length, generator=generator)
+        mask = torch.rand(rows, length, generator=generator) < rng.choice([0.0, 0.3, 0.9])
+        loss, num_clipped = value_loss(values, old, returns, mask, cliprange_value=c)
+        expected, count = naive_value_loss(*(x.tolist() for x in (values, old, returns, mask)), c)
+        assert loss.item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert num_clipped.item() == count
+
+
+def test_values_inside_their_range_count_as_not_clipped():
+    old, step, returns = torch.rand(3, 4, 50, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    for c in (0.2, 1e-6):
+        values = old + 0.9 * c * (2 * step - 1)
+        assert value_loss(values, old, returns, torch.ones(4, 50), cliprange_value=c)[1] == 0
+
+
+@pytest.mark.parametrize("poison", [NAN, math.inf, -math.inf, 1e38])
+def test_nothing_at_mask_0_reaches_the_value_loss_or_its_gradient(poison):
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0]])
+    clean = list(torch.randn(3, 2, 3, generator=torch.Generator().manual_seed(1)))
+
+    def run(inputs):
+        values = inputs[0].clone().requires_grad_()
+        loss, num_clipped = value_loss(values, *inputs[1:], mask, cliprange_value=0.1)
+        loss.backward()
+        return [x.view(torch.int32).tolist() for x in (loss.detach(), values.grad)], num_clipped.item()
+
+    expected = run(clean)
+    for index in range(3):
+        inputs = [x.masked_fill(mask == 0, poison) if i == index else x for i, x in enumerate(clean)]
+        assert run(inputs) == expected
+
+
+def test_a_batch_without_action_tokens_has_zero_loss_and_zero_gradient():
+    values = torch.full((2, 3), NAN, requires_grad=True)
+    nothing = torch.full((2, 3), NAN)
+    loss, num_clipped = value_loss(values, nothing, nothing, torch.zeros(2, 3), cliprange_value=0.2)
+    loss.backward()
+    assert (loss.item(), num_clipped.item()) == (0, 0)
+    assert (values.grad == 0).all()
+
+
+def test_targets_and_old_values_get_no_gradient():
+    values, old, returns = (torch.randn(1, 4).requires_grad_() for _ in range(3))
+    value_loss(values, old, returns, torch.ones(1, 4), cliprange_value=0.2)[0].backward()
+    assert values.grad is not None
+    assert old.grad is None
+    assert returns.grad is None
+
+
+def test_the_value_loss_of_bfloat16_values_is_summed_in_high_precision():
+    values = torch.ones(64, 512, dtype=torch.bfloat16, requires_grad=True)
+    loss, _ = value_loss(values, values.detach(), torch.zeros(64, 512), torch.ones(64, 512), cliprange_value=0.2)
+    assert loss.dtype == torch.float32
+    assert loss.item() == 64 * 512 / 2
+    loss.backward()
+    assert values.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("cliprange", [0.0, -0.2, NAN])
+def test_a_clip_range_that_is_not_positive_is_refused(cliprange):
+    x = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=r"cliprange_value=.*Set a positive number"):
+        value_loss(x, x, x, x, cliprange_value=cliprange)
+
+
+def test_k1_and_k3_by_hand():
+    logps, ref_logps = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -0.5])
+    torch.testing.assert_close(kl_divergence(logps, ref_logps, "k1"), torch.tensor([0.5, -1.0, 0.0]))
+    expected = torch.tensor([math.exp(-0.5) + 0.5 - 1, math.e - 1 - 1, 0.0])
+    torch.testing.assert_close(kl_divergence(logps, ref_logps, "k3"), expected)
+
+
+def test_k3_is_never_negative_even_for_nearly_equal_log_probs():
+    logps = -torch.rand(1000, generator=torch.Generator().manual_seed(0)) * 20
+    for step in (1e-6, 1e-4, 1e-2, 1.0):
+        kl = kl_divergence(logps, logps + step * torch.randn(1000, generator=torch.Generator().manual_seed(1)), "k3")
+        assert (kl >= 0).all()
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_both_estimators_average_to_the_kl_of_two_distributions(kind):
+    generator = torch.Generator().manual_seed(2)
+    policy, reference = torch.randn(2, 5, generator=generator).log_softmax(dim=-1)
+    samples = torch.multinomial(policy.exp(), 400_000, replacement=True, generator=generator)
+    expected = (policy.exp() * (policy - reference)).sum().item()
+    found = kl_divergence(policy[samples], reference[samples], kind).mean().item()
+    assert expected > 0.1
+    assert found == pytest.approx(expected, rel=0.02)
+
+
+def test_the_gradient_of_k3_is_1_minus_the_ratio():
+    logps, ref_logps = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([-1.5, -1.0])
+    kl_divergence(logps, ref_logps, "k3").sum().backward()
+    torch.testing.assert_close(logps.grad, 1 - (ref_logps - logps.detach()).exp())
+
+
+def test_an_unknown_estimator_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="kind='k2' is not one of 'k1', 'k3'"):
+        kl_divergence(torch.zeros(1), torch.zeros(1), "k2")
+
+
+def test_kl_in_reward_takes_beta_k1_off_action_tokens_only():
+    rewards = torch.tensor([[0.0, 0.5, NAN, 1.0]])
+    logps, ref_logps = torch.tensor([[-1.0, -2.0, NAN, -1.0]]), torch.tensor([[-1.5, -1.0, math.inf, -1.0]])
+    found = kl_in_reward(rewards, logps, ref_logps, torch.tensor([[1, 1, 0, 1]]), beta=0.1)
+    torch.testing.assert_close(found, torch.tensor([[-0.05, 0.6, 0.0, 1.0]]))
+    assert found.dtype == torch.float32
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("poison", [NAN, math.inf, -math.inf, 1e38])
+def test_nothing_at_mask_0_changes_a_bit_of_rewards_or_explained_variance(poison):
+    mask = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 0]])
+    clean = list(torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(3)))
+    rewards = kl_in_reward(*clean, mask, beta=0.3)
+    explained = explained_variance(*clean[:2], mask)
+    for index in range(3):
+        dirty = [x.masked_fill(mask == 0, poison) if i == index else x for i, x in enumerate(clean)]
+        assert torch.equal(kl_in_reward(*dirty, mask, beta=0.3), rewards)
+        assert torch.equal(explained_variance(*dirty[:2], mask), explained)
+
+
+def test_explained_variance_of_a_perfect_a_constant_and_a_worse_critic():
+    returns = torch.tensor([[1.0, 2.0, 3.0, NAN]])
+    mask = torch.tensor([[1, 1, 1, 0]])
+    for values, expected in ([1, 2, 3], 1.0), ([5, 5, 5], 0.0), ([3, 2, 1], -3.0), ([0.5, 1, 1.5], 0.75):
+        found = explained_variance(torch.tensor([[*values, NAN]]), returns, mask)
+        assert found.item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("returns", [[0.1, 0.1, 0.1], [0.0, 0.0, 0.0]])
+def test_explained_variance_of_returns_that_do_not_vary_is_zero(returns):
+    assert explained_variance(torch.tensor([1.0, 5.0, 2.0]), torch.tensor(returns), torch.ones(3)) == 0
+    noisy = torch.tensor(returns) * torch.tensor([1.0, 1 + 1.2e-7, 1.0])  # the last float32 digit
+    assert explained_variance(torch.tensor([1.0, 5.0, 2.0]), noisy, torch.ones(3)) == 0
+    assert explained_variance(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([1.0, 2, 3]), torch.tensor([0, 1, 0])) == 0
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    wide, narrow = torch.zeros(2, 3), torch.zeros(2, 1)
+    for call in (
+        lambda: value_loss(wide, wide, narrow, wide, cliprange_value=0.2),
+        lambda: kl_divergence(wide, narrow, "k1"),
+        lambda: kl_in_reward(wide, wide, wide, narrow, beta=0.1),
+        lambda: explained_variance(wide, wide, narrow),
+    ):
+        with pytest.raises(ValueError, match="must have one shape"):
+            call()

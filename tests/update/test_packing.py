@@ -1,0 +1,284 @@
+"""Every layout of the update gives the padded batch's log-probs, entropies, losses and gradients."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from trl.trainer.utils import add_fused_lm_head
+
+from agent_r1_trl.trainers import MultiTurnPPOConfig, MultiTurnPPOTrainer
+from agent_r1_trl.update.micro_batches import regroup, trim_padding
+from agent_r1_trl.update.packing import Segment, pack, packed_log_probs, use_packed_attention
+from tests.tokenizers import make_tokenizer
+from tests.trainers.helpers import loss_and_gradients, make_args, make_policy, make_trainer, scored_batch
+
+# -------------------------------------------------------------------- the row
+
+
+def by_hand():
+    """Three rows: two with the prompt [1, 2], one with [3, 4, 5]; completions of 2, 1 and 3 tokens."""
+    ids = torch.tensor([[0, 1, 2, 10, 11, 0], [0, 1, 2, 12, 0, 0], [3, 4, 5, 13, 14, 15]])
+    mask = torch.tensor([[0, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    scored = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 1, 1]])
+    return ids, mask, scored
+
+
+def test_a_packed_row_holds_the_tokens_that_exist():
+    batch = pack(*by_hand(), share_prompts=False)
+    assert batch.input_ids.tolist() == [[1, 2, 10, 11, 1, 2, 12, 3, 4, 5, 13, 14, 15]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4, 5]]
+    assert batch.layout.segments == [Segment(0, 4), Segment(4, 7), Segment(7, 13)]
+
+
+def test_rows_with_the_same_prompt_share_one_copy_of_it():
+    batch = pack(*by_hand(), share_prompts=True)
+    assert batch.input_ids.tolist() == [[1, 2, 10, 11, 12, 3, 4, 5, 13, 14, 15]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1, 2, 3, 4, 5]]
+    assert batch.layout.segments == [
+        Segment(0, 2), Segment(2, 4, (0, 2)), Segment(4, 5, (0, 2)), Segment(5, 8), Segment(8, 11, (5, 8)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_each_scored_token_is_read_from_the_token_before_it(share_prompts):
+    batch = pack(*by_hand(), share_prompts=share_prompts)
+    assert batch.scored.int().tolist() == [[1, 1, 0], [1, 0, 0], [0, 1, 1]]
+    assert batch.labels.tolist() == [[10, 11, 12, 14, 15]]
+    assert batch.input_ids[0, batch.sources].tolist() == [2, 10, 2, 13, 14]
+
+
+# -------------------------------------------------------------------- log-probs, entropies, gradients
+
+
+SHAPE = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def make_model(family, **options):
+    torch.manual_seed(0)
+    config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[family]
+    policy = model(config(**SHAPE, head_dim=8, **options))
+    for parameter in policy.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, 0, 0.2)
+    add_fused_lm_head(policy, temperature=0.7, outputs=("log_probs", "entropy"))
+    return policy
+
+
+def ragged(seed=0):
+    """Six rows, two groups of three; prompts of 3 and 5 tokens, completions of 1 to 7."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, SHAPE["vocab_size"], (6, 12), generator=generator)
+    mask = torch.ones_like(ids)
+    ids[:3, :5], ids[3:, :5] = ids[0, :5].clone(), ids[3, :5].clone()
+    mask[:3, :2] = 0
+    for row, length in enumerate([7, 3, 1, 5, 2, 4]):
+        mask[row, 5 + length :] = 0
+    return ids, mask, (torch.rand(6, 7, generator=generator) < 0.6) & mask[:, 5:].bool()
+
+
+def gradients_of(model, log_probs, entropies, weights):
+    model.zero_grad()
+    ((log_probs * weights[0] + entropies * weights[1]).sum() / 10).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("share_prompts", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_packed_forward_equals_the_padded_one(family, share_prompts, checkpointing):
+    model = make_model(family).train()
+    ids, mask, scored = ragged()
+    weights = torch.randn(2, *scored.shape) * scored
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :5] = -100
+    output = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+    expected = output.log_probs[:, -7:], output.entropy[:, -7:]
+    gradients = gradients_of(model, *expected, weights)
+
+    use_packed_attention(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    packed = packed_log_probs(model, model.base_model, pack(ids, mask, scored, share_prompts=share_prompts))
+    for ours, theirs in zip(packed, expected, strict=True):
+        torch.testing.assert_close(ours, theirs * scored, atol=1e-5, rtol=0)
+    torch.testing.assert_close(gradients_of(model, *packed, weights), gradients, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_no_row_sees_another(share_prompts):
+    model = make_model("qwen3")
+    use_packed_attention(model)
+    ids, mask, scored = ragged()
+    before, _ = packed_log_probs(model, model.base_model, pack(ids, mask, scored, share_prompts=share_prompts))
+    ids[1, 5:] = (ids[1, 5:] + 1) % SHAPE["vocab_size"]
+    after, _ = packed_log_probs(model, model.base_model, pack(ids, mask, scored, share_prompts=share_prompts))
+    others = [0, 2, 3, 4, 5]
+    assert torch.equal(before[others], after[others])
+    assert not torch.allclose(before[1], after[1])
+
+
+def test_a_prepared_model_does_what_it_did_without_a_layout():
+    model = make_model("qwen3").eval()
+    ids, mask, _ = ragged()
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    use_packed_attention(model)
+    torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits, expected, atol=0, rtol=0)
+
+
+def test_the_attention_function_is_not_saved(tmp_path):
+    model = make_model("qwen3")
+    use_packed_attention(model)
+    model.save_pretrained(tmp_path)
+    assert Qwen3ForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("options", "flaw"),
+    [
+        ({"attn_implementation": "eager"}, "'eager'"),
+        ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 4}, "sliding_attention"),
+    ],
+)
+def test_a_model_that_packing_does_not_cover_is_refused(options, flaw):
+    with pytest.raises(ValueError, match=rf"update_layout: .*{flaw}.*[Ss]et update_layout='grouped'"):
+        use_packed_attention(make_model("qwen3", **options))
+
+
+# -------------------------------------------------------------------- micro-batches
+
+
+def buffer_of(rows_per_batch, *batches):
+    """Micro-batches of (prompt token, completion length) rows."""
+    made = []
+    for rows in batches:
+        assert len(rows) == rows_per_batch
+        prompt = torch.tensor([[0, token] for token, _ in rows])
+        lengths = torch.tensor([length for _, length in rows])
+        mask = (torch.arange(9) < lengths.unsqueeze(1)).long()
+        inputs = {"prompt_ids": prompt, "prompt_mask": (prompt > 0).long()}
+        inputs |= {"completion_ids": mask * lengths.unsqueeze(1), "completion_mask": mask}
+        made.append({**inputs, "num_items_in_batch": torch.tensor(5.0), "old_per_token_logps": None})
+    return made
+
+
+def lengths_of(buffer):
+    return [inputs["completion_mask"].sum(dim=1).tolist() for inputs in buffer]
+
+
+def test_rows_of_like_length_meet_and_stay_in_their_optimizer_step():
+    buffer = buffer_of(2, [(1, 2), (2, 8)], [(1, 7), (2, 3)], [(1, 1), (2, 9)], [(1, 6), (2, 4)])
+    grouped = regroup(buffer, steps_per_update=2, by_prompt=False)
+    assert lengths_of(grouped) == [[8, 7], [3, 2], [9, 6], [4, 1]]
+    assert all(inputs["num_items_in_batch"] == 5 and inputs["old_per_token_logps"] is None for inputs in grouped)
+
+
+def test_rows_of_one_prompt_meet():
+    buffer = buffer_of(2, [(1, 2), (2, 8)], [(2, 7), (1, 3)])
+    assert lengths_of(regroup(buffer, steps_per_update=2, by_prompt=True)) == [[2, 3], [8, 7]]
+
+
+def test_columns_of_padding_are_cut():
+    (inputs,) = buffer_of(2, [(1, 2), (2, 4)])
+    privileged = torch.zeros(2, 9)
+    trimmed = trim_padding({**inputs, "advantages": torch.ones(2, 9), "privileged_ids": privileged})
+    assert trimmed["prompt_ids"].tolist() == [[1], [2]]
+    assert trimmed["completion_ids"].tolist() == [[2, 2, 0, 0], [4, 4, 4, 4]]
+    assert trimmed["advantages"].shape == (2, 4)
+    assert trimmed["privileged_ids"] is privileged
+
+
+# -------------------------------------------------------------------- the trainers
+
+
+@pytest.fixture
+def on_disk(tmp_path):
+    """The policy as a folder, from which TRL can load a reference model."""
+    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
+    return str(tmp_path / "policy")
+
+
+@pytest.mark.parametrize("options", [{}, {"beta": 0.1}, {"loss_mask": False}, {"num_iterations": 2}])
+@pytest.mark.parametrize("layout", ["packed", "shared"])
+def test_the_loss_and_its_gradients_do_not_depend_on_the_layout(tmp_path, on_disk, layout, options):
+    expected = loss_of(make_trainer(tmp_path, model=on_disk, **options))
+    ours = loss_of(make_trainer(tmp_path, model=on_disk, update_layout=layout, **options))
+    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
+
+
+def loss_of(trainer):
+    batch = scored_batch(trainer)
+    with torch.no_grad():  # so that ratios differ from 1 where old log-probs are kept
+        for parameter in trainer.model.parameters():
+            parameter.mul_(1.01)
+    return loss_and_gradients(trainer, batch)
+
+
+@pytest.mark.parametrize("layout", ["grouped", "packed", "shared"])
+def test_a_training_run_does_not_depend_on_the_layout(tmp_path, on_disk, layout):
+    options = {
+        "model": on_disk,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+        "beta": 0.05,
+    }
+    assert_same_run(
+        trained(make_trainer(tmp_path / "a", **options)),
+        trained(make_trainer(tmp_path / "b", update_layout=layout, **options)),
+    )
+
+
+def test_a_ppo_run_does_not_depend_on_grouping(tmp_path):
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 3}
+    assert_same_run(
+        trained(make_trainer(tmp_path / "a", trainer=MultiTurnPPOTrainer, **options)),
+        trained(make_trainer(tmp_path / "b", trainer=MultiTurnPPOTrainer, update_layout="grouped", **options)),
+    )
+
+
+def trained(trainer):
+    trainer.train()
+    return trainer
+
+
+def assert_same_run(first, second):
+    for name in ("loss", "grad_norm", "entropy"):
+        ours, theirs = ([row[name] for row in t.state.log_history if name in row] for t in (second, first))
+        assert ours == pytest.approx(theirs, abs=2e-4), name
+    assert len(ours) == 3
+    torch.testing.assert_close(second.model.state_dict(), first.model.state_dict(), atol=2e-4, rtol=1e-3)
+
+
+def test_a_lora_run_packs(tmp_path):
+    from peft import LoraConfig
+
+    losses = []
+    for layout in ("padded", "shared"):
+        torch.manual_seed(0)
+        trainer = make_trainer(
+            tmp_path / layout, update_layout=layout, beta=0.1,
+            peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+        )  # fmt: skip
+        losses.append(loss_and_gradients(trainer, scored_batch(trainer)))
+    torch.testing.assert_close(losses[1], losses[0], atol=1e-6, rtol=1e-5)
+
+
+def test_ppo_refuses_packed_rows(tmp_path):
+    with pytest.raises(ValueError, match=r"update_layout='shared'.*critic.*Set"):
+        make_args(tmp_path, MultiTurnPPOConfig, update_layout="shared")
+
+
+def test_an_unknown_layout_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="update_layout='dense' is not one of 'padded', 'grouped'"):
+        make_args(tmp_path, update_layout="dense")
+
+
+def test_a_model_with_other_attention_is_refused_before_training(tmp_path):
+    model = copy.deepcopy(make_policy(make_tokenizer("qwen3")))
+    model.config._attn_implementation = "eager"
+    with pytest.raises(ValueError, match=r"update_layout.*'eager'"):
+        make_trainer(tmp_path, model=model, update_layout="packed")
