@@ -5,7 +5,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from agent_r1_trl.generation.vllm.lora_files import adapter_tensors, served_adapter, write_adapter
-from agent_r1_trl.generation.weights import gather_nothing, policy_weights
+from agent_r1_trl.generation.weights import policy_weights
 from tests.generation.helpers import tiny_model
 
 NUM_SYNCS = 1000
@@ -77,7 +77,7 @@ def test_a_thousand_merges_in_place_would_not():
 def test_written_adapters_hold_the_present_tensors_and_leave_the_base_alone(tmp_path):
     for sync, (model, original) in enumerate(trained(5)):
         adapter = served_adapter(model)
-        write_adapter(model, adapter, adapter_tensors(model, adapter, gather_nothing), tmp_path / str(sync))
+        write_adapter(model, adapter, adapter_tensors(model, adapter), tmp_path / str(sync))
         written = load_file(tmp_path / str(sync) / "adapter_model.safetensors")
         present = {name.replace(".default.", "."): p for name, p in model.named_parameters() if "lora_" in name}
         assert len(written) == 2 * 2 * len(TARGETS)

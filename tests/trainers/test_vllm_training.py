@@ -13,9 +13,9 @@ from agent_r1_trl.environments import StepResult
 from agent_r1_trl.generation import VLLMGenerator, VLLMServerGenerator
 from agent_r1_trl.generation.sync import SyncError
 from agent_r1_trl.generation.vllm import server as vllm_server_module
+from agent_r1_trl.generation.vllm.build import ADAPTER_FOLDER
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
-from agent_r1_trl.trainers.serving import ADAPTER_FOLDER
 from agent_r1_trl.trajectory import StopReason
 from tests.servers import Line, vllm_server
 from tests.tokenizers import make_tokenizer

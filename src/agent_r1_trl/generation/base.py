@@ -1,4 +1,4 @@
-"""The Generator protocol: one trajectory's token ids in, the ids the policy sampled out.
+"""What every generation back end can do: one trajectory's token ids in, the ids the policy sampled out.
 
 prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
        -> batch -> advantages -> loss -> step -> sync weights -> next rollout
@@ -6,9 +6,13 @@ prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rew
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -36,10 +40,13 @@ class Generation:
     """`stop`: a stop token was sampled (it is the last id). `length`: `max_tokens` ran out."""
 
 
-@runtime_checkable
-class Generator(Protocol):
-    """A generation back end. `generate` never blocks the event loop and many calls run at once."""
+class Generator(ABC):
+    """A generation back end. Only `generate` is required; the other methods are for back ends that hold resources.
 
+    `generate` never blocks the event loop, and many calls run at once.
+    """
+
+    @abstractmethod
     async def generate(
         self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams
     ) -> Generation:
@@ -51,7 +58,67 @@ class Generator(Protocol):
             seed: of this request; the same request with the same seed and weights gives the same ids.
             params: sampling settings.
         """
-        ...
+
+    def sync(self, model: nn.Module) -> bool:
+        """Take over the policy's weights; called after every optimizer step that precedes a rollout.
+
+        Args:
+            model: the policy, unwrapped; a `PeftModel` with its adapter active.
+
+        Returns:
+            False if there was nothing to do, as for a generator that reads the policy's own weights.
+        """
+        return False
+
+    def scores(self, token_ids: list[int]) -> dict[str, list[float]] | None:
+        """Log-probabilities, temperature 1, of each id after the first given those before it.
+
+        The trainer compares them with the policy's own after every `sync`.
+
+        Args:
+            token_ids: (N,), N >= 2.
+
+        Returns:
+            Name of each engine behind this generator to its (N - 1,) numbers; None from one that cannot score.
+        """
+        return None
+
+    def sleep(self) -> None:  # noqa: B027 - optional
+        """Give the memory of weights and cache to the trainer until the next `sync`."""
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """Fail the requests that are under way and free what the generator holds."""
+
+
+class _Adapted(Generator):
+    """A user's object that has `generate` and perhaps some of the optional methods."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+        for name in ("sync", "scores", "sleep", "close"):
+            if hasattr(given, name):
+                setattr(self, name, getattr(given, name))
+
+    async def generate(
+        self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams
+    ) -> Generation:
+        return await self._given.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
+
+
+def as_generator(given: Any) -> Generator:
+    """A `Generator` from what a user passed as `generator=`; any object with an async `generate` will do.
+
+    Raises:
+        ValueError: the object has no `generate`.
+    """
+    if isinstance(given, Generator):
+        return given
+    if isinstance(given, type) or not callable(getattr(given, "generate", None)):
+        raise ValueError(
+            f"generator={given!r} cannot sample: it must be an object with a method `async generate(prompt_ids, *, "
+            "max_tokens, seed, params)`. Pass such an object, or leave generator out."
+        )
+    return _Adapted(given)
 
 
 @dataclass

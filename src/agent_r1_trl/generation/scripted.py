@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from agent_r1_trl.generation.base import Generation, GenerationError, SamplingParams, check_request
+from agent_r1_trl.generation.base import Generation, GenerationError, Generator, SamplingParams, check_request
 
 
 @dataclass(kw_only=True)
@@ -49,7 +49,7 @@ Answer: TypeAlias = ScriptedTurn | Sequence[int] | Exception
 Script: TypeAlias = Callable[[ScriptedRequest], Answer] | Sequence[Answer] | Mapping[tuple[int, ...], Sequence[Answer]]
 
 
-class ScriptedGenerator:
+class ScriptedGenerator(Generator):
     """A `Generator` that follows a script.
 
     Args:

@@ -9,6 +9,7 @@ fails, the run only learns worse. So every sync is checked.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,31 +18,67 @@ from typing import Any
 import torch
 from torch import nn
 
-from agent_r1_trl.generation.weights import Gather, gather_nothing
+from agent_r1_trl.generation.base import Generator
+from agent_r1_trl.generation.weights import gather_for, gather_nothing
 
 PROBE_TEXT = (
     "Question: which river flows through Paris, and how long is it? I will search first. The Seine is a river of 777 "
     "kilometres in northern France; it rises near Dijon and reaches the sea at Le Havre. Answer: the Seine, 777 km."
 )
 """Plain text, whose tokens are likely: rounding shows most in the log-probabilities of unlikely ones."""
+_PROBE_TOKENS = 64
 
 
 class SyncError(RuntimeError):
     """The sampler's log-probabilities are not the trainer's."""
 
 
+def sync_weights(
+    generator: Generator, model: nn.Module, tokenizer: Any, *, max_gap: float | None = None, is_autocast: bool = False
+) -> dict[str, float]:
+    """Bring the policy's weights to the sampler and compare log-probabilities there.
+
+    A collective call where parameters are sharded.
+
+    Args:
+        generator: the sampler.
+        model: the policy, unwrapped.
+        tokenizer: of the policy.
+        max_gap: see `probe_sync`.
+        is_autocast: see `default_max_gap`.
+
+    Returns:
+        Metrics: seconds of the sync, and the mean absolute difference where the sampler can score. Empty for a
+        sampler without weights of its own.
+
+    Raises:
+        SyncError: sampler and trainer differ.
+    """
+    start = time.perf_counter()
+    if generator.sync(model) is False:  # None, from a user's own `sync`, counts as done
+        return {}
+    gap = probe_sync(generator, model, probe_ids(tokenizer), max_gap=max_gap, is_autocast=is_autocast)
+    metrics = {"time/sync_s": time.perf_counter() - start}
+    return metrics if gap is None else metrics | {"sampling/sync_logprob_gap": gap}
+
+
+def probe_ids(tokenizer: Any) -> list[int]:
+    """Ids of the text that sampler and trainer are compared on."""
+    return tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][:_PROBE_TOKENS]
+
+
 @torch.no_grad()
-def policy_scores(model: nn.Module, token_ids: list[int], *, gather: Gather = gather_nothing) -> list[float]:
+def policy_scores(model: nn.Module, token_ids: list[int]) -> list[float]:
     """What `generator.scores` must answer: log-probabilities at temperature 1, (N,) ids to (N - 1,) numbers.
 
-    The model runs without dropout, as a sampler does. With a `gather`, it is a collective call.
+    The model runs without dropout, as a sampler does. A collective call where parameters are sharded.
     """
     device = next(model.parameters()).device
     ids = torch.tensor([token_ids], device=device)  # (1, N)
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with nullcontext() if gather is gather_nothing else _head_as_in_the_loss(model):
+        with nullcontext() if gather_for(model) is gather_nothing else _head_as_in_the_loss(model):
             output = model(input_ids=ids, attention_mask=torch.ones_like(ids))
         logits = output.logits[0, :-1].float()  # (N - 1, V)
     finally:
@@ -93,36 +130,37 @@ def default_max_gap(model: nn.Module, *, is_autocast: bool = False) -> float:
 
 
 def probe_sync(
-    generator: Any,
+    generator: Generator,
     model: nn.Module,
     token_ids: list[int],
     *,
     max_gap: float | None = None,
     is_autocast: bool = False,
-    gather: Gather = gather_nothing,
-) -> float:
+) -> float | None:
     """Compare the log-probabilities of sampler and trainer, right after a sync.
 
     Args:
-        generator: has `scores(token_ids)`.
+        generator: the sampler.
         model: the policy, unwrapped.
         token_ids: (N,), N >= 2; likely text.
         max_gap: of the mean absolute difference; None for `default_max_gap`.
         is_autocast: see there.
-        gather: see `policy_weights`.
 
     Returns:
-        The largest mean absolute difference of all engines behind the generator.
+        The largest mean absolute difference of all engines behind the generator; None if it cannot score.
 
     Raises:
         SyncError: the gap is above `max_gap`. On quantised base weights, which a sampler holds in another form, this
             is a warning.
     """
     max_gap = default_max_gap(model, is_autocast=is_autocast) if max_gap is None else max_gap
-    expected = policy_scores(model, token_ids, gather=gather)
+    expected = policy_scores(model, token_ids)  # first: an engine that wakes up to score takes its memory
+    answers = generator.scores(token_ids)
+    if answers is None:
+        return None
     gaps = {
         name: sum(abs(left - right) for left, right in zip(scores, expected, strict=True)) / len(expected)
-        for name, scores in generator.scores(token_ids).items()
+        for name, scores in answers.items()
     }
     name, gap = max(gaps.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
     if gap <= max_gap:

@@ -32,6 +32,19 @@ def gather_nothing(parameters: list[nn.Parameter]) -> AbstractContextManager[Any
     return nullcontext()
 
 
+def gather_for(model: nn.Module) -> Gather:
+    """Context in which ZeRO-3 parameters are whole; nothing to do for others and for those that are whole already."""
+    if any(parameter.numel() < getattr(parameter, "ds_numel", 0) for parameter in model.parameters()):
+        return _gather_shards
+    return gather_nothing
+
+
+def _gather_shards(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters)
+
+
 def check_tied_embeddings(model: Any) -> None:
     """Refuse an adapter on one of two layers that share their weight: vLLM has one weight for both.
 
@@ -58,15 +71,15 @@ def check_tied_embeddings(model: Any) -> None:
 
 
 def policy_weights(
-    model: nn.Module, *, only_trainable: bool = False, gather: Gather = gather_nothing
+    model: nn.Module, *, only_trainable: bool = False, gather: Gather | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights that the model computes with, active adapters included.
 
     Args:
         model: a transformers model or a `PeftModel` around one.
         only_trainable: leave out what training cannot change: frozen weights without an adapter.
-        gather: context in which sharded parameters are whole (DeepSpeed ZeRO-3). A collective call: every rank must
-            then iterate.
+        gather: context in which sharded parameters are whole; None for `gather_for`. Where parameters are sharded
+            (DeepSpeed ZeRO-3) this is a collective call, and every rank must iterate.
 
     Yields:
         Checkpoint name and weight, each shared weight once. Adapted weights are copies, the others are the live ones.
@@ -75,7 +88,7 @@ def policy_weights(
         ValueError: an adapter sits on a quantised weight.
     """
     base: Any = getattr(model, "get_base_model", lambda: model)()
-    named = _in_memory_weights(base, only_trainable=only_trainable, gather=gather)
+    named = _in_memory_weights(base, only_trainable=only_trainable, gather=gather or gather_for(model))
     if not _is_stored_differently(base):
         yield from named
         return

@@ -17,7 +17,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from agent_r1_trl.generation.base import Generation, GenerationError, SamplingParams, check_request
+from agent_r1_trl.generation.base import Generation, GenerationError, Generator, SamplingParams, check_request
 
 _IDLE_S = 2.0  # an idle worker thread ends, so a forgotten close() leaks nothing; the next request starts another
 _POLL_S = 0.1  # how soon an idle worker notices that the program ends
@@ -45,7 +45,7 @@ class Request:
             self.outcome.__cause__ = error
 
 
-class ThreadedGenerator:
+class ThreadedGenerator(Generator):
     """A `Generator` that collects requests and serves them in one worker thread.
 
     Subclasses implement `_serve`, which takes requests from `_waiting` (guarded by `_changed`) until none is left,

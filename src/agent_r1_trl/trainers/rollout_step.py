@@ -20,6 +20,7 @@ import torch
 from accelerate.utils import gather_object
 from trl.models import unwrap_model_for_generation
 
+from agent_r1_trl.generation.vllm.build import check_vllm
 from agent_r1_trl.rollout import RolloutRequest, check_some_played, context_length, rollout_requests
 from agent_r1_trl.trainers.data_order import EpochOrder
 from agent_r1_trl.trainers.host_memory import release_free_memory
@@ -27,7 +28,6 @@ from agent_r1_trl.trainers.metrics import length_metrics, length_record
 from agent_r1_trl.trainers.overlap import Lookahead
 from agent_r1_trl.trainers.sampler import PolicySampler, Rollout
 from agent_r1_trl.trainers.scoring import is_trained_on
-from agent_r1_trl.trainers.serving import check_vllm
 from agent_r1_trl.trainers.update import UpdateTrainer
 from agent_r1_trl.trajectory import Trajectory
 

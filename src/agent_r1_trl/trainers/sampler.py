@@ -13,9 +13,11 @@ from typing import Any
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.generation import SamplingParams, TransformersGenerator
+from agent_r1_trl.generation.base import Generator, as_generator
+from agent_r1_trl.generation.sync import sync_weights
+from agent_r1_trl.generation.vllm.build import build_vllm
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trainers.config import MultiTurnConfig
-from agent_r1_trl.trainers.serving import build_vllm, sync_weights
 from agent_r1_trl.trajectory import Trajectory
 
 
@@ -126,7 +128,7 @@ class PolicySampler:
             min_p=args.min_p or 0.0,
             repetition_penalty=args.repetition_penalty,
         )
-        self._generator = generator
+        self._generator = None if generator is None else as_generator(generator)
         self._is_on_gpu = is_on_gpu
         self._is_autocast = is_autocast
         self._runner: RolloutRunner | None = None
@@ -174,20 +176,15 @@ class PolicySampler:
         if self.synced_step == step:
             return {}
         self.synced_step = step
-        if not hasattr(self._runner.generator, "sync"):
-            return {}
-        start = time.perf_counter()
-        gap = sync_weights(
+        return sync_weights(
             self._runner.generator,
             model,
             self.tokenizer,
             max_gap=self.args.max_sync_logprob_gap,
             is_autocast=self._is_autocast,
         )
-        metrics = {"time/sync_s": time.perf_counter() - start}
-        return metrics if gap is None else metrics | {"sampling/sync_logprob_gap": gap}
 
-    def _build(self, model: Any) -> Any:
+    def _build(self, model: Any) -> Generator:
         if self.args.use_vllm:
             return build_vllm(model, self.args, stop_token_ids=self.chat.stop_token_ids, is_on_gpu=self._is_on_gpu)
         return TransformersGenerator(
@@ -199,7 +196,7 @@ class PolicySampler:
 
     def rest(self) -> None:
         """Give a resting engine's memory to the update (`vllm_enable_sleep_mode`)."""
-        if self.args.use_vllm and self.args.vllm_enable_sleep_mode and hasattr(self.runner.generator, "sleep"):
+        if self.args.use_vllm and self.args.vllm_enable_sleep_mode:
             self.runner.generator.sleep()
             self.synced_step = -1  # its weights are gone
 
@@ -208,7 +205,7 @@ class PolicySampler:
         if self._runner is None:
             return
         if self._generator is None:
-            self._runner.generator.close()  # type: ignore[attr-defined]
+            self._runner.generator.close()
         self._runner.close()
         self._runner = None
         self.synced_step = -1

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from agent_r1_trl.generation.base import Generation, GenerationError, SamplingParams
-from agent_r1_trl.generation.weights import Gather, gather_nothing, policy_weights
+from agent_r1_trl.generation.weights import policy_weights
 from agent_r1_trl.generation.worker import Request, ThreadedGenerator
 
 
@@ -82,7 +82,6 @@ class VLLMGenerator(ThreadedGenerator):
         max_model_len: most tokens of a request, prompt included (None: what the model allows).
         max_num_seqs: most requests that run at the same time.
         cpu_kv_cache_gib: memory for the cache on a CPU, in GiB.
-        gather: for the first `sync`.
         **engine_options: of `vllm.EngineArgs`, such as `gpu_memory_utilization`, `dtype` or `enable_sleep_mode`.
     """
 
@@ -94,7 +93,6 @@ class VLLMGenerator(ThreadedGenerator):
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         cpu_kv_cache_gib: int = 1,
-        gather: Gather = gather_nothing,
         **engine_options: Any,
     ) -> None:
         super().__init__("vllm-generator")
@@ -117,22 +115,16 @@ class VLLMGenerator(ThreadedGenerator):
                 **engine_options,
             )
         if isinstance(model, nn.Module):
-            self.sync(model, gather=gather)
+            self.sync(model)
 
     # ---------------------------------------------------------------- weights
 
-    def sync(self, model: nn.Module, *, gather: Gather = gather_nothing) -> None:
-        """Load the policy's weights, after every optimiser step that precedes a rollout.
-
-        The first time all weights are loaded, later those that training can change.
-
-        Args:
-            model: the policy, unwrapped; a `PeftModel` with its adapter active.
-            gather: see `policy_weights`.
-        """
-        weights = policy_weights(model, only_trainable=self._has_all_weights, gather=gather)
+    def sync(self, model: nn.Module) -> bool:
+        """Load the policy's weights: all of them the first time, later those that training can change."""
+        weights = policy_weights(model, only_trainable=self._has_all_weights)
         self.update_weights(weights, is_complete=not self._has_all_weights)
         self._has_all_weights = True
+        return True
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, is_complete: bool = False) -> None:
         """Load weights by their checkpoint names, once the requests that are under way have ended.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from agent_r1_trl.generation.weights import CRITIC_ADAPTER, Gather
+from agent_r1_trl.generation.weights import CRITIC_ADAPTER, gather_for
 
 
 def served_adapter(model: Any) -> str | None:
@@ -40,12 +40,12 @@ def served_adapter(model: Any) -> str | None:
     return names[0] if is_plain else None
 
 
-def adapter_tensors(model: nn.Module, adapter: str, gather: Gather) -> dict[str, torch.Tensor]:
+def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, torch.Tensor]:
     """Copies of the adapter's tensors under the names of a saved adapter, on the CPU.
 
-    A collective call where parameters are sharded: see `gather` of `policy_weights`.
+    A collective call where parameters are sharded.
     """
-    part = f".{adapter}."
+    part, gather = f".{adapter}.", gather_for(model)
     tensors = {}
     for name, parameter in model.named_parameters():
         if "lora_" in name and part in name:

@@ -29,6 +29,7 @@ from torch import nn
 from agent_r1_trl.generation.base import (
     Generation,
     GenerationError,
+    Generator,
     SamplingParams,
     TrajectorySlot,
     check_request,
@@ -38,7 +39,7 @@ from agent_r1_trl.generation.vllm.find_servers import check_urls, own_address, w
 from agent_r1_trl.generation.vllm.gloo_transfer import open_group, open_store, send_weights
 from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
 from agent_r1_trl.generation.vllm.lora_files import adapter_tensors, served_adapter, write_adapter
-from agent_r1_trl.generation.weights import Gather, gather_nothing, policy_weights
+from agent_r1_trl.generation.weights import policy_weights
 
 _WORKER = "agent_r1_trl.generation.vllm.worker_extension.PolicyWorker"
 _SAME_MODEL = "It must run the policy's architecture, vocabulary size included: start it with the trainer's model."
@@ -48,7 +49,7 @@ _ADAPTERS_ONLY = (
 )
 
 
-class VLLMServerGenerator:
+class VLLMServerGenerator(Generator):
     """A `Generator` on vLLM servers.
 
     Args:
@@ -157,14 +158,7 @@ class VLLMServerGenerator:
             raise GenerationError(str(error)) from error
 
     def scores(self, token_ids: list[int]) -> dict[str, list[float]]:
-        """Log-probabilities, temperature 1, of each id after the first given those before it, from every server.
-
-        Args:
-            token_ids: (N,), N >= 2.
-
-        Returns:
-            URL to (N - 1,) numbers.
-        """
+        """See `Generator`; the engines' names are the servers' URLs."""
 
         async def all_scores() -> list[Any]:
             return await asyncio.gather(*(self._score(url, token_ids) for url in self.urls))
@@ -187,21 +181,17 @@ class VLLMServerGenerator:
 
     # ---------------------------------------------------------------- weights
 
-    def sync(self, model: nn.Module, *, gather: Gather = gather_nothing) -> None:
-        """Give every server the policy's weights, after every optimiser step that precedes a rollout.
+    def sync(self, model: nn.Module) -> bool:
+        """Give every server the policy's weights.
 
         The first rank sends; the others help to gather sharded parameters and wait until the servers are ready.
-
-        Args:
-            model: the policy, unwrapped; a `PeftModel` with its adapter active.
-            gather: see `policy_weights`.
 
         Raises:
             GenerationError: a server could not be reached, lacks what a transfer needs, or could not load the weights.
         """
         self._num_syncs += 1
-        if not self._sync_adapter(model, gather):
-            weights = policy_weights(model, only_trainable=self._has_all_weights, gather=gather)
+        if not self._sync_adapter(model):
+            weights = policy_weights(model, only_trainable=self._has_all_weights)
             if self._rank == 0:
                 self._send(weights, is_complete=not self._has_all_weights)
             else:
@@ -209,14 +199,15 @@ class VLLMServerGenerator:
                     pass
             self._has_all_weights = True
         _agreed(None)
+        return True
 
-    def _sync_adapter(self, model: Any, gather: Gather) -> bool:
+    def _sync_adapter(self, model: Any) -> bool:
         """Send the adapter alone; False if it cannot be served."""
         adapter = served_adapter(model) if self._adapter_dir is not None else None
         if adapter is None or self._has_all_weights:
             return False
         assert self._adapter_dir is not None
-        tensors = adapter_tensors(model, adapter, gather)
+        tensors = adapter_tensors(model, adapter)
         # A new name and a new path: neither a cached prefix nor a restarted server can answer with older weights.
         name = f"{self._run_name}-{self._num_syncs}"
         is_served = True

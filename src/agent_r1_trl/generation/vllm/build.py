@@ -1,29 +1,21 @@
-"""vLLM for the trainers: which engine the arguments ask for, and weight syncs that are checked.
-
-prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> [sync weights] -> next rollout
-"""
+"""The vLLM generator that a trainer's arguments ask for: checked before training, built before the first rollout."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Collection
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from agent_r1_trl.generation.sync import PROBE_TEXT, probe_sync
-from agent_r1_trl.generation.weights import check_tied_embeddings, gather_nothing
+from agent_r1_trl.generation.base import Generator
+from agent_r1_trl.generation.weights import check_tied_embeddings
 
 ADAPTER_FOLDER = "vllm_adapter"
 """Folder in `output_dir` through which an adapter reaches the servers."""
-_PROBE_TOKENS = 64
 
 
-def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_gpu: bool) -> Any:
-    """The generator that `vllm_mode` asks for, without the policy's weights or with those of this moment.
+def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_gpu: bool) -> Generator:
+    """The generator that `vllm_mode` asks for; call `sync` before its first request.
 
     Args:
         model: the policy, unwrapped.
@@ -32,7 +24,7 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
         is_on_gpu: whether this process trains on a GPU, which an engine in it then shares.
     """
     if args.vllm_mode == "server":
-        from agent_r1_trl.generation import VLLMServerGenerator
+        from agent_r1_trl.generation.vllm.server import VLLMServerGenerator
 
         return VLLMServerGenerator(
             server_urls(args),
@@ -42,7 +34,7 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
             max_connections=args.max_concurrency,
             sync_port=args.vllm_group_port,
         )
-    from agent_r1_trl.generation import VLLMGenerator
+    from agent_r1_trl.generation.vllm.generator import VLLMGenerator
 
     on_gpu = {
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
@@ -53,7 +45,6 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
         stop_token_ids=stop_token_ids,
         max_model_len=args.vllm_max_model_length,
         max_num_seqs=min(args.max_concurrency, 256),
-        gather=gather_for(model),
         model_impl=args.vllm_model_impl,
         trust_remote_code=args.trust_remote_code,
         **(on_gpu if is_on_gpu else {}),
@@ -96,47 +87,3 @@ def server_urls(args: Any) -> list[str]:
     if args.vllm_server_urls:
         return list(args.vllm_server_urls)
     return [args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"]
-
-
-def sync_weights(
-    generator: Any, model: Any, tokenizer: Any, *, max_gap: float | None, is_autocast: bool = False
-) -> float | None:
-    """Bring the policy's weights to the sampler and compare log-probabilities.
-
-    Args:
-        generator: with `sync`, and `scores` to be compared.
-        model: the policy, unwrapped.
-        tokenizer: of the policy.
-        max_gap: see `probe_sync`.
-        is_autocast: see `default_max_gap`.
-
-    Returns:
-        The mean absolute difference; None where the sampler cannot score.
-
-    Raises:
-        SyncError: sampler and trainer differ.
-    """
-    gather = gather_for(model)
-    generator.sync(model, **({} if gather is gather_nothing else {"gather": gather}))
-    if not hasattr(generator, "scores"):
-        return None
-    ids = probe_ids(tokenizer)
-    return probe_sync(generator, model, ids, max_gap=max_gap, is_autocast=is_autocast, gather=gather)
-
-
-def probe_ids(tokenizer: Any) -> list[int]:
-    """Ids of the text that sampler and trainer are compared on."""
-    return tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][:_PROBE_TOKENS]
-
-
-def gather_for(model: nn.Module) -> Any:
-    """Context in which ZeRO-3 parameters are whole; nothing to do for others and for those that are whole already."""
-    if any(parameter.numel() < getattr(parameter, "ds_numel", 0) for parameter in model.parameters()):
-        return _gather_shards
-    return gather_nothing
-
-
-def _gather_shards(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(parameters)

@@ -1,0 +1,81 @@
+"""What a generator of the user's own needs, and what the trainer does with what it has."""
+
+import asyncio
+
+import pytest
+
+from agent_r1_trl.generation import Generation, Generator, SamplingParams, ScriptedGenerator
+from agent_r1_trl.generation.base import as_generator
+from agent_r1_trl.generation.sync import SyncError, policy_scores, sync_weights
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer
+from tests.generation.helpers import tiny_model
+from tests.tokenizers import make_tokenizer
+from tests.trainers.helpers import AddEnv, make_args, make_policy, questions
+
+
+class OnlyGenerates:
+    async def generate(self, prompt_ids, *, max_tokens, seed, params):
+        return Generation(token_ids=[seed] * max_tokens, logprobs=[-1.0] * max_tokens, stop="length")
+
+
+class TakesWeights(OnlyGenerates):
+    """Has `sync`, which returns nothing, and cannot score."""
+
+    model = None
+
+    def sync(self, model):
+        self.model = model
+
+
+class Scores(TakesWeights):
+    def __init__(self, offset=0.0):
+        self.offset = offset
+
+    def scores(self, token_ids):
+        return {"mine": [score + self.offset for score in policy_scores(self.model, token_ids)]}
+
+
+def tokenizer(text, **options):
+    return {"input_ids": [3, 14, 15, 92]}
+
+
+def test_generate_is_all_that_is_needed():
+    generator = as_generator(OnlyGenerates())
+    assert isinstance(generator, Generator)
+    answer = asyncio.run(generator.generate([1], max_tokens=2, seed=7, params=SamplingParams()))
+    assert answer.token_ids == [7, 7]
+    assert (generator.sync(None), generator.scores([1, 2]), generator.sleep(), generator.close()) == (False,) + (
+        None,
+    ) * 3
+    assert sync_weights(generator, tiny_model(), tokenizer) == {}
+
+
+def test_a_sampler_that_takes_weights_is_timed_and_one_that_scores_is_compared():
+    given, model = TakesWeights(), tiny_model()
+    assert sync_weights(as_generator(given), model, tokenizer).keys() == {"time/sync_s"}
+    assert given.model is model
+    assert sync_weights(as_generator(Scores()), model, tokenizer)["sampling/sync_logprob_gap"] == 0.0
+    with pytest.raises(SyncError, match="of mine and of the trainer"):
+        sync_weights(as_generator(Scores(offset=0.1)), model, tokenizer)
+
+
+def test_a_generator_is_taken_as_it_is():
+    generator = ScriptedGenerator([[1]])
+    assert as_generator(generator) is generator
+
+
+@pytest.mark.parametrize(
+    "given", [object(), OnlyGenerates, lambda prompt_ids: prompt_ids], ids=["object", "class", "function"]
+)
+def test_what_cannot_generate_is_refused(given):
+    with pytest.raises(ValueError, match=r"(?s)generator=.*generate"):
+        as_generator(given)
+
+
+def test_the_trainer_refuses_it_before_training(tmp_path):
+    tokenizer = make_tokenizer("qwen3")
+    with pytest.raises(ValueError, match="generator="):
+        MultiTurnGRPOTrainer(
+            model=make_policy(tokenizer), args=make_args(tmp_path), env=AddEnv, generator=object(),
+            train_dataset=questions(), processing_class=tokenizer,
+        )  # fmt: skip
