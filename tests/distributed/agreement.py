@@ -3,9 +3,9 @@
 from accelerate.utils import gather_object
 from peft import LoraConfig
 
+from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.generation import GenerationError
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.credit import ESTIMATORS
 from tests.distributed.critics import POLICY_FOLDER, fill, num_processes
 from tests.trainers.helpers import call, make_trainer, questions, say, scored_batch
 

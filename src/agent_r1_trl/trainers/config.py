@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 
 from trl import GRPOConfig
 
-from agent_r1_trl.trainers.config_checks import GRPO_ESTIMATORS, check_config
+from agent_r1_trl.advantages.estimators import Estimator
+from agent_r1_trl.advantages.lookup import estimator_names, find_estimator
+from agent_r1_trl.trainers.config_checks import check_config
 
 UNSUPPORTED_OPTIONS: dict[str, tuple[Any, str]] = {
     "generation_kwargs": (None, "set temperature, top_p, top_k, min_p or repetition_penalty directly"),
@@ -121,8 +123,8 @@ class MultiTurnConfig(GRPOConfig):
     advantage_estimator: str = field(
         default="grpo",
         metadata={
-            "help": "GRPO trainer: 'grpo', 'dr_grpo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline', 'turn_grpo', "
-            "'gigpo'. PPO trainer: 'gae', 'bilevel_gae'."
+            "help": f"GRPO trainer: {', '.join(estimator_names(needs_critic=False))}. PPO trainer: "
+            f"{', '.join(estimator_names(needs_critic=True))}. Or the path of your own, my_module.my_estimator."
         },
     )
     separate_process_advantages: bool = field(
@@ -177,7 +179,13 @@ class MultiTurnConfig(GRPOConfig):
         metadata={"help": "'jsonl', 'parquet' or 'none': every trajectory to `output_dir`/trajectories."},
     )
 
-    estimators: ClassVar[tuple[str, ...]] = GRPO_ESTIMATORS
+    has_critic: ClassVar[bool] = False
+    """Whether the trainer of these arguments has a critic."""
+
+    @property
+    def estimator(self) -> Estimator:
+        """The estimator that `advantage_estimator` names."""
+        return find_estimator(self.advantage_estimator, has_critic=self.has_critic)
 
     def __post_init__(self) -> None:
         values: dict[str, Any] = self.__dict__

@@ -1,17 +1,20 @@
 """Checks of the training arguments, and what one argument settles for another.
 
-Not part of the data flow. `check_config` calls the others in order. Each raises a ValueError that names the flag, its
+`check_config` calls the others in order. Each raises a ValueError that names the flag, its
 value, the rule and the cure; those called `settle_` also set what follows.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trl import GRPOConfig
 
+from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
+from agent_r1_trl.advantages.lookup import EstimatorName, estimator_names, find_estimator
 from agent_r1_trl.generation.vllm.find_servers import check_urls
 from agent_r1_trl.update.importance import UNITS
 
@@ -20,14 +23,6 @@ if TYPE_CHECKING:
 
 TRUNCATION_POLICIES = ("keep", "mask", "penalise")
 RECORD_FORMATS = ("jsonl", "parquet", "none")
-GRPO_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "turn_grpo", "gigpo")
-"""Estimators that `MultiTurnGRPOTrainer` offers."""
-PPO_ESTIMATORS = ("gae", "bilevel_gae")
-"""Estimators that need a critic: `MultiTurnPPOTrainer`."""
-UNGROUPED_ESTIMATORS = ("reinforce_pp", *PPO_ESTIMATORS)
-"""Estimators that work with one trajectory per prompt."""
-KL_REWARD_ESTIMATORS = ("reinforce_pp", "reinforce_pp_baseline", *PPO_ESTIMATORS)
-"""Estimators that read token rewards, where a KL penalty can stand."""
 UPDATE_LAYOUTS = ("padded", "grouped", "packed", "shared")
 PACKED_LAYOUTS = ("packed", "shared")
 SCHEDULES = ("constant", "linear", "cosine")
@@ -47,8 +42,8 @@ def check_config(config: MultiTurnConfig) -> None:
     check_importance_sampling(config)
     check_choice(config, "record_trajectories", RECORD_FORMATS)
     check_choice(config, "thinking", ("keep", "off"))
+    settle_estimator(config)
     check_update_layout(config)
-    check_estimator(config)
     settle_credit(config)
     check_kl(config)
     check_separate_advantages(config)
@@ -157,27 +152,34 @@ def check_truncation_penalty(config: MultiTurnConfig) -> None:
         )
 
 
-def check_estimator(config: MultiTurnConfig) -> None:
-    """An estimator that this trainer has, with the groups that it needs."""
-    check_choice(config, "advantage_estimator", (*GRPO_ESTIMATORS, *PPO_ESTIMATORS))
-    name = config.advantage_estimator
-    if name not in config.estimators:
-        other = "MultiTurnPPOTrainer (PPO)" if name in PPO_ESTIMATORS else "MultiTurnGRPOTrainer (GRPO)"
+def settle_estimator(config: MultiTurnConfig) -> None:
+    """An estimator for this trainer, with the groups that it needs. A function is replaced by its name."""
+    given: Any = config.advantage_estimator
+    row = find_estimator(given, has_critic=config.has_critic)
+    if not isinstance(given, str):
+        config.advantage_estimator = EstimatorName.of(row)
+    if row.needs_critic is not config.has_critic:
+        other = "MultiTurnPPOTrainer (PPO)" if row.needs_critic else "MultiTurnGRPOTrainer (GRPO)"
         raise ValueError(
-            f"advantage_estimator={name!r} is {'made with' if name in PPO_ESTIMATORS else 'made without'} a "
-            f"critic. Use {other} with its config, or one of {', '.join(map(repr, config.estimators))} here."
+            f"advantage_estimator={row.name!r} is {'made with' if row.needs_critic else 'made without'} a "
+            f"critic. Use {other} with its config, or one of "
+            f"{', '.join(map(repr, estimator_names(needs_critic=config.has_critic)))} here."
         )
-    if config.num_generations == 1 and name not in UNGROUPED_ESTIMATORS:
+    if config.num_generations == 1 and row.needs_group:
         raise ValueError(
-            f"num_generations=1 with advantage_estimator={name!r}, which compares the trajectories of a "
-            f"group. Set num_generations >= 2, or one of {', '.join(map(repr, UNGROUPED_ESTIMATORS))}."
+            f"num_generations=1 with advantage_estimator={row.name!r}, which compares the trajectories of a "
+            f"group. Set num_generations >= 2, or one of {_names_where(lambda other: not other.needs_group)}."
         )
+
+
+def _names_where(is_meant: Callable[[Estimator], bool]) -> str:
+    return ", ".join(repr(row.name) for row in ESTIMATORS.values() if is_meant(row))
 
 
 def settle_credit(config: MultiTurnConfig) -> None:
     """Discounts and weights; by default a discount per turn that suits the estimator."""
     if config.gamma_turn is None:
-        config.gamma_turn = 0.95 if config.advantage_estimator == "gigpo" else 0.99
+        config.gamma_turn = config.estimator.default_gamma_turn
     for factor in ("gamma", "gamma_turn"):
         check_share(config, factor)
     for weight in ("process_reward_weight", "outcome_reward_weight", "step_weight"):
@@ -188,25 +190,26 @@ def settle_credit(config: MultiTurnConfig) -> None:
 def check_kl(config: MultiTurnConfig) -> None:
     """A KL term in the rewards needs a weight, and an estimator that reads them."""
     check_choice(config, "kl_placement", ("loss", "reward"))
-    name = config.advantage_estimator
     if config.kl_placement == "reward" and config.beta == 0:
         raise ValueError(
             "kl_placement='reward' with beta=0.0 changes nothing. Set beta > 0 (0.001 is usual), or remove "
             "kl_placement."
         )
-    if config.kl_placement == "reward" and name not in KL_REWARD_ESTIMATORS:
+    row = config.estimator
+    if config.kl_placement == "reward" and not row.reads_token_rewards:
         raise ValueError(
-            f"kl_placement='reward' has no effect with advantage_estimator={name!r}, which reads no token "
-            f"rewards. Set kl_placement='loss', or one of {', '.join(map(repr, KL_REWARD_ESTIMATORS))}."
+            f"kl_placement='reward' has no effect with advantage_estimator={row.name!r}, which reads no token "
+            f"rewards. Set kl_placement='loss', or one of {_names_where(lambda other: other.reads_token_rewards)}; an "
+            "estimator of your own that reads them says so in an Estimator(reads_token_rewards=True)."
         )
 
 
 def check_separate_advantages(config: MultiTurnConfig) -> None:
     """A critic's values are of one sum of rewards."""
-    name = config.advantage_estimator
-    if config.separate_process_advantages and name in PPO_ESTIMATORS:
+    row = config.estimator
+    if config.separate_process_advantages and row.needs_critic:
         raise ValueError(
-            f"separate_process_advantages=True with advantage_estimator={name!r}: the critic's values belong to "
+            f"separate_process_advantages=True with advantage_estimator={row.name!r}: the critic's values belong to "
             "the sum of both. Set separate_process_advantages=False and weigh the rewards instead "
             "(process_reward_weight, outcome_reward_weight)."
         )
@@ -216,26 +219,29 @@ def check_separate_advantages(config: MultiTurnConfig) -> None:
 
 
 def settle_normaliser(config: MultiTurnConfig) -> None:
-    """Dr. GRPO is R - group mean under a constant-length normaliser, and RLOO divides by nothing."""
-    if config.advantage_estimator == "dr_grpo":
-        default = next(item.default for item in fields(GRPOConfig) if item.name == "loss_type")
-        if config.loss_type not in (default, "dr_grpo"):
+    """Set the loss type that belongs to the estimator; refuse what the estimator would ignore."""
+    row = config.estimator
+    defaults = {item.name: item.default for item in fields(GRPOConfig)}
+    if row.loss_type is not None:
+        if config.loss_type not in (defaults["loss_type"], row.loss_type):
             raise ValueError(
-                f"loss_type={config.loss_type!r} contradicts advantage_estimator='dr_grpo', whose loss is divided by "
-                "a constant length. Remove loss_type or set loss_type='dr_grpo'."
+                f"loss_type={config.loss_type!r} contradicts advantage_estimator={row.name!r}, whose loss has a "
+                f"normaliser of its own. Remove loss_type or set loss_type={row.loss_type!r}."
             )
-        config.loss_type = "dr_grpo"
-    elif config.advantage_estimator == "rloo" and config.scale_rewards not in ("group", "none"):
-        raise ValueError(
-            f"scale_rewards={config.scale_rewards!r} has no meaning with advantage_estimator='rloo', which divides "
-            "by nothing. Remove scale_rewards, or use advantage_estimator='grpo'."
-        )
+        config.loss_type = row.loss_type
+    for name in row.ignores:
+        value = getattr(config, name)
+        if value not in (defaults[name], "none"):
+            raise ValueError(
+                f"{name}={value!r} has no meaning with advantage_estimator={row.name!r}, which does not read it. "
+                f"Remove {name}, or use another estimator, such as advantage_estimator='grpo'."
+            )
 
 
 def check_update_layout(config: MultiTurnConfig) -> None:
     """The critic reads padded rows."""
     check_choice(config, "update_layout", UPDATE_LAYOUTS)
-    if config.update_layout in PACKED_LAYOUTS and config.advantage_estimator in PPO_ESTIMATORS:
+    if config.update_layout in PACKED_LAYOUTS and config.estimator.needs_critic:
         raise ValueError(
             f"update_layout={config.update_layout!r} packs rows, and the critic reads padded ones. Set "
             "update_layout='grouped' or 'padded' for PPO."

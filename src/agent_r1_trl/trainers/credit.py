@@ -1,11 +1,8 @@
-"""From rewards to advantages: one table of estimators over the rows of all ranks.
+"""From the rewards of trajectories to the advantages of this rank's rows.
 
-prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> [rewards on tokens] -> filter
-       -> batch -> [advantages] -> loss -> step -> sync weights -> next rollout
-
-Baselines and whitening need every row of the generation batch, so rows are gathered first and each rank keeps its own
-slice of the result. Covered here: weights of process and outcome rewards, gathering, estimators, their two parts.
-Not covered: the estimators' mathematics (`agent_r1_trl.advantages`).
+Baselines and whitening need every row of the generation batch, so the rows of all ranks are gathered first and each
+rank keeps its own slice of the result. Covered here: weights of process and outcome rewards, gathering, estimating
+the two parts, `credit/*` metrics. Not covered: the estimators themselves (`agent_r1_trl.advantages.estimators`).
 """
 
 from __future__ import annotations
@@ -14,86 +11,134 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 
-from agent_r1_trl.advantages import (
-    compute_bilevel_gae,
-    compute_gae,
-    compute_gigpo_advantages,
-    compute_group_advantages,
-    compute_reinforce_pp_advantages,
-    compute_reinforce_pp_baseline_advantages,
-    compute_rloo_advantages,
-    compute_turn_group_advantages,
-    masked_whiten,
-)
-from agent_r1_trl.advantages.gae import extend_turn_ids
+from agent_r1_trl.advantages import masked_mean, masked_whiten
+from agent_r1_trl.advantages.estimators import Credit, CreditInputs, CreditSettings
+from agent_r1_trl.trainers.config import MultiTurnConfig
+from agent_r1_trl.trainers.turn_rewards import schedule_factor
 from agent_r1_trl.trajectory import Message, Trajectory
 from agent_r1_trl.update.batching import pad_right
+from agent_r1_trl.update.losses import kl_in_reward
 
 
-@dataclass(kw_only=True)
-class CreditInputs:
-    """What estimators read: N rows, T completion tokens, K turns."""
+class CreditEstimator:
+    """Estimates advantages with the estimator and the weights that the training arguments name.
 
-    mask: torch.Tensor
-    """(N, T) positions that estimators see: action tokens of live rows, or all their tokens in the ablation."""
-    turn_ids: torch.Tensor
-    """(N, T) -1 outside action tokens."""
-    process: torch.Tensor
-    """(N, T) process rewards on tokens."""
-    outcome: torch.Tensor
-    """(N, T) outcome rewards on tokens."""
-    turn_rewards: torch.Tensor
-    """(N, K) process rewards by turn."""
-    outcome_rewards: torch.Tensor
-    """(N,) NaN for rows that leave the baseline."""
-    anchor_ids: torch.Tensor
-    """(N, K) which observation stood before the turn; -1 behind a row's last turn."""
-    kl_rewards: torch.Tensor | None = None
-    """(N, T) the KL penalty as a reward, <= 0 on average; None with the KL term in the loss."""
-    values: torch.Tensor | None = None
-    """(N, T) the critic's values of action tokens."""
-    bootstrap_values: torch.Tensor | None = None
-    """(N,) the critic's value behind the last token of truncated rows, 0 for the others."""
+    Its methods communicate between ranks: all ranks must call them.
 
-    @property
-    def returns(self) -> torch.Tensor:
-        """(N,) turn rewards + outcome; NaN for rows that leave the baseline."""
-        return self.turn_rewards.sum(dim=1) + self.outcome_rewards
+    Args:
+        args: of the trainer.
+        accelerator: of the trainer.
+    """
 
-    @property
-    def token_rewards(self) -> torch.Tensor:
-        """(N, T) everything that stands on tokens, the KL penalty included."""
-        rewards = self.process + self.outcome
-        return rewards if self.kl_rewards is None else rewards + self.kl_rewards
+    def __init__(self, args: MultiTurnConfig, accelerator: Any):
+        self.args = args
+        self.accelerator = accelerator
+        self.estimator = args.estimator
 
-    def only(self, part: str) -> CreditInputs:
-        """A copy with the `process` or the `outcome` rewards alone; values and KL stay with the outcome."""
-        if part == "outcome":
-            zero = {"process": torch.zeros_like(self.process), "turn_rewards": torch.zeros_like(self.turn_rewards)}
-            return dataclasses.replace(self, **zero)  # type: ignore[arg-type]
-        return dataclasses.replace(
-            self,
-            outcome=torch.zeros_like(self.outcome),
-            outcome_rewards=torch.zeros_like(self.outcome_rewards) + 0 * self.outcome_rewards,  # NaN stays
-            kl_rewards=None,
-            values=None if self.values is None else torch.zeros_like(self.values),
-            bootstrap_values=None,
+    def estimate(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        mask: torch.Tensor,
+        in_baseline: torch.Tensor,
+        group_size: int,
+        progress: float,
+        kl_rewards: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
+        bootstrap_values: torch.Tensor | None = None,
+    ) -> tuple[Credit, dict[str, float]]:
+        """This rank's slice of the estimator's result on the rows of all ranks, and `credit/*` metrics.
+
+        Args:
+            trajectories: B of them.
+            mask: (B, T) positions that estimators see.
+            in_baseline: (B,) bool; the rows of the others get advantage 0.
+            group_size: trajectories of one prompt, which are consecutive rows.
+            progress: share of the run that is over.
+            kl_rewards: (B, T) the KL penalty as a reward; None with the KL term in the loss.
+            values: (B, T) the critic's; None without a critic.
+            bootstrap_values: (B,) the critic's value after the last token of truncated rows, 0 for the others.
+        """
+        process_weight = self.args.process_reward_weight
+        process_weight *= schedule_factor(self.args.process_reward_schedule, progress)
+        weights = {"process": process_weight, "outcome": self.args.outcome_reward_weight}
+        weighs_parts = self.args.separate_process_advantages or self.estimator.weighs_parts
+        scales: dict[str, float] = {}
+        if self.args.normalize_process_rewards:
+            scales = source_scales(gather_object(source_values(trajectories)))
+        first = self.accelerator.process_index * len(trajectories)
+        local = read_credit_inputs(
+            trajectories,
+            mask=mask,
+            in_baseline=in_baseline,
+            group_ids=torch.arange(first, first + len(trajectories), device=mask.device) // group_size,
+            turn_rewards=weighted_turn_rewards(
+                trajectories, weight=1.0 if weighs_parts else weights["process"], source_scales=scales
+            ),
+            outcome_weight=1.0 if weighs_parts else weights["outcome"],
         )
+        local = dataclasses.replace(
+            local,
+            kl_rewards=kl_rewards,
+            values=values,
+            bootstrap_values=bootstrap_values,
+            settings=credit_settings(self.args),
+        )
+        inputs = gather_credit_inputs(local, self.accelerator)
+        if weighs_parts:
+            credit, parts = self._from_weighted_parts(inputs, weights)
+        else:
+            credit, parts = self._from_rewards(inputs)
+        metrics = {
+            f"credit/{name}_advantage_abs": masked_mean(x.abs(), inputs.mask).item() for name, x in parts.items()
+        }
+        metrics["credit/process_weight"] = process_weight
+        own, length = slice(first, first + len(trajectories)), mask.shape[1]
+        returns = None if credit.returns is None else credit.returns[own, :length].float()
+        return Credit(advantages=credit.advantages[own, :length].float(), returns=returns), metrics
+
+    def _from_rewards(self, inputs: CreditInputs) -> tuple[Credit, dict[str, torch.Tensor]]:
+        """The credit of the sum of all rewards, and (N, T) advantages of its two parts, each estimated alone."""
+        names = ("process", "outcome") if self.estimator.logs_parts else ()
+        parts = {name: self.estimator.estimate(inputs.only(name)).advantages for name in names}
+        credit = self.estimator.estimate(inputs)
+        if inputs.settings.whiten_advantages:
+            credit.advantages = masked_whiten(credit.advantages, inputs.mask)
+        return credit, parts
+
+    def _from_weighted_parts(
+        self, inputs: CreditInputs, weights: dict[str, float]
+    ) -> tuple[Credit, dict[str, torch.Tensor]]:
+        """The weighted sum of the advantages of both parts, each estimated alone, and these (N, T) parts."""
+        parts = {name: weights[name] * self.estimator.estimate(inputs.only(name)).advantages for name in weights}
+        return Credit(advantages=parts["process"] + parts["outcome"]), parts
+
+    def kl_penalties(
+        self, old: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, *, beta: float
+    ) -> tuple[torch.Tensor, float]:
+        """(B, T) -beta * k1 on the estimators' positions, and the mean k1 over those of all ranks.
+
+        Args:
+            old: (B, T) log-probs under the policy that sampled.
+            reference: (B, T) log-probs under the reference policy.
+            mask: (B, T) bool.
+            beta: weight of the penalty, not 0.
+        """
+        penalties = kl_in_reward(torch.zeros_like(old), old, reference, mask, beta=beta)
+        sums = self.accelerator.reduce(torch.stack([penalties.sum(), mask.sum().to(penalties)]), reduction="sum")
+        return penalties, (-sums[0] / beta / sums[1].clamp(min=1)).item()
 
 
-@dataclass(kw_only=True)
-class Credit:
-    """What an estimator returns: (N, T) tensors, 0 outside the mask."""
-
-    advantages: torch.Tensor
-    returns: torch.Tensor | None = None
-    """The critic's targets."""
+def credit_settings(args: MultiTurnConfig) -> CreditSettings:
+    """What of the arguments estimators read. Those that only the PPO trainer has keep their defaults elsewhere."""
+    names = [item.name for item in dataclasses.fields(CreditSettings)]
+    return CreditSettings(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
 
 # -------------------------------------------------------------------- reading trajectories
@@ -141,7 +186,8 @@ def read_credit_inputs(
     trajectories: Sequence[Trajectory],
     *,
     mask: torch.Tensor,
-    lost: torch.Tensor,
+    in_baseline: torch.Tensor,
+    group_ids: torch.Tensor,
     turn_rewards: list[list[float]],
     outcome_weight: float,
 ) -> CreditInputs:
@@ -149,8 +195,9 @@ def read_credit_inputs(
 
     Args:
         trajectories: B of them.
-        mask: (B, T) positions that estimators see; rows of `lost` trajectories are emptied here.
-        lost: (B,) bool, trajectories that leave every baseline.
+        mask: (B, T) positions that estimators see; rows outside the baseline are emptied here.
+        in_baseline: (B,) bool.
+        group_ids: (B,) which prompt.
         turn_rewards: per trajectory one (weighted) value per turn.
         outcome_weight: factor of the outcome.
     """
@@ -167,12 +214,13 @@ def read_credit_inputs(
     ]
     outcome_rewards = torch.tensor([outcome_weight * t.outcome_reward for t in trajectories], device=device)
     return CreditInputs(
-        mask=mask.bool() & ~lost.unsqueeze(1),
+        mask=mask.bool() & in_baseline.unsqueeze(1),
         turn_ids=pad_right([t.turn_ids for t in trajectories], -1, length=length, dtype=torch.long).to(device),
-        process=on_tokens(process),
-        outcome=on_tokens(outcome),
+        group_ids=group_ids,
+        process_token_rewards=on_tokens(process),
+        outcome_token_rewards=on_tokens(outcome),
         turn_rewards=pad_right(turn_rewards, 0.0, length=width, dtype=torch.float32).to(device),
-        outcome_rewards=outcome_rewards.float().masked_fill(lost, float("nan")),
+        outcome_rewards=outcome_rewards.float().masked_fill(~in_baseline, float("nan")),
         anchor_ids=pad_right([anchors(t) for t in trajectories], -1, length=width, dtype=torch.long).to(device),
     )
 
@@ -196,7 +244,7 @@ def gather_credit_inputs(inputs: CreditInputs, accelerator: Any) -> CreditInputs
     gathered = {}
     for item in dataclasses.fields(inputs):
         tensor = getattr(inputs, item.name)
-        if tensor is None:
+        if not isinstance(tensor, torch.Tensor):
             continue
         dtype = tensor.dtype
         if dtype == torch.bool:
@@ -204,135 +252,4 @@ def gather_credit_inputs(inputs: CreditInputs, accelerator: Any) -> CreditInputs
         if tensor.dim() == 2:
             tensor = accelerator.pad_across_processes(tensor, dim=1, pad_index=padding.get(item.name, 0))
         gathered[item.name] = accelerator.gather(tensor).to(dtype)
-    return CreditInputs(**gathered)
-
-
-# -------------------------------------------------------------------- estimators
-
-
-def _broadcast(compute: Callable[[CreditInputs, torch.Tensor, Any], torch.Tensor]) -> Callable[..., Credit]:
-    """An estimator of one number per trajectory, spread over its tokens."""
-
-    def estimate(inputs: CreditInputs, group_ids: torch.Tensor, args: Any) -> Credit:
-        advantages = compute(inputs, group_ids, args).unsqueeze(1)  # (N, 1)
-        return Credit(advantages=torch.where(inputs.mask, advantages, 0.0))
-
-    return estimate
-
-
-def _reinforce_pp(inputs: CreditInputs, group_ids: torch.Tensor, args: Any) -> Credit:
-    return Credit(advantages=compute_reinforce_pp_advantages(inputs.token_rewards, inputs.mask, gamma=args.gamma))
-
-
-def _reinforce_pp_baseline(inputs: CreditInputs, group_ids: torch.Tensor, args: Any) -> Credit:
-    return Credit(
-        advantages=compute_reinforce_pp_baseline_advantages(
-            inputs.returns, group_ids, inputs.mask, kl_rewards=inputs.kl_rewards, gamma=args.gamma
-        )
-    )
-
-
-def _turn_ids(inputs: CreditInputs) -> torch.Tensor:
-    return extend_turn_ids(inputs.turn_ids, inputs.mask)
-
-
-def _turn_grpo(inputs: CreditInputs, group_ids: torch.Tensor, args: Any) -> Credit:
-    return Credit(
-        advantages=compute_turn_group_advantages(
-            inputs.turn_rewards,
-            inputs.outcome_rewards,
-            _turn_ids(inputs),
-            group_ids,
-            gamma_turn=args.gamma_turn,
-            process_weight=1.0,  # both parts are weighted in `estimate_credit`
-        )
-    )
-
-
-def _gigpo(inputs: CreditInputs, group_ids: torch.Tensor, args: Any) -> Credit:
-    turn_rewards = inputs.turn_rewards.clone()
-    last = (inputs.anchor_ids >= 0).sum(dim=1, keepdim=True).clamp(min=1) - 1  # (N, 1)
-    turn_rewards.scatter_add_(1, last, inputs.outcome_rewards.unsqueeze(1))
-    return Credit(
-        advantages=compute_gigpo_advantages(
-            turn_rewards,
-            inputs.anchor_ids,
-            _turn_ids(inputs),
-            group_ids,
-            gamma_turn=args.gamma_turn,
-            step_weight=args.step_weight,
-        )
-    )
-
-
-def _gae(inputs: CreditInputs, group_ids: torch.Tensor, args: Any) -> Credit:
-    assert inputs.values is not None
-    advantages, returns = compute_gae(
-        inputs.token_rewards,
-        inputs.values,
-        inputs.mask,
-        gamma=args.gamma,
-        lam=args.lam,
-        bootstrap_values=inputs.bootstrap_values,
-    )
-    return Credit(advantages=advantages, returns=returns)
-
-
-def _bilevel_gae(inputs: CreditInputs, group_ids: torch.Tensor, args: Any) -> Credit:
-    assert inputs.values is not None
-    advantages, returns = compute_bilevel_gae(
-        inputs.token_rewards,
-        inputs.values,
-        inputs.mask,
-        inputs.turn_ids,
-        gamma_turn=args.gamma_turn,
-        lam_turn=args.lam_turn,
-        gamma=args.gamma,
-        lam=args.lam,
-        bootstrap_values=inputs.bootstrap_values,
-    )
-    return Credit(advantages=advantages, returns=returns)
-
-
-ESTIMATORS: dict[str, Callable[[CreditInputs, torch.Tensor, Any], Credit]] = {
-    "grpo": _broadcast(lambda i, groups, args: compute_group_advantages(i.returns, groups, scale=args.scale_rewards)),
-    "dr_grpo": _broadcast(lambda i, groups, args: compute_group_advantages(i.returns, groups, scale="none")),
-    "rloo": _broadcast(lambda i, groups, args: compute_rloo_advantages(i.returns, groups)),
-    "reinforce_pp": _reinforce_pp,
-    "reinforce_pp_baseline": _reinforce_pp_baseline,
-    "turn_grpo": _turn_grpo,
-    "gigpo": _gigpo,
-    "gae": _gae,
-    "bilevel_gae": _bilevel_gae,
-}
-
-
-def weighs_advantages(args: Any) -> bool:
-    """Whether process and outcome rewards are normalised apart and weighted afterwards (turn-level GRPO always)."""
-    return args.separate_process_advantages or args.advantage_estimator == "turn_grpo"
-
-
-def estimate_credit(
-    inputs: CreditInputs, group_ids: torch.Tensor, args: Any, *, process_weight: float, outcome_weight: float
-) -> tuple[Credit, dict[str, torch.Tensor]]:
-    """Advantages of all rows, and what process and outcome rewards contribute to them.
-
-    Args:
-        inputs: rows of all ranks; rewards carry their weights already unless `weighs_advantages(args)`.
-        group_ids: (N,) which prompt.
-        args: the training arguments (`advantage_estimator` and its parameters).
-        process_weight: weight of the process part where advantages are weighted.
-        outcome_weight: weight of the outcome part where advantages are weighted.
-
-    Returns:
-        the credit, and (N, T) `process` and `outcome` parts as the same estimator sees them alone.
-    """
-    estimate = ESTIMATORS[args.advantage_estimator]
-    parts = {name: estimate(inputs.only(name), group_ids, args).advantages for name in ("process", "outcome")}
-    if weighs_advantages(args):
-        parts = {"process": process_weight * parts["process"], "outcome": outcome_weight * parts["outcome"]}
-        return Credit(advantages=parts["process"] + parts["outcome"]), parts
-    credit = estimate(inputs, group_ids, args)
-    if getattr(args, "whiten_advantages", False):
-        credit.advantages = masked_whiten(credit.advantages, inputs.mask)
-    return credit, parts
+    return dataclasses.replace(inputs, **gathered)

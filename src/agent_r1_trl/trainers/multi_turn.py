@@ -26,6 +26,7 @@ import torch
 from accelerate.utils import gather_object
 from trl import GRPOConfig
 
+from agent_r1_trl.advantages.estimators import Credit
 from agent_r1_trl.environments.factory import env_name, has_own_reward, resolve_env_factory, tool_schemas
 from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.construction import (
@@ -37,8 +38,7 @@ from agent_r1_trl.trainers.construction import (
     trl_dataset,
     trl_reward_funcs,
 )
-from agent_r1_trl.trainers.credit import Credit
-from agent_r1_trl.trainers.estimation import estimate_rows, kl_penalties
+from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.metrics import rollout_metrics, trajectory_record
 from agent_r1_trl.trainers.mismatch import mismatch_metrics, mismatch_ratio
 from agent_r1_trl.trainers.model_card import write_model_card
@@ -105,6 +105,7 @@ class MultiTurnTrainer(RolloutTrainer):
         self.args.use_vllm = self.use_vllm = config.use_vllm
         self.args.mask_truncated_completions = config.mask_truncated_completions
         self.args.reward_weights = config.reward_weights
+        self.credit = CreditEstimator(self.args, self.accelerator)
         self._prepare_rollout()
         self._store = _trajectory_store(config, self.accelerator.process_index)
         self._prepare_layout()
@@ -198,14 +199,12 @@ class MultiTurnTrainer(RolloutTrainer):
             trajectories: B of them.
             critic: `values` (B, T) and `bootstrap_values` (B,), for estimators with a critic.
         """
-        lost = lost_rows(trajectories, self._own_rewards(trajectories)).to(self.accelerator.device)  # (B,)
-        mask = self._credit_mask(output, trajectories).bool() & ~lost.unsqueeze(1)  # (B, T)
-        credit, metrics = estimate_rows(
+        in_baseline = ~lost_rows(trajectories, self._own_rewards(trajectories)).to(self.accelerator.device)  # (B,)
+        mask = self._credit_mask(output, trajectories).bool() & in_baseline.unsqueeze(1)  # (B, T)
+        credit, metrics = self.credit.estimate(
             trajectories,
-            self.args,
-            self.accelerator,
             mask=mask,
-            lost=lost,
+            in_baseline=in_baseline,
             group_size=self._group_size,
             progress=self.state.global_step / max(1, self.state.max_steps),
             kl_rewards=self._kl_rewards(output, mask),
@@ -232,12 +231,8 @@ class MultiTurnTrainer(RolloutTrainer):
             return None
         if output.get("old_per_token_logps") is None:
             output["old_per_token_logps"] = self._old_logps(output)
-        penalties, mean_kl = kl_penalties(
-            output["old_per_token_logps"],
-            output["ref_per_token_logps"],
-            mask,
-            beta=self.beta,
-            accelerator=self.accelerator,
+        penalties, mean_kl = self.credit.kl_penalties(
+            output["old_per_token_logps"], output["ref_per_token_logps"], mask, beta=self.beta
         )
         self._add_metrics({"kl": mean_kl})
         return penalties

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from agent_r1_trl.critic import CRITIC_KINDS
 from agent_r1_trl.trainers.config import MultiTurnConfig
-from agent_r1_trl.trainers.config_checks import PPO_ESTIMATORS, check_choice, check_finite, check_share
+from agent_r1_trl.trainers.config_checks import check_choice, check_finite, check_share
 
 
 @dataclass
@@ -24,13 +24,14 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         ValueError: lam=1.5 must be between 0 and 1. Set lam to a value in that range.
     """
 
-    estimators: ClassVar[tuple[str, ...]] = PPO_ESTIMATORS
+    has_critic: ClassVar[bool] = True
 
     num_generations: int | None = field(
         default=1, metadata={"help": "Trajectories per prompt. The critic is the baseline: 1 is enough."}
     )
     advantage_estimator: str = field(
-        default="gae", metadata={"help": "'gae' over action tokens, or 'bilevel_gae': over turns, then tokens."}
+        default="gae",
+        metadata={"help": "'gae' over action tokens, 'bilevel_gae' over turns, then tokens, or the path of your own."},
     )
     lam: float = field(default=0.95, metadata={"help": "GAE's lambda per action token."})
     lam_turn: float = field(default=0.95, metadata={"help": "GAE's lambda per turn (bilevel_gae)."})

@@ -1,0 +1,100 @@
+"""From `advantage_estimator`, a name, an import path or an object, to a row like those of `ESTIMATORS`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from agent_r1_trl.advantages.estimators import ESTIMATORS, Credit, CreditInputs, Estimator
+
+
+class EstimatorName(str):
+    """The name of an estimator that was given as an object, with its row at hand.
+
+    Configurations hold it where others hold a string: JSON, logs and checkpoints see a plain string.
+    """
+
+    estimator: Estimator
+
+    @classmethod
+    def of(cls, estimator: Estimator) -> EstimatorName:
+        """The name of `estimator`."""
+        name = cls(estimator.name)
+        name.estimator = estimator
+        return name
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EstimatorName:
+        return self
+
+
+def estimator_names(*, needs_critic: bool) -> tuple[str, ...]:
+    """The estimators of the table that read a critic, or those that do without."""
+    return tuple(row.name for row in ESTIMATORS.values() if row.needs_critic is needs_critic)
+
+
+def find_estimator(given: str | Estimator | Callable[[CreditInputs], Credit], *, has_critic: bool) -> Estimator:
+    """The row that `advantage_estimator` stands for.
+
+    Args:
+        given: a name in `ESTIMATORS`; the path of a function or of an `Estimator`, `package.module.name` or
+            `package.module:name`, found in the current directory or among the installed packages; or such an object.
+        has_critic: whether the trainer has a critic, and a plain function so reads its values.
+
+    Raises:
+        ValueError: there is none, or it is no estimator.
+
+    >>> find_estimator("gigpo", has_critic=False).default_gamma_turn
+    0.95
+    """
+    if isinstance(given, EstimatorName):
+        return given.estimator
+    if isinstance(given, str):
+        if given in ESTIMATORS:
+            return ESTIMATORS[given]
+        name, target = str(given), _import_path(given)
+    else:
+        target = given
+        function = getattr(target, "__qualname__", type(target).__name__)
+        name = f"{getattr(target, '__module__', '')}:{function}"
+    if isinstance(target, Estimator):
+        if target.name in ESTIMATORS and target is not ESTIMATORS[target.name]:
+            raise ValueError(
+                f"advantage_estimator: the name {target.name!r} of this Estimator belongs to one of the package's. "
+                "Give it another name."
+            )
+        return target
+    if not callable(target):
+        raise ValueError(
+            f"advantage_estimator={name!r} is a {type(target).__name__}, which cannot be called. Name a function from "
+            "CreditInputs to Credit, or an Estimator."
+        )
+    return Estimator(name=name, compute=target, needs_critic=has_critic)
+
+
+def _import_path(path: str) -> Any:
+    module_name, colon, name = path.rpartition(":")
+    if not colon:
+        module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise ValueError(
+            f"advantage_estimator={path!r} is not one of {', '.join(map(repr, ESTIMATORS))}. Set advantage_estimator "
+            "to one of them, or to the path of your own function, such as my_module.my_estimator."
+        )
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        target: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            target = getattr(target, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"advantage_estimator={path!r} cannot be imported: {error}. Correct the path, or run the command from the "
+            "directory that holds the module."
+        ) from error
+    return target
