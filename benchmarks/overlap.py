@@ -114,7 +114,7 @@ def train(args: argparse.Namespace, *, overlap: bool) -> dict[str, float]:
         try:
             trainer.train()
         finally:
-            trainer.sampler.close()
+            trainer.rollouts.close()
     history = [entry for entry in trainer.state.log_history if "time/rollout_s" in entry]
     columns = {
         "step_s": stopwatch.seconds,

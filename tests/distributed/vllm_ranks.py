@@ -59,7 +59,7 @@ def train(cell, output_dir, url):
     try:
         trainer.train()
     finally:
-        trainer.sampler.close()
+        trainer.rollouts.close()
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 

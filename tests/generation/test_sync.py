@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from agent_r1_trl.generation.sync import SyncError, _Head, default_max_gap, policy_scores, probe_sync
-from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer, rollouts
 from tests.generation.helpers import tiny_model
 from tests.trainers.helpers import make_trainer
 
@@ -114,8 +114,12 @@ def test_mixed_precision_may_differ_by_its_rounding():
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_the_trainer_says_whether_it_computes_in_mixed_precision(tmp_path, monkeypatch, precision):
+    said = []
+    trainer = make_trainer(tmp_path)
     monkeypatch.setattr(Accelerator, "mixed_precision", precision)
-    assert make_trainer(tmp_path).sampler._is_autocast is (precision == "bf16")
+    monkeypatch.setattr(rollouts, "sync_weights", lambda *args, is_autocast, **kwargs: said.append(is_autocast) or {})
+    trainer.rollouts.sync(trainer.model, 0)
+    assert said == [precision == "bf16"]
 
 
 def test_the_head_of_the_loss_is_the_trained_copy_in_its_own_precision():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agent_r1_trl.trainers.rollout_state import ROLLOUT_STATE, load_rollout_state, save_rollout_state
+from agent_r1_trl.trainers.resume import ROLLOUT_STATE, load_rollout_state, save_rollout_state
 from tests.trainers.helpers import PlainEnv, make_trainer
 
 EXACT = ("loss", "grad_norm", "reward", "completions/mean_length", "entropy")

@@ -3,7 +3,7 @@
 import pytest
 from trl.trainer.utils import RepeatSampler
 
-from agent_r1_trl.trainers.data_order import EpochOrder
+from agent_r1_trl.trainers.resume import EpochOrder
 from tests.trainers.helpers import make_trainer, questions
 
 
@@ -36,11 +36,11 @@ def test_a_resumed_run_meets_the_rows_that_were_next(tmp_path, save_steps):
         trainer = make_trainer(tmp_path, **options)
         met = seen.setdefault(name, [])
 
-        def play(examples, met=met, roll_out=trainer._roll_out):
-            met.append([example["id"] for example in examples])
-            return roll_out(examples)
+        def play(rows, *args, met=met, play=trainer.rollouts.play):
+            met.append([row["id"] for row in rows])
+            return play(rows, *args)
 
-        trainer._roll_out = play
+        trainer.rollouts.play = play
         trainer.train(resume_from_checkpoint=checkpoint)
     assert len(seen["whole"]) == 5
     assert seen["resumed"] == seen["whole"][save_steps:]

@@ -58,7 +58,7 @@ def test_evaluation_plays_the_same_rollout_and_changes_nothing(tmp_path):
     assert first["eval_reward"] == second["eval_reward"], "every evaluation draws alike"
     assert all(torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())
     assert [item.split for item in read_records(tmp_path)] == ["eval"] * 8
-    assert all(request.params.temperature == 0.0 for request in trainer.sampler.runner.generator.requests)
+    assert all(request.params.temperature == 0.0 for request in trainer.rollouts.runner.generator.requests)
 
 
 def weights_after(tmp_path, **options):
@@ -97,7 +97,7 @@ def test_lora_trains_the_adapter_and_samples_from_it(tmp_path):
     assert any(value.abs().max() > 0 for name, value in after.items() if "lora_B" in name)
     # The sampler's log-probabilities are the adapted policy's, not the base model's.
     rows = [dict(row) for row in questions(4)] * 2
-    trajectory = trainer._roll_out(rows).trajectories[0]
+    trajectory = trainer.rollouts.play(rows, trainer.model_wrapped, trainer._position())[0].trajectories[0]
     ids = torch.tensor([trajectory.prompt_ids + trajectory.completion_ids])
     with torch.no_grad():
         adapted = torch.log_softmax(trainer.model.eval()(input_ids=ids).logits[0, :-1].float(), -1)
@@ -113,7 +113,7 @@ def test_lora_trains_the_adapter_and_samples_from_it(tmp_path):
 def test_group_estimators_differ_by_what_they_divide_by(tmp_path, estimator):
     trainer = make_trainer(tmp_path, advantage_estimator=estimator)
     batch = scored_batch(trainer)
-    returns = trainer._rewards_per_func.sum(1).double()
+    returns = torch.tensor([item.total_reward for item in trainer.last_trajectories]).double()
     groups = returns.view(-1, 4)
     centred = groups - groups.mean(1, keepdim=True)
     expected = {

@@ -4,8 +4,8 @@ import gc
 
 import psutil
 
-from agent_r1_trl.trainers import rollout_step
-from agent_r1_trl.trainers.host_memory import release_free_memory
+from agent_r1_trl.trainers import rollouts
+from agent_r1_trl.trainers.rollouts import release_free_memory
 from tests.trainers.helpers import make_trainer
 
 
@@ -25,6 +25,6 @@ def test_holes_between_live_blocks_are_given_back():
 
 def test_every_rollout_on_a_cpu_gives_back(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr(rollout_step, "release_free_memory", lambda: calls.append(None))
+    monkeypatch.setattr(rollouts, "release_free_memory", lambda: calls.append(None))
     make_trainer(tmp_path, max_steps=4, num_iterations=2).train()
     assert len(calls) == 2

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.trainers import MultiTurnGRPOConfig
-from agent_r1_trl.trainers.overlap import Lookahead
+from agent_r1_trl.trainers.rollouts import Lookahead
 from tests.trainers.helpers import AddEnv, make_trainer, questions
 
 OVERLAP = {"overlap_rollout": True}
@@ -53,7 +53,7 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trained_on.append([(t.prompt_messages, t.completion_ids) for t in self.trainer.last_trajectories])
-        self.has_next.append(self.trainer._next_rollout is not None)
+        self.has_next.append(self.trainer.rollouts.upcoming is not None)
 
 
 def watched(tmp_path, **options):
@@ -112,20 +112,20 @@ class HeldEnv(AddEnv):
 def held(tmp_path, monkeypatch, update):
     """A trainer whose next rollout is held from its start to the end of `update(number of trajectories playing)`."""
     trainer, _ = watched(tmp_path, env=HeldEnv, **OVERLAP)
-    begin, loss = trainer._start_next_rollout, trainer._compute_loss
+    begin, loss = trainer.rollouts._start_upcoming, trainer._compute_loss
     HeldEnv.gate.set()
 
-    def begin_held():
+    def begin_held(position):
         HeldEnv.gate.clear()
-        begin()
+        begin(position)
 
     def compute_loss(*args):
-        wait_until(lambda: HeldEnv.playing == (8 if trainer._next_rollout else 0))
+        wait_until(lambda: HeldEnv.playing == (8 if trainer.rollouts.upcoming else 0))
         update(HeldEnv.playing)
         HeldEnv.gate.set()
         return loss(*args)
 
-    monkeypatch.setattr(trainer, "_start_next_rollout", begin_held)
+    monkeypatch.setattr(trainer.rollouts, "_start_upcoming", begin_held)
     monkeypatch.setattr(trainer, "_compute_loss", compute_loss)
     return trainer
 
@@ -150,7 +150,7 @@ def test_a_run_that_fails_ends_the_rollout_under_way(tmp_path, monkeypatch):
     trainer = held(tmp_path, monkeypatch, fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.train()
-    assert trainer._next_rollout is None
+    assert trainer.rollouts.upcoming is None
     wait_until(lambda: HeldEnv.playing == 0)
 
 

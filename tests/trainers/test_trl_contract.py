@@ -8,10 +8,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer
 
+from agent_r1_trl.environments.factory import resolve_env_factory
 from agent_r1_trl.trainers.config import UNSUPPORTED_OPTIONS
-from agent_r1_trl.trainers.construction import trl_arguments
+from agent_r1_trl.trainers.construction import trl_rewards
 from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_args, make_policy, make_trainer, questions, scored_batch
+from tests.trainers.helpers import PlainEnv, make_args, make_policy, make_trainer, questions, scored_batch
 
 
 def source(name):
@@ -107,7 +108,7 @@ def test_attributes_that_are_read_exist(tmp_path):
     for name in (
         "_metrics", "_tokenizer", "_is_vlm", "eos_token_ids", "reward_weights", "reward_func_names", "reward_funcs",
         "num_generations", "num_generations_eval", "model_wrapped", "accelerator", "state", "_step",
-        "_buffered_inputs",
+        "_buffered_inputs", "current_gradient_accumulation_steps",
         "use_vllm", "beta", "ref_model", "aux_loss_enabled", "num_iterations",
     ):  # fmt: skip
         assert hasattr(trainer, name), name
@@ -121,7 +122,7 @@ def test_every_refused_option_is_still_an_option():
 def test_the_trainer_keeps_vllm_out_of_trls_hands(tmp_path):
     args = make_args(tmp_path)
     args.use_vllm = True
-    copied = trl_arguments(args, num_reward_funcs=0, has_own_reward=True)
+    _, copied = trl_rewards([], args, [], resolve_env_factory(PlainEnv))
     assert (copied.use_vllm, args.use_vllm) == (False, True)
 
 

@@ -56,9 +56,9 @@ def test_grpo_trains_with_vllm_in_process(tmp_path, peft_config):
     trainer = make_vllm_trainer(tmp_path, peft_config=peft_config)
     try:
         check_two_steps(trainer)
-        assert isinstance(trainer.sampler.runner.generator, VLLMGenerator)
+        assert isinstance(trainer.rollouts.runner.generator, VLLMGenerator)
     finally:
-        trainer.sampler.close()
+        trainer.rollouts.close()
     assert torch.isfinite(torch.tensor(trainer.state.log_history[0]["loss"]))
 
 
@@ -70,7 +70,7 @@ def test_a_sampler_left_behind_stops_the_run(tmp_path, monkeypatch):
             trainer.train()
         assert trainer.state.global_step == 1, "the first rollout was fine"
     finally:
-        trainer.sampler.close()
+        trainer.rollouts.close()
 
 
 def only_at_the_start(update):
@@ -119,7 +119,7 @@ def on(url):
 def test_grpo_trains_with_a_server(tmp_path, server, peft_config):
     trainer = make_vllm_trainer(tmp_path, peft_config=peft_config, **on(server))
     check_two_steps(trainer)
-    trainer.sampler.close()
+    trainer.rollouts.close()
 
 
 def test_grpo_trains_with_a_server_that_gets_the_adapter_alone(tmp_path, lora_server, monkeypatch):
@@ -130,7 +130,7 @@ def test_grpo_trains_with_a_server_that_gets_the_adapter_alone(tmp_path, lora_se
     trainer = make_vllm_trainer(tmp_path, peft_config=LORA, **on(lora_server))
     check_two_steps(trainer)
     assert [folder.name.split("-")[-1] for folder in (tmp_path / ADAPTER_FOLDER).iterdir()] == ["2"]
-    trainer.sampler.close()
+    trainer.rollouts.close()
 
 
 # -------------------------------------------------------------------- PPO
@@ -168,7 +168,7 @@ def test_ppo_trains_with_vllm_in_process_and_a_critic_in_an_adapter(tmp_path, mo
     try:
         check_two_steps(trainer)
     finally:
-        trainer.sampler.close()
+        trainer.rollouts.close()
     check_no_critic(syncs, trainer)
 
 
@@ -176,7 +176,7 @@ def test_ppo_trains_with_a_server_and_a_critic_of_its_own(tmp_path, server, monk
     syncs = spy_on(monkeypatch, VLLMServerGenerator, "_send")
     trainer = make_vllm_trainer(tmp_path, critic="model", **PPO, **on(server))
     check_two_steps(trainer)
-    trainer.sampler.close()
+    trainer.rollouts.close()
     check_no_critic(syncs, trainer)
 
 
@@ -190,7 +190,7 @@ def test_ppo_sends_the_policys_adapter_without_the_critics(tmp_path, lora_server
     )
     trainer = make_vllm_trainer(tmp_path, peft_config=LORA, critic="adapter", **PPO, **on(lora_server))
     check_two_steps(trainer)
-    trainer.sampler.close()
+    trainer.rollouts.close()
     assert len(written) == 2
     present = {name.replace(".default.", ".") for name, _ in trainer.model.named_parameters() if ".default." in name}
     for tensors in written:
@@ -205,7 +205,7 @@ def test_an_overlapped_rollout_is_one_step_old_and_its_ratio_says_so(tmp_path):
     try:
         trainer.train()
     finally:
-        trainer.sampler.close()
+        trainer.rollouts.close()
     first, second = (entry for entry in trainer.state.log_history if "sampling/staleness" in entry)
     assert (first["sampling/staleness"], second["sampling/staleness"]) == (0, 1)
     assert first["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=1e-3)

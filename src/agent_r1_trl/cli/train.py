@@ -241,7 +241,7 @@ def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
     finally:
         progress.stop()
         if trainer.env_factory is not None:
-            trainer.sampler.close()
+            trainer.rollouts.close()
 
 
 def _use_rich_progress(trainer: Any, args: Any, console: Console) -> Any:

@@ -1,56 +1,74 @@
-"""What one trajectory may spend. All lengths are tokens of the model."""
+"""What one trajectory may spend. All lengths are tokens of the model.
+
+`RolloutSettings` defines and checks every limit once; the trainers' configurations and `agent-r1-trl eval` inherit it.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
-@dataclass(kw_only=True, frozen=True)
-class RolloutLimits:
-    """Limits of a rollout.
+@dataclass(kw_only=True)
+class RolloutSettings:
+    """The limits that a user sets."""
 
-    Raises:
-        ValueError: names the limit, its value, the rule and the cure.
-    """
+    max_turns: int = field(
+        default=8,
+        metadata={
+            "help": "Maximum number of assistant turns per trajectory. Tool calls of the last turn are still executed "
+            "and rewarded."
+        },
+    )
+    max_completion_length: int | None = field(
+        default=2048,
+        metadata={
+            "help": "Maximum number of tokens per trajectory after the prompt: everything that the model samples and "
+            "everything that tools and the template add."
+        },
+    )
+    max_tokens_per_turn: int | None = field(
+        default=None,
+        metadata={
+            "help": "Maximum number of tokens that the model may sample in one turn. None: what is left of "
+            "`max_completion_length`."
+        },
+    )
+    max_observation_tokens: int = field(
+        default=1024,
+        metadata={
+            "help": "Maximum number of tokens of observation text after one turn. Longer text is cut with a note."
+        },
+    )
+    max_invalid_calls: int = field(
+        default=2,
+        metadata={
+            "help": "How many unusable turns in a row (malformed or unknown calls) are answered with feedback. One "
+            "more ends the trajectory."
+        },
+    )
+    max_concurrency: int = field(
+        default=256, metadata={"help": "Maximum number of trajectories that are played at once, per process."}
+    )
+    rollout_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds after which a trajectory is stopped, not counting its wait for a free place; scoring it "
+            "may take as long again. None: no limit."
+        },
+    )
 
-    max_turns: int = 8
-    """Assistant turns; the calls of the last one are still executed and rewarded."""
-    max_completion_length: int = 2048
-    """Everything after the prompt, tool text included. A turn may ask for what is left of it."""
-    max_tokens_per_turn: int | None = None
-    """Sampled in one turn. None: what is left of `max_completion_length`."""
-    max_observation_tokens: int = 1024
-    """Text of the observations after one turn (the template's glue not counted)."""
-    max_invalid_calls: int = 2
-    """Unusable turns in a row that are answered with feedback; one more ends the trajectory."""
-    max_concurrency: int = 256
-    """Trajectories in flight at once."""
-    rollout_timeout: float | None = None
-    """Seconds for one trajectory, from its start (not counting the wait for a free place); scoring it may take as long
-    again. None: no limit."""
-    max_model_length: int | None = None
-    """Prompt and completion together. None: no limit of its own."""
+    def check_limits(self) -> None:
+        """Check the limits.
 
-    def __post_init__(self) -> None:
-        for name, minimum, optional in (
-            ("max_turns", 1, False),
-            ("max_completion_length", 1, False),
-            ("max_tokens_per_turn", 1, True),
-            ("max_observation_tokens", 1, False),
-            ("max_invalid_calls", 0, False),
-            ("max_concurrency", 1, False),
-            ("max_model_length", 2, True),
-        ):
-            value = getattr(self, name)
-            if value is None and optional:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                none = ", or None" if optional else ""
-                raise ValueError(
-                    f"{name}={value!r} must be a whole number >= {minimum}{none}. Set {name} accordingly."
-                )
+        Raises:
+            ValueError: names the limit, its value, the rule and the cure.
+        """
+        for name in ("max_turns", "max_observation_tokens", "max_concurrency", "max_completion_length"):
+            check_whole_number(name, getattr(self, name))
+        check_whole_number("max_invalid_calls", self.max_invalid_calls, minimum=0)
+        check_whole_number("max_tokens_per_turn", self.max_tokens_per_turn, is_optional=True)
         timeout = self.rollout_timeout
         if timeout is not None and (
             isinstance(timeout, bool)
@@ -58,22 +76,60 @@ class RolloutLimits:
             or not math.isfinite(timeout)
             or timeout <= 0
         ):
-            raise ValueError(f"rollout_timeout={timeout!r} must be seconds > 0, or None for no limit.")
+            raise ValueError(
+                f"rollout_timeout={timeout!r} must be a number of seconds > 0. Set rollout_timeout to one, or to None "
+                "for no limit."
+            )
+
+    def rollout_limits(self, max_model_length: int | None = None) -> RolloutLimits:
+        """These limits, with that of the model."""
+        values = {item.name: getattr(self, item.name) for item in fields(RolloutSettings)}
+        return RolloutLimits(**values, max_model_length=max_model_length)
+
+
+@dataclass(kw_only=True)
+class RolloutLimits(RolloutSettings):
+    """The limits of a rollout.
+
+    Raises:
+        ValueError: names the limit, its value, the rule and the cure.
+    """
+
+    max_model_length: int | None = None
+    """Maximum number of tokens of prompt and completion together. None: no limit of its own."""
+
+    def __post_init__(self) -> None:
+        self.check_limits()
+        check_whole_number("max_model_length", self.max_model_length, minimum=2, is_optional=True)
 
     def room(self, num_prompt_tokens: int, num_completion_tokens: int) -> int:
-        """Tokens that still fit into the trajectory; <= 0 when it is full."""
+        """Number of tokens that still fit into the trajectory; <= 0 when it is full."""
+        assert self.max_completion_length is not None
         room = self.max_completion_length - num_completion_tokens
         if self.max_model_length is not None:
             room = min(room, self.max_model_length - num_prompt_tokens - num_completion_tokens)
         return room
 
     def turn_budget(self, num_prompt_tokens: int, num_completion_tokens: int) -> int:
-        """Tokens that the next turn may sample; <= 0 when the trajectory is full."""
+        """Number of tokens that the next turn may sample; <= 0 when the trajectory is full."""
         room = self.room(num_prompt_tokens, num_completion_tokens)
         return room if self.max_tokens_per_turn is None else min(room, self.max_tokens_per_turn)
 
 
+def check_whole_number(name: str, value: Any, *, minimum: int = 1, is_optional: bool = False) -> None:
+    """Refuse what is no whole number from `minimum` on.
+
+    Raises:
+        ValueError: names the value, the rule and the cure.
+    """
+    if value is None and is_optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        none = ", or None" if is_optional else ""
+        raise ValueError(f"{name}={value!r} must be a whole number >= {minimum}{none}. Set {name} to such a value.")
+
+
 def context_length(config: Any) -> int | None:
-    """Positions of a model, as its configuration says; None if it does not."""
+    """Number of positions of a model, as its configuration says; None if it does not."""
     length = getattr(config, "max_position_embeddings", None)
     return length if isinstance(length, int) and length > 1 else None

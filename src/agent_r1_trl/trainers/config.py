@@ -13,6 +13,7 @@ from trl import GRPOConfig
 
 from agent_r1_trl.advantages.estimators import Estimator
 from agent_r1_trl.advantages.lookup import estimator_names, find_estimator
+from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings
 from agent_r1_trl.trainers.config_checks import check_config
 
 UNSUPPORTED_OPTIONS: dict[str, tuple[Any, str]] = {
@@ -29,30 +30,12 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[Any, str]] = {
 
 
 @dataclass
-class MultiTurnConfig(GRPOConfig):
+class MultiTurnConfig(RolloutSettings, GRPOConfig):
     """What both multi-turn trainers share. A plain `GRPOConfig` is accepted too: see `from_grpo_config`."""
 
-    # ---- rollout
-    max_turns: int = field(
-        default=8, metadata={"help": "Assistant turns per trajectory; the last one's tool calls are still executed."}
-    )
-    max_tokens_per_turn: int | None = field(
-        default=None,
-        metadata={
-            "help": "Tokens the model may sample in one turn. None: what is left of `max_completion_length`, the "
-            "budget of the whole trajectory, tool text included."
-        },
-    )
-    max_observation_tokens: int = field(
-        default=1024, metadata={"help": "Tokens of observation text after one turn; longer text is cut with a note."}
-    )
-    max_invalid_calls: int = field(
-        default=2,
-        metadata={"help": "Unusable turns in a row (malformed or unknown calls) that are answered with feedback."},
-    )
-    max_concurrency: int = field(default=256, metadata={"help": "Trajectories in flight at once, per process."})
-    rollout_timeout: float | None = field(
-        default=None, metadata={"help": "Seconds after which a trajectory is stopped. None: no limit."}
+    # ---- rollout (and the limits of `RolloutSettings`)
+    max_completion_length: int | None = field(  # the default is TRL's
+        default=512, metadata=RolloutSettings.__dataclass_fields__["max_completion_length"].metadata
     )
     thinking: str = field(
         default="keep",
@@ -65,7 +48,7 @@ class MultiTurnConfig(GRPOConfig):
         default=None, metadata={"help": "Temperature in evaluation; 0 is greedy. None: the training temperature."}
     )
     generation_batch_rows: int = field(
-        default=64, metadata={"help": "Most requests that one forward of the transformers back end serves."}
+        default=64, metadata={"help": "Maximum number of requests per forward pass of the transformers generator."}
     )
     vllm_server_urls: list[str] | None = field(
         default=None,
@@ -204,6 +187,18 @@ class MultiTurnConfig(GRPOConfig):
             ValueError: names the flag, its value, the rule and the cure.
         """
         check_config(self)
+
+    def rollout_limits(self, max_model_length: int | None = None) -> RolloutLimits:
+        """These limits, with those that TRL's own arguments set.
+
+        Args:
+            max_model_length: positions of the model; None if it does not say.
+        """
+        lengths = [max_model_length, self.vllm_max_model_length if self.use_vllm else None]
+        limits = super().rollout_limits(min((length for length in lengths if length is not None), default=None))
+        if self.max_tool_calling_iterations is not None:
+            limits.max_turns = min(limits.max_turns, self.max_tool_calling_iterations + 1)
+        return limits
 
     @classmethod
     def from_grpo_config(cls, args: GRPOConfig) -> MultiTurnConfig:

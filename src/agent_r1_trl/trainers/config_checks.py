@@ -17,14 +17,13 @@ from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import EstimatorName, estimator_names, find_estimator
 from agent_r1_trl.generation.vllm.find_servers import check_urls
 from agent_r1_trl.update.importance import UNITS
+from agent_r1_trl.update.layout import PACKED_LAYOUTS, UPDATE_LAYOUTS
 
 if TYPE_CHECKING:
     from agent_r1_trl.trainers.config import MultiTurnConfig
 
 TRUNCATION_POLICIES = ("keep", "mask", "penalise")
 RECORD_FORMATS = ("jsonl", "parquet", "none")
-UPDATE_LAYOUTS = ("padded", "grouped", "packed", "shared")
-PACKED_LAYOUTS = ("packed", "shared")
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -34,7 +33,8 @@ def check_config(config: MultiTurnConfig) -> None:
     Raises:
         ValueError: names the flag, its value, the rule and the cure.
     """
-    check_budgets(config)
+    config.check_limits()
+    check_positive_int(config, "generation_batch_rows")
     check_serving(config)
     check_overlap(config)
     settle_truncated_trajectories(config)
@@ -53,23 +53,6 @@ def check_config(config: MultiTurnConfig) -> None:
 
 
 # -------------------------------------------------------------------- rollout
-
-
-def check_budgets(config: MultiTurnConfig) -> None:
-    """What a trajectory may spend, and how many play at once."""
-    check_positive_int(config, "max_turns", "max_observation_tokens", "max_concurrency", "generation_batch_rows")
-    if config.max_tokens_per_turn is not None:
-        check_positive_int(config, "max_tokens_per_turn")
-    check_positive_int(config, "max_invalid_calls", minimum=0)
-    if config.max_completion_length is None or config.max_completion_length < 1:
-        raise ValueError(
-            f"max_completion_length={config.max_completion_length} must be at least 1: it is the token budget of "
-            "the whole trajectory, tool text included. Set max_completion_length, for example 2048."
-        )
-    if config.rollout_timeout is not None and not (
-        isinstance(config.rollout_timeout, int | float) and config.rollout_timeout > 0
-    ):
-        raise ValueError(f"rollout_timeout={config.rollout_timeout!r} must be seconds > 0, or None for no limit.")
 
 
 def check_eval_temperature(config: MultiTurnConfig) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 from datasets import Dataset
 
+from agent_r1_trl.environments.factory import EnvFactory, has_own_reward
 from agent_r1_trl.trainers.config import MultiTurnConfig
-from agent_r1_trl.trainers.scoring import environment_reward
+from agent_r1_trl.trainers.rewards import environment_reward
 
 
 def as_list(functions: Any) -> list[Any]:
@@ -22,46 +23,46 @@ def as_list(functions: Any) -> list[Any]:
     return list(functions) if isinstance(functions, list | tuple) else [functions]
 
 
-def trl_arguments(config: MultiTurnConfig, *, num_reward_funcs: int, has_own_reward: bool) -> MultiTurnConfig:
-    """The copy of the arguments that TRL sees: without an engine of its own, with a weight for the environment.
-
-    Args:
-        config: the user's.
-        num_reward_funcs: how many reward functions the user gave.
-        has_own_reward: whether `environment_reward` stands in front of them.
-
-    Raises:
-        ValueError: if there are more or fewer weights than functions.
-    """
-    args = copy.copy(config)
-    args.use_vllm = False
-    args.mask_truncated_completions = False
-    if args.reward_weights is not None:
-        if len(args.reward_weights) != num_reward_funcs:
-            raise ValueError(
-                f"reward_weights={args.reward_weights} has {len(args.reward_weights)} entries for "
-                f"{num_reward_funcs} reward_funcs: give one weight per function of yours (the environment's own "
-                "reward always counts 1)."
-            )
-        if has_own_reward:
-            args.reward_weights = [1.0, *args.reward_weights]
-    return args
+def default_output_dir(model: Any, trainer_name: str) -> str:
+    """TRL's: the name of the model and that of the trainer."""
+    name = model if isinstance(model, str) else model.config._name_or_path
+    return f"{name.split('/')[-1]}-{trainer_name}"
 
 
-def trl_reward_funcs(reward_funcs: Sequence[Callable], *, has_own_reward: bool) -> list[Any]:
-    """The reward functions that TRL sees: the environment's return first, if it has one.
+TRL_CHANGES = ("use_vllm", "mask_truncated_completions", "reward_weights")
+"""Arguments that TRL's constructor sees with other values than the user's."""
+
+
+def trl_rewards(
+    reward_funcs: list[Any], config: MultiTurnConfig, turn_reward_funcs: Sequence[Callable], env_factory: EnvFactory
+) -> tuple[list[Any], MultiTurnConfig]:
+    """The reward functions and arguments that TRL sees.
+
+    The environment's return comes first, with a weight of 1, if there is one. TRL makes no engine of its own, and does
+    not mask truncated completions a second time.
 
     Raises:
-        ValueError: if nothing scores a trajectory.
+        ValueError: nothing scores a trajectory, or there are more or fewer weights than functions.
     """
-    if has_own_reward:
-        return [environment_reward, *reward_funcs]
-    if not reward_funcs:
+    has_own = bool(turn_reward_funcs) or has_own_reward(env_factory)
+    if not has_own and not reward_funcs:
         raise ValueError(
             "No reward source: tools= are plain functions and earn nothing. Pass reward_funcs= (or "
             "turn_reward_funcs=), or env= with an outcome_reward."
         )
-    return list(reward_funcs)
+    args = copy.copy(config)
+    args.use_vllm = False
+    args.mask_truncated_completions = False
+    if args.reward_weights is not None:
+        if len(args.reward_weights) != len(reward_funcs):
+            raise ValueError(
+                f"reward_weights={args.reward_weights} has {len(args.reward_weights)} entries for "
+                f"{len(reward_funcs)} reward_funcs. Give one weight per function of yours (the environment's own "
+                "reward always counts 1)."
+            )
+        if has_own:
+            args.reward_weights = [1.0, *args.reward_weights]
+    return ([environment_reward, *reward_funcs] if has_own else reward_funcs), args
 
 
 def trl_dataset(train_dataset: Any, config: MultiTurnConfig) -> Any:
@@ -124,3 +125,12 @@ def check_rows(rows: Sequence[dict[str, Any]]) -> None:
             "The data set has an 'image' or 'images' column with content: images together with tools are not "
             "supported. Remove the column, or train without env= and tools=."
         )
+
+
+def trajectory_store(config: MultiTurnConfig, rank: int) -> Any:
+    """Where this rank's trajectories are written; None where they are not."""
+    if config.record_trajectories == "none":
+        return None
+    from agent_r1_trl.recording import TrajectoryStore
+
+    return TrajectoryStore(config.output_dir, format=config.record_trajectories, rank=rank)

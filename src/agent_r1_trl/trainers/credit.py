@@ -20,7 +20,6 @@ from accelerate.utils import gather_object
 from agent_r1_trl.advantages import masked_mean, masked_whiten
 from agent_r1_trl.advantages.estimators import Credit, CreditInputs, CreditSettings
 from agent_r1_trl.trainers.config import MultiTurnConfig
-from agent_r1_trl.trainers.turn_rewards import schedule_factor
 from agent_r1_trl.trajectory import Message, Trajectory
 from agent_r1_trl.update.batching import pad_right
 from agent_r1_trl.update.losses import kl_in_reward
@@ -253,3 +252,21 @@ def gather_credit_inputs(inputs: CreditInputs, accelerator: Any) -> CreditInputs
             tensor = accelerator.pad_across_processes(tensor, dim=1, pad_index=padding.get(item.name, 0))
         gathered[item.name] = accelerator.gather(tensor).to(dtype)
     return dataclasses.replace(inputs, **gathered)
+
+
+def schedule_factor(schedule: str, progress: float) -> float:
+    """1 at the start of a run; with `linear` and `cosine` 0 at its end.
+
+    Args:
+        schedule: `constant`, `linear` or `cosine`.
+        progress: share of the run that is over.
+
+    >>> schedule_factor("linear", 0.25), schedule_factor("constant", 0.25)
+    (0.75, 1.0)
+    """
+    progress = min(1.0, max(0.0, progress))
+    if schedule == "linear":
+        return 1.0 - progress
+    if schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    return 1.0

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from agent_r1_trl.environments.factory import env_name, tool_schemas
+
 if TYPE_CHECKING:
     from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 
@@ -90,7 +92,11 @@ def _body(trainer: MultiTurnTrainer, model_name: str | None, base_model: str | N
         "The chat template saved with the tokenizer is the one it was trained with.",
     ]
     if trainer.env_factory is not None:
-        sections += [f"## Environment\n\n`{trainer.env_name}`", _tools_section(trainer), _settings_section(trainer)]
+        sections += [
+            f"## Environment\n\n`{env_name(trainer.env_factory)}`",
+            _tools_section(trainer),
+            _settings_section(trainer),
+        ]
     sections += [
         _metrics_section(trainer.state.log_history),
         _papers_section(trainer.args.advantage_estimator),
@@ -100,7 +106,7 @@ def _body(trainer: MultiTurnTrainer, model_name: str | None, base_model: str | N
 
 
 def _tools_section(trainer: MultiTurnTrainer) -> str:
-    schemas = trainer.tool_schemas
+    schemas = tool_schemas(trainer.env_factory) if trainer.env_factory is not None else []
     if not schemas:
         return "## Tools\n\nNone."
     lines = ["## Tools"]

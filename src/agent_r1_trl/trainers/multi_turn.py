@@ -1,57 +1,88 @@
-"""TRL's GRPO trainer with its generation step replaced by our rollout: the base of the multi-turn trainers.
+"""`MultiTurnTrainer`: TRL's GRPO trainer, whose generation step is a rollout of agents. Both trainers build on it.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> [rewards on tokens] -> filter
-       -> [batch] -> [advantages] -> loss -> step -> [sync weights] -> next rollout
+The methods override TRL's and stand in the order in which TRL calls them. Each is a few lines that hand over to a
+collaborator which can be read and tested alone; no TRL method body is copied.
 
-Three files know TRL's insides, one for each side of its trainer: `update.py` what is done with a scored batch,
-`rollout_step.py` how trajectories come about, and this one how they are scored, and what a user passes in. No TRL
-method body is copied; `super()` does the scoring, the reference log-probs, the loss and the step.
+TRL 1.16 names that this file touches (`tests/trainers/test_trl_contract.py` checks each):
 
-TRL 1.16 names this file touches besides those of its two bases (`tests/trainers/test_trl_contract.py` checks each):
-
-- overridden: `__init__`, `_generate_and_score_completions`, `_calculate_rewards`, `create_model_card`
-- read: `_is_vlm`, `reward_funcs`, `reward_weights`, `reward_func_names`, `beta`, `accelerator`, `state`
-- set: `use_vllm`
-- output of `_generate_and_score_completions`: `advantages`, `tool_mask`, `completion_mask`, `num_items_in_batch`,
-  `old_per_token_logps`, `ref_per_token_logps`, `sampling_per_token_logps`, `importance_sampling_ratio`
+- overridden: `__init__`, `_set_signature_columns_if_needed`, `_get_train_sampler` (its `seed`, `shuffle` and
+  `generator`), `train`, `_load_optimizer_and_scheduler`, `get_batch_samples`, `training_step`, `_prepare_inputs`,
+  `_generate_and_score_completions`, `_generate`, `_calculate_rewards`, `_get_per_token_logps_and_entropies`,
+  `_compute_loss`, `_save_checkpoint`, `create_model_card`
+- read: `_metrics`, `_tokenizer`, `_is_vlm`, `eos_token_ids`, `num_generations`, `num_generations_eval`,
+  `num_iterations`, `reward_funcs`, `reward_weights`, `reward_func_names`, `model_wrapped`, `ref_model`,
+  `aux_loss_enabled`, `current_gradient_accumulation_steps`, `accelerator`, `state`
+- set: `use_vllm`, and for a while `beta`, `_step`, `_buffered_inputs`
+- of a batch: `prompt_ids`, `prompt_mask`, `completion_ids`, `completion_mask`, `tool_mask`, `advantages`,
+  `num_items_in_batch`, `importance_sampling_ratio`, `old_per_token_logps`, `ref_per_token_logps`,
+  `sampling_per_token_logps`
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 
 from agent_r1_trl.advantages.estimators import Credit
-from agent_r1_trl.environments.factory import env_name, has_own_reward, resolve_env_factory, tool_schemas
+from agent_r1_trl.environments.factory import resolve_env_factory
 from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.construction import (
+    TRL_CHANGES,
     as_list,
     check_rollout_func,
     check_rows,
     check_tokenizer,
-    trl_arguments,
+    default_output_dir,
+    trajectory_store,
     trl_dataset,
-    trl_reward_funcs,
+    trl_rewards,
 )
 from agent_r1_trl.trainers.credit import CreditEstimator
-from agent_r1_trl.trainers.metrics import rollout_metrics, trajectory_record
-from agent_r1_trl.trainers.mismatch import mismatch_metrics, mismatch_ratio
+from agent_r1_trl.trainers.metrics import length_metrics, length_record, rollout_metrics, trajectory_record
 from agent_r1_trl.trainers.model_card import write_model_card
-from agent_r1_trl.trainers.rollout_step import RolloutTrainer
-from agent_r1_trl.trainers.sampler import Rollout
-from agent_r1_trl.trainers.scoring import add_outcome_rewards, lost_rows, penalise_truncated
-from agent_r1_trl.trainers.turn_rewards import add_turn_rewards, check_weights
+from agent_r1_trl.trainers.resume import EpochOrder, accept_numbered_cpus, load_rollout_state, save_rollout_state
+from agent_r1_trl.trainers.rewards import Rewards, in_baseline
+from agent_r1_trl.trainers.rollouts import PlayedBatch, Position, Rollouts, trl_generation
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import batch_trajectories
+from agent_r1_trl.update.batching import batch_trajectories, open_loss_mask, whole_rows
+from agent_r1_trl.update.importance import weigh_mismatch
+from agent_r1_trl.update.layout import UpdateLayout
+from agent_r1_trl.update.losses import mean_extra_loss
 
 
-class MultiTurnTrainer(RolloutTrainer):
+@dataclass
+class LossPass:
+    """What one call of `_compute_loss` shares with the forward pass inside it."""
+
+    mask: torch.Tensor
+    """(B, T) tokens that enter the loss."""
+    log_probs: torch.Tensor | None = None
+    """(B, T) the policy's, once the forward pass has run."""
+
+
+class MultiTurnTrainer(GRPOTrainer):
     """Base of the multi-turn trainers: rollouts, rewards, masks, metrics, recording, checkpoints.
+
+    One training step, with the method below and the file that does the work:
+
+    1. The Trainer draws rows of the data set, each `num_generations` times (`_get_train_sampler`: `resume.py`).
+    2. `_prepare_inputs` asks for a new rollout where the last one is used up, and otherwise goes on at step 8.
+    3. `_generate_and_score_completions`: the generator receives the weights of this step (`generation/sync.py`), and
+       one trajectory per row is played (`rollouts.py`, then `rollout/loop.py`).
+    4. Turn rewards are placed (`rewards.py`). TRL pads the trajectories into a batch (`_generate` hands them over),
+       calls the reward functions (`_calculate_rewards`) and computes old and reference log-probs.
+    5. The functions' values become part of the outcomes, which decides which rows are in the baseline (`rewards.py`).
+    6. The estimator turns rewards into advantages, (B, T), over the rows of all ranks (`credit.py`, `advantages/`).
+    7. Metrics are logged (`metrics.py`) and trajectories recorded (`recording/`).
+    8. Micro-batches are laid out (`update/layout.py`), and `_compute_loss` computes TRL's loss over the masked tokens.
+    9. The Trainer makes the optimizer step; a checkpoint holds the rollout under way (`resume.py`).
 
     Args:
         env: environment class or zero-argument factory; each trajectory gets a fresh one.
@@ -66,6 +97,10 @@ class MultiTurnTrainer(RolloutTrainer):
 
     config_class: type[MultiTurnConfig] = MultiTurnGRPOConfig
     _tag_names: ClassVar[list[str]] = ["trl", "agent-r1-trl", "multi-turn"]
+
+    beta: float
+    _step: int
+    _buffered_inputs: list[dict[str, Any]] | None
 
     def __init__(
         self,
@@ -82,129 +117,187 @@ class MultiTurnTrainer(RolloutTrainer):
         turn_reward_funcs: Any = None,
         **kwargs: Any,
     ):
-        args = self._default_args(model) if args is None else args
+        args = self.config_class(output_dir=default_output_dir(model, self._name)) if args is None else args
         config = self.config_class.from_grpo_config(args)
         self.env_factory = resolve_env_factory(env, tools, environment_factory)
         self.turn_reward_funcs = as_list(turn_reward_funcs)
         self.last_trajectories: list[Trajectory] = []
         """This rank's trajectories of the last rollout, for callbacks."""
-        self._user_generator = generator
+        self._played: PlayedBatch | None = None
+        """The batch that TRL is being handed, while `_generate_and_score_completions` runs."""
+        self._loss_pass: LossPass | None = None
+        """Set while `_compute_loss` runs."""
+        self._rollout_s = 0.0
+        """Seconds that the current training step has spent on its rollout."""
+        self.layout = UpdateLayout(None if self.env_factory is None else config)
         if self.env_factory is None:
             super().__init__(model, reward_funcs, config, train_dataset, eval_dataset, *positional, **kwargs)
             return
         config.check_supported()
         check_rollout_func(kwargs.get("rollout_func"))
-        reward_funcs = as_list(reward_funcs)
-        self._turn_reward_weights = check_weights(config.turn_reward_weights, self.turn_reward_funcs)
-        earns_reward = bool(self.turn_reward_funcs) or has_own_reward(self.env_factory)
-        trl_args = trl_arguments(config, num_reward_funcs=len(reward_funcs), has_own_reward=earns_reward)
-        reward_funcs = trl_reward_funcs(reward_funcs, has_own_reward=earns_reward)
+        self.rewards = Rewards(config, self.turn_reward_funcs)
+        reward_funcs, trl_args = trl_rewards(as_list(reward_funcs), config, self.turn_reward_funcs, self.env_factory)
         train_dataset = trl_dataset(train_dataset, config)
         super().__init__(model, reward_funcs, trl_args, train_dataset, eval_dataset, *positional, **kwargs)
         check_tokenizer(self.processing_class, is_vlm=self._is_vlm)
-        self.args.use_vllm = self.use_vllm = config.use_vllm
-        self.args.mask_truncated_completions = config.mask_truncated_completions
-        self.args.reward_weights = config.reward_weights
+        for name in TRL_CHANGES:  # TRL is constructed: from here on the user's own values hold
+            setattr(self.args, name, getattr(config, name))
+        self.use_vllm = config.use_vllm
+        self._make_collaborators(generator)
+
+    def _make_collaborators(self, generator: Any) -> None:
+        """Once model and tokenizer are loaded."""
+        policy, rank = self.accelerator.unwrap_model(self.model), self.accelerator.process_index
+        self.rollouts = Rollouts(
+            self.args,
+            self.accelerator,
+            policy,
+            self._tokenizer,
+            self.env_factory,  # type: ignore[arg-type]
+            generator=generator,
+            eos_token_ids=self.eos_token_ids,
+        )
+        self.chat, self.limits = self.rollouts.chat, self.rollouts.limits
+        self._tokenizer.chat_template = self.chat.chat_template  # the one that is trained with is saved
         self.credit = CreditEstimator(self.args, self.accelerator)
-        self._prepare_rollout()
-        self._store = _trajectory_store(config, self.accelerator.process_index)
-        self._prepare_layout()
+        self.store = trajectory_store(self.args, rank)
+        reference = [] if self.ref_model is None else [self.accelerator.unwrap_model(self.ref_model)]
+        self.layout.prepare(self.model, *reference, has_router_loss=self.aux_loss_enabled)
 
-    @classmethod
-    def _default_args(cls, model: Any) -> MultiTurnConfig:
-        name = model if isinstance(model, str) else model.config._name_or_path
-        return cls.config_class(output_dir=f"{name.split('/')[-1]}-{cls._name}")
+    # ---------------------------------------------------------------- the run begins
 
-    # ---------------------------------------------------------------- scoring
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        if self.env_factory is not None and self.train_dataset is not None:
+            columns = self.train_dataset.column_names or []
+            self._signature_columns: list[str] = [*{*self._signature_columns, *columns}]
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        return EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's loop; a rollout that no update waits for any more ends with it."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self.env_factory is not None:
+                self.rollouts.cancel_upcoming()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        accept_numbered_cpus()
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None or self.env_factory is None:
+            return
+        state = load_rollout_state(Path(checkpoint), self.accelerator.process_index, self.accelerator.device)
+        if state is not None:
+            self._step, self._buffered_inputs = state["step"], state["buffered_inputs"]
+
+    # ---------------------------------------------------------------- a micro-batch
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple:
+        """The Trainer's next batches; `overlap_rollout` looks further ahead in them."""
+        if self.env_factory is not None:
+            epoch_iterator = self.rollouts.look_ahead(epoch_iterator, self._step)
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """TRL's step; its time without the rollout is logged as `time/update_s`."""
+        self._rollout_s = 0.0
+        start = time.perf_counter()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._metrics["train"]["time/update_s"].append(time.perf_counter() - start - self._rollout_s)
+        return loss
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """TRL's next micro-batch, from a new rollout where the last one is used up, in this run's layout."""
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self.model.training:
+            return inputs
+        if self._buffered_inputs is not None and self._buffered_inputs is not before:
+            self._buffered_inputs = self.layout.arrange(self._buffered_inputs)
+            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+        return self.layout.trim(inputs)
+
+    # ---------------------------------------------------------------- rollout, rewards, advantages
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self.env_factory is None:
             return super()._generate_and_score_completions(inputs)
         check_rows(inputs)
         start = time.perf_counter()
-        rollout = self._roll_out(inputs)
-        wait_s = time.perf_counter() - start
-        trajectories = rollout.trajectories
-        if self.args.truncated_trajectories == "penalise":
-            penalise_truncated(trajectories, self.args.truncation_penalty)
-        add_turn_rewards(trajectories, inputs, self.turn_reward_funcs, self._turn_reward_weights)
-        self._rollout, self._rollout_rows, self.last_trajectories = rollout, inputs, trajectories
+        played, metrics = self.rollouts.play(inputs, self.model_wrapped, self._position())
+        self._add_metrics(metrics)
+        trajectories = self.last_trajectories = played.trajectories
+        self.rewards.place_on_turns(trajectories, inputs)
+        self._played = played
         try:
-            rows = [
-                {**row, "prompt": trajectory.prompt_messages}
-                for row, trajectory in zip(inputs, trajectories, strict=True)
-            ]
-            output = super()._generate_and_score_completions(rows)
+            output = super()._generate_and_score_completions(played.rows_with_prompts)
         finally:
-            self._rollout = None
-        add_outcome_rewards(
+            self._played = None
+        self.rewards.place_on_outcomes(
             trajectories,
-            self._own_rewards(trajectories),
-            self.reward_funcs,
-            self.reward_func_names,
-            self.reward_weights.tolist(),
+            played.reward_values,
+            functions=self.reward_funcs,
+            names=self.reward_func_names,
+            weights=self.reward_weights.tolist(),
         )
         if "importance_sampling_ratio" in output:
-            self._weigh_mismatch(output, trajectories)
-        output |= self._credit(output, trajectories)
+            self._add_metrics(weigh_mismatch(output, trajectories, self.args))
+        output |= self._advantages(output, played)
         if not self.args.loss_mask:
-            self._open_loss_mask(output, trajectories)
-        self._rollout_seconds += time.perf_counter() - start
-        self._log_rollout(rollout, wait_s)
-        self._record(trajectories, output["advantages"])
+            in_loss = [self.rewards.in_loss(item) and bool(item.completion_ids) for item in trajectories]
+            open_loss_mask(output, in_loss, self.accelerator)
+        self._rollout_s += time.perf_counter() - start
+        self._log_and_record(trajectories, output["advantages"])
         return output
+
+    def _generate(self, prompts: list[Any]) -> tuple:
+        """TRL's generation step: hands over the trajectories that were just played, in TRL's 8-tuple."""
+        if self._played is None:
+            return super()._generate(prompts)
+        self._log_lengths(self._played.trajectories)
+        return trl_generation(
+            self._played,
+            pad_token_id=self._tokenizer.pad_token_id,
+            in_loss=self.rewards.in_loss,
+            has_logprobs=self.use_vllm,
+        )
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> torch.Tensor:
-        self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        return self._rewards_per_func  # (N, F), N rows of all ranks
+        values = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)  # (N, F), of all ranks
+        if self._played is not None:
+            first = self.accelerator.process_index * len(inputs)
+            self._played.reward_values = values[first : first + len(inputs)]
+        return values
 
-    def _own_rewards(self, trajectories: list[Trajectory]) -> torch.Tensor:
-        """(B, F) what each reward function returned for this rank's trajectories."""
-        first = self.accelerator.process_index * len(trajectories)
-        return self._rewards_per_func[first : first + len(trajectories)]
-
-    def _weigh_mismatch(self, output: dict[str, Any], trajectories: list[Trajectory]) -> None:
-        """Log the sampler's mismatch by turn; replace TRL's ratios where our settings ask for another unit."""
-        difference = output["old_per_token_logps"] - output["sampling_per_token_logps"]  # (B, T)
-        batch = batch_trajectories(trajectories, length=difference.shape[1])
-        mask, turn_ids = batch.action_mask.to(difference.device), batch.turn_ids.to(difference.device)
-        self._add_metrics(mismatch_metrics(difference, mask, turn_ids))
-        ratio = mismatch_ratio(difference, mask, turn_ids, self.args)
-        if ratio is not None:
-            output["importance_sampling_ratio"] = ratio
-
-    def _open_loss_mask(self, output: dict[str, Any], trajectories: list[Trajectory]) -> None:
-        """The ablation without loss mask: observation tokens of trained rows enter the loss and its normaliser."""
-        device = output["completion_mask"].device
-        live = torch.tensor([self._is_trained_on(t) and bool(t.completion_ids) for t in trajectories], device=device)
-        output["tool_mask"] = output["completion_mask"] * live.unsqueeze(1)
-        output["num_items_in_batch"] = self.accelerator.gather(output["tool_mask"].sum()).sum()
-
-    # ---------------------------------------------------------------- advantages
-
-    def _credit(self, output: dict[str, Any], trajectories: list[Trajectory]) -> dict[str, torch.Tensor]:
-        """Tensors to put into TRL's batch: `advantages`, (B, T), 0 outside the estimators' mask."""
-        credit, _ = self._estimate(output, trajectories)
+    def _advantages(self, output: dict[str, Any], played: PlayedBatch) -> dict[str, torch.Tensor]:
+        """Tensors to put into TRL's batch: `advantages`, (B, T), 0 outside the estimator's mask."""
+        credit, _ = self._estimate(output, played)
         return {"advantages": credit.advantages}
 
     def _estimate(
-        self, output: dict[str, Any], trajectories: list[Trajectory], **critic: torch.Tensor | None
+        self, output: dict[str, Any], played: PlayedBatch, **critic: torch.Tensor | None
     ) -> tuple[Credit, torch.Tensor]:
-        """This rank's slice of the estimator's result on the rows of all ranks, and the (B, T) mask it saw.
+        """This rank's rows of the estimator's result, and the (B, T) mask that it saw.
 
         Args:
             output: TRL's batch.
-            trajectories: B of them.
+            played: B trajectories.
             critic: `values` (B, T) and `bootstrap_values` (B,), for estimators with a critic.
         """
-        in_baseline = ~lost_rows(trajectories, self._own_rewards(trajectories)).to(self.accelerator.device)  # (B,)
-        mask = self._credit_mask(output, trajectories).bool() & in_baseline.unsqueeze(1)  # (B, T)
+        counts = in_baseline(played.trajectories, played.reward_values).to(self.accelerator.device)  # (B,)
+        # Rows that `truncated_trajectories="mask"` keeps out of the loss stay here: they are in the baseline.
+        mask = output["completion_mask"]
+        if self.args.advantage_mask:
+            mask = batch_trajectories(played.trajectories, length=mask.shape[1]).to(mask.device).action_mask
+        mask = mask.bool() & counts.unsqueeze(1)  # (B, T)
         credit, metrics = self.credit.estimate(
-            trajectories,
+            played.trajectories,
             mask=mask,
-            in_baseline=in_baseline,
+            in_baseline=counts,
             group_size=self._group_size,
             progress=self.state.global_step / max(1, self.state.max_steps),
             kl_rewards=self._kl_rewards(output, mask),
@@ -213,48 +306,127 @@ class MultiTurnTrainer(RolloutTrainer):
         self._add_metrics(metrics)
         return credit, mask
 
-    def _credit_mask(self, output: dict[str, Any], trajectories: list[Trajectory]) -> torch.Tensor:
-        """(B, T) the positions that estimators see: action tokens, or every completion token in the ablation.
-
-        Rows that are kept out of the loss (`truncated_trajectories="mask"`) keep their positions here: they count in
-        baselines.
-        """
-        completion_mask = output["completion_mask"]
-        if not self.args.advantage_mask:
-            return completion_mask
-        batch = batch_trajectories(trajectories, length=completion_mask.shape[1])
-        return batch.action_mask.to(completion_mask.device)
-
     def _kl_rewards(self, output: dict[str, Any], mask: torch.Tensor) -> torch.Tensor | None:
-        """(B, T) -beta * k1 on the estimators' positions; None with the KL term in the loss."""
+        """(B, T) -beta * k1 on the estimator's positions; None with the KL term in the loss."""
         if self.args.kl_placement == "loss" or self.beta == 0.0:
             return None
-        if output.get("old_per_token_logps") is None:
-            output["old_per_token_logps"] = self._old_logps(output)
-        penalties, mean_kl = self.credit.kl_penalties(
-            output["old_per_token_logps"], output["ref_per_token_logps"], mask, beta=self.beta
-        )
+        if output.get("old_per_token_logps") is None:  # TRL leaves them out where its own loss can do without
+            with torch.no_grad():
+                output["old_per_token_logps"], *_ = self._get_per_token_logps_and_entropies(
+                    self.model, *whole_rows(output), mask.shape[1], batch_size=self.args.per_device_train_batch_size
+                )
+        old, reference = output["old_per_token_logps"], output["ref_per_token_logps"]
+        penalties, mean_kl = self.credit.kl_penalties(old, reference, mask, beta=self.beta)
         self._add_metrics({"kl": mean_kl})
         return penalties
 
-    # ---------------------------------------------------------------- metrics and records
+    # ---------------------------------------------------------------- loss
 
-    def _log_rollout(self, rollout: Rollout, wait_s: float) -> None:
-        self._add_metrics({"time/rollout_s": rollout.seconds})
-        if self.args.overlap_rollout:
-            staleness = self.state.global_step - rollout.synced_step
-            self._add_metrics({"time/wait_s": wait_s, "sampling/staleness": staleness})
-        records = gather_object([trajectory_record(trajectory) for trajectory in rollout.trajectories])
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """TRL's loss, plus `extra_loss`; a KL term that stands in the rewards does not enter it a second time."""
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
+        if self.layout.is_packed:
+            # A token outside the loss gets log-prob 0 from the packed forward: so must what it is compared with.
+            inputs = {
+                name: value * mask if name.endswith("per_token_logps") and value is not None else value
+                for name, value in inputs.items()
+            }
+        beta, self._loss_pass = self.beta, LossPass(mask)
+        if self.env_factory is not None and self.args.kl_placement == "reward":
+            self.beta = 0.0  # TRL reads it here, and the reference log-probs need it elsewhere
+        try:
+            return super()._compute_loss(model, inputs) + self._scaled_extra_loss(inputs, self._loss_pass)
+        finally:
+            self.beta, self._loss_pass = beta, None
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> tuple:
+        """TRL's log-probs and entropies, (B, T) each; in the loss, packed layouts leave 0 outside its mask."""
+        loss_pass = self._loss_pass
+        if self.layout.is_packed:
+            scored = attention_mask[:, -logits_to_keep:] if loss_pass is None else loss_pass.mask
+            size = kwargs.get("batch_size") or len(input_ids)
+            log_probs, entropies = self.layout.log_probs(
+                model, input_ids, attention_mask, scored, accelerator=self.accelerator, batch_size=size
+            )
+            result: tuple = (log_probs, entropies, None)
+        else:
+            result = super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
+        if loss_pass is not None:
+            loss_pass.log_probs = result[0]
+        return result
+
+    def extra_loss(self, inputs: dict[str, Any], log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+        """A loss term of your own: override this method in a subclass.
+
+        The trainer divides what it returns by the number of loss tokens in the whole optimizer step, on all ranks, and
+        adds it to the policy loss. A sum over tokens therefore means the same in every layout, on any number of ranks.
+
+        Args:
+            inputs: TRL's micro-batch of B rows: `advantages` (B, T), `completion_ids` (B, T), `old_per_token_logps`
+                (B, T) or None, and so on.
+            log_probs: (B, T) the policy's log-probs of the completion tokens, with gradients; 0 outside `mask`.
+            mask: (B, T) bool, the tokens that enter the loss.
+
+        Returns:
+            A scalar, the term summed over the tokens of `mask`; None for no term.
+        """
+        return None
+
+    def _scaled_extra_loss(self, inputs: dict[str, Any], loss_pass: LossPass) -> torch.Tensor | float:
+        if type(self).extra_loss is MultiTurnTrainer.extra_loss or loss_pass.log_probs is None:
+            return 0.0
+        mask = loss_pass.mask.bool()
+        term = self.extra_loss(inputs, torch.where(mask, loss_pass.log_probs, 0.0), mask)
+        if term is None:
+            return 0.0
+        self._add_metrics({"extra_loss": mean_extra_loss(term, mask, self.accelerator, owner=type(self).__name__)})
+        return term / self._normaliser(inputs["num_items_in_batch"])
+
+    def _normaliser(self, num_tokens: torch.Tensor) -> torch.Tensor:
+        """What a micro-batch's sum over tokens is divided by, so that an optimizer step is a mean over its tokens.
+
+        Args:
+            num_tokens: of the generation batch, on all ranks.
+        """
+        normaliser = num_tokens.clamp(min=1.0) / self.accelerator.num_processes
+        if self.model.training:  # in evaluation the batch is neither split nor accumulated
+            normaliser = normaliser * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        return normaliser
+
+    # ---------------------------------------------------------------- metrics, records, checkpoints
+
+    def _log_lengths(self, trajectories: list[Trajectory]) -> None:
+        """TRL's `completions/*` and `num_tokens`."""
+        rows = gather_object([length_record(trajectory) for trajectory in trajectories])
+        if self.model.training:
+            self.state.num_input_tokens_seen += sum(row["prompt"] + row["length"] for row in rows)
+        self._metrics[self._mode]["num_tokens"] = [self.state.num_input_tokens_seen]
+        self._add_metrics(length_metrics(rows))
+
+    def _log_and_record(self, trajectories: list[Trajectory], advantages: torch.Tensor) -> None:
+        records = gather_object([trajectory_record(trajectory) for trajectory in trajectories])
         self._add_metrics(rollout_metrics(records, num_generations=self._group_size))
-
-    def _record(self, trajectories: list[Trajectory], advantages: torch.Tensor) -> None:
-        if self._store is None:
+        if self.store is None:
             return
         for trajectory, row in zip(trajectories, advantages.tolist(), strict=True):
             trajectory.advantages = row[: len(trajectory.completion_ids)]
-        self._store.write(self.state.global_step, trajectories, split=self._mode)
+        self.store.write(self.state.global_step, trajectories, split=self._mode)
 
-    # ---------------------------------------------------------------- publishing
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.env_factory is None:
+            return
+        is_between = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        save_rollout_state(
+            Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}",
+            self.accelerator.process_index,
+            step=self._step,
+            buffered_inputs=self._buffered_inputs if is_between else None,
+        )
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
@@ -263,21 +435,26 @@ class MultiTurnTrainer(RolloutTrainer):
         if self.is_world_process_zero():
             write_model_card(self, model_name=model_name, dataset_name=dataset_name, tags=tags)
 
-    @property
-    def tool_schemas(self) -> list[dict[str, Any]]:
-        """JSON schemas of the environment's tools."""
-        return tool_schemas(self.env_factory) if self.env_factory is not None else []
+    # ---------------------------------------------------------------- where the run stands
 
     @property
-    def env_name(self) -> str | None:
-        """Name of the environment; None without one."""
-        return env_name(self.env_factory) if self.env_factory is not None else None
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
 
+    @property
+    def _group_size(self) -> int:
+        """Rows of one prompt."""
+        return self.num_generations if self.model.training else self.num_generations_eval
 
-def _trajectory_store(config: MultiTurnConfig, rank: int) -> Any:
-    """Where this rank's trajectories are written; None where they are not."""
-    if config.record_trajectories == "none":
-        return None
-    from agent_r1_trl.recording import TrajectoryStore
+    def _position(self) -> Position:
+        return Position(
+            micro_step=self._step,
+            optimizer_step=self.state.global_step,
+            num_micro_steps=self.state.max_steps * self.args.gradient_accumulation_steps,
+            group_size=self._group_size,
+            is_training=self.model.training,
+        )
 
-    return TrajectoryStore(config.output_dir, format=config.record_trajectories, rank=rank)
+    def _add_metrics(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics[self._mode][name].append(value)

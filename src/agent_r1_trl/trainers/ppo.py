@@ -1,8 +1,5 @@
 """`MultiTurnPPOTrainer`: a critic, and credit for every turn by generalised advantage estimation.
 
-prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
-       -> batch -> [advantages] -> [loss] -> [step] -> sync weights -> next rollout
-
 Names of TRL and of transformers' Trainer that this file touches besides those of `multi_turn.py` and its bases:
 `_compute_loss` (the policy loss stays TRL's), `create_optimizer`, `create_scheduler`, `save_model`,
 `_load_from_checkpoint`, `current_gradient_accumulation_steps`.
@@ -10,7 +7,7 @@ Names of TRL and of transformers' Trainer that this file touches besides those o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +23,9 @@ from agent_r1_trl.critic import (
 )
 from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
+from agent_r1_trl.trainers.rollouts import PlayedBatch
 from agent_r1_trl.trajectory import Trajectory
+from agent_r1_trl.update.batching import whole_rows
 from agent_r1_trl.update.losses import explained_variance, value_loss
 
 
@@ -76,14 +75,14 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
 
     # ---------------------------------------------------------------- values and advantages
 
-    def _credit(self, output: dict[str, Any], trajectories: list[Trajectory]) -> dict[str, torch.Tensor]:
+    def _advantages(self, output: dict[str, Any], played: PlayedBatch) -> dict[str, torch.Tensor]:
         self._refresh_critic()  # TRL's reference pass froze the critic's adapter
-        privileged = self._privileged_columns(output)
-        values, bootstrap = self._old_values({**output, **privileged}, trajectories)
-        credit, mask = self._estimate(output, trajectories, values=values, bootstrap_values=bootstrap)
+        privileged = self._privileged_columns(output, played.rows)
+        values, bootstrap = self._old_values({**output, **privileged}, played.trajectories)
+        credit, mask = self._estimate(output, played, values=values, bootstrap_values=bootstrap)
         assert credit.returns is not None
-        is_trained = torch.tensor([self._is_trained_on(item) for item in trajectories], device=mask.device)
-        mask = mask & is_trained.unsqueeze(1)  # (B, T)
+        in_loss = torch.tensor([self.rewards.in_loss(item) for item in played.trajectories], device=mask.device)
+        mask = mask & in_loss.unsqueeze(1)  # (B, T)
         self._log_values(values, credit.returns, mask)
         return {
             "advantages": credit.advantages,
@@ -103,8 +102,10 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         with torch.no_grad():
             chunks = []
             for start in range(0, rows, size):
-                chunk = {name: inputs[name][start : start + size] for name in _MODEL_INPUTS if name in inputs}
-                chunks.append(self.model(**_critic_inputs(chunk), values_only=True).state_values)
+                chunk = {name: inputs[name][start : start + size] for name in _ROWS if name in inputs}
+                ids, mask = whole_rows(chunk)
+                result = self.model(input_ids=ids, attention_mask=mask, values_only=True)
+                chunks.append(result.state_values)
         state_values = torch.cat(chunks)  # (B, P + T)
         num_tokens = inputs["completion_ids"].shape[1]
         values = state_values[:, -num_tokens - 1 : -1]  # V of a token is read one position before it
@@ -115,19 +116,19 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         is_truncated = torch.tensor([t.stop_reason.is_truncated for t in trajectories], device=behind.device)
         return values, torch.where(is_truncated, behind, torch.zeros_like(behind))
 
-    def _privileged_columns(self, output: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def _privileged_columns(self, output: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """The prefix that only the critic reads, padded on the left: (B, Q) ids and mask."""
         if self.args.critic_context is None:
             return {}
         encoder = self.chat.encoder
-        rows = [encoder.encode(encoder.hide(self._privileged_text(row))) for row in self._rollout_rows]
-        width = max(1, *(len(row) for row in rows))
-        ids = torch.full((len(rows), width), self._tokenizer.pad_token_id)
-        mask = torch.zeros((len(rows), width), dtype=torch.long)
-        for index, row in enumerate(rows):
-            if row:
-                ids[index, width - len(row) :] = torch.tensor(row)
-                mask[index, width - len(row) :] = 1
+        prefixes = [encoder.encode(encoder.hide(self._privileged_text(row))) for row in rows]
+        width = max(1, *(len(prefix) for prefix in prefixes))
+        ids = torch.full((len(prefixes), width), self._tokenizer.pad_token_id)
+        mask = torch.zeros((len(prefixes), width), dtype=torch.long)
+        for index, prefix in enumerate(prefixes):
+            if prefix:
+                ids[index, width - len(prefix) :] = torch.tensor(prefix)
+                mask[index, width - len(prefix) :] = 1
         device = output["completion_ids"].device
         return {"privileged_ids": ids.to(device), "privileged_mask": mask.to(device)}
 
@@ -149,12 +150,14 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         values, returns, count = kept.unbind(dim=1)
         if not count.any():
             return
-        live = count > 0
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics["critic/value_mean"].append(values[live].mean().item())
-        metrics["critic/return_mean"].append(returns[live].mean().item())
-        metrics["critic/return_std"].append(returns[live].std(correction=0).item())
-        metrics["critic/explained_variance"].append(explained_variance(values, returns, live).item())
+        is_kept = count > 0
+        metrics = {
+            "value_mean": values[is_kept].mean(),
+            "return_mean": returns[is_kept].mean(),
+            "return_std": returns[is_kept].std(correction=0),
+            "explained_variance": explained_variance(values, returns, is_kept),
+        }
+        self._add_metrics({f"critic/{name}": value.item() for name, value in metrics.items()})
 
     # ---------------------------------------------------------------- loss
 
@@ -166,21 +169,17 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         total, num_clipped = value_loss(
             values, inputs["old_values"], inputs["returns"], mask, cliprange_value=self.args.cliprange_value
         )
-        normalizer = inputs["num_value_items"].clamp(min=1.0) / self.accelerator.num_processes
-        if self.model.training:
-            normalizer = normalizer * self.current_gradient_accumulation_steps / self.args.steps_per_generation
-        loss = total / normalizer
+        loss = total / self._normaliser(inputs["num_value_items"])
         self._log_value_loss(total.detach(), num_clipped, mask)
         # During warm-up the policy's part stays in the graph (DDP wants every parameter) and counts nothing.
         weight = 0.0 if self.is_warming_up and self.model.training else 1.0
         return weight * policy_loss + self.args.value_loss_coef * loss
 
     def _log_value_loss(self, total: torch.Tensor, num_clipped: torch.Tensor, mask: torch.Tensor) -> None:
-        mode = "train" if self.model.training else "eval"
         sums = torch.stack([total.double(), num_clipped.double(), mask.sum().double()])
         loss, clipped, count = self.accelerator.reduce(sums, reduction="sum").tolist()
-        self._metrics[mode]["critic/value_loss"].append(loss / max(count, 1.0))
-        self._metrics[mode]["critic/value_clip_ratio"].append(clipped / max(count, 1.0))
+        count = max(count, 1.0)
+        self._add_metrics({"critic/value_loss": loss / count, "critic/value_clip_ratio": clipped / count})
 
     # ---------------------------------------------------------------- optimizer
 
@@ -229,15 +228,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         self._refresh_critic()
 
 
-_MODEL_INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "privileged_ids", "privileged_mask")
-
-
-def _critic_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a values-only forward reads: [privileged prefix +] prompt + completion."""
-    ids, mask = [inputs["prompt_ids"], inputs["completion_ids"]], [inputs["prompt_mask"], inputs["completion_mask"]]
-    if "privileged_ids" in inputs:
-        ids, mask = [inputs["privileged_ids"], *ids], [inputs["privileged_mask"], *mask]
-    return {"input_ids": torch.cat(ids, dim=1), "attention_mask": torch.cat(mask, dim=1)}
+_ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "privileged_ids", "privileged_mask")
 
 
 class _ValueCollector:
@@ -245,7 +236,10 @@ class _ValueCollector:
 
     def __init__(self, model: Callable[..., Any], inputs: dict[str, Any]):
         self._model = model
-        self._critic_inputs = _critic_inputs(inputs) if "privileged_ids" in inputs else None
+        self._critic_inputs = None
+        if "privileged_ids" in inputs:
+            ids, mask = whole_rows(inputs)
+            self._critic_inputs = {"input_ids": ids, "attention_mask": mask}
         self.values: torch.Tensor
         """(B, L) after the call; a privileged prefix makes L longer on the left."""
 

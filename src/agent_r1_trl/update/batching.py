@@ -26,10 +26,10 @@ class TrajectoryBatch:
     """(B, T) int64."""
     turn_ids: torch.Tensor
     """(B, T) int64, -1 outside action tokens."""
-    token_rewards: torch.Tensor
-    """(B, T) float32."""
-    returns: torch.Tensor
-    """(B,) float32: turn rewards + outcome; NaN for infrastructure failures, which leave the baseline."""
+
+    def to(self, device: torch.device) -> TrajectoryBatch:
+        """A copy on `device`."""
+        return TrajectoryBatch(action_mask=self.action_mask.to(device), turn_ids=self.turn_ids.to(device))
 
 
 def pad_right(rows: Sequence[Sequence[float]], value: float, *, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -63,9 +63,28 @@ def batch_trajectories(trajectories: Sequence[Trajectory], *, length: int | None
     return TrajectoryBatch(
         action_mask=pad("action_mask", 0, torch.long),
         turn_ids=pad("turn_ids", -1, torch.long),
-        token_rewards=pad_right([t.token_rewards() for t in trajectories], 0.0, length=length, dtype=torch.float32),
-        returns=torch.tensor(
-            [float("nan") if t.stop_reason.is_infrastructure_failure else t.total_reward for t in trajectories],
-            dtype=torch.float32,
-        ),
     )
+
+
+def whole_rows(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and attention mask, (B, P + T) each, of prompts and completions in TRL's batch.
+
+    A prefix that only the critic reads, (B, Q), stands before them where there is one.
+    """
+    parts = [name for name in ("privileged", "prompt", "completion") if f"{name}_ids" in inputs]
+    ids = torch.cat([inputs[f"{name}_ids"] for name in parts], dim=1)
+    return ids, torch.cat([inputs[f"{name}_mask"] for name in parts], dim=1)
+
+
+def open_loss_mask(output: dict[str, Any], in_loss: Sequence[bool], accelerator: Any) -> None:
+    """The ablation without loss mask: observation tokens of rows in the loss enter it, and its normaliser.
+
+    Args:
+        output: TRL's batch of B rows; its `tool_mask` and `num_items_in_batch` are replaced.
+        in_loss: B of them.
+        accelerator: of the trainer.
+    """
+    completion_mask = output["completion_mask"]  # (B, T)
+    rows = torch.tensor(in_loss, device=completion_mask.device).unsqueeze(1)  # (B, 1)
+    output["tool_mask"] = completion_mask * rows
+    output["num_items_in_batch"] = accelerator.gather(output["tool_mask"].sum()).sum()

@@ -9,6 +9,8 @@ of any result or gradient.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from agent_r1_trl.advantages.masked import check_shapes, float_dtype, masked_mean, masked_values
@@ -133,3 +135,25 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
     is_constant = variance <= 1e-12 * masked_mean(target**2, mask)
     explained = torch.where(is_constant, 0.0, 1 - unexplained / variance)
     return explained.to(float_dtype(values, returns))
+
+
+def mean_extra_loss(term: Any, mask: torch.Tensor, accelerator: Any, *, owner: str) -> float:
+    """The mean per loss token, over all ranks, of what a user's `extra_loss` returned.
+
+    Args:
+        term: what it returned: a scalar, summed over the tokens of the mask.
+        mask: (B, T) bool, tokens that enter the loss.
+        accelerator: of the trainer.
+        owner: name of the trainer, for the error.
+
+    Raises:
+        ValueError: if the term is no scalar tensor.
+    """
+    if not isinstance(term, torch.Tensor) or term.dim() != 0:
+        found = f"a tensor of shape {tuple(term.shape)}" if isinstance(term, torch.Tensor) else repr(term)
+        raise ValueError(
+            f"{owner}.extra_loss returned {found}. Return a scalar tensor, the term summed over the tokens of `mask`, "
+            "or None for no term."
+        )
+    sums = accelerator.reduce(torch.stack([term.detach().double(), mask.sum().double()]), reduction="sum")
+    return (sums[0] / sums[1].clamp(min=1.0)).item()

@@ -3,22 +3,23 @@
 import pytest
 import torch
 
-from agent_r1_trl.trainers.scoring import (
-    add_outcome_rewards,
-    environment_reward,
-    is_trained_on,
-    lost_rows,
-    penalise_truncated,
-)
+from agent_r1_trl.trainers import MultiTurnGRPOConfig
+from agent_r1_trl.trainers.rewards import Rewards, environment_reward, in_baseline, penalise_truncated
 from agent_r1_trl.trajectory import StopReason
 from tests.recording.examples import empty, two_turns
 
 NAN = float("nan")
 
 
-def test_the_environments_reward_is_the_return_and_nothing_for_a_lost_trajectory():
-    lost = two_turns(stop_reason=StopReason.ENVIRONMENT_ERROR)
-    assert environment_reward([two_turns(), lost]) == [pytest.approx(-0.1 + 1.1), None]
+def rewards_of(truncated_trajectories):
+    args = MultiTurnGRPOConfig(output_dir="unused", use_cpu=True, bf16=False)
+    args.truncated_trajectories = truncated_trajectories
+    return Rewards(args, [])
+
+
+def test_the_environments_reward_is_the_return_and_nothing_for_an_infrastructure_failure():
+    failed = two_turns(stop_reason=StopReason.ENVIRONMENT_ERROR)
+    assert environment_reward([two_turns(), failed]) == [pytest.approx(-0.1 + 1.1), None]
 
 
 def test_only_a_truncated_trajectory_is_penalised():
@@ -33,16 +34,18 @@ def test_weighted_rewards_are_added_but_for_the_environments_own_and_for_rows_wi
     trajectories = [two_turns(), two_turns()]
     rewards = torch.tensor([[1.0, 4.0], [1.0, NAN]])  # columns: the environment's, the user's
     functions = [environment_reward, len]
-    add_outcome_rewards(trajectories, rewards, functions, ["environment_reward", "length"], [1.0, 0.25])
+    rewards_of("keep").place_on_outcomes(
+        trajectories, rewards, functions=functions, names=["environment_reward", "length"], weights=[1.0, 0.25]
+    )
     assert [item.outcome_reward for item in trajectories] == [pytest.approx(2.1), 1.1]
     assert trajectories[0].reward_parts == {"answer": 1.0, "format": 0.1, "length": 1.0}
     assert "length" not in trajectories[1].reward_parts
 
 
-def test_a_row_is_lost_if_the_machine_failed_or_nobody_scored_it():
+def test_a_row_is_in_the_baseline_unless_the_machine_failed_or_nobody_scored_it():
     trajectories = [two_turns(), two_turns(), two_turns(), empty(StopReason.GENERATION_ERROR)]
     rewards = torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN], [1.0, 2.0]])
-    assert lost_rows(trajectories, rewards).tolist() == [False, False, True, True]
+    assert in_baseline(trajectories, rewards).tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +59,6 @@ def test_a_row_is_lost_if_the_machine_failed_or_nobody_scored_it():
 )
 def test_the_loss_takes_what_the_policy_did_and_no_limit_cut_where_that_is_asked_for(reason, kept, masked):
     trajectory = two_turns(stop_reason=reason)
-    assert is_trained_on(trajectory, "keep") is kept
-    assert is_trained_on(trajectory, "penalise") is kept
-    assert is_trained_on(trajectory, "mask") is masked
+    assert rewards_of("keep").in_loss(trajectory) is kept
+    assert rewards_of("penalise").in_loss(trajectory) is kept
+    assert rewards_of("mask").in_loss(trajectory) is masked

@@ -1,0 +1,396 @@
+"""Plays the trajectories of each generation batch, with the policy's current weights or one batch ahead.
+
+Covered here: the generator and its weights, sampling settings, `overlap_rollout`. Not covered: what happens inside a
+trajectory (`agent_r1_trl.rollout`), which rows count and what they earn (`rewards.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from trl.models import unwrap_model_for_generation
+
+from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.generation import SamplingParams, TransformersGenerator
+from agent_r1_trl.generation.base import Generator, as_generator
+from agent_r1_trl.generation.sync import sync_weights
+from agent_r1_trl.generation.vllm.build import build_vllm, check_vllm
+from agent_r1_trl.rollout import (
+    RolloutRequest,
+    RolloutRunner,
+    check_some_played,
+    context_length,
+    rollout_requests,
+)
+from agent_r1_trl.trainers.config import MultiTurnConfig
+from agent_r1_trl.trajectory import Trajectory
+
+
+@dataclass(kw_only=True, frozen=True)
+class Position:
+    """Where the run stands when a rollout is asked for."""
+
+    micro_step: int
+    """Number of micro-batches trained on so far: TRL's `_step`. It seeds the draws."""
+    optimizer_step: int
+    """Number of optimizer steps behind the policy's weights."""
+    num_micro_steps: int
+    """Number of micro-batches of the whole run."""
+    group_size: int
+    """Trajectories of one prompt; they are consecutive rows."""
+    is_training: bool
+
+
+class Rollout:
+    """Trajectories that are being played, or have been.
+
+    Args:
+        runner: plays them.
+        requests: one per trajectory.
+        params: how tokens are drawn.
+        synced_step: number of optimizer steps behind the generator's weights.
+    """
+
+    def __init__(
+        self, runner: RolloutRunner, requests: Sequence[RolloutRequest], params: SamplingParams, *, synced_step: int
+    ):
+        self.synced_step = synced_step
+        self.environments: list[Any] = []
+        """The trajectories' environments once they have ended; the user's own instances where TRL's are adapted."""
+        self.seconds = 0.0
+        """Wall time from start to end."""
+        start = time.perf_counter()
+
+        def finish(_: Any) -> None:
+            self.seconds = time.perf_counter() - start
+            self.environments = [getattr(item, "environment", item) for item in runner.environments]
+            self._has_ended.set()
+
+        self._has_ended = threading.Event()
+        self._future = runner.start(requests, params=params)
+        self._future.add_done_callback(finish)
+
+    def wait(self) -> None:
+        """Return when all trajectories have ended, well or not."""
+        try:
+            self._has_ended.wait()
+        except BaseException:  # KeyboardInterrupt: stop what is running
+            self.cancel()
+            raise
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """In the order of the requests.
+
+        Raises:
+            Exception: what an environment's author or a reward function got wrong; see `run_trajectory`.
+        """
+        return self._future.result()
+
+    def cancel(self) -> None:
+        """Stop the trajectories; nobody wants them any more."""
+        self._future.cancel()
+
+
+@dataclass
+class PlayedBatch:
+    """One generation batch on this rank: B rows of the data set and what became of them."""
+
+    rows: Sequence[dict[str, Any]]
+    trajectories: list[Trajectory]
+    environments: list[Any]
+    reward_values: torch.Tensor = field(init=False)
+    """(B, F) what each of F reward functions returned, once they ran; NaN for rows that a function did not score."""
+
+    @property
+    def rows_with_prompts(self) -> list[dict[str, Any]]:
+        """The rows as TRL and reward functions see them: with the prompt that the environment made."""
+        pairs = zip(self.rows, self.trajectories, strict=True)
+        return [{**row, "prompt": trajectory.prompt_messages} for row, trajectory in pairs]
+
+
+def trl_generation(
+    played: PlayedBatch, *, pad_token_id: int, in_loss: Callable[[Trajectory], bool], has_logprobs: bool
+) -> tuple:
+    """The 8-tuple that TRL's `_generate` returns, for the trajectories of a rollout.
+
+    Args:
+        played: B trajectories.
+        pad_token_id: stands where there is no token: TRL crashes on empty completions.
+        in_loss: whether a trajectory's action tokens enter the loss.
+        has_logprobs: whether TRL compares the sampler's log-probs with the trainer's (`use_vllm`).
+    """
+    trajectories = played.trajectories
+    completion_ids = [trajectory.completion_ids or [pad_token_id] for trajectory in trajectories]
+    tool_mask = [
+        trajectory.action_mask or [0] if in_loss(trajectory) else [0] * len(ids)
+        for trajectory, ids in zip(trajectories, completion_ids, strict=True)
+    ]
+    return (
+        [trajectory.prompt_ids or [pad_token_id] for trajectory in trajectories],
+        completion_ids,
+        tool_mask,
+        [trajectory.completion_messages for trajectory in trajectories],
+        [trajectory.logprobs or [0.0] for trajectory in trajectories] if has_logprobs else None,
+        {"trajectory": trajectories, "environments": played.environments},
+        None,
+        [],
+    )
+
+
+class Rollouts:
+    """Plays one trajectory per row of a generation batch.
+
+    Args:
+        args: of the trainer.
+        accelerator: of the trainer.
+        policy: the model, unwrapped.
+        tokenizer: of the policy.
+        env_factory: makes a fresh environment for each trajectory.
+        generator: a `Generator` that the user brought; None makes one from the arguments at the first rollout.
+        eos_token_ids: ids that end a turn besides the chat template's own.
+
+    Raises:
+        ImportError: vLLM is asked for and not installed.
+        ValueError: the arguments ask for an engine that cannot run this policy.
+    """
+
+    def __init__(
+        self,
+        args: MultiTurnConfig,
+        accelerator: Any,
+        policy: Any,
+        tokenizer: Any,
+        env_factory: Callable[[], Any],
+        *,
+        generator: Any = None,
+        eos_token_ids: Sequence[int] = (),
+    ):
+        self.args = args
+        self.tokenizer = tokenizer
+        self.env_factory = env_factory
+        self._accelerator = accelerator
+        self._is_on_gpu = accelerator.device.type == "cuda"
+        if args.use_vllm and generator is None:
+            check_vllm(args, policy, is_on_gpu=self._is_on_gpu)
+        self.chat = ChatFormat(
+            tokenizer,
+            chat_template_kwargs=args.chat_template_kwargs,
+            thinking=args.thinking,
+            extra_stop_token_ids=eos_token_ids,
+        )
+        self.limits = args.rollout_limits(context_length(policy.config))
+        self.params = SamplingParams(
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k or 0,
+            min_p=args.min_p or 0.0,
+            repetition_penalty=args.repetition_penalty,
+        )
+        self.upcoming: Rollout | None = None
+        """The next batch's rollout, played while the update trains on this one (`overlap_rollout`)."""
+        self.synced_step = -1
+        """Number of optimizer steps behind the generator's weights; -1 before the first sync."""
+        self._generator = None if generator is None else as_generator(generator)
+        self._runner: RolloutRunner | None = None
+        self._window = Lookahead()
+
+    # ---------------------------------------------------------------- playing
+
+    def play(
+        self, rows: Sequence[dict[str, Any]], model: Any, position: Position
+    ) -> tuple[PlayedBatch, dict[str, float]]:
+        """Play one trajectory per row. With `overlap_rollout` it is under way already, and the next one begins.
+
+        A collective call where parameters are sharded: ZeRO-3 gathers them once, around the whole rollout.
+
+        Args:
+            rows: this rank's rows of the data set.
+            model: the policy as accelerate wrapped it.
+            position: where the run stands.
+
+        Returns:
+            The trajectories, and metrics of the rollout.
+
+        Raises:
+            NothingPlayedError: not a single trajectory could be played; says what stopped the first one.
+            SyncError: generator and trainer give different log-probabilities after a weight sync.
+        """
+        start = time.perf_counter()
+        if self.upcoming is not None:
+            self.upcoming.wait()  # its generator must not change weights on the way
+        gather = self.args.ds3_gather_for_generation and not self.args.use_vllm
+        with (
+            torch.no_grad(),
+            unwrap_model_for_generation(model, self._accelerator, gather_deepspeed3_params=gather) as policy,
+        ):
+            metrics = self.sync(policy, position.optimizer_step)
+            if self.upcoming is not None and position.is_training:
+                rollout, self.upcoming = self.upcoming, None
+            else:
+                rollout = self._start(rows, position.micro_step, position)
+                rollout.wait()
+            if self.args.overlap_rollout and position.is_training:
+                self._start_upcoming(position)
+            self._rest()
+        if self._accelerator.device.type == "cpu":
+            release_free_memory()
+        played = PlayedBatch(rows, rollout.trajectories, rollout.environments)
+        check_some_played(played.trajectories)
+        metrics["time/rollout_s"] = rollout.seconds
+        if self.args.overlap_rollout:
+            metrics["time/wait_s"] = time.perf_counter() - start
+            metrics["sampling/staleness"] = position.optimizer_step - rollout.synced_step
+        return played, metrics
+
+    def _start(self, rows: Sequence[dict[str, Any]], micro_step: int, position: Position) -> Rollout:
+        requests = rollout_requests(
+            rows,
+            first_row=self._accelerator.process_index * len(rows),
+            group_size=position.group_size,
+            seed=self.args.seed,
+            step=micro_step if position.is_training else None,
+        )
+        params = self.params
+        if not position.is_training and self.args.eval_temperature is not None:
+            params = SamplingParams(temperature=self.args.eval_temperature)
+        return Rollout(self.runner, requests, params, synced_step=self.synced_step)
+
+    def _start_upcoming(self, position: Position) -> None:
+        """Begin the next generation batch, if the run gets that far."""
+        micro_step = position.micro_step + self.args.steps_per_generation * self.args.num_iterations
+        if micro_step >= position.num_micro_steps:
+            return
+        rows = self._window.at(micro_step)
+        if rows is not None:
+            self.upcoming = self._start(rows, micro_step, position)
+
+    def look_ahead(self, batches: Iterator[Any], micro_step: int) -> Iterator[Any]:
+        """The Trainer's batches, passed on through a window that `overlap_rollout` can look ahead in."""
+        return self._window.over(batches, micro_step) if self.args.overlap_rollout else batches
+
+    def cancel_upcoming(self) -> None:
+        """Stop a rollout that no update will train on."""
+        if self.upcoming is not None:
+            self.upcoming.cancel()
+            self.upcoming = None
+
+    @property
+    def runner(self) -> RolloutRunner:
+        """Plays the trajectories; there is one from the first `sync` on."""
+        assert self._runner is not None
+        return self._runner
+
+    # ---------------------------------------------------------------- weights
+
+    def sync(self, policy: Any, step: int) -> dict[str, float]:
+        """Bring the weights of optimizer step `step` to the generator, unless it has them, and check them there.
+
+        A collective call where parameters are sharded.
+
+        Args:
+            policy: the model, unwrapped.
+            step: number of optimizer steps behind its weights.
+
+        Returns:
+            Metrics of the sync; empty if there was nothing to do.
+
+        Raises:
+            SyncError: generator and trainer give different log-probabilities.
+        """
+        if self._runner is None:
+            generator = self._generator if self._generator is not None else self._build(policy)
+            self._runner = RolloutRunner(self.env_factory, generator, self.chat, self.limits, self.params)
+        if self.synced_step == step:
+            return {}
+        self.synced_step = step
+        return sync_weights(
+            self._runner.generator,
+            policy,
+            self.tokenizer,
+            max_gap=self.args.max_sync_logprob_gap,
+            is_autocast=self._accelerator.mixed_precision != "no",
+        )
+
+    def _build(self, policy: Any) -> Generator:
+        if self.args.use_vllm:
+            return build_vllm(policy, self.args, stop_token_ids=self.chat.stop_token_ids, is_on_gpu=self._is_on_gpu)
+        return TransformersGenerator(
+            policy,
+            pad_token_id=self.tokenizer.pad_token_id,
+            stop_token_ids=self.chat.stop_token_ids,
+            max_batch_size=self.args.generation_batch_rows,
+        )
+
+    def _rest(self) -> None:
+        """Give a resting engine's memory to the update (`vllm_enable_sleep_mode`)."""
+        if self.args.use_vllm and self.args.vllm_enable_sleep_mode:
+            self.runner.generator.sleep()
+            self.synced_step = -1  # its weights are gone
+
+    def close(self) -> None:
+        """End the generator and the rollout's thread; a generator that the user brought stays open."""
+        if self._runner is None:
+            return
+        if self._generator is None:
+            self._runner.generator.close()
+        self._runner.close()
+        self._runner = None
+        self.synced_step = -1
+
+
+class Lookahead:
+    """Passes on the batches of an epoch and can tell the later ones, so that their rollout can begin early.
+
+    Batches are counted in the Trainer's micro-steps, one batch each.
+    """
+
+    def __init__(self) -> None:
+        self._source: Iterator[Any] | None = None
+        self._batches: deque[Any] = deque()
+        self._next_step = 0
+
+    def over(self, source: Iterator[Any], step: int) -> Lookahead:
+        """An iterator over `source`; if `source` is a new one, its next batch is that of micro-step `step`."""
+        if source is not self._source:
+            self._source, self._next_step = source, step
+            self._batches.clear()
+        return self
+
+    def __iter__(self) -> Lookahead:
+        return self
+
+    def __next__(self) -> Any:
+        assert self._source is not None
+        batch = self._batches.popleft() if self._batches else next(self._source)
+        self._next_step += 1
+        return batch
+
+    def at(self, step: int) -> Any:
+        """The batch of micro-step `step`, which must still be to come; None if it belongs to another epoch."""
+        assert self._source is not None and step >= self._next_step
+        while step - self._next_step >= len(self._batches):
+            try:
+                self._batches.append(next(self._source))
+            except StopIteration:
+                return None
+        return self._batches[step - self._next_step]
+
+
+def release_free_memory() -> None:
+    """Give freed memory between live blocks back to the system; does nothing where the C library cannot (glibc can).
+
+    Trajectories differ in length, so every step asks for blocks of other sizes, and from several threads: glibc keeps
+    the holes, and a long run on the CPU would grow from step to step. Takes a fraction of a second.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)

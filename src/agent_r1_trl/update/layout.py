@@ -1,0 +1,160 @@
+"""How the rows of a rollout meet in the forward passes of the update (`update_layout`).
+
+TRL shuffles the rows of a rollout and cuts them into micro-batches that all stay as wide as the longest trajectory.
+Here rows are moved only between micro-batches of one optimizer step, whose gradients are added up anyway.
+
+- `padded`: as TRL does.
+- `grouped`: rows of like length share a micro-batch, whose padding is cut off.
+- `packed`: the rows of a micro-batch become one row without padding (`packing.py`).
+- `shared`: packed, and each prompt of a group is computed once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from agent_r1_trl.critic import base_causal_lm
+from agent_r1_trl.update.packing import pack, packed_log_probs, use_packed_attention
+
+UPDATE_LAYOUTS = ("padded", "grouped", "packed", "shared")
+PACKED_LAYOUTS = ("packed", "shared")
+Inputs = dict[str, Any]
+"""TRL's batch: tensors of B rows, scalars, None."""
+_CRITIC_PREFIX = ("privileged_ids", "privileged_mask")
+"""Padded on the left, and by chance perhaps as wide as the completions."""
+
+
+class UpdateLayout:
+    """The layout of a run.
+
+    Args:
+        args: a `MultiTurnConfig`; None for TRL's own layout.
+    """
+
+    def __init__(self, args: Any = None) -> None:
+        self.name = "padded" if args is None else args.update_layout
+        self.is_packed = self.name in PACKED_LAYOUTS
+        self._steps_per_update, self._regroups = 1, False
+        if self.name in ("grouped", "shared"):
+            per_generation, per_update = args.steps_per_generation, args.gradient_accumulation_steps
+            self._steps_per_update = per_update
+            self._regroups = per_generation % per_update == 0 or per_update % per_generation == 0
+
+    def prepare(self, *models: Any, has_router_loss: bool) -> None:
+        """Prepare causal LMs for this layout, once they are loaded.
+
+        Raises:
+            ValueError: for a model that cannot be trained in this layout.
+        """
+        if not self.is_packed:
+            return
+        if has_router_loss:
+            raise ValueError(
+                f"update_layout={self.name!r}: the router's auxiliary loss is an average over padded rows. Set "
+                "router_aux_loss_coef=0.0, or update_layout='grouped'."
+            )
+        for model in models:
+            use_packed_attention(base_causal_lm(model))
+
+    def arrange(self, buffer: list[Inputs]) -> list[Inputs]:
+        """The micro-batches of a new rollout, with the rows of each optimizer step in this layout's order."""
+        if not self._regroups:
+            return buffer
+        return regroup(buffer, steps_per_update=self._steps_per_update, by_prompt=self.name == "shared")
+
+    def trim(self, inputs: Inputs) -> Inputs:
+        """A micro-batch without the padding that this layout does not compute."""
+        return trim_padding(inputs) if self.name == "grouped" else inputs
+
+    def log_probs(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        scored: torch.Tensor,
+        *,
+        accelerator: Any,
+        batch_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs and entropies from forward passes without padding; for the packed layouts.
+
+        Args:
+            model: the policy or the reference, as TRL calls it.
+            input_ids: (B, P + T).
+            attention_mask: (B, P + T).
+            scored: (B, T) the completion tokens that need a log-prob.
+            accelerator: of the trainer.
+            batch_size: rows per forward pass.
+
+        Returns:
+            Two (B, T) tensors, 0 where nothing is scored; no entropies from a head that has none.
+        """
+        backbone = base_causal_lm(accelerator.unwrap_model(model)).base_model
+        parts = []
+        for chunk in zip(*(tensor.split(batch_size) for tensor in (input_ids, attention_mask, scored)), strict=True):
+            batch = pack(*chunk, share_prompts=self.name == "shared")
+            with accelerator.autocast():
+                parts.append(packed_log_probs(model, backbone, batch))
+        log_probs, entropies = zip(*parts, strict=True)
+        return torch.cat(log_probs), torch.cat(entropies) if entropies[0] is not None else None
+
+
+def regroup(buffer: list[Inputs], *, steps_per_update: int, by_prompt: bool) -> list[Inputs]:
+    """Sort the rows of each optimizer step, so that every micro-batch holds rows of like length or of one prompt.
+
+    Args:
+        buffer: the micro-batches of a rollout, of the same number of rows each.
+        steps_per_update: micro-batches of one optimizer step.
+        by_prompt: rows with the same prompt together; otherwise rows of like length.
+    """
+    regrouped: list[Inputs] = []
+    for start in range(0, len(buffer), steps_per_update):
+        window = buffer[start : start + steps_per_update]
+        sizes = [len(inputs["completion_ids"]) for inputs in window]
+        joined = {name: _join([inputs[name] for inputs in window]) for name in window[0]}
+        order = _order_by_prompt(joined) if by_prompt else _order_by_length(joined)
+        for rows in order.split(sizes):
+            regrouped.append({name: value[rows] if _has_rows(value) else value for name, value in joined.items()})
+    return regrouped
+
+
+def trim_padding(inputs: Inputs) -> Inputs:
+    """Drop the columns of prompts (left) and completions (right) that are padding in every row."""
+    prompt, completion = inputs["prompt_mask"], inputs["completion_mask"]
+    first = int(prompt.any(dim=0).int().argmax())
+    last = completion.shape[1] - int(completion.any(dim=0).flip(0).int().argmax())
+    trimmed = {}
+    for name, value in inputs.items():
+        if name in ("prompt_ids", "prompt_mask"):
+            value = value[:, first:]
+        elif (
+            name not in _CRITIC_PREFIX
+            and _has_rows(value)
+            and value.dim() == 2
+            and value.shape[1] == completion.shape[1]
+        ):
+            value = value[:, :last]
+        trimmed[name] = value
+    return trimmed
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _join(values: list[Any]) -> Any:
+    return torch.cat(values) if _has_rows(values[0]) else values[0]
+
+
+def _order_by_length(inputs: Inputs) -> torch.Tensor:
+    """(B,) longest first: a batch that does not fit into memory fails at once."""
+    lengths = inputs["completion_mask"].sum(dim=1) + inputs["prompt_mask"].sum(dim=1)
+    return lengths.argsort(descending=True, stable=True)
+
+
+def _order_by_prompt(inputs: Inputs) -> torch.Tensor:
+    """(B,) rows with equal prompts together."""
+    prompts = torch.cat([inputs["prompt_ids"], inputs["prompt_mask"]], dim=1)
+    return prompts.unique(dim=0, return_inverse=True)[1].argsort(stable=True)
