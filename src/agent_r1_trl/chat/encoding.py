@@ -1,8 +1,5 @@
 """Text to ids and back, with data kept apart from the tokens that steer a conversation.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 A tokenizer turns every spelling of a special token into that token, wherever the spelling comes from. Here a copy of
 the tokenizer's back end knows those tokens under private names. Rendered text is encoded with the copy after two
 replacements: a live spelling (written by the template) becomes the private name, a hidden one (written in data)

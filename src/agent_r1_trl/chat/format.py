@@ -1,8 +1,5 @@
 """Messages to token ids and back, by appending only.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 One conversation's ids are `prompt + S0 + D0 + S1 + D1 + ...`: S are the sampled ids, D is what the template puts
 between two sampled turns. D is found by rendering a stand-in turn with the real observations after it and keeping
 the text behind the stand-in's end-of-turn token, so it starts with the separator (Qwen's newline) and ends with the

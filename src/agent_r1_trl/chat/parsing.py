@@ -1,8 +1,5 @@
 """One assistant turn's text to a message: reasoning, content, tool calls, and what was wrong with unreadable calls.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 The grammar is a transformers `response_template` (TRL ships one per model family). Its delimiters cut the turn into
 regions; each call's region is then read by itself, so one broken call neither hides the good ones beside it nor
 disappears: its text stays in `content` and the reason goes to `malformed_tool_call`.

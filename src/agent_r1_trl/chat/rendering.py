@@ -1,8 +1,5 @@
 """The chat template at work: what it writes behind an assistant turn, found with stand-ins.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 A stand-in turn says a mark that no data contains. Everything the template writes behind the mark up to the
 end-of-turn token closes the turn; everything behind that token belongs to the observations.
 

@@ -1,8 +1,5 @@
 """Which chat template a policy is trained with, and which grammar reads what it writes.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 TRL's training templates and response templates come first; a template TRL does not know is recognised by what it
 renders, or accepted as it is where it preserves prefixes and writes calls in a known form.
 """

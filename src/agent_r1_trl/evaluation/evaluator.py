@@ -1,7 +1,6 @@
 """Evaluation: the training rollout, greedy or sampled, on every example of a data set.
 
-prompt -> [environment reset] -> [rollout (policy <-> tools)] -> Trajectory -> [rewards on tokens] -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+For example:
 
     result = evaluate_model("outputs/my-agent", MyEnv, dataset, limits=RolloutLimits(max_turns=4))
     result.metrics["exact_match"], result.intervals["exact_match"]

@@ -1,8 +1,5 @@
 """What an evaluation found: metrics, each with a 95% bootstrap interval.
 
-prompt -> [environment reset] -> [rollout (policy <-> tools)] -> Trajectory -> [rewards on tokens] -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 A metric is a ratio of two sums over examples (scores and scored attempts; failed calls and calls). The bootstrap draws
 whole examples, so several attempts at one question never count as independent evidence. Trajectories lost to an
 infrastructure failure count in `infrastructure_failure_rate` and nowhere else.

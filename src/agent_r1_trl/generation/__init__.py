@@ -1,4 +1,8 @@
-"""Generation back ends: one trajectory's token ids in, the ids the policy sampled out."""
+"""Generation back ends: one trajectory's token ids in, the ids the policy sampled out.
+
+prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> [sync weights] -> next rollout
+"""
 
 from __future__ import annotations
 

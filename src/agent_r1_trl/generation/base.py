@@ -1,8 +1,4 @@
-"""What every generation back end can do: one trajectory's token ids in, the ids the policy sampled out.
-
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-"""
+"""What every generation back end can do: one trajectory's token ids in, the ids the policy sampled out."""
 
 from __future__ import annotations
 

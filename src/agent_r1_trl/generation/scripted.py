@@ -1,8 +1,5 @@
 """Generation from a script: what the "policy" says is written down beforehand.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 For tests and demonstrations: no weights, no randomness, failures and delays on demand. Which turn a request asks for
 is found as a rollout defines it: a prompt that begins with an earlier prompt plus what was answered to it is that
 trajectory's next turn.

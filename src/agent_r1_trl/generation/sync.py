@@ -1,8 +1,5 @@
 """Do sampler and trainer have the same weights? A few log-probabilities tell.
 
-prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> [sync weights] -> next rollout
-
 A sampler that silently keeps older weights, or has them in another precision, makes training off-policy: nothing
 fails, the run only learns worse. So every sync is checked.
 """

@@ -1,8 +1,5 @@
 """The policy's weights under the names of a plain checkpoint, adapters merged on the way.
 
-prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> [sync weights] -> next rollout
-
 Adapters are merged into copies, one layer at a time. Merging into the live weights and subtracting again, step after
 step, would let low-precision weights drift.
 

@@ -1,8 +1,5 @@
 """A generator whose requests are served by one worker thread.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 Covered here: the way of a request from the event loop to the thread and back, cancellation, closing. Not covered: how
 tokens are sampled (the subclasses).
 """

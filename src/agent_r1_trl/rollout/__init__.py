@@ -1,4 +1,8 @@
-"""The rollout: requests, limits, the loop for one trajectory, the runner for many."""
+"""The rollout: requests, limits, the loop for one trajectory, the runner for many.
+
+prompt -> [environment reset] -> [rollout (policy <-> tools)] -> [Trajectory] -> rewards on tokens -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+"""
 
 from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession

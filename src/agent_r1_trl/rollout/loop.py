@@ -1,8 +1,5 @@
 """The rollout of one trajectory, in one page.
 
-prompt -> [environment reset] -> [rollout (policy <-> tools)] -> [Trajectory] -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 Ids are only ever appended: what the policy sampled (mask 1), what the template adds to close a turn, what the
 environment answered (mask 0). Covered here: the order of things and every way a trajectory can end. Not covered:
 what a message looks like in tokens (`chat.py`), how many trajectories run at once (`runner.py`).

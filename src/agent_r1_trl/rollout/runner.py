@@ -1,8 +1,5 @@
 """Many trajectories at once, each at its own pace.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 Covered here: concurrency, the event loop's thread, the watchdog. Not covered: what happens inside a trajectory.
 """
 

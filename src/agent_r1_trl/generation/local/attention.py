@@ -1,8 +1,5 @@
 """Attention for one new token per row that reads the cache once.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 With grouped heads (2 key heads for 4 query heads, say) and a padding mask, transformers' sdpa function first copies
 keys and values once per query head. For a single query position the query heads of a group can stand in the place of
 query positions, so nothing is copied: on a CPU with 64 rows, 4 heads and 2 key heads, 0.42 ms a layer for 0.85 ms.

@@ -1,8 +1,5 @@
 """One batch of rows that are being sampled: prefill, decode, drop.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 Covered here: forward passes with a cache, left padding, position ids, eval mode. Not covered: requests and threads
 (`transformers_generator.py`).
 """

@@ -1,8 +1,5 @@
 """Generation with a transformers model in this process: whatever requests are waiting run as one batch.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 Requests join the running batch between two decode steps and leave it when they end, so no trajectory waits for
 another's turn to finish. What a row samples depends on its seed and the weights, not on the rows beside it (up to the
 rounding of matrix products).

@@ -1,8 +1,5 @@
 """A key/value cache whose rows come and go while the others go on.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 All rows end at the same column, so one decode step writes one column. Columns before a row's own start are masked
 (left padding). In the picture `.` is spare room, `-` is masked, `x` holds a token:
 

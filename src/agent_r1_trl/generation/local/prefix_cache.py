@@ -1,8 +1,5 @@
 """Keys and values of rows that have ended, for the next turn of the same trajectory.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 The next turn's prompt begins with everything the last turn saw and sampled, so only what is new since then (the tool
 results) has to go through the model. Stale once the weights change: `WeightsWatch` notices.
 """

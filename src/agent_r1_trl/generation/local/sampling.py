@@ -1,8 +1,5 @@
 """From logits to sampled ids, one row at a time and many rows at once.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 A row's draw depends on its seed and on how many tokens it has sampled, never on the rows beside it: token n of a
 request is the inverse of the cumulative distribution at the n-th number of the request's own counter-based stream.
 One uniform number per token is enough, so a step costs no random numbers over the vocabulary.

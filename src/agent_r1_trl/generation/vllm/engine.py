@@ -1,8 +1,5 @@
 """Start vLLM inside this process, on a CPU or a GPU, and take it down again.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 Covered here: engine options, environment variables, vLLM's traps on a CPU. Not covered: requests and weights
 (`vllm_generator.py`). vLLM is imported inside the functions.
 """

@@ -1,8 +1,5 @@
 """Generation with vLLM inside this process; every request enters and leaves the engine on its own.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> [sync weights] -> next rollout
-
 A worker thread steps the engine while requests are unfinished and answers each as soon as it ends. Between rollouts
 `sync` loads the policy's weights; adapters are merged into copies (`weights.py`).
 

@@ -1,8 +1,5 @@
 """Weights from the trainer to the workers of a vLLM server, over torch's gloo.
 
-prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> [sync weights] -> next rollout
-
 Why not one of vLLM's own transfers: each needs a GPU on both sides (NCCL, CUDA IPC), and NCCL refuses two ranks on one
 device. Gloo needs sockets only, so what the tests run on a CPU is what runs elsewhere. The price: on a GPU the weights
 pass through host memory.

@@ -1,8 +1,5 @@
 """JSON over HTTP with pooled connections, timeouts and retries, on an event loop of its own.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 A loop of its own lets one pool of connections serve every caller: the trajectories of a rollout, each rollout perhaps
 on another loop, and the trainer's thread, which has none.
 """

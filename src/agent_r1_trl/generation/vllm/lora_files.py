@@ -1,8 +1,4 @@
-"""A LoRA adapter as the files that vLLM loads.
-
-prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> [sync weights] -> next rollout
-"""
+"""A LoRA adapter as the files that vLLM loads."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Generation with one or more vLLM servers; token ids go in, the sampled ids and their log-probabilities come out.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> [sync weights] -> next rollout
-
 Every rank speaks to the servers itself, so ranks that need different numbers of turns never wait for one another in a
 rollout. A trajectory stays with the server that has its keys and values in the prefix cache. Between rollouts `sync`
 brings the weights: an adapter alone where the servers serve LoRA, else all weights that training changed, adapters

@@ -1,8 +1,5 @@
 """What the trainer needs inside the workers of a vLLM server: receiving weights.
 
-prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> [sync weights] -> next rollout
-
     vllm serve MODEL --worker-extension-cls agent_r1_trl.generation.vllm.worker_extension.PolicyWorker ...
 
 Only vLLM imports this module, in each worker's process and before the model is loaded; that is the one moment when the
