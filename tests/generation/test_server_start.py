@@ -75,12 +75,11 @@ def test_another_kind_of_server_is_told_at_once(answer):
     before = time.monotonic()
     with (
         Stub(answer) as server,
-        pytest.raises(GenerationError, match="is no vLLM server, or the wrong port") as caught,
+        pytest.raises(GenerationError, match="vllm_server_urls") as caught,
     ):
         start(server.url)
     assert time.monotonic() - before < 10
-    assert f"{server.url} is no vLLM server" in str(caught.value)
-    assert "Set vllm_server_urls" in str(caught.value)
+    assert server.url in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -389,8 +389,8 @@ else:
     time.sleep(0.3)
 print(time.time())
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert time.time() - float(result.stdout.splitlines()[-1]) < 5
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert time.time() - float(result.stdout.splitlines()[-1]) < 30, "the endless request was waited for"
 
 
 def test_unusable_requests_are_refused(model):

@@ -3,10 +3,10 @@
 A tokenizer turns every spelling of a special token into that token, wherever the spelling comes from. Here a copy of
 the tokenizer's back end knows those tokens under private names. Rendered text is encoded with the copy after two
 replacements: a live spelling (written by the template) becomes the private name, a hidden one (written in data)
-stays the characters it is. Everything else about the tokenisation is the tokenizer's own, merges across the border
-between template and data included.
+becomes plain characters. Everything else about the tokenisation is the tokenizer's own, including merges across the
+border between template and data.
 
-Not covered: chat templates (`chat.py`), reading calls (`parsing.py`).
+Not covered: chat templates (`rendering.py`, `templates.py`), reading calls (`parsing.py`).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class TextEncoder:
         return list(encoding.ids), flags
 
     def truncate(self, text: str, max_tokens: int) -> str:
-        """The longest prefix of plain text found that encodes to at most `max_tokens` ids."""
+        """A prefix of plain text, as long as possible, that encodes to at most `max_tokens` ids."""
         if max_tokens <= 0:
             return ""
         text = _encodable(text)
@@ -201,7 +201,13 @@ class TextEncoder:
 
 
 def split_by_author(delta: str, glue: str, marks: Sequence[str]) -> list[tuple[str, bool]]:
-    """Cut rendered observations into (text, is environment text), by the glue rendered around `marks`."""
+    """Cut rendered observations into (text, is environment text) pairs.
+
+    Args:
+        delta: the rendered observations.
+        glue: the same rendering with `marks` in place of the contents.
+        marks: one per observation.
+    """
     if not marks:
         return [(delta, False)]
     pieces = []

@@ -29,17 +29,17 @@ from agent_r1_trl.trajectory import Author, Message
 
 Schema = dict[str, Any]
 
-# More than any forced prefix of a turn is long.
+# Longer than any forced prefix of a turn.
 _PREFIX_TOKENS = 64
 
 
 class ChatFormat:
-    """Everything that knows the chat template of one model.
+    """The chat format of one model: messages to token ids, sampled ids to messages.
 
     Args:
         tokenizer: a fast tokenizer (or a processor that holds one). It is not changed.
         chat_template: source, file or TRL name of a template to use in place of the tokenizer's.
-        chat_template_kwargs: handed to the template with every rendering.
+        chat_template_kwargs: passed to the template in every rendering.
         thinking: `keep` leaves the template's default; `off` sets `enable_thinking=False`, whose forced empty
             thought is template glue.
         extra_stop_token_ids: more ids that end a turn, from the model's generation config.
@@ -210,7 +210,7 @@ class ChatFormat:
     def encode_conversation(
         self, messages: Sequence[Message], tools: Sequence[Schema] | None = None, *, generation_prompt: bool = False
     ) -> list[int]:
-        """What the template makes of a whole conversation at once; a rollout's ids must spell the same."""
+        """Ids of a whole conversation that is rendered at once; a rollout's ids must spell the same text."""
         return self.encoder.encode(self._renderer.render(messages, tools, generation_prompt=generation_prompt))
 
     def canonical(self, token_ids: Sequence[int]) -> list[int]:
@@ -236,7 +236,7 @@ class ChatFormat:
         return len(self.encoder.encode(self.encoder.hide(text)))
 
     def truncate(self, text: str, max_tokens: int) -> str:
-        """The beginning of plain text, at most `max_tokens` tokens of it."""
+        """The beginning of plain text, at most `max_tokens` tokens long."""
         return self.encoder.truncate(text, max_tokens)
 
     def _make_parser(self, trl: Any) -> TurnParser:

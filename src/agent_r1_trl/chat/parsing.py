@@ -1,10 +1,10 @@
-"""One assistant turn's text to a message: reasoning, content, tool calls, and what was wrong with unreadable calls.
+"""Read one assistant turn: its reasoning, content and tool calls, and what is wrong with a call that cannot be read.
 
 The grammar is a transformers `response_template` (TRL ships one per model family). Its delimiters cut the turn into
 regions; each call's region is then read by itself, so one broken call neither hides the good ones beside it nor
 disappears: its text stays in `content` and the reason goes to `malformed_tool_call`.
 
-Not covered: ids (`encoding.py`), which grammar belongs to which template (`chat.py`).
+Not covered: ids (`encoding.py`), which grammar belongs to which template (`templates.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ARGUMENTS_KEY = re.compile(r'"(?:parameters|arguments)"\s*:')
 # Deeper than any tool's arguments; shallow enough for everything downstream that recurses.
 _MAX_DEPTH = 64
 
-# What betrays an attempted call, by a piece of the family's call delimiter.
+# Markers of an attempted call, by a piece of the family's opening delimiter.
 _HINTS = {
     "<tool_call>": ("<tool_call>", "</tool_call>"),
     "<|tool_call>": ("<|tool_call>", "<tool_call|>"),
@@ -196,7 +196,7 @@ class TurnParser:
 
 
 def _looks_like_bare_call(text: str, tools: Any) -> bool:
-    """A JSON answer is not a call: it takes a tag, the arguments' key, a known name, or a call's beginning cut off."""
+    """Whether bare JSON is a call, not an answer: it has the tag, an arguments key or a known name, or was cut off."""
     if text.startswith("<|python_tag|>") or (text[:1] in ("{", "[") and _ARGUMENTS_KEY.search(text)):
         return True
     if not re.match(r'\{\s*"name"', text):
@@ -252,7 +252,7 @@ def _kind(value: Any) -> str:
 
 
 def _check_values(value: Any, depth: int = 0) -> None:
-    """Refuse what Python's json reads or builds but no JSON writer or tokenizer takes."""
+    """Refuse values that Python's json module reads but that no JSON writer or tokenizer accepts."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"the arguments are nested more than {_MAX_DEPTH} levels deep")
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,7 +1,7 @@
-"""The chat template at work: what it writes behind an assistant turn, found with stand-ins.
+"""What a chat template writes after an assistant turn, found by rendering stand-in turns.
 
-A stand-in turn says a mark that no data contains. Everything the template writes behind the mark up to the
-end-of-turn token closes the turn; everything behind that token belongs to the observations.
+A stand-in turn says a mark that no data contains. Everything the template writes after the mark, up to the
+end-of-turn token, closes the turn; everything after that token belongs to the observations.
 
 Not covered: ids (`encoding.py`), which template it is (`templates.py`).
 """
@@ -31,13 +31,13 @@ class TurnEnd:
 
 @dataclass(frozen=True)
 class Staging:
-    """Observations as the template renders them behind an assistant turn."""
+    """Observations as the template renders them after an assistant turn."""
 
     end: TurnEnd
     delta: str
-    """Text behind the end-of-turn token, generation prompt included."""
+    """Text after the end-of-turn token, generation prompt included."""
     glue: str
-    """The same with `marks` in the place of the observations' contents."""
+    """The same text with `marks` in place of the observations' contents."""
     marks: list[str]
 
 
@@ -47,9 +47,9 @@ class TemplateRenderer:
     Args:
         tokenizer: renders; it is not changed.
         chat_template: source of the template.
-        chat_template_kwargs: handed to the template with every rendering.
+        chat_template_kwargs: passed to the template in every rendering.
         encoder: knows the control tokens.
-        supports_tools: the template renders calls and tool messages.
+        supports_tools: whether the template renders calls and tool messages.
 
     Raises:
         ChatFormatError: if the template does not end turns in a way that a rollout can follow.
@@ -112,10 +112,10 @@ class TemplateRenderer:
         return whole[start : whole.rindex(end) + len(end)]
 
     def stage(self, calls: Sequence[Any], observations: Sequence[Message], tools: Any) -> Staging:
-        """Render observations behind a turn with these calls, as faithfully as the template allows.
+        """Render observations after a turn with these calls, as faithfully as the template allows.
 
         Args:
-            calls: of the assistant message; names and ids count. Control tokens in them are hidden.
+            calls: of the assistant message, control tokens hidden; only their names and ids matter.
             observations: messages whose contents are strings with control tokens hidden.
             tools: schemas.
         """
@@ -124,8 +124,8 @@ class TemplateRenderer:
             end = self.call_end if "tool_calls" in turn else self.text_end
             marked = [{**observation, "content": mark} for observation, mark in zip(rest, marks, strict=False)]
             try:
-                glue = self._behind_end(end, turn, marked, tools)
-                delta = self._behind_end(end, turn, rest, tools)
+                glue = self._after_end(end, turn, marked, tools)
+                delta = self._after_end(end, turn, rest, tools)
             except ChatFormatError:
                 continue
             # An attempt counts only if the template shows every observation.
@@ -152,7 +152,7 @@ class TemplateRenderer:
     def _stagings(
         self, calls: Sequence[Any], observations: Sequence[Message]
     ) -> Iterator[tuple[Message, Sequence[Message]]]:
-        """Ways to render the observations behind a stand-in turn, the most faithful first."""
+        """Ways to render the observations after a stand-in turn, the most faithful first."""
         if not any(observation.get("role") == "tool" for observation in observations):
             yield self._stand_in(), observations
         elif self.supports_tools:
@@ -165,9 +165,9 @@ class TemplateRenderer:
         yield self._stand_in(), told
         yield self._stand_in(), [{"role": "user", "content": "\n".join(message["content"] for message in told)}]
 
-    def _behind_end(self, end: TurnEnd, reply: Message, rest: Sequence[Message], tools: Any) -> str:
+    def _after_end(self, end: TurnEnd, reply: Message, rest: Sequence[Message], tools: Any) -> str:
         after = self._after_reply(reply, rest, tools, generation_prompt=True)
-        # With nothing behind it, a turn may end on the sampled token (GPT-OSS).
+        # With nothing after it, a turn may end on the sampled token (GPT-OSS).
         for token in (end.rendered, end.sampled):
             if after.startswith(end.lead + token):
                 return after[len(end.lead) + len(token) :]

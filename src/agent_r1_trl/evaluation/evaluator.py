@@ -50,15 +50,15 @@ def evaluate(
         env_factory: makes a fresh environment per trajectory. Every number it leaves in `trajectory.info` is a metric.
         chat: the model's chat format.
         examples: rows of the data set.
-        limits: the same as in training, for figures that can be compared.
+        limits: of every trajectory; use those of the training for comparable figures.
         params: greedy by default.
         num_generations: attempts per example; a metric is averaged over them first.
-        seed: of sampling, environments and bootstrap.
+        seed: for sampling, environments and bootstrap.
         on_trajectory: called with each trajectory as it ends, from another thread.
 
     Raises:
         ValueError: no examples, or `num_generations` below 1.
-        NothingPlayedError: not one trajectory could be played; says what the first one said.
+        NothingPlayedError: no trajectory could be played; the message quotes the first one's error.
     """
     rows = [dict(example) for example in examples]
     if not rows:
@@ -112,7 +112,7 @@ def evaluate_model(
     trust_remote_code: bool = False,
     **settings: Any,
 ) -> EvaluationResult:
-    """Load a model and evaluate it; on a GPU where there is one.
+    """Load a model and evaluate it, on a GPU if there is one.
 
     Args:
         model: directory or Hub id of a model or of a PEFT adapter; or a loaded model (then pass `tokenizer`).
@@ -120,16 +120,16 @@ def evaluate_model(
         examples: as for `evaluate`.
         tokenizer: None loads the one saved with the model.
         use_vllm: sample with vLLM in this process instead of transformers.
-        limits: as for `evaluate`; the model's context is respected as well.
+        limits: as for `evaluate`; the model's context length is a limit as well.
         dtype: "float32", "bfloat16", ... None: the checkpoint's own on a GPU, float32 on a CPU.
-        chat_template_kwargs: handed to the chat template.
+        chat_template_kwargs: passed to the chat template.
         thinking: see `ChatFormat`.
-        max_batch_size: rows per forward (transformers).
+        max_batch_size: maximum number of rows per forward pass (transformers only).
         trust_remote_code: run code that comes with the model.
         **settings: `params`, `num_generations`, `seed`, `on_trajectory` of `evaluate`.
 
     Raises:
-        ValueError: there is no such model; as for `evaluate`.
+        ValueError: there is no such model, a loaded model comes without `tokenizer`, or as for `evaluate`.
     """
     name = None if hasattr(model, "parameters") else str(model)
     if name is not None:

@@ -1,7 +1,4 @@
-"""Loading a trained agent: model and tokenizer of a directory or Hub id, PEFT adapters included.
-
-Not part of the data flow: what `evaluate_model` and the command line start from.
-"""
+"""Load a trained agent, model and tokenizer, for `evaluate_model` and the command line."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ def load_agent(
     trust_remote_code: bool = False,
     to_device: bool = True,
 ) -> tuple[Any, Any]:
-    """Model (in eval mode) and tokenizer of a directory or Hub id; PEFT adapters are loaded onto their base model.
+    """Model (in eval mode) and tokenizer of a directory or Hub id; a PEFT adapter is loaded onto its base model.
 
     Raises:
-        ValueError: a local directory that holds neither; names the checkpoints inside it.
+        ValueError: see `check_model_folder`.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -50,10 +47,10 @@ def load_agent(
 
 
 def is_local(path: str, *, flag: str = "model") -> bool:
-    """Whether it is a directory; a name that cannot be one is taken for a Hub id.
+    """Whether `path` is a directory; otherwise it is taken for a Hub id if it can be one.
 
     Raises:
-        ValueError: a path, and no directory is there; names flag, value and cure.
+        ValueError: it cannot be a Hub id, and there is no such directory.
     """
     folder = Path(path)
     if not folder.is_dir() and (folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
@@ -62,10 +59,10 @@ def is_local(path: str, *, flag: str = "model") -> bool:
 
 
 def check_model_folder(path: str, *, flag: str = "model") -> bool:
-    """Whether it is an adapter; a name that is no local directory is taken for a Hub id.
+    """Whether `path` is a directory with a PEFT adapter; False for a full model and for a Hub id.
 
     Raises:
-        ValueError: a local path that holds no model; names flag, value and cure.
+        ValueError: the directory does not exist or holds no model; names the checkpoints inside it.
     """
     folder = Path(path)
     if not is_local(path, flag=flag):

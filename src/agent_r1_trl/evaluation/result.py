@@ -1,8 +1,8 @@
 """What an evaluation found: metrics, each with a 95% bootstrap interval.
 
 A metric is a ratio of two sums over examples (scores and scored attempts; failed calls and calls). The bootstrap draws
-whole examples, so several attempts at one question never count as independent evidence. Trajectories lost to an
-infrastructure failure count in `infrastructure_failure_rate` and nowhere else.
+whole examples, so several attempts at one question never count as independent evidence. A trajectory that ended in an
+infrastructure failure counts in `infrastructure_failure_rate` and nowhere else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NAMES = {"em": "exact_match", "valid_answer": "valid_answer_rate"}
 """Metric names of the `info` keys that `SearchQAEnv` sets; other numeric keys keep their own."""
 NUM_RESAMPLES = 10_000
-"""Of the bootstrap; fewer, never below 1,000, for more than 1,000 examples."""
+"""Of the bootstrap; for more than 1,000 examples fewer, but at least 1,000."""
 
 Row = dict[str, tuple[float, float]]
 """Metric -> (numerator, denominator) of one trajectory or example."""
@@ -84,10 +84,10 @@ class EvaluationResult:
 
 def trajectory_sums(trajectory: Trajectory) -> Row:
     """What one trajectory adds to each metric: (numerator, denominator)."""
-    is_lost = trajectory.stop_reason.is_infrastructure_failure
-    lost = {"infrastructure_failure_rate": (float(is_lost), 1.0)}
-    if is_lost:
-        return lost
+    is_failure = trajectory.stop_reason.is_infrastructure_failure
+    failures = {"infrastructure_failure_rate": (float(is_failure), 1.0)}
+    if is_failure:
+        return failures
     results = trajectory.tool_results
     sums: Row = {
         "reward": (trajectory.total_reward, 1.0),
@@ -96,7 +96,7 @@ def trajectory_sums(trajectory: Trajectory) -> Row:
         "tool_error_rate": (float(sum(result.is_error for result in results)), float(len(results))),
         "truncated_rate": (float(trajectory.stop_reason.is_truncated), 1.0),
         "completion_tokens": (float(len(trajectory.completion_ids)), 1.0),
-        **lost,
+        **failures,
     }
     scores: Row = {}
     for key, value in trajectory.info.items():
@@ -148,7 +148,9 @@ def bootstrap_intervals(
 def difference(
     before: EvaluationResult, after: EvaluationResult, *, seed: int = 0
 ) -> dict[str, tuple[float, float, float]]:
-    """(after - before, low, high) per metric; the bootstrap is paired: both results see the same draw of examples.
+    """Change of each metric with its interval: (after - before, low, high).
+
+    The bootstrap is paired: both results see the same draws of examples.
 
     Raises:
         ValueError: the two results are about different examples.

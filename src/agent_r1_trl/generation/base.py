@@ -50,8 +50,8 @@ class Generator(ABC):
 
         Args:
             prompt_ids: everything so far (prompt + completion), (P,).
-            max_tokens: the most ids to sample, >= 1.
-            seed: of this request; the same request with the same seed and weights gives the same ids.
+            max_tokens: maximum number of ids to sample, >= 1.
+            seed: the same request with the same seed and weights gives the same ids.
             params: sampling settings.
         """
 
@@ -122,6 +122,7 @@ class TrajectorySlot:
     """What a back end remembers about one trajectory, such as the server that holds its keys and values."""
 
     place: int | None = None
+    """Number of the server; None before the first request."""
 
 
 current_slot: ContextVar[TrajectorySlot | None] = ContextVar("current_slot", default=None)
@@ -129,7 +130,7 @@ current_slot: ContextVar[TrajectorySlot | None] = ContextVar("current_slot", def
 
 
 class GenerationError(RuntimeError):
-    """The generation back end failed; not the policy's fault. The cause is chained."""
+    """The generation back end failed, which is not the policy's fault. The cause is chained."""
 
 
 def check_request(prompt_ids: list[int], max_tokens: int) -> None:

@@ -1,8 +1,7 @@
 """Generation from a script: what the "policy" says is written down beforehand.
 
-For tests and demonstrations: no weights, no randomness, failures and delays on demand. Which turn a request asks for
-is found as a rollout defines it: a prompt that begins with an earlier prompt plus what was answered to it is that
-trajectory's next turn.
+For tests and demonstrations: no weights, no randomness, failures and delays on demand. A prompt that begins with an
+earlier prompt and its answer asks for the next turn of that trajectory; every other prompt asks for a first turn.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ class ScriptedTurn:
 
 @dataclass(kw_only=True, frozen=True)
 class ScriptedRequest:
-    """What was asked."""
+    """A request as the script sees it."""
 
     prompt_ids: tuple[int, ...]
     turn: int
     """0 for a prompt that continues no earlier answer."""
     index: int
-    """How many requests came before it."""
+    """Number of requests before it."""
     max_tokens: int
     seed: int
     params: SamplingParams
@@ -71,12 +70,12 @@ class ScriptedGenerator(Generator):
         self._stop_token_ids = frozenset(stop_token_ids)
         self._delay_s = delay_s
         self._turn_after: dict[tuple[int, ...], int] = {}
-        """For every prompt with its answer: the turn that comes next."""
+        """Prompt with its answer -> the turn that comes next."""
         self._num_running = 0
         self.requests: list[ScriptedRequest] = []
-        """Everything that was asked, in order."""
+        """All requests, in order."""
         self.most_running = 0
-        """The most requests that were being answered at the same time."""
+        """Largest number of requests that were being answered at the same time."""
 
     async def generate(
         self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams

@@ -1,4 +1,4 @@
-"""Do sampler and trainer have the same weights? A few log-probabilities tell.
+"""Bring the policy's weights to the sampler, and check by a few log-probabilities that they are there.
 
 A sampler that silently keeps older weights, or has them in another precision, makes training off-policy: nothing
 fails, the run only learns worse. So every sync is checked.

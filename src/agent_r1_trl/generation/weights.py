@@ -1,4 +1,4 @@
-"""The policy's weights under the names of a plain checkpoint, adapters merged on the way.
+"""The policy's weights under the names of a plain checkpoint, with adapters merged.
 
 Adapters are merged into copies, one layer at a time. Merging into the live weights and subtracting again, step after
 step, would let low-precision weights drift.

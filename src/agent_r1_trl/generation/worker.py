@@ -1,6 +1,6 @@
 """A generator whose requests are served by one worker thread.
 
-Covered here: the way of a request from the event loop to the thread and back, cancellation, closing. Not covered: how
+Covered here: the path of a request from the event loop to the thread and back, cancellation, closing. Not covered: how
 tokens are sampled (the subclasses).
 """
 
@@ -95,8 +95,8 @@ class ThreadedGenerator(Generator):
                 raise GenerationError("The generator is closed.")
             self._waiting.append(request)
             if self._worker is None:
-                # Not a daemon: killed at exit inside torch, such a thread takes the process down with an abort. Said
-                # aloud, because a thread started by a daemon (the rollout's loop) would else be one as well.
+                # Not a daemon: killed at exit inside torch, such a thread takes the process down with an abort. Set
+                # explicitly, because a thread started by a daemon (the rollout's loop) would otherwise be one as well.
                 self._worker = threading.Thread(target=self._work, name=self._name, daemon=False)
                 self._worker.start()
             self._changed.notify_all()

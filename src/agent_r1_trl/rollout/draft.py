@@ -25,7 +25,7 @@ class Draft:
     authors: list[Author] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     phase: str = "waiting"
-    """What the trajectory waits for, for the watchdog."""
+    """What the trajectory is waiting for; the watchdog reports it."""
     error: str | None = None
 
     @property
@@ -80,7 +80,7 @@ class Draft:
 
 
 def record_step(turn: Turn, reward: float, info: dict[str, Any], *, env_s: float) -> None:
-    """Write what the environment said of a turn into it."""
+    """Write what the environment said about a turn into the turn."""
     turn.reward = reward
     turn.env_s = env_s
     results = info.get("tool_results") or []

@@ -1,4 +1,4 @@
-"""One environment for one trajectory: plain or async methods, failures named, closed exactly once."""
+"""Drive one environment for one trajectory: plain or async methods, failures named, closed exactly once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agent_r1_trl.trajectory import Message, Trajectory
 logger = logging.getLogger(__name__)
 
 ENV_THREADS = 256
-"""Most plain environment methods that run at once."""
+"""Maximum number of plain (not async) environment methods that run at once."""
 CLOSE_TIMEOUT_S = 60.0
 """Seconds that `close` may take before the rollout goes on without it."""
 
@@ -69,7 +69,7 @@ class EnvSession:
         """Take one assistant message.
 
         Raises:
-            ValueError: if the result has not the protocol's shape: a mistake of the environment's author.
+            ValueError: the result does not have the protocol's shape, a mistake of the environment's author.
         """
         # Copies both ways: the record of the turn is not the environment's to change.
         result = await self._guard("step", self.env.step, copy.deepcopy(message))

@@ -1,8 +1,10 @@
-"""The rollout of one trajectory, in one page.
+"""The rollout of one trajectory, on one page.
 
 Ids are only ever appended: what the policy sampled (mask 1), what the template adds to close a turn, what the
-environment answered (mask 0). Covered here: the order of things and every way a trajectory can end. Not covered:
-what a message looks like in tokens (`chat.py`), how many trajectories run at once (`runner.py`).
+environment answered (mask 0).
+
+Covered here: the order of events and every way a trajectory can end. Not covered: what a message looks like in tokens
+(`chat/format.py`), how many trajectories run at once (`runner.py`).
 """
 
 from __future__ import annotations
@@ -116,7 +118,7 @@ async def _play(
 
 
 async def _score(trajectory: Trajectory, session: EnvSession, limits: RolloutLimits) -> None:
-    """Add the outcome reward; scoring has as long as the trajectory itself had."""
+    """Add the outcome reward; scoring may take as long as the trajectory itself."""
     scoring = asyncio.ensure_future(session.outcome(trajectory))
     try:
         done, _ = await asyncio.wait({scoring}, timeout=limits.rollout_timeout)
@@ -148,7 +150,7 @@ async def _generate(
 
 
 def _cut_message(message: Message, max_tokens: int) -> Message:
-    """A turn that a limit cut is no answer and no call: the model is told, where there is room to tell it."""
+    """The message of a turn that a limit cut: neither an answer nor a call, and the model is told so if it fits."""
     cut = {name: value for name, value in message.items() if name != "tool_calls"}
     cut["malformed_tool_call"] = f"the turn was cut off after {max_tokens} tokens, before it was finished"
     return cut

@@ -1,4 +1,4 @@
-"""What is asked of each trajectory: its row of the data set, its place in the group, its seeds.
+"""Requests for trajectories: a row of the data set, a place in its group, and the seeds.
 
 Seeds depend on what is sampled, not on when: a run is reproducible whatever its concurrency.
 """
@@ -22,9 +22,9 @@ class RolloutRequest:
     generation: int = 0
     """Member of the example's group."""
     seed: int = 0
-    """Of the sampler (and of random dynamics); differs between the members of a group."""
+    """For the sampler (and random dynamics of the environment); differs between the members of a group."""
     reset_seed: int = 0
-    """Of the initial state; the same for all members of a group."""
+    """For the initial state; the same for all members of a group."""
 
 
 def rollout_requests(
@@ -34,11 +34,11 @@ def rollout_requests(
 
     Args:
         examples: B rows of the data set.
-        first_row: of the examples in the generation batch of all ranks; groups are consecutive rows of that.
+        first_row: index of the first example in the generation batch of all ranks, whose groups are consecutive rows.
         group_size: rows of one group.
         seed: of the run.
-        step: the micro-step that trains on them, whose seeds are its own; None for evaluation, where every one draws
-            alike.
+        step: the micro-step that trains on them, part of their seeds; None for evaluation, whose seeds are always the
+            same.
     """
     requests = []
     for row, example in enumerate(examples, start=first_row):

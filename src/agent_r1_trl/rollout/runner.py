@@ -164,10 +164,10 @@ def _progress(drafts: Sequence[Draft]) -> list[tuple[str, int]]:
 
 
 def check_some_played(trajectories: Sequence[Trajectory]) -> None:
-    """Refuse a rollout that holds infrastructure failures and nothing else.
+    """Refuse a rollout in which every trajectory ended in an infrastructure failure.
 
     Raises:
-        NothingPlayedError: says what the first one said, with the cure.
+        NothingPlayedError: quotes the first one's error and names the cure.
     """
     if all(trajectory.stop_reason.is_infrastructure_failure for trajectory in trajectories):
         first = trajectories[0]

@@ -1,7 +1,7 @@
 """One batch of rows that are being sampled: prefill, decode, drop.
 
 Covered here: forward passes with a cache, left padding, position ids, eval mode. Not covered: requests and threads
-(`transformers_generator.py`).
+(`generator.py`).
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ class ModelRunner:
     def prefill(self, sequences: list[list[int]], parked: list[ParkedRow] | None = None) -> torch.Tensor:
         """Add rows and return the logits after each of them, (n, V).
 
-        Equal sequences (the members of a group) go through the model once. With `parked`, only what the sequences add
-        to the parked rows does. All rows then pass the same number of tokens: a row that adds fewer passes its last
-        known ones again, which costs no more than padding and leaves no holes between old and new columns.
+        Equal sequences (the members of a group) go through the model once. With `parked`, only the ids that the
+        sequences add to the parked rows do. All rows then pass the same number of tokens: a row that adds fewer
+        passes its last known ones again, which costs no more than padding and leaves no holes between old and new
+        columns.
         """
         if parked is None:
             places = {tuple(sequence): None for sequence in sequences}
@@ -129,7 +130,7 @@ class ModelRunner:
         return self._forward(ids, mask, new_positions, cache, **self._prefill_options), cache, mask
 
     def park(self, row: int, ids: list[int]) -> ParkedRow:
-        """A copy of a row for a later `prefill`; `ids` are the row's, also those that the model has not read yet."""
+        """A copy of a row for a later `prefill`; `ids` are all its ids, even if the last one has not been read yet."""
         tensors = self._rows.copy_row(row)
         return ParkedRow(ids=ids[: tensors[0].shape[1]], tensors=tensors)
 

@@ -73,14 +73,15 @@ class TransformersGenerator(ThreadedGenerator):
     them returns.
 
     Args:
-        model: the policy. Under DeepSpeed ZeRO-3 gather the parameters around the rollout.
+        model: the policy. Under DeepSpeed ZeRO-3, gather the parameters around the rollout.
         pad_token_id: any valid id; padding is masked.
         stop_token_ids: ids that end a turn; a sampled one is kept as the last id.
-        max_batch_size: most rows in one forward pass. Halved for good when the device runs out of memory.
-        max_prefill_tokens: most prompt tokens (padding included) in one forward pass; one request always fits.
-        prefix_cache_tokens: of how many tokens keys and values are kept between the turns of a trajectory, so that a
-            turn only reads what is new; 0 for none. None is 32768 on a CPU and 0 on a GPU, where training needs the
-            memory.
+        max_batch_size: maximum number of rows per forward pass. Halved permanently when the device runs out of memory.
+        max_prefill_tokens: maximum number of prompt tokens (padding included) per forward pass; a single request may
+            have more.
+        prefix_cache_tokens: number of tokens whose keys and values are kept between the turns of a trajectory, so that
+            a turn reads only what is new; 0 keeps none. None is 32768 on a CPU and 0 on a GPU, where training needs
+            the memory.
     """
 
     def __init__(

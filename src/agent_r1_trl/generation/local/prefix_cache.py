@@ -1,7 +1,7 @@
 """Keys and values of rows that have ended, for the next turn of the same trajectory.
 
 The next turn's prompt begins with everything the last turn saw and sampled, so only what is new since then (the tool
-results) has to go through the model. Stale once the weights change: `WeightsWatch` notices.
+results) has to go through the model. They are stale once the weights change, which `WeightsWatch` notices.
 """
 
 from __future__ import annotations

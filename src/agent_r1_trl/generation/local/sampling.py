@@ -1,6 +1,6 @@
-"""From logits to sampled ids, one row at a time and many rows at once.
+"""From logits to sampled ids, many rows at once and each independent of the others.
 
-A row's draw depends on its seed and on how many tokens it has sampled, never on the rows beside it: token n of a
+A row's draw depends on its seed and on how many tokens it has sampled, never on other rows: token n of a
 request is the inverse of the cumulative distribution at the n-th number of the request's own counter-based stream.
 One uniform number per token is enough, so a step costs no random numbers over the vocabulary.
 

@@ -52,7 +52,7 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
 
 
 def check_vllm(args: Any, model: Any, *, is_on_gpu: bool) -> None:
-    """Before the first rollout: is the package there, and can an engine run what is trained?
+    """Check before the first rollout that vLLM is installed and can run the trained model.
 
     Args:
         args: a `MultiTurnConfig`.
@@ -60,8 +60,8 @@ def check_vllm(args: Any, model: Any, *, is_on_gpu: bool) -> None:
         is_on_gpu: whether this process trains on a GPU.
 
     Raises:
-        ImportError: vLLM is not installed, and no server is to be used.
-        ValueError: the trained model would be none that vLLM knows, or the engine is to sleep and cannot.
+        ImportError: vLLM is not installed, and the engine is to run in this process.
+        ValueError: vLLM cannot run the trained model, or an engine that cannot sleep is asked to.
     """
     if args.vllm_mode != "server" and importlib.util.find_spec("vllm") is None:
         raise ImportError(

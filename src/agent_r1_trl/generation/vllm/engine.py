@@ -1,7 +1,7 @@
-"""Start vLLM inside this process, on a CPU or a GPU, and take it down again.
+"""Start vLLM inside this process, on a CPU or a GPU, and shut it down again.
 
 Covered here: engine options, environment variables, vLLM's traps on a CPU. Not covered: requests and weights
-(`vllm_generator.py`). vLLM is imported inside the functions.
+(`generator.py`). vLLM is imported inside the functions.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def build_engine(
     Args:
         model: checkpoint path or Hub name; or a transformers or PEFT model, of which only the configuration is taken
             (the weights are random until the first sync).
-        max_model_len: most tokens of a request, prompt included (None: what the model allows).
-        max_num_seqs: most requests that run at the same time.
-        cpu_kv_cache_gib: memory for the cache on a CPU; on a GPU see `gpu_memory_utilization`.
+        max_model_len: maximum number of tokens of a request, prompt included (None: what the model allows).
+        max_num_seqs: maximum number of requests that run at the same time.
+        cpu_kv_cache_gib: memory for the cache on a CPU, in GiB; on a GPU see `gpu_memory_utilization`.
         options: of `vllm.EngineArgs`; they win over the defaults chosen here.
     """
     is_cpu = not torch.cuda.is_available()
@@ -69,11 +69,13 @@ def build_engine(
 
 
 def keep_weights_loadable() -> None:
-    """Keep weights where new ones can be loaded, on a CPU. Before the model is loaded, in the process that loads it.
+    """Make vLLM on a CPU keep its weights where new ones can be loaded.
+
+    Call it in the process that loads the model, before the model is loaded.
 
     With oneDNN or the SGL kernels, vLLM's linear layers on a CPU repack their weights once, after the first load, and
-    empty or forget the parameter. Loading new weights then raises, or is silently without effect: log-probabilities
-    were 0.8 off after a sync. Without these kernels the layers compute with the parameter itself.
+    empty or forget the parameter. Loading new weights then raises, or silently has no effect: log-probabilities
+    were off by 0.8 after a sync. Without these kernels the layers compute with the parameter itself.
     """
     import vllm._custom_ops
     import vllm.model_executor.layers.utils
@@ -83,7 +85,7 @@ def keep_weights_loadable() -> None:
 
 
 def _keep_process_group() -> None:
-    """Let an engine that shuts down, by `close` or the garbage collector, destroy its own groups only.
+    """Make an engine that shuts down, by `close` or the garbage collector, destroy only its own groups.
 
     vLLM takes torch's default group down with it. Here that is the trainer's.
     """

@@ -1,4 +1,4 @@
-"""vLLM servers that a trainer is told of: their addresses, and waiting until they answer."""
+"""Check the addresses of vLLM servers, and wait until the servers answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
 logger = logging.getLogger(__name__)
 
 _NO_VLLM = (
-    "{url} is no vLLM server, or the wrong port: {reason}. Set vllm_server_urls to those that vllm serve printed."
+    "{url} is not a vLLM server, or has the wrong port: {reason}. Set vllm_server_urls to the addresses that `vllm "
+    "serve` printed."
 )
 
 
@@ -22,7 +23,7 @@ def check_urls(urls: Sequence[str]) -> list[str]:
     """The URLs without a slash at the end.
 
     Raises:
-        ValueError: for no URL, one that is none, or one that comes twice.
+        ValueError: no URL is given, one is not a URL, or one is given twice.
     """
     cleaned = [url.rstrip("/") for url in urls]
     for url in cleaned:
@@ -42,12 +43,12 @@ async def wait_for_servers(http: HTTPClient, urls: Sequence[str], timeout_s: flo
     """URL -> name of the server's base model, once all have answered.
 
     Args:
-        http: asks them.
+        http: client for the requests.
         urls: of servers that may still be starting.
-        timeout_s: for all of them together.
+        timeout_s: seconds for all of them together.
 
     Raises:
-        GenerationError: one does not answer within `timeout_s`, or is no vLLM server.
+        GenerationError: one does not answer within `timeout_s`, or is not a vLLM server.
     """
     waiting = {url: f"{url}: no answer" for url in urls}  # URL -> what it said last
 
@@ -79,7 +80,7 @@ async def wait_for_servers(http: HTTPClient, urls: Sequence[str], timeout_s: flo
 
 
 def own_address(urls: Sequence[str]) -> str:
-    """The address of this machine on the way to the servers; a remote server decides for all of them."""
+    """The address of this machine that the servers can reach; if one of them is remote, it decides for all."""
     addresses = []
     for url in urls:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

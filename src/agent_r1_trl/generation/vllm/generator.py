@@ -3,7 +3,7 @@
 A worker thread steps the engine while requests are unfinished and answers each as soon as it ends. Between rollouts
 `sync` loads the policy's weights; adapters are merged into copies (`weights.py`).
 
-Covered here: requests, weights, log-probabilities of given ids. Not covered: starting the engine (`vllm_engine.py`),
+Covered here: requests, weights, log-probabilities of given ids. Not covered: starting the engine (`engine.py`),
 tensor parallelism (its ranks would have to step in lockstep).
 """
 
@@ -24,7 +24,7 @@ from agent_r1_trl.generation.worker import Request, ThreadedGenerator
 
 
 def check_reloadable(engine_model: nn.Module) -> None:
-    """Refuse an engine that would go on with its old weights.
+    """Refuse a model whose engine would go on with the old weights.
 
     Raises:
         ValueError: a mixture of experts on a CPU, where vLLM computes with a repacked copy of the experts.
@@ -40,7 +40,7 @@ def load_weights(engine_model: Any, weights: Iterable[tuple[str, torch.Tensor]],
     Args:
         engine_model: the model of a worker.
         weights: checkpoint name and tensor.
-        is_complete: nothing may be missing.
+        is_complete: whether every weight of the model must be among them.
 
     Raises:
         ValueError: see `check_reloadable`; or a weight does not fit the model.
@@ -76,8 +76,8 @@ class VLLMGenerator(ThreadedGenerator):
             one process, without tensor parallelism).
         stop_token_ids: ids that end a turn; a sampled one is kept as the last id. The model's own EOS ids count only
             if they are among them.
-        max_model_len: most tokens of a request, prompt included (None: what the model allows).
-        max_num_seqs: most requests that run at the same time.
+        max_model_len: maximum number of tokens of a request, prompt included (None: what the model allows).
+        max_num_seqs: maximum number of requests that run at the same time.
         cpu_kv_cache_gib: memory for the cache on a CPU, in GiB.
         **engine_options: of `vllm.EngineArgs`, such as `gpu_memory_utilization`, `dtype` or `enable_sleep_mode`.
     """
@@ -124,11 +124,11 @@ class VLLMGenerator(ThreadedGenerator):
         return True
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, is_complete: bool = False) -> None:
-        """Load weights by their checkpoint names, once the requests that are under way have ended.
+        """Load weights by their checkpoint names, after the requests that are under way have ended.
 
         Args:
             weights: name and tensor, on any device.
-            is_complete: nothing may be missing.
+            is_complete: whether every weight of the model must be among them.
 
         Raises:
             ValueError: the engine's model lacks a weight, has it in another shape, or did not receive one it needs.
@@ -186,7 +186,7 @@ class VLLMGenerator(ThreadedGenerator):
         return bool(self._engine.vllm_config.model_config.enable_sleep_mode and self._engine.is_sleeping())
 
     def sleep(self) -> None:
-        """Give weights and cache memory back to the trainer; `sync` before the next request. A GPU only."""
+        """Give the memory of weights and cache to the trainer; `sync` before the next request. GPU only."""
         with self._engine_lock:
             self._engine.sleep(level=2)
             self._has_all_weights = False

@@ -39,8 +39,8 @@ class HTTPClient:
     """POST and GET of JSON.
 
     Args:
-        max_connections: kept open at the same time, to each server.
-        timeout_s: for one answer.
+        max_connections: maximum number of open connections to each server.
+        timeout_s: seconds to wait for one answer.
         max_attempts: for requests that may be repeated; waits of about 0.5, 1, 2, ... (at most 10) seconds between.
     """
 

@@ -54,16 +54,16 @@ class VLLMServerGenerator(Generator):
         stop_token_ids: ids that end a turn; a sampled one is kept as the last id.
         adapter_dir: where adapters are written for the servers to read (a folder that both see); None merges adapters
             and sends whole weights.
-        request_timeout_s: for one turn.
-        startup_timeout_s: how long to wait for servers that are still starting.
+        request_timeout_s: seconds for one turn.
+        startup_timeout_s: seconds to wait for servers that are still starting.
         max_attempts: per request, with growing waits; a retry goes to the next server.
-        max_connections: to each server.
+        max_connections: maximum number of connections to each server.
         sync_host: address of this machine that the servers can reach; None finds it.
         sync_port: port there; 0 takes any free one.
-        sync_timeout_s: for one message of a transfer.
+        sync_timeout_s: seconds for one message of a transfer.
 
     Raises:
-        ValueError: for URLs that are none.
+        ValueError: a URL is not one, or comes twice.
         GenerationError: a server does not answer within `startup_timeout_s`.
     """
 

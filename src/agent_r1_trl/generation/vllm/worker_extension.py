@@ -1,4 +1,4 @@
-"""What the trainer needs inside the workers of a vLLM server: receiving weights.
+"""Receive the trainer's weights inside the workers of a vLLM server.
 
     vllm serve MODEL --worker-extension-cls agent_r1_trl.generation.vllm.worker_extension.PolicyWorker ...
 
