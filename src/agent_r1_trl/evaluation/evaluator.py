@@ -17,15 +17,7 @@ from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.evaluation.loading import load_agent
 from agent_r1_trl.evaluation.result import EvaluationResult, example_sums
 from agent_r1_trl.generation.base import Generator, SamplingParams
-from agent_r1_trl.rollout import (
-    RolloutLimits,
-    RolloutRequest,
-    RolloutRunner,
-    check_some_played,
-    context_length,
-    derive_seed,
-    example_key,
-)
+from agent_r1_trl.rollout import RolloutLimits, RolloutRunner, check_some_played, context_length, rollout_requests
 from agent_r1_trl.trajectory import Trajectory
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -66,18 +58,8 @@ def evaluate(
     if isinstance(num_generations, bool) or not isinstance(num_generations, int) or num_generations < 1:
         raise ValueError(f"num_generations={num_generations!r}: must be a whole number >= 1.")
     limits = limits or RolloutLimits()
-    ids = [example_key(row) for row in rows]
-    requests = [
-        RolloutRequest(
-            example=row,
-            example_id=example_id,
-            generation=generation,
-            seed=derive_seed(seed, -1, example_id, generation),
-            reset_seed=derive_seed(seed, -1, example_id),
-        )
-        for row, example_id in zip(rows, ids, strict=True)
-        for generation in range(num_generations)
-    ]
+    attempts = [row for row in rows for _ in range(num_generations)]
+    requests = rollout_requests(attempts, first_row=0, group_size=num_generations, seed=seed, step=None)
     start = time.perf_counter()
     runner = RolloutRunner(env_factory, generator, chat, limits, params, on_trajectory=on_trajectory)
     try:
@@ -88,7 +70,7 @@ def evaluate(
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     return EvaluationResult.from_rows(
         [example_sums(group) for group in groups],
-        example_ids=ids,
+        example_ids=[request.example_id for request in requests[::num_generations]],
         seed=seed,
         num_generations=num_generations,
         trajectories=trajectories,
@@ -160,7 +142,7 @@ def evaluate_model(
 
 def _make_generator(
     model: Any, chat: ChatFormat, tokenizer: Any, use_vllm: bool, limits: RolloutLimits, max_batch_size: int
-) -> Any:
+) -> Generator:
     if use_vllm:
         from agent_r1_trl.generation import VLLMGenerator
 
