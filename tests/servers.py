@@ -68,7 +68,7 @@ def wait_until_ready(server, url, log, timeout_s=300):
 
 
 class Line(ThreadingHTTPServer):
-    """Passes requests on to a server and, after `num_answers` completions, no answer to anything, as one that died."""
+    """Passes requests on to a server; after `num_answers` completions it answers nothing, like a server that died."""
 
     daemon_threads = True
 

@@ -1,7 +1,7 @@
 """Messages to ids: prompts, what stands between two sampled turns, the end of a turn.
 
 Covered: five model families with TRL's own templates, special tokens spelled in data, cut turns, thinking.
-Not covered: reading turns (`test_chat_parsing.py`), choosing templates (`test_chat_templates.py`).
+Not covered: reading turns (`test_parsing.py`), choosing templates (`test_templates.py`).
 """
 
 from __future__ import annotations
@@ -380,17 +380,19 @@ def test_a_forced_thought_opener_is_read_as_the_begin_of_the_thought():
     assert message == {"role": "assistant", "content": "Paris.", "reasoning_content": "because"}
 
 
-def test_thinking_options_that_cannot_work_are_refused_with_a_cure():
-    with pytest.raises(ValueError, match=r"thinking='strip' is impossible.*thinking='keep'"):
-        ChatFormat(make_tokenizer("qwen3"), thinking="strip")
-    with pytest.raises(ValueError, match=r"thinking='maybe' is unknown.*'keep' or 'off'"):
-        ChatFormat(make_tokenizer("qwen3"), thinking="maybe")
-    with pytest.raises(ValueError, match=r"no such switch"):
-        ChatFormat(make_tokenizer("qwen2_5"), thinking="off")
-    with pytest.raises(ValueError, match=r"no such switch"):
-        ChatFormat(make_tokenizer("llama3"), chat_template_kwargs={"enable_thinking": False})
-    with pytest.raises(ValueError, match=r"chat_template_kwargs has \['tokenize'\]"):
-        ChatFormat(make_tokenizer("qwen3"), chat_template_kwargs={"tokenize": True})
+@pytest.mark.parametrize(
+    ("family", "options", "flag"),
+    [
+        ("qwen3", {"thinking": "strip"}, "thinking='strip'"),
+        ("qwen3", {"thinking": "maybe"}, "thinking='maybe'"),
+        ("qwen2_5", {"thinking": "off"}, "thinking='off'"),
+        ("llama3", {"chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking=False"),
+        ("qwen3", {"chat_template_kwargs": {"tokenize": True}}, r"chat_template_kwargs .*'tokenize'"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(family, options, flag):
+    with pytest.raises(ValueError, match=flag):
+        ChatFormat(make_tokenizer(family), **options)
 
 
 def test_template_arguments_reach_every_rendering():

@@ -99,7 +99,7 @@ def test_an_unknown_template_with_the_tokenizer_s_own_grammar_is_accepted():
 
 def test_a_template_whose_calls_cannot_be_read_back_is_refused():
     template = CHATML.replace("<tool_call>", "CALL").replace("</tool_call>", "END")
-    with pytest.raises(ValueError, match=r"cannot be read back.*Set tokenizer\.response_template"):
+    with pytest.raises(ValueError, match=r"tokenizer\.response_template"):
         ChatFormat(make_tokenizer("qwen2_5", chat_template=template))
 
 
@@ -107,24 +107,24 @@ def test_an_unknown_template_that_changes_earlier_turns_is_refused_with_a_cure()
     forgetful = CHATML.replace(
         "{{ message.content }}", "{{ message.content }}{% if loop.last %}<think></think>{% endif %}"
     )
-    with pytest.raises(ValueError, match=r'not prefix preserving.*chat_template="qwen3_training"'):
+    with pytest.raises(ValueError, match='chat_template="qwen3_training"'):
         ChatFormat(make_tokenizer("qwen3", chat_template=forgetful))
     forgetful = forgetful.replace("<think></think>", "!")
-    with pytest.raises(ValueError, match=r'not prefix preserving.*chat_template="qwen2_5_training"'):
+    with pytest.raises(ValueError, match='chat_template="qwen2_5_training"'):
         ChatFormat(make_tokenizer("qwen2_5", chat_template=forgetful))
     assert ChatFormat(make_tokenizer("qwen2_5", chat_template=forgetful), chat_template="qwen2_5_training")
 
 
 def test_a_template_that_leaves_turns_open_is_refused():
     endless = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls }}\n{% endfor %}"
-    with pytest.raises(ValueError, match=r"does not end an assistant turn with a token of its own.*special token"):
+    with pytest.raises(ValueError, match="special token"):
         ChatFormat(make_tokenizer("qwen2_5", chat_template=endless))
 
 
 def test_a_tokenizer_without_a_template_is_refused_and_one_can_be_named():
     tokenizer = make_tokenizer("qwen2_5")
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"has no chat template: set chat_template"):
+    with pytest.raises(ValueError, match="chat_template"):
         ChatFormat(tokenizer)
     assert ChatFormat(tokenizer, chat_template="qwen2_5_training").supports_tools
 
@@ -135,7 +135,7 @@ def test_a_template_can_be_named_read_from_a_file_or_given(tmp_path):
     path.write_text(source, encoding="utf-8")
     for given in ("qwen2_5_training", str(path), source):
         assert ChatFormat(make_tokenizer("qwen3"), chat_template=given).chat_template == source
-    with pytest.raises(ValueError, match=r"chat_template='qwen9' is neither.*TRL ships: .*qwen3_training"):
+    with pytest.raises(ValueError, match=r"chat_template='qwen9'.*qwen3_training"):
         ChatFormat(make_tokenizer("qwen3"), chat_template="qwen9")
 
 
@@ -146,7 +146,7 @@ def test_tools_need_a_template_that_can_show_them():
     chat = ChatFormat(make_tokenizer("qwen2_5", chat_template=plain))
     assert not chat.supports_tools
     tool = {"type": "function", "function": {"name": "search", "description": "d", "parameters": {}}}
-    with pytest.raises(ValueError, match=r"tools=\['search'\].*chat_template='qwen2_5_training'"):
+    with pytest.raises(ValueError, match=r"tools=\['search'\]"):
         chat.encode_prompt([{"role": "user", "content": "q"}], [tool])
     # Without tools it works, and a tool's words still arrive, as a user message.
     reply = chat.encode_reply({"role": "assistant", "content": "<search> x </search>"})
@@ -196,7 +196,7 @@ def test_a_slow_tokenizer_is_refused():
         def apply_chat_template(self, messages, **kwargs):
             return "".join(message["content"] for message in messages)
 
-    with pytest.raises(ValueError, match=r"tokenizer=Slow is not a fast tokenizer.*AutoTokenizer"):
+    with pytest.raises(ValueError, match="tokenizer=Slow"):
         ChatFormat(Slow())
 
 

@@ -55,7 +55,7 @@ def test_a_sampler_that_takes_weights_is_timed_and_one_that_scores_is_compared()
     assert sync_weights(as_generator(given), model, tokenizer).keys() == {"time/sync_s"}
     assert given.model is model
     assert sync_weights(as_generator(Scores()), model, tokenizer)["sampling/sync_logprob_gap"] == 0.0
-    with pytest.raises(SyncError, match="of mine and of the trainer"):
+    with pytest.raises(SyncError, match="mine"):
         sync_weights(as_generator(Scores(offset=0.1)), model, tokenizer)
 
 
@@ -68,7 +68,7 @@ def test_a_generator_is_taken_as_it_is():
     "given", [object(), OnlyGenerates, lambda prompt_ids: prompt_ids], ids=["object", "class", "function"]
 )
 def test_what_cannot_generate_is_refused(given):
-    with pytest.raises(ValueError, match=r"(?s)generator=.*generate"):
+    with pytest.raises(ValueError, match=r"generator=.*generate"):
         as_generator(given)
 
 

@@ -112,11 +112,11 @@ def test_an_adapter_is_synced_without_touching_the_live_weights(engine, policy):
 
 
 def test_weights_of_another_shape_are_refused_by_name(engine, policy):
-    with pytest.raises(ValueError, match=r"could not load the policy's weights .*model\.norm\.weight \(65,\)"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight \(65,\)"):
         engine.update_weights([("model.norm.weight", torch.ones(65))])
-    with pytest.raises(ValueError, match=r"could not load the policy's weights .*model\.layers\.7\."):
+    with pytest.raises(ValueError, match=r"model\.layers\.7\."):
         engine.update_weights([("model.layers.7.mlp.down_proj.weight", torch.ones(64, 48))])
-    with pytest.raises(ValueError, match=r"no value for lm_head\.weight"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight"):
         engine.update_weights([("model.norm.weight", torch.ones(64))], is_complete=True)
 
 

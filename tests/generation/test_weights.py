@@ -85,7 +85,7 @@ def test_an_adapter_on_one_of_two_tied_layers_is_refused(is_refused, options):
     check_tied_embeddings(get_peft_model(tiny_model(), copy.deepcopy(config)))
     check_tied_embeddings(tiny_model(tie_word_embeddings=True))
     tied = get_peft_model(tiny_model(tie_word_embeddings=True), config)
-    with pytest.raises(ValueError, match="shares one weight") if is_refused else contextlib.nullcontext():
+    with pytest.raises(ValueError, match="tie_word_embeddings") if is_refused else contextlib.nullcontext():
         check_tied_embeddings(tied)
 
 
@@ -119,7 +119,7 @@ def test_a_mixture_of_experts_has_the_names_of_its_checkpoint(tmp_path):
 
 
 def test_an_engine_that_would_keep_its_old_experts_is_refused():
-    with pytest.raises(ValueError, match="experts of a mixture cannot be replaced; set use_vllm=False"):
+    with pytest.raises(ValueError, match="use_vllm=False"):
         check_reloadable(tiny_model(MixtralConfig, num_local_experts=3))
     check_reloadable(tiny_model())
     check_reloadable(tiny_model(MixtralConfig, num_local_experts=3).to("meta"))
@@ -147,7 +147,7 @@ def test_quantised_weights_under_an_adapter_are_refused():
     model = adapted_model("lora")
     layer = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer
     layer.weight = nn.Parameter(torch.zeros(32, 32, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(ValueError, match=r"q_proj has an adapter on quantised weights"):
+    with pytest.raises(ValueError, match=r"q_proj.*use_vllm=False"):
         dict(policy_weights(model))
 
 

@@ -1,6 +1,7 @@
-"""Each limit of a rollout at its boundary, and what is said of a value that cannot be one."""
+"""Each limit of a rollout at its boundary, and which values cannot be one."""
 
 import math
+import re
 import time
 
 import pytest
@@ -26,35 +27,18 @@ OPTIONAL = ("max_tokens_per_turn", "max_model_length")
 
 
 @pytest.mark.parametrize("name", WHOLE_NUMBERS)
-def test_the_least_value_is_allowed_and_one_less_is_not(name):
+def test_a_limit_is_a_whole_number_from_its_least_value_up_or_none_where_that_means_no_limit(name):
     least = WHOLE_NUMBERS[name]
-    assert getattr(RolloutLimits(**{name: least}), name) == least
-    rule = f"{name}={least - 1} must be a whole number >= {least}"
-    with pytest.raises(ValueError, match=rule) as error:
-        RolloutLimits(**{name: least - 1})
-    assert str(error.value).endswith(f"Set {name} accordingly.")
-    assert ("or None" in str(error.value)) == (name in OPTIONAL)
-
-
-@pytest.mark.parametrize("name", WHOLE_NUMBERS)
-@pytest.mark.parametrize("value", [True, False, 2.0, 2.5, "8", math.inf, [3]])
-def test_only_whole_numbers_are_limits(name, value):
-    with pytest.raises(ValueError, match=f"{name}=.* must be a whole number"):
-        RolloutLimits(**{name: value})
-
-
-@pytest.mark.parametrize("name", WHOLE_NUMBERS)
-def test_none_means_no_limit_only_where_it_says_so(name):
-    if name in OPTIONAL:
-        assert getattr(RolloutLimits(**{name: None}), name) is None
-    else:
-        with pytest.raises(ValueError, match=f"{name}=None must be a whole number"):
-            RolloutLimits(**{name: None})
+    for value in [least, least + 5, *([None] if name in OPTIONAL else [])]:
+        assert getattr(RolloutLimits(**{name: value}), name) == value
+    for value in [least - 1, True, False, 2.0, 2.5, "8", math.inf, [3], *([] if name in OPTIONAL else [None])]:
+        with pytest.raises(ValueError, match=f"{name}={re.escape(repr(value))}"):
+            RolloutLimits(**{name: value})
 
 
 @pytest.mark.parametrize("value", [0, -1, -0.5, math.nan, math.inf, "60", True])
 def test_a_timeout_is_a_positive_number_of_seconds(value):
-    with pytest.raises(ValueError, match=r"rollout_timeout=.* must be seconds > 0, or None"):
+    with pytest.raises(ValueError, match="rollout_timeout="):
         RolloutLimits(rollout_timeout=value)
 
 

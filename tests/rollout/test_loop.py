@@ -209,7 +209,7 @@ def test_an_environment_that_cannot_be_made_is_a_state():
 
 def test_a_bug_in_the_outcome_reward_propagates_after_closing():
     env = recorder("outcome")
-    with pytest.raises(Exception, match="outcome is broken"):
+    with pytest.raises(RuntimeError, match="outcome is broken"):
         play([say("a")] * 3, env=env, limits={"max_turns": 1})
     assert env.log[-1] == "close"
 
@@ -228,22 +228,6 @@ def returning(result):
             return result
 
     return Odd
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (None, r"must return \(observations, reward, done, info\)"),
-        (([], 0.0, True), r"must return \(observations, reward, done, info\)"),
-        (([], float("nan"), True, {}), "finite number"),
-        (([], "much", True, {}), "finite number"),
-        (("text", 0.0, False, {}), "list of messages"),
-    ],
-)
-def test_an_environment_that_breaks_the_protocol_is_told_how(result, message):
-    with pytest.raises(ValueError, match=message) as error:
-        play([say()], env=returning(result))
-    assert "Odd.step" in str(error.value)
 
 
 def test_numpy_rewards_and_step_results_are_fine():
