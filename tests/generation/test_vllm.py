@@ -43,7 +43,8 @@ def gap(generator, model) -> float:
     with torch.no_grad():
         logprobs = torch.log_softmax(model(torch.tensor([PROBE])).logits[0, :-1], dim=-1)
     expected = logprobs.gather(1, torch.tensor(PROBE[1:]).unsqueeze(1)).squeeze(1)
-    return (torch.tensor(generator.score(PROBE)) - expected).abs().max().item()
+    (scores,) = generator.scores(PROBE).values()
+    return (torch.tensor(scores) - expected).abs().max().item()
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +216,7 @@ def test_a_failing_step_fails_its_requests_with_the_cause_and_nothing_else(engin
 
 
 def test_scores_are_logprobs_at_temperature_one(engine, policy):
-    scores = engine.score(PROBE)
+    (scores,) = engine.scores(PROBE).values()
     assert len(scores) == len(PROBE) - 1
     assert gap(engine, policy) < 1e-4
     assert max(PROBE) < VOCAB

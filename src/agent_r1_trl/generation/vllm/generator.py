@@ -150,17 +150,8 @@ class VLLMGenerator(ThreadedGenerator):
             # What was computed with the old weights must not be continued with the new ones.
             self._engine.reset_prefix_cache()
 
-    def score(self, token_ids: list[int]) -> list[float]:
-        """Log-probabilities, temperature 1, of each id after the first given those before it.
-
-        Compare them with the policy's own to be sure that the engine samples from the current weights.
-
-        Args:
-            token_ids: (N,), N >= 2.
-
-        Returns:
-            (N - 1,)
-        """
+    def scores(self, token_ids: list[int]) -> dict[str, list[float]]:
+        """See `Generator`; there is one engine, the one in this process."""
         from vllm import SamplingParams as EngineParams
 
         with self._engine_lock:
@@ -172,12 +163,8 @@ class VLLMGenerator(ThreadedGenerator):
             while True:
                 for output in self._engine.step():
                     if output.request_id == name and output.finished:
-                        scores = output.prompt_logprobs[1:]
-                        return [entry[token_id].logprob for entry, token_id in zip(scores, token_ids[1:], strict=True)]
-
-    def scores(self, token_ids: list[int]) -> dict[str, list[float]]:
-        """`score` of every engine behind this generator, by its name: here the one in this process."""
-        return {"the engine in this process": self.score(token_ids)}
+                        pairs = zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
+                        return {"the engine in this process": [entry[token_id].logprob for entry, token_id in pairs]}
 
     # ---------------------------------------------------------------- memory
 
