@@ -1,12 +1,12 @@
 """Scripted conversations: what the policy says, and environments that answer in a known way."""
 
 import asyncio
+import functools
 import random
 
 from agent_r1_trl.chat import ChatFormat
-from agent_r1_trl.environments import StepResult, ToolEnv
+from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
-from agent_r1_trl.generation.scripted import ScriptedTurn
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.tools import tool
 from tests.tokenizers import make_tokenizer
@@ -44,6 +44,7 @@ class AddEnv(ToolEnv):
         return len(trajectory.final_text) % 2 == 0
 
 
+@functools.cache
 def chat_of(family="qwen3"):
     return ChatFormat(make_tokenizer(family))
 
@@ -154,23 +155,3 @@ def scene(*, rewards=(), outcome=0.0, ends_at=None, fails_at=None, hangs_at=None
             return outcome
 
     return Scene
-
-
-__all__ = [
-    "PROMPT",
-    "AddEnv",
-    "Recorder",
-    "Script",
-    "ScriptedTurn",
-    "StepResult",
-    "add",
-    "call",
-    "calls",
-    "chat_of",
-    "echo",
-    "play",
-    "random_script",
-    "sampled_ids",
-    "say",
-    "scene",
-]

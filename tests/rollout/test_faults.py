@@ -28,11 +28,6 @@ ERRORS = (*NOT_EXCEPTIONS, ValueError("bad"), StopIteration(), MemoryError(), Re
 ids_of_errors = [type(error).__name__ for error in ERRORS]
 
 
-@functools.cache
-def cached_chat(family="qwen3"):
-    return chat_of(family)
-
-
 class GoodEnv(AddEnv):
     """Well-behaved; its prompt tells its trajectories apart from the bad ones."""
 
@@ -48,7 +43,7 @@ def good_alone(family="qwen3"):
 
 def roll_out(envs, bad_turns, *, family="qwen3", **limits):
     """One trajectory per environment class; the good ones call and answer, the bad ones say `bad_turns`."""
-    chat = cached_chat(family)
+    chat = chat_of(family)
     good_turns = [chat.encode_reply(call()), chat.encode_reply(say("five"))]
     bad_turns = [turn if isinstance(turn, list | Exception) else chat.encode_reply(turn) for turn in bad_turns]
     good_prompt = tuple(chat.encode_prompt(GoodEnv().reset({}), [item.schema for item in GoodEnv.tools]))
@@ -153,7 +148,7 @@ def in_words(chat, text):
 @fuzz
 @given(data=st.data())
 def test_no_text_that_a_model_writes_does_harm(family, data):
-    chat = cached_chat(family)
+    chat = chat_of(family)
     texts = data.draw(st.lists(st.lists(WILD_TEXT, max_size=4).map("".join), min_size=1, max_size=3))
     turns = [in_words(chat, text) for text in texts]
     turns = [[token for token in turn[:-1] if token not in chat.stop_token_ids] + turn[-1:] for turn in turns]
@@ -165,9 +160,7 @@ def test_no_text_that_a_model_writes_does_harm(family, data):
 @fuzz
 @given(arguments=JSON)
 def test_no_json_in_a_call_does_harm(arguments):
-    turn = in_words(
-        cached_chat(), f"<tool_call>\n{json.dumps({'name': 'echo', 'arguments': arguments})}\n</tool_call>"
-    )
+    turn = in_words(chat_of(), f"<tool_call>\n{json.dumps({'name': 'echo', 'arguments': arguments})}\n</tool_call>")
     trajectory = bad_among_good(BadEnv, [turn, say("ok")])
     (result,) = trajectory.tool_results
     runs = isinstance(arguments, dict) and arguments.keys() == {"text"} and isinstance(arguments["text"], str)
@@ -178,7 +171,7 @@ def test_no_json_in_a_call_does_harm(arguments):
 @fuzz
 @given(text=st.text('{}[]",:\\ \n0123456789eE+-.truefalsnNaIity<|>/', max_size=60))
 def test_no_broken_json_in_a_call_does_harm(text):
-    chat = cached_chat()
+    chat = chat_of()
     trajectory = bad_among_good(BadEnv, [in_words(chat, f"<tool_call>{text}</tool_call>"), say("ok")])
     assert trajectory.stop_reason is StopReason.DONE
     assert not any(result.error is None for result in trajectory.tool_results)
@@ -195,7 +188,7 @@ def test_no_broken_json_in_a_call_does_harm(text):
     ids=["nested lists", "nested objects", "a long number", "a long argument"],
 )
 def test_a_huge_call_does_no_harm(text):
-    turn = in_words(cached_chat(), f"<tool_call>\n{text}\n</tool_call>")
+    turn = in_words(chat_of(), f"<tool_call>\n{text}\n</tool_call>")
     trajectory = bad_among_good(BadEnv, [turn, say("ok")], max_completion_length=200_000)
     assert trajectory.stop_reason is StopReason.DONE
     assert sampled_ids(trajectory)[: len(turn)] == turn
@@ -209,7 +202,7 @@ def test_a_huge_call_does_no_harm(text):
 @fuzz
 @given(text=st.lists(WILD_TEXT, max_size=4).map("".join), role=st.sampled_from(["tool", "user"]))
 def test_no_text_that_an_environment_says_does_harm(family, text, role):
-    chat = cached_chat(family)
+    chat = chat_of(family)
 
     def step(self, message):
         self.turn = getattr(self, "turn", 0) + 1
@@ -245,9 +238,9 @@ def test_a_megabyte_is_cut_whoever_says_it():
 
     trajectory = bad_among_good(bad_env(step=step), [say("ok")], max_observation_tokens=100, max_turns=2)
     (observation,) = trajectory.turns[0].observations
-    read = cached_chat().count(("word " * 2000)[: 64 * 100])
+    read = chat_of().count(("word " * 2000)[: 64 * 100])
     assert f"[truncated: more than {read} tokens" in observation["content"], "no tokenizer reads the megabyte"
-    assert cached_chat().count(observation["content"]) <= 100
+    assert chat_of().count(observation["content"]) <= 100
 
 
 # -------------------------------------------------------------------- tools
@@ -442,7 +435,7 @@ def test_an_environment_cannot_change_what_was_recorded_or_what_others_see():
             shared["content"] += "!"
             return [shared], 0.0, False, {}
 
-    chat = cached_chat()
+    chat = chat_of()
     generator = ScriptedGenerator([chat.encode_reply(say("ok"))] * 3, stop_token_ids=chat.stop_token_ids)
     runner = RolloutRunner(Meddler, generator, chat, RolloutLimits(max_turns=2, max_concurrency=1))
     trajectories = runner.run([RolloutRequest(example=example, generation=i) for i in range(3)])
@@ -528,7 +521,7 @@ def test_a_factory_that_makes_nothing_is_named():
         return None
 
     with pytest.raises(ValueError, match=r"env=make_nothing .*reset and step"):
-        RolloutRunner(make_nothing, ScriptedGenerator([[1]]), cached_chat()).run([RolloutRequest(example={})])
+        RolloutRunner(make_nothing, ScriptedGenerator([[1]]), chat_of()).run([RolloutRequest(example={})])
 
 
 # -------------------------------------------------------------------- the sampler
@@ -545,7 +538,7 @@ def test_a_sampler_that_fails_takes_no_other_trajectory_with_it(error):
                 raise error
             return generation
 
-    chat = cached_chat()
+    chat = chat_of()
     generator = Failing(lambda request: chat.encode_reply(say("five"))[: 1 if request.index == 1 else None])
     runner = RolloutRunner(AddEnv, generator, chat, RolloutLimits(max_concurrency=1))
     reasons = [t.stop_reason for t in runner.run([RolloutRequest(example={"prompt": PROMPT})] * 3)]

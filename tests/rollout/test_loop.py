@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.environments import StepResult, ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind
-from tests.rollout.helpers import PROMPT, AddEnv, Script, StepResult, call, calls, chat_of, play, sampled_ids, say
+from tests.rollout.helpers import PROMPT, AddEnv, Script, call, calls, chat_of, play, sampled_ids, say
 
 
 def test_a_call_and_an_answer_are_appended_token_by_token():

@@ -15,12 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.generation.scripted import ScriptedTurn
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trainers.rewards import environment_reward
 from agent_r1_trl.trainers.rollouts import PlayedBatch
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory
 from agent_r1_trl.update.batching import batch_trajectories, pad_right
-from tests.rollout.helpers import PROMPT, Recorder, ScriptedTurn, call, calls, chat_of, sampled_ids, say, scene
+from tests.rollout.helpers import PROMPT, Recorder, call, calls, chat_of, sampled_ids, say, scene
 from tests.trainers.helpers import make_trainer, scored_batch
 
 FAMILIES = ("qwen3", "llama3", "gemma4", "gptoss")
@@ -35,13 +36,8 @@ every_reason = pytest.mark.parametrize("reason", StopReason, ids=lambda reason: 
 
 
 @functools.cache
-def cached_chat(family):
-    return chat_of(family)
-
-
-@functools.cache
 def prompt_length(family):
-    chat = cached_chat(family)
+    chat = chat_of(family)
     return len(chat.encode_prompt(PROMPT, [item.schema for item in scene().tools]))
 
 
@@ -58,24 +54,24 @@ def usable_turns(family):
         messages |= st.builds(
             lambda a, text: calls(("add", {"a": a, "b": 1}), ("echo", {"text": text})), number, texts
         )
-    return messages.map(cached_chat(family).encode_reply)
+    return messages.map(chat_of(family).encode_reply)
 
 
 def unusable_turns(family):
     """Calls that cannot be run."""
-    return st.sampled_from([call("nope", x=1), call("add", a="two")]).map(cached_chat(family).encode_reply)
+    return st.sampled_from([call("nope", x=1), call("add", a="two")]).map(chat_of(family).encode_reply)
 
 
 def odd_turns(family):
     """Any ids a sampler could give: control tokens in odd places, cut turns, nothing."""
-    chat = cached_chat(family)
+    chat = chat_of(family)
     inner = st.integers(0, len(chat.tokenizer) - 1).filter(lambda token: token not in chat.stop_token_ids)
     ending = st.sampled_from([[], *([stop] for stop in chat.stop_token_ids)])
     return st.builds(lambda ids, end: ids + end, st.lists(inner, max_size=8), ending)
 
 
 def any_turns(family):
-    texts = st.builds(say, st.text(max_size=12)).map(cached_chat(family).encode_reply)
+    texts = st.builds(say, st.text(max_size=12)).map(chat_of(family).encode_reply)
     return usable_turns(family) | unusable_turns(family) | odd_turns(family) | texts
 
 
@@ -132,7 +128,7 @@ class Played(NamedTuple):
 
 
 def play(family, conversation):
-    chat = cached_chat(family)
+    chat = chat_of(family)
     script = [turn if isinstance(turn, Exception) else _numbered(index, turn) for index, turn in _padded(conversation)]
     sampler = Recorder(ScriptedGenerator(lambda request: script[request.turn], stop_token_ids=chat.stop_token_ids))
     runner = RolloutRunner(conversation.env, sampler, chat, RolloutLimits(**conversation.limits))
@@ -214,7 +210,7 @@ def test_what_was_not_sampled_has_mask_0_and_an_author(family, reason):
     @for_all_conversations(family, reason)
     def law(conversation):
         trajectory, _ = play(family, conversation)
-        control = set(cached_chat(family).encoder.control_ids.values())
+        control = set(chat_of(family).encoder.control_ids.values())
         for before, after in itertools.pairwise(trajectory.turns):
             authors = trajectory.authors[before.end : after.start]
             assert Author.POLICY not in authors
@@ -244,7 +240,7 @@ def test_every_trajectory_survives_json(family, reason):
 
 @every_family
 def test_the_environments_words_are_the_environments_tokens(family):
-    chat = cached_chat(family)
+    chat = chat_of(family)
     text = f"{WORD} Zürich {WORD} 42"
     turns = [chat.encode_reply(call("echo", text=text)), chat.encode_reply(say("ok"))]
     trajectory, _ = play(family, Conversation(turns, scene(ends_at=1), {}))

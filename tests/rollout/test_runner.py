@@ -14,16 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1_trl.generation import SamplingParams, ScriptedGenerator
+from agent_r1_trl.generation.scripted import ScriptedTurn
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, derive_seed, example_key
 from agent_r1_trl.trajectory import StopReason
-from tests.rollout.helpers import PROMPT, AddEnv, ScriptedTurn, call, chat_of, random_script, say, scene
+from tests.rollout.helpers import PROMPT, AddEnv, call, chat_of, random_script, say, scene
 
 MODULUS = 2**63
-
-
-@functools.cache
-def cached_chat():
-    return chat_of()
 
 
 def requests_for(count, **options):
@@ -34,14 +30,14 @@ def requests_for(count, **options):
 
 
 def make_runner(script, *, env=AddEnv, generator=None, limits=None, **options):
-    chat = cached_chat()
+    chat = chat_of()
     generator = generator or ScriptedGenerator(script, stop_token_ids=chat.stop_token_ids)
     return RolloutRunner(env, generator, chat, RolloutLimits(**(limits or {})), **options)
 
 
 def by_seed(request):
     """What is said depends on the request's seed alone."""
-    return cached_chat().encode_reply(random_script(request.seed, request.turn))
+    return chat_of().encode_reply(random_script(request.seed, request.turn))
 
 
 def comparable(trajectory):
@@ -79,7 +75,7 @@ def test_trajectories_come_back_in_the_order_of_the_requests(runner_of):
             return await super().step(message)
 
     ended = []
-    runner = runner_of([cached_chat().encode_reply(say())], env=Slower, on_trajectory=lambda t: ended.append(t.seed))
+    runner = runner_of([chat_of().encode_reply(say())], env=Slower, on_trajectory=lambda t: ended.append(t.seed))
     requests = [RolloutRequest(example={"prompt": PROMPT, "place": i}, example_id=str(i), seed=i) for i in range(5)]
     trajectories = runner.run(requests)
     assert [trajectory.example_id for trajectory in trajectories] == list("01234")
@@ -89,7 +85,7 @@ def test_trajectories_come_back_in_the_order_of_the_requests(runner_of):
 
 
 def test_a_trajectory_carries_what_its_request_said(runner_of):
-    runner = runner_of([cached_chat().encode_reply(say())])
+    runner = runner_of([chat_of().encode_reply(say())])
     (trajectory,) = runner.run([RolloutRequest(example={"prompt": PROMPT}, example_id="q", generation=3, seed=11)])
     assert (trajectory.example_id, trajectory.generation, trajectory.seed) == ("q", 3, 11)
     assert trajectory.duration_s > 0
@@ -124,7 +120,7 @@ def test_generations_differ():
 
 
 def test_every_request_of_a_run_has_a_seed_of_its_own(runner_of):
-    runner = runner_of([cached_chat().encode_reply(turn) for turn in (call(), call(), say())])
+    runner = runner_of([chat_of().encode_reply(turn) for turn in (call(), call(), say())])
     trajectories = runner.run(requests_for(20))
     seeds = [request.seed for request in runner.generator.requests]
     assert len(seeds) == len(set(seeds)) == 60
@@ -157,7 +153,7 @@ def test_an_example_is_known_by_its_id_or_by_its_content():
 
 
 def test_sampling_params_of_a_run_replace_the_runners(runner_of):
-    runner = runner_of([cached_chat().encode_reply(say())], params=SamplingParams(temperature=0.5))
+    runner = runner_of([chat_of().encode_reply(say())], params=SamplingParams(temperature=0.5))
     runner.run(requests_for(1))
     runner.run(requests_for(1), params=SamplingParams(temperature=0.0))
     assert [request.params.temperature for request in runner.generator.requests] == [0.5, 0.0]
@@ -187,13 +183,13 @@ class Counting(AddEnv):
 @pytest.mark.parametrize("limit", [1, 3, 12, 50])
 def test_no_more_trajectories_run_at_once_than_allowed(limit, runner_of):
     env = type("Counted", (Counting,), {"open_now": 0, "most_open": 0})
-    script = [cached_chat().encode_reply(turn) for turn in (call(), say())]
+    script = [chat_of().encode_reply(turn) for turn in (call(), say())]
     runner = runner_of(
         None,
         env=env,
         limits={"max_concurrency": limit},
         generator=ScriptedGenerator(
-            script, stop_token_ids=cached_chat().stop_token_ids, delay_s=0.03 if limit < 12 else 0.3
+            script, stop_token_ids=chat_of().stop_token_ids, delay_s=0.03 if limit < 12 else 0.3
         ),
     )
     trajectories = runner.run(requests_for(12))
@@ -204,7 +200,7 @@ def test_no_more_trajectories_run_at_once_than_allowed(limit, runner_of):
 
 
 def test_a_place_is_free_again_after_a_failure(runner_of):
-    script = [cached_chat().encode_reply(say())]
+    script = [chat_of().encode_reply(say())]
     runner = runner_of(script, env=scene(fails_at=-1), limits={"max_concurrency": 1})
     assert [t.stop_reason for t in runner.run(requests_for(5))] == [StopReason.ENVIRONMENT_ERROR] * 5
 
@@ -229,7 +225,7 @@ def test_one_trajectory_never_waits_for_anothers_tool(runner_of):
         if len(ended) == 15:
             others_ended.set()
 
-    script = [cached_chat().encode_reply(turn) for turn in (call(), call(), say())]
+    script = [chat_of().encode_reply(turn) for turn in (call(), call(), say())]
     runner = runner_of(script, env=Uneven, on_trajectory=note)
     requests = [RolloutRequest(example={"prompt": PROMPT, "slow": i == 0}, example_id=str(i)) for i in range(16)]
     trajectories = runner.run(requests)
@@ -246,7 +242,7 @@ def test_plain_methods_that_block_do_not_block_each_other(method, runner_of):
         everyone.wait()
         return getattr(Plain, method)(self, *args)
 
-    runner = runner_of([cached_chat().encode_reply(say())], env=type("Meeting", (Plain,), {method: meet}))
+    runner = runner_of([chat_of().encode_reply(say())], env=type("Meeting", (Plain,), {method: meet}))
     trajectories = runner.run(requests_for(8))
     assert [trajectory.stop_reason for trajectory in trajectories] == [StopReason.DONE] * 8
     assert not everyone.broken
@@ -272,7 +268,7 @@ class Plain:
 
 def test_turns_go_on_as_soon_as_their_own_answer_is_there(runner_of):
     """A trajectory with quick answers takes all its turns while another waits for its first."""
-    chat = cached_chat()
+    chat = chat_of()
     slow_seed = derive_seed(derive_seed(7, 0), 0)
     turns = [chat.encode_reply(turn) for turn in (call(), call(), call(), say())]
 
@@ -299,7 +295,7 @@ def test_a_runner_can_be_used_again_and_again(runner_of):
 
 def test_a_closed_runner_ends_its_thread_and_starts_another_when_it_is_needed():
     before = {thread for thread in threading.enumerate() if thread.name == "rollout"}
-    runner = make_runner([cached_chat().encode_reply(say())])
+    runner = make_runner([chat_of().encode_reply(say())])
     runner.run(requests_for(1))
     loop = runner._loop
     (thread,) = {item for item in threading.enumerate() if item.name == "rollout"} - before
@@ -314,7 +310,7 @@ def test_a_closed_runner_ends_its_thread_and_starts_another_when_it_is_needed():
 
 
 def test_it_runs_inside_a_running_event_loop(runner_of):
-    runner = runner_of([cached_chat().encode_reply(say())])
+    runner = runner_of([chat_of().encode_reply(say())])
 
     async def notebook():
         return runner.run(requests_for(2)), await runner.run_async(requests_for(2))
@@ -352,7 +348,7 @@ def test_an_interruption_stops_what_is_running_and_closes_it(runner_of):
             await asyncio.sleep(0.02 * len(self.example["id"]))  # one is closed before the next
             closed.append(self.example["id"])
 
-    runner = runner_of([cached_chat().encode_reply(say())], env=Endless)
+    runner = runner_of([chat_of().encode_reply(say())], env=Endless)
     requests = [RolloutRequest(example={"prompt": PROMPT, "id": "x" * i}) for i in range(4)]
 
     async def interrupted():
@@ -372,7 +368,7 @@ def test_an_error_in_the_callback_is_heard(runner_of):
     def fail(trajectory):
         raise LookupError("my callback")
 
-    runner = runner_of([cached_chat().encode_reply(say())], on_trajectory=fail)
+    runner = runner_of([chat_of().encode_reply(say())], on_trajectory=fail)
     with pytest.raises(LookupError, match="my callback"):
         runner.run(requests_for(3))
 
@@ -392,7 +388,7 @@ def test_the_watchdog_names_what_is_waited_for(runner_of, caplog):
                 await asyncio.sleep(0.05)
             return await super().step(message)
 
-    runner = runner_of([cached_chat().encode_reply(call())], env=Stuck, limits={"max_turns": 1}, watchdog_s=0.2)
+    runner = runner_of([chat_of().encode_reply(call())], env=Stuck, limits={"max_turns": 1}, watchdog_s=0.2)
     with caplog.at_level(logging.WARNING):
         runner.run(requests_for(7))
     message = heard()[0]
@@ -408,7 +404,7 @@ def test_the_watchdog_is_quiet_while_something_moves(runner_of, caplog):
             await asyncio.sleep(0.1)
             return await super().step(message)
 
-    script = [cached_chat().encode_reply(call())] * 13
+    script = [chat_of().encode_reply(call())] * 13
     runner = runner_of(script, env=Steady, limits={"max_turns": 13}, watchdog_s=1.0)
     began = time.monotonic()
     runner.run(requests_for(2))
