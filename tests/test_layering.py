@@ -14,7 +14,7 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "agent_r1_trl"
 # Low to high. Modules of one level may import each other (without a cycle between files, see below); nothing may
 # import upwards.
 LEVELS = [
-    {"trajectory"},
+    {"trajectory", "objects"},
     {"tools"},
     {"environments", "rewards"},
     {"chat"},
@@ -33,7 +33,7 @@ LEVEL_OF = {module: level for level, modules in enumerate(LEVELS) for module in 
 # safe because the recorder itself reads nothing but trajectories (tested below).
 CONVENIENCES = {("trajectory", "recording"), ("trainers", "recording")}
 
-LIGHT = ("trajectory", "tools", "environments", "rewards")
+LIGHT = ("trajectory", "objects", "tools", "environments", "rewards")
 HEAVY = {"torch", "transformers", "trl", "vllm", "accelerate", "datasets", "peft", "deepspeed", "numpy", "pandas"}
 OPTIONAL = {"vllm", "deepspeed", "tantivy", "pyarrow", "gguf"}
 # The chat format asks TRL for its training templates and response parsers, inside functions.

@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from agent_r1_trl.cli.errors import UsageError, did_you_mean
+from agent_r1_trl.cli.errors import UsageError
+from agent_r1_trl.objects import did_you_mean
 
 TRAINERS = {"grpo": "MultiTurnGRPOTrainer", "ppo": "MultiTurnPPOTrainer"}
 """Value of `trainer` -> class in `agent_r1_trl.trainers`; its `config_class` reads the settings."""

@@ -6,7 +6,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from agent_r1_trl.cli.errors import EXIT_USAGE, did_you_mean, run_command
+from agent_r1_trl.cli.errors import EXIT_USAGE, run_command
+from agent_r1_trl.objects import did_you_mean
 
 COMMANDS = {
     "train": "train an agent as a recipe says",

@@ -5,12 +5,11 @@ Every message names the flag, its value, the rule and the cure. Set AGENT_R1_TRL
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -97,14 +96,3 @@ def explain_argparse(message: str, help_of: Callable[[str], str] = lambda flag: 
 def is_main_process() -> bool:
     """Whether this is the process that talks to the user, before any process group exists."""
     return int(os.environ.get("RANK") or 0) == 0
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The question "Did you mean ...?" with the closest known name, a blank before it; or nothing.
-
-    >>> did_you_mean("learning_rat", ["learning_rate", "beta"])
-    " Did you mean 'learning_rate'?"
-    """
-    by_lower = {item.lower().replace("-", "_"): item for item in known}
-    found = difflib.get_close_matches(name.lower().replace("-", "_"), by_lower, n=1, cutoff=0.6)
-    return f" Did you mean {by_lower[found[0]]!r}?" if found else ""

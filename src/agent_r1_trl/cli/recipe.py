@@ -14,7 +14,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from agent_r1_trl.cli.errors import UsageError, did_you_mean
+from agent_r1_trl.cli.errors import UsageError
+from agent_r1_trl.objects import did_you_mean
 
 _KINDS: dict[Any, str] = {
     bool: "true or false",

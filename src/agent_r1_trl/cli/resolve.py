@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
-import importlib.util
 import inspect
 import json
 import os
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.cli.errors import UsageError, did_you_mean
+from agent_r1_trl.cli.errors import UsageError
+from agent_r1_trl.objects import describe_error, did_you_mean, import_object
 
 BUILT_IN_ENVS = {"search_qa": "agent_r1_trl.environments.SearchQAEnv"}
 FILE_FORMATS = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -59,8 +56,8 @@ def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[
         env = factory()
     except Exception as error:  # whatever the user's class does when it is made
         raise UsageError(
-            f"env={name!r} with env_kwargs={kwargs} cannot be made: {_describe(error)}. Set env_kwargs accordingly, "
-            "or mend the environment."
+            f"env={name!r} with env_kwargs={kwargs} cannot be made: {describe_error(error)}. Set env_kwargs "
+            "accordingly, or mend the environment."
         ) from error
     missing = [method for method in ("reset", "step") if not callable(getattr(env, method, None))]
     if missing:
@@ -118,64 +115,15 @@ def resolve_function(flag: str, path: str) -> Callable[..., Any]:
 
 
 def resolve_object(flag: str, path: str) -> Any:
-    """What `package.module.name`, `package.module:name` or `folder/file.py:name` stands for.
-
-    Modules are looked for in the current directory and among the installed packages.
+    """The object behind an import path; see `import_object`.
 
     Raises:
-        UsageError: no such module or name, or the module raises; names flag, value and cure.
+        UsageError: there is none.
     """
-    module_name, colon, name = path.rpartition(":")
-    if not colon:
-        module_name, _, name = path.rpartition(".")
-    if not module_name or not name:
-        raise UsageError(f"{flag}={path!r}: must be an import path such as my_module.my_name.")
-    if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    module = _load_file(flag, path, module_name) if module_name.endswith(".py") else _import(flag, path, module_name)
-    if not hasattr(module, name):
-        hint = did_you_mean(name, [item for item in dir(module) if not item.startswith("_")])
-        raise UsageError(f"{flag}={path!r}: {module_name} has no {name!r}.{hint}")
-    return getattr(module, name)
-
-
-def _import(flag: str, path: str, module_name: str) -> Any:
     try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module_name + ".").startswith(error.name + "."):
-            raise UsageError(
-                f"{flag}={path!r}: there is no module {error.name!r} in {Path.cwd()} or among the installed packages. "
-                "Correct the path, or run the command from the directory that holds the module."
-            ) from error
-        raise _import_error(flag, path, error) from error
-    except Exception as error:  # whatever the user's module does when it is imported
-        raise _import_error(flag, path, error) from error
-
-
-def _load_file(flag: str, path: str, file_name: str) -> Any:
-    file = Path(file_name)
-    if not file.is_file():
-        raise UsageError(f"{flag}={path!r}: there is no file {file} in {Path.cwd()}. Correct the path.")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise _import_error(flag, path, error) from error
-    return module
-
-
-def _import_error(flag: str, path: str, error: Exception) -> UsageError:
-    return UsageError(f"{flag}={path!r}: importing it raises {_describe(error)}. Mend the module.")
-
-
-def _describe(error: Exception) -> str:
-    """The error and the place that raised it."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {str(error).rstrip('.')} ({last.filename}, line {last.lineno})"
+        return import_object(path, flag)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 # ---------------------------------------------------------------- data

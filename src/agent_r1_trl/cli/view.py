@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from agent_r1_trl.cli.errors import UsageError, did_you_mean, explain_argparse, run_command
+from agent_r1_trl.cli.errors import UsageError, explain_argparse, run_command
+from agent_r1_trl.objects import did_you_mean
 
 if TYPE_CHECKING:
     from agent_r1_trl.recording import Record
