@@ -1,6 +1,7 @@
 """A tiny model, a task and a recipe on disk, as a new user has them; and one finished run."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -8,6 +9,11 @@ import yaml
 from agent_r1_trl.cli.commands import main
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy
+
+CURE = re.compile(
+    r"\b(Set|set|Pass|pass|Put|Correct|Remove|remove it|Name|Give|Convert|Rename|Subclass|Return|[Ww]rite|choose|install|"
+    r"Start|Restart|Unset|Launch|Raise|are written|There are|--list|--help)\b"
+)
 
 TASK = '''
 from agent_r1_trl import ToolEnv, tool
@@ -82,7 +88,10 @@ def recipe(tmp_path, monkeypatch, model_folder):
 
 @pytest.fixture
 def refusal(capsys):
-    """`refusal("train", "--config", ...)` is the one message of a command that must end with exit code 2."""
+    """`refusal("train", "--config", ...)` is the one message of a command that must end with exit code 2.
+
+    The law for all of them: no traceback, one line, and a cure.
+    """
 
     def run(*arguments):
         capsys.readouterr()
@@ -90,6 +99,7 @@ def refusal(capsys):
         errors = capsys.readouterr().err
         assert "Traceback" not in errors
         (message,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+        assert CURE.search(message), f"no cure in: {message}"
         return message.removeprefix("error: ")
 
     return run

@@ -1,19 +1,22 @@
 """What is wrong with a recipe, or with the files it names, ends `train` before a model is loaded.
 
-Every message names the setting, its value, the rule and the cure; none is a traceback. Covered: recipes, data sets,
-tools, environments, rewards, models, checkpoints, folders. Not covered: ranges of settings (tests/test_bad_input.py).
+Every message names the setting and its value, and holds a cure (`refusal` in conftest.py). Covered: recipes, data
+sets, tools, environments, rewards, models, checkpoints, folders. Not covered: ranges (tests/test_bad_input.py).
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from transformers.trainer_utils import IntervalStrategy
 
 from agent_r1_trl.cli.commands import main
+from agent_r1_trl.cli.recipe import read_value
 from agent_r1_trl.generation import TransformersGenerator
 from agent_r1_trl.generation.sync import SyncError
 
@@ -24,73 +27,65 @@ def no_network(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
-@pytest.fixture
-def refuses(refusal):
-    """`refuses(path, parts)`: `train` ends before it starts, and its message holds all parts."""
-
-    def check(path, parts):
-        message = refusal("train", "--config", path)
-        assert [part for part in parts if part not in message] == [], message
-
-    return check
-
-
 # ---------------------------------------------------------------- recipes
 
 RECIPES = {
-    "no mapping": ("- a\n- b\n", ["bad.yaml", "must hold a mapping", "'learning_rate: 1.0e-6'"]),
-    "a lone word": ("hello", ["bad.yaml", "must hold a mapping", "such as"]),
-    "a number for a name": ("1: 2\n", ["bad.yaml", "must hold a mapping of setting names", "such as"]),
-    "nothing": ("", ["env: not set", "Set env", "search_qa"]),
-    "broken": ("env: [1\n", ["bad.yaml", "not valid YAML", "line 2", "Mend the file"]),
-    "a key twice": ("seed: 1\nseed: 2\n", ["bad.yaml", "'seed' is written twice", "line 2", "Mend the file"]),
-    "latin-1": (b"env: caf\xe9\n", ["bad.yaml", "not valid YAML", "utf-8", "Mend the file"]),
-    "a misspelt setting": (
+    "no mapping": ("- a\n- b\n", "bad.yaml"),
+    "a lone word": ("hello", "bad.yaml"),
+    "a number for a name": ("1: 2\n", "bad.yaml"),
+    "nothing": ("", "env: not set"),
+    "broken": ("env: [1\n", "bad.yaml .*line 2"),
+    "a key twice": ("seed: 1\nseed: 2\n", "bad.yaml .*'seed' .*line 2"),
+    "latin-1": (b"env: caf\xe9\n", "bad.yaml .*utf-8"),
+    "misspelt settings": (
         "learning_rat: 1\nnum_generation: 2\n",
-        ["bad.yaml", "'learning_rat' is no setting. Did you mean 'learning_rate'?", "'num_generations'", "remove it"],
+        "'learning_rat' .*Did you mean 'learning_rate'\\? .*'num_generation' .*'num_generations'",
     ),
-    "a misspelt algorithm": ("trainer: gpro\n", ["trainer='gpro'", "'grpo', 'ppo'", "Did you mean 'grpo'?", "Set"]),
-    "a word for a number": ("env: a.B\nmax_turns: many\n", ["max_turns='many'", "whole number", "Set max_turns"]),
-    "a list for a number": ("env: a.B\nseed: [1]\n", ["seed=[1]", "must be a whole number", "Set seed"]),
-    "a number for a word": ("env: 5\n", ["env=5", "must be null or text", "Set env"]),
-    "a word for a switch": ("env: a.B\nbf16: maybe\n", ["bf16='maybe'", "true or false", "Set bf16"]),
-    "a number for a switch": ("env: a.B\nuse_vllm: 1\n", ["use_vllm=1", "true or false", "Set use_vllm"]),
-    "a fraction for a count": ("env: a.B\nmax_steps: 1.5\n", ["max_steps=1.5", "whole number", "Set max_steps"]),
-    "a choice that is none": (
-        "env: a.B\nlr_scheduler_type: cosin\n",
-        ["lr_scheduler_type='cosin'", "'cosine'", "Did you mean 'cosine'?", "Set lr_scheduler_type"],
-    ),
-    "a critic for GRPO": ("env: a.B\ncritic: head\n", ["bad.yaml", "'critic' is no setting", "remove it"]),
-    "a module that is not there": (
-        "env: nowhere.MyEnv\nmodel_name_or_path: m\n",
-        ["env='nowhere.MyEnv'", "no module 'nowhere'", "Correct the path"],
-    ),
-    "a file that is not there": (
-        "env: envs/my.py:MyEnv\nmodel_name_or_path: m\n",
-        ["env='envs/my.py:MyEnv'", "no file envs/my.py", "Correct the path"],
-    ),
-    "a word that is no path": (
-        "env: MyEnv\nmodel_name_or_path: m\n",
-        ["env='MyEnv'", "no built-in environment", "import path such as my_module.MyEnv"],
-    ),
-    "no model": ("env: search_qa\n", ["model_name_or_path: not set", "Set it to a directory or a Hub id"]),
+    "a misspelt algorithm": ("trainer: gpro\n", "trainer='gpro' .*'grpo'"),
+    "a word for a number": ("env: a.B\nmax_turns: many\n", "bad.yaml: max_turns='many'"),
+    "a list for a number": ("env: a.B\nseed: [1]\n", "bad.yaml: seed=\\[1\\]"),
+    "a switch for a number": ("env: a.B\nseed: true\n", "bad.yaml: seed=True"),
+    "a switch for a rate": ("env: a.B\nlearning_rate: true\n", "bad.yaml: learning_rate=True"),
+    "null for a number": ("env: a.B\nseed: null\n", "bad.yaml: seed=None"),
+    "a number for a word": ("env: 5\n", "bad.yaml: env=5"),
+    "a number for a list of words": ("env: a.B\nreward_funcs: [1]\n", "bad.yaml: reward_funcs=\\[1\\]"),
+    "a word for a switch": ("env: a.B\nbf16: maybe\n", "bad.yaml: bf16='maybe'"),
+    "a number for a switch": ("env: a.B\nuse_vllm: 1\n", "bad.yaml: use_vllm=1"),
+    "a fraction for a count": ("env: a.B\nmax_steps: 1.5\n", "bad.yaml: max_steps=1.5"),
+    "a choice that is none": ("env: a.B\nlr_scheduler_type: cosin\n", "lr_scheduler_type='cosin' .*mean 'cosine'"),
+    "a critic for GRPO": ("env: a.B\ncritic: head\n", "bad.yaml: 'critic'"),
+    "a module that is not there": ("env: nowhere.MyEnv\nmodel_name_or_path: m\n", "env='nowhere.MyEnv'.*'nowhere'"),
+    "a file that is not there": ("env: envs/my.py:MyEnv\nmodel_name_or_path: m\n", "env='envs/my.py:MyEnv'"),
+    "a word that is no path": ("env: MyEnv\nmodel_name_or_path: m\n", "env='MyEnv'"),
+    "no model": ("env: search_qa\n", "model_name_or_path: not set"),
 }
 
 
-@pytest.mark.parametrize(("text", "parts"), RECIPES.values(), ids=RECIPES.keys())
-def test_a_recipe_with_a_mistake_is_refused(refuses, text, parts, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("text", "names"), RECIPES.values(), ids=RECIPES.keys())
+def test_a_recipe_with_a_mistake_is_refused(refusal, text, names, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("bad.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    refuses("bad.yaml", parts)
+    assert re.search(names, message := refusal("train", "--config", "bad.yaml")), message
 
 
-def test_a_recipe_that_is_a_folder_or_not_there_is_refused(refuses, recipe, tmp_path):
+def test_what_yaml_takes_for_text_or_for_a_switch_is_read_as_the_field_has_it():
+    for hint, value, expected in [
+        (float, "1e-5", 1e-5),
+        (int | None, "3", 3),
+        (bool | None, "true", True),
+        (list[str] | None, "a.b", ["a.b"]),
+        (list[float] | None, ["1e-5", 2], [1e-5, 2]),
+        (IntervalStrategy | str, False, "no"),
+        (IntervalStrategy | str, "steps", "steps"),
+        (dict[str, int] | str | None, "{a: 1}", "{a: 1}"),
+    ]:
+        assert read_value("recipe.yaml", "some_setting", value, hint) == expected, (hint, value)
+
+
+def test_a_recipe_that_is_a_folder_or_not_there_is_refused(refusal, recipe, tmp_path):
     recipe()
-    for path, parts in {
-        str(tmp_path): ["no such file", "Pass the path of a recipe"],
-        "recipee.yaml": ["--config recipee.yaml", "no such file", "Did you mean 'recipe.yaml'?"],
-    }.items():
-        refuses(path, parts)
+    assert str(tmp_path) in refusal("train", "--config", tmp_path)
+    assert "Did you mean 'recipe.yaml'?" in refusal("train", "--config", "recipee.yaml")
 
 
 # ---------------------------------------------------------------- through `train`
@@ -134,100 +129,74 @@ number = 3
 '''
 ROW = '{"prompt": "Who?"}\n'
 TRAIN = {
-    "no data file": ({"dataset_name": "trian.jsonl"}, ["'trian.jsonl'", "no such file", "'train.jsonl'", "Pass"]),
-    "no data folder": ({"dataset_name": "./data"}, ["dataset_name='./data'", "no such directory", "Pass a data file"]),
-    "data of another kind": ({"dataset_name": "rows.txt"}, ["'rows.txt'", ".jsonl, .json, .csv", "Convert it"]),
-    "no rows": ({"dataset_name": "none.jsonl"}, ["dataset_name='none.jsonl'", "no rows", "at least one"]),
-    "fewer rows than a rollout takes": (
-        {"dataset_name": "rows.jsonl"},
-        ["train_dataset has 1 rows", "takes 2", "num_generations=2", "Pass more rows, or set per_device"],
-    ),
-    "no JSON": ({"dataset_name": "broken.jsonl"}, ["'broken.jsonl', line 2", "not valid JSON", "Mend the line"]),
-    "no UTF-8": ({"dataset_name": "latin.jsonl"}, ["'latin.jsonl', line 1", "UTF-8", "Mend the line"]),
-    "lists for rows": ({"dataset_name": "lists.jsonl"}, ["'lists.jsonl', line 1", "must be an object", "Mend"]),
-    "columns of two types": (
-        {"dataset_name": "mixed.jsonl"},
-        ["dataset_name='mixed.jsonl'", "'prompt' holds int and str", "Give each column one type"],
-    ),
-    "broken parquet": ({"dataset_name": "rows.parquet"}, ["'rows.parquet'", "Parquet", "Pass a data file"]),
-    "an empty CSV": ({"dataset_name": "rows.csv"}, ["dataset_name='rows.csv'", "No columns", "Pass a data file"]),
-    "no prompt": (
-        {"dataset_name": "text.jsonl"},
-        ["dataset_name='text.jsonl'", "columns ['text']", "neither 'prompt' nor 'question'", "Rename a column"],
-    ),
-    "a number for a prompt": (
-        {"dataset_name": "numbers.jsonl"},
-        ["dataset_name='numbers.jsonl'", "prompt=5", "a string or a non-empty list of messages", "Mend"],
-    ),
-    "no prompt to evaluate on": (
-        {"eval_dataset_name": "text.jsonl"},
-        ["eval_dataset_name='text.jsonl'", "neither 'prompt' nor 'question'", "Rename a column"],
-    ),
+    "no data file": ({"dataset_name": "trian.jsonl"}, "dataset_name='trian.jsonl'.*'train.jsonl'"),
+    "no data folder": ({"dataset_name": "./data"}, "dataset_name='./data'"),
+    "data of another kind": ({"dataset_name": "rows.txt"}, "dataset_name='rows.txt'"),
+    "no rows": ({"dataset_name": "none.jsonl"}, "dataset_name='none.jsonl'"),
+    "fewer rows than a rollout takes": ({"dataset_name": "rows.jsonl"}, "train_dataset.* 1 .*num_generations=2"),
+    "no JSON": ({"dataset_name": "broken.jsonl"}, "dataset_name='broken.jsonl', line 2"),
+    "no UTF-8": ({"dataset_name": "latin.jsonl"}, "dataset_name='latin.jsonl', line 1"),
+    "lists for rows": ({"dataset_name": "lists.jsonl"}, "dataset_name='lists.jsonl', line 1"),
+    "columns of two types": ({"dataset_name": "mixed.jsonl"}, "dataset_name='mixed.jsonl'.*'prompt' .*int and str"),
+    "broken parquet": ({"dataset_name": "rows.parquet"}, "dataset_name='rows.parquet'"),
+    "an empty CSV": ({"dataset_name": "rows.csv"}, "dataset_name='rows.csv'"),
+    "no prompt": ({"dataset_name": "text.jsonl"}, "dataset_name='text.jsonl'.*'text'"),
+    "a number for a prompt": ({"dataset_name": "numbers.jsonl"}, "dataset_name='numbers.jsonl'.*prompt=5"),
+    "no prompt to evaluate on": ({"eval_dataset_name": "text.jsonl"}, "eval_dataset_name='text.jsonl'.*'prompt'"),
     "no gold answer": (
         {"env": "search_qa", "env_kwargs": {"index": "corpus.jsonl"}},
-        ["env='search_qa'", "dataset_name='train.jsonl'", "no gold answer", "name its column 'answer'"],
+        "env='search_qa'.*dataset_name='train.jsonl'.*'answer'",
     ),
-    "no corpus": (
-        {"env": "search_qa", "env_kwargs": {"index": "corpse.jsonl"}},
-        ["env_kwargs={'index': 'corpse.jsonl'}", "no such file", "Set env_kwargs"],
-    ),
-    "no data at all": (
-        {"dataset_name": None, "max_steps": -1},
-        ["dataset_name: not set", "max_steps=-1", "Set dataset_name, or max_steps"],
-    ),
+    "no corpus": ({"env": "search_qa", "env_kwargs": {"index": "corpse.jsonl"}}, "env_kwargs={.*'corpse.jsonl'}"),
+    "no data at all": ({"dataset_name": None, "max_steps": -1}, "dataset_name: not set.*max_steps=-1"),
     "no data to evaluate on": (
         {"eval_dataset_name": None, "eval_strategy": "steps"},
-        ["eval_strategy='steps'", "eval_dataset_name is not set", "Set eval_dataset_name"],
+        "eval_strategy='steps'.*eval_dataset_name",
     ),
-    "an environment without reset": ({"env": "tasks.py:NoReset"}, ["env='tasks.py:NoReset'", "no reset", "Subclass"]),
-    "a function that makes nothing": ({"env": "tasks.py:make_none"}, ["env=", "NoneType", "no reset", "Subclass"]),
-    "a number for an environment": ({"env": "tasks.py:number"}, ["'tasks.py:number'", "is a int", "Name the class"]),
-    "a prompt of another form": (
-        {"env": "tasks.py:WrongReset"},
-        ["env='tasks.py:WrongReset'", "returned int", "must return the prompt as a list of messages", "Return"],
-    ),
+    "an environment without reset": ({"env": "tasks.py:NoReset"}, "env='tasks.py:NoReset'.*reset"),
+    "a function that makes nothing": ({"env": "tasks.py:make_none"}, "env='tasks.py:make_none'.*NoneType"),
+    "a number for an environment": ({"env": "tasks.py:number"}, "env='tasks.py:number'.* int"),
+    "a prompt of another form": ({"env": "tasks.py:WrongReset"}, "env='tasks.py:WrongReset'.*returned int"),
     "an environment that raises": (
         {"env": "tasks.py:RaisingReset"},
-        ["env='tasks.py:RaisingReset'", "dataset_name='train.jsonl'", "KeyError: 'missing'", "doctor"],
+        "env='tasks.py:RaisingReset'.*dataset_name='train.jsonl'.*KeyError: 'missing'",
     ),
-    "a tool without hints": ({"env": "tasks.py:NoHints"}, ["tasks.py:NoHints", "no type hint", "write 'where"]),
+    "a tool without hints": ({"env": "tasks.py:NoHints"}, "tasks.py:NoHints.*'where"),
     "a function without hints": (
         {"env": None, "tools": ["tasks.py:no_hints"], "reward_funcs": ["task.py:word_count_reward"]},
-        ["tools=['tasks.py:no_hints']", "no type hint", "write 'where: str'"],
+        "tools=\\['tasks.py:no_hints'\\].*'where",
     ),
     "a number for a tool": (
         {"env": None, "tools": ["tasks.py:number"], "reward_funcs": ["task.py:word_count_reward"]},
-        ["tools='tasks.py:number'", "cannot be called", "Name a function"],
+        "tools='tasks.py:number'",
     ),
-    "a number for a reward": ({"reward_funcs": ["tasks.py:number"]}, ["reward_funcs=", "cannot be called", "Name"]),
+    "a number for a reward": ({"reward_funcs": ["tasks.py:number"]}, "reward_funcs='tasks.py:number'"),
     "a reward that is not there": (
         {"reward_funcs": ["task.py:word_reward"]},
-        ["reward_funcs='task.py:word_reward'", "Did you mean 'word_count_reward'?"],
+        "reward_funcs='task.py:word_reward'.*mean 'word_count_reward'",
     ),
-    "no model folder": ({"model_name_or_path": "./nowhere"}, ["'./nowhere'", "no such directory", "Pass"]),
-    "no model on the Hub": ({"model_name_or_path": "no/where"}, ["'no/where'", "cannot be loaded", "Pass"]),
-    "a folder without a model": ({"model_name_or_path": "empty"}, ["'empty'", "neither config.json", "Pass"]),
-    "a broken model": ({"model_name_or_path": "broken"}, ["'broken'", "not a valid JSON file", "Pass the directory"]),
-    "a model without weights": ({"model_name_or_path": "light"}, ["'light'", "no file named", "Pass"]),
-    "no checkpoint": ({"resume_from_checkpoint": "./none"}, ["'./none'", "no such directory", "Pass a checkpoint-"]),
+    "no model folder": ({"model_name_or_path": "./nowhere"}, "model_name_or_path='./nowhere'"),
+    "no model on the Hub": ({"model_name_or_path": "no/where"}, "model_name_or_path='no/where'"),
+    "a folder without a model": ({"model_name_or_path": "empty"}, "model_name_or_path='empty'.*config.json"),
+    "a broken model": ({"model_name_or_path": "broken"}, "model_name_or_path='broken'.*JSON"),
+    "a model without weights": ({"model_name_or_path": "light"}, "model_name_or_path='light'.*no file"),
+    "no checkpoint": ({"resume_from_checkpoint": "./none"}, "resume_from_checkpoint='./none'"),
     "a folder without a checkpoint": (
         {"resume_from_checkpoint": "runs"},
-        ["resume_from_checkpoint='runs'", "no trainer_state.json", "Did you mean 'runs/checkpoint-3'?"],
+        "resume_from_checkpoint='runs'.*mean 'runs/checkpoint-3'",
     ),
-    "a file for a folder": ({"output_dir": "task.py"}, ["output_dir='task.py'", "is a file", "Pass another"]),
-    "a folder under a file": ({"output_dir": "task.py/out"}, ["'task.py/out'", "task.py is a file", "Pass another"]),
-    "a folder nobody may make": ({"output_dir": "/proc/out"}, ["output_dir='/proc/out'", "cannot be made", "Pass"]),
-    "groups that do not fill a batch": ({"num_generations": 3}, ["num_generations (3)", "divisible", "Cure: choose"]),
-    "layers that are not there": (
-        {"use_peft": True, "lora_target_modules": ["nope"]},
-        ["nope", "not found", "set lora_target_modules"],
-    ),
+    "a file for a folder": ({"output_dir": "task.py"}, "output_dir='task.py'"),
+    "a folder under a file": ({"output_dir": "task.py/out"}, "output_dir='task.py/out': task.py is a file"),
+    "a folder nobody may make": ({"output_dir": "/proc/out"}, "output_dir='/proc/out'"),
+    # What transformers, PEFT and TRL refuse gets a cure from us.
+    "groups that do not fill a batch": ({"num_generations": 3}, "num_generations .*Cure: .*per_device_train"),
+    "layers that are not there": ({"use_peft": True, "lora_target_modules": ["nope"]}, "nope.*set lora_target"),
     "attention that is not installed": (
         {"attn_implementation": "flash_attention_2"},
-        ["FlashAttention2", "installed", "set attn_implementation: sdpa"],
+        "FlashAttention2.*attn_implementation: sdpa",
     ),
-    "a tracker that does not exist": ({"report_to": "wandbb"}, ["wandbb", "is not supported", "set report_to"]),
-    "no DeepSpeed configuration": ({"deepspeed": "none.json"}, ["none.json", "deepspeed config", "set deepspeed"]),
+    "a tracker that does not exist": ({"report_to": "wandbb"}, "wandbb.*set report_to"),
+    "no DeepSpeed configuration": ({"deepspeed": "none.json"}, "none.json.*set deepspeed"),
 }  # fmt: skip
 
 
@@ -252,17 +221,18 @@ def write_files(folder: Path, model: Path) -> None:
     (folder / "broken" / "config.json").write_text("{nonsense")
 
 
-@pytest.mark.parametrize(("settings", "parts"), TRAIN.values(), ids=TRAIN.keys())
-def test_a_mistake_ends_train_before_it_starts(recipe, refuses, model_folder, settings, parts):
+@pytest.mark.parametrize(("settings", "names"), TRAIN.values(), ids=TRAIN.keys())
+def test_a_mistake_ends_train_before_it_starts(recipe, refusal, model_folder, settings, names):
     path = recipe(**settings)
     write_files(Path(path).parent, model_folder)
-    refuses(path, parts)
+    assert re.search(names, message := refusal("train", "--config", path)), message
 
 
-def test_prompts_that_leave_no_room_end_train_with_the_cure(recipe, refuses):
+def test_prompts_that_leave_no_room_end_train_with_the_cure(recipe, refusal):
     path = recipe(dataset_name="long.jsonl", eval_dataset_name=None)
     Path("long.jsonl").write_text((json.dumps({"prompt": "Who? " * 1000}) + "\n") * 2)
-    refuses(path, ["All 4 trajectories", "prompt_too_long", "agent-r1-trl doctor"])
+    message = refusal("train", "--config", path)
+    assert "prompt_too_long" in message and "agent-r1-trl doctor" in message
 
 
 def test_the_place_of_a_mistake_can_be_seen(recipe, monkeypatch, capsys):
@@ -273,12 +243,12 @@ def test_the_place_of_a_mistake_can_be_seen(recipe, monkeypatch, capsys):
 
 def test_a_sampler_with_other_weights_is_no_traceback(recipe, refusal, monkeypatch):
     def stale(self, model):
-        raise SyncError("the log-probabilities differ")
+        raise SyncError("The log-probabilities differ. Restart the server.")
 
     monkeypatch.setattr(TransformersGenerator, "sync", stale, raising=False)
-    assert refusal("train", "--config", recipe()) == "the log-probabilities differ"
+    assert refusal("train", "--config", recipe()) == "The log-probabilities differ. Restart the server."
 
 
-def test_vllm_that_is_not_installed_is_told_before_training(recipe, refuses, monkeypatch):
+def test_vllm_that_is_not_installed_is_told_before_training(recipe, refusal, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    refuses(recipe(use_vllm=True), ["use_vllm=True", "not installed", "pip install 'agent-r1-trl[vllm]'"])
+    assert "pip install 'agent-r1-trl[vllm]'" in refusal("train", "--config", recipe(use_vllm=True))

@@ -57,7 +57,7 @@ def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[
     except Exception as error:  # whatever the user's class does when it is made
         raise UsageError(
             f"env={name!r} with env_kwargs={kwargs} cannot be made: {describe_error(error)}. Set env_kwargs "
-            "accordingly, or mend the environment."
+            "accordingly, or correct the environment."
         ) from error
     missing = [method for method in ("reset", "step") if not callable(getattr(env, method, None))]
     if missing:
@@ -94,7 +94,7 @@ def check_first_row(env: str, env_factory: Callable[[], Any], data: str, row: Ma
         asyncio.run(play())
     except (EnvironmentFailure, ValueError) as error:
         raise UsageError(
-            f"{env} cannot start on the first row of {data}: {str(error).rstrip('.')}. Mend one of the two; "
+            f"{env} cannot start on the first row of {data}: {str(error).rstrip('.')}. Correct one of the two; "
             "agent-r1-trl doctor examines both."
         ) from error
 
@@ -185,12 +185,12 @@ def _read_file(flag: str, path: Path) -> Any:
             row = json.loads(line)
         except ValueError as error:  # UnicodeDecodeError is one
             raise UsageError(
-                f"{flag}={str(path)!r}, line {number}: not valid JSON in UTF-8 ({error}). Mend the line."
+                f"{flag}={str(path)!r}, line {number}: not valid JSON in UTF-8 ({error}). Correct the line."
             ) from error
         if not isinstance(row, dict):
             raise UsageError(
                 f"{flag}={str(path)!r}, line {number}: must be an object of columns, is "
-                f"{type(row).__name__}. Mend the line."
+                f"{type(row).__name__}. Correct the line."
             )
         rows.append(row)
     try:
