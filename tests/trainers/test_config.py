@@ -14,7 +14,7 @@ from trl import GRPOConfig
 from agent_r1_trl.generation.vllm.build import check_vllm, server_urls
 from agent_r1_trl.trainers.config import UNSUPPORTED_OPTIONS, MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
-from agent_r1_trl.trainers.script import ModelConfig, get_peft_config
+from agent_r1_trl.trainers.trl_arguments import ModelConfig, get_peft_config
 from tests.generation.helpers import tiny_model
 
 CPU = {"output_dir": "unused", "bf16": False, "use_cpu": True}

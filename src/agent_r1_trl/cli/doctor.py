@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
     from agent_r1_trl.doctor import has_errors, render, run_doctor
     from agent_r1_trl.evaluation.loading import is_local
     from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
-    from agent_r1_trl.trainers.script import ModelConfig
+    from agent_r1_trl.trainers.trl_arguments import ModelConfig
 
     parser = RecipeParser(
         (DoctorArguments,),

@@ -55,7 +55,7 @@ def read_arguments(argv: Sequence[str]) -> EvalArguments:
     from agent_r1_trl.cli.arguments import EvalArguments, TrainArguments
     from agent_r1_trl.cli.parser import RecipeParser
     from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
-    from agent_r1_trl.trainers.script import ModelConfig
+    from agent_r1_trl.trainers.trl_arguments import ModelConfig
 
     parser = RecipeParser(
         (EvalArguments,),

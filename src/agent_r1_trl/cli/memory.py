@@ -64,7 +64,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[MemoryArguments, Any]:
     from agent_r1_trl.cli.arguments import DoctorArguments, EvalArguments, MemoryArguments, TrainArguments
     from agent_r1_trl.cli.parser import RecipeParser
     from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
-    from agent_r1_trl.trainers.script import ModelConfig
+    from agent_r1_trl.trainers.trl_arguments import ModelConfig
 
     parser = RecipeParser(
         (MemoryArguments, ModelConfig),
@@ -86,7 +86,7 @@ def read_model(model_args: Any, *, trust_remote_code: bool = False) -> ModelShap
     from transformers import AutoConfig
 
     from agent_r1_trl.memory import read_shape
-    from agent_r1_trl.trainers.script import get_peft_config
+    from agent_r1_trl.trainers.trl_arguments import get_peft_config
 
     name = model_args.model_name_or_path
     try:

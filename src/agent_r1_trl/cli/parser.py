@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from agent_r1_trl.cli.errors import UsageError, explain_argparse, with_cure
 from agent_r1_trl.cli.recipe import check_keys, read_recipe, read_value, split_config
 from agent_r1_trl.objects import did_you_mean
-from agent_r1_trl.trainers.script import TrlParser
+from agent_r1_trl.trainers.trl_arguments import TrlParser
 
 
 class RecipeParser(TrlParser):

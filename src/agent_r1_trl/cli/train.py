@@ -70,7 +70,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[TrainArguments, Any, Any]:
     """
     from agent_r1_trl.cli.arguments import TrainArguments
     from agent_r1_trl.cli.parser import RecipeParser
-    from agent_r1_trl.trainers.script import ModelConfig
+    from agent_r1_trl.trainers.trl_arguments import ModelConfig
 
     config_class = trainer_class(find_trainer(argv)).config_class
     parser = RecipeParser((TrainArguments, config_class, ModelConfig), command=COMMAND)
@@ -196,7 +196,7 @@ def _data(script_args: TrainArguments, args: Any) -> tuple[Any, Any]:
 def _make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **parts: Any) -> Any:
     from agent_r1_trl.evaluation.loading import check_model_folder
     from agent_r1_trl.generation import GenerationError
-    from agent_r1_trl.trainers.script import get_peft_config, get_quantization_config
+    from agent_r1_trl.trainers.trl_arguments import get_peft_config, get_quantization_config
 
     options = {
         "revision": model_args.model_revision,

@@ -1,4 +1,7 @@
-"""What a training script needs of TRL besides the trainer, so that only this package imports trl."""
+"""TRL's arguments of a training script: its parser, `ModelConfig`, and what is made of them.
+
+They stand here because only this package imports trl.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ __all__ = ["ModelConfig", "TrlParser", "get_peft_config", "get_quantization_conf
 
 
 def get_peft_config(model_args: ModelConfig) -> Any:
-    """TRL's, except that a lone name in `lora_target_modules` stays a name.
+    """TRL's function, with a fix for a single name in `lora_target_modules`.
 
-    TRL takes a list of one apart, and peft reads text as a regular expression that must match the whole path of a
-    module: `q_proj` would match none.
+    TRL turns a list of one name into text, and peft reads text as a regular expression that must match a module's
+    whole path: `q_proj` would match none.
     """
     config = trl.get_peft_config(model_args)
     target = getattr(config, "target_modules", None)
