@@ -1,4 +1,4 @@
-"""Progress bars with rich; plain lines where the output is no terminal."""
+"""Progress bars in a terminal, and plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ HEADLINE = {
     "tools/failure_share": "failed calls",
     "entropy": "entropy",
 }
-"""Logged metric -> its name beside the bar."""
+"""Logged metric -> its label beside the bar."""
 NUM_LINES = 20
-"""About how many lines a run prints where there is no terminal."""
+"""Approximate number of lines that a run prints where there is no terminal."""
 
 
-class RichProgressCallback(TrainerCallback):
-    """One bar for training and one for each evaluation, with the metrics that tell whether the agent learns."""
+class TrainingProgress(TrainerCallback):
+    """A bar for training and one for each evaluation, with the metrics that tell whether the agent learns."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
         self._progress: Progress | None = None
         self._training: Any = None
         self._evaluation: Any = None
-        self._headline = ""
         self._start = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Show the bar."""
+        """Show the bar, in the main process only."""
         if not state.is_world_process_zero:
             return
         self._start = time.monotonic()
@@ -47,17 +46,16 @@ class RichProgressCallback(TrainerCallback):
         )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move the bar."""
+        """Advance the bar."""
         if self._progress is not None:
             self._progress.update(self._training, completed=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Put the newest metrics beside the bar."""
+        """Show the newest metrics beside the bar."""
         if self._progress is None or not logs or "train_runtime" in logs:
             return
-        is_eval = any(name.startswith("eval_") for name in logs)
         headline = headline_of({name.removeprefix("eval_"): value for name, value in logs.items()})
-        if is_eval:
+        if any(name.startswith("eval_") for name in logs):
             self.console.print(f"step {state.global_step}, evaluation: {headline}", highlight=False)
             return
         self._progress.update(self._training, note=headline)
@@ -71,17 +69,17 @@ class RichProgressCallback(TrainerCallback):
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        """Move the evaluation's bar."""
+        """Advance the bar of the evaluation."""
         if self._progress is None:
             return
         if self._evaluation is None:
-            with contextlib.suppress(TypeError):  # a loader without a length
+            with contextlib.suppress(TypeError):  # a data loader without a length
                 self._evaluation = self._progress.add_task("evaluation", total=len(eval_dataloader), note="")
         if self._evaluation is not None:
             self._progress.advance(self._evaluation)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the evaluation's bar away."""
+        """Remove the bar of the evaluation."""
         if self._progress is not None and self._evaluation is not None:
             self._progress.remove_task(self._evaluation)
             self._evaluation = None
@@ -91,14 +89,14 @@ class RichProgressCallback(TrainerCallback):
         self.stop()
 
     def stop(self) -> None:
-        """End the display; also after an error."""
+        """End the display; also called after an error."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
 
 def headline_of(logs: dict[str, Any]) -> str:
-    """The metrics that are shown beside the bar."""
+    """The metrics beside the bar, as text."""
     return "  ".join(
         f"{label} {float(logs[name]):.3g}"
         for name, label in HEADLINE.items()
@@ -107,7 +105,7 @@ def headline_of(logs: dict[str, Any]) -> str:
 
 
 def make_progress(console: Console) -> Progress:
-    """Bars of one look."""
+    """Bars with the columns that all commands share."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -123,7 +121,7 @@ def make_progress(console: Console) -> Progress:
 
 @contextlib.contextmanager
 def trajectory_progress(console: Console, description: str, total: int) -> Iterator[Callable[[Any], None]]:
-    """A bar that moves with every finished trajectory; yields what `evaluate(on_trajectory=...)` takes."""
+    """A bar that advances with every finished trajectory; yields the `on_trajectory` of `evaluate`."""
     num_solved = 0.0
     num_done = 0
     start = time.monotonic()

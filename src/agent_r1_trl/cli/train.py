@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
     )
-    _train(trainer, checkpoint, _use_rich_progress(trainer, args, console))
+    _train(trainer, checkpoint, _show_progress(trainer, args, console))
     trainer.save_model(args.output_dir)
     if trainer.is_world_process_zero():
         trainer.save_state()
@@ -244,12 +244,12 @@ def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
             trainer.rollouts.close()
 
 
-def _use_rich_progress(trainer: Any, args: Any, console: Console) -> Any:
+def _show_progress(trainer: Any, args: Any, console: Console) -> Any:
     from transformers import PrinterCallback, ProgressCallback
 
-    from agent_r1_trl.cli.progress import RichProgressCallback
+    from agent_r1_trl.cli.progress import TrainingProgress
 
-    callback = RichProgressCallback(console)
+    callback = TrainingProgress(console)
     if not args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
