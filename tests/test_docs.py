@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl import StopReason
-from agent_r1_trl.cli.commands import COMMANDS, main
+from agent_r1_trl.cli import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -6,13 +6,13 @@ import re
 import pytest
 import yaml
 
-from agent_r1_trl.cli.commands import main
+from agent_r1_trl.cli import main
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy
 
 CURE = re.compile(
-    r"\b(Set|set|Pass|pass|Put|Correct|Remove|remove it|Name|Give|Convert|Rename|Subclass|Return|[Ww]rite|choose|install|"
-    r"Start|Restart|Unset|Launch|Raise|are written|There are|--list|--help)\b"
+    r"\b(Set|set|Pass|pass|Put|Correct|Remove|remove it|Name|Give|Convert|Rename|Subclass|Return|[Ww]rite|choose|"
+    r"install|Start|Restart|Unset|Launch|Raise|are written|There are|--list|--help)\b"
 )
 
 TASK = '''

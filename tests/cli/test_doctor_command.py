@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1_trl.cli.commands import main
+from agent_r1_trl.cli import main
 
 BROKEN = '''
 from agent_r1_trl import ToolEnv

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1_trl.cli.commands import main
+from agent_r1_trl.cli import main
 from agent_r1_trl.recording import read_records
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from transformers import Qwen2Config
 
-from agent_r1_trl.cli import commands
+from agent_r1_trl.cli import main
 from agent_r1_trl.cli.arguments import MemoryArguments
 from agent_r1_trl.cli.memory import make_setup, read_accelerate_config, read_arguments, read_model, run
 from agent_r1_trl.trainers import MultiTurnPPOConfig
@@ -156,7 +156,7 @@ def test_a_model_that_does_not_fit_ends_with_what_would_help(model, capsys, monk
 
 def test_a_recipe_and_options_read_the_same_through_the_console_script(model, tmp_path, capsys):
     recipe = write_recipe(tmp_path, model_name_or_path=model, use_peft=True, lora_r=8, gpu_memory_gb=80.0, env="x")
-    assert commands.main(["memory", "--config", recipe]) == 0
+    assert main(["memory", "--config", recipe]) == 0
     assert "policy: adapter" in capsys.readouterr().out
 
 
@@ -179,12 +179,12 @@ def test_a_recipe_and_options_read_the_same_through_the_console_script(model, tm
     ],
 )
 def test_a_mistake_is_named_with_its_cure(model, options, message, capsys):
-    assert commands.main(["memory", *(option.replace("{model}", model) for option in options)]) == 2
+    assert main(["memory", *(option.replace("{model}", model) for option in options)]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "MEGATRON_LM"])
 def test_a_method_that_is_not_estimated_is_refused(kind, tmp_path, model, capsys):
     path = write_recipe(tmp_path, distributed_type=kind)
-    assert commands.main(["memory", "--model_name_or_path", model, "--accelerate_config", path]) == 2
+    assert main(["memory", "--model_name_or_path", model, "--accelerate_config", path]) == 2
     assert f"{kind} is not estimated" in capsys.readouterr().err

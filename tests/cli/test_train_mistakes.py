@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from transformers.trainer_utils import IntervalStrategy
 
-from agent_r1_trl.cli.commands import main
+from agent_r1_trl.cli import main
 from agent_r1_trl.cli.recipe import read_value
 from agent_r1_trl.generation import TransformersGenerator
 from agent_r1_trl.generation.sync import SyncError

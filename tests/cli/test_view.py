@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from agent_r1_trl.cli.commands import main
+from agent_r1_trl.cli import main
 from agent_r1_trl.cli.view import FILTERS
 from agent_r1_trl.recording import TrajectoryStore
 from agent_r1_trl.trajectory import StopReason

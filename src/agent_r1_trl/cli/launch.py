@@ -1,27 +1,29 @@
-"""Did as many processes come up as the user asked for?
+"""The processes and devices of a launch: whether they are those that the user asked for, and defaults that suit them.
 
-A run with fewer of them trains on another batch than the recipe says, without a word: `accelerate launch` starts a
-single process for a CPU configuration of several, and for `--num_processes 8` with a configuration of type 'NO'.
+With fewer processes a run silently trains on a smaller batch than the recipe says. `accelerate launch` starts a single
+process for a CPU configuration of several, and for `--num_processes 8` with a configuration of type 'NO'.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from typing import Any
 
 from agent_r1_trl.cli.errors import UsageError
 
 _COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-"""What torchrun, DeepSpeed and MPI launchers tell each process; accelerate reads them."""
+"""Environment variables in which torchrun, DeepSpeed and MPI launchers tell each process how many there are."""
 
 
 def check_launcher(environment: Mapping[str, str]) -> None:
-    """Refuse the lone process of an `accelerate launch` that was asked for several.
+    """Refuse the single process of an `accelerate launch` that was asked for several.
 
-    Accelerate's plain launcher exports its precision to every script, an address to meet at only for several
-    processes, and starts one all the same.
+    Accelerate's plain launcher exports the precision to every script and MASTER_ADDR only where several processes were
+    asked for; it starts one either way.
 
     Args:
-        environment: of this process, as the launcher left it.
+        environment: variables of this process, as the launcher set them.
 
     Raises:
         UsageError: one process runs where several were asked for.
@@ -37,12 +39,12 @@ def check_launcher(environment: Mapping[str, str]) -> None:
 
 
 def check_num_processes(environment: Mapping[str, str], running: int, expected: int | None) -> None:
-    """Refuse a run of another size than launcher or recipe say.
+    """Refuse a run with another number of processes than the launcher announced or the recipe expects.
 
     Args:
-        environment: of this process.
-        running: processes that train together.
-        expected: the recipe's `num_processes_expected`; None: any number.
+        environment: variables of this process.
+        running: number of processes that train together.
+        expected: `num_processes_expected` of the recipe; None: any number.
 
     Raises:
         UsageError: the numbers differ.
@@ -55,7 +57,31 @@ def check_num_processes(environment: Mapping[str, str], running: int, expected: 
         )
     if expected is not None and expected != running:
         raise UsageError(
-            f"num_processes_expected={expected}: {running} process(es) came up, so a step would see another number of "
-            f"trajectories than the recipe means. Launch with --num_processes {expected}, or change "
+            f"num_processes_expected={expected}: {running} process(es) started, so a step would train on another "
+            f"number of trajectories than the recipe intends. Launch with --num_processes {expected}, or change "
             "num_processes_expected (leave it out for any number)."
+        )
+
+
+def device_defaults() -> dict[str, Any]:
+    """Change TRL's defaults for a recent GPU: no bf16 on an older one, and no pinned memory without any."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"bf16": False, "dataloader_pin_memory": False}
+    return {} if torch.cuda.is_bf16_supported() else {"bf16": False}
+
+
+def use_one_gpu() -> None:
+    """Hide all GPUs but the first from a plain `python -m` process, for which transformers would use DataParallel."""
+    if "WORLD_SIZE" in os.environ or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    if count > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        print(
+            f"This process uses the first of {count} GPUs. To use all of them: accelerate launch --config_file "
+            "recipes/accelerate_configs/ddp.yaml -m agent_r1_trl.cli.train ..."
         )

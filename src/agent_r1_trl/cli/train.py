@@ -1,4 +1,4 @@
-"""`agent-r1-trl train`: a recipe in, a trained agent out.
+"""`agent-r1-trl train`: train an agent according to a recipe.
 
 agent-r1-trl train --config recipe.yaml --learning_rate 1e-6
 accelerate launch --config_file recipes/accelerate_configs/ddp.yaml -m agent_r1_trl.cli.train --config recipe.yaml
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.cli.errors import UsageError, is_main_process, model_problem, run_command, with_cure
-from agent_r1_trl.cli.launch import check_launcher, check_num_processes
+from agent_r1_trl.cli.launch import check_launcher, check_num_processes, device_defaults, use_one_gpu
 from agent_r1_trl.cli.recipe import read_recipe, split_config
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def run(argv: Sequence[str]) -> int:
     """Train; returns the exit code."""
     check_launcher(os.environ)
     config_path, _ = split_config(argv)
-    find_trainer(argv)  # a mistake in the file shows before seconds of imports
-    _use_one_gpu_per_process()
+    find_trainer(argv)  # shows a mistake in the file before seconds of imports
+    use_one_gpu()
     from agent_r1_trl.cli.resolve import make_folder
 
     script_args, args, model_args = read_arguments(argv)
@@ -63,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[TrainArguments, Any, Any]:
-    """Script, trainer and model arguments.
+    """Parse the arguments of the script, of the trainer and of the model.
 
     Raises:
         UsageError: whatever is wrong with recipe or command line.
@@ -74,20 +74,20 @@ def read_arguments(argv: Sequence[str]) -> tuple[TrainArguments, Any, Any]:
 
     config_class = trainer_class(find_trainer(argv)).config_class
     parser = RecipeParser((TrainArguments, config_class, ModelConfig), command=COMMAND)
-    script_args, args, model_args = parser.parse(argv, defaults=_device_defaults())
+    script_args, args, model_args = parser.parse(argv, defaults=device_defaults())
     if not model_args.model_name_or_path:
         raise UsageError(
-            "model_name_or_path: not set, so there is nothing to train. Set it to a directory or a Hub id, such as "
+            "model_name_or_path: not set, so there is no model to train. Set it to a directory or a Hub id, such as "
             "Qwen/Qwen2.5-1.5B-Instruct."
         )
     return script_args, args, model_args
 
 
 def find_trainer(argv: Sequence[str]) -> str:
-    """The algorithm that recipe or command line name: it decides which settings there are.
+    """Find the algorithm in the recipe or on the command line; it decides which settings exist.
 
     Raises:
-        UsageError: the recipe cannot be read, or there is no such algorithm.
+        UsageError: the recipe cannot be read, or the algorithm does not exist.
     """
     from agent_r1_trl.cli.arguments import TrainArguments, check_trainer
 
@@ -102,35 +102,11 @@ def find_trainer(argv: Sequence[str]) -> str:
 
 
 def trainer_class(name: str) -> Any:
-    """The class behind a value of `trainer`."""
+    """The trainer class for a value of `trainer`."""
     import agent_r1_trl.trainers as trainers
     from agent_r1_trl.cli.arguments import TRAINERS
 
     return getattr(trainers, TRAINERS[name])
-
-
-def _device_defaults() -> dict[str, Any]:
-    """TRL's defaults suit a recent GPU: without one no bf16, and without any no pinned memory."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return {"bf16": False, "dataloader_pin_memory": False}
-    return {} if torch.cuda.is_bf16_supported() else {"bf16": False}
-
-
-def _use_one_gpu_per_process() -> None:
-    """A plain `python -m` process on a machine of several GPUs takes one: DataParallel cannot train this."""
-    if "WORLD_SIZE" in os.environ or "CUDA_VISIBLE_DEVICES" in os.environ:
-        return
-    import torch
-
-    count = torch.cuda.device_count()
-    if count > 1:
-        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-        print(
-            f"{count} GPUs, of which this process takes the first. For all of them: accelerate launch "
-            "--config_file recipes/accelerate_configs/ddp.yaml -m agent_r1_trl.cli.train ..."
-        )
 
 
 def _console() -> Console:
@@ -150,7 +126,7 @@ def _task(script_args: TrainArguments) -> dict[str, Any]:
 
 
 def _check_start(script_args: TrainArguments, task: dict[str, Any], train: Any, evaluation: Any) -> None:
-    """What would end the run in its first step is found before the model is loaded."""
+    """Find mistakes that would end the run in its first step before the model is loaded."""
     from agent_r1_trl.cli.resolve import check_first_row
     from agent_r1_trl.environments.factory import resolve_env_factory
 
@@ -181,14 +157,14 @@ def _data(script_args: TrainArguments, args: Any) -> tuple[Any, Any]:
         )
     if train is None and args.max_steps <= 0:
         raise UsageError(
-            f"dataset_name: not set, and max_steps={args.max_steps} does not say how long the environment makes "
-            "tasks of its own. Set dataset_name, or max_steps to a number > 0."
+            f"dataset_name: not set, and max_steps={args.max_steps} does not say for how many steps the environment "
+            "makes tasks. Set dataset_name, or set max_steps to a number > 0."
         )
     if evaluation is None and args.eval_strategy != "no":
         strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
         raise UsageError(
-            f"eval_strategy={strategy!r} needs data to evaluate on, and eval_dataset_name is not set. Set "
-            "eval_dataset_name, or eval_strategy: 'no'."
+            f"eval_strategy={strategy!r} needs an evaluation data set, and eval_dataset_name is not set. Set "
+            "eval_dataset_name, or set eval_strategy to 'no'."
         )
     return train, evaluation
 
@@ -218,9 +194,9 @@ def _make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **par
         )
     except OSError as error:
         raise UsageError(model_problem(model_args.model_name_or_path, error)) from error
-    except (ValueError, ImportError, GenerationError) as error:  # settings, packages that are missing, no server
+    except (ValueError, ImportError, GenerationError) as error:  # wrong settings, missing packages, no server
         raise UsageError(with_cure(str(error))) from error
-    except RuntimeError as error:  # of a tracker that is not installed; any other is no mistake in a recipe
+    except RuntimeError as error:  # from a tracker that is not installed; any other is not the recipe's fault
         message = with_cure(str(error))
         if message == str(error):
             raise
@@ -235,7 +211,7 @@ def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except (NothingPlayedError, GenerationError, SyncError) as error:
-        if not is_main_process():  # whose word would not be printed, and the others may not share the fault
+        if not is_main_process():  # its message would not be printed, and the error may be its alone
             raise
         raise UsageError(str(error)) from error
     finally:
@@ -258,7 +234,7 @@ def _show_progress(trainer: Any, args: Any, console: Console) -> Any:
 
 
 def _checkpoint(args: Any) -> str | bool | None:
-    """What `resume_from_checkpoint` means: a path, or `true` for the last checkpoint, if there is one."""
+    """The value of `resume_from_checkpoint`: a path, or True for the last checkpoint if there is one."""
     value = args.resume_from_checkpoint
     if value is None or str(value).lower() in ("false", "none", ""):
         return None
@@ -267,7 +243,7 @@ def _checkpoint(args: Any) -> str | bool | None:
         return True if any(folder.glob("checkpoint-*")) else None
     if not (Path(value) / "trainer_state.json").is_file():
         inside = sorted(map(str, Path(value).glob("checkpoint-*")))
-        problem = "no checkpoint (no trainer_state.json)" if Path(value).is_dir() else "no such directory"
+        problem = "not a checkpoint (it has no trainer_state.json)" if Path(value).is_dir() else "no such directory"
         hint = f" Did you mean {inside[-1]!r}?" if inside else ""
         raise UsageError(
             f"resume_from_checkpoint={value!r}: {problem}. Pass a checkpoint-... directory, or true for the last one "
@@ -314,7 +290,7 @@ def _farewell(output_dir: str, config_path: str | None, args: Any) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `python -m agent_r1_trl.cli.train` and of launchers."""
+    """Entry point of `python -m agent_r1_trl.cli.train`, which launchers start."""
     return run_command(run, argv)
 
 
