@@ -35,7 +35,7 @@ CONVENIENCES = {("trajectory", "recording"), ("trainers", "recording")}
 
 LIGHT = ("trajectory", "objects", "tools", "environments", "rewards")
 HEAVY = {"torch", "transformers", "trl", "vllm", "accelerate", "datasets", "peft", "deepspeed", "numpy", "pandas"}
-OPTIONAL = {"vllm", "deepspeed", "tantivy", "pyarrow", "gguf"}
+OPTIONAL = {"vllm", "deepspeed", "pyarrow", "gguf"}
 # The chat format asks TRL for its training templates and response parsers, inside functions.
 TRL_READERS = {"trainers", "chat/format.py"}
 

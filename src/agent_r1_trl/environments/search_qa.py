@@ -50,7 +50,6 @@ class SearchQAEnv(ToolEnv):
         max_passage_chars: longest passage text shown.
         format_reward: for a well-formed final answer.
         useless_search_reward: for a search that worked but brought nothing that counts.
-        backend: of the index, if a path is given.
         **settings: of `ToolEnv`.
 
     Raises:
@@ -77,7 +76,6 @@ class SearchQAEnv(ToolEnv):
         max_passage_chars: int = 500,
         format_reward: float = 0.1,
         useless_search_reward: float = 0.0,
-        backend: str = "fts5",
         **settings: Any,
     ) -> None:
         if (index is None) == (corpus is None):
@@ -88,7 +86,7 @@ class SearchQAEnv(ToolEnv):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{label}={value!r}: must be an integer >= 1.")
         source = index if index is not None else corpus
-        self.index = source if isinstance(source, SearchIndex) else shared_index(source, backend)  # type: ignore[arg-type]
+        self.index = source if isinstance(source, SearchIndex) else shared_index(source)  # type: ignore[arg-type]
         self.metric = metric
         self.answer_tag = answer_tag
         self.top_k = top_k
@@ -195,14 +193,14 @@ _indexes: dict[tuple[Any, ...], SearchIndex] = {}
 _indexes_lock = threading.Lock()
 
 
-def shared_index(path: str | os.PathLike[str], backend: str = "fts5") -> SearchIndex:
+def shared_index(path: str | os.PathLike[str]) -> SearchIndex:
     """The process's index of a corpus file; a file that changed on disk gets a new one."""
     source = Path(path)
     if not source.is_file():
         raise ValueError(f"corpus={str(source)!r}: no such file; pass the path of a JSONL file.")
     status = source.stat()
-    key = (str(source.resolve()), status.st_size, status.st_mtime_ns, backend)
+    key = (str(source.resolve()), status.st_size, status.st_mtime_ns)
     with _indexes_lock:  # 256 environments that start together build it once
         if key not in _indexes:
-            _indexes[key] = SearchIndex(source, backend=backend)
+            _indexes[key] = SearchIndex(source)
         return _indexes[key]

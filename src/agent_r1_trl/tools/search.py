@@ -1,11 +1,8 @@
-"""Search over a local corpus: an index on disk, and the tool that puts it before a model.
+"""Search over a local corpus: an index on disk, and the tool that lets a model search it.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
-    index = SearchIndex("corpus.jsonl")                 # {"id": ..., "title": ..., "text": ...} per line
-    index.search("capital of Norway", k=3)              # list[Passage], best first
-    search = make_search_tool(index, top_k=3)           # a Tool
+index = SearchIndex("corpus.jsonl")                 # {"id": ..., "title": ..., "text": ...} per line
+index.search("capital of Norway", k=3)              # list[Passage], best first
+search = make_search_tool(index, top_k=3)           # a Tool
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import tempfile
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -23,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.tools.base import Tool
-from agent_r1_trl.tools.search_backends import STORES, DamagedIndexError, Row, Store, encode_row
+from agent_r1_trl.tools.search_store import DamagedIndexError, Row, SearchStore
 
 FORMAT_VERSION = 2
 MAX_QUERY_TERMS = 64
@@ -51,18 +47,17 @@ class Passage:
 class SearchIndex:
     """BM25 search over passages, indexed once and kept on disk under a name made from their content.
 
-    Stop words do not count, titles count `title_weight` times, words are stemmed (English) and lower-cased, accents do
-    not matter. Any text is a valid query. Safe to use from many threads.
+    Stop words do not count, words are stemmed (English) and lower-cased, and accents do not matter. Any text is a
+    valid query. An index may be used from many threads at once.
 
     Args:
-        corpus: path of a JSONL file, a `datasets.Dataset`, or an iterable of dicts, with the columns `id` (unique;
-            missing: the row number), `title` (may be missing) and `text`.
-        cache_dir: where indexes are kept; default `$AGENT_R1_TRL_CACHE`, else `~/.cache/agent_r1_trl`.
-        backend: "fts5" (standard library) or "tantivy" (`pip install "agent-r1-trl[search]"`; faster).
+        corpus: path of a JSONL file, a `datasets.Dataset`, or an iterable of dicts, with the columns `text`, `id`
+            (optional, unique; by default the row number) and `title` (optional).
+        cache_dir: where indexes are kept; by default `$AGENT_R1_TRL_CACHE`, else `~/.cache/agent_r1_trl`.
         title_weight: weight of a word found in the title, relative to the text.
 
     Raises:
-        ValueError: a row without text, an id that occurs twice, an empty corpus, an unknown back end.
+        ValueError: a row without text, an id that occurs twice, an empty corpus, a folder that cannot be written to.
     """
 
     def __init__(
@@ -70,14 +65,10 @@ class SearchIndex:
         corpus: str | os.PathLike[str] | Iterable[dict[str, Any]],
         *,
         cache_dir: str | os.PathLike[str] | None = None,
-        backend: str = "fts5",
         title_weight: float = 2.0,
     ) -> None:
-        if backend not in STORES:
-            raise ValueError(f"backend={backend!r}: must be one of {', '.join(map(repr, STORES))}.")
         if isinstance(title_weight, bool) or not isinstance(title_weight, (int, float)) or not 0 <= title_weight < 1e6:
             raise ValueError(f"title_weight={title_weight!r}: must be a number >= 0.")
-        self.backend = backend
         self.title_weight = float(title_weight)
         is_path = isinstance(corpus, (str, os.PathLike))
         if is_path:
@@ -89,15 +80,14 @@ class SearchIndex:
         else:
             checked = list(_read_rows(corpus, "corpus"))  # type: ignore[arg-type]
             digest, rows = _hash_rows(checked), checked
-        folder = _cache_folder(cache_dir)
-        self.path = folder / f"{digest}-v{FORMAT_VERSION}{STORES[backend].suffix}"
+        self.path = _cache_folder(cache_dir) / f"{digest}-v{FORMAT_VERSION}.sqlite"
         self._store = self._open(rows)
 
     def search(self, query: str, k: int = 3) -> list[Passage]:
-        """The best `k` passages, best first; none if no word of the query occurs.
+        """The best `k` passages, best first; an empty list if no word of the query occurs.
 
         Raises:
-            ValueError: `k` is no integer >= 1, or `query` is no string.
+            ValueError: `k` is not an integer >= 1, or `query` is not a string.
         """
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ValueError(f"k={k!r}: must be an integer >= 1.")
@@ -121,24 +111,23 @@ class SearchIndex:
         return len(self._store)
 
     def __repr__(self) -> str:
-        return f"SearchIndex({len(self)} passages, backend={self.backend!r}, path={str(self.path)!r})"
+        return f"SearchIndex({len(self)} passages, path={str(self.path)!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_store"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._store = STORES[self.backend](self.path, self.title_weight)
+        self._store = SearchStore(self.path, self.title_weight)
 
-    def _open(self, rows: Iterable[Row]) -> Store:
-        store = STORES[self.backend]
+    def _open(self, rows: Iterable[Row]) -> SearchStore:
         if self.path.exists():
             try:
-                return store(self.path, self.title_weight)
-            except DamagedIndexError:  # a disk that was full, say
-                shutil.rmtree(self.path) if self.path.is_dir() else self.path.unlink(missing_ok=True)
-        store.build(self.path, rows)
-        return store(self.path, self.title_weight)
+                return SearchStore(self.path, self.title_weight)
+            except DamagedIndexError:  # the disk was full when it was written, say
+                self.path.unlink(missing_ok=True)
+        SearchStore.build(self.path, rows)
+        return SearchStore(self.path, self.title_weight)
 
 
 def make_search_tool(
@@ -147,11 +136,14 @@ def make_search_tool(
     """A `search(query)` tool over an index.
 
     Args:
-        index: what to search.
+        index: the index to search.
         top_k: passages per search.
-        max_passage_chars: longest text of one passage; the rest is cut, visibly.
-        name: of the tool.
-        **settings: of `Tool` (`timeout_s`, `max_result_tokens`, ...).
+        max_passage_chars: maximum length of a passage's text; the rest is replaced by "[truncated]".
+        name: name of the tool.
+        **settings: further arguments of `Tool` (`timeout_s`, `max_result_tokens`, ...).
+
+    Raises:
+        ValueError: `top_k` or `max_passage_chars` is not an integer >= 1.
     """
     for label, value in (("top_k", top_k), ("max_passage_chars", max_passage_chars)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -182,7 +174,7 @@ def render_passages(passages: list[Passage], max_passage_chars: int = 500) -> st
 
 
 def query_terms(query: str) -> list[str]:
-    """The words a search looks for: stop words dropped unless nothing else is left, each once, no punctuation.
+    """The words of a query, each once: no punctuation, and no stop words unless there is nothing else.
 
     >>> query_terms('What is the "capital" of Norway?')
     ['capital', 'norway']
@@ -225,7 +217,7 @@ def _read_rows(records: Iterable[Any], source: str) -> Iterator[Row]:
         seen.add(identifier)
         yield _clean(identifier), _clean("" if title is None else str(title)), _clean(text)
     if not seen:
-        raise ValueError(f"{source}: holds no passages.")
+        raise ValueError(f"{source}: contains no passages.")
 
 
 def _clean(text: str) -> str:
@@ -243,7 +235,7 @@ def _hash_file(path: Path) -> str:
 def _hash_rows(rows: Iterable[Row]) -> str:
     digest = hashlib.blake2b(b"rows", digest_size=16)
     for row in rows:
-        digest.update(encode_row(row))
+        digest.update(json.dumps(row, ensure_ascii=True).encode())
     return digest.hexdigest()
 
 
@@ -259,7 +251,7 @@ def _cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
     if writable:
         return folder
     if named:
-        raise ValueError(f"cache_dir={str(named)!r}: cannot be written to; name a folder that can.")
+        raise ValueError(f"cache_dir={str(named)!r}: cannot be written to; choose a folder that can.")
     # A container without a writable home: a rebuilt index is better than a stopped run.
     folder = Path(tempfile.gettempdir()) / f"agent_r1_trl-{os.getuid() if hasattr(os, 'getuid') else 0}" / "search"
     folder.mkdir(parents=True, exist_ok=True)

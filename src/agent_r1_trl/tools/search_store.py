@@ -1,28 +1,21 @@
-"""The two stores behind `SearchIndex`: sqlite FTS5 (standard library, on disk) and tantivy (an extra, faster).
+"""The file behind `SearchIndex`: passages in a full-text table of sqlite (FTS5), which Python brings along.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
-A store is built once, in a temporary place, and moved to its path in one step, so processes that build the same index
-at the same time cannot see half of it. Afterwards it is only read, from any thread.
+The file is built once, under a temporary name, and moved to its path in one step, so processes that build the same
+index at the same time never see half of it. Afterwards it is only read, from any thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import shutil
 import sqlite3
 import threading
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 Row = tuple[str, str, str]
 """id, title, text"""
-
 
 TOKENIZER = "porter unicode61 remove_diacritics 2"
 FREQUENT_SHARE = 0.2
@@ -30,32 +23,19 @@ MIN_ROWS_FOR_FREQUENT_WORDS = 5000
 
 
 class DamagedIndexError(RuntimeError):
-    """What lies at the index's path is no index."""
+    """The file at the index's path is not an index."""
 
 
-class Store(Protocol):
-    """What `SearchIndex` needs of a back end."""
-
-    def search(self, terms: Sequence[str], k: int) -> list[tuple[Row, float]]:
-        """The best `k` rows with their scores (higher is better), best first."""
-        ...
-
-    def get(self, identifier: str) -> Row | None:
-        """The row with this id."""
-        ...
-
-    def __len__(self) -> int: ...
-
-
-class FTS5Store:
+class SearchStore:
     """A read-only sqlite file; each thread of each process has its own connection.
 
     Args:
-        path: of the file that `build` made.
-        title_weight: how much more a word in the title counts than one in the text.
-    """
+        path: the file that `build` made.
+        title_weight: weight of a word found in the title, relative to the text.
 
-    suffix = ".sqlite"
+    Raises:
+        DamagedIndexError: the file is not an index.
+    """
 
     def __init__(self, path: Path, title_weight: float) -> None:
         self.path = path
@@ -100,7 +80,10 @@ class FTS5Store:
 
     @staticmethod
     def _frequent_words(connection: sqlite3.Connection) -> list[str]:
-        """Stems in more than a fifth of many passages: they decide little, and cost a score for each of these."""
+        """Stems found in more than a fifth of a large corpus.
+
+        Such a word hardly changes the ranking, but a search for it has to score every passage that contains it.
+        """
         (num_rows,) = connection.execute("SELECT count(*) FROM passages_ids").fetchone()
         if num_rows < MIN_ROWS_FOR_FREQUENT_WORDS:
             return []
@@ -109,7 +92,7 @@ class FTS5Store:
         return [word for (word,) in found]
 
     def search(self, terms: Sequence[str], k: int) -> list[tuple[Row, float]]:
-        """The best `k` rows with their scores, ties in the order of the corpus."""
+        """The best `k` rows with their BM25 scores (higher is better), best first, ties in the order of the corpus."""
         terms = [term for term in terms if not self._is_frequent(term)] or terms
         # Each term is a quoted string, in which FTS5 knows no operators; quotes cannot occur in a term.
         query = " OR ".join(f'"{term}"' for term in terms)
@@ -134,7 +117,7 @@ class FTS5Store:
         return self._known_terms[term]
 
     def _stems(self, term: str) -> list[str]:
-        """What the index's own tokenizer makes of a word: only sqlite knows, so it indexes the word in memory."""
+        """What the index's tokenizer makes of a word: sqlite offers no function for it, so the word is indexed."""
         with contextlib.closing(sqlite3.connect(":memory:")) as memory:
             memory.execute(f"CREATE VIRTUAL TABLE word USING fts5(text, tokenize='{TOKENIZER}')")
             memory.execute("CREATE VIRTUAL TABLE stems USING fts5vocab(word, row)")
@@ -142,7 +125,7 @@ class FTS5Store:
             return [stem for (stem,) in memory.execute("SELECT term FROM stems")]
 
     def get(self, identifier: str) -> Row | None:
-        """The row with this id."""
+        """The row with this id, or None."""
         row = self._connection().execute(
             "SELECT ids.id, passages.title, passages.text FROM passages_ids AS ids "
             "JOIN passages ON passages.rowid = ids.number WHERE ids.id = ?",
@@ -160,114 +143,3 @@ class FTS5Store:
             connection = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
             self._local.owned = (os.getpid(), connection)
         return connection
-
-
-class TantivyStore:
-    """A tantivy index folder; the searcher is safe to share between threads."""
-
-    suffix = ".tantivy"
-
-    def __init__(self, path: Path, title_weight: float) -> None:
-        tantivy = import_tantivy()
-        self.path = path
-        self._title_weight = title_weight
-        self._tantivy = tantivy
-        self._schema = _tantivy_schema(tantivy)
-        self._analyzer = _tantivy_analyzer(tantivy)
-        try:
-            self._index = tantivy.Index.open(str(path))
-        except (ValueError, OSError) as error:
-            raise DamagedIndexError(str(error)) from error
-        self._index.register_tokenizer("words", _tantivy_analyzer(tantivy))
-        self._searcher = self._index.searcher()
-
-    @classmethod
-    def build(cls, path: Path, rows: Iterable[Row]) -> None:
-        """Write the index folder of `rows`."""
-        tantivy = import_tantivy()
-        temporary = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
-        temporary.mkdir(parents=True)
-        try:
-            index = tantivy.Index(_tantivy_schema(tantivy), path=str(temporary))
-            index.register_tokenizer("words", _tantivy_analyzer(tantivy))
-            # One thread keeps documents in order, so ties are broken the same way every time.
-            writer = index.writer(64_000_000, 1)
-            for identifier, title, text in rows:
-                writer.add_document(tantivy.Document(id=identifier, title=title, text=text))
-            writer.commit()
-            writer.wait_merging_threads()
-            try:
-                os.replace(temporary, path)
-            except OSError:
-                if not path.exists():  # otherwise another process was faster with the same content
-                    raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-    def search(self, terms: Sequence[str], k: int) -> list[tuple[Row, float]]:
-        """The best `k` rows with their scores, ties in the order of the corpus."""
-        query, occur = self._tantivy.Query, self._tantivy.Occur
-        parts = []
-        for term in terms:
-            for word in self._analyzer.analyze(term):
-                title = query.boost_query(query.term_query(self._schema, "title", word), self._title_weight)
-                parts.append((occur.Should, title))
-                parts.append((occur.Should, query.term_query(self._schema, "text", word)))
-        if not parts:
-            return []
-        hits = self._searcher.search(query.boolean_query(parts), k).hits
-        return [(self._row(address), score) for score, address in hits]
-
-    def get(self, identifier: str) -> Row | None:
-        """The row with this id."""
-        found = self._searcher.search(self._tantivy.Query.term_query(self._schema, "id", identifier), 1).hits
-        return self._row(found[0][1]) if found else None
-
-    def __len__(self) -> int:
-        return int(self._searcher.num_docs)
-
-    def _row(self, address: Any) -> Row:
-        document = self._searcher.doc(address)
-        return document.get_first("id"), document.get_first("title"), document.get_first("text")
-
-
-def import_tantivy() -> Any:
-    """The tantivy module.
-
-    Raises:
-        ValueError: it is not installed.
-    """
-    try:
-        import tantivy
-    except ImportError as error:
-        raise ValueError(
-            'backend="tantivy": the package tantivy is not installed. Run: pip install "agent-r1-trl[search]", or use '
-            'backend="fts5".'
-        ) from error
-    return tantivy
-
-
-def _tantivy_schema(tantivy: Any) -> Any:
-    builder = tantivy.SchemaBuilder()
-    builder.add_text_field("id", stored=True, tokenizer_name="raw", index_option="basic")
-    builder.add_text_field("title", stored=True, tokenizer_name="words")
-    builder.add_text_field("text", stored=True, tokenizer_name="words")
-    return builder.build()
-
-
-def _tantivy_analyzer(tantivy: Any) -> Any:
-    return (
-        tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple())
-        .filter(tantivy.Filter.lowercase())
-        .filter(tantivy.Filter.ascii_fold())
-        .filter(tantivy.Filter.stemmer("english"))
-        .build()
-    )
-
-
-STORES: dict[str, type[FTS5Store] | type[TantivyStore]] = {"fts5": FTS5Store, "tantivy": TantivyStore}
-
-
-def encode_row(row: Row) -> bytes:
-    """Bytes of a row for the content hash; no two rows share them."""
-    return json.dumps(row, ensure_ascii=True).encode()
