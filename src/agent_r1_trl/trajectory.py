@@ -1,8 +1,5 @@
 """The central nouns: a rollout's tokens, who wrote each of them, and what they earned.
 
-prompt -> environment reset -> rollout (policy <-> tools) -> [Trajectory] -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
 A trajectory's completion is built by appending, never by decoding and encoding again. With `S` sampled tokens,
 `G` template glue and `O` observation text, a two-turn trajectory reads
 
@@ -10,7 +7,14 @@ A trajectory's completion is built by appending, never by decoding and encoding 
     action_mask    = 1    0    0    0     1
     turn_ids       = 0   -1   -1   -1     1
 
-Covered here: construction, validation, rewards on tokens, display, JSON. Not covered: tensors (`batching.py`).
+Which trajectories count is said in two terms, here and in the rest of the package:
+
+- A trajectory is **in the baseline** (`in_baseline`) if its reward counts in the statistics of its group or batch. Not
+  in the baseline are infrastructure failures, and trajectories that no reward function scored.
+- A trajectory is **in the loss** (`in_loss`) if its action tokens get gradients. Not in the loss are the trajectories
+  outside the baseline, and truncated ones under `truncated_trajectories="mask"`.
+
+Covered here: construction, validation, rewards on tokens, display, JSON. Not covered: tensors (`update/batching.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ class Author(StrEnum):
     """Who wrote a completion token."""
 
     POLICY = "policy"
-    """Sampled by the model: the only tokens with gradients."""
+    """Sampled by the model; only these tokens get gradients."""
     TEMPLATE = "template"
     """Added by the chat template: separators, role headers, generation prompt, the stop token of a cut turn."""
     ENVIRONMENT = "environment"
@@ -42,7 +46,7 @@ class StopReason(StrEnum):
     """Why a trajectory ended. Every trajectory has exactly one."""
 
     DONE = "done"
-    """The environment said the episode is over (for a `ToolEnv`: the model answered without a tool call)."""
+    """The environment ended the episode (for a `ToolEnv`: the model answered without a tool call)."""
     MAX_TURNS = "max_turns"
     """The turn limit was reached before the environment was done."""
     MAX_COMPLETION_LENGTH = "max_completion_length"
@@ -65,7 +69,7 @@ class StopReason(StrEnum):
 
     @property
     def is_infrastructure_failure(self) -> bool:
-        """Not the policy's fault: the trajectory leaves its group's baseline and earns no gradient."""
+        """Not the policy's fault: the trajectory is neither in the baseline nor in the loss."""
         return self in (StopReason.ENVIRONMENT_ERROR, StopReason.GENERATION_ERROR, StopReason.PROMPT_TOO_LONG)
 
 
@@ -96,12 +100,12 @@ class ToolCall:
 
 @dataclass(kw_only=True)
 class ToolResult:
-    """What came back for one call; `content` is what the model reads."""
+    """The result of one call; `content` is the text that the model reads."""
 
     call: ToolCall
     content: str
     error: ToolErrorKind | None = None
-    """None for a call that worked."""
+    """None for a call that succeeded."""
     latency_s: float = 0.0
     is_truncated: bool = False
     """The content was cut to the tool's token limit."""
@@ -114,7 +118,7 @@ class ToolResult:
 
 @dataclass(kw_only=True)
 class Turn:
-    """One assistant turn and what the environment answered."""
+    """One assistant turn and the environment's answer to it."""
 
     start: int
     """Position of the turn's first action token in `completion_ids`."""
@@ -123,13 +127,13 @@ class Turn:
     message: Message
     """The assistant message as parsed from the sampled tokens."""
     observations: list[Message] = field(default_factory=list)
-    """Messages the environment answered with (empty if the trajectory ended here)."""
+    """Messages that the environment answered with (empty if the trajectory ended here)."""
     tool_results: list[ToolResult] = field(default_factory=list)
     """One per call, in the order of the calls."""
     reward: float = 0.0
     """Process reward of this turn (sum over its calls)."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """The process reward by source; sums to `reward` where given."""
+    """The process reward by source; sums to `reward` unless empty."""
     is_truncated: bool = False
     """The turn was cut by a token limit before the model ended it."""
     is_invalid: bool = False
@@ -168,19 +172,19 @@ class Trajectory:
     outcome_reward: float = 0.0
     """Reward of the finished trajectory, counted once."""
     reward_parts: dict[str, float] = field(default_factory=dict)
-    """The outcome reward by source; sums to `outcome_reward` where given."""
+    """The outcome reward by source; sums to `outcome_reward` unless empty."""
     example_id: str = ""
-    """Which example of the data set."""
+    """Identifier of the example in the data set."""
     generation: int = 0
-    """Which member of the example's group."""
+    """Index of the trajectory in its group: the trajectories of one example."""
     seed: int = 0
     error: str | None = None
-    """What an infrastructure failure said."""
+    """Message of the infrastructure failure, if there was one."""
     info: dict[str, Any] = field(default_factory=dict)
     """JSON-serialisable extras from the environment (gold answer, prediction, scores, ...)."""
     duration_s: float = 0.0
     advantages: list[float] | None = None
-    """(T,) filled in by the trainer before recording."""
+    """(T,) set by the trainer before the trajectory is recorded."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.completion_ids)
@@ -209,7 +213,7 @@ class Trajectory:
             raise ValueError("The turns do not cover the action tokens exactly.")
 
     def __repr__(self) -> str:
-        """Short: a log line must not hold thousands of ids."""
+        """A summary without token ids, short enough for a log line."""
         return (
             f"Trajectory(example_id={self.example_id!r}, generation={self.generation}, {len(self.turns)} turns, "
             f"{len(self.completion_ids)} tokens, stop_reason={self.stop_reason.value!r}, "
@@ -236,14 +240,14 @@ class Trajectory:
     def token_rewards(
         self, *, turn_rewards: Sequence[float] | None = None, outcome: float | None = None
     ) -> list[float]:
-        """(T,) process rewards on each turn's last action token, the outcome on the trajectory's last one.
+        """(T,) process rewards on each turn's last action token, outcome reward on the trajectory's last one.
 
         The sum over action tokens equals `total_reward` for every stop reason, as long as anything was sampled. The
         reward of a turn in which nothing was sampled moves to the nearest action token before it, else after it.
 
         Args:
-            turn_rewards: one value per turn to place instead of the recorded ones (weighted ones, say).
-            outcome: likewise for the outcome.
+            turn_rewards: one value per turn, used instead of the recorded rewards (weighted ones, for example).
+            outcome: a value used instead of the recorded outcome reward.
         """
         turn_rewards = [turn.reward for turn in self.turns] if turn_rewards is None else turn_rewards
         rewards = [0.0] * len(self.completion_ids)
@@ -279,23 +283,23 @@ class Trajectory:
 
     @property
     def final_text(self) -> str:
-        """Content of the last assistant message ("" if there is none)."""
+        """Content of the last assistant message, or "" if there is none."""
         return str(self.turns[-1].message.get("content") or "") if self.turns else ""
 
     # ---------------------------------------------------------------- display and JSON
 
     def show(self, tokenizer: Any, *, width: int | None = None) -> str:
-        """Render the completion with its mask in colour and return it (ANSI codes; print it).
+        """Render the completion as text whose ANSI colours show the author of each token; pass it to `print`.
 
-        Green: action tokens (trained). Yellow: template glue. Blue: environment text.
+        Green: action tokens. Yellow: template glue. Blue: environment text.
         """
         from agent_r1_trl.recording.terminal import render_trajectory
 
         return render_trajectory(self, tokenizer, width=width)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable dictionary without loss (`info` keeps the environment's own objects)."""
-        # `asdict` on the whole copies every token by itself: a hundred times slower than the lists.
+        """A JSON-serialisable dictionary that `from_dict` inverts (`info` keeps the environment's own objects)."""
+        # `asdict` of the whole trajectory would copy token by token, a hundred times slower than copying the lists.
         record = {item.name: getattr(self, item.name) for item in fields(self)}
         for name, value in record.items():
             if isinstance(value, list):
@@ -313,14 +317,14 @@ class Trajectory:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Trajectory:
-        """The inverse of `to_dict`; unknown keys (a recorder's step, say) are ignored."""
+        """The inverse of `to_dict`; unknown keys (such as the step that a recorder adds) are ignored."""
         known = {item.name for item in fields(cls)}
         values = {key: value for key, value in record.items() if key in known}
         values["turns"] = [_turn_from_dict(turn) for turn in record["turns"]]
         return cls(**values)
 
     def to_json(self) -> str:
-        """One line of JSON; non-finite numbers are written as Python's json writes them (NaN, Infinity)."""
+        """One line of JSON; non-finite numbers are written in the way of Python's json (NaN, Infinity)."""
         return json.dumps(self.to_dict(), ensure_ascii=False)
 
     @classmethod
