@@ -1,10 +1,7 @@
-"""The Environment protocol: what a policy acts in, in chat messages.
+"""The Environment protocol: a policy acts in an environment by exchanging chat messages with it.
 
-prompt -> [environment reset] -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
-An environment is created afresh for every trajectory and may hold state. Its methods may be plain or async; plain
-ones run in a worker thread, so a slow environment never stops another trajectory.
+A new environment is created for every trajectory, so it may hold state. Its methods may be plain or async; plain ones
+run in a worker thread, so a slow environment never holds up another trajectory.
 """
 
 from __future__ import annotations
@@ -16,18 +13,18 @@ from agent_r1_trl.trajectory import Message, Trajectory
 
 
 class RewardError(ValueError):
-    """A reward method of an environment failed: the user's bug, which no rollout may turn into a state."""
+    """A reward method of an environment failed: a bug in the user's code, which the rollout lets propagate."""
 
 
 class StepResult(NamedTuple):
-    """What one assistant turn led to. A plain 4-tuple works as well."""
+    """The environment's answer to one assistant turn. A plain 4-tuple works as well."""
 
     observations: list[Message]
     """Messages to append (usually role `tool`); ignored when `done`."""
     reward: float
     """Process reward of the turn."""
     done: bool
-    """The episode is over."""
+    """Whether the episode is over."""
     info: dict[str, Any]
     """Known keys: `tool_results` (list[ToolResult]), `reward_parts` (dict[str, float], sums to `reward`),
     `is_invalid` (bool: nothing in the turn could be run, counts towards `max_invalid_calls`)."""
@@ -35,7 +32,7 @@ class StepResult(NamedTuple):
 
 @runtime_checkable
 class Environment(Protocol):
-    """Anything with these methods can be trained in. `tools` and `outcome_reward` are optional.
+    """Any object with these methods is an environment. `tools` and `outcome_reward` are optional.
 
     Attributes:
         tools: the tools whose schemas the chat template renders into the prompt.
@@ -48,15 +45,18 @@ class Environment(Protocol):
         ...
 
     def step(self, message: Message) -> StepResult:
-        """Take one assistant message (`content`, `tool_calls` as parsed, and `malformed_tool_call`: the reason, when a
-        call was attempted that could not be read).
+        """React to one assistant message.
+
+        Args:
+            message: `content`, `tool_calls` as parsed, and `malformed_tool_call`: the reason, if the model attempted a
+                call that could not be read.
         """
         ...
 
     def outcome_reward(self, trajectory: Trajectory) -> float | tuple[float, dict[str, float]]:
-        """Score the finished trajectory, once; optionally with its parts by name (which sum to it)."""
+        """Score the finished trajectory; called once. Optionally with parts by name, which sum to the score."""
         ...
 
     def close(self) -> None:
-        """Free what `reset` took. Called exactly once, also after a failure."""
+        """Release what `reset` acquired. Called exactly once, also after a failure."""
         ...

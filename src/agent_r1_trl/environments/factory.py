@@ -1,4 +1,4 @@
-"""What the user acts in, told in any of four ways: `env=`, `tools=`, `environment_factory=`, or nothing."""
+"""Four ways to pass an environment to a trainer: `env=`, `tools=`, `environment_factory=`, or none of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, TRLEnvAdapter
+from agent_r1_trl.tools import as_tool
 
 EnvFactory = Callable[[], Any]
 
@@ -15,16 +18,17 @@ def resolve_env_factory(
     tools: Sequence[Callable] | None = None,
     environment_factory: Callable | dict[str, Callable] | None = None,
 ) -> EnvFactory | None:
-    """One zero-argument factory that makes a fresh environment per trajectory; None for plain, tool-less GRPO.
+    """One zero-argument factory that makes a fresh environment per trajectory; None for plain GRPO without tools.
 
     Args:
         env: an `Environment` class, or a zero-argument function (`functools.partial(MyEnv, weight=2)`) that makes one.
-        tools: TRL's `tools=`: plain functions.
-        environment_factory: TRL's: a factory of a class with `reset`, tool methods and optionally `get_reward`, or a
-            dictionary of them by the row's `environment` column.
+        tools: plain functions, as TRL's argument of the same name.
+        environment_factory: TRL's argument of the same name: a class with `reset`, tool methods and optionally
+            `get_reward` (or a function that makes an instance), or a dictionary of them by the row's `environment`
+            column.
 
     Raises:
-        ValueError: for an environment instance, an environment class that needs arguments, or two sources at once.
+        ValueError: `env` is an instance or needs arguments, or was given together with one of the others.
     """
     if env is not None and (tools or environment_factory is not None):
         other = "tools" if tools else "environment_factory"
@@ -35,12 +39,8 @@ def resolve_env_factory(
     if env is not None:
         return _checked_env_factory(env)
     if environment_factory is not None:
-        from agent_r1_trl.environments import TRLEnvAdapter
-
         return functools.partial(TRLEnvAdapter, environment_factory, tools=list(tools or []))
     if tools:
-        from agent_r1_trl.environments import FunctionToolsEnv
-
         return functools.partial(FunctionToolsEnv, list(tools))
     return None
 
@@ -59,28 +59,26 @@ def _checked_env_factory(env: Any) -> EnvFactory:
         raise ValueError(
             f"env={name} cannot be made without arguments ({error}). Pass env=functools.partial({name}, ...)."
         ) from error
-    except ValueError:  # a builtin without a signature: calling it will tell
+    except ValueError:  # a builtin has no signature; calling it will show whether it needs arguments
         pass
     return env
 
 
 def has_own_reward(factory: EnvFactory) -> bool:
-    """Whether the environment scores trajectories itself (plain TRL functions do not)."""
-    return bool(getattr(_target(factory), "has_reward", True))
+    """Whether the environment scores trajectories itself (`FunctionToolsEnv` does not)."""
+    return bool(getattr(_class_or_function(factory), "has_reward", True))
 
 
 def env_name(factory: EnvFactory) -> str:
-    """Name for metrics and the model card."""
-    target = _target(factory)
-    return str(getattr(target, "__name__", type(target).__name__))
+    """Name of the environment in metrics and in the model card."""
+    made_by = _class_or_function(factory)
+    return str(getattr(made_by, "__name__", type(made_by).__name__))
 
 
 def tool_schemas(factory: EnvFactory) -> list[dict[str, Any]]:
     """JSON schemas of the environment's tools, for the model card."""
-    from agent_r1_trl.tools import as_tool
-
     return [as_tool(item).schema for item in getattr(factory(), "tools", ())]
 
 
-def _target(factory: EnvFactory) -> Any:
+def _class_or_function(factory: EnvFactory) -> Any:
     return factory.func if isinstance(factory, functools.partial) else factory

@@ -1,10 +1,7 @@
 """SearchQAEnv: a multi-hop question, a `search` tool, a final answer.
 
-prompt -> [environment reset] -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
-    env = functools.partial(SearchQAEnv, "corpus.jsonl", metric="em", top_k=3)
-    row = {"question": "...", "answer": ["Oslo"], "evidence": ["no-capital", "no-highest-point"]}
+env = functools.partial(SearchQAEnv, "corpus.jsonl", metric="em", top_k=3)
+row = {"question": "...", "answer": ["Oslo"], "evidence": ["no-capital", "no-highest-point"]}
 """
 
 from __future__ import annotations
@@ -33,27 +30,29 @@ METRICS = {"em": exact_match, "f1": f1_score}
 
 
 class SearchQAEnv(ToolEnv):
-    """Answer a question by searching a corpus, as often as needed, then giving a final answer.
+    """The model answers a question after searching a corpus as often as it needs to.
 
-    A row holds `question` (or `prompt`), the gold answer or answers in `answer`, and optionally `evidence`: ids of the
-    passages a correct line of reasoning needs (or texts they contain). A search earns `tool_call_reward` if it worked
-    and brings a passage that counts and was not seen before in this trajectory: one of the evidence, where the row has
-    some, else any. The outcome is `failure_reward + metric * (success_reward - failure_reward)`, plus `format_reward`
-    for a well-formed final answer. Info: `prediction`, `em`, `f1`, `valid_answer`, `gold`.
+    A row has the column `question` (or `prompt`), the gold answer or answers in `answer`, and optionally `evidence`:
+    ids of the passages that a correct line of reasoning needs, or texts that they contain.
+
+    A search earns `tool_call_reward` if it finds a relevant passage that this trajectory had not seen before. The
+    row's evidence is relevant; in a row without evidence, every passage is. The outcome is
+    `failure_reward + metric * (success_reward - failure_reward)`, plus `format_reward` for a well-formed final answer.
+    Info: `prediction`, `em`, `f1`, `valid_answer`, `gold`.
 
     Args:
-        index: a `SearchIndex`, or the path of a JSONL corpus (one index per process and file).
-        corpus: the same, under its other name.
+        index: a `SearchIndex`, or the path of a JSONL corpus (which is indexed once per process).
+        corpus: another name for `index`.
         metric: "em" (exact match) or "f1".
-        answer_tag: the answer stands in `<answer>...</answer>`; False: the whole final text is the answer.
+        answer_tag: True if the answer is the text in `<answer>...</answer>`, False if it is the whole final text.
         top_k: passages per search.
-        max_passage_chars: longest passage text shown.
-        format_reward: for a well-formed final answer.
-        useless_search_reward: for a search that worked but brought nothing that counts.
-        **settings: of `ToolEnv`.
+        max_passage_chars: maximum length of a passage's text in a result.
+        format_reward: reward of a well-formed final answer.
+        useless_search_reward: reward of a search that finds nothing new and relevant.
+        **settings: settings of `ToolEnv`.
 
     Raises:
-        ValueError: no index, an unknown metric, a value out of range.
+        ValueError: there is no index, or a setting is unknown or out of range.
     """
 
     system_prompt = (
@@ -114,7 +113,7 @@ class SearchQAEnv(ToolEnv):
         """Start with a question.
 
         Raises:
-            ValueError: the row has no question, no gold answer, or `evidence` is no list of strings.
+            ValueError: the row has no question or no gold answer.
         """
         messages = super().reset(example)
         self.golds = read_golds(example)
@@ -124,14 +123,14 @@ class SearchQAEnv(ToolEnv):
         self._evidence_ids = {item for item in named if self.index.get(item) is not None}
         self._evidence_texts = [item for item in named if item not in self._evidence_ids]
         self._passages: dict[str, list[Passage]] = {}
-        self._counted: set[str] = set()
+        self._found: set[str] = set()
         return messages
 
     def process_reward(self, call: ToolCall, result: ToolResult) -> float:
-        """`tool_call_reward` for a search that brings something new that counts."""
+        """`tool_call_reward` for a search that finds something new and relevant, else `useless_search_reward`."""
         arguments = call.arguments if isinstance(call.arguments, dict) else {}
-        new = self._what_counts(self._passages.get(str(arguments.get("query")), [])) - self._counted
-        self._counted |= new
+        new = self._relevant(self._passages.get(str(arguments.get("query")), [])) - self._found
+        self._found |= new
         return self.tool_call_reward if new else self.useless_search_reward
 
     def outcome_reward(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
@@ -145,7 +144,7 @@ class SearchQAEnv(ToolEnv):
         return sum(parts.values()), parts
 
     def score_answer(self, trajectory: Trajectory) -> dict[str, Any]:
-        """Prediction ("" without a final answer), em, f1, valid_answer (1.0 or 0.0) and the gold answers."""
+        """Prediction ("" if there is no final answer), em, f1, valid_answer (1.0 or 0.0) and the gold answers."""
         text = trajectory.final_text if trajectory.stop_reason is StopReason.DONE else ""
         prediction = self.read_answer(text)
         return {
@@ -157,10 +156,10 @@ class SearchQAEnv(ToolEnv):
         }
 
     def read_answer(self, text: str) -> str | None:
-        """The answer in a final text; None where there is none."""
+        """The answer in a final text, or None."""
         return extract_answer(text) if self.answer_tag else strip_reasoning(text) or None
 
-    def _what_counts(self, passages: list[Passage]) -> set[str]:
+    def _relevant(self, passages: list[Passage]) -> set[str]:
         ids = {passage.id for passage in passages}
         if not self._evidence_ids and not self._evidence_texts:
             return ids
@@ -173,7 +172,7 @@ def read_golds(example: dict[str, Any]) -> list[str]:
     """The gold answers of a row.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the row has none.
     """
     for column in GOLD_COLUMNS:
         if example.get(column) is not None:
@@ -194,13 +193,13 @@ _indexes_lock = threading.Lock()
 
 
 def shared_index(path: str | os.PathLike[str]) -> SearchIndex:
-    """The process's index of a corpus file; a file that changed on disk gets a new one."""
+    """The index of a corpus file, shared by the whole process; a file that has changed on disk gets a new index."""
     source = Path(path)
     if not source.is_file():
         raise ValueError(f"corpus={str(source)!r}: no such file; pass the path of a JSONL file.")
     status = source.stat()
     key = (str(source.resolve()), status.st_size, status.st_mtime_ns)
-    with _indexes_lock:  # 256 environments that start together build it once
+    with _indexes_lock:  # so that 256 environments that start together build it once
         if key not in _indexes:
             _indexes[key] = SearchIndex(source)
         return _indexes[key]

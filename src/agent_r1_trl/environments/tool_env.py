@@ -1,7 +1,4 @@
-"""ToolEnv: tools plus rewards, the environment most tasks subclass.
-
-prompt -> [environment reset] -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+"""ToolEnv: tools and rewards, the environment that most tasks subclass.
 
     class MyEnv(ToolEnv):
         tools = [search]
@@ -30,9 +27,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from agent_r1_trl.environments.base import RewardError, StepResult
-from agent_r1_trl.environments.method_tools import ToolList
-from agent_r1_trl.environments.prompts import prompt_messages, with_system_message
-from agent_r1_trl.environments.scores import is_bool, read_number, with_read_outcome
+from agent_r1_trl.environments.reward_values import is_bool, read_number, with_read_outcome
+from agent_r1_trl.environments.tool_list import ToolList
 from agent_r1_trl.tools import ToolExecutor, read_calls, shared_pool
 from agent_r1_trl.trajectory import Message, ToolCall, ToolErrorKind, ToolResult, Trajectory
 
@@ -42,24 +38,25 @@ _NOT_RUN = (ToolErrorKind.MALFORMED, ToolErrorKind.UNKNOWN_TOOL, ToolErrorKind.I
 class ToolEnv:
     """A conversation in which the model calls tools until it answers without a call.
 
-    Every setting is a class attribute that a subclass may set and a constructor argument that overrides it. A subclass
-    needs no `__init__`, and one that has its own need not call this one. Methods to override: `process_reward`,
-    `outcome_reward`, `reset`, `system_message`, `is_done`; each may be async, except `is_done` and `system_message`.
+    Every setting is a class attribute that a subclass may set, and a constructor argument that overrides it. A
+    subclass needs no `__init__`, and one that has its own need not call this one. Methods to override:
+    `process_reward`, `outcome_reward`, `reset`, `system_message`, `is_done`; each may be async, except `is_done` and
+    `system_message`.
 
     Args:
         tools: functions, `Tool`s, or names of methods. Methods decorated with `@tool` are tools without being listed.
-        system_prompt: put before the prompt where the example has no system message of its own.
-        tool_call_reward: what `process_reward` gives for a call that worked and was not made before.
-        tool_error_reward: for each call that failed, instead of `process_reward`.
-        max_process_reward: most that positive process rewards add up to in one trajectory, so calling tools is never
-            worth more than solving; `math.inf`: no limit. Penalties are not capped.
-        success_reward: what `True` from `outcome_reward` means.
-        failure_reward: what `False` from `outcome_reward` means.
-        tool_timeout_s: seconds a call may take if its tool does not say; `math.inf`: no limit.
-        max_tool_workers: most plain tools that run at once, in the whole process.
+        system_prompt: system message of prompts that have none of their own.
+        tool_call_reward: process reward of a call that succeeded and was not made before.
+        tool_error_reward: reward of a call that failed, instead of its process reward.
+        max_process_reward: maximum sum of positive process rewards in one trajectory, so that calling tools is never
+            worth more than solving the task; `math.inf` for no limit. Penalties are not capped.
+        success_reward: the number that `True` from `outcome_reward` stands for.
+        failure_reward: the number that `False` from `outcome_reward` stands for.
+        tool_timeout_s: maximum seconds per call of a tool that sets no limit itself; `math.inf` for no limit.
+        max_tool_workers: maximum number of plain tools that run at once in the whole process.
 
     Raises:
-        ValueError: a setting is out of range, or two tools share a name.
+        ValueError: a setting is out of range, or two tools have the same name.
     """
 
     tools: Any = ToolList(())
@@ -73,10 +70,10 @@ class ToolEnv:
     max_tool_workers: int = 128
     has_reward = True
     truncate_text: Callable[[str, int], str] | None = None
-    """`(text, max_tokens) -> text` in the model's tokens; whoever has the tokenizer sets it."""
+    """`(text, max_tokens) -> text`, counted in the model's tokens; the rollout, which has the tokenizer, sets it."""
 
     example: dict[str, Any]
-    """The row of the data set, from `reset`."""
+    """The row of the data set that `reset` received."""
     _executor: ToolExecutor | None = None
     _num_turns = 0
     _paid_process_reward = 0.0
@@ -114,34 +111,34 @@ class ToolEnv:
         if "tools" in cls.__dict__ and not hasattr(cls.__dict__["tools"], "__get__"):
             cls.tools = ToolList(cls.__dict__["tools"])
         if "outcome_reward" in cls.__dict__:
-            # Whoever calls it (rollout, evaluation, a test) gets a number: True and False mean success and failure.
+            # True and False mean success and failure; every caller (rollout, evaluation, test) receives a number.
             cls.outcome_reward = with_read_outcome(cls.__dict__["outcome_reward"])  # type: ignore[method-assign]
 
-    # ---------------------------------------------------------------- what a subclass overrides
+    # ---------------------------------------------------------------- methods to override
 
     def process_reward(self, call: ToolCall, result: ToolResult) -> float:
-        """Reward of one call that worked; a failed one earns `tool_error_reward`.
+        """Reward of one call that succeeded; a failed one earns `tool_error_reward`.
 
-        Here: `tool_call_reward`, and nothing for a call that repeats an earlier one to the letter.
+        By default `tool_call_reward`, and 0 for a call with the same tool and arguments as an earlier one.
         """
         return 0.0 if _fingerprint(call) in self._seen_calls else self.tool_call_reward
 
     def outcome_reward(self, trajectory: Trajectory) -> float | bool | tuple[float, dict[str, float]]:
-        """Score of the finished trajectory, once: a number, True or False, or (number, its parts by name).
+        """Score the finished trajectory, once: a number, True or False, or (number, its parts by name).
 
-        Here 0: the reward comes from elsewhere.
+        By default 0, for tasks whose reward comes from `reward_funcs`.
         """
         return 0.0
 
     def is_done(self, message: Message) -> bool:
-        """Whether the episode is over after this assistant message, its calls already executed.
+        """Whether the episode is over after this assistant message, whose calls have been executed.
 
-        Here: the model answered without attempting a call.
+        By default it is over when the model answers without attempting a call.
         """
         return not message.get("tool_calls") and not message.get("malformed_tool_call")
 
     def system_message(self, example: dict[str, Any]) -> str | None:
-        """Text of the system message; None for none. Here: `system_prompt`."""
+        """Text of the system message, or None for no system message. By default `system_prompt`."""
         return self.system_prompt
 
     def reset(self, example: dict[str, Any]) -> list[Message]:
@@ -156,7 +153,11 @@ class ToolEnv:
         self._num_turns = 0
         self._paid_process_reward = 0.0
         self._seen_calls = frozenset()
-        return with_system_message(prompt_messages(example, type(self).__name__), self.system_message(example))
+        messages = prompt_messages(example, type(self).__name__)
+        system_text = self.system_message(example)
+        if not system_text or messages[0].get("role") == "system":
+            return messages
+        return [{"role": "system", "content": system_text}, *messages]
 
     def close(self) -> None:
         """Free what `reset` took."""
@@ -164,12 +165,12 @@ class ToolEnv:
     # ---------------------------------------------------------------- the protocol
 
     async def step(self, message: Message) -> StepResult:
-        """Run the calls of an assistant message; over when `is_done` says so.
+        """Run the calls of an assistant message.
 
         Returns:
-            One message of role `tool` per call, in their order, or one of role `user` that says how to go on when the
-            message held no readable call; the sum of the calls' rewards; done; info (`tool_results`, `reward_parts`,
-            `is_invalid`).
+            Observations (one message of role `tool` per call, in their order, or one of role `user` that says how to
+            go on if no call could be read), the sum of the calls' rewards, whether the episode is over, and info
+            (`tool_results`, `reward_parts`, `is_invalid`).
         """
         executor = self.executor
         executor.truncate = self.truncate_text
@@ -196,7 +197,7 @@ class ToolEnv:
 
     @property
     def executor(self) -> ToolExecutor:
-        """Runs the calls; made on first use."""
+        """The executor that runs the calls; created on first use."""
         if self._executor is None:
             self._check_settings()
             self._executor = ToolExecutor(
@@ -206,10 +207,10 @@ class ToolEnv:
             )
         return self._executor
 
-    # ---------------------------------------------------------------- inside
+    # ---------------------------------------------------------------- internal
 
     async def _reward_calls(self, results: list[ToolResult]) -> dict[str, float]:
-        """Process rewards of one turn by source, one call after the other, the positive ones capped."""
+        """Process rewards of one turn by source, with positive rewards capped at `max_process_reward`."""
         parts: dict[str, float] = {}
         for result in results:
             if result.is_error:
@@ -217,7 +218,7 @@ class ToolEnv:
                 continue
             reward = await self._process_reward(result)
             if reward > 0 and self.max_process_reward is not None:
-                # Only what is positive counts towards the cap: otherwise errors would become free at the cap.
+                # Only positive rewards count towards the cap; otherwise errors would cost nothing once it is reached.
                 reward = min(reward, max(0.0, self.max_process_reward - self._paid_process_reward))
                 self._paid_process_reward += reward
             parts["tool_call"] = parts.get("tool_call", 0.0) + reward
@@ -240,7 +241,7 @@ class ToolEnv:
             return await method(result.call, result)
         if getattr(method, "__func__", None) is ToolEnv.process_reward:
             return method(result.call, result)
-        # The user's own may be slow (a judge, a verifier) and must not stop other trajectories.
+        # The user's own method may be slow (a judge, a verifier) and must not hold up other trajectories.
         return await shared_pool(self.max_tool_workers).run(lambda: method(result.call, result))
 
     def _override(self, **settings: Any) -> None:
@@ -268,8 +269,39 @@ class ToolEnv:
                     raise ValueError(f"{owner}.{name}={value!r}: must be positive, or math.inf for no limit.")
 
 
+def prompt_messages(example: Any, env_name: str) -> list[Message]:
+    """Copy the messages of the column `prompt` (messages or a string), else of the column `question`.
+
+    Raises:
+        ValueError: the row has neither column, or the column has another form.
+    """
+    if not isinstance(example, Mapping):
+        raise ValueError(f"{env_name}.reset({example!r:.200}): an example must be a dict, one row of the data set.")
+    prompt = example.get("prompt")
+    if prompt is None:
+        prompt = example.get("question")
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if prompt is None:
+        raise ValueError(
+            f"{env_name}.reset: the example has the columns {sorted(map(str, example))}, but neither 'prompt' nor "
+            "'question'. Rename a column, or override reset()."
+        )
+    is_chat = isinstance(prompt, (list, tuple)) and prompt
+    if not is_chat or not all(isinstance(message, Mapping) and "role" in message for message in prompt):
+        raise ValueError(
+            f"{env_name}.reset: prompt={prompt!r:.200} must be a string or a non-empty list of messages like "
+            "{'role': 'user', 'content': '...'}."
+        )
+    return [copy.deepcopy(dict(message)) for message in prompt]
+
+
 def check_finite(owner: str, name: str, value: Any) -> None:
-    """Raise a ValueError that names the setting if its value is no finite number."""
+    """Check that a setting is a finite number.
+
+    Raises:
+        ValueError: it is not; the message names the setting.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{owner}.{name}={value!r}: must be a finite number.")
 
@@ -284,7 +316,7 @@ def _tool_message(result: ToolResult) -> Message:
 
 
 def _printable(text: str, limit: int = 64) -> str:
-    """Short enough to render and without lone surrogates, which no tokenizer encodes; a model may write anything."""
+    """Shorten a text that the model wrote and replace lone surrogates, which no tokenizer can encode."""
     return text[:limit].encode("utf-8", errors="replace").decode("utf-8")
 
 

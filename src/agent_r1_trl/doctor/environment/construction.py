@@ -12,7 +12,7 @@ from typing import Any
 
 from agent_r1_trl.doctor.environment.context import Context
 from agent_r1_trl.environments.tool_env import ToolEnv
-from agent_r1_trl.environments.trl_adapter import TRLEnvAdapter
+from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 
 
 def check_construction(context: Context) -> Any:

@@ -14,7 +14,7 @@ from agent_r1_trl.doctor.environment.caller import BLOCKING_S, SafeCaller
 from agent_r1_trl.doctor.environment.report import Report
 from agent_r1_trl.doctor.environment.tools import watch_results
 from agent_r1_trl.environments.tool_env import ToolEnv
-from agent_r1_trl.environments.trl_adapter import TRLEnvAdapter
+from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.tools import Tool, ToolExecutor
 from agent_r1_trl.trajectory import Message
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from agent_r1_trl.doctor.environment.context import Context
 from agent_r1_trl.doctor.environment.report import describe_error
-from agent_r1_trl.environments.scores import is_bool
+from agent_r1_trl.environments.reward_values import is_bool
 from agent_r1_trl.trajectory import Message, ToolResult
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -18,9 +18,9 @@ from agent_r1_trl.doctor.environment.script import (
     make_trajectory,
     sample_call,
 )
-from agent_r1_trl.environments.scores import is_bool, read_outcome
+from agent_r1_trl.environments.reward_values import is_bool, read_outcome
 from agent_r1_trl.environments.tool_env import ToolEnv
-from agent_r1_trl.environments.trl_adapter import TRLEnvAdapter
+from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.trajectory import Message, StopReason, Trajectory
 
 GOLD_COLUMNS = ("answer", "answers", "golden_answers", "gold", "solution")

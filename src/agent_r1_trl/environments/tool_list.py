@@ -1,8 +1,4 @@
-"""Which tools an environment instance offers: the listed ones, and its own methods bound to it.
-
-prompt -> [environment reset] -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-"""
+"""The tools of an environment instance: those that its class lists, and its own methods bound to it."""
 
 from __future__ import annotations
 
@@ -17,8 +13,8 @@ from agent_r1_trl.tools.base import takes_self
 class ToolList:
     """The attribute `tools` of an environment class.
 
-    Read from the class it is the list as written; read from an instance it is a list of `Tool`s, methods bound to that
-    instance.
+    Reading it from the class gives the list as written. Reading it from an instance gives a list of `Tool`s, with
+    methods bound to that instance.
     """
 
     def __init__(self, declared: Any) -> None:
@@ -43,7 +39,7 @@ def resolve_tools(declared: Any, instance: Any) -> list[Tool]:
     """The listed tools in their order, then the methods of the class that are decorated with `@tool`.
 
     Raises:
-        ValueError: an entry is no tool, or names no method.
+        ValueError: an entry is not a tool, or is a string that names no method.
     """
     if isinstance(declared, (str, bytes)) or not isinstance(declared, Iterable):
         raise ValueError(
@@ -52,7 +48,7 @@ def resolve_tools(declared: Any, instance: Any) -> list[Tool]:
     found: list[Tool] = []
     for item in [*declared, *_decorated_methods(type(instance))]:
         candidate = _bind(item, instance)
-        if candidate is not None and all(_target(candidate) is not _target(other) for other in found):
+        if candidate is not None and all(_function(candidate) is not _function(other) for other in found):
             found.append(candidate)
     return found
 
@@ -70,7 +66,7 @@ def _bind(item: Any, instance: Any) -> Tool | None:
         if not hasattr(instance, item):
             raise ValueError(f"{owner}.tools names {item!r}, but {owner} has no such method.")
         item = getattr(instance, item)
-        if item is None:  # a subclass took an inherited tool away
+        if item is None:  # a subclass removes an inherited tool by setting it to None
             return None
     if isinstance(item, (classmethod, staticmethod)):
         item = Tool(item)  # type: ignore[arg-type]
@@ -83,6 +79,6 @@ def _bind(item: Any, instance: Any) -> Tool | None:
     return as_tool(item)
 
 
-def _target(candidate: Tool) -> Callable[..., Any]:
-    """The function itself: a method and its bound form are one tool."""
+def _function(candidate: Tool) -> Callable[..., Any]:
+    """The function behind a tool: a method and its bound form are the same tool."""
     return getattr(candidate.fn, "__func__", candidate.fn)

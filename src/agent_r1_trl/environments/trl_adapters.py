@@ -1,13 +1,14 @@
-"""TRL's `environment_factory=` as an environment: classes with `reset`, tool methods and perhaps `get_reward`.
+"""Adapters that make environments of TRL's two forms: `tools=[functions]` and `environment_factory=`.
 
-prompt -> [environment reset] -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+`TRLEnvAdapter` behaves as TRL 1.16 does:
 
-What TRL 1.16 does and this repeats: the public methods of the class, in alphabetical order and after the standalone
-tools, are the tools; `reset(**row)` may return text (or a list of text blocks) that is appended to the last message of
-the prompt; with a dictionary of factories the column `environment` chooses one and is not passed to `reset`; a row
-without `prompt` starts from an empty user message; `get_reward()`, plain or async, scores the episode and may return
-None. Unlike TRL every trajectory has an instance of its own, so its state is still there when reward functions run.
+- The tools are the functions of `tools=`, followed by the public methods of the class in alphabetical order.
+- `reset(**row)` may return text, or a list of text blocks, which is appended to the last message of the prompt.
+- With a dictionary of factories, the column `environment` chooses one and is not passed to `reset`.
+- A row without `prompt` starts from an empty user message.
+- `get_reward()`, plain or async, scores the episode and may return None.
+
+Unlike in TRL, every trajectory has its own instance, so its state still exists when the reward functions run.
 """
 
 from __future__ import annotations
@@ -17,26 +18,49 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from agent_r1_trl.environments.function_tools import trl_tool
-from agent_r1_trl.environments.prompts import prompt_messages
-from agent_r1_trl.environments.scores import read_number
-from agent_r1_trl.environments.tool_env import ToolEnv
-from agent_r1_trl.tools import Tool, shared_pool
+from agent_r1_trl.environments.reward_values import read_number
+from agent_r1_trl.environments.tool_env import ToolEnv, prompt_messages
+from agent_r1_trl.tools import Tool, as_tool, shared_pool
 from agent_r1_trl.trajectory import Message, Trajectory
 
-_NO_TOOLS = ("reset", "get_reward")
+_NOT_TOOLS = ("reset", "get_reward")
+
+
+class FunctionToolsEnv(ToolEnv):
+    """Plain functions as tools, without a reward of its own: the reward comes from `reward_funcs`.
+
+    The prompt is the column `prompt` (messages or a string). Results read as in TRL: `str` of the return value.
+
+    Args:
+        tools: functions with type hints and a Google docstring, or `Tool`s.
+        **settings: settings of `ToolEnv`; process rewards are 0 unless set here.
+
+    Raises:
+        ValueError: there are no tools, one of them is not a function, or two have the same name.
+    """
+
+    tool_call_reward = 0.0
+    tool_error_reward = 0.0
+    has_reward = False
+
+    def __init__(self, tools: Iterable[Any], **settings: Any) -> None:
+        functions = [_as_trl_tool(item) for item in tools]
+        if not functions:
+            raise ValueError("tools=[]: pass at least one function.")
+        super().__init__(tools=functions, **settings)
+        _ = self.executor  # reports two tools of the same name here instead of in the first rollout
 
 
 class TRLEnvAdapter(ToolEnv):
     """Wraps one instance of a TRL environment class for one trajectory.
 
     Args:
-        factory: makes an instance, or a dictionary of such factories by the row's `environment` column.
-        tools: functions offered beside the environment's methods.
-        **settings: of `ToolEnv`; process rewards are 0 unless set here.
+        factory: class or function that makes an instance, or a dictionary of them by the row's `environment` column.
+        tools: functions that are offered in addition to the environment's methods.
+        **settings: settings of `ToolEnv`; process rewards are 0 unless set here.
 
     Raises:
-        ValueError: a factory that cannot be called, or an instance without `reset`.
+        ValueError: a factory cannot be called, or an instance has no `reset`.
     """
 
     tool_call_reward = 0.0
@@ -59,16 +83,16 @@ class TRLEnvAdapter(ToolEnv):
             raise ValueError("environment_factory={}: name at least one environment.")
         self._factories = factories
         self._is_multi = isinstance(factory, Mapping)
-        self._standalone = [trl_tool(item) for item in tools]
+        self._standalone = [_as_trl_tool(item) for item in tools]
         self.environment: Any = None if self._is_multi else self._make(None)
         self._offered: list[Tool] | None = None
         super().__init__(**settings)
         if not self._is_multi:
-            _ = self.executor  # two tools of one name are reported here, not in the first rollout
+            _ = self.executor  # reports two tools of the same name here instead of in the first rollout
 
     @property
     def tools(self) -> list[Tool]:  # type: ignore[override]
-        """The tools of the chosen environment; before one is chosen, those of all."""
+        """The tools of the chosen environment; before one is chosen, the tools of all environments."""
         if self.environment is None:
             return self._offer(self._probes())
         if self._offered is None:
@@ -76,10 +100,10 @@ class TRLEnvAdapter(ToolEnv):
         return self._offered
 
     def reset(self, example: dict[str, Any]) -> list[Message]:
-        """Reset the instance that the row asks for; returns its prompt.
+        """Reset the environment that the row asks for; returns its prompt.
 
         Raises:
-            ValueError: the row names an unknown environment, or `reset` returned neither text nor None.
+            ValueError: the row names an unknown environment, or `reset` returned something other than text or None.
         """
         row = dict(example)
         if self._is_multi:
@@ -103,11 +127,11 @@ class TRLEnvAdapter(ToolEnv):
         return messages
 
     async def outcome_reward(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:  # type: ignore[override]
-        """What `get_reward` says; 0 where there is none or it returns None."""
+        """The value of `get_reward`; 0 if there is no such method or it returns None."""
         get_reward = getattr(type(self.environment), "get_reward", None)
         if get_reward is None:
             return 0.0, {}
-        # A plain one may be slow and must not stop other trajectories.
+        # A plain method may be slow and must not hold up other trajectories.
         value = await shared_pool(self.max_tool_workers).run(self.environment.get_reward)
         if inspect.isawaitable(value):
             value = await value
@@ -138,8 +162,8 @@ class TRLEnvAdapter(ToolEnv):
         offered = list(self._standalone)
         for instance in instances:
             for name, _ in _methods(instance):
-                if name not in _NO_TOOLS and not name.startswith("_"):
-                    method = trl_tool(getattr(instance, name), sequential=True)
+                if name not in _NOT_TOOLS and not name.startswith("_"):
+                    method = _as_trl_tool(getattr(instance, name), sequential=True)
                     if self.environment is not None or all(method.name != other.name for other in offered):
                         offered.append(method)
         return offered
@@ -162,6 +186,20 @@ class TRLEnvAdapter(ToolEnv):
         return content + observation
 
 
+def _as_trl_tool(item: Any, *, sequential: bool | None = None) -> Tool:
+    """A function as TRL runs it; a `Tool` keeps its own settings."""
+    if isinstance(item, Tool):
+        return item
+    return Tool(as_tool(item).fn, render=_render_as_trl, sequential=sequential)
+
+
+def _render_as_trl(value: Any) -> str:
+    """TRL's text of a return value: `str`, and for a list of content blocks their texts."""
+    if isinstance(value, list) and value and all(isinstance(part, dict) and "type" in part for part in value):
+        return "\n".join(str(part.get("text", f"[{part['type']}]")) for part in value)
+    return str(value)
+
+
 def _methods(instance: Any) -> list[tuple[str, Any]]:
-    """The functions of the class (not of the instance: that would evaluate properties)."""
+    """Names and functions of the class; looking at the instance would evaluate its properties."""
     return inspect.getmembers(type(instance), predicate=inspect.isfunction)

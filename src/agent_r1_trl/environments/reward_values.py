@@ -1,8 +1,4 @@
-"""Checking and converting what reward methods return: a bug in one must be heard, not averaged in.
-
-prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> [rewards on tokens] -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-"""
+"""Checks of what an environment's reward methods return: a bug in one must raise, not disappear in an average."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ def read_number(value: Any, source: str) -> float:
     """A finite float out of a number, numpy or torch scalar.
 
     Raises:
-        RewardError: for anything else; `source` names the method that returned it.
+        RewardError: the value is anything else; `source` names the method that returned it.
     """
     hint = " Does every path through it end in a return?" if value is None else ""
     if value is None or isinstance(value, (str, bytes)):
@@ -36,16 +32,16 @@ def read_number(value: Any, source: str) -> float:
 
 
 def read_outcome(value: Any, source: str, success_reward: float = 1.0, failure_reward: float = -1.0) -> Outcome:
-    """What an `outcome_reward` returned, as a number or (number, parts).
+    """Convert what an `outcome_reward` returned to a number or (number, parts).
 
     Args:
         value: True or False (success or failure), a number, or (number, parts by name).
-        source: the method that returned it, for the error.
-        success_reward: for True.
-        failure_reward: for False.
+        source: name of the method that returned it, for the error.
+        success_reward: the number that stands for True.
+        failure_reward: the number that stands for False.
 
     Raises:
-        RewardError: not finite, no number, or parts that do not add up to it.
+        RewardError: the value is not a finite number, or its parts do not add up to it.
     """
     if is_bool(value):
         return success_reward if value else failure_reward
@@ -62,12 +58,12 @@ def read_outcome(value: Any, source: str, success_reward: float = 1.0, failure_r
 
 
 def is_bool(value: Any) -> bool:
-    """Also numpy's, which is no `bool`."""
+    """Whether a value is a boolean, of Python or of numpy (whose class does not derive from `bool`)."""
     return isinstance(value, bool) or (type(value).__name__ in ("bool_", "bool") and hasattr(value, "dtype"))
 
 
 def with_read_outcome(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an `outcome_reward` method, plain or async, so that callers receive what `read_outcome` makes of it."""
+    """Wrap an `outcome_reward` method, plain or async, so that it returns what `read_outcome` makes of its value."""
 
     def convert(env: Any, value: Any) -> Outcome:
         source = f"{type(env).__name__}.outcome_reward"
