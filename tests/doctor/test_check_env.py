@@ -1,9 +1,11 @@
-"""check_env: good environments pass without a warning, and each kind of broken one is named with a cure."""
+"""check_env: good environments pass without a warning, and each kind of broken one is named with a cure.
+
+Most tests are rows of tables: what is broken, and the level, the check and a word of the finding that must appear.
+"""
 # ruff: noqa: RUF012 - mutable class attributes are among the faults
 
 import asyncio
 import functools
-import itertools
 import random
 import sqlite3
 import time
@@ -11,7 +13,7 @@ import time
 import pytest
 
 from agent_r1_trl.doctor.environment import check_env
-from agent_r1_trl.environments import FunctionToolsEnv, SearchQAEnv, StepResult, ToolEnv, TRLEnvAdapter
+from agent_r1_trl.environments import FunctionToolsEnv, SearchQAEnv, ToolEnv, TRLEnvAdapter
 from agent_r1_trl.rewards import exact_match, extract_answer
 from agent_r1_trl.tools import SearchIndex, calculator, tool
 
@@ -48,6 +50,20 @@ def assert_finds(env, level, check, word, examples=EXAMPLES, **settings):
     matching = [item for item in found if item.level == level and item.check == check and word in item.message]
     assert matching, "\n".join(f"{item.level} {item.check}: {item.message}" for item in found) or "nothing found"
     assert all(item.cure for item in found)
+    return matching[0]
+
+
+def env_like(base=None, **parts) -> type:
+    """A good environment with one part replaced; None removes it."""
+    base = base or GoodEnv
+    if None in parts.values():
+        kept = {name: part for name, part in vars(base).items() if not name.startswith("__") or name == "__init__"}
+        return type("Broken", (), {name: part for name, part in {**kept, **parts}.items() if part is not None})
+    return type("Broken", (base,), parts)
+
+
+def raise_(error):
+    raise error
 
 
 # -------------------------------------------------------------------- good environments
@@ -170,16 +186,8 @@ def test_nothing_is_wrong_with_the_search_environment(index):
 
 def test_every_check_reports_when_it_found_nothing():
     findings = check_env(GoodEnv, EXAMPLES)
-    assert {item.check for item in findings} == {
-        "construction",
-        "methods",
-        "tools",
-        "reset",
-        "step",
-        "outcome",
-        "state",
-        "close",
-    }
+    checks = ["construction", "methods", "reset", "step", "tools", "outcome", "state", "close"]
+    assert [item.check for item in findings] == checks
     assert all(item.level == "ok" and item.message and not item.cure for item in findings)
 
 
@@ -191,6 +199,27 @@ def test_without_examples_a_question_is_made_up():
             return super().reset({"prompt": example["board"]})
 
     assert_finds(Picky, "warning", "reset", "made-up example", None)
+
+
+@pytest.mark.parametrize(
+    ("broken", "looked_at"),
+    [
+        ({"reset": lambda self, example: raise_(KeyError("x"))}, {"construction", "methods"}),
+        ({"tools": [5]}, {"construction", "methods"}),
+        (
+            {"step": lambda self, message: raise_(KeyError("x"))},
+            {"construction", "methods", "reset", "tools", "close"},
+        ),
+        ({"__init__": lambda self: raise_(KeyError("x"))}, set()),
+    ],
+    ids=["reset", "tools", "step", "init"],
+)
+def test_a_check_that_could_not_look_says_nothing(broken, looked_at):
+    assert {item.check for item in check_env(env_like(**broken), EXAMPLES) if item.level == "ok"} == looked_at
+
+
+def test_without_an_outcome_nothing_is_said_of_it():
+    assert "outcome" not in {item.check for item in check_env(env_like(PlainGoodEnv, outcome_reward=None), EXAMPLES)}
 
 
 def test_it_works_inside_a_running_event_loop():
@@ -217,80 +246,52 @@ def test_bad_arguments_are_refused(arguments):
 
 # -------------------------------------------------------------------- construction and methods
 
-
-def test_a_constructor_that_needs_arguments_is_found():
-    class Needy(GoodEnv):
-        def __init__(self, size):
-            self.size = size
-
-    assert_finds(Needy, "error", "construction", "raised TypeError")
+ONE_ENV = GoodEnv()
 
 
-def test_a_factory_that_gives_the_same_object_is_found():
-    env = GoodEnv()
-    assert_finds(lambda: env, "error", "construction", "same object every time")
+@pytest.mark.parametrize(
+    ("env", "word"),
+    [
+        (env_like(__init__=lambda self, size: None), "TypeError"),
+        (env_like(__init__=lambda self: raise_(SystemExit(1))), "SystemExit"),
+        (lambda: ONE_ENV, "same object every time"),
+        *((thing, "neither an environment") for thing in (5, "MyEnv", None, object())),
+        ({"a": 5}, "environment_factory['a']=5"),
+    ],
+)
+def test_what_makes_no_environments_is_found(env, word):
+    assert_finds(env, "error", "construction", word)
 
 
 def test_an_instance_is_checked_with_a_warning():
-    found = problems(GoodEnv())
-    assert [(item.level, item.check) for item in found] == [("warning", "construction")]
+    assert [(item.level, item.check) for item in problems(GoodEnv())] == [("warning", "construction")]
 
 
-@pytest.mark.parametrize("thing", [5, "MyEnv", None, object()])
-def test_what_is_no_environment_is_said_to_be_none(thing):
-    assert_finds(thing, "error", "construction", "neither an environment")
+@pytest.mark.parametrize(
+    ("env", "level", "word"),
+    [
+        (env_like(PlainGoodEnv, reset=None), "error", "no method reset"),
+        (env_like(PlainGoodEnv, step=None), "error", "no method step"),
+        (env_like(PlainGoodEnv, outcome_reward=None), "warning", "no outcome_reward"),
+        (env_like(reset=lambda self: []), "error", "reset does not take 1"),
+        (env_like(step=5), "error", "step does not take 1"),
+        (env_like(outcome_reward=lambda self, prompts, completions: 0.0), "error", "outcome_reward does not take 1"),
+        (env_like(process_reward=lambda self, call: 0.0), "error", "process_reward does not take 2"),
+        (env_like(ToolEnv, tools=[lookup]), "warning", "neither outcome_reward nor process_reward"),
+        (functools.partial(GoodEnv, max_process_reward=50.0), "warning", "more than solving"),
+        (functools.partial(GoodEnv, tool_error_reward=0.3), "warning", "failing calls are rewarded"),
+        (env_like(tool_call_reward="x", __init__=lambda self: None), "error", "tool_call_reward='x'"),
+    ],
+)
+def test_methods_and_settings_that_teach_the_wrong_thing_are_found(env, level, word):
+    assert_finds(env, level, "methods", word)
 
 
-def test_a_constructor_that_ends_the_program_is_found():
-    class Quits(GoodEnv):
-        def __init__(self):
-            raise SystemExit(1)
-
-    assert_finds(Quits, "error", "construction", "SystemExit")
-
-
-@pytest.mark.parametrize("method", ["reset", "step", "close"])
-def test_a_missing_method_is_found(method):
-    parts = {
-        name: value for name, value in vars(PlainGoodEnv).items() if name != method and not name.startswith("__d")
-    }
-    assert_finds(type("Partial", (), parts), "error", "methods", f"no method {method}")
-
-
-def test_a_missing_outcome_is_a_warning():
-    parts = {name: value for name, value in vars(PlainGoodEnv).items() if name not in ("outcome_reward", "__dict__")}
-    assert_finds(type("Partial", (), parts), "warning", "methods", "no outcome_reward")
-
-
-def test_methods_with_the_wrong_arguments_are_found():
-    class Wrong(GoodEnv):
-        def outcome_reward(self, prompts, completions):
-            return 0.0
-
-        def process_reward(self, call):
-            return 0.0
-
-    assert_finds(Wrong, "error", "methods", "outcome_reward does not take 1")
-    assert_finds(Wrong, "error", "methods", "process_reward does not take 2")
-
-
-def test_settings_that_teach_the_wrong_thing_are_found():
-    class Unscored(ToolEnv):
-        tools = [lookup]
-
-    assert_finds(Unscored, "warning", "methods", "neither outcome_reward nor process_reward")
-    assert_finds(functools.partial(GoodEnv, max_process_reward=50.0), "warning", "methods", "more than solving")
-    assert_finds(functools.partial(GoodEnv, tool_error_reward=0.3), "warning", "methods", "failing calls are rewarded")
-    assert_finds(functools.partial(GoodEnv, tool_timeout_s=float("inf")), "warning", "methods", "no limit")
-    bad = type("Bad", (GoodEnv,), {"tool_call_reward": "x", "__init__": lambda self: None})
-    assert_finds(bad, "error", "methods", "tool_call_reward='x'")
+def test_the_cure_for_an_environment_that_pays_for_calls_alone_works():
+    assert problems(env_like(ToolEnv, tools=[lookup], tool_call_reward=0.0)) == []
 
 
 # -------------------------------------------------------------------- tools
-
-
-def env_with(*tools) -> type:
-    return type("Env", (GoodEnv,), {"tools": list(tools)})
 
 
 def undocumented(query: str) -> str:
@@ -328,92 +329,70 @@ def exotic(data: bytes) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("function", "word"),
-    [
-        (undocumented, "no docstring"),
-        (untyped, "no type hint"),
-        (undescribed, "no description for the argument 'query'"),
-        (starred, "cannot be described"),
-        (exotic, "JSON cannot express"),
-        (5, "is no tool"),
-        ("missing_method", "names 'missing_method'"),
-    ],
-)
-def test_a_tool_that_cannot_be_described_is_found(function, word):
-    assert_finds(env_with(function), "error", "tools", word)
-
-
-def test_tools_of_one_name_are_found():
-    assert_finds(env_with(lookup, tool(name="lookup")(calculator.fn)), "error", "tools", "2 tools are called 'lookup'")
-    assert_finds(
-        env_with(lookup, tool(name="Look_up")(calculator.fn), tool(name="look-up")(lambda: "")),
-        "warning",
-        "tools",
-        "mistaken",
-    )
-
-
-def body_tool(body, is_async=False):
+def tool_of(body, description="Do something odd."):
     """A tool with a proper schema around any body."""
-    schema = {
-        "type": "function",
-        "function": {
-            "name": "odd",
-            "description": "Do something odd.",
-            "parameters": {"type": "object", "properties": {}},
-        },
-    }
-    return tool(schema=schema)(body)
+    function = {"name": "odd", "description": description, "parameters": {"type": "object", "properties": {}}}
+    return tool(schema={"type": "function", "function": function})(body)
 
 
 class Opaque:
     pass
 
 
-async def blocking():
-    time.sleep(0.8)
-    return "x"
-
-
-def raise_(error):
-    raise error
-
-
 @pytest.mark.parametrize(
-    ("body", "level", "word"),
+    ("tools", "level", "word"),
     [
-        (lambda: None, "warning", "None, which tells"),
-        (lambda: b"x", "warning", "bytes"),
-        (lambda: Opaque(), "warning", "Opaque object"),
-        (lambda: (number for number in range(3)), "warning", "generator"),
-        (lambda: float("nan"), "warning", "nan"),
-        (lambda: "", "warning", "empty text"),
-        (lambda: raise_(RuntimeError("boom")), "warning", "raised RuntimeError: boom"),
-        (lambda: undefined_name, "error", "raised NameError"),  # noqa: F821
-        (lambda: raise_(SystemExit(2)), "error", "raised SystemExit"),
-        (lambda: raise_(NotImplementedError()), "error", "raised NotImplementedError"),
+        (5, "error", "must be a list"),
+        ([undocumented], "error", "no docstring"),
+        ([untyped], "error", "no type hint"),
+        ([undescribed], "error", "no description for the argument 'query'"),
+        ([starred], "error", "cannot be described"),
+        ([exotic], "error", "JSON cannot express"),
+        ([5], "error", "is no tool"),
+        (["missing_method"], "error", "names 'missing_method'"),
+        ([lookup, tool(name="lookup")(calculator.fn)], "error", "2 tools are called 'lookup'"),
+        ([tool_of(len, description="Odd.")], "warning", "too short"),
+        ([tool_of(lambda: None)], "warning", "tells the model nothing"),
+        ([tool_of(lambda: "")], "warning", "tells the model nothing"),
+        ([tool_of(lambda: float("nan"))], "warning", "tells the model nothing"),
+        ([tool_of(lambda: Opaque())], "warning", "Opaque object at ...>"),
+        ([tool_of(lambda: (number for number in range(3)))], "warning", "generator object"),
+        ([tool_of(lambda: raise_(RuntimeError("boom")))], "warning", "RuntimeError: boom"),
+        ([tool_of(lambda: undefined_name)], "error", "NameError"),  # noqa: F821
+        ([tool_of(lambda: raise_(SystemExit(2)))], "error", "SystemExit"),
+        ([tool_of(lambda: raise_(NotImplementedError()))], "error", "NotImplementedError"),
     ],
 )
-def test_a_tool_that_misbehaves_is_found(body, level, word):
-    assert_finds(env_with(body_tool(body)), level, "tools", word)
+def test_a_tool_that_misbehaves_is_found(tools, level, word):
+    assert_finds(env_like(tools=tools), level, "tools", word)
 
 
-def test_a_tool_that_hangs_is_found():
+def test_tools_of_an_environment_without_our_base_class_are_checked_as_well():
+    assert_finds(env_like(PlainGoodEnv, tools=5), "error", "tools", "not a list")
+
+
+def test_a_value_error_is_how_a_tool_speaks_to_the_model():
+    assert problems(env_like(tools=[tool_of(lambda: raise_(ValueError("no such door")))])) == []
+
+
+def test_a_tool_that_hangs_is_found_even_if_it_allows_itself_more_time():
     began = time.perf_counter()
-    assert_finds(env_with(body_tool(lambda: time.sleep(30))), "error", "tools", "'odd' hangs", timeout_s=0.5)
-    assert time.perf_counter() - began < 10
+    patient = tool_of(lambda: time.sleep(30))
+    patient.timeout_s = 60.0
+    for hanging in (tool_of(lambda: time.sleep(30)), patient):
+        assert_finds(env_like(tools=[hanging]), "error", "tools", "'odd' hangs", timeout_s=0.5)
+    assert time.perf_counter() - began < 15
+    assert patient.timeout_s == 60.0
 
 
-def test_an_async_tool_that_blocks_the_event_loop_is_found():
-    assert_finds(env_with(body_tool(blocking)), "error", "step", "blocked the event loop", timeout_s=5)
+@pytest.mark.parametrize(("blocks_s", "timeout_s"), [(0.8, 5), (4, 0.5)], ids=["returns", "never lets go"])
+def test_an_async_tool_that_blocks_the_event_loop_is_found(blocks_s, timeout_s):
+    async def blocking():
+        time.sleep(blocks_s)
+        return "x"
 
-
-def test_an_async_tool_that_never_lets_go_of_the_loop_does_not_stop_the_check():
-    async def forever():
-        time.sleep(4)
-
-    assert_finds(env_with(body_tool(forever)), "error", "step", "blocked the event loop", EXAMPLES[:1], timeout_s=0.5)
+    env = env_like(tools=[tool_of(blocking)])
+    assert_finds(env, "error", "step", "blocked the event loop", EXAMPLES[:1], timeout_s=timeout_s)
 
 
 def test_a_database_connection_of_another_thread_is_found():
@@ -431,8 +410,7 @@ def test_a_database_connection_of_another_thread_is_found():
             """
             return str(self.connection.execute("SELECT 1").fetchall())
 
-    assert_finds(Database, "error", "tools", "ProgrammingError")
-    (found,) = (item for item in problems(Database) if "ProgrammingError" in item.message)
+    found = assert_finds(Database, "error", "tools", "ProgrammingError")
     assert "check_same_thread=False" in found.cure
 
 
@@ -442,146 +420,108 @@ def test_a_database_connection_of_another_thread_is_found():
 @pytest.mark.parametrize(
     ("returned", "word"),
     [
-        (None, "not a non-empty list"),
-        ([], "not a non-empty list"),
-        ("go", "not a non-empty list"),
-        ({"role": "user", "content": "go"}, "not a non-empty list"),
-        (["go"], "no dict"),
-        ([{"content": "go"}], "role None"),
+        (None, "reset returned NoneType"),
+        ([], "an empty prompt"),
+        ("go", "reset returned str"),
+        ({"role": "user", "content": "go"}, "reset returned dict"),
+        (["go"], "reset returned list"),
+        ([{"content": "go"}], "reset returned list"),
         ([{"role": "user"}], "content is NoneType"),
         ([{"role": "user", "content": 5}], "content is int"),
+        ([{"role": "user", "content": [5]}], "content is list"),
         ([{"role": "human", "content": "go"}], "role 'human'"),
+        ([{"role": "user", "content": "go", "when": {1, 2}}], "not JSON"),
     ],
 )
 def test_a_reset_that_returns_no_messages_is_found(returned, word):
-    env = type("Env", (GoodEnv,), {"reset": lambda self, example: returned})
-    assert_finds(env, "error", "reset", word)
+    assert_finds(env_like(reset=lambda self, example: returned), "error", "reset", word)
 
 
-def test_a_reset_that_raises_or_hangs_is_found():
-    assert_finds(
-        type("Env", (GoodEnv,), {"reset": lambda self, example: example["x"]}), "error", "reset", "KeyError: 'x'"
-    )
-    hang = type("Env", (GoodEnv,), {"reset": lambda self, example: time.sleep(5)})
-    assert_finds(hang, "error", "reset", "did not come back in time", timeout_s=0.2)
+def prompt(text, role="user"):
+    return [{"role": role, "content": text}]
 
 
-def test_a_reset_that_differs_between_members_of_a_group_is_found():
-    counter = itertools.count()
+@pytest.mark.parametrize(
+    ("reset", "level", "word", "settings"),
+    [
+        (lambda self, example: prompt(example["x"]), "error", "KeyError: 'x'", {}),
+        (lambda self, example: time.sleep(5), "error", "did not come back", {"timeout_s": 0.2}),
+        (lambda self, example: prompt(f"task {random.random()}"), "error", "different prompts for the same", {}),
+        (lambda self, example: prompt("hello", role="assistant"), "warning", "ends with an assistant message", {}),
+    ],
+)
+def test_a_reset_that_misbehaves_is_found(reset, level, word, settings):
+    assert_finds(env_like(reset=reset), level, "reset", word, **settings)
 
-    class Random(GoodEnv):
+
+def test_a_reset_may_draw_from_the_seed_that_a_group_shares():
+    class Seeded(PlainGoodEnv):
+        def seed(self, *, reset_seed, dynamics_seed):
+            self.number = random.Random(reset_seed).random()
+
         def reset(self, example):
-            return [{"role": "user", "content": f"task {next(counter)}"}]
+            return [*prompt(f"task {self.number}", role="system"), *super().reset(example)]
 
-    assert_finds(Random, "error", "reset", "different prompts for the same example")
-
-
-def test_a_reset_that_changes_the_example_is_found():
-    class Greedy(GoodEnv):
-        def reset(self, example):
-            messages = super().reset(example)
-            example["answer"] = "changed"
-            return messages
-
-    assert_finds(Greedy, "error", "reset", "changes the example")
-
-
-def test_a_prompt_that_ends_with_the_assistant_is_found():
-    env = type("Env", (GoodEnv,), {"reset": lambda self, example: [{"role": "assistant", "content": "hello"}]})
-    assert_finds(env, "warning", "reset", "ends with an assistant message")
+    assert problems(Seeded, [{"question": "one"}]) == []
 
 
 # -------------------------------------------------------------------- step
 
-
-def plain(**methods) -> type:
-    return type("Env", (PlainGoodEnv,), methods)
+ANSWER = {"role": "tool", "content": "x"}
 
 
-TOOL_MESSAGE = {"role": "tool", "content": "x"}
+def read_query(self, message):
+    for call in message.get("tool_calls", []):
+        call["function"]["arguments"]["query"]
+    return [], 0.0, True, {}
 
 
 @pytest.mark.parametrize(
-    ("returned", "word"),
+    ("step", "level", "word"),
     [
-        (None, "not (observations, reward, done, info)"),
-        (([], 0.0, True), "not (observations, reward, done, info)"),
-        (([], 0.0, True, False, {}), "not (observations, reward, done, info)"),
-        (("text", 0.0, False, {}), "not a list of messages"),
-        (([{"role": "tool", "content": 5}], 0.0, False, {}), "content is int"),
-        (([TOOL_MESSAGE], float("nan"), True, {}), "reward nan"),
-        (([TOOL_MESSAGE], None, True, {}), "reward None"),
-        (([TOOL_MESSAGE], True, True, {}), "reward True"),
-        (([TOOL_MESSAGE], 0.0, "yes", {}), "done='yes'"),
-        (([TOOL_MESSAGE], 0.0, True, None), "info=None"),
-        (([TOOL_MESSAGE], 0.0, True, {"when": object()}), "info is not JSON"),
-        (([TOOL_MESSAGE], 0.0, True, {"score": float("inf")}), "info is not JSON"),
-        (([TOOL_MESSAGE], 1.0, True, {"reward_parts": {"a": 0.5}}), "does not add up"),
-        (([TOOL_MESSAGE], 1.0, True, {"tool_results": ["x"]}), "no list of ToolResult"),
-        (([], 0.0, False, {}), "returned no observation"),
+        # What no rollout could use.
+        (lambda self, message: None, "error", "step returned None"),
+        (lambda self, message: ([], 0.0, True), "error", "(observations, reward, done, info)"),
+        (lambda self, message: ([], 0.0, True, False, {}), "error", "(observations, reward, done, info)"),
+        (lambda self, message: ("text", 0.0, False, {}), "error", "observations='text'"),
+        (lambda self, message: ([{"role": "tool", "content": 5}], 0.0, False, {}), "error", "content is int"),
+        (lambda self, message: ([{**ANSWER, "when": {1}}], 0.0, False, {}), "error", "not JSON"),
+        (lambda self, message: ([ANSWER], float("nan"), True, {}), "error", "reward nan"),
+        (lambda self, message: ([ANSWER], None, True, {}), "error", "reward None"),
+        (lambda self, message: ([ANSWER], 0.0, True, 5), "error", "info=5"),
+        (lambda self, message: ([ANSWER], 0.0, True, {"when": object()}), "error", "info is not JSON"),
+        (lambda self, message: ([ANSWER], 0.0, True, {"score": float("inf")}), "error", "info is not JSON"),
+        # What models really write.
+        (read_query, "error", "a call that is a number"),
+        (lambda self, message: ([], 0.0, message["content"].strip() != "x", {}), "error", "without content (None)"),
+        # What teaches the wrong thing.
+        (lambda self, message: ([], 0.0, False, {}), "error", "returned no observation"),
+        (lambda self, message: ([ANSWER], 0.0, False, {}), "warning", "No episode ended"),
+        (lambda self, message: ([], 1.0, True, {}), "warning", "no chance to repair"),
+        (lambda self, message: ([], 1.0, True, {}), "warning", "earns 1"),
+        (lambda self, message: ([{**ANSWER, "role": "assistant"}], 0.0, False, {}), "warning", "role 'assistant'"),
     ],
 )
-def test_a_step_that_breaks_its_contract_is_found(returned, word):
-    assert_finds(plain(step=lambda self, message: returned), "error", "step", word)
-
-
-def test_a_step_that_raises_on_what_models_write_is_found():
-    def fragile(self, message):
-        for call in message.get("tool_calls", []):
-            call["function"]["arguments"]["query"]
-        return [], 0.0, True, {}
-
-    assert_finds(plain(step=fragile), "error", "step", "a call that is a number")
-
-    def no_none(self, message):
-        return [], 0.0, bool(message["content"].strip()) or True, {}
-
-    assert_finds(plain(step=no_none), "error", "step", "missing (None)")
+def test_a_step_that_misbehaves_is_found(step, level, word):
+    assert_finds(env_like(PlainGoodEnv, step=step), level, "step", word)
 
 
 def test_a_step_that_hangs_is_found():
-    assert_finds(plain(step=lambda self, message: time.sleep(5)), "error", "step", "did not come back", timeout_s=0.2)
-
-
-def test_an_episode_that_never_ends_is_found():
-    endless = plain(step=lambda self, message: StepResult([TOOL_MESSAGE], 0.0, False, {}))
-    assert_finds(endless, "warning", "step", "No episode ended")
-
-
-def test_broken_calls_that_end_the_episode_or_earn_are_found():
-    assert_finds(plain(step=lambda self, message: ([], 1.0, True, {})), "warning", "step", "no chance to repair")
-    assert_finds(plain(step=lambda self, message: ([], 1.0, True, {})), "warning", "step", "earns 1")
+    hanging = env_like(PlainGoodEnv, step=lambda self, message: time.sleep(5))
+    assert_finds(hanging, "error", "step", "did not come back", timeout_s=0.2)
 
 
 def test_calls_that_are_not_answered_one_by_one_are_found():
     def one_for_all(self, message):
-        return [TOOL_MESSAGE], 0.0, not message.get("tool_calls"), {}
+        return [ANSWER], 0.0, not message.get("tool_calls"), {}
 
-    env = plain(step=one_for_all, tools=[lookup, calculator])
+    env = env_like(PlainGoodEnv, step=one_for_all, tools=[lookup, calculator])
     assert_finds(env, "warning", "step", "2 calls were answered by 1")
 
 
-def test_a_step_that_changes_its_message_is_found():
-    def changing(self, message):
-        message["content"] = "mine"
-        return [], 0.0, True, {}
-
-    assert_finds(plain(step=changing), "warning", "step", "changes the message")
-
-
-def test_observations_in_the_models_name_are_found():
-    def speaking(self, message):
-        return [{"role": "assistant", "content": "I think"}], 0.0, False, {}
-
-    assert_finds(plain(step=speaking), "warning", "step", "role 'assistant'")
-
-
 def test_a_bug_in_process_reward_is_found():
-    class Broken(GoodEnv):
-        def process_reward(self, call, result):
-            return result["content"]
-
-    assert_finds(Broken, "error", "step", "process_reward raised TypeError")
+    broken = env_like(process_reward=lambda self, call, result: result["content"])
+    assert_finds(broken, "error", "step", "process_reward raised TypeError")
 
 
 # -------------------------------------------------------------------- outcome
@@ -597,86 +537,65 @@ def test_a_bug_in_process_reward_is_found():
         (lambda self, t: t.turns[-1].message["content"] == "x", "error", "empty trajectory"),
         (lambda self, t: float(t.final_text.strip()[0] == "x"), "error", "IndexError"),
         (lambda self, t: float(len(t.turns[-1].message["content"])) if t.turns else 0.0, "error", "without content"),
-        (lambda self, t: t.info.update(x=object()) or 0.0, "error", "not JSON"),
         (lambda self, t: random.random(), "warning", "differently each time"),
         (lambda self, t: 0.0, "warning", "earns 0, nonsense 0"),
+        (lambda self, t: float(t.final_text == self.example["question"]), "warning", "column 'answer'"),
         (lambda self, t: -1.0 if t.stop_reason.value == "done" else 0.0, "warning", "Never answering earns 0"),
     ],
 )
 def test_an_outcome_that_misbehaves_is_found(outcome, level, word):
-    assert_finds(type("Env", (GoodEnv,), {"outcome_reward": outcome}), level, "outcome", word)
+    assert_finds(env_like(outcome_reward=outcome), level, "outcome", word)
 
 
-def test_a_verdict_from_a_plain_environment_is_a_warning():
-    assert_finds(plain(outcome_reward=lambda self, t: True), "warning", "outcome", "counts as 1 and 0")
-
-
-def test_an_outcome_that_reads_the_wrong_column_is_found():
-    class WrongColumn(GoodEnv):
-        def outcome_reward(self, trajectory):
-            return float(trajectory.final_text == self.example["question"])
-
-    assert_finds(WrongColumn, "warning", "outcome", "column 'answer'")
+def test_an_outcome_that_hangs_is_found():
+    hanging = env_like(outcome_reward=lambda self, trajectory: time.sleep(5))
+    assert_finds(hanging, "error", "outcome", "did not come back", EXAMPLES[:1], timeout_s=0.2)
 
 
 # -------------------------------------------------------------------- shared state and close
 
 
-def test_a_list_on_the_class_that_episodes_append_to_is_found():
-    class Leaky(GoodEnv):
-        history = []
+def remember(self, text: str) -> str:
+    """Remember a text for later.
 
-        @tool
-        def remember(self, text: str) -> str:
-            """Remember a text for later.
-
-            Args:
-                text: The text.
-            """
-            self.history.append(text)
-            return "remembered"
-
-    assert_finds(Leaky, "error", "state", "Leaky.history")
+    Args:
+        text: The text.
+    """
+    self.memory.append(text)
+    return "remembered"
 
 
-def test_an_object_that_instances_share_is_found():
-    class World:
-        def __init__(self):
-            self.position = 0
+class World:
+    def __init__(self):
+        self.seen = {(0, 0): [1]}
 
-    world = World()
-
-    class Walker(GoodEnv):
-        def __init__(self):
-            self.world = world
-
-        @tool
-        def walk(self, steps: int) -> str:
-            """Walk some steps.
-
-            Args:
-                steps: How many.
-            """
-            self.world.position += steps
-            return str(self.world.position)
-
-    assert_finds(Walker, "error", "state", "world")
+    def append(self, text):
+        self.seen[0, 0].append(text)
 
 
-def test_shared_state_of_a_trl_class_is_found():
-    class LeakyTRL(GoodTRL):
-        log = []
+def count_on_the_class(self, text: str) -> str:
+    """Count how many texts there are.
 
-        def note(self, text: str) -> str:
-            """Note a text down.
+    Args:
+        text: The text.
+    """
+    type(self).memory += 1
+    return "counted"
 
-            Args:
-                text: The text.
-            """
-            self.log.append(text)
-            return "noted"
 
-    assert_finds(LeakyTRL, "error", "state", "LeakyTRL.log")
+@pytest.mark.parametrize(
+    ("env", "word"),
+    [
+        (env_like(tools=[remember], memory=[]), "Broken.memory"),
+        (env_like(tools=[remember], memory=World()), "Broken.memory"),
+        (env_like(tools=[remember], __init__=lambda self, world=World(): setattr(self, "memory", world)), "memory"),  # noqa: B008
+        (env_like(tools=[count_on_the_class], memory=0), "Broken.memory"),
+        (env_like(GoodTRL, remember=remember, memory=[]), "Broken.memory"),
+    ],
+    ids=["list", "object", "argument", "assignment", "TRL"],
+)
+def test_state_that_instances_share_is_found(env, word):
+    assert_finds(env, "error", "state", word)
 
 
 def test_a_cache_may_be_shared():
@@ -704,10 +623,10 @@ def test_a_close_that_fails_is_found():
         def close(self):
             self.handle.pop()
 
-    assert_finds(NeedsReset, "error", "close", "when reset had not run")
-    assert_finds(NeedsReset, "warning", "close", "a second time")
+    assert_finds(NeedsReset, "error", "close", "When reset had not run")
+    assert_finds(NeedsReset, "warning", "close", "A second time")
 
 
 def test_findings_are_not_repeated():
-    found = problems(env_with(body_tool(lambda: None)), EXAMPLES * 3)
-    assert len({(item.level, item.check, item.message) for item in found}) == len(found)
+    found = problems(env_like(tools=[tool_of(lambda: Opaque())]), EXAMPLES * 3)
+    assert len({(item.level, item.check, item.message) for item in found}) == len(found) == 1

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from agent_r1_trl.doctor import Check, has_errors, render, run_doctor
-from agent_r1_trl.doctor.report import Chart
+from agent_r1_trl.doctor import Finding, has_errors, render, run_doctor
+from agent_r1_trl.doctor.report import Report
 from agent_r1_trl.doctor.versions import check_versions
 from agent_r1_trl.environments import StepResult, ToolEnv
 from tests.tokenizers import FAMILIES, make_tokenizer, read_template
@@ -42,17 +42,17 @@ class GoodEnv(ToolEnv):
         return float("Paris" in trajectory.final_text)
 
 
-def examine(subject, **options) -> list[Check]:
+def examine(subject, **options) -> list[Finding]:
     return run_doctor(subject, num_conversations=6, **options)
 
 
-def flagged(checks: list[Check]) -> list[Check]:
-    return [check for check in checks if check.verdict != "ok"]
+def flagged(checks: list[Finding]) -> list[Finding]:
+    return [check for check in checks if check.level != "ok"]
 
 
-def errors_of(checks: list[Check], name: str) -> list[Check]:
-    found = [check for check in checks if check.verdict == "error" and check.name.startswith(name)]
-    assert found, f"no error of {name!r} in {[(check.name, check.verdict, check.message) for check in checks]}"
+def errors_of(checks: list[Finding], name: str) -> list[Finding]:
+    found = [check for check in checks if check.level == "error" and check.check.startswith(name)]
+    assert found, f"no error of {name!r} in {[(check.check, check.level, check.message) for check in checks]}"
     assert all(check.cure for check in found)
     return found
 
@@ -64,7 +64,7 @@ def errors_of(checks: list[Check], name: str) -> list[Check]:
 def test_a_good_tokenizer_has_no_findings(family):
     checks = run_doctor(make_tokenizer(family), tools=[search], num_conversations=12)
     assert flagged(checks) == []
-    assert {check.name for check in checks} >= {"versions", "chat template", "tokenizer", "parser", "masks", "tools"}
+    assert {check.check for check in checks} >= {"versions", "chat template", "tokenizer", "parser", "masks", "tools"}
 
 
 @pytest.mark.parametrize("family", ("qwen3", "llama3", "gemma4", "gptoss"))
@@ -74,8 +74,8 @@ def test_a_good_environment_has_no_findings(family):
         make_tokenizer(family), env=GoodEnv, examples=rows, max_completion_length=100, max_model_length=2000
     )
     assert flagged(checks) == []
-    assert any(check.name == "prompts" and check.message.startswith("2 prompts") for check in checks)
-    assert any(check.name == "environment: step" for check in checks)
+    assert any(check.check == "prompts" and check.message.startswith("2 prompts") for check in checks)
+    assert any(check.check == "environment: step" for check in checks)
 
 
 @pytest.mark.parametrize("name", ("qwen3_training", "qwen2_5_training", "qwen3_5_think", "qwen3_instruct_2507"))
@@ -165,7 +165,7 @@ def test_a_template_that_changes_tool_text_is_flagged():
     )
     assert broken != QWEN
     checks = flagged(examine(make_tokenizer("qwen2_5", chat_template=broken)))
-    assert any(check.name == "masks" and "does not arrive as it was sent" in check.message for check in checks)
+    assert any(check.check == "masks" and "does not arrive as it was sent" in check.message for check in checks)
 
 
 def test_a_template_that_shouts_tool_text_is_flagged_where_tools_are_used():
@@ -216,7 +216,7 @@ def test_a_template_whose_cold_start_never_learns_to_stop_is_flagged():
         "{%- endgeneration %}{%- if not message.tool_calls %}{{- '<|im_end|>\\n' }}{%- endif %}",
     )
     checks = flagged(examine(make_tokenizer("qwen2_5", chat_template=broken)))
-    assert [check.verdict for check in checks] == ["warning"]
+    assert [check.level for check in checks] == ["warning"]
     assert "never learns to stop" in checks[0].message
 
 
@@ -273,7 +273,7 @@ def test_a_published_model_that_would_not_stop_is_flagged(tmp_path):
         eos_token_id=tokenizer.eos_token_id,
     )
     checks = flagged(examine(LlamaForCausalLM(config), tokenizer=tokenizer))
-    assert [check.verdict for check in checks] == ["warning"]
+    assert [check.level for check in checks] == ["warning"]
     assert "would run on" in checks[0].message and "generation_config.eos_token_id" in checks[0].cure
 
 
@@ -288,7 +288,7 @@ def test_a_vocabulary_that_cannot_spell_unicode_is_flagged():
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
     tokenizer.chat_template = PLAIN
     checks = flagged(examine(tokenizer))
-    assert any(check.name == "tokenizer" and "not the same after encoding" in check.message for check in checks)
+    assert any(check.check == "tokenizer" and "not the same after encoding" in check.message for check in checks)
 
 
 def test_a_model_that_cannot_be_loaded_is_flagged():
@@ -357,7 +357,7 @@ class SharedStateEnv(GoodEnv):
 @pytest.mark.parametrize("broken", [RaisingEnv, NaNEnv, NoPromptEnv, SharedStateEnv, 7])
 def test_a_broken_environment_is_flagged(broken):
     checks = examine(make_tokenizer("qwen2_5"), env=broken, examples=[{"question": "q"}])
-    assert [check for check in flagged(checks) if check.name.startswith("environment") and check.cure]
+    assert [check for check in flagged(checks) if check.check.startswith("environment") and check.cure]
 
 
 def test_an_environment_whose_prompt_the_template_refuses_is_flagged():
@@ -383,7 +383,7 @@ def test_a_budget_that_does_not_fit_is_flagged_with_the_one_that_does():
     tokenizer = make_tokenizer("qwen2_5")
     options = {"examples": rows, "tools": [], "max_model_length": 300}
     checks = flagged(examine(tokenizer, max_completion_length=290, **options))
-    assert [check.name for check in checks] == ["prompts"]
+    assert [check.check for check in checks] == ["prompts"]
     fitting = int(checks[0].cure.rsplit(" ", 1)[1].rstrip("."))
     assert flagged(examine(tokenizer, max_completion_length=fitting, **options)) == []
     assert flagged(examine(tokenizer, max_completion_length=fitting + 1, **options)) != []
@@ -395,7 +395,7 @@ def test_versions_outside_the_windows_are_flagged():
             raise importlib.metadata.PackageNotFoundError(name)
         return {"trl": "1.15.0", "torch": "2.13.0+cpu", "vllm": "0.31.0+cpu"}[name]
 
-    chart = Chart()
+    report = Report()
     requirements = [
         "trl>=1.16,<1.17",
         "torch>=2.6",
@@ -403,14 +403,14 @@ def test_versions_outside_the_windows_are_flagged():
         'vllm>=0.22,<=0.31; extra == "vllm"',
         'gone; extra == "x"',
     ]
-    check_versions(chart, requirements=requirements, installed=installed)
-    assert [check.verdict for check in chart.checks] == ["error", "error"]
-    assert "trl 1.15.0" in chart.checks[0].message and "pip install 'trl" in chart.checks[0].cure
-    assert "gone is not installed" in chart.checks[1].message
+    check_versions(report, requirements=requirements, installed=installed)
+    assert [check.level for check in report.findings] == ["error", "error"]
+    assert "trl 1.15.0" in report.findings[0].message and "pip install 'trl" in report.findings[0].cure
+    assert "gone is not installed" in report.findings[1].message
 
-    fine = Chart()
+    fine = Report()
     check_versions(fine, requirements=requirements[1:2] + requirements[3:4], installed=installed)
-    assert [check.verdict for check in fine.checks] == ["ok"]
+    assert [check.level for check in fine.findings] == ["ok"]
 
 
 # ---------------------------------------------------------------- the report
@@ -418,8 +418,8 @@ def test_versions_outside_the_windows_are_flagged():
 
 def test_the_report_shows_every_verdict_message_and_cure():
     checks = [
-        Check(name="masks", verdict="ok", message="exact"),
-        Check(name="tools", verdict="error", message="broken [bold]as written[/bold]", cure="mend it"),
+        Finding(check="masks", level="ok", message="exact"),
+        Finding(check="tools", level="error", message="broken [bold]as written[/bold]", cure="mend it"),
     ]
     console = Console(file=io.StringIO(), width=80)
     console.print(render(checks))

@@ -4,8 +4,8 @@ It runs the same code as a rollout, on scripts.
 
     from agent_r1_trl.doctor import render, run_doctor
 
-    checks = run_doctor("Qwen/Qwen3-0.6B", env=MyEnv, examples=dataset)
-    rich.print(render(checks))
+    findings = run_doctor("Qwen/Qwen3-0.6B", env=MyEnv, examples=dataset)
+    rich.print(render(findings))
 
 `check_env` checks an environment alone and loads neither torch nor transformers.
 """
@@ -16,19 +16,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agent_r1_trl.doctor.environment import Finding, check_env
-    from agent_r1_trl.doctor.report import Check, has_errors, render
+    from agent_r1_trl.doctor.environment import check_env
+    from agent_r1_trl.doctor.report import Finding, has_errors, render
     from agent_r1_trl.doctor.run import run_doctor
 
 _MODULE_OF = {
-    "Check": "report",
-    "Finding": "environment",
+    "Finding": "report",
     "check_env": "environment",
     "has_errors": "report",
     "render": "report",
     "run_doctor": "run",
 }
-__all__ = ["Check", "Finding", "check_env", "has_errors", "render", "run_doctor"]
+__all__ = ["Finding", "check_env", "has_errors", "render", "run_doctor"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1_trl.chat import ChatFormat
-from agent_r1_trl.doctor.report import Chart
+from agent_r1_trl.doctor.report import Report
 from agent_r1_trl.doctor.template import Schema
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.generation.scripted import ScriptedGenerator
@@ -75,7 +75,7 @@ class _ScriptedEnv:
         """Nothing to free."""
 
 
-def check_parser(chart: Chart, chat: ChatFormat, tools: Sequence[Schema], *, num_calls: int, seed: int) -> None:
+def check_parser(report: Report, chat: ChatFormat, tools: Sequence[Schema], *, num_calls: int, seed: int) -> None:
     """Calls with fuzzed arguments, rendered by the template, must be read back as they were."""
     rng = random.Random(seed)
     wrong = []
@@ -96,7 +96,7 @@ def check_parser(chart: Chart, chat: ChatFormat, tools: Sequence[Schema], *, num
     if wrong:
         index, calls, read = wrong[0]
         function = json.dumps(calls[0]["function"], ensure_ascii=False)
-        note = chart.error if index < 3 else chart.warning
+        note = report.error if index < 3 else report.warning
         note(
             "parser",
             f"{len(wrong)} of {num_calls} rendered calls are not read back as they were written; {function[:150]} "
@@ -105,11 +105,11 @@ def check_parser(chart: Chart, chat: ChatFormat, tools: Sequence[Schema], *, num
             if index < 3
             else "Keep arguments of tools simple: this format cannot carry every JSON value.",
         )
-    chart.ok("parser", f"{num_calls} calls with unicode and nested JSON are read back as they were written.")
+    report.ok("parser", f"{num_calls} calls with unicode and nested JSON are read back as they were written.")
 
 
 def check_masks(
-    chart: Chart, chat: ChatFormat, tools: Sequence[Schema] | None, *, num_conversations: int, seed: int
+    report: Report, chat: ChatFormat, tools: Sequence[Schema] | None, *, num_conversations: int, seed: int
 ) -> None:
     """Play scripted conversations and compare the masks with what is known to be sampled."""
     rng = random.Random(seed)
@@ -119,15 +119,15 @@ def check_masks(
         try:
             trajectory = _play(chat, scene, tools)
         except Exception as error:
-            chart.error(
+            report.error(
                 "masks",
                 f"A rollout of a scripted conversation raised {type(error).__name__}: {str(error)[:200]}.",
                 "Pass a training template as chat_template (TRL ships qwen3_training, qwen2_5_training and more).",
             )
             return
-        _check_trajectory(chart, chat, scene, trajectory)
+        _check_trajectory(report, chat, scene, trajectory)
         num_tokens += len(trajectory.completion_ids)
-    chart.ok(
+    report.ok(
         "masks",
         f"{num_conversations} conversations, {num_tokens} tokens: mask 1 exactly on what was sampled; special tokens "
         "in tool text stay text; cut turns are closed.",
@@ -227,9 +227,9 @@ def _never_called(**arguments: Any) -> str:
     raise AssertionError("scripted environments answer themselves")
 
 
-def _check_trajectory(chart: Chart, chat: ChatFormat, scene: _Scene, trajectory: Trajectory) -> None:
+def _check_trajectory(report: Report, chat: ChatFormat, scene: _Scene, trajectory: Trajectory) -> None:
     if trajectory.stop_reason is not StopReason.DONE:
-        chart.error(
+        report.error(
             "masks",
             f"A scripted conversation ended with {trajectory.stop_reason.value} ({trajectory.error}).",
             "Report it with the template: this is a fault of the package or of a template's special case.",
@@ -238,7 +238,7 @@ def _check_trajectory(chart: Chart, chat: ChatFormat, scene: _Scene, trajectory:
     ids, authors = trajectory.completion_ids, trajectory.authors
     sampled = [token_id for token_id, mask in zip(ids, trajectory.action_mask, strict=True) if mask]
     if sampled != [token_id for turn in scene.turns for token_id in turn]:
-        chart.error(
+        report.error(
             "masks",
             "The tokens with mask 1 are not those that were sampled.",
             "Report it with the template: masks come from positions and cannot be wrong in a working package.",
@@ -248,35 +248,35 @@ def _check_trajectory(chart: Chart, chat: ChatFormat, scene: _Scene, trajectory:
     live = control & set(heard)
     if live:
         names = ", ".join(chat.tokenizer.convert_ids_to_tokens(sorted(live)))
-        chart.error(
+        report.error(
             "masks",
             f"Tool text contains live control tokens ({names}): a tool result could open a turn.",
             "Use a template that puts contents into its text as they are.",
         )
-    _check_closings(chart, chat, trajectory)
-    _check_words(chart, chat, scene, trajectory)
+    _check_closings(report, chat, trajectory)
+    _check_words(report, chat, scene, trajectory)
 
 
-def _check_closings(chart: Chart, chat: ChatFormat, trajectory: Trajectory) -> None:
+def _check_closings(report: Report, chat: ChatFormat, trajectory: Trajectory) -> None:
     ends = {*chat.turn_end_ids, *chat.encode_turn_end([])}
     for turn in trajectory.turns[:-1]:
         around = trajectory.completion_ids[turn.end - 1 : turn.end + 1]
         if not ends & set(around):
-            chart.error(
+            report.error(
                 "masks",
                 "A turn is followed by an observation without an end-of-turn token between them.",
                 "Use a template that ends assistant turns with a token of its own.",
             )
 
 
-def _check_words(chart: Chart, chat: ChatFormat, scene: _Scene, trajectory: Trajectory) -> None:
+def _check_words(report: Report, chat: ChatFormat, scene: _Scene, trajectory: Trajectory) -> None:
     """Every observation must arrive word for word (or as a JSON string) between its turn and the next."""
     for turn, following, told in zip(trajectory.turns, trajectory.turns[1:], scene.observations, strict=False):
         text = _folded(chat.encoder.to_text(trajectory.completion_ids[turn.end : following.start]))
         for observation in told:
             words = _folded(observation["content"])
             if words not in text and json.dumps(words, ensure_ascii=False)[1:-1] not in text:
-                chart.warning(
+                report.warning(
                     "masks",
                     f"An observation does not arrive as it was sent: {observation['content'][:80]!r} became "
                     f"{text[:160]!r}.",

@@ -1,7 +1,4 @@
-"""What the doctor found, and how it is shown.
-
-Not part of the data flow.
-"""
+"""What the checks found, and how it is shown."""
 
 from __future__ import annotations
 
@@ -12,54 +9,68 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from rich.table import Table
 
-Verdict = Literal["ok", "warning", "error"]
+Level = Literal["ok", "warning", "error"]
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
 @dataclass(kw_only=True, frozen=True)
-class Check:
-    """One line of the doctor's report."""
+class Finding:
+    """One line of a report."""
 
-    name: str
-    """What was checked: versions, tokenizer, chat template, parser, masks, tools, environment, prompts."""
-    verdict: Verdict
-    """error: a run would fail or learn the wrong thing. warning: probably not meant."""
+    level: Level
+    """error: a run would fail or learn the wrong thing. warning: probably not meant. ok: examined and fine."""
     message: str
     cure: str = ""
-    """What to do; empty for ok."""
+    """What to change; empty for ok."""
+    check: str = ""
+    """What was examined: versions, tokenizer, chat template, parser, masks, tools, prompts, environment; in the report
+    of `check_env` construction, methods, tools, reset, step, outcome, state, close."""
 
 
 @dataclass
-class Chart:
-    """Collects checks; a name that got neither warning nor error can be closed with one ok line."""
+class Report:
+    """Collects findings in the order in which they were made, each of them once."""
 
-    checks: list[Check] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
-    def ok(self, name: str, message: str) -> None:
-        """What is fine; left out where the same name has a warning or an error."""
-        if all(check.name != name or check.verdict == "ok" for check in self.checks):
-            self.checks.append(Check(name=name, verdict="ok", message=message))
+    def ok(self, check: str, message: str) -> None:
+        """Add that a check looked and found nothing; ignored if it has a warning or an error."""
+        if all(finding.check != check or finding.level == "ok" for finding in self.findings):
+            self._add(Finding(level="ok", check=check, message=message))
 
-    def warning(self, name: str, message: str, cure: str) -> None:
-        """What is probably not meant."""
-        self._add(Check(name=name, verdict="warning", message=message, cure=cure))
+    def warning(self, check: str, message: str, cure: str) -> None:
+        """Add what is probably not meant."""
+        self._add(Finding(level="warning", check=check, message=message, cure=cure))
 
-    def error(self, name: str, message: str, cure: str) -> None:
-        """What would fail or teach the wrong thing."""
-        self._add(Check(name=name, verdict="error", message=message, cure=cure))
+    def error(self, check: str, message: str, cure: str) -> None:
+        """Add what would fail or teach the wrong thing."""
+        self._add(Finding(level="error", check=check, message=message, cure=cure))
 
-    def _add(self, check: Check) -> None:
-        if check not in self.checks:
-            self.checks.append(check)
+    def has_errors(self, *checks: str) -> bool:
+        """Whether one of these checks found an error."""
+        return has_errors(finding for finding in self.findings if finding.check in checks)
+
+    def _add(self, finding: Finding) -> None:
+        if finding not in self.findings:
+            self.findings.append(finding)
 
 
-def has_errors(checks: Iterable[Check]) -> bool:
-    """Whether any verdict is an error."""
-    return any(check.verdict == "error" for check in checks)
+def has_errors(findings: Iterable[Finding]) -> bool:
+    """Whether any finding is an error."""
+    return any(finding.level == "error" for finding in findings)
 
 
-def render(checks: Iterable[Check]) -> Table:
-    """A rich table, one line per check, the cure below the message."""
+def describe_error(error: BaseException, limit: int = 300) -> str:
+    """`TypeError: ...`, cut to `limit` characters; works even if the error's own `__str__` raises."""
+    try:
+        text = f"{type(error).__name__}: {error}".rstrip(".")  # a sentence goes on after it
+    except Exception:
+        text = type(error).__name__
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def render(findings: Iterable[Finding]) -> Table:
+    """A rich table with one row per finding, the cure below the message."""
     from rich.table import Table
     from rich.text import Text
 
@@ -67,9 +78,9 @@ def render(checks: Iterable[Check]) -> Table:
     table.add_column("verdict", no_wrap=True)
     table.add_column("check", no_wrap=True)
     table.add_column("finding", ratio=1, overflow="fold")
-    for check in checks:
-        finding = Text(check.message)
-        if check.cure:
-            finding.append("\n-> " + check.cure, style="italic")
-        table.add_row(Text(check.verdict, style=_STYLES[check.verdict]), check.name, finding)
+    for finding in findings:
+        text = Text(finding.message)
+        if finding.cure:
+            text.append("\n-> " + finding.cure, style="italic")
+        table.add_row(Text(finding.level, style=_STYLES[finding.level]), finding.check, text)
     return table

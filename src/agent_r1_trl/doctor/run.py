@@ -1,11 +1,9 @@
-"""All checks in order, the cheap ones first.
-
-Not part of the data flow.
-"""
+"""The doctor's checks in order, the cheap ones first."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Iterable, Sequence
@@ -15,9 +13,8 @@ from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.doctor.conversations import check_masks, check_parser
 from agent_r1_trl.doctor.environment import check_env
-from agent_r1_trl.doctor.environment.report import Report
-from agent_r1_trl.doctor.environment.tools import check_tools, read_tools
-from agent_r1_trl.doctor.report import Chart, Check
+from agent_r1_trl.doctor.environment.tools import check_tools, list_tools
+from agent_r1_trl.doctor.report import Finding, Report
 from agent_r1_trl.doctor.subject import Subject, check_tokenizer, load_subject
 from agent_r1_trl.doctor.template import PROBE_TOOL, Schema, check_template, open_chat
 from agent_r1_trl.doctor.versions import check_versions
@@ -40,7 +37,7 @@ def run_doctor(
     max_model_length: int | None = None,
     num_conversations: int = 24,
     seed: int = 0,
-) -> list[Check]:
+) -> list[Finding]:
     """Examine what a run would use. Nothing that is examined can make the doctor raise.
 
     Args:
@@ -60,11 +57,11 @@ def run_doctor(
     Returns:
         Checks in the order they were made; a check that found nothing says so in one line.
     """
-    chart = Chart()
-    check_versions(chart)
+    report = Report()
+    check_versions(report)
     rows = None if examples is None else list(itertools.islice(examples, _NUM_PROMPTS))
-    schemas = _check_tools(chart, tools) + _env_schemas(env)
-    subject = load_subject(chart, model_or_tokenizer, tokenizer)
+    schemas = _check_tools(report, tools) + _env_schemas(env)
+    subject = load_subject(report, model_or_tokenizer, tokenizer)
     if subject is not None:
         options = {
             "chat_template": chat_template,
@@ -72,35 +69,29 @@ def run_doctor(
             "thinking": thinking,
             "extra_stop_token_ids": subject.eos_token_ids or (),
         }
-        chat = open_chat(chart, subject.tokenizer, **options)
+        chat = open_chat(report, subject.tokenizer, **options)
         if chat is not None:
             needs_tools = bool(schemas) or (tools is None and env is None and chat.supports_tools)
             shown = (schemas or [PROBE_TOOL]) if needs_tools else None
-            check_tokenizer(chart, subject, chat)
-            check_template(chart, chat, shown)
+            check_tokenizer(report, subject, chat)
+            check_template(report, chat, shown)
             if shown is None or chat.supports_tools:
                 if shown is not None:
-                    check_parser(chart, chat, shown, num_calls=num_conversations, seed=seed)
-                check_masks(chart, chat, shown, num_conversations=num_conversations, seed=seed)
+                    check_parser(report, chat, shown, num_calls=num_conversations, seed=seed)
+                check_masks(report, chat, shown, num_conversations=num_conversations, seed=seed)
             if max_model_length is not None:
                 subject.max_length = max_model_length
-            _check_prompts(chart, chat, subject, env, rows, schemas, max_completion_length)
-    _check_env(chart, env, rows)
-    return chart.checks
+            _check_prompts(report, chat, subject, env, rows, schemas, max_completion_length)
+    _check_env(report, env, rows)
+    return report.findings
 
 
-def _check_tools(chart: Chart, tools: Sequence[Any] | None) -> list[Schema]:
+def _check_tools(report: Report, tools: Sequence[Any] | None) -> list[Schema]:
     if tools is None:
         return []
-    report = Report()
-    usable = check_tools(report, read_tools(report, tools))
-    for finding in report.findings:
-        note = chart.error if finding.level == "error" else chart.warning
-        note("tools", finding.message, finding.cure)
-    schemas = [tool.schema for tool in usable]
-    names = ", ".join(tool.name for tool in usable)
-    chart.ok("tools", f"Schemas that a model can read: {names}." if names else "No tools.")
-    return schemas
+    usable = check_tools(report, tools)
+    report.ok("tools", list_tools(usable))
+    return [tool.schema for tool in usable]
 
 
 def _env_schemas(env: Any) -> list[Schema]:
@@ -114,24 +105,20 @@ def _env_schemas(env: Any) -> list[Schema]:
         return []
 
 
-def _check_env(chart: Chart, env: Any, rows: list[dict[str, Any]] | None) -> None:
+def _check_env(report: Report, env: Any, rows: list[dict[str, Any]] | None) -> None:
     if env is None:
         return
     try:
         findings = check_env(env, rows)
     except Exception as error:
-        chart.error("environment", f"It cannot be checked: {error}", "Pass a class or factory, and rows as dicts.")
+        report.error("environment", f"It cannot be checked: {error}", "Pass a class or factory, and rows as dicts.")
         return
     for finding in findings:
-        name = f"environment: {finding.check}"
-        if finding.level == "ok":
-            chart.ok(name, finding.message)
-        else:
-            (chart.error if finding.level == "error" else chart.warning)(name, finding.message, finding.cure)
+        report.findings.append(dataclasses.replace(finding, check=f"environment: {finding.check}"))
 
 
 def _check_prompts(
-    chart: Chart,
+    report: Report,
     chat: ChatFormat,
     subject: Subject,
     env: Any,
@@ -153,26 +140,26 @@ def _check_prompts(
         try:
             lengths.append(len(chat.encode_prompt(messages, schemas or None)))
         except ChatFormatError as error:
-            chart.error("prompts", error.problem, error.cure)
+            report.error("prompts", error.problem, error.cure)
             return
         except Exception:  # no messages at all: check_env's business as well
             return
     longest, limit = max(lengths), subject.max_length
     if limit is not None and longest >= limit:
-        chart.error(
+        report.error(
             "prompts",
             f"The longest of {len(lengths)} prompts has {longest} tokens, the model {limit} positions.",
             "Shorten the prompts, drop those rows, or take a model with a longer context.",
         )
     elif limit is not None and max_completion_length is not None and longest + max_completion_length > limit:
-        chart.warning(
+        report.warning(
             "prompts",
             f"max_completion_length={max_completion_length} and the longest prompt ({longest} tokens) exceed the "
             f"model's {limit} positions.",
             f"Set max_completion_length to at most {limit - longest}.",
         )
     known = f" of {limit} positions" if limit is not None else ""
-    chart.ok("prompts", f"{len(lengths)} prompts, {min(lengths)} to {longest} tokens{known}.")
+    report.ok("prompts", f"{len(lengths)} prompts, {min(lengths)} to {longest} tokens{known}.")
 
 
 def _prompt(env: Any, row: dict[str, Any]) -> list[Any] | None:

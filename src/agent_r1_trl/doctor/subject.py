@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_r1_trl.chat import ChatFormat
-from agent_r1_trl.doctor.report import Chart
+from agent_r1_trl.doctor.report import Report
 
 
 @dataclass(kw_only=True)
@@ -25,28 +25,28 @@ class Subject:
     """Of the generation config."""
 
 
-def load_subject(chart: Chart, given: Any, tokenizer: Any = None) -> Subject | None:
+def load_subject(report: Report, given: Any, tokenizer: Any = None) -> Subject | None:
     """Read a path or Hub name, a tokenizer, or a model; None if nothing can be examined.
 
     Args:
-        chart: collects the findings.
+        report: collects the findings.
         given: path, name, tokenizer, processor, or model.
         tokenizer: for a model that does not say where its tokenizer lies.
     """
     if isinstance(given, str):
-        return _load(chart, given, tokenizer)
+        return _load(report, given, tokenizer)
     if hasattr(given, "apply_chat_template"):
         return Subject(tokenizer=given, max_length=_tokenizer_length(given))
     config = getattr(given, "config", None)
     if config is None:
-        chart.error(
+        report.error(
             "model",
             f"model={given!r:.100} is neither a name, nor a tokenizer, nor a model.",
             "Pass a path or Hub name, a tokenizer, or a transformers model.",
         )
         return None
     if tokenizer is None:
-        loaded = _load(chart, str(getattr(config, "_name_or_path", "")), None)
+        loaded = _load(report, str(getattr(config, "_name_or_path", "")), None)
         if loaded is None:
             return None
         tokenizer = loaded.tokenizer
@@ -56,12 +56,12 @@ def load_subject(chart: Chart, given: Any, tokenizer: Any = None) -> Subject | N
     return subject
 
 
-def check_tokenizer(chart: Chart, subject: Subject, chat: ChatFormat) -> None:
+def check_tokenizer(report: Report, subject: Subject, chat: ChatFormat) -> None:
     """Vocabulary against embeddings, pad and eos against the template's turn ends, text without loss."""
     tokenizer = chat.tokenizer
     last_id = max([len(tokenizer) - 1, *tokenizer.added_tokens_decoder])
     if subject.num_embeddings is not None and last_id >= subject.num_embeddings:
-        chart.error(
+        report.error(
             "tokenizer",
             f"The tokenizer's last id is {last_id}, but the model has only {subject.num_embeddings} embeddings: the "
             "first prompt with such a token crashes.",
@@ -72,13 +72,13 @@ def check_tokenizer(chart: Chart, subject: Subject, chat: ChatFormat) -> None:
     for role in ("eos", "pad"):
         token_id = getattr(tokenizer, f"{role}_token_id")
         if token_id is not None and token_id in opening:
-            chart.error(
+            report.error(
                 "tokenizer",
                 f"{role}_token={tokenizer.decode([token_id])!r} is a token with which the template opens turns.",
                 f"Set tokenizer.{role}_token: the template ends turns with {', '.join(names)}.",
             )
     if tokenizer.eos_token_id is None:
-        chart.error(
+        report.error(
             "tokenizer",
             "The tokenizer has no eos_token: generation outside of rollouts would never stop.",
             f"tokenizer.eos_token = {names[0]!r}, the template's end of a turn.",
@@ -86,7 +86,7 @@ def check_tokenizer(chart: Chart, subject: Subject, chat: ChatFormat) -> None:
     if subject.eos_token_ids is not None:
         stops = {*subject.eos_token_ids, tokenizer.eos_token_id}
         if not stops & set(chat.turn_end_ids):
-            chart.warning(
+            report.warning(
                 "tokenizer",
                 f"The template ends turns with {', '.join(names)}, at which neither the tokenizer's eos_token "
                 f"({tokenizer.eos_token!r}) nor the model's generation config stops. Rollouts do; the published "
@@ -95,21 +95,21 @@ def check_tokenizer(chart: Chart, subject: Subject, chat: ChatFormat) -> None:
             )
     plain = [name for name in names if name not in chat.encoder.special_ids]
     if plain:
-        chart.warning(
+        report.warning(
             "tokenizer",
             f"The end-of-turn token {', '.join(plain)} is no special token: it stays in decoded answers.",
             f"tokenizer.add_special_tokens({{'additional_special_tokens': {plain}}})",
         )
     lost = [text for text in _PROBES if chat.encoder.to_text(chat.encoder.encode(text)) != text]
     if lost:
-        chart.warning(
+        report.warning(
             "tokenizer",
             f"Text is not the same after encoding and decoding, {lost[0]!r} for example: tool results lose what "
             "the vocabulary cannot spell.",
             "Use a tokenizer with byte fallback (byte-level BPE), or keep tool results within its alphabet.",
         )
     sizes = f" of {subject.num_embeddings} embeddings" if subject.num_embeddings else ""
-    chart.ok("tokenizer", f"{last_id + 1} ids{sizes}; turns end with {', '.join(names)}; text survives.")
+    report.ok("tokenizer", f"{last_id + 1} ids{sizes}; turns end with {', '.join(names)}; text survives.")
 
 
 _PROBES = ("plain words", '{"a": [1, 2.5, null]}', "tabs\tand\nlines\n\n", "Zürich — naïve", "東京", "🙂🚀")
@@ -121,13 +121,13 @@ def _generation_prompt(chat: ChatFormat) -> list[int]:
     return begun[len(asked) :]
 
 
-def _load(chart: Chart, name: str, tokenizer: Any) -> Subject | None:
+def _load(report: Report, name: str, tokenizer: Any) -> Subject | None:
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     try:
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
     except Exception as error:  # every loader raises its own
-        chart.error(
+        report.error(
             "model",
             f"model={name!r}: its tokenizer cannot be loaded ({str(error).splitlines()[0]}).",
             "Pass a local folder with tokenizer.json, or a Hub name that exists and that you may read.",

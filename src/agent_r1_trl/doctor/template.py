@@ -10,7 +10,7 @@ from typing import Any
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.chat.errors import ChatFormatError
-from agent_r1_trl.doctor.report import Chart
+from agent_r1_trl.doctor.report import Report
 from agent_r1_trl.trajectory import Message
 
 Schema = dict[str, Any]
@@ -33,15 +33,15 @@ PROBE_TOOL: Schema = {
 """Shown to the template where the user names no tools."""
 
 
-def open_chat(chart: Chart, tokenizer: Any, **options: Any) -> ChatFormat | None:
+def open_chat(report: Report, tokenizer: Any, **options: Any) -> ChatFormat | None:
     """The chat format, or the reason why there can be none."""
     try:
         chat = ChatFormat(tokenizer, **options)
     except ChatFormatError as error:
-        chart.error("chat template", error.problem, error.cure)
+        report.error("chat template", error.problem, error.cure)
         return None
     except Exception as error:  # a template or tokenizer may fail in any way
-        chart.error(
+        report.error(
             "chat template",
             f"The tokenizer cannot be used ({type(error).__name__}: {str(error)[:200]}).",
             "Load it with AutoTokenizer.from_pretrained and try apply_chat_template on one message.",
@@ -49,15 +49,15 @@ def open_chat(chart: Chart, tokenizer: Any, **options: Any) -> ChatFormat | None
         return None
     own = getattr(tokenizer, "chat_template", None)
     if options.get("chat_template") is None and isinstance(own, str) and own != chat.chat_template:
-        chart.ok("chat template", "TRL's training template takes the place of the tokenizer's own.")
+        report.ok("chat template", "TRL's training template takes the place of the tokenizer's own.")
     return chat
 
 
-def check_template(chart: Chart, chat: ChatFormat, tools: Sequence[Schema] | None) -> None:
+def check_template(report: Report, chat: ChatFormat, tools: Sequence[Schema] | None) -> None:
     """Prefix preservation over whole conversations, faithful prompts, visible tools.
 
     Args:
-        chart: collects the findings.
+        report: collects the findings.
         chat: the format under examination.
         tools: schemas that the run will show; None if it uses none.
     """
@@ -65,31 +65,31 @@ def check_template(chart: Chart, chat: ChatFormat, tools: Sequence[Schema] | Non
         try:
             chat.encode_prompt([{"role": "user", "content": "."}], tools)
         except ChatFormatError as error:
-            chart.error("chat template", error.problem, error.cure)
+            report.error("chat template", error.problem, error.cure)
         return
     try:
-        _check_prompt(chart, chat)
-        _check_appending(chart, chat, tools)
+        _check_prompt(report, chat)
+        _check_appending(report, chat, tools)
         if tools:
-            _check_tools_are_shown(chart, chat, tools)
+            _check_tools_are_shown(report, chat, tools)
     except Exception as error:
-        chart.error(
+        report.error(
             "chat template",
             f"The template fails on an ordinary conversation ({type(error).__name__}: {str(error)[:200]}).",
             "Pass a training template as chat_template, qwen2_5_training for ChatML tokenizers, for example.",
         )
     if chat.is_turn_end_trained() is False:
-        chart.warning(
+        report.warning(
             "chat template",
             "Its assistant masks leave out the end-of-turn token: a cold start (SFT) with it never learns to stop.",
             "Move {% endgeneration %} behind the end-of-turn token.",
         )
     tokens = ", ".join(chat.tokenizer.convert_ids_to_tokens(chat.stop_token_ids))
     shows = "renders tool conversations" if chat.supports_tools else "has no tool calls (none are used)"
-    chart.ok("chat template", f"Prefix preserving, {shows}; a turn stops at {tokens}.")
+    report.ok("chat template", f"Prefix preserving, {shows}; a turn stops at {tokens}.")
 
 
-def _check_prompt(chart: Chart, chat: ChatFormat) -> None:
+def _check_prompt(report: Report, chat: ChatFormat) -> None:
     messages = [{"role": "user", "content": '\nTwo words: "naïve" 東京 \n'}]
     usual = chat.tokenizer.apply_chat_template(
         messages,
@@ -99,7 +99,7 @@ def _check_prompt(chart: Chart, chat: ChatFormat) -> None:
         **chat.chat_template_kwargs,
     )
     if list(usual) != chat.encode_prompt(messages):
-        chart.error(
+        report.error(
             "chat template",
             "A prompt's ids differ from those of tokenizer.apply_chat_template: the tokenizer does more in Python "
             "than its tokenizer.json says.",
@@ -107,7 +107,7 @@ def _check_prompt(chart: Chart, chat: ChatFormat) -> None:
         )
 
 
-def _check_appending(chart: Chart, chat: ChatFormat, tools: Sequence[Schema] | None) -> None:
+def _check_appending(report: Report, chat: ChatFormat, tools: Sequence[Schema] | None) -> None:
     """Prompt + reply + observation + reply + ... must be what the template renders for the whole conversation."""
     thinks = "</think>" in chat.chat_template
     begun = chat.encoder.to_text(chat.encode_prompt([{"role": "user", "content": "."}]))
@@ -115,7 +115,7 @@ def _check_appending(chart: Chart, chat: ChatFormat, tools: Sequence[Schema] | N
     for thought in ("", "because") if thinks and not is_thought_forced else ("",):
         difference, is_in_observation = _first_difference(chat, tools, thought)
         if difference and (is_in_observation or not thinks):
-            chart.error(
+            report.error(
                 "chat template",
                 f"Not prefix preserving: {difference}.",
                 "The text of a message must not depend on its place or on what follows. Pass a training template as "
@@ -124,7 +124,7 @@ def _check_appending(chart: Chart, chat: ChatFormat, tools: Sequence[Schema] | N
             return
     # With a forced opener only turns with a thought can agree; `difference` is theirs.
     if difference:
-        chart.warning(
+        report.warning(
             "chat template",
             f"The template changes thoughts once something follows: {difference}. Rollouts keep what was sampled, so "
             "the policy is trained on conversations that a server with this template does not show it.",
@@ -165,14 +165,14 @@ def _first_difference(chat: ChatFormat, tools: Sequence[Schema] | None, thought:
     return difference, False
 
 
-def _check_tools_are_shown(chart: Chart, chat: ChatFormat, tools: Sequence[Schema]) -> None:
+def _check_tools_are_shown(report: Report, chat: ChatFormat, tools: Sequence[Schema]) -> None:
     text = chat.encoder.to_text(chat.encode_prompt([{"role": "user", "content": "."}], tools))
     for schema in tools:
         function = schema["function"]
         parts = [function["name"], *function.get("parameters", {}).get("properties", {})]
         missing = [part for part in parts if part not in text]
         if missing:
-            chart.error(
+            report.error(
                 "chat template",
                 f"The prompt does not show {', '.join(missing)} of the tool {function['name']!r}: the model cannot "
                 "know how to call it.",

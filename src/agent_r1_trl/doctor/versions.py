@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from agent_r1_trl.doctor.report import Chart
+from agent_r1_trl.doctor.report import Report
 
 _NAME = "agent-r1-trl"
 
 
 def check_versions(
-    chart: Chart,
+    report: Report,
     *,
     requirements: Sequence[str] | None = None,
     installed: Callable[[str], str] = importlib.metadata.version,
@@ -25,7 +25,7 @@ def check_versions(
     """Compare what is installed with the declared windows; optional packages count only where they are installed.
 
     Args:
-        chart: collects the findings.
+        report: collects the findings.
         requirements: as in setup.cfg; None reads those of the installed package.
         installed: version of a distribution, or PackageNotFoundError.
     """
@@ -33,7 +33,7 @@ def check_versions(
         try:
             requirements = importlib.metadata.requires(_NAME) or []
         except importlib.metadata.PackageNotFoundError:
-            chart.warning(
+            report.warning(
                 "versions",
                 f"{_NAME} is not installed (it runs from a folder), so its requirements are unknown.",
                 "pip install -e . in the clone.",
@@ -49,21 +49,21 @@ def check_versions(
             version = installed(requirement.name)
         except importlib.metadata.PackageNotFoundError:
             if not is_optional:
-                chart.error(
+                report.error(
                     "versions",
                     f"{requirement.name} is not installed.",
                     f"pip install '{_without_marker(requirement)}'",
                 )
             continue
         if not requirement.specifier.contains(Version(version).public, prereleases=True):
-            chart.error(
+            report.error(
                 "versions",
                 f"{requirement.name} {version} is outside the supported window {requirement.specifier}.",
                 f"pip install '{_without_marker(requirement)}'",
             )
         elif requirement.name in ("trl", "transformers", "torch", "vllm"):
             fine.append(f"{requirement.name} {version}")
-    chart.ok("versions", ", ".join(dict.fromkeys(fine)) + ": inside the supported windows.")
+    report.ok("versions", ", ".join(dict.fromkeys(fine)) + ": inside the supported windows.")
 
 
 def _without_marker(requirement: Requirement) -> str:

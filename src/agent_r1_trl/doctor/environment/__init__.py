@@ -1,6 +1,6 @@
-"""The linter `check_env` and its `Finding`."""
+"""`check_env`: a linter for environments and their tools."""
 
-from agent_r1_trl.doctor.environment.linter import check_env
-from agent_r1_trl.doctor.environment.report import Finding
+from agent_r1_trl.doctor.environment.check import check_env
+from agent_r1_trl.doctor.report import Finding
 
 __all__ = ["Finding", "check_env"]

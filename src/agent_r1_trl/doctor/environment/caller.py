@@ -1,51 +1,35 @@
-"""A safe way to run code under suspicion.
-
-Not part of the data flow: a linter's plumbing.
-"""
+"""Running a user's code with a time limit, without ever being stopped by it."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import inspect
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from agent_r1_trl.doctor.environment.report import describe_error
-from agent_r1_trl.tools import DaemonThreadPool
-from agent_r1_trl.tools.pool import JobTimeoutError
+from agent_r1_trl.doctor.report import describe_error
+from agent_r1_trl.environments.base import RewardError
+from agent_r1_trl.rollout import EnvironmentFailure
 
-BLOCKING_S = 0.5
+_GRACE_S = 2.0
 
 
 @dataclass
-class CallOutcome:
-    """How a call under suspicion went."""
+class Outcome:
+    """How a call went."""
 
     value: Any = None
-    error: BaseException | None = None
-    is_timeout: bool = False
+    failure: str | None = None
+    """Text of the exception or of the timeout; None if the call went well."""
     blocked_s: float = 0.0
-    """Longest time an async call kept the event loop from doing anything else."""
-    duration_s: float = 0.0
-
-    @property
-    def failure(self) -> str | None:
-        """In words; None if it went well."""
-        if self.is_timeout:
-            return "did not come back in time"
-        if self.error is not None:
-            return f"raised {describe_error(self.error)}"
-        return None
+    """Longest time for which the event loop could not run anything else."""
 
 
-class SafeCaller:
-    """Runs methods as the rollout does: async ones on an event loop in a thread, plain ones on worker threads.
-
-    Nothing that is called can hang, stop or kill the caller.
+class Caller:
+    """Awaits coroutines on an event loop in a thread of its own.
 
     Args:
         timeout_s: seconds each call may take.
@@ -53,83 +37,52 @@ class SafeCaller:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._pool = DaemonThreadPool(4, name="check")
-        self._loop = self._start_loop()
+        self._loop = _start_loop()
 
-    def call(self, function: Callable[..., Any], *args: Any) -> CallOutcome:
-        """Call and, where it is async, await; never raises except for the user's own Ctrl-C."""
-        started = time.perf_counter()
-        future = asyncio.run_coroutine_threadsafe(self._call(function, args), self._loop)
+    def call(self, name: str, coroutine: Coroutine[Any, Any, Any]) -> Outcome:
+        """Wait for a coroutine; never raises. `name` is what a timeout calls it."""
+        too_slow = f"{name} did not come back within {self.timeout_s:g} s"
+        future = asyncio.run_coroutine_threadsafe(self._call(coroutine, too_slow), self._loop)
         try:
-            outcome = future.result(timeout=self.timeout_s + 2.0)
+            return future.result(timeout=self.timeout_s + _GRACE_S)
         except concurrent.futures.TimeoutError:
-            # The loop itself is stuck: an async function that blocks. It is lost; go on with another.
-            self._loop = self._start_loop()
-            outcome = CallOutcome(is_timeout=True, blocked_s=self.timeout_s + 2.0)
-        outcome.duration_s = time.perf_counter() - started
-        return outcome
+            # It blocks and never lets go of the loop: leave that loop to it and go on with another.
+            self._loop = _start_loop()
+            return Outcome(failure=too_slow, blocked_s=self.timeout_s + _GRACE_S)
 
     def close(self) -> None:
-        """Stop the loop's thread."""
+        """Stop the thread of the event loop."""
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    async def _call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> CallOutcome:
-        async def guarded() -> CallOutcome:
+    async def _call(self, coroutine: Coroutine[Any, Any, Any], too_slow: str) -> Outcome:
+        async def guarded() -> Outcome:
             try:
-                if inspect.iscoroutinefunction(function):
-                    return CallOutcome(value=await function(*args))
+                return Outcome(value=await coroutine)
+            except (EnvironmentFailure, RewardError) as error:  # their text names the method and its exception
+                return Outcome(failure=str(error).rstrip("."))
+            except BaseException as error:  # SystemExit as well: it would end the loop
+                return Outcome(failure=describe_error(error))
 
-                def work() -> CallOutcome:
-                    try:
-                        return CallOutcome(value=function(*args))
-                    except BaseException as error:
-                        return CallOutcome(error=error)
-
-                outcome = await self._pool.run(work, timeout_s=self.timeout_s)
-                if inspect.isawaitable(outcome.value):
-                    outcome = CallOutcome(value=await outcome.value)
-                return outcome
-            except JobTimeoutError:
-                return CallOutcome(is_timeout=True)
-            except BaseException as error:  # SystemExit included: raised inside a task it would end the loop
-                return CallOutcome(error=error)
-
-        heartbeat = _Heartbeat()
-        beat = asyncio.ensure_future(heartbeat.run())
+        pauses = [0.0]
+        heartbeat = asyncio.ensure_future(_measure_pauses(pauses))
         task = asyncio.ensure_future(guarded())
         done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
-        beat.cancel()
-        outcome = task.result() if done else CallOutcome(is_timeout=True)
-        if not done:
-            task.cancel()
-        if inspect.iscoroutinefunction(function):
-            outcome.blocked_s = heartbeat.longest_pause_s()
+        await asyncio.sleep(0)  # lets the heartbeat notice a pause that has just ended
+        heartbeat.cancel()
+        task.cancel()
+        outcome = task.result() if done else Outcome(failure=too_slow)
+        outcome.blocked_s = max(pauses)
         return outcome
 
-    @staticmethod
-    def _start_loop() -> asyncio.AbstractEventLoop:
-        loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, name="check-loop", daemon=True).start()
-        return loop
+
+async def _measure_pauses(pauses: list[float]) -> None:
+    while True:
+        started = time.perf_counter()
+        await asyncio.sleep(0.005)
+        pauses.append(time.perf_counter() - started)
 
 
-class _Heartbeat:
-    """Measures how long an event loop stood still."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self._longest = 0.0
-
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(0.005)
-            self._beat()
-
-    def longest_pause_s(self) -> float:
-        self._beat()
-        return self._longest
-
-    def _beat(self) -> None:
-        now = time.perf_counter()
-        self._longest = max(self._longest, now - self._last)
-        self._last = now
+def _start_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="check-loop", daemon=True).start()
+    return loop

@@ -1,173 +1,196 @@
-"""Can environments be made, and have they the right methods?
-
-Not part of the data flow: a linter's step.
-"""
+"""Making environments, and whether they have the methods and settings that training needs."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-from agent_r1_trl.doctor.environment.context import Context
+from agent_r1_trl.doctor.environment.caller import Caller, Outcome
+from agent_r1_trl.doctor.report import Report
 from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
+from agent_r1_trl.rollout import EnvSession, RolloutRequest
+from agent_r1_trl.tools import Tool, shared_pool
+from agent_r1_trl.trajectory import Message
+
+BLOCKING_S = 0.5
+_METHODS = {  # name: (number of arguments, how to define it, whether it must exist)
+    "reset": (1, "def reset(self, example) -> list of messages", True),
+    "step": (1, "def step(self, message) -> (observations, reward, done, info)", True),
+    "close": (0, "def close(self) -> None", False),
+    "outcome_reward": (1, "def outcome_reward(self, trajectory) -> float", False),
+    "process_reward": (2, "def process_reward(self, call, result) -> float", False),
+}
 
 
-def check_construction(context: Context) -> Any:
-    """Make an environment, and find out how to make more; None if it cannot be made."""
-    given = context.given
+class Stopped(Exception):
+    """No environment could be made or reset. The report says why; nothing further can be checked."""
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """One run of `check_env`: what all checks share."""
+
+    given: Any
+    """What the user passed."""
+    rows: list[dict[str, Any]]
+    """Examples to play; emptied when the made-up one does not suit the environment."""
+    are_made_up: bool
+    """The rows are `check_env`'s own, not the user's."""
+    caller: Caller
+    report: Report = field(default_factory=Report)
+    make: Callable[[], Any] = lambda: None
+    """Makes a fresh environment."""
+    is_instance: bool = False
+    """An instance was given, so fresh ones are copies."""
+    tools: list[Tool] = field(default_factory=list)
+    """The tools that a model can call."""
+
+    def new(self) -> Any:
+        """A fresh environment. If none can be made, that is reported and raises `Stopped`."""
+        made = self.caller.call("making the environment", shared_pool(8).run(self.make))
+        if made.failure:
+            self.report.error(
+                "construction",
+                f"No environment could be made: {made.failure}.",
+                "Pass a class or function that works without arguments, e.g. functools.partial(MyEnv, argument=...). "
+                "A class for TRL's environment_factory needs reset(self, **row), and type hints and docstrings on "
+                "its tools.",
+            )
+            raise Stopped
+        return made.value
+
+    def start(self, row: dict[str, Any]) -> tuple[EnvSession, Outcome]:
+        """A fresh environment, driven as in a rollout, and how its `reset(row)` went."""
+        session = EnvSession(self.make, truncate=lambda text, max_tokens: text[: 4 * max_tokens])
+        reset = self.call("reset", session, RolloutRequest(example=row))
+        if not reset.failure and isinstance(session.env, ToolEnv):
+            # Less than `step` may take, so that a tool that hangs is told from a step that hangs.
+            limit_s, executor = 0.8 * self.caller.timeout_s, session.env.executor
+            executor.timeout_s = min(executor.timeout_s or limit_s, limit_s)
+            for name, found in executor.tools.items():
+                if (found.timeout_s or 0.0) > limit_s:
+                    executor.tools[name] = copy.copy(found)  # the tool itself may belong to the class
+                    executor.tools[name].timeout_s = limit_s
+        return session, reset
+
+    def fresh(self, row: dict[str, Any]) -> tuple[EnvSession, list[Message]]:
+        """A fresh environment after `reset(row)`, and its prompt. A failure is reported and raises `Stopped`."""
+        session, reset = self.start(row)
+        if reset.failure:
+            self.report.error("reset", f"{reset.failure}.", "It must work every time, for every row.")
+            raise Stopped
+        return session, reset.value[0]
+
+    def call(self, name: str, session: EnvSession, argument: Any) -> Outcome:
+        """`session.reset`, `.step` or `.outcome`; one that keeps the event loop to itself is reported."""
+        method = "outcome_reward" if name == "outcome" else name
+        outcome = self.caller.call(f"{session.name}.{method}", getattr(session, name)(argument))
+        if outcome.blocked_s > BLOCKING_S and inspect.iscoroutinefunction(getattr(session.env, method, None)):
+            self.report.error(
+                name,
+                f"An async method or tool blocked the event loop for {outcome.blocked_s:.1f} s, and with it all other "
+                "trajectories.",
+                "Use `await` versions (asyncio.sleep, an async HTTP client), or make it a plain function: those run "
+                "on threads.",
+            )
+        return outcome
+
+
+def check_construction(trial: Trial) -> Any:
+    """Make an environment, and find out how to make more of them."""
+    given, report = trial.given, trial.report
     if isinstance(given, dict):
-        return _use_trl_factories(context, given)
-    if not inspect.isclass(given) and (hasattr(given, "reset") or not callable(given)):
-        return _use_instance(context, given)
-    made = context.caller.call(given)
-    if made.failure:
-        context.report.error(
+        trial.make = functools.partial(TRLEnvAdapter, given)
+    elif inspect.isclass(given) or (callable(given) and not hasattr(given, "reset")):
+        trial.make = given
+    elif hasattr(given, "reset"):
+        trial.is_instance, trial.make = True, functools.partial(copy.deepcopy, given)
+        report.warning(
             "construction",
-            f"Making the environment {made.failure}.",
-            "Pass a class or function that works without arguments, e.g. functools.partial(MyEnv, argument=...).",
+            "An instance was given: whether trajectories share state could not be checked.",
+            "Pass the class, or a function that makes an instance.",
         )
-        return None
-    env, context.make = made.value, given
-    if _looks_like_trl(env):
-        return _use_trl_factories(context, given)
-    other = context.caller.call(given)
-    if other.value is env:
-        context.report.error(
+    else:
+        message = f"{type(given).__name__} is neither an environment nor a function that makes one."
+        report.error("construction", message, "Pass the environment's class.")
+        raise Stopped
+    env = trial.new()
+    if trial.make is given and _looks_like_trl(env):
+        trial.make = functools.partial(TRLEnvAdapter, given)
+        env = trial.new()
+    if trial.new() is env:
+        report.error(
             "construction",
             "The factory returns the same object every time: all trajectories would act in one environment.",
             "Return a new instance from it, or pass the class itself.",
         )
+    report.ok("construction", "Every trajectory gets an instance of its own.")
     return env
 
 
-def _use_trl_factories(context: Context, given: Any) -> Any:
-    context.make = lambda: TRLEnvAdapter(given)
-    adapted = context.caller.call(context.make)
-    if adapted.failure:
-        context.report.error(
-            "construction",
-            f"As environment_factory: {adapted.failure}.",
-            "Give the class reset(self, **row), and its tools type hints and docstrings.",
-        )
-    return adapted.value
-
-
-def _use_instance(context: Context, given: Any) -> Any:
-    if not hasattr(given, "reset"):
-        context.report.error(
-            "construction",
-            f"{type(given).__name__} is neither an environment nor a function that makes one.",
-            "Pass the environment's class.",
-        )
-        return None
-    context.is_instance = True
-    context.report.warning(
-        "construction",
-        "An instance was given: whether trajectories share state could not be checked.",
-        "Pass the class, or a function that makes an instance.",
-    )
-
-    def duplicate() -> Any:
-        try:
-            return copy.deepcopy(given)
-        except Exception:
-            return given
-
-    context.make = duplicate
-    return given
-
-
-def check_methods(context: Context, env: Any) -> None:
-    """The protocol's methods, their arguments, and a `ToolEnv`'s settings."""
-    name = type(env).__name__
-    required = {
-        "reset": (1, "def reset(self, example) -> list of messages"),
-        "step": (1, "def step(self, message) -> (observations, reward, done, info)"),
-        "close": (0, "def close(self) -> None"),
-    }
-    optional = {
-        "outcome_reward": (1, "def outcome_reward(self, trajectory) -> float"),
-        "process_reward": (2, "def process_reward(self, call, result) -> float"),
-    }
-    for method, (num_arguments, form) in {**required, **optional}.items():
+def check_methods(trial: Trial, env: Any) -> None:
+    """The protocol's methods and their arguments, and the settings of a `ToolEnv`."""
+    report, name = trial.report, type(env).__name__
+    for method, (num_arguments, form, is_required) in _METHODS.items():
         found = getattr(env, method, None)
-        if found is None and method in required:
-            context.report.error(
-                "methods",
-                f"{name} has no method {method}.",
-                f"Define {form}, or subclass agent_r1_trl.ToolEnv, which has it.",
-            )
+        if found is None and is_required:
+            cure = f"Define {form}, or subclass agent_r1_trl.ToolEnv, which has it."
+            report.error("methods", f"{name} has no method {method}.", cure)
         elif found is not None and not _accepts(found, num_arguments):
-            context.report.error(
-                "methods", f"{name}.{method} does not take {num_arguments} argument(s).", f"Define it as {form}."
-            )
+            message = f"{name}.{method} does not take {num_arguments} argument(s)."
+            report.error("methods", message, f"Define it as {form}.")
     if getattr(env, "outcome_reward", None) is None:
-        context.report.warning(
+        report.warning(
             "methods",
             f"{name} has no outcome_reward: finished trajectories earn nothing from it.",
             "Define outcome_reward(self, trajectory), or pass reward_funcs to the trainer.",
         )
     if isinstance(env, ToolEnv):
-        _check_settings(context, env)
+        _check_settings(trial, env)
+    report.ok("methods", "All methods are there and take the right arguments.")
 
 
-def _check_settings(context: Context, env: ToolEnv) -> None:
-    cls, name = type(env), type(env).__name__
+def _check_settings(trial: Trial, env: ToolEnv) -> None:
+    report, cls, name = trial.report, type(env), type(env).__name__
     try:
         env._check_settings()
     except ValueError as error:
-        context.report.error("methods", str(error), "Set it to a value in that range.")
+        report.error("methods", str(error), "Set it to a value in that range.")
         return
-    own_outcome = cls.outcome_reward is not ToolEnv.outcome_reward
-    if env.has_reward and not own_outcome and cls.process_reward is ToolEnv.process_reward and env.tools:
-        context.report.warning(
+    pays_for_calls = env.has_reward and env.tool_call_reward > 0
+    has_outcome = cls.outcome_reward is not ToolEnv.outcome_reward
+    if pays_for_calls and not has_outcome and cls.process_reward is ToolEnv.process_reward and trial.tools:
+        report.warning(
             "methods",
             f"{name} defines neither outcome_reward nor process_reward: it pays for calls, whatever the answer.",
             "Define outcome_reward(self, trajectory), or set tool_call_reward = 0 and pass reward_funcs.",
         )
     cap, span = env.max_process_reward, env.success_reward - env.failure_reward
-    if own_outcome and env.has_reward and env.tool_call_reward > 0 and (cap is None or cap > span):
-        context.report.warning(
-            "methods",
-            f"{name}.max_process_reward={cap}: calling tools can earn more than solving the task ({span:g}).",
-            f"Set max_process_reward to at most {span:g}.",
-        )
+    if pays_for_calls and has_outcome and (cap is None or cap > span):
+        message = f"{name}.max_process_reward={cap}: calling tools can earn more than solving the task ({span:g})."
+        report.warning("methods", message, f"Set max_process_reward to at most {span:g}.")
     if env.tool_error_reward > 0:
-        context.report.warning(
-            "methods",
-            f"{name}.tool_error_reward={env.tool_error_reward}: failing calls are rewarded.",
-            "Set it to 0 or below.",
-        )
-    if env.tool_timeout_s is None or env.tool_timeout_s == math.inf:
-        context.report.warning(
-            "methods",
-            f"{name}.tool_timeout_s sets no limit: a tool that hangs stops its trajectory.",
-            "Set a number of seconds.",
-        )
+        message = f"{name}.tool_error_reward={env.tool_error_reward}: failing calls are rewarded."
+        report.warning("methods", message, "Set it to 0 or below.")
 
 
 def _looks_like_trl(env: Any) -> bool:
-    """A class for TRL's `environment_factory`: no step, and a reset that takes a row as keywords, or a get_reward."""
+    """Made by a class for TRL's `environment_factory`: no step, and get_reward or a reset that takes keywords."""
     if hasattr(env, "step") or not callable(getattr(env, "reset", None)):
         return False
-    if hasattr(type(env), "get_reward"):
-        return True
-    try:
-        parameters = inspect.signature(env.reset).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    parameters = inspect.signature(env.reset).parameters.values()
+    return hasattr(type(env), "get_reward") or any(item.kind is item.VAR_KEYWORD for item in parameters)
 
 
 def _accepts(method: Any, num_arguments: int) -> bool:
-    if not callable(method):
-        return False
     try:
         inspect.signature(method).bind(*[None] * num_arguments)
-    except TypeError:
+    except TypeError:  # also for what cannot be called at all
         return False
     except ValueError:  # no signature to be had
         return True

@@ -1,175 +1,213 @@
-"""Playing short episodes: valid calls, broken calls, odd answers.
-
-Not part of the data flow: a linter's step.
-"""
+"""Playing short episodes: reset, step with what models write, close."""
 
 from __future__ import annotations
 
-import copy
+import inspect
+import json
+from dataclasses import dataclass
 from typing import Any
 
-from agent_r1_trl.doctor.environment.context import Context
-from agent_r1_trl.doctor.environment.contracts import check_messages, checked_step
-from agent_r1_trl.doctor.environment.script import (
-    DEFAULT_EXAMPLE,
-    NONSENSE,
-    ODD_ANSWERS,
-    answer_message,
-    bad_messages,
-    call_message,
-    sample_call,
-)
-from agent_r1_trl.doctor.environment.tools import check_tools, read_tools
-from agent_r1_trl.trajectory import Message, ToolErrorKind, ToolResult
+from agent_r1_trl.doctor.environment.construction import Trial
+from agent_r1_trl.doctor.environment.script import DEFAULT_EXAMPLE, broken_calls, odd_messages, valid_messages
+from agent_r1_trl.doctor.environment.tools import check_result
+from agent_r1_trl.doctor.report import describe_error
+from agent_r1_trl.environments.base import StepResult
+from agent_r1_trl.rollout import EnvSession
+from agent_r1_trl.tools import shared_pool
+from agent_r1_trl.trajectory import Author, Message, StopReason, ToolErrorKind, ToolResult, Trajectory, Turn
 
-SLOW_S = 5.0
-Played = list[tuple[Message, list[Message], float]]
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def check_env_tools(context: Context, env: Any) -> None:
-    """The tools' names and schemas; keeps those that can be called."""
-    listed = context.caller.call(lambda: getattr(env, "tools", ()))
-    if listed.failure:
-        context.report.error(
-            "tools", f"Reading `tools` {listed.failure}.", "Set tools = [function, ...] on the class."
+@dataclass(kw_only=True)
+class Episode:
+    """What was played, and the environment as the episode left it."""
+
+    session: EnvSession
+    prompt: list[Message]
+    messages: list[Message]
+    steps: list[StepResult]
+    """One per message, until an episode ends by itself."""
+
+    def trajectory(self, stop_reason: StopReason) -> Trajectory:
+        """As the rollout would record it: one token per message, and one more for its observations if it has any."""
+        turns: list[Turn] = []
+        turn_ids: list[int] = []
+        for message, (observations, reward, _, _) in zip(self.messages, self.steps, strict=False):
+            start = len(turn_ids)
+            turn_ids += [len(turns), -1] if observations else [len(turns)]
+            turns.append(Turn(start=start, end=start + 1, message=message, observations=observations, reward=reward))
+        return Trajectory(
+            prompt_messages=self.prompt,
+            prompt_ids=[0],
+            completion_ids=[0] * len(turn_ids),
+            action_mask=[int(turn_id >= 0) for turn_id in turn_ids],
+            logprobs=[0.0] * len(turn_ids),
+            turn_ids=turn_ids,
+            authors=[Author.POLICY if turn_id >= 0 else Author.ENVIRONMENT for turn_id in turn_ids],
+            turns=turns,
+            stop_reason=stop_reason,
         )
-        return
-    context.usable_tools = check_tools(context.report, read_tools(context.report, listed.value))
 
 
-def check_reset(context: Context) -> None:
+def check_reset(trial: Trial) -> None:
     """The prompt of every row: its form, and that two instances agree on it."""
-    for row in context.rows:
-        example = copy.deepcopy(row)
-        env, other = context.new(), context.new()
-        if env is None or other is None:
+    report = trial.report
+    for row in trial.rows:
+        _, reset = trial.start(row)
+        if reset.failure and trial.are_made_up:
+            message = f"{reset.failure}, on a made-up example ({', '.join(DEFAULT_EXAMPLE)}); nothing was played."
+            report.warning("reset", message, "Pass rows of your data set: check_env(env, examples).")
+            trial.rows = []
             return
-        first = context.caller.call(env.reset, example)
-        if first.failure:
-            if context.are_made_up:
-                context.report.warning(
-                    "reset",
-                    f"reset {first.failure} on a made-up example ({', '.join(DEFAULT_EXAMPLE)}); nothing was played.",
-                    "Pass rows of your data set: check_env(env, examples).",
-                )
-                context.rows = []
-            else:
-                context.report.error(
-                    "reset", f"reset {first.failure}.", "It must turn a row of the data set into messages."
-                )
+        if reset.failure:
+            report.error("reset", f"{reset.failure}.", "It must turn a row of the data set into messages.")
             return
-        check_messages(context, "reset", first.value, "reset returned")
-        if context.report.has_errors("reset"):
+        prompt = reset.value[0]
+        problem = describe_bad_messages(prompt) if prompt else "an empty prompt"
+        if problem:
+            cure = "Return a non-empty list of messages: [{'role': 'user', 'content': 'text'}]."
+            report.error("reset", f"reset returned {problem}.", cure)
             return
-        _check_prompt(context, first.value, example, row, first.duration_s, first.blocked_s)
-        second = context.caller.call(other.reset, copy.deepcopy(row))
-        if second.failure or second.value != first.value:
-            context.report.error(
+        if prompt[-1]["role"] == "assistant":
+            message = "The prompt ends with an assistant message, but it is the model's turn."
+            report.warning("reset", message, "End it with role 'user'.")
+        if trial.fresh(row)[1] != prompt:
+            report.error(
                 "reset",
-                "Two instances give different prompts for the same example: members of a group would solve "
-                "different tasks and could not be compared.",
-                "Derive everything random in reset from the example, e.g. random.Random(example['seed']).",
+                "Two instances give different prompts for the same example: members of a group would solve different "
+                "tasks and could not be compared.",
+                "Derive everything random in reset from the example, e.g. random.Random(example['seed']), or from "
+                "the reset_seed that a method seed(self, *, reset_seed, dynamics_seed) is given.",
             )
+    report.ok("reset", "reset gives the same valid prompt for the same example.")
 
 
-def _check_prompt(
-    context: Context, prompt: list[Message], example: Any, row: Any, seconds: float, blocked_s: float
-) -> None:
-    if example != row:
-        context.report.error(
-            "reset",
-            "reset changes the example it is given; the other members of the group would see the change.",
-            "Copy what you change: copy.deepcopy(example).",
-        )
-    if prompt[-1].get("role") == "assistant":
-        context.report.warning(
-            "reset",
-            "The prompt ends with an assistant message: it is the model's turn.",
-            "End it with role 'user'.",
-        )
-    if seconds > SLOW_S:
-        context.report.warning(
-            "reset",
-            f"reset took {seconds:.1f} s; it runs once per trajectory.",
-            "Load shared data once per process.",
-        )
-    context.check_blocking("reset", blocked_s)
-
-
-def check_steps(context: Context) -> None:
-    """Every row with valid calls, broken calls and odd answers, each in a fresh environment."""
-    for row in context.rows:
-        play(context, row)
-        for what, message in bad_messages(context.usable_tools).items():
-            _play_bad(context, row, what, message)
-        for what, text in ODD_ANSWERS.items():
-            fresh = context.fresh(row)
-            if fresh:
-                checked_step(context, fresh[0], answer_message(text), f"an answer that is {what}")
-        if context.report.has_errors("step"):
+def check_steps(trial: Trial) -> None:
+    """Every row with valid calls, broken calls and odd messages, each in a fresh environment."""
+    report, has_ended = trial.report, False
+    for row in trial.rows:
+        played = play(trial, row, "a valid call or a plain answer", valid_messages(trial.tools))
+        has_ended |= played is not None and played.steps[-1].done
+        for what, message in broken_calls(trial.tools).items():
+            step = take_step(trial, trial.fresh(row)[0], message, what)
+            if step is not None and step.done:
+                text = f"{what.capitalize()} ends the episode: the policy gets no chance to repair it."
+                report.warning("step", text, "Return an observation that says how to call, and done=False.")
+            if step is not None and step.reward > 0:
+                report.warning("step", f"{what.capitalize()} earns {step.reward:g}.", "Pay failing calls 0 or less.")
+        for what, message in odd_messages(trial.tools).items():
+            take_step(trial, trial.fresh(row)[0], message, what)
+        if report.has_errors("step"):
             return
-    if context.rows and not context.has_ended:
-        context.report.warning(
+    if not has_ended:
+        report.warning(
             "step",
             "No episode ended, neither after tool calls nor after an answer: all trajectories will run into limits.",
             "Return done=True from step when the task is over.",
         )
+    report.ok("step", "step survives good, bad and odd messages and keeps its contract.")
 
 
-def play(context: Context, row: dict[str, Any]) -> tuple[Any, list[Message], Played] | None:
-    """An episode of valid calls, one by one and all at once, and a wrong answer."""
-    fresh = context.fresh(row)
-    if not fresh:
-        return None
-    env, prompt = fresh
-    calls = [sample_call(tool) for tool in context.usable_tools]
-    messages = [call_message(call) for call in calls]
-    if len(calls) > 1:
-        messages.append(call_message(*calls))
-    played: Played = []
-    for message in [*messages, answer_message(NONSENSE)]:
-        step = checked_step(context, env, message, "a valid call" if message.get("tool_calls") else "a plain answer")
+def play(trial: Trial, row: dict[str, Any], what: str, messages: list[Message]) -> Episode | None:
+    """Play these messages in a fresh environment, as far as it lets them; None if a step failed."""
+    session, prompt = trial.fresh(row)
+    steps: list[StepResult] = []
+    for message in messages:
+        step = take_step(trial, session, message, what)
         if step is None:
             return None
-        observations, reward, done, info = step
-        played.append((message, list(observations), float(reward)))
-        _check_results(context, info)
-        if done:
-            context.has_ended = True
+        steps.append(step)
+        if step.done:
             break
-    return env, prompt, played
+    return Episode(session=session, prompt=prompt, messages=messages, steps=steps)
 
 
-def _play_bad(context: Context, row: dict[str, Any], what: str, message: Message) -> None:
-    fresh = context.fresh(row)
-    if not fresh:
+def take_step(trial: Trial, session: EnvSession, message: Message, what: str) -> StepResult | None:
+    """One step; None if it failed, or if the rollout could not use what it returned. `what` names the message."""
+    report = trial.report
+    stepped = trial.call("step", session, message)
+    if stepped.failure:
+        cure = "What a model writes and what a tool does must become an observation, not an exception or a hang."
+        report.error("step", f"On {what}: {stepped.failure}.", cure)
+        return None
+    step: StepResult = stepped.value
+    for result in step.info.get("tool_results", []):
+        if isinstance(result, ToolResult):
+            check_result(report, result)
+            if result.error is ToolErrorKind.TIMEOUT:  # once is enough
+                trial.tools = [tool for tool in trial.tools if tool.name != result.call.name]
+    problem = describe_bad_messages(step.observations)
+    if problem:
+        report.error("step", f"step returned {problem}.", "Return [{'role': 'tool' or 'user', 'content': 'text'}].")
+        return None
+    problem = describe_not_json({name: value for name, value in step.info.items() if name != "tool_results"})
+    if problem:
+        report.error("step", f"info is not JSON and cannot be recorded ({problem}).", "Use plain values only.")
+    if not step.done:
+        _check_observations(trial, message, step.observations, what)
+    return step
+
+
+def _check_observations(trial: Trial, message: Message, observations: list[Message], what: str) -> None:
+    report, roles = trial.report, [observation["role"] for observation in observations]
+    if not observations:
+        text = f"After {what} the episode goes on, but step returned no observation: the model has nothing to answer."
+        report.error("step", text, "Return at least one message, or done=True.")
+    if "assistant" in roles:
+        text = "An observation has the role 'assistant': the model would read it as its own words."
+        report.warning("step", text, "Use role 'tool' or 'user'.")
+    num_calls, num_answers = len(message.get("tool_calls") or []), roles.count("tool")
+    if num_calls and num_answers and num_calls != num_answers:
+        cure = "Return one message of role 'tool' per call, in the order of the calls."
+        report.warning("step", f"{num_calls} calls were answered by {num_answers} tool messages.", cure)
+
+
+def describe_bad_messages(messages: list[Message]) -> str | None:
+    """Why a chat template cannot render these; None if it can."""
+    for message in messages:
+        if message.get("role") not in ROLES:
+            return f"a message with the role {message.get('role')!r}: {message!r:.120}"
+        content = message.get("content")
+        blocks = content if isinstance(content, list) else [None]
+        if not isinstance(content, str) and not all(isinstance(part, dict) and "type" in part for part in blocks):
+            return f"a message whose content is {type(content).__name__}, not text: {message!r:.120}"
+        problem = describe_not_json(message)
+        if problem:
+            return f"a message that is not JSON ({problem}): {message!r:.120}"
+    return None
+
+
+def describe_not_json(value: Any) -> str | None:
+    """Why a value cannot be recorded; None if it can."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except Exception as error:
+        return describe_error(error, 120)
+    return None
+
+
+def check_close(trial: Trial) -> None:
+    """Before reset, after it, and twice."""
+    report, untouched = trial.report, trial.new()
+    env = trial.fresh(trial.rows[0])[0].env
+    if not hasattr(env, "close"):
         return
-    step = checked_step(context, fresh[0], message, what)
-    if step is None:
-        return
-    _, reward, done, _ = step
-    if done:
-        context.report.warning(
-            "step",
-            f"{what.capitalize()} ends the episode: the policy gets no chance to repair it.",
-            "Return an observation that says how to call right, and done=False.",
-        )
-    if reward > 0:
-        context.report.warning("step", f"{what.capitalize()} earns {reward:g}.", "Pay failing calls 0 or less.")
+    failure = _close(trial, untouched)
+    if failure:
+        message = f"When reset had not run: {failure}. close is called after a failed reset, too."
+        report.error("close", message, "Set what close uses in __init__, or use getattr(self, name, None).")
+    for add, when in ((report.error, "After an episode"), (report.warning, "A second time")):
+        failure = _close(trial, env)
+        if failure:
+            add("close", f"{when}: {failure}.", "Let it do nothing where nothing is left to free.")
+    report.ok("close", "close works before and after an episode, and twice.")
 
 
-def _check_results(context: Context, info: dict[str, Any]) -> None:
-    for result in info.get("tool_results", []):
-        if not isinstance(result, ToolResult):
-            continue  # reported with the other contracts
-        if result.error is ToolErrorKind.TIMEOUT:
-            context.report.error(
-                "tools",
-                f"Tool {result.call.name!r} hangs: {result.content[:200]}",
-                "Give its inner calls a timeout.",
-            )
-            context.usable_tools = [tool for tool in context.usable_tools if tool.name != result.call.name]
-        elif isinstance(result.content, str) and not result.content:
-            context.report.warning(
-                "tools", f"Tool {result.call.name!r} returned empty text.", "Say in words that nothing was found."
-            )
+def _close(trial: Trial, env: Any) -> str | None:
+    async def close() -> None:
+        closed = env.close() if inspect.iscoroutinefunction(env.close) else await shared_pool(8).run(env.close)
+        if inspect.isawaitable(closed):
+            await closed
+
+    return trial.caller.call("close", close()).failure

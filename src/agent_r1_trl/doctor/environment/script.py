@@ -1,7 +1,4 @@
-"""What `check_env` plays: example arguments for tools, assistant messages good and bad, and made-up trajectories.
-
-Not part of the data flow: a linter's material.
-"""
+"""What `check_env` plays: assistant messages good and bad, arguments for tools, and trajectories to score."""
 
 from __future__ import annotations
 
@@ -9,70 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from agent_r1_trl.tools import Tool
-from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory, Turn
+from agent_r1_trl.trajectory import Message
 
 DEFAULT_EXAMPLE = {
     "prompt": [{"role": "user", "content": "What is the capital of Norway?"}],
     "question": "What is the capital of Norway?",
     "answer": "Oslo",
 }
-SAMPLE_TEXTS = {"expression": "1 + 1", "query": "capital of Norway", "url": "https://example.org", "code": "print(1)"}
 NONSENSE = "zxqv wrong answer zxqv"
-
-
-def sample_value(schema: Any) -> Any:
-    """A value that a JSON schema allows, plain rather than clever."""
-    if not isinstance(schema, dict):
-        return "test"
-    for key in ("enum", "examples"):
-        if schema.get(key):
-            return schema[key][0]
-    if "const" in schema or "default" in schema:
-        return schema.get("const", schema.get("default"))
-    for key in ("anyOf", "oneOf"):
-        if schema.get(key):
-            return sample_value(schema[key][0])
-    kind = schema.get("type", "string")
-    kind = kind[0] if isinstance(kind, list) else kind
-    if kind in ("integer", "number"):
-        low = schema.get("minimum", schema.get("exclusiveMinimum", 0))
-        value = max(1, low + 1) if isinstance(low, (int, float)) else 1
-        return int(value) if kind == "integer" else float(value)
-    if kind == "boolean":
-        return True
-    if kind == "null":
-        return None
-    if kind == "array":
-        items = schema.get("prefixItems")
-        return [sample_value(item) for item in items] if items else [sample_value(schema.get("items", {}))]
-    if kind == "object":
-        properties: dict[str, Any] = schema.get("properties") or {}
-        names = schema.get("required", list(properties))
-        return {name: _sample_argument(name, properties.get(name)) for name in names}
-    return "test"
-
-
-def _sample_argument(name: str, schema: Any) -> Any:
-    """What an argument of this name usually holds, where its schema leaves that open."""
-    is_free_text = isinstance(schema, dict) and schema.get("type") == "string" and "enum" not in schema
-    return SAMPLE_TEXTS[name] if is_free_text and name in SAMPLE_TEXTS else sample_value(schema)
-
-
-def sample_call(tool: Tool) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of a call the tool's schema allows."""
-    return tool.name, sample_value({"type": "object", **tool.schema["function"]["parameters"]})
-
-
-def call_message(*calls: tuple[Any, Any], content: str = "") -> Message:
-    """An assistant message with these calls, as the rollout's parser makes it."""
-    return {
-        "role": "assistant",
-        "content": content,
-        "tool_calls": [
-            {"type": "function", "id": f"check_{index}", "function": {"name": name, "arguments": arguments}}
-            for index, (name, arguments) in enumerate(calls)
-        ],
-    }
+_TEXTS = {"expression": "1 + 1", "query": "capital of Norway", "url": "https://example.org", "code": "print(1)"}
 
 
 def answer_message(text: str | None) -> Message:
@@ -80,57 +22,74 @@ def answer_message(text: str | None) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def bad_messages(tools: Sequence[Tool]) -> dict[str, Message]:
-    """Assistant messages that real models write, by what is wrong with them."""
-    name = tools[0].name if tools else "search"
+def call_message(*calls: tuple[Any, Any]) -> Message:
+    """An assistant message with these (name, arguments) calls, as the rollout's parser makes it."""
     return {
-        "an unknown tool": call_message(("no_such_tool", {})),
-        "arguments the tool does not have": call_message((name, {"no_such_argument": 1})),
-        "no arguments": call_message((name, None)),
-        "arguments that are a list": call_message((name, [1, 2])),
-        "arguments that are no JSON": call_message((name, '{"query": "un')),
-        "a call that is a number": {"role": "assistant", "content": "", "tool_calls": [5]},
-        "a call without a name": {"role": "assistant", "content": "", "tool_calls": [{"function": {}}]},
-        "a call cut off half way": {
-            "role": "assistant",
-            "content": '<tool_call>{"name": "sea',
-            "malformed_tool_call": "the call ends in the middle",
-        },
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"type": "function", "id": f"check_{index}", "function": {"name": name, "arguments": arguments}}
+            for index, (name, arguments) in enumerate(calls)
+        ],
     }
 
 
-ODD_ANSWERS: dict[str, str | None] = {
-    "empty": "",
-    "missing (None)": None,
-    "long": "word " * 5000,
-    "unicode": "\u0000\u202e\U0001f600 \u00e9\u0301 <|im_end|> </answer> {{ x }}",
-}
+def valid_messages(tools: Sequence[Tool]) -> list[Message]:
+    """Valid calls, one by one and all at once, and a wrong answer."""
+    calls = [sample_call(found) for found in tools]
+    together = [call_message(*calls)] if len(calls) > 1 else []
+    return [*(call_message(call) for call in calls), *together, answer_message(NONSENSE)]
 
 
-def make_trajectory(
-    prompt: list[Message], played: Sequence[tuple[Message, list[Message], float]], stop_reason: StopReason
-) -> Trajectory:
-    """A trajectory of these (assistant message, observations, reward) turns: one token per turn, one per answer."""
-    turns: list[Turn] = []
-    ids: list[int] = []
-    mask: list[int] = []
-    for index, (message, observations, reward) in enumerate(played):
-        start = len(ids)
-        ids.append(index)
-        mask.append(1)
-        if observations:
-            ids.append(0)
-            mask.append(0)
-        turns.append(Turn(start=start, end=start + 1, message=message, observations=observations, reward=reward))
-    turn_of = iter(range(len(turns)))
-    return Trajectory(
-        prompt_messages=prompt,
-        prompt_ids=[0],
-        completion_ids=ids,
-        action_mask=mask,
-        logprobs=[0.0] * len(ids),
-        turn_ids=[next(turn_of) if bit else -1 for bit in mask],
-        authors=[Author.POLICY if bit else Author.ENVIRONMENT for bit in mask],
-        turns=turns,
-        stop_reason=stop_reason,
-    )
+def broken_calls(tools: Sequence[Tool]) -> dict[str, Message]:
+    """Calls that real models write, by what is wrong with them."""
+    name = tools[0].name if tools else "search"
+    cut_off = {**answer_message('<tool_call>{"name": "sea'), "malformed_tool_call": "the call ends in the middle"}
+    return {
+        "an unknown tool": call_message(("no_such_tool", {})),
+        "arguments the tool does not have": call_message((name, {"no_such_argument": 1})),
+        "arguments that are a list": call_message((name, [1, 2])),
+        "arguments that are no JSON": call_message((name, '{"query": "un')),
+        "a call that is a number": {**answer_message(""), "tool_calls": [5]},
+        "a call without a name": {**answer_message(""), "tool_calls": [{"function": {}}]},
+        "a call cut off half way": cut_off,
+    }
+
+
+def odd_messages(tools: Sequence[Tool]) -> dict[str, Message]:
+    """Other messages that a step must survive, by what they are."""
+    return {
+        "a call without arguments": call_message((tools[0].name if tools else "search", None)),
+        "an empty answer": answer_message(""),
+        "an answer without content (None)": answer_message(None),
+        "an answer of odd characters": answer_message("\u0000\u202e\U0001f600 e\u0301 <|im_end|> </answer> {{ x }}"),
+    }
+
+
+def sample_call(tool: Tool) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of a call that the tool's schema allows."""
+    return tool.name, _sample({"type": "object", **tool.schema["function"]["parameters"]})
+
+
+def _sample(schema: Any, name: str = "") -> Any:
+    """A value that a JSON schema allows; for free text, one that suits an argument of this name."""
+    schema = schema if isinstance(schema, dict) else {}
+    for key in ("const", "default"):
+        if key in schema:
+            return schema[key]
+    for key in ("enum", "examples"):
+        if schema.get(key):
+            return schema[key][0]
+    for key in ("anyOf", "oneOf"):
+        if schema.get(key):
+            return _sample(schema[key][0], name)
+    kind = schema.get("type", "string")
+    kind = kind[0] if isinstance(kind, list) else kind
+    if kind == "object":
+        properties: dict[str, Any] = schema.get("properties") or {}
+        return {key: _sample(properties.get(key), key) for key in schema.get("required", properties)}
+    if kind == "array":
+        return [_sample(item) for item in schema.get("prefixItems") or [schema.get("items")]]
+    least = max(1, schema.get("minimum", 1), schema.get("exclusiveMinimum", 0) + 1)
+    values = {"integer": int(least), "number": float(least), "boolean": True, "null": None}
+    return values.get(kind, _TEXTS.get(name, "test"))

@@ -1,65 +1,73 @@
-"""Do instances share state, and can they be closed?
-
-Not part of the data flow: a linter's step.
-"""
+"""Do instances share state? An episode in one must not change another."""
 
 from __future__ import annotations
 
-from agent_r1_trl.doctor.environment.context import Context, innermost
+import collections
+import sys
+from typing import Any
+
+from agent_r1_trl.doctor.environment.construction import Trial
 from agent_r1_trl.doctor.environment.episodes import play
-from agent_r1_trl.doctor.environment.freeze import changed, snapshot_class, snapshot_instance
+from agent_r1_trl.doctor.environment.script import valid_messages
+from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
+
+_MAX_DEPTH = 6
+_MAX_ITEMS = 2000
+# Objects of these modules count by identity: what they hold is machinery, not the state of an episode.
+_OPAQUE_MODULES = {*sys.stdlib_module_names, "agent_r1_trl"}
 
 
-def check_shared_state(context: Context) -> None:
-    """Whether an episode in one instance changes another, or their class."""
-    if not context.rows or context.report.has_errors("step"):
+def check_shared_state(trial: Trial) -> None:
+    """Whether an episode in one instance changes another, or the class."""
+    bystander = trial.fresh(trial.rows[0])[0].env
+    if isinstance(bystander, TRLEnvAdapter):
+        bystander = bystander.environment
+    before = _snapshot(bystander)
+    if play(trial, trial.rows[0], "a valid call or a plain answer", valid_messages(trial.tools)) is None:
         return
-    bystander = context.fresh(context.rows[0])
-    if bystander is None:
-        return
-    other = bystander[0]
-    classes_before = snapshot_class(type(innermost(other)))
-    other_before = {**snapshot_instance(other), **snapshot_instance(innermost(other))}
-    for row in context.rows[:1]:
-        play(context, row)
-    leaked = changed(classes_before, snapshot_class(type(innermost(other))))
-    if leaked:
-        context.report.error(
+    after = _snapshot(bystander)
+    changed = sorted(name for name in before if before[name] != after.get(name, before[name]))
+    if changed:
+        trial.report.error(
             "state",
-            f"An episode changed {', '.join(leaked)}: a class attribute that all trajectories share.",
-            "Create it in reset or __init__ (name§ = []); a cache that is meant to be shared: call it *_cache.",
+            f"An episode in one instance changed {', '.join(changed)} of another: all trajectories share it.",
+            "Create it in reset or __init__ of each instance (self.name = []) and copy what comes from outside; a "
+            "cache that is meant to be shared: call it *_cache.",
         )
-    leaked = changed(other_before, {**snapshot_instance(other), **snapshot_instance(innermost(other))})
-    if leaked:
-        context.report.error(
-            "state",
-            f"An episode in one instance changed {', '.join(leaked)} of another: they hold the same object.",
-            "Create it in reset or __init__ of each instance; copy what comes from outside.",
-        )
+    trial.report.ok("state", "Two instances share no state.")
 
 
-def check_close(context: Context) -> None:
-    """Before reset, after an episode, and twice."""
-    untouched = context.new()
-    if untouched is None:
-        return
-    closed = context.caller.call(untouched.close)
-    if closed.failure:
-        context.report.error(
-            "close",
-            f"close {closed.failure} when reset had not run; it is called after a failed reset, too.",
-            "Set what close uses in __init__, or use getattr(self, name, None).",
-        )
-    for row in context.rows[:1]:
-        fresh = context.fresh(row)
-        if fresh is None:
-            return
-        for attempt in ("", " a second time"):
-            closed = context.caller.call(fresh[0].close)
-            if closed.failure:
-                add = context.report.warning if attempt else context.report.error
-                add(
-                    "close",
-                    f"close{attempt} {closed.failure}.",
-                    "Let it do nothing where nothing is left to free.",
-                )
+def _snapshot(instance: Any) -> dict[str, str]:
+    """The attributes of an instance, its class and its bases (this package's excepted), as text."""
+    found = dict(getattr(instance, "__dict__", {}))
+    for base in type(instance).__mro__:
+        if base is not object and not base.__module__.startswith("agent_r1_trl."):
+            found |= {f"{base.__name__}.{name}": value for name, value in vars(base).items()}
+    names = [name for name in found if "__" not in name and "cache" not in name.lower()]
+    return {name: _freeze(found[name]) for name in names}
+
+
+def _freeze(value: Any, depth: int = 0, seen: frozenset[int] = frozenset()) -> str:
+    """Text that changes when the value's plain content changes; opaque things count by identity."""
+    opaque = f"<{type(value).__name__} {id(value)}>"
+    if id(value) in seen or depth > _MAX_DEPTH:
+        return opaque
+    try:
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes, bytearray)):
+            return repr(value)
+        if isinstance(value, (set, frozenset)):
+            parts: Any = sorted(value, key=repr)
+        elif isinstance(value, (list, tuple, collections.deque)):
+            parts = value
+        elif isinstance(value, dict):
+            parts = [part for item in value.items() for part in item]
+        elif hasattr(value, "tobytes") and hasattr(value, "shape"):  # an array
+            return f"array {value.shape} {hash(value.tobytes())}"
+        elif hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in _OPAQUE_MODULES:
+            parts = [part for item in vars(value).items() for part in item]
+        else:
+            return opaque
+        frozen = [_freeze(part, depth + 1, seen | {id(value)}) for part in list(parts)[:_MAX_ITEMS]]
+        return f"{type(value).__name__} {len(parts)}: {', '.join(frozen)}"
+    except Exception:  # a container that another thread is changing, an integer too long to print
+        return opaque

@@ -1,7 +1,7 @@
 """check_env: a linter for environments and their tools, to run before money is spent.
 
-Not part of the data flow: it plays short episodes with good, bad and odd assistant messages and reports what would
-break training, teach the wrong thing, or leak from one trajectory into another.
+It plays short episodes with good, bad and odd assistant messages and reports what would break training, teach the
+wrong thing, or leak from one trajectory into another.
 
     for finding in check_env(MyEnv, dataset):
         print(finding.level, finding.message, finding.cure)
@@ -9,20 +9,21 @@ break training, teach the wrong thing, or leak from one trajectory into another.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
 
-from agent_r1_trl.doctor.environment.caller import SafeCaller
-from agent_r1_trl.doctor.environment.construction import check_construction, check_methods
-from agent_r1_trl.doctor.environment.context import Context
-from agent_r1_trl.doctor.environment.episodes import check_env_tools, check_reset, check_steps
+from agent_r1_trl.doctor.environment.caller import Caller
+from agent_r1_trl.doctor.environment.construction import Stopped, Trial, check_construction, check_methods
+from agent_r1_trl.doctor.environment.episodes import check_close, check_reset, check_steps
 from agent_r1_trl.doctor.environment.outcome import check_outcome
-from agent_r1_trl.doctor.environment.report import Finding
 from agent_r1_trl.doctor.environment.script import DEFAULT_EXAMPLE
-from agent_r1_trl.doctor.environment.state import check_close, check_shared_state
+from agent_r1_trl.doctor.environment.state import check_shared_state
+from agent_r1_trl.doctor.environment.tools import check_tools, list_tools
+from agent_r1_trl.doctor.report import Finding, describe_error
 
 
 def check_env(
@@ -42,7 +43,8 @@ def check_env(
         timeout_s: seconds any one method may take before it counts as hanging.
 
     Returns:
-        Findings in the order of the checks; a check that found nothing has one line of level "ok".
+        Findings in the order of the checks. A check that looked and found nothing has one line of level "ok"; a check
+        that could not look, because an earlier one failed, has none.
 
     Raises:
         ValueError: `examples` holds no rows, or an argument is out of range.
@@ -52,13 +54,13 @@ def check_env(
     if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s={timeout_s!r}: must be a number of seconds > 0.")
     rows = _read_examples(examples, num_episodes)
-    caller = SafeCaller(timeout_s)
-    context = Context(given=env_or_factory, rows=rows, are_made_up=examples is None, caller=caller)
+    trial = Trial(given=env_or_factory, rows=rows, are_made_up=examples is None, caller=Caller(timeout_s))
     try:
-        _run(context)
+        with contextlib.suppress(Stopped):
+            _run_checks(trial)
     finally:
-        caller.close()
-    return context.report.findings
+        trial.caller.close()
+    return trial.report.findings
 
 
 def _read_examples(examples: Any, num_episodes: int) -> list[dict[str, Any]]:
@@ -72,29 +74,24 @@ def _read_examples(examples: Any, num_episodes: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _run(context: Context) -> None:
+def _run_checks(trial: Trial) -> None:
     """All checks, the cheap ones first; those that need what failed are left out."""
-    report = context.report
-    with report.section("construction", "Every trajectory gets an instance of its own."):
-        env = check_construction(context)
-    if env is None:
+    report = trial.report
+    env = check_construction(trial)
+    try:
+        trial.tools = check_tools(report, getattr(env, "tools", None) or ())
+    except Exception as error:  # a property, or a name in the list that is no method
+        report.error("tools", f"{describe_error(error)}.", "Set tools = [function, ...] on the class.")
+    check_methods(trial, env)
+    if report.has_errors("construction", "tools", "methods"):
         return
-    with report.section("methods", "All methods are there and take the right arguments."):
-        check_methods(context, env)
-    if report.has_errors():
+    check_reset(trial)
+    if report.has_errors("reset") or not trial.rows:
         return
-    with report.section("tools", "The tools have schemas that a model can read, and answer."):
-        check_env_tools(context, env)
-        with report.section("reset", "reset gives the same valid prompt for the same example."):
-            check_reset(context)
-        if report.has_errors("reset"):
-            return
-        with report.section("step", "step survives good, bad and odd messages and keeps its contract."):
-            check_steps(context)
-    with report.section("outcome", "outcome_reward scores finished, cut and empty trajectories."):
-        check_outcome(context)
-    if not context.is_instance:
-        with report.section("state", "Two instances share no state."):
-            check_shared_state(context)
-    with report.section("close", "close can be called at any time."):
-        check_close(context)
+    check_steps(trial)
+    report.ok("tools", list_tools(trial.tools))
+    if not report.has_errors("step"):
+        check_outcome(trial)
+        if not trial.is_instance:
+            check_shared_state(trial)
+    check_close(trial)
