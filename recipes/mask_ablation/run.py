@@ -4,8 +4,8 @@
     python recipes/mask_ablation/run.py --report          # table and plot of the runs that are there
 
 Each run is `agent-r1-trl train` with the quickstart's recipe and the flags of `VARIANTS`, then a greedy evaluation on
-the held-out questions. Runs that are finished are not repeated. PPO runs at gamma * lam < 1: at 1 the recursions with
-and without advantage mask agree on action tokens.
+the held-out questions. Runs that are finished are skipped. PPO runs at gamma * lam < 1: at 1 the recursions with and
+without advantage mask agree on action tokens.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ VARIANTS: dict[tuple[str, str], dict[str, str]] = {
     ("GRPO", NO_ADVANTAGE_MASK): {"algo": "grpo", "advantage_mask": "false"},
     ("GRPO", NEITHER): {"algo": "grpo", "advantage_mask": "false", "loss_mask": "false"},
 }
-"""(algorithm, masks) -> flags. GRPO gives every token of a trajectory one advantage, so its advantage mask alone
-changes nothing: that row is the check of it."""
+"""(algorithm, masks) -> flags. GRPO gives all tokens of a trajectory the same advantage, so its advantage mask alone
+changes nothing; the row is there to check that."""
 
 
 def folder_of(out: Path, algorithm: str, masks: str, seed: int) -> Path:
-    """Where a run lives."""
+    """The folder of a run."""
     return out / f"{algorithm}-{masks}-seed{seed}".lower().replace(" ", "-")
 
 

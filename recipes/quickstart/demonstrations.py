@@ -5,8 +5,8 @@
                for the fact of the first country instead of its neighbour's
     confused   takes every step, but asks for another fact at the end, and answers with that
 
-All three search, copy and answer in the same form: a model that imitates them knows every step that a right answer
-takes; what it lacks is the judgement when to take it.
+All three search, copy and answer in the same form. A model that imitates them knows every step that a right answer
+takes; it lacks the judgement of when to take it.
 """
 
 from __future__ import annotations

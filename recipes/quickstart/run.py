@@ -32,7 +32,7 @@ SHOWN = ("exact_match", "f1", "valid_answer_rate", "turns", "tool_calls", "tool_
 
 
 def read_options(argv: list[str]) -> argparse.Namespace:
-    """The options; `--config` follows from `--algo`."""
+    """Read the options; the default of `--config` follows from `--algo`."""
     algos = sorted(path.parent.name for path in HERE.glob("*/config_cpu.yaml"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algo", choices=algos, default="grpo")
@@ -48,7 +48,7 @@ def read_options(argv: list[str]) -> argparse.Namespace:
 
 
 def evaluate(options: argparse.Namespace, model: str | None, name: str, console: Console) -> EvaluationResult:
-    """Play the held-out questions and keep the trajectories; the model is the recipe's unless told otherwise."""
+    """Play the held-out questions and keep the trajectories. Without `model`, the recipe's model plays."""
     flags = ["--config", options.config, *(["--model", model] if model else [])]
     if options.num_examples is not None:
         flags += ["--num_examples", str(options.num_examples)]
@@ -67,11 +67,11 @@ def train(options: argparse.Namespace, console: Console) -> None:
     command = [sys.executable, "-m", "agent_r1_trl.cli.train", *flags]
     code = subprocess.run(command, env={**os.environ, "TOKENIZERS_PARALLELISM": "false"}).returncode
     if code:
-        raise UsageError(f"training ended with exit code {code}; what it said stands above.")
+        raise UsageError(f"training ended with exit code {code}; its output is above.")
 
 
 def make_cold_start(console: Console) -> None:
-    """The model is made on the spot where it is not there."""
+    """Make the model if it is missing."""
     if not (MODEL / "config.json").exists():
         console.rule("making the cold start", align="left")
         subprocess.run([sys.executable, str(HERE / "make_cold_start.py")], check=True)
@@ -80,7 +80,7 @@ def make_cold_start(console: Console) -> None:
 def report(
     options: argparse.Namespace, before: EvaluationResult, after: EvaluationResult, seconds: dict[str, float]
 ) -> dict[str, Any]:
-    """What `results.json` holds."""
+    """The content of `results.json`."""
     return {
         "before": before.to_dict(),
         "after": after.to_dict(),
