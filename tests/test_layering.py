@@ -1,175 +1,263 @@
-"""The direction of dependencies between modules, read from the source (no module is imported).
+"""Four laws about src/, read from the source without importing it; each lists every violation.
 
-Covered: who may import whom inside the package, lazily or not; who may import trl; what must not load at import time.
+1. Every module has a place in the data flow, and imports nothing from a later place.
+2. There are no circles of imports: between files, and between packages.
+3. Only `trainers` (and `chat`, inside functions) imports TRL; light packages load nothing heavy; optional packages
+   are imported inside functions.
+4. No file is longer than 400 lines, and no function longer than a screen.
 """
 
 import ast
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-import pytest
 
 SRC = Path(__file__).resolve().parents[1] / "src" / "agent_r1_trl"
 
-# Low to high. Modules of one level may import each other (without a cycle between files, see below); nothing may
-# import upwards.
-LEVELS = [
+# From the first step of the data flow to the last. A module may import from its own set and from those before it.
+ORDER = [
     {"trajectory", "objects"},
     {"tools"},
     {"environments", "rewards"},
     {"chat"},
     {"generation"},
     {"rollout"},
-    {"filtering", "advantages"},
+    {"advantages"},
     {"update", "critic"},
-    {"echo_trap"},
     {"trainers"},
-    {"evaluation", "recording", "publishing", "doctor", "memory"},
+    {"evaluation", "recording", "doctor", "memory"},
     {"cli"},
 ]
-LEVEL_OF = {module: level for level, modules in enumerate(LEVELS) for module in modules}
+PLACE_OF = {module: place for place, modules in enumerate(ORDER) for module in modules}
 
-# Who may reach up to the recorder, in the function that needs it: `Trajectory.show`, and the trainer's store. That is
-# safe because the recorder itself reads nothing but trajectories (tested below).
-CONVENIENCES = {("trajectory", "recording"), ("trainers", "recording")}
+# `Trajectory.show` and the trainers' store reach up to the recorder, inside functions. That closes no circle, because
+# the recorder reads nothing but trajectories.
+ALLOWED_UPWARDS = {("trajectory", "recording"), ("trainers", "recording")}
 
-LIGHT = ("trajectory", "objects", "tools", "environments", "rewards")
+LIGHT = {"trajectory", "objects", "tools", "environments", "rewards"}
 HEAVY = {"torch", "transformers", "trl", "vllm", "accelerate", "datasets", "peft", "deepspeed", "numpy", "pandas"}
 OPTIONAL = {"vllm", "deepspeed", "pyarrow", "gguf"}
-# The chat format asks TRL for its training templates and response parsers, inside functions.
-TRL_READERS = {"trainers", "chat/format.py"}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 50
+"""Without signature and docstring."""
 
 
-def module_files() -> list[Path]:
-    return sorted(path for path in SRC.rglob("*.py") if path != SRC / "__init__.py")
+# -------------------------------------------------------------------- reading
 
 
-def module_of(path: Path) -> str:
-    """`tools` for tools/search.py, `losses` for losses.py."""
-    return path.relative_to(SRC).with_suffix("").parts[0]
+def dotted_name(path: Path) -> str:
+    """agent_r1_trl.tools.search for tools/search.py, agent_r1_trl.tools for tools/__init__.py."""
+    return ".".join(("agent_r1_trl", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(".__init__")
 
 
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+FILES = {dotted_name(path): path for path in sorted(SRC.rglob("*.py"))}
 
 
-def imported_names(tree: ast.AST, *, path: Path, lazy: bool) -> Iterator[tuple[str, int]]:
-    """Dotted names that a file imports; with `lazy=False` only those that run when the file itself is imported."""
+def top_module(name: str) -> str:
+    """`tools` for agent_r1_trl.tools.search; "" for the root."""
+    return [*name.split("."), ""][1]
+
+
+def imported_names(tree: ast.AST, *, package: str, lazy: bool) -> Iterator[tuple[str, int]]:
+    """Dotted names that a file imports, and the lines; with `lazy=False` only those that importing the file runs.
+
+    `from a import b` gives `a.b` if that is a module of ours or if `a` is the root, else `a`.
+    """
     for node in ast.iter_child_nodes(tree):
-        if is_type_checking(node):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not lazy:
             continue
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = ("agent_r1_trl", *path.relative_to(SRC).parts[: -node.level])
-                base = ".".join([*parents, base]).rstrip(".")
-            if base == "agent_r1_trl":
-                yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
-            else:
-                yield base, node.lineno
-        yield from imported_names(node, path=path, lazy=lazy)
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *filter(None, [node.module])])
+            for name in (f"{base}.{alias.name}" for alias in node.names):
+                yield (name if name in FILES or base == "agent_r1_trl" else base), node.lineno
+        yield from imported_names(node, package=package, lazy=lazy)
 
 
+@functools.cache
 def imports_of(path: Path, *, lazy: bool) -> list[tuple[str, int]]:
-    return list(imported_names(ast.parse(path.read_text(encoding="utf-8")), path=path, lazy=lazy))
+    package = dotted_name(path.parent / "__init__.py")
+    return list(imported_names(ast.parse(path.read_text(encoding="utf-8")), package=package, lazy=lazy))
 
 
-def test_every_module_has_a_place_in_the_order():
-    unplaced = sorted({module_of(path) for path in module_files()} - set(LEVEL_OF))
-    assert not unplaced, f"{unplaced} stand in no level: add them to LEVELS where the data flow puts them."
+def list_of(violations: Iterable[tuple[Path, int, str]]) -> str:
+    lines = sorted({f"{path.relative_to(SRC)}:{line} imports {name}" for path, line, name in violations})
+    return "\n".join(["", *lines])
 
 
-@pytest.mark.parametrize("path", module_files(), ids=lambda path: str(path.relative_to(SRC)))
-def test_nothing_imports_against_the_data_flow(path):
-    importer = module_of(path)
-    eager = {name for name, _ in imports_of(path, lazy=False)}
+# -------------------------------------------------------------------- 1. the data flow
+
+
+def test_every_module_has_a_place_and_every_place_its_module():
+    modules = {top_module(name) for name in FILES} - {""}
+    assert modules == set(PLACE_OF), "ORDER names what src/ does not hold, or leaves out what it holds"
+
+
+def test_nothing_imports_against_the_data_flow():
     wrong = []
-    for name, line in imports_of(path, lazy=True):
-        parts = name.split(".")
-        if parts[0] != "agent_r1_trl" or len(parts) == 1 or parts[1] == "__version__":
-            continue
-        if (importer, parts[1]) in CONVENIENCES and name not in eager:
-            continue
-        if LEVEL_OF.get(parts[1], len(LEVELS)) > LEVEL_OF[importer]:
-            wrong.append(f"line {line}: {name}")
-    assert not wrong, f"{path.relative_to(SRC)} imports from a later step of the data flow: {wrong}"
+    for importer, path in FILES.items():
+        module, eager = top_module(importer), imports_of(path, lazy=False)
+        for name, line in imports_of(path, lazy=True) if module else []:
+            target = top_module(name) if name in FILES else ""
+            is_upwards = bool(target) and PLACE_OF.get(target, 99) > PLACE_OF.get(module, 99)
+            if is_upwards and ((module, target) not in ALLOWED_UPWARDS or (name, line) in eager):
+                wrong.append((path, line, name))
+    assert not wrong, list_of(wrong)
 
 
-def test_the_recorder_reads_nothing_but_trajectories():
-    own = {"agent_r1_trl.recording", "agent_r1_trl.trajectory"}
-    for path in (SRC / "recording").rglob("*.py"):
-        names = [name for name, _ in imports_of(path, lazy=True) if name.startswith("agent_r1_trl.")]
-        assert {".".join(name.split(".")[:2]) for name in names} <= own, f"{path.name} imports {names}"
+def test_nothing_inside_imports_from_the_packages_front_page():
+    """`from agent_r1_trl import tool` would hide who depends on whom."""
+    shown = {"agent_r1_trl", *(f"agent_r1_trl.{name}" for name in exported_names())}
+    wrong = [
+        (path, line, name) for path in FILES.values() for name, line in imports_of(path, lazy=True) if name in shown
+    ]
+    assert not wrong, list_of(wrong)
 
 
-@pytest.mark.parametrize("path", module_files(), ids=lambda path: str(path.relative_to(SRC)))
-def test_no_module_imports_the_lazy_package_root(path):
-    """`from agent_r1_trl import tool` inside the package hides who depends on whom."""
-    exported = {"agent_r1_trl", *(f"agent_r1_trl.{name}" for name in root_exports())}
-    found = [f"line {line}: {name}" for name, line in imports_of(path, lazy=True) if name in exported]
-    assert not found, f"{path.relative_to(SRC)}: import from the defining module instead: {found}"
-
-
-def root_exports() -> set[str]:
-    tree = ast.parse((SRC / "__init__.py").read_text(encoding="utf-8"))
-    for node in tree.body:
+def exported_names() -> set[str]:
+    for node in ast.parse((SRC / "__init__.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return set(ast.literal_eval(node.value)) - {"__version__"}
     raise AssertionError("agent_r1_trl/__init__.py has no __all__")
 
 
-@pytest.mark.parametrize("path", module_files(), ids=lambda path: str(path.relative_to(SRC)))
-def test_only_the_trainers_know_trl(path):
-    place = str(path.relative_to(SRC))
-    eager = {name.split(".")[0] for name, _ in imports_of(path, lazy=False)}
-    anywhere = {name.split(".")[0] for name, _ in imports_of(path, lazy=True)}
-    if module_of(path) == "trainers":
-        return
-    assert "trl" not in eager, f"{place} imports trl when it is imported."
-    assert "trl" not in anywhere or place in TRL_READERS, f"{place} imports trl; only trainers/ may."
+def test_the_recorder_reads_nothing_but_trajectories():
+    wrong = [
+        (path, line, name)
+        for importer, path in FILES.items()
+        for name, line in imports_of(path, lazy=True)
+        if top_module(importer) == "recording"
+        and name in FILES
+        and top_module(name) not in ("recording", "trajectory")
+    ]
+    assert not wrong, list_of(wrong)
 
 
-@pytest.mark.parametrize("path", module_files(), ids=lambda path: str(path.relative_to(SRC)))
-def test_light_modules_import_nothing_heavy_and_optional_packages_wait_for_their_class(path):
-    eager = {name.split(".")[0] for name, _ in imports_of(path, lazy=False)}
-    forbidden = OPTIONAL | (HEAVY if module_of(path) in LIGHT else set())
-    assert not eager & forbidden, f"{path.relative_to(SRC)} imports {sorted(eager & forbidden)} at import time."
+# -------------------------------------------------------------------- 2. circles
 
 
-def test_no_two_files_import_each_other_at_import_time():
-    graph: dict[str, set[str]] = {}
-    for path in module_files():
-        dotted = ".".join(("agent_r1_trl", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(".__init__")
-        graph[dotted] = {name for name, _ in imports_of(path, lazy=False) if name.startswith("agent_r1_trl.")} - {
-            dotted
+def is_inside(name: str, package: str) -> bool:
+    return f"{name}.".startswith(f"{package}.")
+
+
+def file_graph() -> dict[str, set[str]]:
+    """Module -> the modules that it imports when it is imported."""
+    return {
+        name: {other for other, _ in imports_of(path, lazy=False) if other in FILES and other != name}
+        for name, path in FILES.items()
+    }
+
+
+def package_graph() -> dict[str, set[str]]:
+    """The same between folders. A package and the packages inside it may know each other."""
+    folder_of = {name: dotted_name(path.parent / "__init__.py") for name, path in FILES.items()}
+    graph: dict[str, set[str]] = {folder: set() for folder in folder_of.values()}
+    for name, imported in file_graph().items():
+        own = folder_of[name]
+        graph[own] |= {
+            other
+            for other in map(folder_of.__getitem__, imported)
+            if not is_inside(own, other) and not is_inside(other, own)
         }
-    done: set[str] = set()
-
-    def visit(name: str, trail: list[str]) -> None:
-        assert name not in trail, f"import cycle: {' -> '.join([*trail[trail.index(name) :], name])}"
-        if name in done:
-            return
-        for imported in graph.get(name, ()):
-            visit(imported, [*trail, name])
-        done.add(name)
-
-    for name in graph:
-        visit(name, [])
+    return graph
 
 
-def test_the_reader_of_imports_sees_eager_lazy_relative_and_type_checking_ones(tmp_path):
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Every set of nodes that can all reach each other."""
+    reach: dict[str, set[str]] = {}
+    for start in graph:
+        seen, waiting = set(), [start]
+        while waiting:
+            waiting += (new := graph.get(waiting.pop(), set()) - seen)
+            seen |= new
+        reach[start] = seen
+    found = {frozenset(b for b in reach[a] if a in reach.get(b, ())) for a in graph if a in reach[a]}
+    return [" <-> ".join(sorted(nodes)) for nodes in found]
+
+
+def test_no_files_import_each_other_in_a_circle():
+    found = circles(file_graph())
+    assert not found, "\n".join(found)
+
+
+def test_no_packages_import_each_other_in_a_circle():
+    found = circles(package_graph())
+    assert not found, "\n".join(found)
+
+
+def test_a_circle_is_found_and_a_diamond_is_none():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == ["a <-> b <-> c"]
+    assert circles({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}}) == []
+
+
+# -------------------------------------------------------------------- 3. TRL and what is heavy
+
+
+def test_only_the_trainers_know_trl_and_the_chat_format_when_it_needs_a_template():
+    wrong = []
+    for importer, path in FILES.items():
+        if top_module(importer) != "trainers":
+            found = imports_of(path, lazy=top_module(importer) != "chat")
+            wrong += [(path, line, name) for name, line in found if name.split(".")[0] == "trl"]
+    assert not wrong, list_of(wrong)
+
+
+def test_light_packages_import_nothing_heavy_and_optional_packages_wait_for_their_class():
+    wrong = []
+    for importer, path in FILES.items():
+        forbidden = OPTIONAL | (HEAVY if top_module(importer) in {*LIGHT, ""} else set())
+        found = imports_of(path, lazy=False)
+        wrong += [(path, line, name) for name, line in found if name.split(".")[0] in forbidden]
+    assert not wrong, list_of(wrong)
+
+
+# -------------------------------------------------------------------- 4. sizes
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines after signature and docstring."""
+    statements = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return (function.end_lineno or 0) - statements[0].lineno + 1 if statements else 0
+
+
+def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
+    wrong = []
+    for path in FILES.values():
+        source, place = path.read_text(encoding="utf-8"), path.relative_to(SRC)
+        if (length := len(source.splitlines())) > MAX_FILE_LINES:
+            wrong.append(f"{place} has {length} lines, {MAX_FILE_LINES} are allowed")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and body_lines(node) > MAX_FUNCTION_LINES:
+                wrong.append(
+                    f"{place}:{node.lineno} {node.name}: {body_lines(node)} lines, {MAX_FUNCTION_LINES} allowed"
+                )
+    assert not wrong, "\n".join(["", *wrong])
+
+
+# -------------------------------------------------------------------- the reader itself
+
+
+def test_the_reader_tells_eager_lazy_relative_and_type_checking_imports_apart():
     source = (
-        "import torch.nn\nfrom . import base\nfrom ..tools import search\n"
+        "import torch.nn\nfrom . import base\nfrom ..tools import search, tool\n"
         "if TYPE_CHECKING:\n    import vllm\n"
         "try:\n    import numpy\nexcept ImportError:\n    pass\n"
         "class A:\n    import pandas\n    def f(self):\n        import trl\n"
     )
-    path = SRC / "environments" / "example.py"
-    eager = [name for name, _ in imported_names(ast.parse(source), path=path, lazy=False)]
-    lazy = [name for name, _ in imported_names(ast.parse(source), path=path, lazy=True)]
-    assert eager == ["torch.nn", "agent_r1_trl.environments", "agent_r1_trl.tools", "numpy", "pandas"]
-    assert lazy == [*eager, "trl"]
+    names = {
+        lazy: [name for name, _ in imported_names(ast.parse(source), package="agent_r1_trl.environments", lazy=lazy)]
+        for lazy in (False, True)
+    }
+    environments, tools = "agent_r1_trl.environments", "agent_r1_trl.tools"
+    assert names[False] == ["torch.nn", f"{environments}.base", f"{tools}.search", tools, "numpy", "pandas"]
+    assert names[True] == [*names[False], "trl"]
+
+
+def test_the_lines_of_a_function_are_counted_without_signature_and_docstring():
+    source = 'def f(\n    x,\n):\n    """Two\n\n    lines."""\n    y = x\n\n    return y\n'
+    assert body_lines(ast.parse(source).body[0]) == 3
