@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from agent_r1_trl.chat import ChatFormat
-from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.evaluation import (
     EvaluationResult,
     bootstrap_intervals,
@@ -20,9 +19,9 @@ from agent_r1_trl.evaluation import (
 from agent_r1_trl.evaluation.result import example_sums, trajectory_sums
 from agent_r1_trl.generation import SamplingParams, ScriptedGenerator
 from agent_r1_trl.rollout import NothingPlayedError, RolloutLimits
-from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
 from tests.tokenizers import make_tokenizer
+from tests.toys import AddEnv
 
 
 def played(*, turns=1, results=(), reward=0.0, reason=StopReason.DONE, **info) -> Trajectory:
@@ -170,18 +169,8 @@ def test_the_dictionary_is_flat_and_json():
 # ---------------------------------------------------------------- rollouts
 
 
-class Adder(ToolEnv):
-    """Add two numbers."""
-
-    @tool
-    def add(self, a: int, b: int) -> str:
-        """Add.
-
-        Args:
-            a: First.
-            b: Second.
-        """
-        return str(a + b)
+class Adder(AddEnv):
+    """Right if the answer is the example's."""
 
     def outcome_reward(self, trajectory):
         is_right = trajectory.final_text.strip() == self.example["answer"]

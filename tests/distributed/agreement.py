@@ -24,7 +24,7 @@ def ragged(rng, turn):
     if rng.random() < 0.05:
         raise GenerationError("gone")
     if rng.random() < 0.6:
-        return call(rng.choice([1, 10**6, 10**12]), rng.randrange(3))
+        return call(a=rng.choice([1, 10**6, 10**12]), b=rng.randrange(3))
     return say("x" * rng.randrange(1, 30))
 
 

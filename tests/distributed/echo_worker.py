@@ -13,13 +13,13 @@ from pathlib import Path
 from accelerate import PartialState
 
 from agent_r1_trl.chat import ChatFormat
-from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation import TransformersGenerator
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from tests.distributed.critics import POLICY_FOLDER
 from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_args, questions, say, scripted
+from tests.toys import AddEnv, call, say
+from tests.trainers.helpers import make_args, questions, scripted
 
 NUM_ROLLOUTS = 50
 NUM_ROWS = 4
@@ -28,8 +28,10 @@ NUM_CALLS = (0, 6)
 """Tool turns of each trajectory, by rank."""
 
 
-class EchoEnv(ToolEnv):
+class EchoEnv(AddEnv):
     """Repeats what it is told, and adds a word that no other environment knows."""
+
+    tools = ()
 
     def __init__(self):
         super().__init__()
@@ -45,9 +47,6 @@ class EchoEnv(ToolEnv):
         """
         self.heard.append(text)
         return f"{text} {self.word}"
-
-    def outcome_reward(self, trajectory):
-        return len(trajectory.final_text) % 2 == 0
 
 
 class Sampling:
@@ -69,8 +68,7 @@ def turns_of(num_calls):
         text = f"said-{rng.getrandbits(48):012x}"
         if turn == num_calls:
             return say(text + "." * rng.randrange(2))
-        call = {"type": "function", "function": {"name": "echo", "arguments": {"text": text}}}
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
+        return call("echo", text=text)
 
     return answer
 

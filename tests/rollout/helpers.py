@@ -8,62 +8,15 @@ from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
-from agent_r1_trl.tools import tool
 from tests.tokenizers import make_tokenizer
+from tests.toys import AddEchoEnv, add, call, echo, say
 
 PROMPT = [{"role": "user", "content": "What is 2 + 3?"}]
-
-
-@tool
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: One number.
-        b: The other.
-    """
-    return a + b
-
-
-@tool
-def echo(text: str) -> str:
-    """Repeat a text.
-
-    Args:
-        text: What to repeat.
-    """
-    return text
-
-
-class AddEnv(ToolEnv):
-    """0.5 per call, the outcome is +1 for an even number of characters."""
-
-    tools = (add, echo)
-
-    def outcome_reward(self, trajectory):
-        return len(trajectory.final_text) % 2 == 0
 
 
 @functools.cache
 def chat_of(family="qwen3"):
     return ChatFormat(make_tokenizer(family))
-
-
-def call(name="add", /, **arguments):
-    function = {"name": name, "arguments": arguments or {"a": 2, "b": 3}}
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-
-
-def calls(*pairs):
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in pairs],
-    }
-
-
-def say(text="5"):
-    return {"role": "assistant", "content": text}
 
 
 class Script:
@@ -83,7 +36,7 @@ class Script:
         return turn
 
 
-def play(turns, *, env=AddEnv, family="qwen3", chat=None, examples=1, limits=None, **options):
+def play(turns, *, env=AddEchoEnv, family="qwen3", chat=None, examples=1, limits=None, **options):
     """Roll out; returns the trajectories (or the only one) and the script."""
     chat = chat or chat_of(family)
     script = turns if isinstance(turns, Script) else Script(chat, turns)

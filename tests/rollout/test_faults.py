@@ -20,7 +20,8 @@ from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, env_session
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind, Trajectory
-from tests.rollout.helpers import PROMPT, AddEnv, call, calls, chat_of, echo, sampled_ids, say
+from tests.rollout.helpers import PROMPT, chat_of, sampled_ids
+from tests.toys import AddEchoEnv, call, calls, echo, say
 
 GOOD, BAD = "good", "bad"
 NOT_EXCEPTIONS = (SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit())
@@ -28,7 +29,7 @@ ERRORS = (*NOT_EXCEPTIONS, ValueError("bad"), StopIteration(), MemoryError(), Re
 ids_of_errors = [type(error).__name__ for error in ERRORS]
 
 
-class GoodEnv(AddEnv):
+class GoodEnv(AddEchoEnv):
     """Well-behaved; its prompt tells its trajectories apart from the bad ones."""
 
     def reset(self, example):
@@ -79,7 +80,7 @@ def assert_same(trajectory, alone):
     assert trajectory.token_rewards() == alone.token_rewards()
 
 
-class BadEnv(AddEnv):
+class BadEnv(AddEchoEnv):
     """Its prompt is not the good one's."""
 
     def reset(self, example):
@@ -335,7 +336,7 @@ def test_one_bad_call_leaves_the_others_of_its_turn_alone():
         raise SystemExit
 
     env = env_with(fail)
-    env.tools = (*env.tools, AddEnv.tools[0])
+    env.tools = (*env.tools, AddEchoEnv.tools[0])
     turn = calls(("add", {"a": 1, "b": 2}), ("echo", {"text": "x"}), ("add", {"a": 3, "b": 4}))
     trajectory = bad_among_good(env, [turn, say("ok")])
     assert [result.error for result in trajectory.tool_results] == [None, ToolErrorKind.EXCEPTION, None]
@@ -540,7 +541,7 @@ def test_a_sampler_that_fails_takes_no_other_trajectory_with_it(error):
 
     chat = chat_of()
     generator = Failing(lambda request: chat.encode_reply(say("five"))[: 1 if request.index == 1 else None])
-    runner = RolloutRunner(AddEnv, generator, chat, RolloutLimits(max_concurrency=1))
+    runner = RolloutRunner(AddEchoEnv, generator, chat, RolloutLimits(max_concurrency=1))
     reasons = [t.stop_reason for t in runner.run([RolloutRequest(example={"prompt": PROMPT})] * 3)]
     runner.close()
     assert reasons == [StopReason.DONE, StopReason.GENERATION_ERROR, StopReason.DONE]

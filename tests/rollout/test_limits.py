@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind
-from tests.rollout.helpers import AddEnv, Script, call, calls, chat_of, play, sampled_ids, say, scene
+from tests.rollout.helpers import Script, chat_of, play, sampled_ids, scene
+from tests.toys import AddEchoEnv, call, calls, say
 
 WHOLE_NUMBERS = {
     "max_turns": 1,
@@ -249,7 +250,7 @@ def test_one_unusable_turn_more_than_allowed_ends_it(limit, bad):
 
 
 def test_a_tool_that_fails_was_called_rightly():
-    class Broken(AddEnv):
+    class Broken(AddEchoEnv):
         tool_timeout_s = 5.0
 
         def __init__(self):

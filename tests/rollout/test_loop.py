@@ -8,7 +8,8 @@ import pytest
 from agent_r1_trl.environments import StepResult, ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind
-from tests.rollout.helpers import PROMPT, AddEnv, Script, call, calls, chat_of, play, sampled_ids, say
+from tests.rollout.helpers import PROMPT, Script, chat_of, play, sampled_ids
+from tests.toys import AddEchoEnv, call, calls, say
 
 
 def test_a_call_and_an_answer_are_appended_token_by_token():
@@ -16,7 +17,7 @@ def test_a_call_and_an_answer_are_appended_token_by_token():
     trajectory, script = play([call(), say("5")], chat=chat)
     first, second = script.turns
     observation = {"role": "tool", "name": "add", "content": "5"}
-    delta, _ = chat.encode_observations(call(), [observation], [AddEnv.tools[0].schema])
+    delta, _ = chat.encode_observations(call(), [observation], [AddEchoEnv.tools[0].schema])
     assert trajectory.completion_ids == first + delta + second
     assert trajectory.action_mask == [1] * len(first) + [0] * len(delta) + [1] * len(second)
     assert trajectory.turn_ids == [0] * len(first) + [-1] * len(delta) + [1] * len(second)
@@ -32,7 +33,7 @@ def test_a_call_and_an_answer_are_appended_token_by_token():
 def test_the_conversation_is_what_the_template_would_render():
     chat = chat_of()
     trajectory, _ = play([call(), say("5")], chat=chat)
-    tools = [item.schema for item in AddEnv.tools]
+    tools = [item.schema for item in AddEchoEnv.tools]
     text = chat.tokenizer.decode(trajectory.prompt_ids + trajectory.completion_ids)
     rendered = chat.tokenizer.apply_chat_template(
         trajectory.messages, tools=tools, tokenize=False, chat_template=chat.chat_template
@@ -241,7 +242,7 @@ def test_numpy_rewards_and_step_results_are_fine():
 def test_seeds_reach_an_environment_that_wants_them():
     seen = []
 
-    class Seeded(AddEnv):
+    class Seeded(AddEchoEnv):
         def seed(self, reset_seed, dynamics_seed):
             seen.append((reset_seed, dynamics_seed))
 
@@ -266,7 +267,7 @@ def test_a_failing_sampler_keeps_what_was_sampled():
 
 
 def test_a_timeout_keeps_what_was_sampled_and_is_scored():
-    class Slow(AddEnv):
+    class Slow(AddEchoEnv):
         async def step(self, message):
             await asyncio.sleep(30)
 
@@ -278,7 +279,7 @@ def test_a_timeout_keeps_what_was_sampled_and_is_scored():
 
 
 def test_the_environments_own_timeout_error_is_not_the_rollouts():
-    class Timed(AddEnv):
+    class Timed(AddEchoEnv):
         async def step(self, message):
             raise TimeoutError("remote service")
 

@@ -21,7 +21,8 @@ from agent_r1_trl.trainers.rewards import environment_reward
 from agent_r1_trl.trainers.rollouts import PlayedBatch
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory
 from agent_r1_trl.update.batching import batch_trajectories, pad_right
-from tests.rollout.helpers import PROMPT, Recorder, call, calls, chat_of, sampled_ids, say, scene
+from tests.rollout.helpers import PROMPT, Recorder, chat_of, sampled_ids, scene
+from tests.toys import call, calls, say
 from tests.trainers.helpers import make_trainer, scored_batch
 
 FAMILIES = ("qwen3", "llama3", "gemma4", "gptoss")

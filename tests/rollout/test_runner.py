@@ -17,7 +17,8 @@ from agent_r1_trl.generation import SamplingParams, ScriptedGenerator
 from agent_r1_trl.generation.scripted import ScriptedTurn
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, derive_seed, example_key
 from agent_r1_trl.trajectory import StopReason
-from tests.rollout.helpers import PROMPT, AddEnv, call, chat_of, random_script, say, scene
+from tests.rollout.helpers import PROMPT, chat_of, random_script, scene
+from tests.toys import AddEchoEnv, call, say
 
 MODULUS = 2**63
 
@@ -29,7 +30,7 @@ def requests_for(count, **options):
     ]
 
 
-def make_runner(script, *, env=AddEnv, generator=None, limits=None, **options):
+def make_runner(script, *, env=AddEchoEnv, generator=None, limits=None, **options):
     chat = chat_of()
     generator = generator or ScriptedGenerator(script, stop_token_ids=chat.stop_token_ids)
     return RolloutRunner(env, generator, chat, RolloutLimits(**(limits or {})), **options)
@@ -69,7 +70,7 @@ def runner_of():
 
 
 def test_trajectories_come_back_in_the_order_of_the_requests(runner_of):
-    class Slower(AddEnv):
+    class Slower(AddEchoEnv):
         async def step(self, message):
             await asyncio.sleep(0.02 * (5 - int(self.example["place"])))
             return await super().step(message)
@@ -162,7 +163,7 @@ def test_sampling_params_of_a_run_replace_the_runners(runner_of):
 # -------------------------------------------------------------------- concurrency
 
 
-class Counting(AddEnv):
+class Counting(AddEchoEnv):
     """Counts the environments between `reset` and `close`."""
 
     lock = threading.Lock()
@@ -210,7 +211,7 @@ def test_one_trajectory_never_waits_for_anothers_tool(runner_of):
     others_ended = threading.Event()
     ended = []
 
-    class Uneven(AddEnv):
+    class Uneven(AddEchoEnv):
         def reset(self, example):
             self.is_slow = example["slow"]
             return super().reset(example)
@@ -322,7 +323,7 @@ def test_it_runs_inside_a_running_event_loop(runner_of):
 def test_every_environment_is_fresh_and_closed_once(runner_of):
     made, closed = [], collections.Counter()
 
-    class Noted(AddEnv):
+    class Noted(AddEchoEnv):
         def __init__(self):
             super().__init__()
             made.append(self)
@@ -340,7 +341,7 @@ def test_every_environment_is_fresh_and_closed_once(runner_of):
 def test_an_interruption_stops_what_is_running_and_closes_it(runner_of):
     closed = []
 
-    class Endless(AddEnv):
+    class Endless(AddEchoEnv):
         async def step(self, message):
             await asyncio.Event().wait()
 
@@ -380,7 +381,7 @@ def test_the_watchdog_names_what_is_waited_for(runner_of, caplog):
     def heard():
         return [message for message in caplog.messages if "7 running" in message and "turn 0: tools add" in message]
 
-    class Stuck(AddEnv):
+    class Stuck(AddEchoEnv):
         async def step(self, message):
             for _ in range(400):
                 if heard():
@@ -399,7 +400,7 @@ def test_the_watchdog_names_what_is_waited_for(runner_of, caplog):
 
 
 def test_the_watchdog_is_quiet_while_something_moves(runner_of, caplog):
-    class Steady(AddEnv):
+    class Steady(AddEchoEnv):
         async def step(self, message):
             await asyncio.sleep(0.1)
             return await super().step(message)

@@ -9,29 +9,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
-from agent_r1_trl.tools import tool
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from tests.tokenizers import make_tokenizer
-
-
-@tool
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: One number.
-        b: The other.
-    """
-    return a + b
-
-
-class AddEnv(ToolEnv):
-    """Calls to `add` earn 0.5, a final text that holds an even number of characters is right."""
-
-    tools = (add,)
-
-    def outcome_reward(self, trajectory):
-        return len(trajectory.final_text) % 2 == 0
+from tests.toys import AddEnv, call, say
 
 
 class PlainEnv(ToolEnv):
@@ -72,19 +52,6 @@ def make_args(output_dir, config_class=MultiTurnGRPOConfig, **options):
     return config_class(**(defaults | options))
 
 
-def call(a, b):
-    arguments = {"a": a, "b": b}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": arguments}}],
-    }
-
-
-def say(text):
-    return {"role": "assistant", "content": text}
-
-
 def scripted(tokenizer, turns_of):
     """A generator whose trajectories say `turns_of(random.Random(seed), turn)`, a message."""
     chat = ChatFormat(tokenizer)
@@ -97,7 +64,7 @@ def scripted(tokenizer, turns_of):
 
 def two_turns(rng, turn):
     """A call, then an answer of random length."""
-    return call(rng.randrange(9), rng.randrange(9)) if turn == 0 else say("x" * rng.randrange(1, 9))
+    return call(a=rng.randrange(9), b=rng.randrange(9)) if turn == 0 else say("x" * rng.randrange(1, 9))
 
 
 def make_trainer(tmp_path, *, script=two_turns, env=AddEnv, family="qwen3", trainer=MultiTurnGRPOTrainer, **options):

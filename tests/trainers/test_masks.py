@@ -127,7 +127,7 @@ def test_a_batch_in_which_nothing_could_be_played_says_why(tmp_path):
 
 
 def endless(rng, turn):
-    return call(1, 2)
+    return call(a=1, b=2)
 
 
 def test_truncated_trajectories_are_kept_masked_or_penalised(tmp_path):

@@ -171,7 +171,7 @@ def test_a_truncated_trajectory_bootstraps_from_the_critic(tmp_path):
     def talkative(rng, turn):
         from tests.trainers.helpers import call
 
-        return call(1, 2)
+        return call(a=1, b=2)
 
     trainer = make_ppo(
         tmp_path, script=talkative, max_turns=2, bootstrap_truncated=True, gamma=1.0, lam=1.0, whiten_advantages=False

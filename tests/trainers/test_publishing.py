@@ -7,7 +7,8 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_r1_trl.chat import ChatFormat
-from tests.trainers.helpers import add, make_trainer
+from tests.toys import add
+from tests.trainers.helpers import make_trainer
 
 
 def test_a_saved_model_loads_with_its_chat_template(tmp_path):

@@ -7,7 +7,8 @@ from trl import GRPOConfig
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from agent_r1_trl.trajectory import Trajectory
 from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import AddEnv, add, make_args, make_policy, make_trainer, questions, scripted, two_turns
+from tests.toys import add
+from tests.trainers.helpers import AddEnv, make_args, make_policy, make_trainer, questions, scripted, two_turns
 
 
 def plain_add(a: int, b: int) -> int:
