@@ -12,6 +12,8 @@ V ?=
 VLLM ?= $(if $(filter Linux-x86_64 Linux-aarch64,$(shell uname -sm | tr ' ' '-')),cpu,none)
 # Arguments for pytest, e.g. PYTEST_ARGS="tests/tools -x"
 PYTEST_ARGS ?=
+# Processes that share the tests (about 2 GB each, vLLM 4 GB more); 0 runs them in one, where --pdb works.
+WORKERS ?= 2
 # The quickstart's settings.
 ALGO ?= grpo
 SEED ?= 0
@@ -23,8 +25,10 @@ INSTALL := $(PIP) install $(if $(V),,-qq) -c $(CONSTRAINTS)
 STAMPS := $(VENV)/.stamps
 SAY := @printf '\n\033[1m==> %s\033[0m\n'
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+# Groups of tests stay together and begin in the order that tests/conftest.py gives them.
+PYTEST = $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help quickstart install test lint types check format notebooks clean
+.PHONY: help quickstart install test test-fast lint types check format notebooks clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -37,9 +41,13 @@ quickstart: $(STAMPS)/package ## install, train a small agent on the CPU (or GPU
 
 install: $(STAMPS)/package ## only make the environment and install the package
 
-test: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## run the whole suite; PYTEST_ARGS, VLLM=cpu|cuda|none
+test: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## run the whole suite; PYTEST_ARGS, WORKERS, VLLM=cpu|cuda|none
 	$(SAY) "Tests"
-	$(TEST_ENV) $(BIN)/python -m pytest $(if $(filter none,$(VLLM)),-m "not vllm and not matrix") $(PYTEST_ARGS)
+	$(PYTEST) $(if $(filter none,$(VLLM)),-m "not vllm and not matrix") $(PYTEST_ARGS)
+
+test-fast: $(STAMPS)/test ## run what takes seconds: nothing slow, no vLLM; PYTEST_ARGS, WORKERS
+	$(SAY) "Fast tests"
+	$(PYTEST) -m "not slow and not vllm and not matrix" $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev ## ruff: rules and formatting
 	$(SAY) "ruff"

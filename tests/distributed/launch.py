@@ -35,7 +35,7 @@ def launch(kind, module, output_dir, timeout_s=TIMEOUT_S):
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",
                 "PATH": os.pathsep.join([bin_dir, os.environ["PATH"]]),
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
             },
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -25,7 +25,7 @@ def processes(monkeypatch):
     The processes are forked from a server that has imported everything and computed nothing, which saves most of
     their time.
     """
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # where the server finds what it preloads
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}")  # where the server finds what it preloads
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([run.__module__])

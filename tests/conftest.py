@@ -1,0 +1,14 @@
+"""How the suite is shared between two processes (`pytest -n 2 --dist loadgroup`, which `make test` calls).
+
+The tests of a file stay together, for the sake of the servers, engines and runs that they share, unless a test names
+another group (`pytest.mark.xdist_group`). What is slow begins first, so that no process waits for the other at the end.
+"""
+
+import pytest
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+    items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("slow", "vllm")))
