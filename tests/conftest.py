@@ -1,7 +1,8 @@
 """How the suite is shared between two processes (`pytest -n 2 --dist loadgroup`, which `make test` calls).
 
 The tests of a file stay together, for the sake of the servers, engines and runs that they share, unless a test names
-another group (`pytest.mark.xdist_group`). What is slow begins first, so that no process waits for the other at the end.
+another group (`pytest.mark.xdist_group`). Slow tests begin first, so that
+no process waits for the other at the end.
 """
 
 import pytest

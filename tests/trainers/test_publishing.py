@@ -1,4 +1,4 @@
-"""What is saved loads as a plain model, with the template it was trained with and a card of our own."""
+"""What is saved loads as a plain model, with the template it was trained with and a card."""
 
 import json
 
@@ -6,6 +6,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.chat import ChatFormat
 from tests.toys import add
 from tests.trainers.helpers import make_trainer
@@ -37,16 +38,31 @@ def test_a_lora_run_saves_an_adapter_that_loads_on_the_base(tmp_path):
     torch.testing.assert_close(loaded(ids).logits, trainer.model.eval()(ids).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_the_card_names_method_papers_environment_tools_and_metrics(tmp_path):
+def test_the_card_is_trls_with_environment_tools_settings_result_and_method(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl.trainer.base_trainer.get_trackio_space_url", lambda: "https://trackio.example/adder")
     trainer = make_trainer(tmp_path)
     trainer.train()
     trainer.create_model_card(model_name="adder", dataset_name="sums", tags="arithmetic")
     card = (tmp_path / "README.md").read_text()
     for text in (
-        "# adder", "MultiTurnGRPOTrainer", "AddEnv", "2511.14460", "2504.20073", "| max_turns | 8 |", "`add`",
-        json.dumps(add.schema["function"]["parameters"]), "| reward |", "arithmetic", "agent-r1-trl", "datasets: sums",
+        # TRL's own
+        "datasets: sums", "- arithmetic", "- agent-r1-trl", "licence: license", "# Model Card for adder",
+        "fine-tuned version of a local checkpoint", "https://trackio.example/adder", "@misc{cheng2025agentr1",
+        "MultiTurnGRPO", "- TRL:",
+        # ours
+        "- Agent-R1-TRL:", "AddEnv", "`add`", json.dumps(add.schema["function"]["parameters"]), "| max_turns | 8 |",
+        "| scale_rewards | group |", "| reward |", "`grpo` (mean of the group",
+        "2511.14460", "2504.20073", "2402.03300",
     ):  # fmt: skip
         assert text in card, text
+    headings = [line for line in card.splitlines() if line.startswith("## ")]
+    assert headings == [
+        f"## {name}"
+        for name in (
+            "Quick start", "Training procedure", "Environment", "Tools", "Training settings", "Metrics", "Method",
+            "Citations",
+        )
+    ]  # fmt: skip
 
 
 def test_a_card_without_environment_is_written_too(tmp_path):
@@ -54,4 +70,15 @@ def test_a_card_without_environment_is_written_too(tmp_path):
         tmp_path, env=None, script=None, reward_funcs=lambda completions, **kwargs: [1.0] * len(completions)
     )
     trainer.create_model_card()
-    assert "agent-r1-trl" in (tmp_path / "README.md").read_text()
+    assert "## Method" in (tmp_path / "README.md").read_text()
+
+
+def test_every_estimator_has_a_card_with_its_settings_and_papers(tmp_path):
+    trainer = make_trainer(tmp_path)
+    for row in ESTIMATORS.values():
+        trainer.args.advantage_estimator = row.name
+        trainer.create_model_card()
+        card = (tmp_path / "README.md").read_text()
+        assert row.papers and all(arxiv_id in card for _, arxiv_id in row.papers), row.name
+        assert f"`{row.name}` ({row.baseline}; {row.credit})" in card
+        assert all(f"| {option} |" in card for option in row.options if hasattr(trainer.args, option)), row.name

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from agent_r1_trl.trainers.config import MultiTurnGRPOConfig
+from agent_r1_trl.trainers.model_card import AGENT_R1
 from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 
 
@@ -29,7 +30,4 @@ class MultiTurnGRPOTrainer(MultiTurnTrainer):
 
     config_class = MultiTurnGRPOConfig
     _name = "MultiTurnGRPO"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Agent-R1: Training Powerful LLM Agents with End-to-End Reinforcement Learning",
-        "id": "2511.14460",
-    }
+    _paper: ClassVar[dict[str, str]] = AGENT_R1

@@ -1,41 +1,38 @@
-"""The model card of a trained agent: how it was trained, in what environment, with which tools and to what result."""
+"""What our trainers add to TRL's model card: environment, tools, settings, result, method."""
 
 from __future__ import annotations
 
 import json
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from huggingface_hub import ModelCard, ModelCardData
 
 from agent_r1_trl.environments.factory import env_name, tool_schemas
 
 if TYPE_CHECKING:
+    from agent_r1_trl.advantages.estimators import Estimator
     from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 
-LIBRARIES = ("agent-r1-trl", "trl", "transformers", "peft", "torch", "datasets")
-PAPERS = {
-    "Agent-R1: Training Powerful LLM Agents with End-to-End Reinforcement Learning": "2511.14460",
-    "RAGEN: Understanding Self-Evolution in LLM Agents via Multi-Turn Reinforcement Learning": "2504.20073",
+AGENT_R1 = {
+    "title": "Agent-R1: Training Powerful LLM Agents with End-to-End Reinforcement Learning",
+    "id": "2511.14460",
+    "citation": """\
+@misc{cheng2025agentr1,
+  title         = {{Agent-R1: Training Powerful LLM Agents with End-to-End Reinforcement Learning}},
+  author        = {Cheng, Mingyue and Ouyang, Jie and Yu, Shuo and Yan, Ruiran and Luo, Yucong and Liu, Zirui and
+                   Wang, Daoyu and Liu, Qi and Chen, Enhong},
+  year          = {2025},
+  eprint        = {2511.14460},
+  archivePrefix = {arXiv},
+}""",
 }
-_GRPO = ("DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models (GRPO)", "2402.03300")
-_REINFORCE_PP = (
-    "REINFORCE++: An Efficient RLHF Algorithm with Robustness to Both Prompt and Reward Models",
-    "2501.03262",
+"""The paper of both trainers, as TRL's `_paper`."""
+PAPERS = (
+    (AGENT_R1["title"], AGENT_R1["id"]),
+    ("RAGEN: Understanding Self-Evolution in LLM Agents via Multi-Turn Reinforcement Learning", "2504.20073"),
 )
-_PPO = ("Proximal Policy Optimization Algorithms", "1707.06347")
-ESTIMATOR_PAPERS = {
-    "grpo": [_GRPO],
-    "turn_grpo": [_GRPO],
-    "dr_grpo": [("Understanding R1-Zero-Like Training: A Critical Perspective (Dr. GRPO)", "2503.20783")],
-    "rloo": [("Back to Basics: Revisiting REINFORCE Style Optimization (RLOO)", "2402.14740")],
-    "reinforce_pp": [_REINFORCE_PP],
-    "reinforce_pp_baseline": [_REINFORCE_PP],
-    "gigpo": [("Group-in-Group Policy Optimization for LLM Agent Training", "2505.10978")],
-    "gae": [_PPO, ("High-Dimensional Continuous Control Using Generalized Advantage Estimation", "1506.02438")],
-    "bilevel_gae": [_PPO, ("VAGEN: Reinforcing World Model Reasoning for Multi-Turn VLM Agents", "2510.16907")],
-}
+LIBRARIES = {"agent-r1-trl": "Agent-R1-TRL", "peft": "PEFT"}
+"""Distributions that TRL's list of versions leaves out, and their names there."""
 ROLLOUT_SETTINGS = (
     "max_turns",
     "max_tokens_per_turn",
@@ -51,58 +48,42 @@ ROLLOUT_SETTINGS = (
     "learning_rate",
     "beta",
     "critic",
-    "gamma",
-    "lam",
 )
+"""Settings that every card lists; those that the estimator reads come with its row."""
 HEADLINE_METRICS = ("reward", "reward/process", "reward/outcome", "rollout/turns", "rollout/tool_calls")
 
 
-def write_model_card(
-    trainer: MultiTurnTrainer,
-    *,
-    model_name: str | None,
-    dataset_name: str | None,
-    tags: str | list[str] | None,
-) -> Path:
-    """Write `README.md` into the trainer's output directory and return its path."""
-    base_model = getattr(trainer.model.config, "_name_or_path", "") or None
-    if base_model and Path(base_model).is_dir():
-        base_model = None  # a local path means nothing to a reader on the Hub
-    all_tags = {*trainer._tag_names, *([tags] if isinstance(tags, str) else tags or [])}
-    data = ModelCardData(
-        base_model=base_model,
-        datasets=dataset_name,
-        library_name="transformers",
-        model_name=model_name,
-        tags=sorted(all_tags),
-    )
-    path = Path(trainer.args.output_dir) / "README.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_body(trainer, model_name, base_model)}").save(path)
-    return path
+VERSIONS, CITATIONS = "### Framework versions\n\n", "## Citations"
+"""Headings of TRL's template where our parts go."""
 
 
-def _body(trainer: MultiTurnTrainer, model_name: str | None, base_model: str | None) -> str:
-    name = model_name or Path(trainer.args.output_dir).name
-    origin = f" from [{base_model}](https://huggingface.co/{base_model})" if base_model else ""
-    sections = [
-        f"# {name}",
-        f"A tool-using agent, trained{origin} with multi-turn reinforcement learning by `{type(trainer).__name__}` of "
-        "[agent-r1-trl](https://pypi.org/project/agent-r1-trl/) on top of [TRL](https://github.com/huggingface/trl). "
-        "The chat template saved with the tokenizer is the one it was trained with.",
-    ]
+def add_sections(path: Path, trainer: MultiTurnTrainer) -> None:
+    """Add our sections to the card that TRL wrote, in front of its citations.
+
+    Args:
+        path: the card, a `README.md`.
+        trainer: the one that trained the model.
+    """
+    card = path.read_text(encoding="utf-8")
+    # TRL's template links to the base model, also where a local folder has no page on the Hub.
+    card = card.replace("[None](https://huggingface.co/None)", "a local checkpoint")
+    card = card.replace(VERSIONS, VERSIONS + _versions(), 1)
+    before, heading, after = card.partition(CITATIONS)
+    path.write_text(f"{before.rstrip()}\n\n{_sections(trainer)}\n\n{heading}{after}", encoding="utf-8")
+
+
+def _sections(trainer: MultiTurnTrainer) -> str:
+    estimator = trainer.args.estimator
+    sections = []
     if trainer.env_factory is not None:
         sections += [
-            f"## Environment\n\n`{env_name(trainer.env_factory)}`",
+            f"## Environment\n\n`{env_name(trainer.env_factory)}`\n\nThe chat template saved with the tokenizer is the "
+            "one that the model was trained with.",
             _tools_section(trainer),
-            _settings_section(trainer),
+            _settings_section(trainer.args, estimator),
         ]
-    sections += [
-        _metrics_section(trainer.state.log_history),
-        _papers_section(trainer.args.advantage_estimator),
-        _versions_section(),
-    ]
-    return "\n\n".join(section for section in sections if section) + "\n"
+    sections += [_metrics_section(trainer.state.log_history), _method_section(estimator)]
+    return "\n\n".join(section for section in sections if section)
 
 
 def _tools_section(trainer: MultiTurnTrainer) -> str:
@@ -119,8 +100,9 @@ def _tools_section(trainer: MultiTurnTrainer) -> str:
     return "\n\n".join(lines)
 
 
-def _settings_section(trainer: MultiTurnTrainer) -> str:
-    rows = [f"| {name} | {getattr(trainer.args, name)} |" for name in ROLLOUT_SETTINGS if hasattr(trainer.args, name)]
+def _settings_section(args: Any, estimator: Estimator) -> str:
+    names = dict.fromkeys((*ROLLOUT_SETTINGS, *estimator.options))
+    rows = [f"| {name} | {getattr(args, name)} |" for name in names if hasattr(args, name)]
     return "\n".join(["## Training settings", "", "| setting | value |", "|---|---|", *rows])
 
 
@@ -138,17 +120,17 @@ def _metrics_section(history: list[dict[str, Any]]) -> str:
     return "\n".join(["## Metrics", "", "| metric | first | last |", "|---|---|---|", *rows])
 
 
-def _papers_section(estimator: str) -> str:
-    papers = [*PAPERS.items(), *ESTIMATOR_PAPERS[estimator]]
-    lines = [f"- [{title}](https://arxiv.org/abs/{arxiv_id})" for title, arxiv_id in papers]
-    return "\n".join(["## Method", "", *lines])
+def _method_section(estimator: Estimator) -> str:
+    summary = "; ".join(part for part in (estimator.baseline, estimator.credit) if part)
+    papers = [f"- [{title}](https://arxiv.org/abs/{arxiv_id})" for title, arxiv_id in (*PAPERS, *estimator.papers)]
+    return "\n".join(["## Method", "", f"Advantages: `{estimator.name}`{summary and f' ({summary})'}", "", *papers])
 
 
-def _versions_section() -> str:
+def _versions() -> str:
     lines = []
-    for library in LIBRARIES:
+    for distribution, name in LIBRARIES.items():
         try:
-            lines.append(f"- {library}: {version(library)}")
-        except ModuleNotFoundError:  # an optional library that is not installed
+            lines.append(f"- {name}: {version(distribution)}\n")
+        except PackageNotFoundError:  # an optional library
             continue
-    return "\n".join(["## Versions", "", *lines])
+    return "".join(lines)

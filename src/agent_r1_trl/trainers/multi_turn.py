@@ -46,7 +46,7 @@ from agent_r1_trl.trainers.construction import (
 )
 from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.metrics import length_metrics, length_record, rollout_metrics, trajectory_record
-from agent_r1_trl.trainers.model_card import write_model_card
+from agent_r1_trl.trainers.model_card import add_sections
 from agent_r1_trl.trainers.resume import EpochOrder, accept_numbered_cpus, load_rollout_state, save_rollout_state
 from agent_r1_trl.trainers.rewards import Rewards, in_baseline
 from agent_r1_trl.trainers.rollouts import PlayedBatch, Position, Rollouts, trl_generation
@@ -431,9 +431,10 @@ class MultiTurnTrainer(GRPOTrainer):
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """Write our own card (TRL looks templates up inside its own package)."""
+        """TRL's card with our sections in it."""
+        super().create_model_card(model_name or Path(self.args.output_dir).name, dataset_name, tags)
         if self.is_world_process_zero():
-            write_model_card(self, model_name=model_name, dataset_name=dataset_name, tags=tags)
+            add_sections(Path(self.args.output_dir) / "README.md", self)
 
     # ---------------------------------------------------------------- where the run stands
 

@@ -21,6 +21,7 @@ from agent_r1_trl.critic import (
     save_critic,
     set_detached,
 )
+from agent_r1_trl.trainers.model_card import AGENT_R1
 from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
 from agent_r1_trl.trainers.rollouts import PlayedBatch
@@ -49,10 +50,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
 
     config_class = MultiTurnPPOConfig
     _name = "MultiTurnPPO"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Agent-R1: Training Powerful LLM Agents with End-to-End Reinforcement Learning",
-        "id": "2511.14460",
-    }
+    _paper: ClassVar[dict[str, str]] = AGENT_R1
 
     def __init__(self, model: Any, *args: Any, critic_model: Any = None, **kwargs: Any):
         if all(kwargs.get(name) is None for name in ("env", "environment_factory")) and not kwargs.get("tools"):
