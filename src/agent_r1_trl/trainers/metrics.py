@@ -10,7 +10,22 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from accelerate.utils import gather_object
+
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory
+
+
+def gather_metrics(trajectories: Sequence[Trajectory], *, group_size: int) -> tuple[dict[str, float], int]:
+    """Metrics of the trajectories of all ranks, and the number of prompt and sampled tokens in them.
+
+    Args:
+        trajectories: this rank's, in data order.
+        group_size: trajectories of one prompt; they are consecutive.
+    """
+    records = gather_object([trajectory_record(trajectory) for trajectory in trajectories])
+    lengths = gather_object([length_record(trajectory) for trajectory in trajectories])
+    metrics = length_metrics(lengths) | rollout_metrics(records, num_generations=group_size)
+    return metrics, sum(row["prompt"] + row["length"] for row in lengths)
 
 
 def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
@@ -32,7 +47,7 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "errors": [result.error.value for result in trajectory.tool_results if result.error],
         "tokens": {author.value: authors.get(author.value, 0) for author in Author},
         "stop": trajectory.stop_reason.value,
-        "live": not trajectory.stop_reason.is_infrastructure_failure,
+        "failed": trajectory.stop_reason.is_infrastructure_failure,
         "truncated": trajectory.stop_reason.is_truncated,
         "generate_s": math.fsum(turn.generate_s for turn in trajectory.turns),
         "env_s": math.fsum(turn.env_s for turn in trajectory.turns),
@@ -63,7 +78,7 @@ def rollout_metrics(records: Sequence[dict[str, Any]], *, num_generations: int) 
     metrics["rollout/invalid_turns"] = _mean([record["invalid_turns"] for record in records])
     metrics["rollout/tool_calls"] = _mean([len(record["calls"]) for record in records])
     metrics["rollout/truncated_share"] = _mean([record["truncated"] for record in records])
-    metrics["rollout/infrastructure_failure_share"] = _mean([not record["live"] for record in records])
+    metrics["rollout/infrastructure_failure_share"] = _mean([record["failed"] for record in records])
     for reason in StopReason:
         metrics[f"stop/{reason.value}"] = sum(record["stop"] == reason.value for record in records) / num
     for author in Author:
@@ -96,16 +111,16 @@ def length_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _reward_metrics(records: Sequence[dict[str, Any]], num_generations: int) -> dict[str, float]:
-    live = [record for record in records if record["live"]]
+    played = [record for record in records if not record["failed"]]
     metrics = {
-        "reward/process": _mean([record["process"] for record in live]),
-        "reward/outcome": _mean([record["outcome"] for record in live]),
+        "reward/process": _mean([record["process"] for record in played]),
+        "reward/outcome": _mean([record["outcome"] for record in played]),
     }
-    for name in sorted({name for record in live for name in record["parts"]}):
-        metrics[f"reward_parts/{name}"] = _mean([record["parts"].get(name, 0.0) for record in live])
+    for name in sorted({name for record in played for name in record["parts"]}):
+        metrics[f"reward_parts/{name}"] = _mean([record["parts"].get(name, 0.0) for record in played])
     stds = []
     for start in range(0, len(records), num_generations):
-        rewards = [record["reward"] for record in records[start : start + num_generations] if record["live"]]
+        rewards = [record["reward"] for record in records[start : start + num_generations] if not record["failed"]]
         if len(rewards) > 1:
             stds.append((_std(rewards), max(abs(reward) for reward in rewards)))
     if stds:

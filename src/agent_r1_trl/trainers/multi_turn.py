@@ -22,12 +22,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import gather_object
 from trl import GRPOConfig, GRPOTrainer
 
 from agent_r1_trl.advantages.estimators import Credit
@@ -45,7 +43,7 @@ from agent_r1_trl.trainers.construction import (
     trl_rewards,
 )
 from agent_r1_trl.trainers.credit import CreditEstimator
-from agent_r1_trl.trainers.metrics import length_metrics, length_record, rollout_metrics, trajectory_record
+from agent_r1_trl.trainers.metrics import gather_metrics
 from agent_r1_trl.trainers.model_card import add_sections
 from agent_r1_trl.trainers.resume import EpochOrder, accept_numbered_cpus, load_rollout_state, save_rollout_state
 from agent_r1_trl.trainers.rewards import Rewards, in_baseline
@@ -54,17 +52,7 @@ from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import batch_trajectories, open_loss_mask, whole_rows
 from agent_r1_trl.update.importance import weigh_mismatch
 from agent_r1_trl.update.layout import UpdateLayout
-from agent_r1_trl.update.losses import mean_extra_loss
-
-
-@dataclass
-class LossPass:
-    """What one call of `_compute_loss` shares with the forward pass inside it."""
-
-    mask: torch.Tensor
-    """(B, T) tokens that enter the loss."""
-    log_probs: torch.Tensor | None = None
-    """(B, T) the policy's, once the forward pass has run."""
+from agent_r1_trl.update.losses import LossPass
 
 
 class MultiTurnTrainer(GRPOTrainer):
@@ -256,7 +244,6 @@ class MultiTurnTrainer(GRPOTrainer):
         """TRL's generation step: hands over the trajectories that were just played, in TRL's 8-tuple."""
         if self._played is None:
             return super()._generate(prompts)
-        self._log_lengths(self._played.trajectories)
         return trl_generation(
             self._played,
             pad_token_id=self._tokenizer.pad_token_id,
@@ -335,7 +322,12 @@ class MultiTurnTrainer(GRPOTrainer):
         if self.env_factory is not None and self.args.kl_placement == "reward":
             self.beta = 0.0  # TRL reads it here, and the reference log-probs need it elsewhere
         try:
-            return super()._compute_loss(model, inputs) + self._scaled_extra_loss(inputs, self._loss_pass)
+            loss = super()._compute_loss(model, inputs)
+            if type(self).extra_loss is MultiTurnTrainer.extra_loss:
+                return loss
+            term, metrics = self._loss_pass.extra_term(self.extra_loss, inputs, self.accelerator)
+            self._add_metrics(metrics)
+            return loss + term / self._normaliser(inputs["num_items_in_batch"])
         finally:
             self.beta, self._loss_pass = beta, None
 
@@ -376,16 +368,6 @@ class MultiTurnTrainer(GRPOTrainer):
         """
         return None
 
-    def _scaled_extra_loss(self, inputs: dict[str, Any], loss_pass: LossPass) -> torch.Tensor | float:
-        if type(self).extra_loss is MultiTurnTrainer.extra_loss or loss_pass.log_probs is None:
-            return 0.0
-        mask = loss_pass.mask.bool()
-        term = self.extra_loss(inputs, torch.where(mask, loss_pass.log_probs, 0.0), mask)
-        if term is None:
-            return 0.0
-        self._add_metrics({"extra_loss": mean_extra_loss(term, mask, self.accelerator, owner=type(self).__name__)})
-        return term / self._normaliser(inputs["num_items_in_batch"])
-
     def _normaliser(self, num_tokens: torch.Tensor) -> torch.Tensor:
         """What a micro-batch's sum over tokens is divided by, so that an optimizer step is a mean over its tokens.
 
@@ -399,17 +381,12 @@ class MultiTurnTrainer(GRPOTrainer):
 
     # ---------------------------------------------------------------- metrics, records, checkpoints
 
-    def _log_lengths(self, trajectories: list[Trajectory]) -> None:
-        """TRL's `completions/*` and `num_tokens`."""
-        rows = gather_object([length_record(trajectory) for trajectory in trajectories])
-        if self.model.training:
-            self.state.num_input_tokens_seen += sum(row["prompt"] + row["length"] for row in rows)
-        self._metrics[self._mode]["num_tokens"] = [self.state.num_input_tokens_seen]
-        self._add_metrics(length_metrics(rows))
-
     def _log_and_record(self, trajectories: list[Trajectory], advantages: torch.Tensor) -> None:
-        records = gather_object([trajectory_record(trajectory) for trajectory in trajectories])
-        self._add_metrics(rollout_metrics(records, num_generations=self._group_size))
+        metrics, num_tokens = gather_metrics(trajectories, group_size=self._group_size)
+        if self.model.training:
+            self.state.num_input_tokens_seen += num_tokens
+        self._metrics[self._mode]["num_tokens"] = [self.state.num_input_tokens_seen]
+        self._add_metrics(metrics)
         if self.store is None:
             return
         for trajectory, row in zip(trajectories, advantages.tolist(), strict=True):

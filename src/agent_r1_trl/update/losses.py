@@ -9,6 +9,8 @@ of any result or gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -137,23 +139,38 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
     return explained.to(float_dtype(values, returns))
 
 
-def mean_extra_loss(term: Any, mask: torch.Tensor, accelerator: Any, *, owner: str) -> float:
-    """The mean per loss token, over all ranks, of what a user's `extra_loss` returned.
+@dataclass
+class LossPass:
+    """What one computation of the loss shares with the forward pass inside it."""
 
-    Args:
-        term: what it returned: a scalar, summed over the tokens of the mask.
-        mask: (B, T) bool, tokens that enter the loss.
-        accelerator: of the trainer.
-        owner: name of the trainer, for the error.
+    mask: torch.Tensor
+    """(B, T) tokens that enter the loss."""
+    log_probs: torch.Tensor | None = None
+    """(B, T) the policy's, once the forward pass has run."""
 
-    Raises:
-        ValueError: if the term is no scalar tensor.
-    """
-    if not isinstance(term, torch.Tensor) or term.dim() != 0:
-        found = f"a tensor of shape {tuple(term.shape)}" if isinstance(term, torch.Tensor) else repr(term)
-        raise ValueError(
-            f"{owner}.extra_loss returned {found}. Return a scalar tensor, the term summed over the tokens of `mask`, "
-            "or None for no term."
-        )
-    sums = accelerator.reduce(torch.stack([term.detach().double(), mask.sum().double()]), reduction="sum")
-    return (sums[0] / sums[1].clamp(min=1.0)).item()
+    def extra_term(
+        self, extra_loss: Callable[..., torch.Tensor | None], inputs: dict[str, Any], accelerator: Any
+    ) -> tuple[torch.Tensor | float, dict[str, float]]:
+        """The user's loss term, summed over the tokens of this micro-batch, and its mean per token over all ranks.
+
+        Args:
+            extra_loss: the trainer's method.
+            inputs: TRL's micro-batch.
+            accelerator: of the trainer.
+
+        Raises:
+            ValueError: if the term is no scalar tensor.
+        """
+        mask = self.mask.bool()
+        assert self.log_probs is not None
+        term = extra_loss(inputs, torch.where(mask, self.log_probs, 0.0), mask)
+        if term is None:
+            return 0.0, {}
+        if not isinstance(term, torch.Tensor) or term.dim() != 0:
+            found = f"a tensor of shape {tuple(term.shape)}" if isinstance(term, torch.Tensor) else repr(term)
+            raise ValueError(
+                f"{extra_loss.__qualname__} returned {found}. Return a scalar tensor, the term summed over the tokens "
+                "of `mask`, or None for no term."
+            )
+        sums = accelerator.reduce(torch.stack([term.detach().double(), mask.sum().double()]), reduction="sum")
+        return term, {"extra_loss": (sums[0] / sums[1].clamp(min=1.0)).item()}
