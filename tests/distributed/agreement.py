@@ -7,10 +7,10 @@ from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.generation import GenerationError
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.distributed.critics import POLICY_FOLDER, fill, num_processes
-from tests.trainers.helpers import call, make_trainer, questions, say, scored_batch
+from tests.trainers.helpers import LikelihoodTrainer, call, make_trainer, questions, say, scored_batch
 
 NUM_STEPS = 3
-POLICIES = ("full", "lora")
+POLICIES = ("full", "lora", "extra_loss")
 CRITIC_ESTIMATORS = ("gae", "bilevel_gae")
 CREDIT_CASES = {name: {"advantage_estimator": name} for name in ESTIMATORS} | {
     "parts": {"separate_process_advantages": True, "normalize_process_rewards": True},
@@ -38,7 +38,7 @@ def losses(policy, output_dir):
         output_dir,
         model=str(output_dir / POLICY_FOLDER),
         script=ragged,
-        trainer=MultiTurnGRPOTrainer,
+        trainer=LikelihoodTrainer if policy == "extra_loss" else MultiTurnGRPOTrainer,
         peft_config=_lora() if policy == "lora" else None,
         num_generations=8,
         per_device_train_batch_size=12 // num_processes(),

@@ -82,6 +82,13 @@ def make_trainer(tmp_path, *, script=two_turns, env=AddEnv, family="qwen3", trai
     )
 
 
+class LikelihoodTrainer(MultiTurnGRPOTrainer):
+    """Pulls the policy towards what it sampled, whatever that earned: a loss term of a user's own."""
+
+    def extra_loss(self, inputs, log_probs, mask):
+        return -0.5 * log_probs.sum()
+
+
 TRAINER_ARGUMENTS = (
     "callbacks", "critic_model", "environment_factory", "eval_dataset", "model", "peft_config", "reward_funcs",
     "tools", "train_dataset", "turn_reward_funcs",

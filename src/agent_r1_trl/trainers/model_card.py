@@ -77,8 +77,8 @@ def _sections(trainer: MultiTurnTrainer) -> str:
     sections = []
     if trainer.env_factory is not None:
         sections += [
-            f"## Environment\n\n`{env_name(trainer.env_factory)}`\n\nThe chat template saved with the tokenizer is the "
-            "one that the model was trained with.",
+            f"## Environment\n\n`{env_name(trainer.env_factory)}`\n\nThe chat template saved with the tokenizer is "
+            "the one that the model was trained with.",
             _tools_section(trainer),
             _settings_section(trainer.args, estimator),
         ]
