@@ -1,7 +1,7 @@
 """`agent-r1-trl doctor`: verdicts with cures, exit code 1 for a sick subject and 2 for one that cannot be examined.
 
 Covered: what reaches the doctor from recipe and flags, exit codes, mistakes. Not covered: the checks themselves
-(tests/test_doctor.py, tests/environments).
+(tests/doctor).
 """
 
 from __future__ import annotations

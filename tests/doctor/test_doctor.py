@@ -5,6 +5,7 @@ Covered: broken templates, tokenizers, tools, environments, prompts and versions
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import io
 
@@ -70,12 +71,13 @@ def test_a_good_tokenizer_has_no_findings(family):
 @pytest.mark.parametrize("family", ("qwen3", "llama3", "gemma4", "gptoss"))
 def test_a_good_environment_has_no_findings(family):
     rows = [{"question": "Capital of France?"}, {"question": "Höchster Berg? <|im_end|>"}]
-    checks = examine(
-        make_tokenizer(family), env=GoodEnv, examples=rows, max_completion_length=100, max_model_length=2000
-    )
-    assert flagged(checks) == []
-    assert any(check.check == "prompts" and check.message.startswith("2 prompts") for check in checks)
-    assert any(check.check == "environment: step" for check in checks)
+    for env in (GoodEnv, functools.partial(GoodEnv, tool_call_reward=0.1)):
+        checks = examine(
+            make_tokenizer(family), env=env, examples=rows, max_completion_length=100, max_model_length=2000
+        )
+        assert flagged(checks) == []
+        assert any(check.check == "prompts" and check.message.startswith("2 prompts") for check in checks)
+        assert any(check.check == "environment: step" for check in checks)
 
 
 @pytest.mark.parametrize("name", ("qwen3_training", "qwen2_5_training", "qwen3_5_think", "qwen3_instruct_2507"))

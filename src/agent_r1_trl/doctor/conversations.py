@@ -1,6 +1,6 @@
 """Are masks exact and calls readable, whatever a conversation holds?
 
-Not part of the data flow: scripted conversations go through the real rollout loop; every sampled id is known.
+Scripted conversations go through the real rollout loop, so every sampled id is known beforehand.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1_trl.chat import ChatFormat
-from agent_r1_trl.doctor.report import Report
+from agent_r1_trl.doctor.report import Report, describe_error
 from agent_r1_trl.doctor.template import Schema
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.generation.scripted import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
 
-# Long enough for every scripted turn but those that are to be cut.
+# Longer than any scripted turn.
 _TURN_TOKENS = 2000
 _WORDS = (
     "Paris",
@@ -49,16 +49,15 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class _Scene:
-    """One scripted conversation: what is sampled turn by turn, and what the environment answers."""
+    """A scripted conversation: the ids to sample in each turn, and the environment's answers."""
 
     prompt: list[Message]
     turns: list[list[int]] = field(default_factory=list)
-    calls: list[list[dict[str, Any]]] = field(default_factory=list)
     observations: list[list[Message]] = field(default_factory=list)
 
 
 class _ScriptedEnv:
-    """Answers as the scene says."""
+    """Plays the environment's part of a scene."""
 
     def __init__(self, scene: _Scene, tools: Sequence[Any]) -> None:
         self.scene, self.tools, self.turn = scene, tools, 0
@@ -76,7 +75,7 @@ class _ScriptedEnv:
 
 
 def check_parser(report: Report, chat: ChatFormat, tools: Sequence[Schema], *, num_calls: int, seed: int) -> None:
-    """Calls with fuzzed arguments, rendered by the template, must be read back as they were."""
+    """Calls with random arguments, rendered by the template, must be read back unchanged."""
     rng = random.Random(seed)
     wrong = []
     for index in range(num_calls):
@@ -84,7 +83,7 @@ def check_parser(report: Report, chat: ChatFormat, tools: Sequence[Schema], *, n
         try:
             message = chat.parse(chat.encode_reply(_assistant(calls)), tools=tools)
         except Exception as error:
-            wrong.append((index, calls, f"{type(error).__name__}: {error}"))
+            wrong.append((index, calls, describe_error(error)))
             continue
         # Tokenizers with a normaliser compose accents; that is not the parser's doing.
         found, written = (
@@ -111,7 +110,7 @@ def check_parser(report: Report, chat: ChatFormat, tools: Sequence[Schema], *, n
 def check_masks(
     report: Report, chat: ChatFormat, tools: Sequence[Schema] | None, *, num_conversations: int, seed: int
 ) -> None:
-    """Play scripted conversations and compare the masks with what is known to be sampled."""
+    """Play scripted conversations and compare the masks with the ids that were sampled."""
     rng = random.Random(seed)
     num_tokens = 0
     for _ in range(num_conversations):
@@ -121,7 +120,7 @@ def check_masks(
         except Exception as error:
             report.error(
                 "masks",
-                f"A rollout of a scripted conversation raised {type(error).__name__}: {str(error)[:200]}.",
+                f"A rollout of a scripted conversation raised {describe_error(error)}.",
                 "Pass a training template as chat_template (TRL ships qwen3_training, qwen2_5_training and more).",
             )
             return
@@ -149,14 +148,12 @@ def _scene(chat: ChatFormat, rng: random.Random, tools: Sequence[Schema] | None)
         if kind == "cut":
             reply = reply[:-1] or reply
         scene.turns.append(reply)
-        scene.calls.append(calls)
         told: list[Message] = [
             {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": _text(chat, rng)}
             for call in calls
         ]
         scene.observations.append(told or [{"role": "user", "content": _text(chat, rng)}])
     scene.turns.append(chat.encode_reply({"role": "assistant", "content": "Done."}))
-    scene.calls.append([])
     scene.observations.append([])
     return scene
 
@@ -193,7 +190,7 @@ def _word(rng: random.Random) -> str:
 
 
 def _text(chat: ChatFormat, rng: random.Random) -> str:
-    """Unicode, JSON and every control token of the format, spelled out."""
+    """Random words, JSON and control tokens of the format, spelled out as a hostile tool result would."""
     spellings = list(chat.encoder.control_ids) or [""]
     parts = [
         rng.choice([_word(rng), rng.choice(spellings), json.dumps(rng.choice(_VALUES["object"]))]) for _ in range(6)
@@ -245,12 +242,12 @@ def _check_trajectory(report: Report, chat: ChatFormat, scene: _Scene, trajector
         )
     control = set(chat.encoder.control_ids.values())
     heard = [token_id for token_id, author in zip(ids, authors, strict=True) if author is Author.ENVIRONMENT]
-    live = control & set(heard)
-    if live:
-        names = ", ".join(chat.tokenizer.convert_ids_to_tokens(sorted(live)))
+    forged = control & set(heard)
+    if forged:
+        names = ", ".join(chat.tokenizer.convert_ids_to_tokens(sorted(forged)))
         report.error(
             "masks",
-            f"Tool text contains live control tokens ({names}): a tool result could open a turn.",
+            f"Tool text contains control tokens ({names}): a tool result could open a turn.",
             "Use a template that puts contents into its text as they are.",
         )
     _check_closings(report, chat, trajectory)

@@ -18,8 +18,9 @@ from agent_r1_trl.doctor.report import Finding, Report
 from agent_r1_trl.doctor.subject import Subject, check_tokenizer, load_subject
 from agent_r1_trl.doctor.template import PROBE_TOOL, Schema, check_template, open_chat
 from agent_r1_trl.doctor.versions import check_versions
+from agent_r1_trl.tools import as_tool
 
-# Examples whose prompts are counted.
+# Number of examples whose prompts are measured.
 _NUM_PROMPTS = 64
 
 
@@ -38,24 +39,24 @@ def run_doctor(
     num_conversations: int = 24,
     seed: int = 0,
 ) -> list[Finding]:
-    """Examine what a run would use. Nothing that is examined can make the doctor raise.
+    """Examine what a run would use. Whatever is wrong with it becomes a finding, not an exception.
 
     Args:
         model_or_tokenizer: path or Hub name (no weights are loaded), tokenizer, processor, or model.
         tools: functions or `Tool`s that the run would show to the model.
         env: environment class, factory or instance.
         examples: rows of the data set; the environment's prompts are measured on the first of them.
-        tokenizer: for a model that does not say where its tokenizer lies.
+        tokenizer: needed for a model whose config does not name its folder.
         chat_template: as in the trainer's config.
         chat_template_kwargs: as in the trainer's config.
         thinking: as in the trainer's config.
         max_completion_length: as in the trainer's config; with `examples`, checked against the model's positions.
-        max_model_length: positions to assume instead of the model's.
-        num_conversations: scripted conversations to play.
-        seed: of the scripts.
+        max_model_length: assume this many positions instead of the model's.
+        num_conversations: number of scripted conversations to play.
+        seed: seed of the scripts.
 
     Returns:
-        Checks in the order they were made; a check that found nothing says so in one line.
+        Findings in the order of the checks; a check that found nothing says so in one line.
     """
     report = Report()
     check_versions(report)
@@ -63,24 +64,25 @@ def run_doctor(
     schemas = _check_tools(report, tools) + _env_schemas(env)
     subject = load_subject(report, model_or_tokenizer, tokenizer)
     if subject is not None:
-        options = {
-            "chat_template": chat_template,
-            "chat_template_kwargs": chat_template_kwargs,
-            "thinking": thinking,
-            "extra_stop_token_ids": subject.eos_token_ids or (),
-        }
-        chat = open_chat(report, subject.tokenizer, **options)
+        if max_model_length is not None:
+            subject.max_length = max_model_length
+        chat = open_chat(
+            report,
+            subject.tokenizer,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            thinking=thinking,
+            extra_stop_token_ids=subject.eos_token_ids or (),
+        )
         if chat is not None:
             needs_tools = bool(schemas) or (tools is None and env is None and chat.supports_tools)
             shown = (schemas or [PROBE_TOOL]) if needs_tools else None
             check_tokenizer(report, subject, chat)
             check_template(report, chat, shown)
+            if shown is not None and chat.supports_tools:
+                check_parser(report, chat, shown, num_calls=num_conversations, seed=seed)
             if shown is None or chat.supports_tools:
-                if shown is not None:
-                    check_parser(report, chat, shown, num_calls=num_conversations, seed=seed)
                 check_masks(report, chat, shown, num_conversations=num_conversations, seed=seed)
-            if max_model_length is not None:
-                subject.max_length = max_model_length
             _check_prompts(report, chat, subject, env, rows, schemas, max_completion_length)
     _check_env(report, env, rows)
     return report.findings
@@ -95,12 +97,11 @@ def _check_tools(report: Report, tools: Sequence[Any] | None) -> list[Schema]:
 
 
 def _env_schemas(env: Any) -> list[Schema]:
-    """Schemas of the environment's tools, as far as they can be had; `check_env` says what is wrong with the rest."""
-    from agent_r1_trl.tools import as_tool
-
+    """Schemas of the environment's tools; empty if they cannot be read, and `check_env` says why."""
+    if env is None:
+        return []
     try:
-        instance = env() if inspect.isclass(env) or inspect.isroutine(env) else env
-        return [as_tool(item).schema for item in getattr(instance, "tools", None) or ()]
+        return [as_tool(item).schema for item in getattr(_new_env(env), "tools", None) or ()]
     except Exception:
         return []
 
@@ -166,8 +167,13 @@ def _prompt(env: Any, row: dict[str, Any]) -> list[Any] | None:
     if env is None:
         prompt = row.get("prompt")
         return prompt if isinstance(prompt, list) else None
-    instance: Any = env() if inspect.isclass(env) or inspect.isroutine(env) else copy.deepcopy(env)
+    instance = _new_env(env)
     try:
         return list(instance.reset(dict(row)))
     finally:
         getattr(instance, "close", lambda: None)()
+
+
+def _new_env(env: Any) -> Any:
+    """From a class, a factory or an instance."""
+    return copy.deepcopy(env) if hasattr(env, "reset") and not inspect.isclass(env) else env()

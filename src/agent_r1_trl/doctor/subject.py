@@ -1,7 +1,4 @@
-"""The model under examination: its tokenizer, and what can be known of the weights without loading them.
-
-Not part of the data flow.
-"""
+"""The model under examination: its tokenizer, and what is known about the weights without loading them."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ class Subject:
     num_embeddings: int | None = None
     """Rows of the embedding matrix."""
     max_length: int | None = None
-    """Positions that the model knows."""
+    """Maximum number of positions."""
     eos_token_ids: list[int] | None = None
-    """Of the generation config."""
+    """Those of the generation config; None if there is none."""
 
 
 def load_subject(report: Report, given: Any, tokenizer: Any = None) -> Subject | None:
@@ -31,7 +28,7 @@ def load_subject(report: Report, given: Any, tokenizer: Any = None) -> Subject |
     Args:
         report: collects the findings.
         given: path, name, tokenizer, processor, or model.
-        tokenizer: for a model that does not say where its tokenizer lies.
+        tokenizer: needed for a model whose config does not name its folder.
     """
     if isinstance(given, str):
         return _load(report, given, tokenizer)
@@ -57,9 +54,8 @@ def load_subject(report: Report, given: Any, tokenizer: Any = None) -> Subject |
 
 
 def check_tokenizer(report: Report, subject: Subject, chat: ChatFormat) -> None:
-    """Vocabulary against embeddings, pad and eos against the template's turn ends, text without loss."""
-    tokenizer = chat.tokenizer
-    last_id = max([len(tokenizer) - 1, *tokenizer.added_tokens_decoder])
+    """The vocabulary fits the embeddings, pad and eos fit the template's turns, text survives encoding."""
+    last_id = max([len(chat.tokenizer) - 1, *chat.tokenizer.added_tokens_decoder])
     if subject.num_embeddings is not None and last_id >= subject.num_embeddings:
         report.error(
             "tokenizer",
@@ -67,7 +63,22 @@ def check_tokenizer(report: Report, subject: Subject, chat: ChatFormat) -> None:
             "first prompt with such a token crashes.",
             "model.resize_token_embeddings(len(tokenizer)), or use the tokenizer that belongs to the model.",
         )
-    names = tokenizer.convert_ids_to_tokens(chat.turn_end_ids)
+    turn_ends = chat.tokenizer.convert_ids_to_tokens(chat.turn_end_ids)
+    _check_special_tokens(report, subject, chat, turn_ends)
+    changed = [text for text in _PROBES if chat.encoder.to_text(chat.encoder.encode(text)) != text]
+    if changed:
+        report.warning(
+            "tokenizer",
+            f"Text is not the same after encoding and decoding, {changed[0]!r} for example: tool results lose what "
+            "the vocabulary cannot spell.",
+            "Use a tokenizer with byte fallback (byte-level BPE), or keep tool results within its alphabet.",
+        )
+    sizes = f" of {subject.num_embeddings} embeddings" if subject.num_embeddings else ""
+    report.ok("tokenizer", f"{last_id + 1} ids{sizes}; turns end with {', '.join(turn_ends)}; text survives.")
+
+
+def _check_special_tokens(report: Report, subject: Subject, chat: ChatFormat, turn_ends: list[str]) -> None:
+    tokenizer, ends = chat.tokenizer, ", ".join(turn_ends)
     opening = set(_generation_prompt(chat)) - set(chat.turn_end_ids)
     for role in ("eos", "pad"):
         token_id = getattr(tokenizer, f"{role}_token_id")
@@ -75,41 +86,30 @@ def check_tokenizer(report: Report, subject: Subject, chat: ChatFormat) -> None:
             report.error(
                 "tokenizer",
                 f"{role}_token={tokenizer.decode([token_id])!r} is a token with which the template opens turns.",
-                f"Set tokenizer.{role}_token: the template ends turns with {', '.join(names)}.",
+                f"Set tokenizer.{role}_token: the template ends turns with {ends}.",
             )
     if tokenizer.eos_token_id is None:
         report.error(
             "tokenizer",
             "The tokenizer has no eos_token: generation outside of rollouts would never stop.",
-            f"tokenizer.eos_token = {names[0]!r}, the template's end of a turn.",
+            f"tokenizer.eos_token = {turn_ends[0]!r}, the template's end of a turn.",
         )
-    if subject.eos_token_ids is not None:
-        stops = {*subject.eos_token_ids, tokenizer.eos_token_id}
-        if not stops & set(chat.turn_end_ids):
-            report.warning(
-                "tokenizer",
-                f"The template ends turns with {', '.join(names)}, at which neither the tokenizer's eos_token "
-                f"({tokenizer.eos_token!r}) nor the model's generation config stops. Rollouts do; the published "
-                "model would run on.",
-                f"model.generation_config.eos_token_id = {[*subject.eos_token_ids, *chat.turn_end_ids]}",
-            )
-    plain = [name for name in names if name not in chat.encoder.special_ids]
+    stops = {*(subject.eos_token_ids or ()), tokenizer.eos_token_id}
+    if subject.eos_token_ids is not None and not stops & set(chat.turn_end_ids):
+        report.warning(
+            "tokenizer",
+            f"The template ends turns with {ends}, at which neither the tokenizer's eos_token "
+            f"({tokenizer.eos_token!r}) nor the model's generation config stops. Rollouts do; the published "
+            "model would run on.",
+            f"model.generation_config.eos_token_id = {[*subject.eos_token_ids, *chat.turn_end_ids]}",
+        )
+    plain = [name for name in turn_ends if name not in chat.encoder.special_ids]
     if plain:
         report.warning(
             "tokenizer",
-            f"The end-of-turn token {', '.join(plain)} is no special token: it stays in decoded answers.",
+            f"The end-of-turn token {', '.join(plain)} is not a special token: it stays in decoded answers.",
             f"tokenizer.add_special_tokens({{'additional_special_tokens': {plain}}})",
         )
-    lost = [text for text in _PROBES if chat.encoder.to_text(chat.encoder.encode(text)) != text]
-    if lost:
-        report.warning(
-            "tokenizer",
-            f"Text is not the same after encoding and decoding, {lost[0]!r} for example: tool results lose what "
-            "the vocabulary cannot spell.",
-            "Use a tokenizer with byte fallback (byte-level BPE), or keep tool results within its alphabet.",
-        )
-    sizes = f" of {subject.num_embeddings} embeddings" if subject.num_embeddings else ""
-    report.ok("tokenizer", f"{last_id + 1} ids{sizes}; turns end with {', '.join(names)}; text survives.")
 
 
 _PROBES = ("plain words", '{"a": [1, 2.5, null]}', "tabs\tand\nlines\n\n", "Zürich — naïve", "東京", "🙂🚀")

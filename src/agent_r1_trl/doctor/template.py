@@ -1,6 +1,6 @@
 """Does the chat template keep what a rollout relies on?
 
-Not part of the data flow: conversations with known ids, rendered at once and appended piece by piece.
+Conversations are rendered twice, as a whole and piece by piece as in a rollout; both must give the same ids.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.chat.errors import ChatFormatError
-from agent_r1_trl.doctor.report import Report
+from agent_r1_trl.doctor.report import Report, describe_error
 from agent_r1_trl.trajectory import Message
 
 Schema = dict[str, Any]
@@ -30,11 +30,11 @@ PROBE_TOOL: Schema = {
         },
     },
 }
-"""Shown to the template where the user names no tools."""
+"""Shown to the template if the user names no tools."""
 
 
 def open_chat(report: Report, tokenizer: Any, **options: Any) -> ChatFormat | None:
-    """The chat format, or the reason why there can be none."""
+    """The chat format; None, and an error in the report, if the tokenizer or its template cannot be used."""
     try:
         chat = ChatFormat(tokenizer, **options)
     except ChatFormatError as error:
@@ -43,18 +43,18 @@ def open_chat(report: Report, tokenizer: Any, **options: Any) -> ChatFormat | No
     except Exception as error:  # a template or tokenizer may fail in any way
         report.error(
             "chat template",
-            f"The tokenizer cannot be used ({type(error).__name__}: {str(error)[:200]}).",
+            f"The tokenizer cannot be used ({describe_error(error)}).",
             "Load it with AutoTokenizer.from_pretrained and try apply_chat_template on one message.",
         )
         return None
     own = getattr(tokenizer, "chat_template", None)
     if options.get("chat_template") is None and isinstance(own, str) and own != chat.chat_template:
-        report.ok("chat template", "TRL's training template takes the place of the tokenizer's own.")
+        report.ok("chat template", "TRL's training template replaces the tokenizer's own.")
     return chat
 
 
 def check_template(report: Report, chat: ChatFormat, tools: Sequence[Schema] | None) -> None:
-    """Prefix preservation over whole conversations, faithful prompts, visible tools.
+    """The template preserves prefixes over whole conversations, renders prompts faithfully and shows the tools.
 
     Args:
         report: collects the findings.
@@ -75,7 +75,7 @@ def check_template(report: Report, chat: ChatFormat, tools: Sequence[Schema] | N
     except Exception as error:
         report.error(
             "chat template",
-            f"The template fails on an ordinary conversation ({type(error).__name__}: {str(error)[:200]}).",
+            f"The template fails on an ordinary conversation ({describe_error(error)}).",
             "Pass a training template as chat_template, qwen2_5_training for ChatML tokenizers, for example.",
         )
     if chat.is_turn_end_trained() is False:
@@ -133,7 +133,7 @@ def _check_appending(report: Report, chat: ChatFormat, tools: Sequence[Schema] |
 
 
 def _first_difference(chat: ChatFormat, tools: Sequence[Schema] | None, thought: str) -> tuple[str, bool]:
-    """Where appended and rendered ids part ("" if nowhere), and whether in what the environment or template says."""
+    """Where appended and rendered ids first differ ("" if nowhere), and whether it is in an observation."""
     name = tools[0]["function"]["name"] if tools else "look_up"
     conversation: list[Message] = [{"role": "user", "content": "first"}]
     ids = chat.encode_prompt(conversation, tools)

@@ -1,7 +1,4 @@
-"""Are the installed packages those this package was made for?
-
-Not part of the data flow.
-"""
+"""Are the installed packages of the versions that this package supports?"""
 
 from __future__ import annotations
 
@@ -22,12 +19,12 @@ def check_versions(
     requirements: Sequence[str] | None = None,
     installed: Callable[[str], str] = importlib.metadata.version,
 ) -> None:
-    """Compare what is installed with the declared windows; optional packages count only where they are installed.
+    """Compare the installed versions with the supported ones; an optional package may be missing.
 
     Args:
         report: collects the findings.
-        requirements: as in setup.cfg; None reads those of the installed package.
-        installed: version of a distribution, or PackageNotFoundError.
+        requirements: as in setup.cfg; those of the installed package if None.
+        installed: returns the version of a distribution, or raises PackageNotFoundError.
     """
     if requirements is None:
         try:

@@ -37,10 +37,10 @@ def check_env(
 
     Args:
         env_or_factory: an environment class, a function that makes an environment, or an instance (then shared state
-            cannot be checked as well); also a class for TRL's `environment_factory`.
-        examples: rows of the data set; one made-up question where None.
-        num_episodes: how many of the rows are played.
-        timeout_s: seconds any one method may take before it counts as hanging.
+            cannot be checked); also a class for TRL's `environment_factory`.
+        examples: rows of the data set; if None, one made-up question.
+        num_episodes: maximum number of rows to play.
+        timeout_s: seconds that a method may take before it counts as hanging.
 
     Returns:
         Findings in the order of the checks. A check that looked and found nothing has one line of level "ok"; a check
@@ -54,10 +54,10 @@ def check_env(
     if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s={timeout_s!r}: must be a number of seconds > 0.")
     rows = _read_examples(examples, num_episodes)
-    trial = Trial(given=env_or_factory, rows=rows, are_made_up=examples is None, caller=Caller(timeout_s))
+    trial = Trial(rows=rows, are_made_up=examples is None, caller=Caller(timeout_s))
     try:
         with contextlib.suppress(Stopped):
-            _run_checks(trial)
+            _run_checks(trial, env_or_factory)
     finally:
         trial.caller.close()
     return trial.report.findings
@@ -74,10 +74,10 @@ def _read_examples(examples: Any, num_episodes: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _run_checks(trial: Trial) -> None:
-    """All checks, the cheap ones first; those that need what failed are left out."""
+def _run_checks(trial: Trial, given: Any) -> None:
+    """Run the checks, the cheap ones first, and leave out those that need something that failed."""
     report = trial.report
-    env = check_construction(trial)
+    env = check_construction(trial, given)
     try:
         trial.tools = check_tools(report, getattr(env, "tools", None) or ())
     except Exception as error:  # a property, or a name in the list that is no method

@@ -35,10 +35,8 @@ class Stopped(Exception):
 class Trial:
     """One run of `check_env`: what all checks share."""
 
-    given: Any
-    """What the user passed."""
     rows: list[dict[str, Any]]
-    """Examples to play; emptied when the made-up one does not suit the environment."""
+    """Examples to play; none are left if the made-up one does not suit the environment."""
     are_made_up: bool
     """The rows are `check_env`'s own, not the user's."""
     caller: Caller
@@ -51,7 +49,7 @@ class Trial:
     """The tools that a model can call."""
 
     def new(self) -> Any:
-        """A fresh environment. If none can be made, that is reported and raises `Stopped`."""
+        """Make a fresh environment. A failure is reported and raises `Stopped`."""
         made = self.caller.call("making the environment", shared_pool(8).run(self.make))
         if made.failure:
             self.report.error(
@@ -65,7 +63,7 @@ class Trial:
         return made.value
 
     def start(self, row: dict[str, Any]) -> tuple[EnvSession, Outcome]:
-        """A fresh environment, driven as in a rollout, and how its `reset(row)` went."""
+        """Make a fresh environment, driven as in a rollout; returns it and the outcome of its `reset(row)`."""
         session = EnvSession(self.make, truncate=lambda text, max_tokens: text[: 4 * max_tokens])
         reset = self.call("reset", session, RolloutRequest(example=row))
         if not reset.failure and isinstance(session.env, ToolEnv):
@@ -79,7 +77,7 @@ class Trial:
         return session, reset
 
     def fresh(self, row: dict[str, Any]) -> tuple[EnvSession, list[Message]]:
-        """A fresh environment after `reset(row)`, and its prompt. A failure is reported and raises `Stopped`."""
+        """Like `start`, but returns the prompt. A failure is reported and raises `Stopped`."""
         session, reset = self.start(row)
         if reset.failure:
             self.report.error("reset", f"{reset.failure}.", "It must work every time, for every row.")
@@ -87,7 +85,7 @@ class Trial:
         return session, reset.value[0]
 
     def call(self, name: str, session: EnvSession, argument: Any) -> Outcome:
-        """`session.reset`, `.step` or `.outcome`; one that keeps the event loop to itself is reported."""
+        """Call the session's `reset`, `step` or `outcome`; report an async one that blocks the event loop."""
         method = "outcome_reward" if name == "outcome" else name
         outcome = self.caller.call(f"{session.name}.{method}", getattr(session, name)(argument))
         if outcome.blocked_s > BLOCKING_S and inspect.iscoroutinefunction(getattr(session.env, method, None)):
@@ -101,9 +99,9 @@ class Trial:
         return outcome
 
 
-def check_construction(trial: Trial) -> Any:
-    """Make an environment, and find out how to make more of them."""
-    given, report = trial.given, trial.report
+def check_construction(trial: Trial, given: Any) -> Any:
+    """Make an environment from what the user passed, and find out how to make more of them."""
+    report = trial.report
     if isinstance(given, dict):
         trial.make = functools.partial(TRLEnvAdapter, given)
     elif inspect.isclass(given) or (callable(given) and not hasattr(given, "reset")):
@@ -180,7 +178,7 @@ def _check_settings(trial: Trial, env: ToolEnv) -> None:
 
 
 def _looks_like_trl(env: Any) -> bool:
-    """Made by a class for TRL's `environment_factory`: no step, and get_reward or a reset that takes keywords."""
+    """Whether it is made for TRL's `environment_factory`: it has no step, but get_reward or a reset(self, **row)."""
     if hasattr(env, "step") or not callable(getattr(env, "reset", None)):
         return False
     parameters = inspect.signature(env.reset).parameters.values()

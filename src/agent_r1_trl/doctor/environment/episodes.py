@@ -188,26 +188,18 @@ def describe_not_json(value: Any) -> str | None:
 
 
 def check_close(trial: Trial) -> None:
-    """Before reset, after it, and twice."""
-    report, untouched = trial.report, trial.new()
-    env = trial.fresh(trial.rows[0])[0].env
-    if not hasattr(env, "close"):
-        return
-    failure = _close(trial, untouched)
-    if failure:
-        message = f"When reset had not run: {failure}. close is called after a failed reset, too."
-        report.error("close", message, "Set what close uses in __init__, or use getattr(self, name, None).")
-    for add, when in ((report.error, "After an episode"), (report.warning, "A second time")):
-        failure = _close(trial, env)
+    """Before reset has run, and after it."""
+    for when, env in (("before reset had run", trial.new()), ("after reset", trial.fresh(trial.rows[0])[0].env)):
+        if not hasattr(env, "close"):
+            return
+        failure = trial.caller.call("close", _close(env)).failure
         if failure:
-            add("close", f"{when}: {failure}.", "Let it do nothing where nothing is left to free.")
-    report.ok("close", "close works before and after an episode, and twice.")
+            cure = "Set what close uses in __init__, or use getattr(self, name, None): a failed reset is closed, too."
+            trial.report.error("close", f"close, called {when}, failed: {failure}.", cure)
+    trial.report.ok("close", "close works before and after reset.")
 
 
-def _close(trial: Trial, env: Any) -> str | None:
-    async def close() -> None:
-        closed = env.close() if inspect.iscoroutinefunction(env.close) else await shared_pool(8).run(env.close)
-        if inspect.isawaitable(closed):
-            await closed
-
-    return trial.caller.call("close", close()).failure
+async def _close(env: Any) -> None:
+    closed = env.close() if inspect.iscoroutinefunction(env.close) else await shared_pool(8).run(env.close)
+    if inspect.isawaitable(closed):
+        await closed

@@ -1,4 +1,4 @@
-"""What `check_env` plays: assistant messages good and bad, arguments for tools, and trajectories to score."""
+"""What `check_env` plays: good and bad assistant messages, and arguments that the tools' schemas allow."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def call_message(*calls: tuple[Any, Any]) -> Message:
 
 
 def valid_messages(tools: Sequence[Tool]) -> list[Message]:
-    """Valid calls, one by one and all at once, and a wrong answer."""
+    """One valid call of each tool, all of them in one message, and a wrong answer."""
     calls = [sample_call(found) for found in tools]
     together = [call_message(*calls)] if len(calls) > 1 else []
     return [*(call_message(call) for call in calls), *together, answer_message(NONSENSE)]
 
 
 def broken_calls(tools: Sequence[Tool]) -> dict[str, Message]:
-    """Calls that real models write, by what is wrong with them."""
+    """Broken calls as real models write them, by what is wrong with them."""
     name = tools[0].name if tools else "search"
     cut_off = {**answer_message('<tool_call>{"name": "sea'), "malformed_tool_call": "the call ends in the middle"}
     return {
@@ -57,7 +57,7 @@ def broken_calls(tools: Sequence[Tool]) -> dict[str, Message]:
 
 
 def odd_messages(tools: Sequence[Tool]) -> dict[str, Message]:
-    """Other messages that a step must survive, by what they are."""
+    """Other unusual messages that `step` must survive, by what they are."""
     return {
         "a call without arguments": call_message((tools[0].name if tools else "search", None)),
         "an empty answer": answer_message(""),
