@@ -6,13 +6,7 @@ from typing import Any
 
 from agent_r1_trl.doctor.environment.construction import Stopped, Trial
 from agent_r1_trl.doctor.environment.episodes import play
-from agent_r1_trl.doctor.environment.script import (
-    NONSENSE,
-    answer_message,
-    broken_calls,
-    call_message,
-    sample_call,
-)
+from agent_r1_trl.doctor.environment.script import NONSENSE, answer_message, broken_calls, call_message, sample_call
 from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.trajectory import Message, StopReason
@@ -36,6 +30,11 @@ def check_outcome(trial: Trial) -> None:
         "a trajectory cut at the turn limit": (calls, StopReason.MAX_TURNS),
         "a wrong answer after calls": ([*calls, nonsense], StopReason.DONE),
     }
+    # A TRL class scores what was done, a ToolEnv without an outcome_reward of its own nothing.
+    reads_answer = getattr(type(env), "outcome_reward", None) not in (
+        TRLEnvAdapter.outcome_reward,
+        ToolEnv.outcome_reward,
+    )
     for row in trial.rows:
         scores = {what: _score(trial, row, what, *case) for what, case in cases.items()}
         wrong = scores["a wrong answer"]
@@ -47,9 +46,7 @@ def check_outcome(trial: Trial) -> None:
         if cut is not None and answered is not None and cut > answered:
             message = f"Never answering earns {cut:g}, a wrong answer {answered:g}: the policy learns not to answer."
             report.warning("outcome", message, "Score a missing answer like a wrong one, or lower.")
-        # The score of a TRL class comes from what was done, not from the answer.
-        is_own = not isinstance(env, ToolEnv) or type(env).outcome_reward is not ToolEnv.outcome_reward
-        if is_own and not isinstance(env, TRLEnvAdapter) and not trial.are_made_up and wrong is not None:
+        if wrong is not None and reads_answer and not trial.are_made_up:
             _check_right_answer(trial, row, wrong)
     report.ok("outcome", "outcome_reward scores finished, cut and empty trajectories.")
 
