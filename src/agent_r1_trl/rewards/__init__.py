@@ -1,4 +1,8 @@
-"""Reward functions: answers against golds, form, composition. Plain Python."""
+"""Reward functions: comparison with gold answers, form of an answer, composition. Plain Python.
+
+prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> [rewards on tokens] -> filter
+       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+"""
 
 from agent_r1_trl.rewards.answers import check_golds, exact_match, f1_score, normalize_answer, sub_em
 from agent_r1_trl.rewards.composition import compose

@@ -1,10 +1,7 @@
-"""Scores of a short answer against gold answers: the strict SQuAD definitions.
+"""Scores of a short answer against gold answers, as SQuAD defines them.
 
-prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> [rewards on tokens] -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
-With several gold answers the best score counts. Normalisation: lower case, ASCII punctuation and the articles a, an,
-the removed, white space collapsed (Rajpurkar et al. 2016, arXiv 1606.05250).
+With several gold answers, the best score counts. Texts are normalised first: lower case, without ASCII punctuation and
+the articles a, an and the, white space collapsed (Rajpurkar et al. 2016, arXiv 1606.05250).
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ def exact_match(prediction: str, golds: Golds) -> float:
     1.0
 
     Raises:
-        ValueError: the prediction is no string, or the golds are no string or non-empty list of strings.
+        ValueError: the prediction is not a string, or the golds are neither a string nor a non-empty list of strings.
     """
     return _best(prediction, golds, lambda answer, gold: float(answer == gold))
 
@@ -46,7 +43,7 @@ def exact_match(prediction: str, golds: Golds) -> float:
 def f1_score(prediction: str, golds: Golds) -> float:
     """Harmonic mean of precision and recall over words, in [0, 1].
 
-    yes, no and noanswer count only as a whole; an empty answer matches only an empty one.
+    The answers yes, no and noanswer score only if they match exactly; an empty answer matches only an empty one.
 
     >>> f1_score("the city of Paris", "Paris")
     0.5
@@ -60,7 +57,7 @@ def f1_score(prediction: str, golds: Golds) -> float:
 def sub_em(prediction: str, golds: Golds) -> float:
     """1.0 if a normalised gold answer occurs anywhere inside the normalised prediction, else 0.0.
 
-    Generous: "I do not know" contains "no". To compare with papers that report it, not to train on.
+    This is generous ("I do not know" contains "no"): use it to compare with papers that report it, not for training.
 
     Raises:
         ValueError: as for `exact_match`.
@@ -72,7 +69,7 @@ def check_golds(golds: Any) -> list[str]:
     """The gold answers as a list.
 
     Raises:
-        ValueError: if they are no string and no non-empty list of strings.
+        ValueError: they are neither a string nor a non-empty list of strings.
     """
     if isinstance(golds, str):
         return [golds]
@@ -85,7 +82,7 @@ def check_golds(golds: Any) -> list[str]:
 
 def _best(prediction: Any, golds: Any, score: Callable[[str, str], float]) -> float:
     if not isinstance(prediction, str):
-        raise ValueError(f"prediction={prediction!r:.200}: must be a string; pass '' where there is no answer.")
+        raise ValueError(f"prediction={prediction!r:.200}: must be a string; pass '' if there is no answer.")
     answer = normalize_answer(prediction)
     return max(score(answer, normalize_answer(gold)) for gold in check_golds(golds))
 

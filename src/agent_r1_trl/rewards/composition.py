@@ -1,8 +1,4 @@
-"""Adding rewards up, with their parts kept for the metrics.
-
-prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> [rewards on tokens] -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-"""
+"""Weighted sums of reward functions, with their parts kept for the metrics."""
 
 from __future__ import annotations
 
@@ -15,17 +11,17 @@ Reward = Callable[..., float]
 
 
 def compose(parts: Mapping[str, Reward | tuple[Reward, float]]) -> Callable[..., tuple[float, dict[str, float]]]:
-    """One reward out of several: the weighted sum, and each part as it enters the sum.
+    """Combine several reward functions into one that returns their weighted sum and the weighted parts by name.
 
     Args:
-        parts: name to function, or to (function, weight). Each function receives what the composed one receives.
+        parts: functions, or pairs (function, weight), by name. All of them receive the arguments of the composed one.
 
     Returns:
         A function whose result `ToolEnv.outcome_reward` may return as it is.
 
     Raises:
-        ValueError: no parts, an entry of another form, a weight that is not finite; when called, a reward that is no
-            finite number.
+        ValueError: there are no parts, an entry has another form, or a weight is not finite. The composed function
+            raises it if a reward is not a finite number.
 
     >>> reward = compose({"exact": (exact_match, 1.0), "overlap": (f1_score, 0.5)})
     >>> reward("Paris", "Paris")

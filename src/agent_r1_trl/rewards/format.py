@@ -1,9 +1,6 @@
-"""The form of an answer: where it stands, and whether the text around it is well formed.
+"""The form of an answer: where it is in a text, and whether the text around it is well formed.
 
-prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> [rewards on tokens] -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
-Reasoning (`<think>...</think>`) never counts as an answer, however many answers are tried out in it.
+Reasoning (`<think>...</think>`) never counts as an answer, whatever answers are tried out in it.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ THINK_TAG = "think"
 
 
 def strip_reasoning(text: str, tag: str = THINK_TAG) -> str:
-    """The text without its reasoning: closed blocks, a block whose opener was in the prompt, an unclosed block.
+    """Remove reasoning from a text: closed blocks, a block that was opened in the prompt, and an unclosed block.
 
     >>> strip_reasoning("<think>Oslo? No.</think>Bergen")
     'Bergen'
@@ -28,7 +25,7 @@ def strip_reasoning(text: str, tag: str = THINK_TAG) -> str:
             depth += 1
         elif part == closer:
             if depth == 0:
-                kept.clear()  # chat templates may put the opener into the prompt: everything so far was reasoning
+                kept.clear()  # a chat template may open the block in the prompt; then everything so far was reasoning
             depth = max(0, depth - 1)
         elif depth == 0:
             kept.append(part)
@@ -36,9 +33,9 @@ def strip_reasoning(text: str, tag: str = THINK_TAG) -> str:
 
 
 def extract_answer(text: str, tag: str = "answer") -> str | None:
-    """The content of the last complete `<answer>...</answer>` outside the reasoning; None where there is none.
+    """The content of the last complete `<answer>...</answer>` outside the reasoning, or None.
 
-    A tag that is never closed is no answer: the text may have been cut anywhere.
+    A tag that is never closed is not an answer: the text may have been cut anywhere.
 
     >>> extract_answer("It is <answer> Paris </answer>.")
     'Paris'
@@ -57,8 +54,8 @@ def extract_answer(text: str, tag: str = "answer") -> str | None:
 def format_reward(text: str, *, tag: str | None = "answer", require_reasoning: bool = False) -> float:
     """1.0 if a final text is well formed, else 0.0.
 
-    Well formed: exactly one, non-empty `<answer>...</answer>` with nothing after it (`tag=None`: any non-empty text),
-    reasoning closed, and present if required.
+    A text is well formed if it ends with its only `<answer>...</answer>`, which is not empty (with `tag=None`: if
+    there is any text), and if its reasoning is closed, and present if required.
 
     >>> format_reward("Two searches agree. <answer>Paris</answer>")
     1.0
