@@ -1,4 +1,4 @@
-"""Tools: `@tool`, `Tool`, the executor, and the tools that ship with the package."""
+"""Tools: functions that a model may call, the executor that runs the calls, and the tools of the package."""
 
 from agent_r1_trl.tools.base import Tool, as_tool, render_result, tool
 from agent_r1_trl.tools.calculator import calculator

@@ -1,7 +1,4 @@
-"""Tools: functions that a model may call.
-
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+"""`Tool` and the decorator `@tool`: functions that a model may call.
 
     @tool
     def search(query: str) -> str:
@@ -34,6 +31,8 @@ from agent_r1_trl.tools.schema import (
     check_name,
     check_schema,
     describe_signature,
+    function_name,
+    unwrap_partial,
 )
 
 DEFAULT_MAX_RESULT_CHARS = 20_000
@@ -45,15 +44,16 @@ class Tool:
     Args:
         fn: plain or async function or method. Plain ones run on a thread, async ones on the rollout's event loop, so
             an async tool must not block.
-        name: instead of the function's own.
-        description: instead of the first part of the docstring.
-        timeout_s: seconds one call may take; None takes the executor's.
-        max_result_chars: longest result in characters; the rest is cut, visibly.
-        max_result_tokens: longest result in tokens (exact if the executor can count tokens, else 4 characters each).
-        sequential: calls of one turn run one after another, in their order, with every other sequential tool of the
-            environment. None: only where the function is a method of the environment, whose state it may change.
-        schema: in the OpenAI form, instead of the one made from hints and docstring; `name` is then taken from it.
-        render: turns the return value into the text the model reads.
+        name: name of the tool, by default the function's own.
+        description: description of the tool, by default the first part of the docstring.
+        timeout_s: maximum seconds per call; None for the executor's limit.
+        max_result_chars: maximum length of a result in characters; a note replaces the rest.
+        max_result_tokens: maximum length of a result in tokens (exact if the executor can count tokens, else 4
+            characters each).
+        sequential: True if the calls of one turn to this and to the other sequential tools run one after another, in
+            their order. None for the default: True for methods of an environment, whose state they may change.
+        schema: schema in the OpenAI form, instead of the one made from hints and docstring.
+        render: function that turns the return value into the text that the model reads.
 
     Raises:
         ValueError: an argument is out of range, or `fn` has no usable name.
@@ -87,36 +87,36 @@ class Tool:
                 raise ValueError(f"{label}={limit!r}: must be an integer >= 1, or None for no limit.")
         functools.update_wrapper(self, fn)
         self.fn = fn
-        self.name = check_name(name or _function_name(fn))
+        self.name = check_name(name or function_name(fn))
         self.timeout_s = check_timeout(timeout_s)
         self.max_result_chars = max_result_chars
         self.max_result_tokens = max_result_tokens
         self.sequential = sequential
         self.render = render or render_result
         self._description = description
-        # Shared by bound copies, and by every Tool made of the same function: environments are made per trajectory.
+        # Shared by bound copies and by every Tool of the same function, because each trajectory makes an environment.
         self._cache: dict[str, Any] = _cache_of(fn, self.name, description) if schema is None else {"schema": schema}
 
     # ---------------------------------------------------------------- as a function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function itself: no checks, no limits."""
+        """Call the function itself, without checks or limits."""
         return self.fn(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Tool:
-        """Bind a tool that was defined in a class body to the instance it is read from."""
+        """Bind a tool that was defined in a class body to the instance from which it is read."""
         if self._binds_to_class and owner is not None:
             return self.bind(owner)
         return self.bind(instance) if instance is not None and self.is_method else self
 
     @property
     def is_method(self) -> bool:
-        """The function still waits for its `self`."""
+        """Whether the function is a method that is not yet bound to an instance."""
         return not self._is_static and takes_self(self.fn)
 
     @property
     def is_async(self) -> bool:
-        """The function is awaited on the event loop."""
+        """Whether the function is awaited on the event loop."""
         return is_async_callable(self.fn)
 
     def bind(self, instance: Any) -> Tool:
@@ -137,7 +137,7 @@ class Tool:
         """`{"type": "function", "function": {"name", "description", "parameters"}}`, made on first use.
 
         Raises:
-            ToolSchemaError: the function's hints or docstring do not suffice; the message names the cure.
+            ToolSchemaError: the function's hints or docstring are incomplete; the message names the cure.
         """
         if "schema" not in self._cache:
             self._cache["schema"] = build_schema(self.fn, self.name, self._description)
@@ -145,18 +145,18 @@ class Tool:
 
     @property
     def description(self) -> str:
-        """What the tool does, in the words the model reads."""
+        """The description that the model reads."""
         return self.schema["function"].get("description") or ""
 
     @property
     def signature(self) -> str:
-        """One line, as in `search(query: string, top_k?: integer)`."""
+        """The tool's signature in one line, such as `search(query: string, top_k?: integer)`."""
         return describe_signature(self.schema)
 
     def check_arguments(self, arguments: Any) -> tuple[dict[str, Any], list[str]]:
-        """Arguments as the function receives them, and what is wrong with them (empty: nothing).
+        """Arguments as the function receives them, and a list of the problems with them.
 
-        5.0 for an integer becomes 5; nothing else is converted.
+        For an integer, 5.0 becomes 5; nothing else is converted.
         """
         import jsonschema
 
@@ -166,10 +166,10 @@ class Tool:
             self._cache["validator"] = jsonschema.Draft202012Validator(argument_schema(self.schema))
         validator = self._cache["validator"]
         try:
-            errors = itertools.islice(validator.iter_errors(arguments), 3)  # one per item of a huge list, else
+            errors = itertools.islice(validator.iter_errors(arguments), 3)  # a huge list would give one per item
             problems = [_describe_problem(error) for error in errors]
             checked = copy.deepcopy(arguments)  # the tool may change them; the recorded call must stay as it was
-        except Exception as error:  # numbers too long to print, nesting too deep
+        except Exception as error:  # numbers too long to print, or nested too deeply
             return {}, [f"the arguments cannot be checked ({type(error).__name__})"]
         for name, spec in self.schema["function"]["parameters"].get("properties", {}).items():
             value = checked.get(name)
@@ -211,10 +211,10 @@ def tool(fn: Any = None, **settings: Any) -> Any:
 
 
 def as_tool(obj: Any) -> Tool:
-    """A `Tool` passes through, a callable becomes one.
+    """Make a callable a `Tool`; a `Tool` is returned as it is.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: `obj` is neither.
     """
     if isinstance(obj, Tool):
         return obj
@@ -224,7 +224,7 @@ def as_tool(obj: Any) -> Tool:
 
 
 def render_result(value: Any) -> str:
-    """Text of a return value: strings as they are, JSON where it is JSON, else `str`."""
+    """Text of a return value: a string unchanged, JSON for values that JSON can express, else `str`."""
     if isinstance(value, str):
         return str(value)
     if value is None:
@@ -240,10 +240,10 @@ def render_result(value: Any) -> str:
 
 
 def check_timeout(timeout_s: Any, flag: str = "timeout_s") -> float | None:
-    """Return a usable number of seconds, or None for no limit.
+    """Check a number of seconds, or None for no limit, and return it.
 
     Raises:
-        ValueError: if it is not a positive finite number.
+        ValueError: it is not a positive finite number; the message names `flag`.
     """
     if timeout_s is None:
         return None
@@ -254,16 +254,15 @@ def check_timeout(timeout_s: Any, flag: str = "timeout_s") -> float | None:
 
 
 def takes_self(fn: Callable[..., Any]) -> bool:
-    """Whether a function's first parameter is an unfilled `self`."""
+    """Whether the first parameter of a function is `self`."""
     if not inspect.isfunction(fn):
         return False
     return next(iter(inspect.signature(fn).parameters), None) == "self"
 
 
 def is_async_callable(fn: Any) -> bool:
-    """Whether calling `fn` gives a coroutine; looks through partials and callable objects."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
+    """Whether calling `fn`, which may be a partial or a callable object, returns a coroutine."""
+    fn = unwrap_partial(fn)
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(type(fn), "__call__", None))  # noqa: B004
 
 
@@ -275,12 +274,6 @@ def _cache_of(fn: Any, name: str, description: str | None) -> dict[str, Any]:
     if not inspect.isfunction(target):
         return {}
     return _caches.setdefault(target, {}).setdefault((name, description), {})
-
-
-def _function_name(fn: Any) -> str:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def _describe_problem(error: Any) -> str:

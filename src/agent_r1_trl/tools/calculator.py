@@ -1,10 +1,7 @@
 """A calculator that evaluates arithmetic without `eval`.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
-The expression is parsed into a syntax tree and only arithmetic nodes are walked: names, attributes, subscripts,
-lambdas and comprehensions do not exist here. Sizes are bounded before anything is computed.
+The expression is parsed into a syntax tree, of which only arithmetic nodes are evaluated; attributes, subscripts,
+lambdas and comprehensions are refused. Sizes are bounded before anything is computed.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Pow: operator.pow,
 }
 _CONSTANTS = {"pi": math.pi, "e": math.e}
-_FUNCTIONS: dict[str, tuple[Callable[..., Number], int, int]] = {  # function, fewest and most arguments
+_FUNCTIONS: dict[str, tuple[Callable[..., Number], int, int]] = {  # function, minimum and maximum number of arguments
     "abs": (abs, 1, 1),
     "round": (round, 1, 2),
     "min": (min, 1, 20),
@@ -49,7 +46,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Number], int, int]] = {  # function, f
     "tan": (math.tan, 1, 1),
     "gcd": (math.gcd, 2, 2),
 }
-# How models spell the operators: multiplication sign and dot, division sign, minus sign, dash.
+# Operators as models write them: multiplication sign and dot, division sign, minus sign, dash.
 _SPELLINGS = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", "\u2013": "-"})
 
 
@@ -60,13 +57,13 @@ def calculate(expression: str) -> Number:
     98
 
     Raises:
-        ValueError: no arithmetic, too large, or undefined (division by zero, root of a negative number).
+        ValueError: the expression is not arithmetic, too large, or undefined (division by zero, for example).
     """
     if not isinstance(expression, str) or not expression.strip():
         raise ValueError("the expression is empty")
     if len(expression) > MAX_EXPRESSION_CHARS:
         raise ValueError(f"the expression has {len(expression)} characters, the limit is {MAX_EXPRESSION_CHARS}")
-    # `^` means power to a model; Python would read it as xor, with another precedence.
+    # Models write `^` for powers; Python would read it as xor, with another precedence.
     source = expression.strip().translate(_SPELLINGS).replace("^", "**")
     try:
         tree = ast.parse(source, mode="eval")
@@ -93,7 +90,7 @@ def calculator(expression: str) -> str:
 
 
 def format_number(value: Number) -> str:
-    """Twelve significant digits for floats, so 0.1 + 0.2 reads 0.3; integers in full."""
+    """Floats with twelve significant digits, so that 0.1 + 0.2 is shown as 0.3; integers in full."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     return format(value, ".12g") if isinstance(value, float) else str(value)

@@ -1,8 +1,4 @@
-"""Reading the calls of an assistant message, whatever the model wrote in it.
-
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-"""
+"""Reads the calls of an assistant message, whatever the model wrote in it."""
 
 from __future__ import annotations
 
@@ -15,8 +11,9 @@ from agent_r1_trl.trajectory import Message, ToolCall
 def read_calls(message: Message, *, id_prefix: str = "call") -> list[ToolCall]:
     """The calls of a message, one per entry of `tool_calls`; never raises.
 
-    An entry that is no call (a number, a list, an object without a name) gives a `ToolCall` with an empty name, which
-    the executor answers with how to call right. A missing or repeated id becomes `{id_prefix}_{index}`.
+    An entry that is not a call (a number, a list, an object without a name) becomes a `ToolCall` with an empty name,
+    which the executor answers with an explanation of how to call. A missing or repeated id becomes
+    `{id_prefix}_{index}`.
     """
     entries = message.get("tool_calls")
     if entries is None or entries == "":
@@ -50,7 +47,7 @@ def read_call(entry: Any) -> ToolCall:
 
 
 def read_arguments(arguments: Any) -> Any:
-    """A dict where the arguments are one, also inside a JSON string; else what was there. Nothing means `{}`."""
+    """Arguments with a JSON string parsed; text that is not JSON is returned as it is, and nothing becomes `{}`."""
     if arguments is None:
         return {}
     if not isinstance(arguments, str):

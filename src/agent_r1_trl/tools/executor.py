@@ -1,7 +1,4 @@
-"""Running the calls of one assistant turn: all at once, each with its own limits, none able to hurt another.
-
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+"""Runs the calls of one assistant turn: all at once, each within its own limits, none able to disturb another.
 
 Every failure becomes a `ToolResult` whose text tells the model what was wrong and how to call right.
 """
@@ -32,13 +29,13 @@ class ToolExecutor:
     """Executes calls against a set of tools.
 
     Args:
-        tools: functions or `Tool`s; names must differ.
-        timeout_s: seconds a call may take if its tool does not say; None: no limit.
-        max_workers: most plain (not async) tools that run at once; the threads are shared by the whole process.
-        truncate: `(text, max_tokens) -> text`, exact in the model's tokens; without it 4 characters count as one.
+        tools: functions or `Tool`s with different names.
+        timeout_s: maximum seconds per call of a tool that sets no limit itself; None for no limit.
+        max_workers: maximum number of plain (not async) tools that run at once; the whole process shares the threads.
+        truncate: `(text, max_tokens) -> text`, counted in the model's tokens; by default 4 characters are one token.
 
     Raises:
-        ValueError: two tools of one name, or a value out of range.
+        ValueError: two tools have the same name, or a value is out of range.
     """
 
     def __init__(
@@ -62,7 +59,8 @@ class ToolExecutor:
     async def execute(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Run all calls at once and return their results in the order of the calls. Never raises.
 
-        Sequential tools (methods of an environment) wait for each other, in the order of the calls, not for the rest.
+        Sequential tools (methods of an environment) run one after another, in the order of the calls, while the others
+        run beside them.
         """
         read = [read_call(call) for call in calls]
         results: list[ToolResult | None] = [None] * len(read)
@@ -82,13 +80,13 @@ class ToolExecutor:
         return [result for result in results if result is not None]
 
     def explain_malformed(self, reason: str) -> str:
-        """What the model is told about a call that could not be read."""
+        """Text that tells the model about a call that could not be read."""
         return _clean(
             f"Error: the tool call could not be read: {_cut(reason, MAX_DETAIL_CHARS)}\n{self._how_to_call()}"
         )
 
     def explain_no_call(self) -> str:
-        """What the model is told when it should have gone on and did not call."""
+        """Text that tells the model to go on after a turn without a call."""
         return f"The task is not finished. {self._how_to_call()}"
 
     # ---------------------------------------------------------------- one call
@@ -98,50 +96,57 @@ class ToolExecutor:
         return bool(found and found.sequential)
 
     async def _run(self, call: ToolCall) -> ToolResult:
-        try:
-            found, arguments, failure = self._check(call)
-        except Exception as error:  # the tool's own schema is broken
-            failure = (ToolErrorKind.EXCEPTION, f"tool {call.name!r} cannot be used: {_describe_error(error)}")
-            found, arguments = None, {}
         started = time.perf_counter()
-        if failure is None and found is not None:
-            text, failure = await self._invoke(found, arguments)
-            if failure is None:
-                content, is_cut = self._limit(found, _clean(text))
-                return ToolResult(
-                    call=call, content=content, latency_s=time.perf_counter() - started, is_truncated=is_cut
-                )
-        kind, detail = failure or (ToolErrorKind.EXCEPTION, "unknown failure")
-        content = _clean(f"Error: {_cut(detail, MAX_DETAIL_CHARS)}\n{self._advise(found, kind)}")
-        return ToolResult(call=call, content=content, error=kind, latency_s=time.perf_counter() - started)
+        try:
+            found, arguments = self._check(call)
+            started = time.perf_counter()
+            content, is_cut = self._limit(found, _clean(await self._invoke(found, arguments)))
+        except _CallError as failure:
+            content = _clean(f"Error: {_cut(failure.detail, MAX_DETAIL_CHARS)}\n{self._advise(failure)}")
+            return ToolResult(call=call, content=content, error=failure.kind, latency_s=time.perf_counter() - started)
+        return ToolResult(call=call, content=content, latency_s=time.perf_counter() - started, is_truncated=is_cut)
 
-    def _check(self, call: ToolCall) -> tuple[Tool | None, dict[str, Any], tuple[ToolErrorKind, str] | None]:
+    def _check(self, call: ToolCall) -> tuple[Tool, dict[str, Any]]:
+        """The tool and the checked arguments of a call.
+
+        Raises:
+            _CallError: the call cannot be run.
+        """
         if not isinstance(call.name, str) or not call.name.strip():
             shown = _cut(_dump(call.arguments), 200)
-            return None, {}, (ToolErrorKind.MALFORMED, f"the tool call has no tool name: {shown}")
+            raise _CallError(ToolErrorKind.MALFORMED, f"the tool call has no tool name: {shown}")
         found = self.tools.get(call.name) or self.tools.get(call.name.strip())
         if found is None:
             close = difflib.get_close_matches(call.name[:100], self.tools, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            return None, {}, (ToolErrorKind.UNKNOWN_TOOL, f"there is no tool {_cut(call.name, 100)!r}.{hint}")
+            raise _CallError(ToolErrorKind.UNKNOWN_TOOL, f"there is no tool {_cut(call.name, 100)!r}.{hint}")
         arguments = read_arguments(call.arguments)
         if isinstance(arguments, str):
             detail = f"the arguments of {found.name!r} are not valid JSON: {_cut(arguments, 200)}"
-            return found, {}, (ToolErrorKind.MALFORMED, detail)
-        checked, problems = found.check_arguments(arguments)
+            raise _CallError(ToolErrorKind.MALFORMED, detail, found)
+        try:
+            checked, problems = found.check_arguments(arguments)
+        except Exception as error:  # the tool's own schema is broken
+            detail = f"tool {call.name!r} cannot be used: {_describe_error(error)}"
+            raise _CallError(ToolErrorKind.EXCEPTION, detail) from error
         if problems:
             detail = f"wrong arguments for {found.name!r}: {'; '.join(problems)}."
-            return found, {}, (ToolErrorKind.INVALID_ARGUMENTS, detail)
-        return found, checked, None
+            raise _CallError(ToolErrorKind.INVALID_ARGUMENTS, detail, found)
+        return found, checked
 
-    async def _invoke(self, found: Tool, arguments: dict[str, Any]) -> tuple[str, tuple[ToolErrorKind, str] | None]:
+    async def _invoke(self, found: Tool, arguments: dict[str, Any]) -> str:
+        """The rendered result of a tool.
+
+        Raises:
+            _CallError: the tool raised, took too long, or could not be started.
+        """
         timeout_s = found.timeout_s if found.timeout_s is not None else self.timeout_s
 
         def work() -> _Outcome:
             try:
                 value = found.fn(**arguments)
                 return _Outcome(value=value) if inspect.isawaitable(value) else _Outcome(text=found.render(value))
-            except BaseException as error:  # SystemExit too; no user's Ctrl-C arrives on a worker thread
+            except BaseException as error:  # SystemExit too; the user's Ctrl-C never arrives on a worker thread
                 return _Outcome(error=error)
 
         try:
@@ -151,23 +156,25 @@ class ToolExecutor:
                 outcome = await self._pool.run(work, timeout_s=timeout_s)
                 if outcome.value is not None:  # a plain function that returned a coroutine
                     outcome = await _await_tool(found, outcome, timeout_s)
-        except JobTimeoutError:
-            return "", (ToolErrorKind.TIMEOUT, f"{found.name!r} took longer than {timeout_s:g} s and was given up.")
+        except JobTimeoutError as error:
+            detail = f"{found.name!r} took longer than {timeout_s:g} s and was given up."
+            raise _CallError(ToolErrorKind.TIMEOUT, detail, found) from error
         except PoolExhaustedError as error:
-            return "", (ToolErrorKind.TIMEOUT, f"{found.name!r} could not start: {error}.")
+            raise _CallError(ToolErrorKind.TIMEOUT, f"{found.name!r} could not start: {error}.", found) from error
         if outcome.error is not None:
-            return "", (ToolErrorKind.EXCEPTION, f"{found.name!r} failed: {_describe_error(outcome.error)}")
-        return str(outcome.text), None
+            detail = f"{found.name!r} failed: {_describe_error(outcome.error)}"
+            raise _CallError(ToolErrorKind.EXCEPTION, detail, found)
+        return str(outcome.text)
 
     # ---------------------------------------------------------------- texts
 
-    def _advise(self, found: Tool | None, kind: ToolErrorKind) -> str:
-        if found is None:
+    def _advise(self, failure: _CallError) -> str:
+        if failure.tool is None:
             return self._how_to_call()
         try:
-            advice = f"Call it as {found.signature}."
-            if kind in (ToolErrorKind.MALFORMED, ToolErrorKind.INVALID_ARGUMENTS):
-                schema = _without_descriptions(found.schema["function"]["parameters"])
+            advice = f"Call it as {failure.tool.signature}."
+            if failure.kind in (ToolErrorKind.MALFORMED, ToolErrorKind.INVALID_ARGUMENTS):
+                schema = _without_descriptions(failure.tool.schema["function"]["parameters"])
                 advice += f" Schema of its arguments: {_cut(_dump(schema), MAX_SCHEMA_CHARS)}"
         except ValueError:  # its schema is broken, which the user was told when the prompt was made
             return self._how_to_call()
@@ -190,7 +197,7 @@ class ToolExecutor:
             cut = cut[: found.max_result_chars]
         if found.max_result_tokens is not None:
             if self.truncate is not None:
-                # No token spans this many characters in practice; the bound keeps a tokenizer from reading megabytes.
+                # No token is as long as 64 characters in practice; the bound keeps a tokenizer from reading megabytes.
                 cut = self.truncate(cut[: 64 * found.max_result_tokens], found.max_result_tokens)
             else:
                 cut = cut[: CHARS_PER_TOKEN * found.max_result_tokens]
@@ -199,9 +206,19 @@ class ToolExecutor:
         return f"{cut}\n[truncated: the first {len(cut)} of {len(text)} characters are shown]", True
 
 
+class _CallError(Exception):
+    """A call failed: how, what to tell the model, and the tool, if there is one whose signature helps."""
+
+    def __init__(self, kind: ToolErrorKind, detail: str, tool: Tool | None = None) -> None:
+        super().__init__(detail)
+        self.kind = kind
+        self.detail = detail
+        self.tool = tool
+
+
 @dataclass
 class _Outcome:
-    """How a function call went; `value` is set only where there is something left to await."""
+    """Outcome of a function call; `value` is set only if it still has to be awaited."""
 
     text: str = ""
     value: Any = None
@@ -219,9 +236,9 @@ async def _await_tool(found: Tool, outcome: _Outcome, timeout_s: float | None) -
             return _Outcome(error=error)
         except KeyboardInterrupt as error:
             if threading.current_thread() is threading.main_thread():
-                raise  # the user's; on any other thread the tool made it up
+                raise  # the user's; on any other thread the tool raised it itself
             return _Outcome(error=error)
-        except BaseException as error:  # SystemExit as well: a tool must not end the training
+        except BaseException as error:  # SystemExit too: a tool must not end the training
             return _Outcome(error=error)
 
     task = asyncio.ensure_future(guarded())
@@ -247,7 +264,7 @@ def _describe_error(error: BaseException) -> str:
 
 
 def _without_descriptions(node: Any, *, is_properties: bool = False) -> Any:
-    """The prompt has them already; an argument may itself be called `description`."""
+    """Drop the descriptions, which the prompt contains already; an argument called `description` stays."""
     if isinstance(node, list):
         return [_without_descriptions(item) for item in node]
     if not isinstance(node, dict):
@@ -262,7 +279,7 @@ def _without_descriptions(node: Any, *, is_properties: bool = False) -> Any:
 def _dump(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, default=repr)
-    except Exception:  # nested too deep, numbers too long to print, keys that are no strings
+    except Exception:  # nested too deeply, numbers too long to print, keys that are not strings
         return f"({type(value).__name__})"
 
 

@@ -1,11 +1,8 @@
-"""Daemon threads for code that may never return.
+"""A pool of daemon threads for code that may never return.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
-`concurrent.futures` joins its threads when the interpreter exits and counts a hanging one as busy for ever. Here a
-job that took too long is *abandoned*: its thread goes on (Python cannot stop it) but no longer holds one of the
-`max_workers` places, and it never keeps the process alive.
+`concurrent.futures` joins its threads when the interpreter exits, and a hanging job occupies its worker for ever. Here
+a job that took too long is *abandoned*: its thread goes on (Python cannot stop it), but it no longer holds one of the
+`max_workers` places and does not keep the process alive.
 """
 
 from __future__ import annotations
@@ -23,15 +20,15 @@ T = TypeVar("T")
 
 
 class JobTimeoutError(RuntimeError):
-    """A job took longer than it was given (not `TimeoutError`: the job itself may raise that)."""
+    """A job took longer than its timeout (not a `TimeoutError`, which the job itself may raise)."""
 
 
 class PoolExhaustedError(RuntimeError):
-    """Every place, and every spare thread, is held by a job that was abandoned and never returned."""
+    """Abandoned jobs that never returned hold every place and every spare thread."""
 
 
 class Job(Generic[T]):
-    """One function call on its way through the pool. Its two futures belong to the loop that submitted it."""
+    """One function call in the pool. Its two futures belong to the event loop that submitted it."""
 
     def __init__(self, fn: Callable[[], T], loop: asyncio.AbstractEventLoop) -> None:
         self.started: asyncio.Future[None] = loop.create_future()
@@ -44,35 +41,38 @@ class Job(Generic[T]):
         self._context = contextvars.copy_context()
 
     def run(self) -> None:
-        """Called by the worker thread."""
+        """Run the function; called by the worker thread."""
         self._notify(_resolve, self.started, None)
         try:
             value = self._context.run(self._fn)
-        except BaseException as error:  # also SystemExit: it would end the worker and leave the waiter hanging
+        except BaseException as error:  # SystemExit too: it would end the worker and leave the caller waiting
             self.fail(error)
         else:
             self._notify(_resolve, self.finished, value)
 
     def fail(self, error: BaseException) -> None:
-        """Hand an error to whoever waits."""
-        if isinstance(error, StopIteration):  # a future refuses it
+        """Pass an error to the caller that waits for the job."""
+        if isinstance(error, StopIteration):  # a future does not accept it
             error = RuntimeError("the function raised StopIteration")
         self._notify(_reject, self.started, error)
         self._notify(_reject, self.finished, error)
 
     def _notify(self, action: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop was closed, so nobody waits any more
             self._loop.call_soon_threadsafe(action, *args)
 
 
 class DaemonThreadPool:
-    """At most `max_workers` live jobs at a time, on daemon threads made as they are needed.
+    """Runs at most `max_workers` jobs at a time, not counting abandoned ones, on threads created when needed.
 
     Args:
-        max_workers: places; further jobs wait in the order of submission.
-        max_abandoned: abandoned jobs that may still be running before their places stop being given to others
-            (default 8 times `max_workers`); it bounds the number of threads of a process whose tools hang.
-        name: of the threads.
+        max_workers: number of places; further jobs wait in the order of their submission.
+        max_abandoned: maximum number of running abandoned jobs whose places are given to others (default: 8 times
+            `max_workers`). It bounds the number of threads of a process whose tools hang.
+        name: prefix of the threads' names.
+
+    Raises:
+        ValueError: `max_workers` is not an integer >= 1.
     """
 
     def __init__(self, max_workers: int, *, max_abandoned: int | None = None, name: str = "tool") -> None:
@@ -89,10 +89,10 @@ class DaemonThreadPool:
         self._num_abandoned = 0
 
     async def run(self, fn: Callable[[], T], *, timeout_s: float | None = None) -> T:
-        """Run `fn` on a thread; the clock starts when it starts, not while it waits for a place.
+        """Run `fn` on a thread and return its value. Waiting for a place does not count towards the timeout.
 
         Raises:
-            JobTimeoutError: `timeout_s` passed; the job was abandoned.
+            JobTimeoutError: the job ran for longer than `timeout_s` and was abandoned.
             PoolExhaustedError: no place will become free.
             BaseException: whatever `fn` raised.
         """
@@ -107,12 +107,12 @@ class DaemonThreadPool:
             if not job.finished.done():
                 self.abandon(job)
             elif not job.finished.cancelled():
-                job.finished.exception()  # marks it as seen
+                job.finished.exception()  # marks the exception as retrieved
             if job.started.done() and not job.started.cancelled():
                 job.started.exception()
 
     def submit(self, fn: Callable[[], T]) -> Job[T]:
-        """Queue `fn`; must be called with a running event loop."""
+        """Queue `fn`; must be called from a running event loop."""
         job = Job(fn, asyncio.get_running_loop())
         with self._condition:
             if self._is_exhausted():
@@ -127,7 +127,7 @@ class DaemonThreadPool:
         return job
 
     def abandon(self, job: Job[Any]) -> None:
-        """Stop waiting for a job: a queued one never runs, a running one gives up its place if a spare is left."""
+        """Stop waiting for a job: a queued job never runs, a running one gives up its place if a spare is left."""
         with self._condition:
             if job.is_abandoned:
                 return
@@ -168,7 +168,7 @@ class DaemonThreadPool:
             job.run()
             with self._condition:
                 self._running.discard(job)
-                if not job.holds_place:  # another thread has taken this one's place
+                if not job.holds_place:  # another thread has taken the place of this one
                     self._num_abandoned -= 1
                     return
 
@@ -188,7 +188,7 @@ _pools_lock = threading.Lock()
 
 
 def shared_pool(max_workers: int) -> DaemonThreadPool:
-    """The process's pool with that many places: trajectories share threads, however many there are."""
+    """The process's pool with this number of places, shared by all trajectories."""
     with _pools_lock:
         if max_workers not in _pools:
             _pools[max_workers] = DaemonThreadPool(max_workers)

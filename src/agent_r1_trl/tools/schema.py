@@ -1,10 +1,7 @@
-"""JSON schemas of tools: from type hints and a Google docstring, for the prompt and for checking arguments.
+"""JSON schemas of tools, made from type hints and a Google docstring, for prompts and for checking arguments.
 
-prompt -> environment reset -> [rollout (policy <-> tools)] -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
-The schema shown to the model is the one transformers' own helper makes, so prompts equal TRL's. Its import is heavy:
-it happens inside `build_schema`, on first use.
+The schema that the model reads is made by transformers' own helper, so prompts equal TRL's. The helper takes long to
+import, so `build_schema` imports it on first use.
 """
 
 from __future__ import annotations
@@ -27,14 +24,27 @@ _SCALARS = (str, int, float, bool, type(None), Any)
 
 
 class ToolSchemaError(ValueError):
-    """A function cannot be described to a model; the message says why and what to write instead."""
+    """A function cannot be described to a model; the message gives the reason and the cure."""
+
+
+def unwrap_partial(fn: Any) -> Any:
+    """The function inside a `functools.partial`; any other callable is returned as it is."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn
+
+
+def function_name(fn: Any) -> str:
+    """The name of a function, or of the class of a callable object."""
+    fn = unwrap_partial(fn)
+    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def check_name(name: Any) -> str:
-    """Return `name` if a chat template and a model can spell it.
+    """Check that chat templates and models can write a tool's name, and return it.
 
     Raises:
-        ToolSchemaError: otherwise.
+        ToolSchemaError: the name has other characters, or is empty or too long.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ToolSchemaError(
@@ -45,11 +55,11 @@ def check_name(name: Any) -> str:
 
 
 def function_parameters(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters a model may fill in: without `self`/`cls` and those that a `functools.partial` has filled in."""
+    """The parameters for the model to fill in: all but `self` or `cls` and those that a `functools.partial` binds."""
     try:
         parameters = dict(inspect.signature(fn).parameters)
     except (TypeError, ValueError) as error:
-        raise ToolSchemaError(f"Tool {_name_of(fn)!r}: its signature cannot be read ({error}).") from error
+        raise ToolSchemaError(f"Tool {function_name(fn)!r}: its signature cannot be read ({error}).") from error
     first = next(iter(parameters), None)
     if first in ("self", "cls") and parameters[first].annotation is inspect.Parameter.empty:
         del parameters[first]
@@ -64,46 +74,25 @@ def build_schema(fn: Callable[..., Any], name: str | None = None, description: s
 
     Args:
         fn: a function, method, partial or callable object with type hints and a Google docstring.
-        name: instead of the function's own.
-        description: instead of the docstring's first part.
+        name: name of the tool, by default the function's own.
+        description: description of the tool, by default the first part of the docstring.
 
     Raises:
-        ToolSchemaError: a missing docstring, hint or argument description, a hint that JSON cannot express, or a
-            default that contradicts its hint.
+        ToolSchemaError: the docstring, a hint or the description of an argument is missing, a hint cannot be expressed
+            in JSON, or a default contradicts its hint.
     """
-    from transformers.utils import get_json_schema
-
-    tool_name = check_name(name or _name_of(fn))
+    tool_name = check_name(name or function_name(fn))
     parameters = function_parameters(fn)
     hints = _hints(fn, tool_name)
-    annotations = {}
-    for parameter in parameters.values():
-        annotations[parameter.name] = _parameter_hint(parameter, hints, tool_name)
-    if "return" in hints:
-        annotations["return"] = hints["return"]
-
-    def shim() -> None: ...
-
-    # get_json_schema reads exactly these attributes; the shim lets partials, callable objects and methods through it.
-    shim.__name__ = tool_name
-    shim.__doc__ = _doc(fn, description)
-    shim.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            parameter.replace(annotation=annotations[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
-            for parameter in parameters.values()
-        ]
-    )
-    shim.__annotations__ = annotations
+    annotations = {parameter.name: _parameter_hint(parameter, hints, tool_name) for parameter in parameters.values()}
+    doc = _doc(fn, description)
     try:
-        schema = get_json_schema(shim)
-    except Exception as error:
-        if "return" in annotations:  # the return type is only decoration: most templates ignore it
-            del annotations["return"]
-            try:
-                schema = get_json_schema(shim)
-            except Exception as second_error:
-                raise _explain(tool_name, second_error) from second_error
-        else:
+        returned = {"return": hints["return"]} if "return" in hints else {}
+        schema = _json_schema(tool_name, doc, parameters, {**annotations, **returned})
+    except Exception:  # perhaps because of the return type, which most templates ignore
+        try:
+            schema = _json_schema(tool_name, doc, parameters, annotations)
+        except Exception as error:
             raise _explain(tool_name, error) from error
     if not schema["function"]["description"]:
         raise ToolSchemaError(f"Tool {tool_name!r}: its docstring does not say what it does before 'Args:'.")
@@ -112,11 +101,31 @@ def build_schema(fn: Callable[..., Any], name: str | None = None, description: s
     return schema
 
 
+def _json_schema(
+    name: str, doc: str | None, parameters: Mapping[str, inspect.Parameter], annotations: dict[str, Any]
+) -> Schema:
+    from transformers.utils import get_json_schema
+
+    def shim() -> None: ...
+
+    # get_json_schema reads exactly these attributes; the shim makes partials, callable objects and methods acceptable.
+    shim.__name__ = name
+    shim.__doc__ = doc
+    shim.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            parameter.replace(annotation=annotations[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in parameters.values()
+        ]
+    )
+    shim.__annotations__ = annotations
+    return get_json_schema(shim)
+
+
 def check_schema(schema: Any) -> None:
-    """Check a schema that a user wrote by hand (or another system delivered).
+    """Check a schema that was written by hand or comes from another system.
 
     Raises:
-        ToolSchemaError: if it has not the OpenAI form, or its `parameters` are no JSON schema of an object.
+        ToolSchemaError: it does not have the OpenAI form, or its `parameters` are not the JSON schema of an object.
     """
     import jsonschema
 
@@ -133,11 +142,11 @@ def check_schema(schema: Any) -> None:
     except (TypeError, ValueError, RecursionError) as error:
         raise ToolSchemaError(f"Tool {name!r}: its schema is not JSON ({error}).") from error
     except jsonschema.exceptions.SchemaError as error:
-        raise ToolSchemaError(f"Tool {name!r}: its parameters are no JSON schema: {error.message}.") from error
+        raise ToolSchemaError(f"Tool {name!r}: its parameters are not a JSON schema: {error.message}.") from error
 
 
 def argument_schema(schema: Schema) -> Schema:
-    """The strict form used to check arguments: `nullable` spelled out, arguments of unknown name refused."""
+    """The strict form that checks arguments: with `nullable` spelled out, and without arguments of unknown names."""
     parameters = _spell_out_nullable(copy.deepcopy(schema["function"]["parameters"]))
     parameters.setdefault("type", "object")
     parameters.setdefault("properties", {})
@@ -146,7 +155,7 @@ def argument_schema(schema: Schema) -> Schema:
 
 
 def describe_signature(schema: Schema) -> str:
-    """One line a model can follow, as in `search(query: string, top_k?: integer)`."""
+    """The signature in one line that a model can follow, such as `search(query: string, top_k?: integer)`."""
     function = schema["function"]
     parameters = function["parameters"]
     required = parameters.get("required", [])
@@ -161,10 +170,7 @@ def describe_signature(schema: Schema) -> str:
 
 
 def _hints(fn: Callable[..., Any], tool_name: str) -> dict[str, Any]:
-    target: Any = fn
-    while isinstance(target, functools.partial):
-        target = target.func
-    target = inspect.unwrap(target)
+    target: Any = inspect.unwrap(unwrap_partial(fn))
     if not (inspect.isfunction(target) or inspect.ismethod(target) or inspect.isbuiltin(target)):
         target = type(target).__call__  # a callable object
     try:
@@ -203,7 +209,7 @@ def _check_defaults(tool_name: str, parameters: Mapping[str, inspect.Parameter],
     for name, parameter in parameters.items():
         default = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
         if not isinstance(default, str | int | float | list | dict):
-            continue  # None and private marks mean "not given" under any hint
+            continue  # None and private sentinels mean "not given" under any hint
         error = next(jsonschema.Draft202012Validator(properties[name]).iter_errors(default), None)
         if error is not None:
             raise ToolSchemaError(
@@ -213,7 +219,7 @@ def _check_defaults(tool_name: str, parameters: Mapping[str, inspect.Parameter],
 
 
 def _plain_hint(hint: Any, argument: str, tool_name: str) -> Any:
-    """Rewrite a hint into the forms the helper knows; it takes a bare `list` for an object, for instance."""
+    """Rewrite a hint into the forms that the helper knows; it would take a bare `list` for an object, for example."""
     rewrite = functools.partial(_plain_hint, argument=argument, tool_name=tool_name)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
@@ -256,9 +262,7 @@ def _explain(tool_name: str, error: Exception) -> ToolSchemaError:
 
 
 def _doc(fn: Callable[..., Any], description: str | None) -> str | None:
-    target: Any = fn
-    while isinstance(target, functools.partial):
-        target = target.func
+    target: Any = unwrap_partial(fn)
     if inspect.isroutine(target):
         doc = inspect.getdoc(target)
     else:
@@ -267,12 +271,6 @@ def _doc(fn: Callable[..., Any], description: str | None) -> str | None:
         return doc
     sections = re.search(r"\n\s*Args:\n.*", doc or "", re.DOTALL)
     return description + (sections.group(0) if sections else "")
-
-
-def _name_of(fn: Any) -> str:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def _spell_out_nullable(node: Any) -> Any:

@@ -252,7 +252,7 @@ def _cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
         return folder
     if named:
         raise ValueError(f"cache_dir={str(named)!r}: cannot be written to; choose a folder that can.")
-    # A container without a writable home: a rebuilt index is better than a stopped run.
+    # Some containers have no writable home; building the index again is better than stopping the run.
     folder = Path(tempfile.gettempdir()) / f"agent_r1_trl-{os.getuid() if hasattr(os, 'getuid') else 0}" / "search"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
