@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import pickle
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from agent_r1_trl.environments import SearchQAEnv
 from agent_r1_trl.environments.search_qa import shared_index
 from agent_r1_trl.tools import SearchIndex
-from agent_r1_trl.trajectory import Author, StopReason, Trajectory, Turn
+from agent_r1_trl.trajectory import StopReason
+from tests.environments.helpers import finished, message
 
 ROWS = [
     {"id": "author", "title": "The Hobbit", "text": "A novel by Tolkien."},
@@ -30,36 +32,17 @@ def index(tmp_path_factory):
 
 
 def search(*queries):
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "search", "arguments": {"query": query}}} for query in queries],
-    }
+    return message(*[("search", {"query": query}) for query in queries])
 
 
 def rewards(env, *messages):
-    return [asyncio.run(env.step(message)).reward for message in messages]
+    return [asyncio.run(env.step(item)).reward for item in messages]
 
 
 def started(index, example=EXAMPLE, **settings):
     env = SearchQAEnv(index, **settings)
     env.reset(example)
     return env
-
-
-def finished(text, stop_reason=StopReason.DONE):
-    turn = Turn(start=0, end=1, message={"role": "assistant", "content": text})
-    return Trajectory(
-        prompt_messages=[],
-        prompt_ids=[0],
-        completion_ids=[1],
-        action_mask=[1],
-        logprobs=[0.0],
-        turn_ids=[0],
-        authors=[Author.POLICY],
-        turns=[turn],
-        stop_reason=stop_reason,
-    )
 
 
 def test_the_prompt_is_the_question_with_instructions(index):
@@ -95,8 +78,7 @@ def test_evidence_that_was_cut_off_was_not_seen(index):
 
 def test_useless_and_failing_searches_can_cost(index):
     env = started(index, useless_search_reward=-0.05, tool_error_reward=-0.2)
-    broken = {"tool_calls": [{"function": {"name": "search", "arguments": {"q": "x"}}}]}
-    assert rewards(env, search("xyzzy"), broken) == pytest.approx([-0.05, -0.2])
+    assert rewards(env, search("xyzzy"), message(("search", {"q": "x"}))) == pytest.approx([-0.05, -0.2])
 
 
 def test_parallel_searches_of_one_turn_are_judged_one_by_one(index):
@@ -142,12 +124,12 @@ def test_plain_answers_count_when_no_tag_is_asked_for(index):
     assert started(index, answer_tag=False).outcome_reward(finished("  "))[0] == pytest.approx(-1.0)
 
 
-@pytest.mark.parametrize("reason", [reason for reason in StopReason if reason is not StopReason.DONE])
-def test_a_trajectory_that_was_cut_has_no_answer_and_earns_less_than_a_wrong_one(index, reason):
-    trajectory = finished("<answer>Bloemfontein</answer>", reason)
+def test_a_trajectory_that_was_cut_has_no_answer_and_earns_less_than_a_wrong_one(index):
     env = started(index)
-    assert env.outcome_reward(trajectory)[0] < env.outcome_reward(finished("<answer>wrong</answer>"))[0]
-    assert trajectory.info["prediction"] == "" and trajectory.info["em"] == 0.0
+    for reason in set(StopReason) - {StopReason.DONE}:
+        trajectory = finished("<answer>Bloemfontein</answer>", reason)
+        assert env.outcome_reward(trajectory)[0] < env.outcome_reward(finished("<answer>wrong</answer>"))[0]
+        assert trajectory.info["prediction"] == "" and trajectory.info["em"] == 0.0
 
 
 def test_the_info_is_json_and_names_everything(index):
@@ -162,14 +144,14 @@ def test_the_info_is_json_and_names_everything(index):
     }
 
 
-@pytest.mark.parametrize("column", ["answer", "answers", "golden_answers", "gold"])
-def test_gold_answers_stand_in_any_of_the_usual_columns(index, column):
-    env = started(index, {"question": "q", column: ["a", "b"]})
-    assert env.outcome_reward(finished("<answer>b</answer>"))[0] == pytest.approx(1.1)
+def test_gold_answers_may_be_in_any_of_the_usual_columns(index):
+    for column in ("answer", "answers", "golden_answers", "gold"):
+        env = started(index, {"question": "q", column: ["a", "b"]})
+        assert env.outcome_reward(finished("<answer>b</answer>"))[0] == pytest.approx(1.1)
 
 
-def test_a_row_without_a_gold_answer_is_explained(index):
-    with pytest.raises(ValueError, match=r"columns \['question'\], but no gold answer"):
+def test_a_row_without_a_gold_answer_is_refused(index):
+    with pytest.raises(ValueError, match=r"'question'.*'answer'"):
         SearchQAEnv(index).reset({"question": "q"})
     with pytest.raises(ValueError, match="golds="):
         SearchQAEnv(index).reset({"question": "q", "answer": []})
@@ -181,28 +163,18 @@ def test_the_outcome_is_scaled_to_the_rewards_given(index):
     assert env.outcome_reward(finished("<answer>x</answer>"))[0] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("settings", "word"),
-    [
-        ({"metric": "bleu"}, "metric='bleu'"),
-        ({"top_k": 0}, "top_k=0"),
-        ({"max_passage_chars": -1}, "max_passage_chars=-1"),
-        ({"format_reward": float("nan")}, "format_reward=nan"),
-        ({"useless_search_reward": "x"}, "useless_search_reward='x'"),
-        ({"tool_error_reward": float("inf")}, "tool_error_reward=inf"),
-    ],
-)
-def test_bad_settings_are_named(index, settings, word):
-    with pytest.raises(ValueError, match=word):
-        SearchQAEnv(index, **settings)
+def test_a_setting_out_of_range_is_named(index):
+    settings = {"metric": "bleu", "top_k": 0, "max_passage_chars": -1, "format_reward": math.nan}
+    for name, value in {**settings, "useless_search_reward": "x", "tool_error_reward": math.inf}.items():
+        with pytest.raises(ValueError, match=f"{name}={value!r}"):
+            SearchQAEnv(index, **{name: value})
 
 
 def test_an_index_or_a_corpus_is_needed(index, tmp_path):
-    with pytest.raises(ValueError, match="pass index="):
-        SearchQAEnv()
-    with pytest.raises(ValueError, match="pass index="):
-        SearchQAEnv(index, corpus=index)
-    with pytest.raises(ValueError, match="no such file"):
+    for arguments in ({}, {"index": index, "corpus": index}):
+        with pytest.raises(ValueError, match=r"index=.*corpus="):
+            SearchQAEnv(**arguments)
+    with pytest.raises(ValueError, match=r"corpus=.*missing\.jsonl"):
         SearchQAEnv(corpus=tmp_path / "missing.jsonl")
 
 
