@@ -71,12 +71,12 @@ def empty(stop_reason=StopReason.PROMPT_TOO_LONG, **changes):
 # -------------------------------------------------------------------- construction
 
 
-@pytest.mark.parametrize("name", ["action_mask", "logprobs", "turn_ids", "authors"])
-@pytest.mark.parametrize("change", [lambda items: items[:-1], lambda items: [*items, items[-1]]])
-def test_lists_of_another_length_are_refused_by_name(name, change):
-    items = change(getattr(two_turns(), name))
-    with pytest.raises(ValueError, match=rf"Trajectory\.{name} has {len(items)} entries, completion_ids has 8"):
-        two_turns(**{name: items})
+def test_lists_of_another_length_are_refused_by_name():
+    for name in ("action_mask", "logprobs", "turn_ids", "authors"):
+        items = getattr(two_turns(), name)
+        for changed in (items[:-1], [*items, items[-1]]):
+            with pytest.raises(ValueError, match=rf"Trajectory\.{name} has {len(changed)} "):
+                two_turns(**{name: changed})
 
 
 @pytest.mark.parametrize(
@@ -95,27 +95,26 @@ def test_lists_of_another_length_are_refused_by_name(name, change):
 def test_a_mask_an_author_and_a_turn_that_contradict_each_other_are_refused(name, position, value):
     items = list(getattr(two_turns(), name))
     items[position] = value
-    with pytest.raises(ValueError, match=rf"token {position}: .*contradict"):
+    with pytest.raises(ValueError, match=f"token {position}: action_mask="):
         two_turns(**{name: items})
 
 
-@pytest.mark.parametrize("span", [(-1, 2), (2, 1), (5, 9), (9, 9)])
-def test_a_turn_outside_the_completion_is_refused(span):
-    turn = Turn(start=span[0], end=span[1], message={"role": "assistant", "content": ""})
-    with pytest.raises(ValueError, match=re.escape(f"Turn 1 spans [{span[0]}, {span[1]}) of 8")):
-        two_turns(turns=[two_turns().turns[0], turn])
+def test_a_turn_outside_the_completion_is_refused():
+    for start, end in ((-1, 2), (2, 1), (5, 9), (9, 9)):
+        turn = Turn(start=start, end=end, message={"role": "assistant", "content": ""})
+        with pytest.raises(ValueError, match=re.escape(f"Turn 1 spans [{start}, {end}) of 8")):
+            two_turns(turns=[two_turns().turns[0], turn])
 
 
 def test_turns_that_disagree_with_the_turn_ids_are_refused():
     first, second = two_turns().turns
-    with pytest.raises(ValueError, match="turn_ids disagree"):
-        two_turns(turns=[second, first])
-    with pytest.raises(ValueError, match="turn_ids disagree"):
-        two_turns(turns=[Turn(start=0, end=3, message={}), second])
+    for turns in ([second, first], [Turn(start=0, end=3, message={}), second]):
+        with pytest.raises(ValueError, match=r"Turn 0 .*turn_ids"):
+            two_turns(turns=turns)
 
 
 def test_turns_that_leave_action_tokens_out_are_refused():
-    with pytest.raises(ValueError, match="do not cover"):
+    with pytest.raises(ValueError, match="turns do not cover"):
         two_turns(turns=two_turns().turns[:1])
 
 
@@ -214,11 +213,11 @@ def test_messages_are_the_prompt_the_turns_and_what_was_answered():
     assert trajectory.final_text == "{oops"
 
 
-@pytest.mark.parametrize("content", [None, ""])
-def test_a_last_message_without_text_reads_as_an_empty_text(content):
+def test_a_last_message_without_text_reads_as_an_empty_text():
     trajectory = two_turns()
-    trajectory.turns[-1].message["content"] = content
-    assert trajectory.final_text == ""
+    for content in (None, ""):
+        trajectory.turns[-1].message["content"] = content
+        assert trajectory.final_text == ""
 
 
 def test_a_log_line_stays_short():
@@ -232,18 +231,18 @@ def test_a_log_line_stays_short():
 # -------------------------------------------------------------------- JSON
 
 
-@pytest.mark.parametrize("reason", StopReason)
-def test_a_round_trip_through_json_loses_nothing(reason):
-    trajectory = two_turns(stop_reason=reason, error="gone" if reason.is_infrastructure_failure else None)
-    trajectory.advantages = [0.1, 0.2, 0.0, 0.0, 0.0, 1e-300, -1 / 3, 0.0]
-    text = trajectory.to_json()
-    assert "\n" not in text
-    back = Trajectory.from_json(text)
-    assert back == trajectory
-    assert back.to_json() == text
-    assert isinstance(back.turns[1].tool_results[0].error, ToolErrorKind)
-    assert isinstance(back.stop_reason, StopReason)
-    assert all(isinstance(author, Author) for author in back.authors)
+def test_a_round_trip_through_json_loses_nothing():
+    for reason in StopReason:
+        trajectory = two_turns(stop_reason=reason, error="gone" if reason.is_infrastructure_failure else None)
+        trajectory.advantages = [0.1, 0.2, 0.0, 0.0, 0.0, 1e-300, -1 / 3, 0.0]
+        text = trajectory.to_json()
+        assert "\n" not in text
+        back = Trajectory.from_json(text)
+        assert back == trajectory
+        assert back.to_json() == text
+        assert isinstance(back.turns[1].tool_results[0].error, ToolErrorKind)
+        assert isinstance(back.stop_reason, StopReason)
+        assert all(isinstance(author, Author) for author in back.authors)
 
 
 def test_odd_numbers_and_texts_survive_json():

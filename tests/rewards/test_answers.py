@@ -72,15 +72,13 @@ def test_f1_counts_common_words(prediction, golds, score):
     assert f1_score(prediction, golds) == pytest.approx(score, abs=1e-12)
 
 
-def test_sub_em_is_generous_and_says_so():
+def test_sub_em_is_generous():
     assert sub_em("I do not know", "no") == 1.0
     assert sub_em("It is Paris.", ["Rome", "Paris"]) == 1.0
     assert sub_em("Rome", "Paris") == 0.0
     assert sub_em("anything", "the") == 0.0 and sub_em("", "") == 1.0
-    assert "do not know" in sub_em.__doc__
 
 
-@pytest.mark.parametrize("score", [exact_match, f1_score, sub_em])
 @pytest.mark.parametrize(
     ("prediction", "golds", "name"),
     [
@@ -94,9 +92,10 @@ def test_sub_em_is_generous_and_says_so():
         ("x", {"text": "x"}, "golds="),
     ],
 )
-def test_bad_input_is_named(score, prediction, golds, name):
-    with pytest.raises(ValueError, match=name):
-        score(prediction, golds)
+def test_bad_input_is_named(prediction, golds, name):
+    for score in (exact_match, f1_score, sub_em):
+        with pytest.raises(ValueError, match=name):
+            score(prediction, golds)
 
 
 def naive_f1(prediction: str, gold: str) -> float:

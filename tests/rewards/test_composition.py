@@ -23,8 +23,8 @@ def test_booleans_count_as_one_and_zero():
 
 
 @pytest.mark.parametrize("value", [None, "x", math.nan, math.inf, [1]])
-def test_a_reward_that_is_no_finite_number_is_named(value):
-    with pytest.raises(ValueError, match="reward 'broken' returned"):
+def test_a_reward_that_is_not_a_finite_number_is_named(value):
+    with pytest.raises(ValueError, match="'broken'"):
         compose({"broken": lambda: value})()
 
 
@@ -40,14 +40,10 @@ async def asynchronous():
     return 1.0
 
 
-@pytest.mark.parametrize(
-    "parts", [{}, None, [exact_match], {"a": 5}, {"a": (exact_match, math.nan)}, {"a": (exact_match, "2")}]
-)
-def test_bad_parts_are_refused(parts):
-    with pytest.raises(ValueError, match="compose"):
-        compose(parts)
-
-
-def test_async_functions_are_refused():
-    with pytest.raises(ValueError, match="plain function"):
-        compose({"a": asynchronous})
+def test_bad_parts_are_refused():
+    for parts in ({}, None, [exact_match]):
+        with pytest.raises(ValueError, match=r"compose\("):
+            compose(parts)
+    for part in (5, asynchronous, (asynchronous, 1.0), (exact_match, math.nan), (exact_match, "2")):
+        with pytest.raises(ValueError, match=r"compose: .*'a'"):
+            compose({"a": part})

@@ -106,17 +106,17 @@ def test_type_hints_become_json_types(hint, schema):
     assert parameters_of(fn)["x"] == {**schema, "description": "A thing."}
 
 
-@pytest.mark.parametrize("hint", [bytes, set, set[str], object, frozenset[int], complex, type, dict[int, str]])
-def test_a_hint_that_json_cannot_express_is_refused_with_the_alternatives(hint):
+def test_a_hint_that_json_cannot_express_is_refused():
     @with_doc
     def fn(x): ...
 
-    fn.__annotations__["x"] = hint
-    with pytest.raises(ToolSchemaError, match=r"'fn'.*argument 'x'.*(use str, int|write dict\[str)"):
-        build_schema(fn)
+    for hint in (bytes, set, set[str], object, frozenset[int], complex, type, dict[int, str]):
+        fn.__annotations__["x"] = hint
+        with pytest.raises(ToolSchemaError, match=r"'fn'.*'x'"):
+            build_schema(fn)
 
 
-def test_a_missing_docstring_hint_or_argument_description_names_the_cure():
+def test_a_missing_docstring_hint_or_argument_description_is_refused():
     def bare(x: str): ...
 
     def untyped(x):
@@ -129,12 +129,9 @@ def test_a_missing_docstring_hint_or_argument_description_names_the_cure():
     def undescribed(x: str):
         """Do it."""
 
-    with pytest.raises(ToolSchemaError, match=r"'bare'.*no docstring.*write"):
-        build_schema(bare)
-    with pytest.raises(ToolSchemaError, match=r"'untyped': argument 'x' has no type hint: write 'x: str'"):
-        build_schema(untyped)
-    with pytest.raises(ToolSchemaError, match=r"'undescribed'.*'x'.*Args:"):
-        build_schema(undescribed)
+    for fn, named in ((bare, "'bare'.*docstring"), (untyped, "'untyped'.*'x'"), (undescribed, "'undescribed'.*'x'")):
+        with pytest.raises(ToolSchemaError, match=named):
+            build_schema(fn)
 
 
 def test_arguments_that_cannot_be_passed_by_name_are_refused():
@@ -144,8 +141,8 @@ def test_arguments_that_cannot_be_passed_by_name_are_refused():
 
     def positional(x: str, /): ...
 
-    for fn, word in ((stars, r"\*x"), (double_stars, r"\*\*x"), (positional, "positional-only")):
-        with pytest.raises(ToolSchemaError, match=word):
+    for fn, named in ((stars, r"'stars': \*x"), (double_stars, r"'double_stars': \*\*x"), (positional, "'x'")):
+        with pytest.raises(ToolSchemaError, match=named):
             build_schema(with_doc(fn))
 
 
@@ -157,14 +154,14 @@ def test_a_hint_that_names_nothing_is_refused_with_its_name():
         build_schema(fn)
 
 
-@pytest.mark.parametrize("name", ["", "two words", "naïve", "a" * 65, "x\n"])
-def test_names_that_no_template_can_spell_are_refused(name):
-    with pytest.raises(ValueError, match="Tool name"):
-        Tool(book, name=name or "\t")
+def test_names_that_no_template_can_spell_are_refused():
+    for name in ("\t", "two words", "naïve", "a" * 65, "x\n"):
+        with pytest.raises(ToolSchemaError, match="Tool name"):
+            Tool(book, name=name)
 
 
 def test_a_lambda_needs_a_name():
-    with pytest.raises(ValueError, match=r"<lambda>.*pass name="):
+    with pytest.raises(ToolSchemaError, match=r"<lambda>.*name="):
         Tool(lambda x: x)
     assert Tool(lambda x: x, name="identity").name == "identity"
 
@@ -184,10 +181,9 @@ def test_a_hand_written_schema_is_taken_as_it_is_and_checked():
     }
     assert Tool(lambda: "x", schema=schema).schema == schema
     broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "strange"}}}
-    with pytest.raises(ToolSchemaError, match="strange"):
-        Tool(lambda: "x", schema=broken)
-    with pytest.raises(ToolSchemaError, match="must be"):
-        Tool(lambda: "x", schema={"name": "f"})
+    for wrong, named in ((broken, "'f'.*strange"), ({"name": "f"}, "Tool schema .*'f'")):
+        with pytest.raises(ToolSchemaError, match=named):
+            Tool(lambda: "x", schema=wrong)
 
 
 def test_nullable_arguments_accept_null_and_unknown_ones_are_refused():

@@ -39,31 +39,27 @@ def test_the_decorator_takes_settings():
 def test_as_tool_passes_tools_through_and_wraps_functions():
     assert as_tool(shout) is shout
     assert as_tool(len).name == "len"
-    with pytest.raises(ValueError, match="is no tool"):
-        as_tool(5)
-    with pytest.raises(ValueError, match="a tool is a function"):
-        as_tool(dict)
+    for wrong, named in ((5, "tools: 5"), (dict, "Tool of <class 'dict'>")):
+        with pytest.raises(ValueError, match=named):
+            as_tool(wrong)
 
 
 def test_decorating_twice_or_with_a_value_is_refused():
-    with pytest.raises(ValueError, match="decorated twice"):
-        tool(shout)
-    with pytest.raises(ValueError, match=r"@tool\(5\)"):
-        tool(5)
+    for wrong, named in ((shout, "'shout'.*@tool"), (5, r"@tool\(5\)")):
+        with pytest.raises(ValueError, match=named):
+            tool(wrong)
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, math.nan, math.inf, True, "3"])
-def test_a_timeout_must_be_a_positive_number(timeout_s):
-    with pytest.raises(ValueError, match="timeout_s="):
-        Tool(len, timeout_s=timeout_s)
-
-
-@pytest.mark.parametrize("limit", [0, -1, 2.5, True])
-def test_result_limits_must_be_positive_integers(limit):
-    with pytest.raises(ValueError, match="max_result_chars="):
-        Tool(len, max_result_chars=limit)
-    with pytest.raises(ValueError, match="max_result_tokens="):
-        Tool(len, max_result_tokens=limit)
+def test_limits_out_of_range_are_refused():
+    limits = {
+        "timeout_s": (0, -1, math.nan, math.inf, True, "3"),
+        "max_result_chars": (0, -1, 2.5, True),
+        "max_result_tokens": (0, -1, 2.5, True),
+    }
+    for name, values in limits.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"{name}={value!r}"):
+                Tool(len, **{name: value})
 
 
 def test_a_tool_in_a_class_body_binds_to_its_instance():
