@@ -92,16 +92,19 @@ class ToolEnv:
         tool_timeout_s: float | None = None,
         max_tool_workers: int | None = None,
     ) -> None:
-        self._override(
-            system_prompt=system_prompt,
-            tool_call_reward=tool_call_reward,
-            tool_error_reward=tool_error_reward,
-            max_process_reward=max_process_reward,
-            success_reward=success_reward,
-            failure_reward=failure_reward,
-            tool_timeout_s=tool_timeout_s,
-            max_tool_workers=max_tool_workers,
-        )
+        settings = {
+            "system_prompt": system_prompt,
+            "tool_call_reward": tool_call_reward,
+            "tool_error_reward": tool_error_reward,
+            "max_process_reward": max_process_reward,
+            "success_reward": success_reward,
+            "failure_reward": failure_reward,
+            "tool_timeout_s": tool_timeout_s,
+            "max_tool_workers": max_tool_workers,
+        }
+        for name, value in settings.items():
+            if value is not None:
+                setattr(self, name, value)
         if tools is not None:
             self.tools = tools if isinstance(tools, (str, bytes)) else list(tools)
         self._check_settings()
@@ -243,12 +246,6 @@ class ToolEnv:
             return method(result.call, result)
         # The user's own method may be slow (a judge, a verifier) and must not hold up other trajectories.
         return await shared_pool(self.max_tool_workers).run(lambda: method(result.call, result))
-
-    def _override(self, **settings: Any) -> None:
-        """Set the settings that were given (not None) on this instance."""
-        for name, value in settings.items():
-            if value is not None:
-                setattr(self, name, value)
 
     def _check_settings(self) -> None:
         owner = type(self).__name__
