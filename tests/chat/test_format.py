@@ -225,7 +225,7 @@ def test_parallel_results_are_told_where_the_template_knows_one_call_per_turn(fa
 
 
 @pytest.mark.parametrize("family", ("qwen3", "qwen2_5"))
-def test_the_separator_behind_the_end_of_turn_token_belongs_to_the_observation(family):
+def test_the_separator_after_the_end_of_turn_token_belongs_to_the_observation(family):
     chat = chat_of(family)
     reply = chat.encode_reply(assistant(call(query="x")))
     delta, authors = chat.encode_observations(assistant(call(query="x")), [tool("r")], [SEARCH])

@@ -2,7 +2,7 @@
 
 One conversation's ids are `prompt + S0 + D0 + S1 + D1 + ...`: S are the sampled ids, D is what the template puts
 between two sampled turns. D is found by rendering a stand-in turn with the real observations after it and keeping
-the text behind the stand-in's end-of-turn token, so it starts with the separator (Qwen's newline) and ends with the
+the text after the stand-in's end-of-turn token, so it starts with the separator (Qwen's newline) and ends with the
 generation prompt, forced `<think>` prefixes included. Nothing sampled is ever rendered.
 
 Thinking: a stream that only grows keeps every thought the policy sampled. Published templates of thinking models
@@ -137,7 +137,7 @@ class ChatFormat:
         calls = self.encoder.hide(message.get("tool_calls") or [])
         staging = self._renderer.stage(calls, safe, tools)
         segments = split_by_author(staging.delta, staging.glue, staging.marks)
-        # Encoded behind the end-of-turn token: some tokenizers treat the start of a text specially.
+        # Encoded after the end-of-turn token: some tokenizers treat the start of a text specially.
         ids, is_environment = self.encoder.encode_segments([(staging.end.rendered, False), *segments])
         authors = [Author.ENVIRONMENT if flag else Author.TEMPLATE for flag in is_environment]
         return ids[1:], authors[1:]

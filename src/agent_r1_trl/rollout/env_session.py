@@ -188,6 +188,6 @@ def _as_exception(error: BaseException) -> RuntimeError:
 
 
 def _look_at(task: asyncio.Task[Any]) -> None:
-    """Nobody waits for a method that was given up; asyncio complains of errors nobody looked at."""
+    """Nobody waits for a method that was given up; asyncio complains about errors that nobody looked at."""
     if not task.cancelled():
         task.exception()
