@@ -11,8 +11,8 @@ from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy
 
 CURE = re.compile(
-    r"\b(Set|set|Pass|pass|Put|Correct|Remove|remove it|Name|Give|Convert|Rename|Subclass|Return|[Ww]rite|choose|"
-    r"install|Start|Restart|Unset|Launch|Raise|are written|There are|--list|--help)\b"
+    r"\b([Ss]et|[Pp]ass|Put|Correct|[Rr]emove|Name|Give|Convert|Rename|Subclass|Return|[Ww]rite|[Cc]hoose|[Ii]nstall|"
+    r"Start|Restart|Unset|Launch|Raise|or None|are written|There are)\b|--list|--help"
 )
 
 TASK = '''

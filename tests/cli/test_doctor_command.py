@@ -1,4 +1,4 @@
-"""`agent-r1-trl doctor`: verdicts with cures, exit code 1 for a sick subject and 2 for one that cannot be examined.
+"""`agent-r1-trl doctor`: verdicts with cures; exit code 1 for errors and 2 where the checks cannot start.
 
 Covered: what reaches the doctor from recipe and flags, exit codes, mistakes. Not covered: the checks themselves
 (tests/doctor).
@@ -7,6 +7,7 @@ Covered: what reaches the doctor from recipe and flags, exit codes, mistakes. No
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -96,66 +97,48 @@ def test_a_flag_wins_and_a_warning_is_no_failure(examine):
     assert "warning" in words and "max_completion_length=100000" in words and "Set max_completion_length to" in words
 
 
-@pytest.mark.parametrize(
-    ("tool", "parts"),
-    {
-        "untyped": ["'untyped'", "'a' has no type hint", "write 'a: str'"],
-        "undocumented": ["'undocumented'", "has no docstring", "What it does."],
-        "number": ["3 is no tool", "pass a function with type hints and a docstring"],
-    }.items(),
-)
-def test_a_tool_that_no_model_can_read_is_flagged(examine, tool, parts):
+@pytest.mark.parametrize("tool", ["untyped", "undocumented", "number"])
+def test_a_tool_that_no_model_can_read_is_an_error(examine, tool):
     words = examine(1, env=None, tools=[f"broken.py:{tool}"], reward_funcs=["task.py:word_count_reward"])
-    assert [part for part in parts if part not in words] == [], words
+    assert ("3" if tool == "number" else f"'{tool}'") in words
 
 
-def test_an_environment_that_fails_on_the_rows_is_flagged(examine):
-    words = examine(1, env="broken.py:ForgetsRows")
-    assert "reset raised KeyError: 'missing'" in words and "It must turn a row" in words
+def test_an_environment_that_fails_on_the_rows_is_an_error(examine):
+    assert "reset raised KeyError: 'missing'" in examine(1, env="broken.py:ForgetsRows")
 
 
-def test_rows_without_a_prompt_are_flagged(examine, tmp_path):
+def test_rows_without_a_prompt_are_an_error(examine, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "Who?"}) + "\n")
     words = examine(1, dataset_name="rows.jsonl")
-    assert "columns ['text']" in words and "neither 'prompt' nor 'question'" in words and "Rename a column" in words
+    assert "['text']" in words and "'prompt'" in words and "'question'" in words
 
 
 MISTAKES = {
-    "no model": ({"model_name_or_path": None}, ["--model: not set", "Pass the directory or the Hub id"]),
-    "a model that is not there": ({"model_name_or_path": "./nowhere"}, ["'./nowhere'", "no such directory", "Pass"]),
-    "an unknown setting": ({"max_turn": 3}, ["recipe.yaml", "'max_turn'", "no setting", "'max_turns'", "--help"]),
-    "a word for a number": ({"max_turns": "many"}, ["max_turns='many'", "must be a whole number", "Set max_turns"]),
-    "a word for a rate": (
-        {"learning_rate": "fast"},
-        ["learning_rate='fast'", "must be a number", "Set"],
-    ),
-    "a choice that is none": ({"thinking": "loud"}, ["thinking='loud'", "'keep', 'off'", "Set thinking"]),
-    "no room at all": ({"max_completion_length": 0}, ["max_completion_length=0", ">= 1", "Set max_completion_length"]),
-    "two sources of tools": ({"tools": ["broken.py:typed"]}, ["env=", "tools=['broken.py:typed']", "Remove one"]),
-    "a class without reset": (
-        {"env": "broken.py:NoReset"},
-        ["env=", "no reset method", "Subclass agent_r1_trl"],
-    ),
+    "no model": ({"model_name_or_path": None}, "--model: not set"),
+    "a model that is not there": ({"model_name_or_path": "./nowhere"}, "model='./nowhere'"),
+    "an unknown setting": ({"max_turn": 3}, "recipe.yaml: 'max_turn'.* mean 'max_turns'"),
+    "a word for a number": ({"max_turns": "many"}, "recipe.yaml: max_turns='many'"),
+    "a word for a rate": ({"learning_rate": "fast"}, "recipe.yaml: learning_rate='fast'"),
+    "a choice that is none": ({"thinking": "loud"}, "recipe.yaml: thinking='loud'"),
+    "no room at all": ({"max_completion_length": 0}, "max_completion_length=0"),
+    "two sources of tools": ({"tools": ["broken.py:typed"]}, r"env=.*tools=\['broken.py:typed'\]"),
+    "a class without reset": ({"env": "broken.py:NoReset"}, "env='broken.py:NoReset'.*reset"),
     "an environment that raises": (
         {"env": "broken.py:NoDatabase"},
-        ["env='broken.py:NoDatabase'", "RuntimeError: no database", "broken.py, line 35", "mend the environment"],
+        "env='broken.py:NoDatabase'.*RuntimeError: no database.*broken.py, line 35",
     ),
-    "arguments it does not take": (
-        {"env_kwargs": {"bonsu": 2}},
-        ["env_kwargs={'bonsu': 2}", "takes (bonus)", "Did you mean 'bonus'?", "Set env_kwargs"],
-    ),
-    "a built-in that is none": ({"env": "search_qq"}, ["env='search_qq'", "no built-in", "Did you mean 'search_qa'?"]),
-    "data that is not there": ({"dataset_name": "trian.jsonl"}, ["'trian.jsonl'", "no such file", "'train.jsonl'"]),
+    "arguments it does not take": ({"env_kwargs": {"bonsu": 2}}, "env_kwargs={'bonsu': 2}.* mean 'bonus'"),
+    "a built-in that is none": ({"env": "search_qq"}, "env='search_qq'.* mean 'search_qa'"),
+    "data that is not there": ({"dataset_name": "trian.jsonl"}, "dataset_name='trian.jsonl'.* mean 'train.jsonl'"),
 }
 
 
-@pytest.mark.parametrize(("settings", "parts"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_what_cannot_be_examined_is_named_with_its_cure(recipe, refusal, settings, parts):
+@pytest.mark.parametrize(("settings", "names"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_what_cannot_be_examined_is_refused(recipe, refusal, settings, names):
     path = recipe(**settings)
     Path("broken.py").write_text(BROKEN)
-    message = refusal("doctor", "--config", path)
-    assert [part for part in parts if part not in message] == [], message
+    assert re.search(names, message := refusal("doctor", "--config", path)), message
 
 
 def test_an_option_of_training_is_refused(recipe, refusal):
-    assert "does not use" in refusal("doctor", "--config", recipe(), "--learning_rate=1")
+    assert "--learning_rate" in refusal("doctor", "--config", recipe(), "--learning_rate=1")

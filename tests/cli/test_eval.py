@@ -6,6 +6,7 @@ Covered: what is printed and written, which settings win, mistakes. Not covered:
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -89,54 +90,46 @@ def test_a_trained_agent_is_evaluated_and_viewed(finished_run, recipe, capsys):
 
 
 MISTAKES = {
-    "no model": (["--env", "task.py:AddEnv"], ["--model", "not set", "Pass the directory or the Hub id"]),
-    "no data": (
-        ["--env", "task.py:AddEnv", "--model", "tiny"],
-        ["--dataset", "not set", "Pass a data file, a directory or a Hub id"],
-    ),
-    "no environment": (["--model", "tiny"], ["env: not set", "Set env", "import path"]),
-    "a misspelt option": (["--num_exmaples", "3"], ["--num_exmaples", "no such option", "'num_examples'"]),
-    "an option of training": (["--learning_rate", "1"], ["--learning_rate", "does not use", "Remove"]),
-    "a word for a number": (["--max_turns", "many"], ["--max_turns 'many'", "must be a whole number", "turns"]),
-    "a loose word": (["recipe.yaml"], ["'recipe.yaml'", "belongs to no option", "--name value"]),
-    "config without a file": (["--config"], ["--config", "no file follows", "--config recipe.yaml"]),
-    "a recipe that is not there": (["--config", "recipes.yaml"], ["--config recipes.yaml", "no such file", "'recipe"]),
+    "no model": (["--env", "task.py:AddEnv"], "--model: not set"),
+    "no data": (["--env", "task.py:AddEnv", "--model", "tiny"], "--dataset: not set"),
+    "no environment": (["--model", "tiny"], "env: not set"),
+    "a misspelt option": (["--num_exmaples", "3"], "--num_exmaples.* mean 'num_examples'"),
+    "an option of training": (["--learning_rate", "1"], "--learning_rate: .*training"),
+    "a word for a number": (["--max_turns", "many"], "--max_turns 'many': must be"),
+    "a loose word": (["recipe.yaml"], "'recipe.yaml'"),
+    "config without a file": (["--config"], "--config: no file"),
+    "a recipe that is not there": (["--config", "recipes.yaml"], "--config recipes.yaml.* mean 'recipe.yaml'"),
 }
 
 
-@pytest.mark.parametrize(("arguments", "parts"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_on_the_command_line_is_named_with_its_cure(recipe, refusal, arguments, parts):
+@pytest.mark.parametrize(("arguments", "names"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_on_the_command_line_is_refused(recipe, refusal, arguments, names):
     recipe()
-    message = refusal("eval", *arguments)
-    assert [part for part in parts if part not in message] == [], message
+    assert re.search(names, message := refusal("eval", *arguments)), message
 
 
 SETTINGS = {
-    "num_examples": (0, ["num_examples=0", ">= 1", "Set num_examples"]),
-    "num_generations_eval": (-1, ["num_generations_eval=-1", ">= 1", "Set num_generations_eval"]),
-    "eval_temperature": (-0.5, ["eval_temperature=-0.5", ">= 0", "Set eval_temperature to 0 (greedy)"]),
-    "max_turns": (0, ["max_turns=0", ">= 1", "Set max_turns"]),
-    "max_completion_length": (0, ["max_completion_length=0", ">= 1", "Set max_completion_length"]),
-    "rollout_timeout": (-1.0, ["rollout_timeout=-1.0", "> 0", "None"]),
-    "thinking": ("loud", ["thinking='loud'", "'keep'", "'off'"]),
-    "dtype": ("float31", ["dtype='float31'", "float32", "bfloat16"]),
-    "env_kwargs": ([1], ["env_kwargs=[1]", "must be a mapping", "Set env_kwargs"]),
-    "generation_batch_rows": (0, ["generation_batch_rows=0", ">= 1", "Set generation_batch_rows"]),
-    "model_name_or_path": ("./nowhere", ["model_name_or_path='./nowhere'", "no such directory", "Pass"]),
-    "env": ("task.py:AdEnv", ["env='task.py:AdEnv'", "no 'AdEnv'", "Did you mean 'AddEnv'?"]),
-    "eval_dataset_name": ("tests.jsonl", ["eval_dataset_name='tests.jsonl'", "no such file", "'test.jsonl'"]),
+    "num_examples": 0,
+    "num_generations_eval": -1,
+    "eval_temperature": -0.5,
+    "max_turns": 0,
+    "max_completion_length": 0,
+    "rollout_timeout": -1.0,
+    "thinking": "loud",
+    "dtype": "float31",
+    "env_kwargs": [1],
+    "generation_batch_rows": 0,
+    "model_name_or_path": "./nowhere",
+    "env": "task.py:AdEnv",
+    "eval_dataset_name": "tests.jsonl",
 }
 
 
-@pytest.mark.parametrize(("setting", "case"), SETTINGS.items(), ids=SETTINGS.keys())
-def test_a_mistake_in_the_recipe_is_named_with_its_cure(recipe, refusal, setting, case):
-    value, parts = case
-    message = refusal("eval", "--config", recipe(**{setting: value}))
-    assert [part for part in parts if part not in message] == [], message
+@pytest.mark.parametrize(("setting", "value"), SETTINGS.items())
+def test_a_mistake_in_the_recipe_is_refused_with_setting_and_value(recipe, refusal, setting, value):
+    assert f"{setting}={value!r}" in refusal("eval", "--config", recipe(**{setting: value}))
 
 
 def test_an_output_directory_that_is_a_file_is_refused_before_the_model_plays(recipe, refusal, capsys):
-    path = recipe()
-    message = refusal("eval", "--config", path, "--output_dir", "train.jsonl")
-    assert "output_dir='train.jsonl'" in message and "is a file" in message and "Pass" in message
+    assert "output_dir='train.jsonl'" in refusal("eval", "--config", recipe(), "--output_dir", "train.jsonl")
     assert "examples" not in capsys.readouterr().out

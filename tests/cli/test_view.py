@@ -7,6 +7,7 @@ Covered: choice of step, split and kind, the tokenizer, mistakes. Not covered: h
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -83,7 +84,7 @@ def test_a_run_its_folder_and_a_file_show_the_same(run_folder, view, source):
         "truncated": ["cut"],
         "tool_errors": ["right", "wrong", "cut"],
         "invalid": ["right", "wrong", "cut"],
-        "lost": ["-"],
+        "infrastructure": ["-"],
     }.items(),
 )
 def test_a_filter_leaves_what_its_name_says(run_folder, view, name, expected):
@@ -93,7 +94,7 @@ def test_a_filter_leaves_what_its_name_says(run_folder, view, name, expected):
 
 
 def test_every_filter_is_tested():
-    assert set(FILTERS) == {"failed", "solved", "truncated", "tool_errors", "invalid", "lost"}
+    assert set(FILTERS) == {"failed", "solved", "truncated", "tool_errors", "invalid", "infrastructure"}
 
 
 def test_colours_are_for_terminals_only(run_folder, view):
@@ -129,42 +130,33 @@ def test_a_real_run_is_shown_with_the_question_and_the_tokens(finished_run, view
 
 
 MISTAKES = {
-    "no run": ([], ["RUN: not set", "output directory of a run", "agent-r1-trl view outputs/my-agent"]),
-    "a run that is not there": (["{run}/nope"], ["RUN", "/nope", "no such file or directory", "Pass"]),
-    "two runs": (["{run}", "other"], ["'other'", "one RUN", "Remove one"]),
-    "a file of another kind": (["{run}/note.txt"], ["note.txt", ".jsonl or .parquet", "Pass"]),
-    "rows of something else": (["{run}/rows.jsonl"], ["rows.jsonl, line 1", "not a recorded trajectory", "Pass"]),
-    "a row that lacks most": (["{run}/half.jsonl"], ["half.jsonl", "not a recorded trajectory", "prompt_ids", "Pass"]),
-    "broken parquet": (["{run}/rows.parquet"], ["rows.parquet", "not a file of recorded", "Pass"]),
-    "an empty file": (["{run}/none.jsonl"], ["none.jsonl", "holds no trajectory", "Pass"]),
-    "an empty folder": (["{run}/empty"], ["empty", "no recorded trajectories", "record_trajectories: jsonl"]),
-    "a step that was not recorded": (["{run}", "--step", "9"], ["--step 9", "not recorded", "steps 1 to 2"]),
-    "an index past the end": (
-        ["{run}", "--index", "9"],
-        ["--index 9", "no such trajectory in step 2, of 4", "--list"],
-    ),
+    "no run": ([], "RUN: not set"),
+    "a run that is not there": (["{run}/nope"], "RUN .*/nope"),
+    "two runs": (["{run}", "other"], "'other'"),
+    "a file of another kind": (["{run}/note.txt"], "note.txt"),
+    "rows of something else": (["{run}/rows.jsonl"], "rows.jsonl, line 1"),
+    "a row that lacks most": (["{run}/half.jsonl"], "half.jsonl.*prompt_ids"),
+    "broken parquet": (["{run}/rows.parquet"], "rows.parquet"),
+    "an empty file": (["{run}/none.jsonl"], "none.jsonl"),
+    "an empty folder": (["{run}/empty"], "empty.*record_trajectories"),
+    "a step that was not recorded": (["{run}", "--step", "9"], "--step 9.* 1 to 2"),
+    "an index past the end": (["{run}", "--index", "9"], "--index 9.* 4 trajectories of step 2"),
     "a filter without a match": (
-        ["{run}", "--step", "1", "--filter", "lost"],
-        ["--filter lost", "no such trajectory in step 1, of 0", "--list"],
+        ["{run}", "--step", "1", "--filter", "infrastructure"],
+        "--filter infra.* 1 trajectories of step 1",
     ),
-    "a filter that does not exist": (
-        ["{run}", "--filter", "bad"],
-        ["--filter 'bad'", "must be one of 'failed'", "--help"],
-    ),
-    "a split that does not exist": (["{run}", "--split", "test"], ["--split 'test'", "'train', 'eval'", "--help"]),
-    "a word for a step": (["{run}", "--step", "x"], ["--step 'x'", "must be a whole number", "--help"]),
-    "no trajectories": (["{run}", "--num", "0"], ["--num 0", ">= 1", "Pass"]),
-    "no columns": (["{run}", "--width", "-3"], ["--width -3", ">= 1", "Pass"]),
-    "a misspelt option": (["{run}", "--steps", "1"], ["--steps", "no such option", "Did you mean '--step'?"]),
-    "a tokenizer that is not there": (
-        ["{run}", "--tokenizer", "./nowhere"],
-        ["--tokenizer ./nowhere", "no such directory", "Pass"],
-    ),
+    "a filter that does not exist": (["{run}", "--filter", "bad"], "--filter 'bad'.*'failed'"),
+    "a split that does not exist": (["{run}", "--split", "test"], "--split 'test'.*'train', 'eval'"),
+    "a word for a step": (["{run}", "--step", "x"], "--step 'x'"),
+    "no trajectories": (["{run}", "--num", "0"], "--num 0"),
+    "no columns": (["{run}", "--width", "-3"], "--width -3"),
+    "a misspelt option": (["{run}", "--steps", "1"], "--steps.* mean '--step'"),
+    "a tokenizer that is not there": (["{run}", "--tokenizer", "./nowhere"], "--tokenizer ./nowhere"),
 }
 
 
-@pytest.mark.parametrize(("arguments", "parts"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_is_named_with_its_cure(run_folder, refusal, arguments, parts):
+@pytest.mark.parametrize(("arguments", "names"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_refused(run_folder, refusal, arguments, names):
     (run_folder / "note.txt").write_text("hello")
     (run_folder / "rows.jsonl").write_text('{"question": "Who?"}\n')
     (run_folder / "half.jsonl").write_text('{"completion_ids": [1], "turns": []}\n')
@@ -172,4 +164,4 @@ def test_a_mistake_is_named_with_its_cure(run_folder, refusal, arguments, parts)
     (run_folder / "none.jsonl").write_text("")
     (run_folder / "empty").mkdir(exist_ok=True)
     message = refusal("view", *(argument.replace("{run}", str(run_folder)) for argument in arguments))
-    assert [part for part in parts if part not in message] == [], message
+    assert re.search(names, message), message

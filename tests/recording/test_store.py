@@ -136,21 +136,21 @@ def test_a_parquet_file_of_something_else_is_refused(tmp_path):
 
     path = tmp_path / "step_000000.parquet"
     pq.write_table(pa.table({"a": [1]}), path)
-    with pytest.raises(ValueError, match=r"not a file of recorded trajectories"):
+    with pytest.raises(ValueError, match=r"step_000000\.parquet"):
         list(read_trajectories(path))
 
 
 def test_mistakes_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="format='csv': must be one of 'jsonl', 'parquet'"):
+    with pytest.raises(ValueError, match="format='csv'"):
         TrajectoryStore(tmp_path, "csv")
-    with pytest.raises(ValueError, match="split='test': must be one of"):
+    with pytest.raises(ValueError, match="split='test'"):
         TrajectoryStore(tmp_path).write(0, [two_turns()], split="test")
     with pytest.raises(ValueError, match="step=-1"):
         TrajectoryStore(tmp_path).write(-1, [two_turns()])
     with pytest.raises(FileNotFoundError, match="nowhere"):
         list(read_trajectories(tmp_path / "nowhere"))
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"\.jsonl or \.parquet"):
+    with pytest.raises(ValueError, match=r"a\.txt"):
         list(read_trajectories(tmp_path / "a.txt"))
 
 

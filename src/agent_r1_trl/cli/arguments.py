@@ -1,7 +1,7 @@
-"""The settings that are the command line's own; all others are TRL's and the trainer's.
+"""The settings of the command line itself; all others belong to TRL and to the trainers.
 
-The same names in a recipe and on the command line. A recipe that trains also evaluates: `eval` and `doctor` read the
-settings they share and pass over the rest.
+A setting has the same name in a recipe and on the command line. One recipe serves `train`, `eval`, `doctor` and
+`memory`: each command reads the settings that it knows and ignores those of the others.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from agent_r1_trl.cli.errors import UsageError
 from agent_r1_trl.objects import did_you_mean
 
 TRAINERS = {"grpo": "MultiTurnGRPOTrainer", "ppo": "MultiTurnPPOTrainer"}
-"""Value of `trainer` -> class in `agent_r1_trl.trainers`; its `config_class` reads the settings."""
+"""Value of `trainer` -> class in `agent_r1_trl.trainers`, whose `config_class` defines the settings."""
 DTYPES = ["auto", "bfloat16", "float16", "float32"]
-"""What TRL's `ModelConfig` takes."""
+"""The choices of `dtype` in TRL's `ModelConfig`."""
 
 _ENV_HELP = (
-    "What the agent acts in: 'search_qa', or the import path of an Environment class or of a function that makes one "
-    "(my_module.MyEnv, or envs/my_env.py:MyEnv)."
+    "Environment: 'search_qa', or the import path of an Environment class or of a function that returns one "
+    "(my_module.MyEnv or envs/my_env.py:MyEnv)."
 )
 
 
@@ -31,11 +31,11 @@ class TaskArguments:
 
     env: str | None = field(default=None, metadata={"help": _ENV_HELP})
     env_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Arguments of the environment; on the command line as '{top_k: 3}'."}
+        default=None, metadata={"help": "Arguments of the environment, on the command line as '{top_k: 3}'."}
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a data set from the Hub."})
-    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on (Hub data sets)."})
-    dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on (Hub data sets)."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a data set on the Hub."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on, for Hub data sets."})
+    dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on, for Hub data sets."})
 
     def __post_init__(self) -> None:
         self.env_kwargs = read_mapping("env_kwargs", self.env_kwargs)
@@ -43,32 +43,35 @@ class TaskArguments:
 
 @dataclass
 class TrainArguments(TaskArguments):
-    """What `train` needs besides the trainer's configuration and the model's."""
+    """Settings of `train` beside those of the trainer and of the model."""
 
     dataset_name: str | None = field(
         default=None,
         metadata={
             "help": "Data set to train on: a .jsonl, .json, .csv or .parquet file, a directory, or a Hub id. None: "
-            "the environment makes its own tasks.",
+            "the environment makes its own prompts.",
             "aliases": ["--dataset"],
         },
     )
-    eval_dataset_name: str | None = field(default=None, metadata={"help": "Data set for evaluation during training."})
+    eval_dataset_name: str | None = field(default=None, metadata={"help": "Data set to evaluate on during training."})
     num_eval_examples: int | None = field(
-        default=None, metadata={"help": "Only the first rows of the evaluation data set."}
+        default=None, metadata={"help": "Number of rows of the evaluation data set to use. None: all."}
     )
     trainer: str = field(default="grpo", metadata={"help": "Algorithm: 'grpo' or 'ppo'.", "aliases": ["--algo"]})
     tools: list[str] | None = field(
-        default=None, metadata={"help": "Instead of env: import paths of functions (then reward_funcs must score)."}
+        default=None, metadata={"help": "Instead of env: import paths of functions. Requires reward_funcs."}
     )
     reward_funcs: list[str] | None = field(
-        default=None, metadata={"help": "Import paths of reward functions, beside the environment's own reward."}
+        default=None, metadata={"help": "Import paths of reward functions, added to the environment's own reward."}
     )
     turn_reward_funcs: list[str] | None = field(
-        default=None, metadata={"help": "Import paths of functions that return one reward per turn."}
+        default=None, metadata={"help": "Import paths of functions that return one reward for each turn."}
     )
     num_processes_expected: int | None = field(
-        default=None, metadata={"help": "Processes this recipe is made for; any other number is refused. None: any."}
+        default=None,
+        metadata={
+            "help": "Number of processes that this recipe was written for; any other is refused. None: any number."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -77,18 +80,18 @@ class TrainArguments(TaskArguments):
         check_positive("num_processes_expected", self.num_processes_expected)
         check_env_or_tools(self.env, self.tools)
         if not (self.env or self.tools or self.reward_funcs or self.turn_reward_funcs):
-            raise UsageError(f"env: not set, so there is nothing to act in. Set env. {_ENV_HELP}")
+            raise UsageError(f"env: not set, so the agent has nothing to act in. Set env. {_ENV_HELP}")
 
 
 @dataclass
 class EvalArguments(TaskArguments):
-    """What `eval` reads; lengths and limits as in training."""
+    """Settings of `eval`; lengths and limits have the same names as in training."""
 
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Model or PEFT adapter: a directory or a Hub id.", "aliases": ["--model"]}
     )
     dataset_name: str | None = field(
-        default=None, metadata={"help": "A recipe's training data, used if eval_dataset_name is not set."}
+        default=None, metadata={"help": "Training data of the recipe, used if eval_dataset_name is not set."}
     )
     eval_dataset_name: str | None = field(
         default=None,
@@ -97,21 +100,25 @@ class EvalArguments(TaskArguments):
             "aliases": ["--dataset"],
         },
     )
-    num_examples: int | None = field(default=None, metadata={"help": "Only the first rows of the data set."})
+    num_examples: int | None = field(default=None, metadata={"help": "Number of rows to use. None: all."})
     num_generations_eval: int = field(
         default=1, metadata={"help": "Attempts per example.", "aliases": ["--num_generations"]}
     )
     eval_temperature: float = field(default=0.0, metadata={"help": "0 is greedy.", "aliases": ["--temperature"]})
-    seed: int = field(default=42, metadata={"help": "Of sampling, environments and bootstrap."})
+    seed: int = field(default=42, metadata={"help": "Seed of sampling, environments and bootstrap intervals."})
     output_dir: str | None = field(
-        default=None, metadata={"help": "Where evaluation.json and the trajectories go. None: only the table."}
+        default=None,
+        metadata={"help": "Directory for evaluation.json and trajectories. None: only print the table."},
     )
-    use_vllm: bool = field(default=False, metadata={"help": "Sample with vLLM in this process."})
+    use_vllm: bool = field(default=False, metadata={"help": "Generate with vLLM, in this process."})
     dtype: str | None = field(
         default=None,
-        metadata={"help": "None: the checkpoint's own on a GPU, float32 on a CPU.", "choices": DTYPES},
+        metadata={
+            "help": "None: that of the checkpoint on a GPU, float32 on a CPU.",
+            "choices": DTYPES,
+        },
     )
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Allow code that comes with the model to run."})
     max_turns: int = field(default=8, metadata={"help": "Assistant turns per trajectory."})
     max_tokens_per_turn: int | None = field(default=None, metadata={"help": "Tokens sampled in one turn."})
     max_completion_length: int = field(
@@ -123,15 +130,18 @@ class EvalArguments(TaskArguments):
     rollout_timeout: float | None = field(default=None, metadata={"help": "Seconds per trajectory."})
     generation_batch_rows: int = field(default=64, metadata={"help": "Requests per forward (transformers)."})
     chat_template_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Handed to the chat template."}
+        default=None, metadata={"help": "Arguments of the chat template."}
     )
-    thinking: str = field(default="keep", metadata={"help": "Reasoning of earlier turns.", "choices": ["keep", "off"]})
+    thinking: str = field(
+        default="keep",
+        metadata={"help": "Reasoning of earlier turns.", "choices": ["keep", "off"]},
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.chat_template_kwargs = read_mapping("chat_template_kwargs", self.chat_template_kwargs)
         if not self.env:
-            raise UsageError(f"env: not set, so there is nothing to act in. Set env. {_ENV_HELP}")
+            raise UsageError(f"env: not set, so the agent has nothing to act in. Set env. {_ENV_HELP}")
         check_positive("num_examples", self.num_examples)
         check_positive("num_generations_eval", self.num_generations_eval)
         check_positive("generation_batch_rows", self.generation_batch_rows)
@@ -143,22 +153,25 @@ class EvalArguments(TaskArguments):
 
 @dataclass
 class DoctorArguments(TaskArguments):
-    """What `doctor` reads."""
+    """Settings of `doctor`."""
 
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Model: a directory or a Hub id.", "aliases": ["--model"]}
     )
     dataset_name: str | None = field(
-        default=None, metadata={"help": "Data set whose first rows are played.", "aliases": ["--dataset"]}
+        default=None, metadata={"help": "Data set; episodes are played on its first rows.", "aliases": ["--dataset"]}
     )
     tools: list[str] | None = field(default=None, metadata={"help": "Instead of env: import paths of functions."})
     max_completion_length: int | None = field(
-        default=None, metadata={"help": "Tokens of the whole trajectory: do prompts leave room for them?"}
+        default=None, metadata={"help": "Tokens of the whole trajectory; prompts must leave room for them."}
     )
     chat_template_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Handed to the chat template."}
+        default=None, metadata={"help": "Arguments of the chat template."}
     )
-    thinking: str = field(default="keep", metadata={"help": "Reasoning of earlier turns.", "choices": ["keep", "off"]})
+    thinking: str = field(
+        default="keep",
+        metadata={"help": "Reasoning of earlier turns.", "choices": ["keep", "off"]},
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -169,43 +182,45 @@ class DoctorArguments(TaskArguments):
 
 @dataclass
 class MemoryArguments:
-    """What `memory` reads of a recipe, with the trainers' defaults, and what it asks for itself."""
+    """Settings of `memory`: its own, and those of a recipe on which memory depends, with the trainers' defaults."""
 
     accelerate_config: str | None = field(
-        default=None, metadata={"help": "File of recipes/accelerate_configs. None: one process."}
+        default=None, metadata={"help": "A file of recipes/accelerate_configs. None: one process."}
     )
     num_processes: int | None = field(
-        default=None, metadata={"help": "GPUs that train together. None: as accelerate_config says, else 1."}
+        default=None, metadata={"help": "GPUs that train together. None: as in accelerate_config, else 1."}
     )
     gpu_memory_gb: float | None = field(
-        default=None, metadata={"help": "GiB of one GPU. None: of the one in this machine, else 80."}
+        default=None, metadata={"help": "Memory of one GPU in GiB. None: that of the GPU in this machine, else 80."}
     )
-    prompt_tokens: int = field(default=512, metadata={"help": "Tokens of the longest prompt."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
+    prompt_tokens: int = field(default=512, metadata={"help": "Length of the longest prompt in tokens."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Allow code that comes with the model to run."})
 
     trainer: str = field(default="grpo", metadata={"help": "Algorithm: 'grpo' or 'ppo'.", "aliases": ["--algo"]})
-    critic: str | None = field(default=None, metadata={"help": "PPO's: 'adapter', 'head' or 'model'."})
-    per_device_train_batch_size: int = field(default=8, metadata={"help": "Trajectories in one forward."})
-    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Forwards per optimizer step."})
+    critic: str | None = field(default=None, metadata={"help": "Critic of PPO: 'adapter', 'head' or 'model'."})
+    per_device_train_batch_size: int = field(default=8, metadata={"help": "Trajectories per forward pass."})
+    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Forward passes per optimizer step."})
     steps_per_generation: int | None = field(
-        default=None, metadata={"help": "Forwards per rollout. None: gradient_accumulation_steps."}
+        default=None, metadata={"help": "Forward passes per rollout. None: gradient_accumulation_steps."}
     )
     max_completion_length: int = field(default=512, metadata={"help": "Tokens of the whole trajectory."})
-    gradient_checkpointing: bool = field(default=True, metadata={"help": "Recompute layers in the backward."})
-    bf16: bool | None = field(default=None, metadata={"help": "None: true unless fp16 is."})
-    fp16: bool = field(default=False, metadata={"help": "Products in float16."})
-    beta: float = field(default=0.0, metadata={"help": "Not 0, without LoRA: a reference model."})
-    optim: str = field(default="adamw_torch_fused", metadata={"help": "An AdamW; 8-bit ones have small states."})
+    gradient_checkpointing: bool = field(default=True, metadata={"help": "Recompute the layers in the backward pass."})
+    bf16: bool | None = field(default=None, metadata={"help": "Compute in bfloat16. None: true unless fp16 is set."})
+    fp16: bool = field(default=False, metadata={"help": "Compute in float16."})
+    beta: float = field(default=0.0, metadata={"help": "KL coefficient; not 0: a reference model, except under LoRA."})
+    optim: str = field(
+        default="adamw_torch_fused", metadata={"help": "Some AdamW; the states of 8-bit ones are small."}
+    )
     use_vllm: bool = field(default=False, metadata={"help": "Generate with vLLM."})
     vllm_mode: str = field(
         default="colocate",
         metadata={
-            "help": "'colocate': on the GPUs that train; 'server': on GPUs of its own.",
+            "help": "'colocate': on the training GPUs; 'server': on GPUs of its own.",
             "choices": ["colocate", "server"],
         },
     )
-    vllm_gpu_memory_utilization: float = field(default=0.3, metadata={"help": "Part of the GPU for vLLM."})
-    vllm_enable_sleep_mode: bool = field(default=False, metadata={"help": "vLLM rests during the update."})
+    vllm_gpu_memory_utilization: float = field(default=0.3, metadata={"help": "Share of the GPU's memory for vLLM."})
+    vllm_enable_sleep_mode: bool = field(default=False, metadata={"help": "vLLM frees its memory during the update."})
     generation_batch_rows: int = field(default=64, metadata={"help": "Requests per forward (transformers)."})
 
     def __post_init__(self) -> None:
@@ -213,46 +228,48 @@ class MemoryArguments:
         for name in ("num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"):
             check_positive(name, getattr(self, name))
         if "adam" not in self.optim:
-            raise UsageError(f"optim={self.optim!r}: the estimate knows Adam's states only. Pass --optim adamw_torch.")
+            raise UsageError(f"optim={self.optim!r}: only the states of Adam are estimated. Pass --optim adamw_torch.")
 
 
 def check_trainer(name: str) -> None:
-    """Refuse an algorithm that does not exist.
+    """Refuse an unknown algorithm.
 
     Raises:
-        UsageError: names those that do.
+        UsageError: names the known ones.
     """
     if name in TRAINERS:
         return
     known = ", ".join(map(repr, TRAINERS))
-    raise UsageError(f"trainer={name!r} is none of {known}.{did_you_mean(name, TRAINERS)} Set trainer to one of them.")
+    raise UsageError(
+        f"trainer={name!r} must be one of {known}.{did_you_mean(name, TRAINERS)} Set trainer to one of them."
+    )
 
 
 def check_env_or_tools(env: str | None, tools: list[str] | None) -> None:
-    """Refuse both at once.
+    """Refuse an environment together with tools.
 
     Raises:
-        UsageError: names both.
+        UsageError: both are given.
     """
     if env and tools:
         raise UsageError(f"env={env!r} and tools={tools!r}: an environment brings its own tools. Remove one of them.")
 
 
 def check_positive(name: str, value: int | None) -> None:
-    """Refuse numbers below 1; None passes.
+    """Refuse numbers below 1; None is allowed.
 
     Raises:
-        UsageError: names flag, value and rule.
+        UsageError: the number is below 1.
     """
     if value is not None and value < 1:
         raise UsageError(f"{name}={value}: must be a whole number >= 1. Set {name} to such a number.")
 
 
 def read_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
-    """A mapping, or the YAML (or JSON) text of one.
+    """Read a mapping from a value that is one or is the YAML or JSON text of one.
 
     Raises:
-        UsageError: the text is something else.
+        UsageError: the value is something else.
     """
     if isinstance(value, str):
         try:
@@ -262,5 +279,5 @@ def read_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise UsageError(f"{name}={value!r}: must be a mapping of names to values, such as '{{top_k: 3}}'.")
+        raise UsageError(f"{name}={value!r}: must be a mapping. Set it to names with values, such as '{{top_k: 3}}'.")
     return value

@@ -1,9 +1,9 @@
-"""`agent-r1-trl doctor`: what is wrong with model, template, tools or environment, before money is spent.
+"""`agent-r1-trl doctor`: find what is wrong with model, template, tools or environment before a run.
 
     agent-r1-trl doctor --config recipe.yaml
     agent-r1-trl doctor --model Qwen/Qwen3-0.6B --env my_module.MyEnv --dataset data.jsonl
 
-Exit code 0: nothing that would spoil a run. 1: there is. 2: it could not be examined.
+Exit code 0: no errors. 1: errors that would spoil a run. 2: the checks could not start.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from agent_r1_trl.cli.errors import UsageError, run_command
 from agent_r1_trl.cli.recipe import read_recipe, split_config
 
 COMMAND = "agent-r1-trl doctor"
-EXIT_SICK = 1
+EXIT_ERRORS = 1
 
 
 def run(argv: Sequence[str]) -> int:
-    """Examine; returns the exit code."""
+    """Run the checks; returns the exit code."""
     config_path, _ = split_config(argv)
     if config_path is not None:
         read_recipe(config_path)
@@ -66,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
         max_completion_length=arguments.max_completion_length,
     )
     Console().print(render(checks))
-    return EXIT_SICK if has_errors(checks) else 0
+    return EXIT_ERRORS if has_errors(checks) else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

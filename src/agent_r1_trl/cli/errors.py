@@ -1,6 +1,6 @@
-"""What a user got wrong, said without a traceback.
+"""Mistakes of a user, reported without a traceback.
 
-Every message names the flag, its value, the rule and the cure. Set AGENT_R1_TRL_DEBUG=1 to see where it was raised.
+Every message names the flag, its value, the rule and the cure. AGENT_R1_TRL_DEBUG=1 shows the traceback as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WRONG_TYPE = re.compile(r"argument (?P<flag>--\w+)\S*: invalid (?P<kind>\S+) va
 _WRONG_CHOICE = re.compile(r"argument (?P<flag>--\w+)\S*: invalid choice: (?P<value>.*) \(choose from (?P<names>.*)\)")
 _OTHER_PROBLEM = re.compile(r"argument (?P<flag>--\w+)\S*: (?P<problem>.*)", re.DOTALL)
 _CURES = {
-    "support bf16": "set bf16: false (this machine has no GPU that can do bfloat16).",
+    "support bf16": "set bf16: false (this machine has no GPU that supports bfloat16).",
     "generation_batch_size.*divisible": "choose per_device_train_batch_size x gradient_accumulation_steps x processes "
     "as a multiple of num_generations.",
     "existing deepspeed config": "set deepspeed to the path of a DeepSpeed configuration in JSON.",
@@ -27,27 +27,27 @@ _CURES = {
     "FlashAttention": "install it, or set attn_implementation: sdpa.",
     "Callback requires": "install it, or set report_to: none.",
 }
-"""What the messages of other packages hold (a regular expression) -> what to do about it."""
+"""Regular expression for the message of another package -> what to do about it."""
 _KINDS = {"int": "a whole number", "float": "a number", "string_to_bool": "true or false"}
 
 
 class UsageError(ValueError):
-    """A mistake in a recipe, on the command line or in the files they name."""
+    """A mistake in a recipe, on the command line, or in a file that one of them names."""
 
 
 def run_command(function: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; the exit code of a `UsageError` is 2.
+    """Run a command and report a `UsageError`; returns the exit code, 2 for such an error.
 
     Args:
-        function: takes the arguments, returns an exit code.
-        argv: the arguments; None takes those of the process.
+        function: takes the arguments and returns an exit code.
+        argv: the arguments; None: those of the process.
     """
     try:
         return function(sys.argv[1:] if argv is None else argv)
     except UsageError as error:
         if os.environ.get("AGENT_R1_TRL_DEBUG"):
             traceback.print_exc()
-        if is_main_process():  # a launcher starts several processes that all make the same mistake
+        if is_main_process():  # a launcher starts several processes, which all find the same mistake
             print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
@@ -59,7 +59,7 @@ def run_command(function: Callable[[Sequence[str]], int], argv: Sequence[str] | 
 
 
 def model_problem(name: str | None, error: Exception) -> str:
-    """What a loader says about a model, with the flag and the cure."""
+    """A loader's error about a model, with the flag and the cure."""
     reason = " ".join(str(error).splitlines()[:1]).rstrip(".")
     return (
         f"model_name_or_path={name!r}: cannot be loaded. {reason}. Pass the directory of a saved model and tokenizer, "
@@ -68,31 +68,32 @@ def model_problem(name: str | None, error: Exception) -> str:
 
 
 def with_cure(message: str) -> str:
-    """An error of transformers, PEFT or TRL with what to do about it, where we know better than it says."""
+    """An error message of transformers, PEFT or TRL, with a cure where `_CURES` has one."""
     cure = next((cure for words, cure in _CURES.items() if re.search(words, message)), None)
     return message if cure is None else f"{message.rstrip('. ')}. Cure: {cure}"
 
 
 def explain_argparse(message: str, help_of: Callable[[str], str] = lambda flag: "") -> str:
-    """What argparse found wrong with an option, with flag, value and rule.
+    """Rewrite an error message of argparse so that it names flag, value and rule.
 
     Args:
-        message: argparse's.
-        help_of: text about a flag to add, a blank before it.
+        message: of argparse.
+        help_of: returns text to add about a flag, starting with a blank.
 
     >>> explain_argparse("argument --step: invalid int value: 'x'")
-    "--step 'x': must be a whole number."
+    "--step 'x': must be a whole number. Pass such a value."
     """
     if match := _WRONG_TYPE.match(message):
         rule = _KINDS.get(match["kind"], match["kind"])
-        return f"{match['flag']} {match['value']}: must be {rule}.{help_of(match['flag'])}"
+        return f"{match['flag']} {match['value']}: must be {rule}. Pass such a value.{help_of(match['flag'])}"
     if match := _WRONG_CHOICE.match(message):
-        return f"{match['flag']} {match['value']}: must be one of {match['names']}.{help_of(match['flag'])}"
+        rule = f"must be one of {match['names']}. Pass one of them."
+        return f"{match['flag']} {match['value']}: {rule}{help_of(match['flag'])}"
     if match := _OTHER_PROBLEM.match(message):
         return f"{match['flag']}: {match['problem']}.{help_of(match['flag'])}"
     return message if message.endswith(".") else f"{message}."
 
 
 def is_main_process() -> bool:
-    """Whether this is the process that talks to the user, before any process group exists."""
+    """Whether this process reports to the user; usable before a process group exists."""
     return int(os.environ.get("RANK") or 0) == 0

@@ -1,4 +1,4 @@
-"""`agent-r1-trl eval`: play a data set with a model and score it, within a recipe's limits.
+"""`agent-r1-trl eval`: run a model on a data set and score it, within the limits of a recipe.
 
 agent-r1-trl eval --config recipe.yaml --model outputs/my-agent --output_dir outputs/my-agent
 """
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 COMMAND = "agent-r1-trl eval"
 RESULT_FILE = "evaluation.json"
-# A training recipe's output directory is not where an evaluation of some model belongs.
+# A recipe's output directory is that of training; the evaluation of another model does not belong there.
 PRIVATE = ("output_dir",)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Evaluate; returns the exit code."""
+    """Evaluate a model; returns the exit code."""
     from rich.console import Console
 
     config_path, _ = split_config(argv)
@@ -47,10 +47,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def read_arguments(argv: Sequence[str]) -> EvalArguments:
-    """What to evaluate and how.
+    """Parse the arguments.
 
     Raises:
-        UsageError: whatever is wrong with recipe or command line.
+        UsageError: there is a mistake in the recipe or on the command line.
     """
     from agent_r1_trl.cli.arguments import EvalArguments, TrainArguments
     from agent_r1_trl.cli.parser import RecipeParser
@@ -72,10 +72,10 @@ def read_arguments(argv: Sequence[str]) -> EvalArguments:
 
 
 def run_evaluation(arguments: EvalArguments, console: Console, *, description: str = "evaluation") -> EvaluationResult:
-    """Load data, environment and model, play, and score, with a progress bar.
+    """Load data, environment and model, and evaluate with a progress bar.
 
     Raises:
-        UsageError: environment, data or model cannot be found.
+        UsageError: the environment, the data or the model cannot be loaded, or no trajectory could be played.
     """
     from agent_r1_trl.cli.progress import trajectory_progress
     from agent_r1_trl.cli.resolve import check_first_row, make_folder, resolve_env
@@ -120,11 +120,7 @@ def run_evaluation(arguments: EvalArguments, console: Console, *, description: s
             )
     except OSError as error:
         raise UsageError(model_problem(arguments.model_name_or_path, error)) from error
-    except (
-        ValueError,
-        NothingPlayedError,
-        GenerationError,
-    ) as error:  # limits, template, engine, environment
+    except (ValueError, NothingPlayedError, GenerationError) as error:  # limits, template, engine, environment
         raise UsageError(str(error)) from error
 
 

@@ -1,10 +1,10 @@
-"""`agent-r1-trl memory`: what a recipe needs on each GPU, line by line, without loading a weight.
+"""`agent-r1-trl memory`: estimate the memory that a recipe needs on each GPU, without loading a weight.
 
     agent-r1-trl memory --config recipe.yaml
     agent-r1-trl memory --config recipe.yaml --accelerate_config recipes/accelerate_configs/zero2.yaml
     agent-r1-trl memory --model_name_or_path Qwen/Qwen2.5-7B-Instruct --use_peft --gpu_memory_gb 24
 
-Exit code 0: it fits. 1: it does not. 2: it could not be estimated.
+Exit code 0: the run fits. 1: it does not. 2: it could not be estimated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
 
 
 def run(argv: Sequence[str]) -> int:
-    """Estimate; returns the exit code."""
+    """Print the estimate; returns the exit code."""
     config_path, _ = split_config(argv)
     if config_path is not None:
         read_recipe(config_path)
@@ -56,10 +56,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[MemoryArguments, Any]:
-    """The command's own arguments and the model's.
+    """Parse the arguments of the command and of the model.
 
     Raises:
-        UsageError: whatever is wrong with recipe or command line.
+        UsageError: there is a mistake in the recipe or on the command line.
     """
     from agent_r1_trl.cli.arguments import DoctorArguments, EvalArguments, MemoryArguments, TrainArguments
     from agent_r1_trl.cli.parser import RecipeParser
@@ -78,10 +78,10 @@ def read_arguments(argv: Sequence[str]) -> tuple[MemoryArguments, Any]:
 
 
 def read_model(model_args: Any, *, trust_remote_code: bool = False) -> ModelShape:
-    """Sizes of the model; of a Hub id only config.json is fetched.
+    """Read the sizes of the model; from the Hub only config.json is fetched.
 
     Raises:
-        UsageError: there is no such model, or it is no causal language model.
+        UsageError: there is no such model, or it is not a causal language model.
     """
     from transformers import AutoConfig
 
@@ -104,11 +104,11 @@ def read_model(model_args: Any, *, trust_remote_code: bool = False) -> ModelShap
 
 
 def make_setup(arguments: MemoryArguments, model_args: Any) -> MemorySetup:
-    """Recipe and accelerate configuration as the estimate reads them.
+    """Translate a recipe and an accelerate configuration into what the estimate depends on.
 
     Raises:
-        ValueError: values that cannot be.
-        UsageError: an accelerate configuration that cannot be estimated.
+        ValueError: a value is out of range.
+        UsageError: the accelerate configuration cannot be estimated.
     """
     from agent_r1_trl.memory import MemorySetup
 
@@ -143,10 +143,10 @@ def make_setup(arguments: MemoryArguments, model_args: Any) -> MemorySetup:
 
 
 def read_accelerate_config(path: str | None) -> dict[str, Any]:
-    """What memory depends on in a file of `accelerate config`.
+    """Read what memory depends on from a file of `accelerate config`.
 
     Raises:
-        UsageError: it cannot be read, or describes a method that is not estimated.
+        UsageError: the file cannot be read, or its method is not estimated.
     """
     values = read_recipe(path, flag="--accelerate_config") if path is not None else {}
     kind = str(values.get("distributed_type", "NO")).upper()
@@ -168,7 +168,7 @@ def read_accelerate_config(path: str | None) -> dict[str, Any]:
 
 
 def memory_table(estimate: Estimate, title: str) -> Table:
-    """A line per thing in memory, then the sums."""
+    """A table with the lines of the estimate, then the sums."""
     from rich import box
     from rich.table import Table
 

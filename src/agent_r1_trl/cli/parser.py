@@ -1,4 +1,4 @@
-"""TRL's parser (dataclasses, YAML, command line on top of the YAML) with errors that a user can act on."""
+"""TRL's parser of dataclasses from a recipe and the command line, with errors that a user can act on."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from agent_r1_trl.trainers.trl_arguments import TrlParser
 
 
 class RecipeParser(TrlParser):
-    """Dataclass instances out of a recipe and a command line.
+    """Makes dataclass instances from a recipe and the command line.
 
     Args:
-        dataclass_types: what to make, in this order.
-        command: how the user called it, for the help.
-        elsewhere: dataclasses whose settings a recipe may hold and this command has no use for.
-        private: settings of a recipe that mean something else to this command and are passed over.
+        dataclass_types: the dataclasses to make, in this order.
+        command: as the user typed it, for the help text.
+        elsewhere: dataclasses whose settings a recipe may hold although this command does not use them.
+        private: settings that are ignored in a recipe because they mean something else there.
         **settings: of argparse.
     """
 
@@ -33,7 +33,7 @@ class RecipeParser(TrlParser):
         private: Sequence[str] = (),
         **settings: Any,
     ) -> None:
-        # Abbreviated flags are off: `--learning` would be taken for `--learning_rate` without a word.
+        # No abbreviated flags: `--learning` would silently be taken for `--learning_rate`.
         super().__init__(dataclass_types, prog=command, allow_abbrev=False, **settings)
         self.add_argument("--config", metavar="RECIPE", help="YAML file with any of these settings.")
         kinds = (*elsewhere, *dataclass_types)
@@ -45,14 +45,14 @@ class RecipeParser(TrlParser):
         self._private = set(private)
 
     def parse(self, argv: Sequence[str], defaults: dict[str, Any] | None = None) -> tuple[Any, ...]:
-        """Read the recipe, then the command line, which wins.
+        """Read the recipe and then the command line, which takes precedence.
 
         Args:
             argv: the arguments.
-            defaults: values that hold unless recipe or command line say otherwise.
+            defaults: values for settings that neither the recipe nor the command line gives.
 
         Raises:
-            UsageError: whatever is wrong with either.
+            UsageError: there is a mistake in either.
         """
         path, arguments = split_config(argv)
         values = dict(defaults or {})
@@ -77,10 +77,10 @@ class RecipeParser(TrlParser):
         if not flag.startswith("--"):
             raise UsageError(f"{unknown[0]!r} belongs to no option. Options are written --name value.")
         if name in self._elsewhere:
-            raise UsageError(f"{unknown[0]}: a setting of training that {self.prog} does not use. Remove it.")
+            raise UsageError(f"{unknown[0]}: {self.prog} does not use this setting of training. Remove it.")
         flags = [option.removeprefix("--") for action in self._actions for option in action.option_strings]
         hint = did_you_mean(name, [item for item in flags if "-" not in item])
-        raise UsageError(f"{flag}: there is no such option.{hint} {self.prog} --help lists all.")
+        raise UsageError(f"{flag}: there is no such option.{hint} {self.prog} --help lists all options.")
 
     def _make(self, kind: type, given: dict[str, Any], path: str | None) -> Any:
         values = {item.name: given[item.name] for item in dataclasses.fields(kind) if item.init}
@@ -93,12 +93,12 @@ class RecipeParser(TrlParser):
             raise UsageError(f"{source}: {with_cure(str(error))}") from error
 
     def error(self, message: str) -> NoReturn:
-        """What argparse found, in our words."""
+        """Raise argparse's error as a `UsageError`."""
         missing = message.removeprefix("the following arguments are required: ")
         if missing != message:
             names = [name.split("/")[0] for name in missing.split(", ")]
             helps = "".join(self._help_of(name) for name in names)
-            raise UsageError(f"{', '.join(names)}: not set. Pass it, or put it into the recipe.{helps}")
+            raise UsageError(f"{', '.join(names)}: not set. Pass it, or set it in the recipe.{helps}")
         raise UsageError(explain_argparse(message, self._help_of))
 
     def _help_of(self, flag: str) -> str:

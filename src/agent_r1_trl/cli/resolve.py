@@ -1,4 +1,4 @@
-"""From names in a recipe to objects: environments, functions, data sets."""
+"""From the names in a recipe to environments, functions, data sets and directories."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ FILE_FORMATS = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "
 
 
 def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[[], Any]:
-    """A factory of environments; one is made at once, so that a mistake shows here.
+    """Find a factory of environments; one environment is made at once, so that a mistake shows here.
 
     Raises:
-        UsageError: no such environment, arguments that it does not take, or that it refuses.
+        UsageError: there is no such environment, or it does not accept the arguments.
     """
     path = BUILT_IN_ENVS.get(name, name)
     if not any(mark in path for mark in ".:/"):
         hint = did_you_mean(name, BUILT_IN_ENVS)
         raise UsageError(
-            f"env={name!r}: no built-in environment of that name ({', '.join(BUILT_IN_ENVS)}).{hint} Set one of them, "
-            "or an import path such as my_module.MyEnv."
+            f"env={name!r}: must be a built-in environment ({', '.join(BUILT_IN_ENVS)}) or an import path.{hint} Set "
+            "env to one of them, or to a path such as my_module.MyEnv."
         )
     target = resolve_object("env", path)
     kwargs = dict(kwargs or {})
@@ -49,14 +49,14 @@ def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[
         raise UsageError(
             f"env_kwargs={kwargs}: {name} takes ({', '.join(accepted)}): {error}.{hints} Set env_kwargs accordingly."
         ) from error
-    except ValueError:  # a builtin without a signature: the call below will tell
+    except ValueError:  # a builtin without a signature; the call below decides
         pass
     factory: Callable[[], Any] = functools.partial(target, **kwargs) if kwargs else target
     try:
         env = factory()
-    except Exception as error:  # whatever the user's class does when it is made
+    except Exception as error:  # the user's class may raise anything
         raise UsageError(
-            f"env={name!r} with env_kwargs={kwargs} cannot be made: {describe_error(error)}. Set env_kwargs "
+            f"env={name!r} with env_kwargs={kwargs} cannot be created: {describe_error(error)}. Set env_kwargs "
             "accordingly, or correct the environment."
         ) from error
     missing = [method for method in ("reset", "step") if not callable(getattr(env, method, None))]
@@ -69,16 +69,16 @@ def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[
 
 
 def check_first_row(env: str, env_factory: Callable[[], Any], data: str, row: Mapping[str, Any]) -> None:
-    """Start an episode as the rollout will: a mistake shows before a model is loaded.
+    """Start an episode as the rollout will, so that a mistake shows before a model is loaded.
 
     Args:
         env: the setting that names the environment or its tools, for errors.
         env_factory: makes environments.
         data: the setting that names the data set, for errors.
-        row: the first of the data set.
+        row: the first row of the data set.
 
     Raises:
-        UsageError: the environment refuses the row, or its prompt or tools have not the right form.
+        UsageError: the environment refuses the row, or its prompt or tools do not have the right form.
     """
     from agent_r1_trl.rollout import EnvironmentFailure, EnvSession, RolloutRequest
 
@@ -100,10 +100,10 @@ def check_first_row(env: str, env_factory: Callable[[], Any], data: str, row: Ma
 
 
 def resolve_function(flag: str, path: str) -> Callable[..., Any]:
-    """A function by its import path.
+    """Import a function by its path.
 
     Raises:
-        UsageError: there is none, or it cannot be called.
+        UsageError: there is no such object, or it cannot be called.
     """
     function = resolve_object(flag, path)
     if not callable(function):
@@ -115,10 +115,10 @@ def resolve_function(flag: str, path: str) -> Callable[..., Any]:
 
 
 def resolve_object(flag: str, path: str) -> Any:
-    """The object behind an import path; see `import_object`.
+    """Import an object by its path; see `import_object`.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such object.
     """
     try:
         return import_object(path, flag)
@@ -132,17 +132,17 @@ def resolve_object(flag: str, path: str) -> Any:
 def load_rows(
     flag: str, name: str, *, config: str | None = None, split: str = "train", limit: int | None = None
 ) -> Any:
-    """A `datasets.Dataset` of a file, a directory, or a Hub id.
+    """Load a `datasets.Dataset` from a file, a directory, or the Hub.
 
     Args:
-        flag: that named it, for errors.
-        name: .jsonl, .json, .csv or .parquet file, directory, or Hub id.
-        config: of a Hub data set.
+        flag: the setting that holds the name, for errors.
+        name: a .jsonl, .json, .csv or .parquet file, a directory, or a Hub id.
+        config: configuration of a Hub data set.
         split: of a Hub data set or of a directory.
-        limit: only the first rows.
+        limit: number of rows to keep, from the first; None: all.
 
     Raises:
-        UsageError: it cannot be found or read (with the line), or it is empty.
+        UsageError: the data set cannot be found or read (with the line), or it is empty.
     """
     path = Path(name)
     if path.suffix.lower() in FILE_FORMATS:
@@ -155,7 +155,7 @@ def load_rows(
         rows = _read_file(flag, path)
     elif path.is_file():
         raise UsageError(
-            f"{flag}={name!r}: not a kind of file that is read ({', '.join(FILE_FORMATS)}). Convert it to one of them."
+            f"{flag}={name!r}: must be a file of type {', '.join(FILE_FORMATS)}. Convert it to one of them."
         )
     elif not path.is_dir() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
         raise UsageError(
@@ -189,7 +189,7 @@ def _read_file(flag: str, path: Path) -> Any:
             ) from error
         if not isinstance(row, dict):
             raise UsageError(
-                f"{flag}={str(path)!r}, line {number}: must be an object of columns, is "
+                f"{flag}={str(path)!r}, line {number}: must be an object with the columns of the row, not "
                 f"{type(row).__name__}. Correct the line."
             )
         rows.append(row)
@@ -202,7 +202,7 @@ def _read_file(flag: str, path: Path) -> Any:
 
 
 def _mixed_column(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Which column no table can hold."""
+    """Names a column with values of several types."""
     for column in dict.fromkeys(name for row in rows for name in row):
         kinds = sorted({type(row[column]).__name__ for row in rows if row.get(column) is not None})
         if len(kinds) > 1:
@@ -218,7 +218,7 @@ def _load_dataset(flag: str, name: str, config: str | None, split: str, **option
             loaded = load_from_disk(name)
             return loaded[split] if isinstance(loaded, dict) else loaded
         return load_dataset(name, config, split=split, **options)
-    except Exception as error:  # a wrong name, no network, a broken file: many types, all the user's to mend
+    except Exception as error:  # a wrong name, no network, a broken file: of many types
         source = options.get("data_files", name)
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" and not options else ""
         what = "" if options else f", split {split!r}"
@@ -234,10 +234,10 @@ def _load_dataset(flag: str, name: str, config: str | None, split: str, **option
 
 
 def make_folder(flag: str, path: str) -> Path:
-    """A directory to write to, made if it is not there.
+    """Make the directory if it does not exist.
 
     Raises:
-        UsageError: a file is in the way, or it may not be written to.
+        UsageError: a file is in the way, or the directory cannot be made.
     """
     folder = Path(path)
     try:
@@ -246,5 +246,7 @@ def make_folder(flag: str, path: str) -> Path:
         file = next(item for item in (folder, *folder.parents) if item.is_file())
         raise UsageError(f"{flag}={path!r}: {file} is a file, not a directory. Pass another {flag}.") from error
     except OSError as error:
-        raise UsageError(f"{flag}={path!r}: cannot be made ({error}). Pass a directory you may write to.") from error
+        raise UsageError(
+            f"{flag}={path!r}: cannot be made ({error}). Pass a directory that you may write to."
+        ) from error
     return folder

@@ -1,4 +1,4 @@
-"""Results as tables."""
+"""Evaluation results as tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHARES = frozenset(
 
 
 def result_table(result: EvaluationResult, title: str = "") -> Table:
-    """A metric per line with its 95% interval."""
+    """A table with one line per metric and its 95% interval."""
     table = _table(title)
     table.add_column("metric")
     table.add_column("value", justify="right")
@@ -49,14 +49,14 @@ def comparison_table(
     metrics: Sequence[str] | None = None,
     title: str = "",
 ) -> Table:
-    """Two results side by side; the change has a paired interval if both are about the same examples.
+    """Two results side by side; the change has a paired interval if both are on the same examples.
 
     Args:
         before: the first result.
-        after: the second one.
+        after: the second result.
         names: headings of the two.
-        metrics: which ones to show; None: all.
-        title: over the table.
+        metrics: the metrics to show; None: all.
+        title: of the table.
     """
     table = _table(title)
     table.add_column("metric")
@@ -91,7 +91,7 @@ def _table(title: str) -> Table:
 
 
 def _order(metrics: Mapping[str, float]) -> list[str]:
-    """Ours first, in their order, then the environment's own."""
+    """Names of the metrics: those of `LABELS` in their order, then the environment's own."""
     known = [name for name in LABELS if name in metrics]
     return [*known, *(name for name in metrics if name not in LABELS)]
 

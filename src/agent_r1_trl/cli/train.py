@@ -26,7 +26,7 @@ COMMAND = "agent-r1-trl train"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train; returns the exit code."""
+    """Train an agent; returns the exit code."""
     check_launcher(os.environ)
     config_path, _ = split_config(argv)
     find_trainer(argv)  # shows a mistake in the file before seconds of imports
@@ -66,7 +66,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[TrainArguments, Any, Any]:
     """Parse the arguments of the script, of the trainer and of the model.
 
     Raises:
-        UsageError: whatever is wrong with recipe or command line.
+        UsageError: there is a mistake in the recipe or on the command line.
     """
     from agent_r1_trl.cli.arguments import TrainArguments
     from agent_r1_trl.cli.parser import RecipeParser

@@ -1,4 +1,4 @@
-"""`agent-r1-trl view`: recorded trajectories, the mask in colour.
+"""`agent-r1-trl view`: show recorded trajectories with their masks in colour.
 
 agent-r1-trl view outputs/my-agent --terminal --step 40 --filter failed
 agent-r1-trl view outputs/my-agent --list
@@ -32,11 +32,11 @@ def _is_solved(trajectory: Trajectory) -> bool:
 
 FILTERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "failed": ("exact match 0, or an outcome of 0 or less", lambda item: not _is_solved(item)),
-    "solved": ("the others", _is_solved),
-    "truncated": ("a limit ended it", lambda item: item.stop_reason.is_truncated),
-    "tool_errors": ("a call failed", lambda item: any(result.is_error for result in item.tool_results)),
-    "invalid": ("a turn could not be used", lambda item: any(turn.is_invalid for turn in item.turns)),
-    "lost": ("an infrastructure failure", lambda item: item.stop_reason.is_infrastructure_failure),
+    "solved": ("all others", _is_solved),
+    "truncated": ("ended by a limit", lambda item: item.stop_reason.is_truncated),
+    "tool_errors": ("with a failed tool call", lambda item: any(result.is_error for result in item.tool_results)),
+    "invalid": ("with an unusable turn", lambda item: any(turn.is_invalid for turn in item.turns)),
+    "infrastructure": ("ended by an infrastructure failure", lambda item: item.stop_reason.is_infrastructure_failure),
 }
 
 
@@ -48,15 +48,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Show what was asked for; returns the exit code."""
+    """Show the chosen trajectories; returns the exit code."""
     parser = make_parser()
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         if not unknown[0].startswith("-"):
-            raise UsageError(f"{unknown[0]!r}: one RUN is shown at a time, and {arguments.run!r} is it. Remove one.")
+            raise UsageError(
+                f"{unknown[0]!r}: one RUN is shown at a time; the first is {arguments.run!r}. Remove one."
+            )
         flags = [option for action in parser._actions for option in action.option_strings]
         raise UsageError(
-            f"{unknown[0]}: there is no such option.{did_you_mean(unknown[0], flags)} {COMMAND} --help lists all."
+            f"{unknown[0]}: there is no such option.{did_you_mean(unknown[0], flags)} {COMMAND} --help lists them all."
         )
     records = find_records(arguments)
     from agent_r1_trl.recording import render_trajectory, summary_table
@@ -82,28 +84,35 @@ def run(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """The parser of the command's options."""
     filters = "; ".join(f"{name}: {text}" for name, (text, _) in FILTERS.items())
     parser = _Parser(prog=COMMAND, description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("run", metavar="RUN", help="Output directory of a run, its folder trajectories, or one file.")
+    parser.add_argument("run", metavar="RUN", help="Output directory of a run, or a file of trajectories.")
     parser.add_argument("--terminal", action="store_true", help="Show on the terminal (the default).")
-    parser.add_argument("--list", action="store_true", help="A line per trajectory instead of its tokens.")
-    parser.add_argument("--step", type=int, help="Only this step; by default the last one recorded.")
-    parser.add_argument("--index", type=int, help="Only this trajectory of the step.")
-    parser.add_argument("--split", choices=("train", "eval"), help="By default train, where there is any.")
-    parser.add_argument("--filter", choices=tuple(FILTERS), help=filters + ".")
-    parser.add_argument("--num", type=int, default=NUM_SHOWN, help=f"How many to show (default {NUM_SHOWN}).")
-    parser.add_argument("--tokenizer", help="Directory or Hub id; by default the one saved in the run.")
-    parser.add_argument("--width", type=int, help="Columns.")
-    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="NO_COLOR is honoured.")
+    parser.add_argument("--list", action="store_true", help="One line per trajectory instead of its tokens.")
+    parser.add_argument("--step", type=int, help="Step to show; by default the last one recorded.")
+    parser.add_argument("--index", type=int, help="Trajectory to show; by default the first ones of the step.")
+    parser.add_argument("--split", choices=("train", "eval"), help="Split to show; by default train, if recorded.")
+    parser.add_argument("--filter", choices=tuple(FILTERS), help=f"Show only some trajectories. {filters}.")
+    parser.add_argument(
+        "--num", type=int, default=NUM_SHOWN, help=f"How many trajectories to show (default {NUM_SHOWN})."
+    )
+    parser.add_argument("--tokenizer", help="Directory or Hub id of a tokenizer; by default the one saved in the run.")
+    parser.add_argument("--width", type=int, help="Width in columns; by default that of the terminal.")
+    parser.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="auto respects NO_COLOR.",
+    )
     return parser
 
 
 def find_records(arguments: argparse.Namespace) -> list[Record]:
-    """The records that the options choose.
+    """The records that the options select.
 
     Raises:
-        UsageError: there are none; says what there is.
+        UsageError: no record is selected; names what was recorded.
     """
     from agent_r1_trl.recording import read_records, trajectory_files
     from agent_r1_trl.recording.store import file_step
@@ -135,26 +144,26 @@ def find_records(arguments: argparse.Namespace) -> list[Record]:
         raise UsageError(f"RUN {error} Pass the output directory of a run.") from error
     if not records:
         raise UsageError(f"RUN {arguments.run}: holds no trajectory. Pass the output directory of a run.")
+    selections: list[tuple[str, Callable[[Record], bool]]] = []
     if arguments.filter:
-        records = [record for record in records if FILTERS[arguments.filter][1](record.trajectory)]
-    num = len(records)
+        belongs = FILTERS[arguments.filter][1]
+        selections.append((f"--filter {arguments.filter}", lambda record: belongs(record.trajectory)))
     if arguments.index is not None:
-        records = [record for record in records if record.index == arguments.index]
-    if not records:
-        where = f"step {step}" if step is not None else arguments.run
-        chosen = f"--index {arguments.index}" if arguments.index is not None else f"--filter {arguments.filter}"
-        raise UsageError(
-            f"{chosen}: no such trajectory in {where}, of {num} that the other options leave. --list shows which "
-            "there are."
-        )
+        selections.append((f"--index {arguments.index}", lambda record: record.index == arguments.index))
+    where = f"step {step}" if step is not None else arguments.run
+    for option, is_selected in selections:
+        selected = [record for record in records if is_selected(record)]
+        if not selected:
+            raise UsageError(f"{option}: selects none of {len(records)} trajectories of {where}. --list shows them.")
+        records = selected
     return records
 
 
 def load_tokenizer(given: str | None, run_folder: Path) -> Any:
-    """The tokenizer of `--tokenizer`, of the run, or of its last checkpoint; None if there is none.
+    """Load the tokenizer of `--tokenizer`, of the run, or of its last checkpoint; None if there is none.
 
     Raises:
-        UsageError: the one that was named cannot be loaded.
+        UsageError: the tokenizer cannot be loaded.
     """
     folder = run_folder if run_folder.is_dir() else run_folder.parent
     folder = folder.parent if folder.name == "trajectories" else folder
@@ -178,11 +187,11 @@ def load_tokenizer(given: str | None, run_folder: Path) -> Any:
 
 
 def _evaluated_model(folder: Path) -> str | None:
-    """The model whose evaluation lies in a folder."""
+    """The model of the evaluation in a folder, if there is one."""
     file = folder / "evaluation.json"
     try:
         name = json.loads(file.read_text(encoding="utf-8"))["settings"]["model"]
-    except (OSError, ValueError, KeyError, TypeError):  # no evaluation, or not one of ours
+    except (OSError, ValueError, KeyError, TypeError):  # no evaluation, or one of another program
         return None
     return name if isinstance(name, str) else None
 
