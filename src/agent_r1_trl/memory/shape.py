@@ -1,7 +1,7 @@
-"""The sizes of a model that memory depends on, counted on the meta device: no weight is read, none is allocated.
+"""The sizes of a model that memory depends on, counted on the meta device: no weight is read or allocated.
 
-Covered: dense decoders, with and without LoRA. Not covered: mixtures of experts and vision towers, whose parameters
-are counted right and whose activations are not.
+Covered: dense decoders, with and without LoRA. For mixtures of experts and vision towers the parameters are counted
+correctly, but the activations are not.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What is multiplied in the estimate."""
+    """Sizes of a model and of its adapters."""
 
     num_parameters: int
-    """All of the base model; tied weights count once."""
+    """Of the base model; tied weights count once."""
     num_linear_parameters: int
-    """Weights of its linear layers without the head: what a quantised base keeps in 4 or 8 bits."""
+    """Weights of the linear layers without the head, which a quantised base keeps in 4 or 8 bits."""
     num_head_parameters: int
-    """Of the head alone: 0 where it is tied to the embedding."""
+    """Weights of the head; 0 if it is tied to the embedding."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -28,27 +28,27 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     has_head_norms: bool = False
-    """Queries and keys are normalised per head (Qwen3)."""
+    """Whether queries and keys are normalised per head (Qwen3)."""
     num_adapter_parameters: int = 0
-    """What LoRA adds and trains; 0: everything is trained."""
+    """Parameters that LoRA adds and trains; 0: the whole model is trained."""
     num_whole_parameters: int = 0
-    """Of modules that are trained whole beside the adapters (`lora_modules_to_save`)."""
+    """Parameters of modules that are trained in full besides the adapters (`lora_modules_to_save`)."""
     num_adapted_layers: int = 0
     num_adapter_inputs: int = 0
-    """Input features of the adapted layers, summed over the model."""
+    """Sum of the input features of all adapted layers."""
 
     @property
     def num_matmul_parameters(self) -> int:
-        """Weights that enter matrix products: linear layers and head, tied or not."""
+        """Weights in matrix products: those of linear layers and of the head, tied or not."""
         return self.num_linear_parameters + self.vocab_size * self.hidden_size
 
 
 def read_shape(config: Any, peft_config: Any = None) -> ModelShape:
-    """Count a model from its configuration.
+    """Read the sizes of a model from its configuration.
 
     Args:
-        config: of transformers, for a causal language model.
-        peft_config: LoRA's; None: everything is trained.
+        config: transformers' configuration of a causal language model.
+        peft_config: configuration of LoRA; None: the whole model is trained.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -79,11 +79,11 @@ def read_shape(config: Any, peft_config: Any = None) -> ModelShape:
 
 
 def _adapter_sizes(model: Any, peft_config: Any) -> dict[str, int]:
-    """Peft itself places the adapters, so that every one of its options counts."""
+    """Sizes of the adapters, which peft itself attaches, so that all of its options count."""
     from peft import get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    adapted = get_peft_model(model, peft_config)
+    adapted = get_peft_model(model, peft_config, low_cpu_mem_usage=True)  # keeps the adapters on the meta device too
     layers = [module for module in adapted.modules() if isinstance(module, BaseTunerLayer)]
     trained = {name: item.numel() for name, item in adapted.named_parameters() if item.requires_grad}
     whole = sum(count for name, count in trained.items() if ".modules_to_save." in name)
