@@ -1,6 +1,9 @@
-"""What the forward keeps for the backward: bytes per token, counted from what each operation of a decoder saves.
+"""Activations that the forward pass saves for the backward pass, by formula.
 
-Tested against autograd's own list of saved tensors. Frameworks that fuse (Liger, torch.compile) save less.
+Tests compare the formulas with autograd's own list of saved tensors on a CPU. They are not replaced by that list,
+because it cannot be had for a GPU without one: fake tensors on a CUDA device need a CUDA build, meta tensors refuse
+autocast, and a CPU's kernels save other tensors (a dropout mask of 4 bytes instead of 1). Frameworks that fuse
+operations (Liger, torch.compile) save less.
 """
 
 from __future__ import annotations
@@ -10,15 +13,15 @@ from agent_r1_trl.memory.shape import ModelShape
 
 HEAD_TILE_TOKENS = 4096
 HEAD_TILE_VOCABULARY = 32768
-"""TRL projects the hidden states in tiles of this size, so that the logits are never there at once."""
+"""TRL projects the hidden states in tiles of this size, so that the logits never exist all at once."""
 
 
 def layer_bytes(shape: ModelShape, setup: MemorySetup) -> float:
-    """Saved by one decoder layer for one micro-batch.
+    """Bytes that one decoder layer saves for one micro-batch.
 
-    Two norms keep their input in float32, the normalised and the scaled vector; attention keeps q, the repeated k and
-    v, its output twice (before and after the heads are joined); the gated MLP four vectors of its inner width. Frozen
-    layers save no input; each adapter saves its own, and the mask of its dropout.
+    Each of the two norms saves its input in float32, the normalised vector and the scaled one. Attention saves q, the
+    repeated k and v, and its output twice (before and after the heads are joined). The gated MLP saves four vectors of
+    its inner width. Frozen layers save no input; each adapter saves its own input and the mask of its dropout.
     """
     inner, outer = setup.compute_bytes, setup.weight_bytes
     heads, joined = shape.num_heads + shape.num_kv_heads, shape.num_heads * shape.head_dim
@@ -37,7 +40,7 @@ def layer_bytes(shape: ModelShape, setup: MemorySetup) -> float:
 
 
 def activation_bytes(shape: ModelShape, setup: MemorySetup) -> float:
-    """Saved by the whole stack; with checkpointing one vector per layer, and one layer at a time in full."""
+    """Bytes that all layers save; with checkpointing, one vector per layer and one layer at a time in full."""
     one_layer = layer_bytes(shape, setup)
     if setup.gradient_checkpointing:
         return tokens(setup) * shape.hidden_size * setup.weight_bytes * shape.num_layers + one_layer
@@ -45,7 +48,7 @@ def activation_bytes(shape: ModelShape, setup: MemorySetup) -> float:
 
 
 def head_bytes(shape: ModelShape, setup: MemorySetup) -> float:
-    """Of the log-probabilities: one tile of logits with two float32 copies, float32 gradients of what enters."""
+    """Bytes of the log-probabilities: a tile of logits, two float32 copies, and float32 gradients of the inputs."""
     completion = setup.micro_batch * setup.completion_tokens
     tile = min(completion, HEAD_TILE_TOKENS) * min(shape.vocab_size, HEAD_TILE_VOCABULARY)
     weight = 0 if shape.num_adapter_parameters else shape.vocab_size * shape.hidden_size
@@ -53,5 +56,5 @@ def head_bytes(shape: ModelShape, setup: MemorySetup) -> float:
 
 
 def tokens(setup: MemorySetup) -> int:
-    """Of one micro-batch, padding included."""
+    """Number of tokens in one micro-batch, padding included."""
     return setup.micro_batch * setup.sequence_tokens

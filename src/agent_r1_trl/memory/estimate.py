@@ -1,6 +1,6 @@
-"""The estimate: one line per thing that lies in memory, each with its formula.
+"""The estimate: one line with a formula for each thing in memory.
 
-The most that one GPU holds is what is always there plus the larger of what the update and the rollout add. Sources:
+The peak of one GPU is what always lies there plus the larger of what the update and the rollout add. Sources:
 Rajbhandari et al. 2020 (ZeRO, 16 bytes per parameter and what each stage divides), Dettmers et al. 2023 (QLoRA, bits
 per weight), DeepSpeed's defaults for its buffers.
 """
@@ -16,13 +16,13 @@ from agent_r1_trl.memory.shape import ModelShape
 GIB = 1024**3
 PHASES = ("always", "update", "rollout")
 CONTEXT_BYTES = GIB
-"""CUDA context, workspaces of cuBLAS and NCCL: a round allowance."""
+"""Allowance for the CUDA context and the workspaces of cuBLAS and NCCL."""
 ZERO_BUCKET = 500_000_000
-"""Elements of DeepSpeed's buffer for gradients under way."""
+"""Number of elements in DeepSpeed's buffer for gradients in flight."""
 ZERO3_LIVE = 1_050_000_000
-"""Most parameters that ZeRO-3 keeps gathered, those it fetches ahead included."""
+"""Maximum number of parameters that ZeRO-3 keeps gathered, including those it prefetches."""
 TIGHT = 0.9
-"""Above this part of the GPU the allocator's fragmentation may decide."""
+"""Above this share of the GPU, fragmentation may decide whether the run fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +38,20 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """All lines of one run, per GPU; lines with place 'host' lie in main memory, per process."""
+    """All lines of one run, per GPU; those with place 'host' count main memory, per process."""
 
     lines: tuple[Line, ...]
     gpu_memory_gb: float
     problems: tuple[str, ...] = ()
-    """What stands in the way whatever the sum says."""
+    """Reasons why the run fails whatever the sum is."""
 
     def total(self, phase: str, place: str = "gpu") -> float:
-        """Bytes of one phase alone."""
+        """Bytes that one phase adds."""
         return sum(line.bytes for line in self.lines if line.phase == phase and line.place == place)
 
     @property
     def peak(self) -> float:
-        """Bytes on one GPU at the worst moment."""
+        """Maximum number of bytes on one GPU."""
         return self.total("always") + max(self.total("update"), self.total("rollout"))
 
     @property
@@ -69,10 +69,10 @@ class Estimate:
 
 
 def estimate_memory(shape: ModelShape, setup: MemorySetup) -> Estimate:
-    """Add up a run.
+    """Estimate the memory of a run.
 
     Raises:
-        ValueError: settings that cannot be trained together.
+        ValueError: the settings cannot be trained together.
     """
     _check(shape, setup)
     lines = [
@@ -83,7 +83,7 @@ def estimate_memory(shape: ModelShape, setup: MemorySetup) -> Estimate:
         *_communication(shape, setup),
         *_update(shape, setup),
         *_rollout(shape, setup),
-        Line(name="CUDA context, workspaces", bytes=CONTEXT_BYTES, formula="a round allowance"),
+        Line(name="CUDA context, workspaces", bytes=CONTEXT_BYTES, formula="allowance"),
     ]
     return Estimate(lines=tuple(lines), gpu_memory_gb=setup.gpu_memory_gb, problems=_problems(shape, setup))
 
@@ -212,7 +212,7 @@ def _communication(shape: ModelShape, setup: MemorySetup) -> list[Line]:
         total = sum(
             line.bytes for line in (*_policy(shape, setup), *_critic(shape, setup)) if "gradients" in line.name
         )
-        return [Line(name="DDP buckets", bytes=total, formula="a second place for every gradient")]
+        return [Line(name="DDP buckets", bytes=total, formula="a second copy of every gradient")]
     lines = [
         Line(
             name="ZeRO buffer",
@@ -288,7 +288,7 @@ def _rollout(shape: ModelShape, setup: MemorySetup) -> list[Line]:
 
 
 def _split(setup: MemorySetup, stage: int) -> int:
-    """Over how many processes ZeRO splits what its `stage` splits."""
+    """Number of processes over which ZeRO splits what its `stage` splits."""
     return setup.num_processes if setup.zero_stage >= stage else 1
 
 
@@ -298,7 +298,7 @@ def _over(setup: MemorySetup, stage: int) -> str:
 
 
 def _count(number: float) -> str:
-    """A number as a reader says it.
+    """A number with a unit.
 
     >>> _count(1_543_714_304), _count(494_032_768), _count(28_672), _count(12)
     ('1.544 B', '494.0 M', '28.7 k', '12')

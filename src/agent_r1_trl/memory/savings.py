@@ -1,4 +1,4 @@
-"""What would make a run smaller: each change alone, with the peak it leads to."""
+"""Changes that make a run smaller, each tried alone."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from agent_r1_trl.memory.shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """One change of the recipe or of the launch."""
+    """A change of the recipe or of the launch."""
 
     change: str
     peak: float
-    """Bytes on one GPU with it."""
+    """Maximum number of bytes on one GPU after the change."""
 
 
 def find_savings(shape: ModelShape, setup: MemorySetup) -> list[Saving]:
-    """Changes that lower the peak, the largest saving first. (LoRA is another model: estimate it with --use_peft.)"""
+    """Find the changes that lower the peak, the largest saving first.
+
+    LoRA is not among them, because it changes the model: estimate it with --use_peft.
+    """
     now = estimate_memory(shape, setup).peak
     found = []
     for change, values in _changes(shape, setup).items():

@@ -1,4 +1,4 @@
-"""How the model is trained: everything else that memory depends on."""
+"""How the model is trained: what memory depends on besides the model."""
 
 from __future__ import annotations
 
@@ -11,56 +11,56 @@ CRITICS = ("adapter", "head", "model")
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySetup:
-    """One run on one kind of machine."""
+    """One run on one kind of machine; the values are those of the recipe and of the launch."""
 
     dtype: str = "float32"
-    """Of the loaded weights."""
+    """dtype of the loaded weights."""
     mixed_precision: bool = False
-    """bf16 or fp16: products in 16 bits; DeepSpeed then keeps the weights in 16 bits too."""
+    """bf16 or fp16: matrix products in 16 bits. DeepSpeed then keeps the weights in 16 bits too."""
     quantization: str | None = None
-    """'4bit' or '8bit': of the frozen base under LoRA."""
+    """'4bit' or '8bit', for the frozen base under LoRA; None: not quantised."""
     nested_quantization: bool = False
     optimizer_bytes: int = 8
-    """Adam's two states of one float32 parameter: 8, or 2 for the 8-bit variants."""
+    """Bytes of Adam's two states per parameter: 8, or 2 for the 8-bit variants."""
 
     zero_stage: int = 0
-    """DeepSpeed's; 0: one process, or data parallel."""
+    """Stage of DeepSpeed's ZeRO; 0: one process, or data parallel."""
     num_processes: int = 1
     offload_optimizer: bool = False
     offload_parameters: bool = False
 
     micro_batch: int = 1
-    """Trajectories in one forward of one process."""
+    """Trajectories per forward pass in one process."""
     prompt_tokens: int = 512
     completion_tokens: int = 512
     gradient_checkpointing: bool = True
     saves_attention_mask: bool = True
-    """PyTorch's own attention keeps the mask of padded rows once per layer; flash attention has none."""
+    """PyTorch's own attention saves the padding mask once per layer; flash attention has none."""
     reference_model: bool = False
     """A frozen copy for the KL term: full fine-tuning with beta != 0."""
     critic: str | None = None
-    """'head', 'adapter' or 'model' (PPO)."""
+    """Critic of PPO: 'head', 'adapter' or 'model'; None: no critic."""
 
     generator: str = "transformers"
     """'transformers', 'vllm' (in this process) or 'server' (on GPUs of its own)."""
     rollout_rows: int = 64
-    """Most sequences in one forward of the transformers generator."""
+    """Maximum number of sequences per forward pass of the transformers generator."""
     vllm_share: float = 0.3
-    """Part of the GPU that vLLM takes in process."""
+    """Share of the GPU that vLLM takes in this process."""
     vllm_sleeps: bool = False
-    """vLLM gives its memory back during the update."""
+    """vLLM frees its memory during the update."""
     gpu_memory_gb: float = 80.0
-    """Of one GPU, in GiB."""
+    """Memory of one GPU in GiB."""
 
     def __post_init__(self) -> None:
         if self.dtype not in BYTES:
-            raise ValueError(f"dtype={self.dtype!r} is none of {', '.join(BYTES)}. Set dtype to one of them.")
+            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(BYTES)}. Set dtype to one of them.")
         if self.generator not in GENERATORS:
             raise ValueError(
-                f"generator={self.generator!r} is none of {', '.join(GENERATORS)}. Set generator to one of them."
+                f"generator={self.generator!r} must be one of {', '.join(GENERATORS)}. Set generator to one of them."
             )
         if self.critic not in (None, *CRITICS):
-            raise ValueError(f"critic={self.critic!r} is none of {', '.join(CRITICS)}. Set critic to one of them.")
+            raise ValueError(f"critic={self.critic!r} must be one of {', '.join(CRITICS)}. Set critic to one of them.")
         for name in ("num_processes", "micro_batch", "prompt_tokens", "completion_tokens", "rollout_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1. Set {name} to such a number.")
@@ -69,20 +69,20 @@ class MemorySetup:
 
     @property
     def sequence_tokens(self) -> int:
-        """Tokens of the longest row."""
+        """Length of the longest row."""
         return self.prompt_tokens + self.completion_tokens
 
     @property
     def weight_bytes(self) -> int:
-        """Of one weight at rest: DeepSpeed keeps 16 bits under mixed precision, whatever was loaded."""
+        """Bytes of a stored weight: under mixed precision DeepSpeed stores 16 bits, whatever was loaded."""
         return 2 if self.zero_stage and self.mixed_precision else BYTES[self.dtype]
 
     @property
     def compute_bytes(self) -> int:
-        """Of one number that enters a matrix product."""
+        """Bytes of a number in a matrix product."""
         return 2 if self.mixed_precision else BYTES[self.dtype]
 
     @property
     def uses_autocast(self) -> bool:
-        """Weights of 4 bytes that are cast to 2 for every product."""
+        """Whether weights of 4 bytes are cast to 2 for each matrix product."""
         return self.compute_bytes < self.weight_bytes

@@ -1,4 +1,4 @@
-"""Recording: every trajectory to disk, back again, and onto the terminal."""
+"""Recording: trajectories written to disk, read back, and shown on the terminal."""
 
 from agent_r1_trl.recording.store import Record, TrajectoryStore, read_records, read_trajectories, trajectory_files
 from agent_r1_trl.recording.terminal import render_trajectory, summary_table

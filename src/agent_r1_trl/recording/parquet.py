@@ -1,7 +1,4 @@
-"""Trajectories as Parquet: token lists in typed columns, the rest as JSON. A sixth of JSONL's size, fast to filter.
-
-prompt -> environment reset -> rollout (policy <-> tools) -> [Trajectory] -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
+"""Trajectories as Parquet: token lists in typed columns, the rest as JSON; a sixth of the size of JSONL.
 
 Columns: `step`, `split`, `rank`, `example_id`, `generation`, `stop_reason`, `total_reward`, `outcome_reward`; per
 token `prompt_ids`, `completion_ids`, `action_mask`, `logprobs`, `turn_ids`, `authors`, `token_rewards`, `advantages`;
@@ -43,7 +40,7 @@ _AUTHORS = tuple(Author)
 
 
 def write_parquet(path: Path, trajectories: Sequence[Trajectory], extra: dict[str, Any]) -> None:
-    """Write a file, complete or not at all."""
+    """Write a file completely or not at all."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -53,7 +50,7 @@ def write_parquet(path: Path, trajectories: Sequence[Trajectory], extra: dict[st
         values["authors"] = [_AUTHORS.index(author) for author in trajectory.authors]
         for name in (*_SCALARS, *_LISTS):
             columns[name].append(values.pop(name))
-        # For filters only: the exact id stands in `rest`, where a lone surrogate can be written.
+        # For filters only: `rest` holds the exact id, because JSON can hold a lone surrogate.
         columns["example_id"].append(str(values["example_id"]).encode("utf-8", "replace").decode("utf-8"))
         columns["messages"].append(dump_json(values.pop("messages")))
         columns["rest"].append(dump_json(values))
@@ -66,10 +63,10 @@ def write_parquet(path: Path, trajectories: Sequence[Trajectory], extra: dict[st
 
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows as `Trajectory.from_dict` takes them, plus `step`, `split` and `rank`.
+    """Rows as `Trajectory.from_dict` takes them, with `step`, `split` and `rank`.
 
     Raises:
-        ValueError: the file holds no trajectories.
+        ValueError: the file does not hold trajectories.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

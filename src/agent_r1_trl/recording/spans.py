@@ -1,7 +1,7 @@
-"""Completion ids as readable text by author.
+"""Completion ids as readable text, divided by author.
 
-Single ids of a byte-level tokenizer may be a third of a character, so text is decoded whole and then divided: the text
-of a span is what the decoded stream grows by when the span's ids are added.
+A single id of a byte-level tokenizer may be a third of a character. So the ids are decoded together and the text is
+divided afterwards: the text of a span is what its ids add to the decoded text.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Span:
 
 
 def decode_spans(trajectory: Trajectory, tokenizer: Any) -> tuple[str, list[Span]]:
-    """Text of the prompt, and the completion's spans in order.
+    """Decode the prompt and the spans of the completion, in order.
 
-    A character whose bytes belong to two spans is shown in the later one; bytes that form no character are shown as
-    one U+FFFD.
+    A character whose bytes belong to two spans is part of the later one; bytes that form no character become one
+    U+FFFD.
     """
     num_prompt = len(trajectory.prompt_ids)
     ids = [*trajectory.prompt_ids, *trajectory.completion_ids]
@@ -57,11 +57,11 @@ def _bounds(trajectory: Trajectory) -> list[tuple[int, int]]:
 
 
 def _cut_position(tokenizer: Any, ids: Sequence[int], full: str) -> int:
-    """How much of `full` the first ids account for."""
+    """Length of the part of `full` that the first ids make up."""
     head = _decode(tokenizer, ids).rstrip(UNKNOWN)
     if full.startswith(head):
         return len(head)
-    # A decoder whose output is not a prefix (it cleans spaces up, say): the longest common start.
+    # Not a prefix, for example because the decoder cleans up spaces: take the longest common prefix.
     return next((i for i, (a, b) in enumerate(zip(head, full, strict=False)) if a != b), min(len(head), len(full)))
 
 

@@ -1,14 +1,11 @@
-"""Every trajectory of a run on disk, and back again without loss.
+"""The trajectories of a run on disk, without loss.
 
-prompt -> environment reset -> rollout (policy <-> tools) -> [Trajectory] -> rewards on tokens -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
-    RUN/trajectories/step_000010.jsonl           played after optimizer step 10, by the first process
+    RUN/trajectories/step_000010.jsonl           played after optimizer step 10 by the first process
     RUN/trajectories/step_000010_rank1.jsonl     by the second
     RUN/trajectories/eval_step_000010.jsonl      in an evaluation
-    RUN/trajectories/superseded/                 files of steps that a later start of the run played again
+    RUN/trajectories/superseded/                 files of steps that a resumed run played again
 
-A line is the trajectory (`Trajectory.to_dict`) plus `step`, `split`, `rank` and, for readers that know nothing of this
+A line is the trajectory (`Trajectory.to_dict`) plus `step`, `split`, `rank` and, for readers without this
 package, `messages`, `token_rewards` and `total_reward`.
 
 Covered here: files and their names, JSONL. Not covered: Parquet (`parquet.py`), display (`terminal.py`).
@@ -41,28 +38,28 @@ _NAME = re.compile(
 
 @dataclass(kw_only=True)
 class Record:
-    """A trajectory and where it was recorded."""
+    """A trajectory with the place where it was recorded."""
 
     trajectory: Trajectory
     step: int
-    """Optimizer steps that were done when it was played."""
+    """Number of optimizer steps before it was played."""
     split: str
     """`train` or `eval`."""
     rank: int
     """The process that played it."""
     index: int
-    """Place among the records of its step and split, all processes counted."""
+    """Position among the records of its step and split, over all processes."""
     path: Path
 
 
 class TrajectoryStore:
     """Writes the trajectories of one process.
 
-    Several writes to one step append. A file that an earlier start of the run left behind (a resumed or repeated run
-    plays the step again) is moved to `superseded/` first, so a step's files hold what its policy really trained on.
+    Several writes to one step append. A resumed or repeated run plays steps again; the file of the earlier start is
+    then moved to `superseded/`, so that the files of a step hold the trajectories that the policy was trained on.
 
     Args:
-        output_dir: of the run; files go to its folder `trajectories`.
+        output_dir: of the run; files are written to its folder `trajectories`.
         format: "jsonl" or "parquet".
         rank: index of this process; processes never share a file.
 
@@ -80,7 +77,7 @@ class TrajectoryStore:
         self.format = format
         self.rank = rank
         self._parts: dict[tuple[str, int], int] = {}
-        """Writes so far by split and step."""
+        """(split, step) -> number of writes so far."""
 
     def write(self, step: int, trajectories: Sequence[Trajectory], split: str = "train") -> Path | None:
         """Append the trajectories of one rollout; returns the file (None if there are no trajectories).
@@ -89,9 +86,9 @@ class TrajectoryStore:
             ValueError: for an unknown split or a negative step.
         """
         if split not in SPLITS:
-            raise ValueError(f"split={split!r}: must be one of {', '.join(map(repr, SPLITS))}.")
+            raise ValueError(f"split={split!r}: must be one of {', '.join(map(repr, SPLITS))}. Pass one of them.")
         if step < 0:
-            raise ValueError(f"step={step}: must be >= 0.")
+            raise ValueError(f"step={step}: must be >= 0. Pass such a number.")
         if not trajectories:
             return None
         part = self._parts.get((split, step), 0)
@@ -139,7 +136,7 @@ def trajectory_files(path: str | os.PathLike[str], *, step: int | None = None, s
 
     Raises:
         FileNotFoundError: `path` does not exist.
-        ValueError: it is a file of another kind.
+        ValueError: the file is of another kind.
     """
     source = Path(path)
     if source.is_file():
@@ -161,7 +158,7 @@ def trajectory_files(path: str | os.PathLike[str], *, step: int | None = None, s
 
 
 def file_step(path: Path) -> int:
-    """The step in a file's name (0 if it has none)."""
+    """The step in the name of a file; 0 if there is none."""
     match = _NAME.fullmatch(path.name)
     return int(match["step"]) if match else 0
 
@@ -171,11 +168,11 @@ def read_records(
 ) -> Iterator[Record]:
     """The records of a run, a folder or a file; see `trajectory_files`.
 
-    A last line that was cut off (the run was killed while writing it) is left out with a warning.
+    The last line is skipped with a warning if it is incomplete because the run was killed.
 
     Raises:
         FileNotFoundError: `path` does not exist.
-        ValueError: a line is no trajectory; names file and line.
+        ValueError: a line is not a trajectory; the message names file and line.
     """
     counts: dict[tuple[str, int], int] = {}
     for file in trajectory_files(path, step=step, split=split):
@@ -237,7 +234,7 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def record_dict(trajectory: Trajectory, extra: dict[str, Any]) -> dict[str, Any]:
-    """What a line holds."""
+    """The fields of a line."""
     return {
         **extra,
         **trajectory.to_dict(),
@@ -248,19 +245,19 @@ def record_dict(trajectory: Trajectory, extra: dict[str, Any]) -> dict[str, Any]
 
 
 def encode_line(trajectory: Trajectory, extra: dict[str, Any]) -> bytes:
-    """One line of JSONL, newline included."""
+    """One line of JSONL with its newline."""
     return dump_json(record_dict(trajectory, extra)).encode("utf-8") + b"\n"
 
 
 def dump_json(value: Any) -> str:
     """Compact JSON that can always be written as UTF-8.
 
-    An environment may leave anything in `info`; what JSON cannot hold is converted (numpy and torch values, sets) or
-    written as its `repr`: a record must not end a training run.
+    An environment may put anything into `info`. What JSON cannot hold is converted (numpy and torch values, sets) or
+    written as its `repr`, because recording must not end a training run.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_to_json)
-    except (TypeError, ValueError):  # keys that are no strings, circular references
+    except (TypeError, ValueError):  # keys that are not strings, circular references
         text = json.dumps(_clean(value, ()), ensure_ascii=False, separators=(",", ":"), default=_to_json)
     try:
         text.encode("utf-8")

@@ -1,10 +1,7 @@
-"""A trajectory on the terminal: its tokens with the mask in colour, its rewards, its tool calls.
+"""A trajectory on the terminal: its tokens with the mask in colour, its rewards and its tool calls.
 
-prompt -> environment reset -> rollout (policy <-> tools) -> [Trajectory] -> [rewards on tokens] -> filter
-       -> batch -> advantages -> loss -> step -> sync weights -> next rollout
-
-Green: sampled by the policy, mask 1. Yellow: chat template. Blue: environment. Text that the model or a web page wrote
-cannot steer the terminal: control characters are shown, not sent.
+Green: sampled by the policy, mask 1. Yellow: chat template. Blue: environment. Text of a model or of a web page cannot
+control the terminal: control characters are shown as symbols.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ STYLES = {Author.POLICY: "green", Author.TEMPLATE: "yellow", Author.ENVIRONMENT:
 PROMPT_CHARS = 2000
 RESULT_CHARS = 160
 
-# C0, DEL, C1; zero-width and bidirectional controls, which reorder what is on the screen. Newline and tab stay.
+# C0, DEL and C1; zero-width and bidirectional controls, which reorder text on the screen. Newline and tab are allowed.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 
 
@@ -40,9 +37,9 @@ def render_trajectory(
 
     Args:
         trajectory: what to show.
-        tokenizer: decodes the ids; None shows the parsed messages instead of the tokens.
-        width: columns; None takes the terminal's.
-        color: with ANSI colours. Without, action tokens stand between ⟦ and ⟧.
+        tokenizer: decodes the ids; None: show the parsed messages instead of the tokens.
+        width: in columns; None: that of the terminal.
+        color: use ANSI colours; without them, action tokens stand between ⟦ and ⟧.
     """
     parts: list[RenderableType] = [_header(trajectory)]
     parts += _messages(trajectory) if tokenizer is None else _tokens(trajectory, tokenizer, color)
@@ -116,7 +113,7 @@ def _tokens(trajectory: Trajectory, tokenizer: Any, color: bool) -> list[Rendera
             text = Text()
         _append(text, span, color)
     parts += _non_empty(text)
-    # A turn in which nothing was sampled has no tokens to stand before.
+    # A turn in which nothing was sampled has no tokens, so its rule comes last.
     parts += [_turn_rule(trajectory, index) for index in range(len(trajectory.turns)) if index not in shown]
     return parts
 
@@ -127,7 +124,7 @@ def _non_empty(text: Text) -> list[Text]:
 
 
 def _append(text: Text, span: Span, color: bool) -> None:
-    shown = visible(span.text).replace("\n", "↵\n")  # so that the mask of a newline is seen too
+    shown = visible(span.text).replace("\n", "↵\n")  # so that the mask of a newline is visible too
     if not color and span.author is Author.POLICY:
         shown = f"⟦{shown}⟧"
     text.append(shown, style=STYLES[span.author])
@@ -150,7 +147,7 @@ def _messages(trajectory: Trajectory) -> list[RenderableType]:
 
 
 def _footer(trajectory: Trajectory) -> Text:
-    """Tool calls, then what the environment noted."""
+    """Tool calls, then the environment's `info`."""
     from rich.text import Text
 
     text = Text()
@@ -201,7 +198,7 @@ def _rule(title: str, style: str = "default") -> RenderableType:
 
 
 def summary_table(records: Sequence[Record], title: str | None = None) -> Table:
-    """A line per trajectory."""
+    """A table with one line per trajectory."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -230,7 +227,7 @@ def summary_table(records: Sequence[Record], title: str | None = None) -> Table:
 
 
 def visible(text: str) -> str:
-    r"""`text` with control characters made visible: a page that contains ESC codes is data, not commands.
+    r"""Replace control characters by visible symbols, because a page may contain escape sequences.
 
     >>> visible("a\x1b[31mb\r\u202ec")
     'a␛[31mb␍⟨U+202E⟩c'
