@@ -83,6 +83,20 @@ def test_every_python_file_named_as_a_command_exists(page):
     assert not missing, f"{page_id(page)} runs {missing}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_name_that_a_page_sends_the_reader_to_is_in_that_file(page):
+    """Written as: `name` in [file](link), methods as `Class.method`."""
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"`([\w.]+)`\s+in\s+\[[^\]]+\]\(([^)#\s]+\.py)\)", text)
+    missing = []
+    for name, target in named:
+        defined = set(re.findall(r"(?:def|class) (\w+)", (page.parent / target).read_text(encoding="utf-8")))
+        if not set(name.split(".")) <= defined:
+            missing.append(f"{name} in {target}")
+    assert not missing
+    assert len(named) > 20 or page.name != "one-training-step.md"
+
+
 def test_the_settings_a_page_explains_are_settings():
     from agent_r1_trl import MultiTurnGRPOConfig, Tool
 
