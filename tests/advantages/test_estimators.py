@@ -1,6 +1,7 @@
 """What each estimator promises beyond its formula.
 
-Groups without spread, lost trajectories, credit that crosses turns, anchors, no hidden bonus per turn, long rows.
+Groups without spread, trajectories outside the baseline, credit that crosses turns, anchors, no hidden bonus per turn,
+long rows.
 """
 
 import functools
@@ -59,13 +60,13 @@ def test_a_group_without_spread_gets_exactly_zero_beside_one_with_spread(name, v
 
 
 @every_estimator
-def test_a_group_with_one_live_member_gets_exactly_zero(name):
+def test_a_group_with_one_member_in_the_baseline_gets_exactly_zero(name):
     found = ESTIMATORS[name](torch.tensor([5.0, NAN, NAN, 7.0]), torch.tensor([0, 0, 0, 1]))
     assert found.tolist() == [0, 0, 0, 0]
 
 
 @every_estimator
-def test_a_lost_trajectory_gets_zero_and_its_group_is_judged_without_it(name):
+def test_a_trajectory_outside_the_baseline_gets_zero_and_does_not_count_in_its_group(name):
     found = ESTIMATORS[name](torch.tensor([1.0, NAN, 0.0, 0.5]), torch.zeros(4))
     expected = ESTIMATORS[name](torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3))
     assert found[1] == 0
@@ -175,7 +176,7 @@ def test_reinforce_pp_has_mean_0_and_std_1_over_action_tokens():
     assert found.std().item() == pytest.approx(1, abs=1e-6)
 
 
-def test_a_lost_trajectory_leaves_the_group_baseline_and_the_whitening():
+def test_a_trajectory_outside_the_baseline_counts_neither_in_its_group_nor_in_the_whitening():
     mask = torch.ones(4, 3, dtype=torch.long)
     returns, groups = torch.tensor([1.0, 0.0, NAN, 0.5]), torch.zeros(4, dtype=torch.long)
     found = compute_reinforce_pp_baseline_advantages(returns, groups, mask)
@@ -311,7 +312,7 @@ def test_a_turn_without_an_anchor_is_compared_with_none():
     assert (step_part(turn_rewards, torch.tensor([[-1], [-1]]), torch.tensor([0, 0])) == 0).all()
 
 
-def test_a_lost_trajectory_is_in_no_step_group():
+def test_a_trajectory_outside_the_baseline_is_in_no_step_group():
     turn_rewards, anchors = torch.tensor([[1.0, 0], [0, 0], [NAN, 7]]), torch.zeros(3, 2, dtype=torch.long)
     found = step_part(turn_rewards, anchors, torch.zeros(3))
     assert found[2].tolist() == [0, 0]

@@ -65,7 +65,7 @@ class Batch:
         )
 
     def draw_returns(self) -> torch.Tensor:
-        """(B,) returns with ties; one in ten left the baseline."""
+        """(B,) returns with ties; one in ten is outside the baseline."""
         draw = [self.rng.choice([0.0, 1.0, self.rng.gauss(0, 1)]) for _ in range(ROWS)]
         return torch.tensor([NAN if self.rng.random() < 0.1 else value for value in draw])
 
@@ -78,10 +78,10 @@ class Batch:
             ]
         )
 
-    def members(self, row: int, live: list[bool]) -> list[int]:
+    def members(self, row: int, in_baseline: list[bool]) -> list[int]:
         """Rows of the same group that stayed in the baseline."""
         ids = self.group_ids.tolist()
-        return [other for other in range(ROWS) if ids[other] == ids[row] and live[other]]
+        return [other for other in range(ROWS) if ids[other] == ids[row] and in_baseline[other]]
 
     def spread(self, per_row: list[float]) -> torch.Tensor:
         """(B, T): a row's number on each of its action tokens."""
@@ -241,16 +241,16 @@ def test_returns_to_go_and_reinforce_pp():
 def test_reinforce_pp_with_a_group_baseline(has_kl):
     for batch in batches():
         gamma, returns = batch.gammas[0], batch.draw_returns().tolist()
-        live = [not math.isnan(value) for value in returns]
+        in_baseline = [not math.isnan(value) for value in returns]
         centred = []
         for row in range(ROWS):
-            peers = [returns[other] for other in batch.members(row, live)]
-            has_spread = live[row] and naive_relative(returns[row], peers) != 0
+            peers = [returns[other] for other in batch.members(row, in_baseline)]
+            has_spread = in_baseline[row] and naive_relative(returns[row], peers) != 0
             centred.append(returns[row] - naive_mean(peers) if has_spread else 0.0)
         expected = batch.spread(centred)
         if has_kl:
             expected += naive_returns(batch, batch.rewards, gamma)
-        counted = [found if live[row] else [] for row, found in enumerate(batch.positions)]
+        counted = [found if in_baseline[row] else [] for row, found in enumerate(batch.positions)]
         found = compute_reinforce_pp_baseline_advantages(
             torch.tensor(returns),
             batch.group_ids,
@@ -264,14 +264,14 @@ def test_reinforce_pp_with_a_group_baseline(has_kl):
 def test_group_advantages_and_rloo():
     for batch in batches():
         returns = batch.draw_returns().tolist()
-        live = [not math.isnan(value) for value in returns]
+        in_baseline = [not math.isnan(value) for value in returns]
         whole = [value for value in returns if value == value]
         expected: dict[str, list[float]] = {"group": [], "batch": [], "none": [], "rloo": []}
         for row, value in enumerate(returns):
-            peers = [returns[other] for other in batch.members(row, live)]
-            others = [returns[other] for other in batch.members(row, live) if other != row]
-            relative = naive_relative(value, peers) if live[row] else 0.0
-            has_spread = live[row] and len(set(peers)) > 1
+            peers = [returns[other] for other in batch.members(row, in_baseline)]
+            others = [returns[other] for other in batch.members(row, in_baseline) if other != row]
+            relative = naive_relative(value, peers) if in_baseline[row] else 0.0
+            has_spread = in_baseline[row] and len(set(peers)) > 1
             expected["group"].append(relative)
             expected["none"].append(value - naive_mean(peers) if has_spread else 0.0)
             expected["batch"].append(expected["none"][-1] / (naive_std(whole) + 1e-4) if has_spread else 0.0)
@@ -286,13 +286,13 @@ def test_group_advantages_and_rloo():
 def test_turn_group_advantages():
     for batch in batches():
         gamma, turn_rewards, outcome = batch.gammas[0], batch.draw_turn_rewards(), batch.draw_returns()
-        live = [value == value for value in outcome.tolist()]
+        in_baseline = [value == value for value in outcome.tolist()]
         process = [naive_discounted(row, gamma) for row in turn_rewards.tolist()]
         expected = torch.zeros(ROWS, batch.length, dtype=torch.float64)
         for row, turn_ids in enumerate(batch.turn_id_rows):
-            if not live[row]:
+            if not in_baseline[row]:
                 continue
-            members = batch.members(row, live)
+            members = batch.members(row, in_baseline)
             by_outcome = naive_relative(float(outcome[row]), [float(outcome[other]) for other in members])
             whole = [process[other][0] for other in members]
             for t, turn in enumerate(turn_ids):
@@ -311,16 +311,16 @@ def test_gigpo_advantages():
             [batch.rng.choice([-1, 0, 0, 1]) if k < turns else -1 for k in range(batch.turn_columns)]
             for turns in batch.num_turns
         ]
-        lost = batch.rng.choice([None, *range(ROWS)])
-        if lost is not None:
-            turn_rewards[lost, 0] = NAN
-        live = [row != lost for row in range(ROWS)]
+        outside = batch.rng.choice([None, *range(ROWS)])
+        if outside is not None:
+            turn_rewards[outside, 0] = NAN
+        in_baseline = [row != outside for row in range(ROWS)]
         returns = [naive_discounted(row, gamma) for row in turn_rewards.tolist()]
         expected = torch.zeros(ROWS, batch.length, dtype=torch.float64)
         for row, turn_ids in enumerate(batch.turn_id_rows):
-            if not live[row]:
+            if not in_baseline[row]:
                 continue
-            members = batch.members(row, live)
+            members = batch.members(row, in_baseline)
             episode = naive_relative(
                 math.fsum(turn_rewards[row].tolist()), [math.fsum(turn_rewards[other].tolist()) for other in members]
             )

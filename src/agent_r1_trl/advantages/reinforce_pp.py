@@ -34,7 +34,7 @@ def compute_reinforce_pp_advantages(rewards: torch.Tensor, action_mask: torch.Te
 
     Args:
         rewards: (B, T) token rewards, KL penalty (k1) included. Give it the rows of all ranks.
-        action_mask: (B, T) bool, int or float; 0 throughout for a trajectory that leaves the baseline.
+        action_mask: (B, T) bool, int or float; 0 throughout for a trajectory outside the baseline.
         gamma: discount per action token.
 
     Returns:
@@ -56,20 +56,20 @@ def compute_reinforce_pp_baseline_advantages(
     """R - group mean on every action token, then whitened over the batch: REINFORCE++-baseline (arXiv 2501.03262).
 
     Args:
-        returns: (N,) total rewards without KL; NaN for trajectories that left the baseline.
+        returns: (N,) total rewards without KL; NaN for trajectories outside the baseline.
         group_ids: (N,) which prompt; any integers in any order.
         action_mask: (N, T) bool, int or float.
         kl_rewards: (N, T) penalties from `kl_in_reward`; their returns-to-go are added before whitening.
         gamma: discount per action token of the penalties.
 
     Returns:
-        (N, T), 0 at mask 0 and in rows that left the baseline. Whitening subtracts the mean over *tokens*, so a group
+        (N, T), 0 at mask 0 and in rows outside the baseline. Whitening subtracts the mean over *tokens*, so a group
         without spread is 0 before whitening but not necessarily after it.
     """
     check_shapes(action_mask=action_mask, kl_rewards=kl_rewards)
     check_one_per_row(action_mask, returns=returns, group_ids=group_ids)
     group = GroupStatistics(returns, group_ids)
-    mask = action_mask.bool() & group.live.unsqueeze(1)  # (N, T)
+    mask = action_mask.bool() & group.in_baseline.unsqueeze(1)  # (N, T)
     centred = group.select(group.centred, torch.float64).unsqueeze(1).expand(mask.shape)  # (N, T)
     if kl_rewards is not None:
         centred = centred + compute_returns_to_go(kl_rewards.double(), mask, gamma=gamma)

@@ -26,7 +26,7 @@ def compute_turn_group_advantages(
 
     Args:
         turn_rewards: (B, K) process reward of each turn, outcome excluded; 0 after a row's last turn.
-        outcome: (B,) outcome rewards; NaN for trajectories that left the baseline.
+        outcome: (B,) outcome rewards; NaN for trajectories outside the baseline.
         turn_ids: (B, T) index into the K turns, -1 outside action tokens. A turn may have no token at all.
         group_ids: (B,) which prompt; any integers in any order.
         gamma_turn: discount per turn.
@@ -34,7 +34,7 @@ def compute_turn_group_advantages(
 
     Returns:
         (B, T), 0 where `turn_ids` is -1. Either part is exactly 0 in a group without spread in it (std at most 1e-6
-        of the largest magnitude) or with a single live member.
+        of the largest magnitude) or with a single member in the baseline.
 
     Raises:
         ValueError: if the shapes do not fit together, or a turn id has no column in `turn_rewards`.
@@ -59,11 +59,11 @@ def turn_group_parts(
     """
     check_turns(turn_rewards, turn_ids, outcome=outcome, group_ids=group_ids)
     process = turn_returns(turn_rewards, gamma=gamma_turn)  # (B, K)
-    lost = outcome.isnan() | process[:, 0].isnan()  # (B,)
-    by_outcome = GroupStatistics(outcome.double().masked_fill(lost, float("nan")), group_ids)
-    by_process = GroupStatistics(process[:, 0].masked_fill(lost, float("nan")), group_ids)
+    is_outside = outcome.isnan() | process[:, 0].isnan()  # (B,) not in the baseline
+    by_outcome = GroupStatistics(outcome.double().masked_fill(is_outside, float("nan")), group_ids)
+    by_process = GroupStatistics(process[:, 0].masked_fill(is_outside, float("nan")), group_ids)
     relative = (process - by_process.mean.unsqueeze(1)) / (by_process.std.unsqueeze(1) + STD_EPS)  # (B, K)
-    process_part = turns_to_tokens(torch.where(by_process.is_judged.unsqueeze(1), relative, 0.0), turn_ids)
+    process_part = turns_to_tokens(torch.where(by_process.is_compared.unsqueeze(1), relative, 0.0), turn_ids)
     outcome_part = by_outcome.normalised().unsqueeze(1).expand(turn_ids.shape)
     return torch.where(turn_ids >= 0, outcome_part, 0.0), process_part
 
