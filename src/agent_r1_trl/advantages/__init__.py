@@ -1,5 +1,10 @@
-"""Advantage estimators: pure functions on tensors, (B, T) for B trajectories of T completion tokens."""
+"""Advantage estimators: pure functions on tensors, (B, T) for B trajectories of T completion tokens.
 
+prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
+       -> batch -> [advantages] -> loss -> step -> sync weights -> next rollout
+"""
+
+from agent_r1_trl.advantages.estimators import ESTIMATORS, Credit, CreditInputs, CreditSettings, Estimator
 from agent_r1_trl.advantages.gae import compute_bilevel_gae, compute_gae
 from agent_r1_trl.advantages.gigpo import compute_gigpo_advantages, gigpo_parts
 from agent_r1_trl.advantages.group import compute_group_advantages, compute_rloo_advantages
@@ -12,6 +17,11 @@ from agent_r1_trl.advantages.reinforce_pp import (
 from agent_r1_trl.advantages.turn_group import compute_turn_group_advantages, turn_group_parts
 
 __all__ = [
+    "ESTIMATORS",
+    "Credit",
+    "CreditInputs",
+    "CreditSettings",
+    "Estimator",
     "compute_bilevel_gae",
     "compute_gae",
     "compute_gigpo_advantages",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -59,9 +60,7 @@ def find_estimator(given: str | Estimator | Callable[[CreditInputs], Credit], *,
             return ESTIMATORS[given]
         name, target = str(given), _import_path(given)
     else:
-        target = given
-        function = getattr(target, "__qualname__", type(target).__name__)
-        name = f"{getattr(target, '__module__', '')}:{function}"
+        name, target = _path_of(given), given
     if isinstance(target, Estimator):
         if target.name in ESTIMATORS and target is not ESTIMATORS[target.name]:
             raise ValueError(
@@ -71,10 +70,18 @@ def find_estimator(given: str | Estimator | Callable[[CreditInputs], Credit], *,
         return target
     if not callable(target):
         raise ValueError(
-            f"advantage_estimator={name!r} is a {type(target).__name__}, which cannot be called. Name a function from "
-            "CreditInputs to Credit, or an Estimator."
+            f"advantage_estimator={given!r} is a {type(target).__name__}, which cannot be called. Name a function "
+            "from CreditInputs to Credit, or an Estimator."
         )
     return Estimator(name=name, compute=target, needs_critic=has_critic)
+
+
+def _path_of(target: Any) -> str:
+    """The path of a function; "(...)" marks what no path leads to, bound arguments and instances."""
+    if isinstance(target, functools.partial):
+        return f"{_path_of(target.func)}(...)"
+    function = getattr(target, "__qualname__", f"{type(target).__name__}(...)")
+    return f"{getattr(target, '__module__', 'builtins')}:{function}"
 
 
 def _import_path(path: str) -> Any:

@@ -1,0 +1,158 @@
+"""A user's estimator trains like one of ours: on one rank and two, in every layout, with a critic and without."""
+
+import functools
+import json
+
+import pytest
+import torch
+
+from agent_r1_trl.advantages.estimators import Credit, Estimator
+from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig, MultiTurnPPOTrainer
+from agent_r1_trl.trainers.config_checks import UPDATE_LAYOUTS
+from tests.distributed.critics import save_policy
+from tests.distributed.launch import launch
+from tests.test_docs import ROOT, code_blocks
+from tests.trainers import own_estimator
+from tests.trainers.helpers import make_trainer, scored_batch
+from tests.trainers.own_estimator import my_gae, my_grpo
+
+
+def scaled(inputs, factor):
+    return Credit(advantages=factor * inputs.returns)
+
+
+CPU = {"output_dir": "unused", "bf16": False, "use_cpu": True}
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    return json.loads(json.dumps(own_estimator.compute(save_policy(tmp_path_factory.mktemp("one")))))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = save_policy(tmp_path_factory.mktemp("two"))
+    launch("ddp", own_estimator.__name__, folder)
+    return json.loads((folder / own_estimator.RESULTS_FILE).read_text(encoding="utf-8"))
+
+
+def check_equality(results):
+    assert "generation_error" in {stop for _, stop, _ in results["grpo"]["rows"]}
+    assert any(any(advantages) for _, _, advantages in results["grpo"]["rows"])
+    for layout in UPDATE_LAYOUTS:
+        assert results[layout]["rows"] == results["grpo"]["rows"], layout
+        for name in ("loss", "grad_norm"):
+            assert results[layout][name] == pytest.approx(results["grpo"][name], rel=1e-4, abs=1e-6), (layout, name)
+    assert results["padded"] == results["grpo"]
+    assert results["my_gae"] == results["gae"]
+    for _, stop, advantages in results["padded"]["rows"] + results["my_gae"]["rows"]:
+        assert stop != "generation_error" or not any(advantages)
+
+
+def test_on_one_rank_it_is_bit_for_bit_the_estimator_that_it_copies(one_rank):
+    check_equality(one_rank)
+
+
+@pytest.mark.slow
+def test_two_ranks_give_what_one_gives(one_rank, two_ranks):
+    check_equality(two_ranks)
+    for layout in UPDATE_LAYOUTS:
+        assert two_ranks[layout]["rows"] == one_rank[layout]["rows"], layout
+
+
+# -------------------------------------------------------------------- how it is given
+
+
+def test_it_survives_files_and_checkpoints_under_its_name(tmp_path):
+    row = Estimator(name="my_row", compute=my_grpo, needs_group=True)
+    for given, name in (
+        (my_grpo, f"{own_estimator.__name__}:my_grpo"),
+        (f"{own_estimator.__name__}.my_grpo", f"{own_estimator.__name__}.my_grpo"),
+        (row, "my_row"),
+        (functools.partial(scaled, factor=2.0), f"{__name__}:scaled(...)"),
+    ):
+        trainer = make_trainer(tmp_path, advantage_estimator=given)
+        scored_batch(trainer)
+        assert trainer.args.to_dict()["advantage_estimator"] == name
+        assert json.loads(trainer.args.to_json_string())["advantage_estimator"] == name
+        trainer.save_model(tmp_path)
+        stored = torch.load(tmp_path / "training_args.bin", weights_only=False).advantage_estimator
+        assert (type(stored), stored) == (str, name)
+        trainer.create_model_card()
+        assert f"Advantages: `{name}`" in (tmp_path / "README.md").read_text()
+
+
+def test_a_lambda_trains_and_is_stored_under_a_name_that_cannot_be_loaded(tmp_path):
+    trainer = make_trainer(tmp_path, advantage_estimator=lambda inputs: Credit(advantages=inputs.mask.float()))
+    batch = scored_batch(trainer)
+    assert batch["advantages"].equal((batch["tool_mask"] * batch["completion_mask"]).float())
+    trainer.save_model(tmp_path)
+    stored = torch.load(tmp_path / "training_args.bin", weights_only=False).advantage_estimator
+    with pytest.raises(ValueError, match=r"advantage_estimator='.*<lambda>' cannot be imported"):
+        MultiTurnGRPOConfig(**CPU, advantage_estimator=stored)
+
+
+def test_parts_are_logged_by_calling_it_on_each_unless_its_row_says_otherwise(tmp_path):
+    calls = []
+
+    def counted(inputs):
+        calls.append(inputs)
+        return my_grpo(inputs)
+
+    for logs_parts, num_calls in ((True, 3), (False, 1)):
+        calls.clear()
+        trainer = make_trainer(
+            tmp_path, advantage_estimator=Estimator(name="counted", compute=counted, logs_parts=logs_parts)
+        )
+        scored_batch(trainer)
+        assert len(calls) == num_calls
+        assert ("credit/outcome_advantage_abs" in trainer._metrics["train"]) == logs_parts
+
+
+def test_what_the_page_on_extending_shows_trains(tmp_path):
+    page = {"__name__": "page"}
+    for _, source in code_blocks(ROOT / "docs" / "extending.md", "python"):
+        exec(source, page)
+    rewards = {"reward_funcs": [page["short_answer"]], "turn_reward_funcs": [page["one_call_per_turn"]]}
+    trainer = make_trainer(tmp_path, advantage_estimator=page["BEST_OF_GROUP"], trainer=page["LessCertain"], **rewards)
+    assert (scored_batch(trainer)["advantages"] <= 0).all()
+    assert all(name in trainer._metrics["train"] for name in ("reward_parts/short_answer", "reward/process"))
+    options = {"advantage_estimator": page["monte_carlo"], "num_generations": 1, "critic": "head"}
+    batch = scored_batch(make_trainer(tmp_path, trainer=MultiTurnPPOTrainer, **options))
+    assert (batch["returns"] != 0).any()
+
+
+# -------------------------------------------------------------------- what its row declares
+
+
+def test_the_checks_read_its_row():
+    grouped = Estimator(name="own", compute=my_grpo, needs_group=True, default_gamma_turn=0.5, loss_type="dr_grpo")
+    config = MultiTurnGRPOConfig(**CPU, advantage_estimator=grouped)
+    assert (config.gamma_turn, config.loss_type) == (0.5, "dr_grpo")
+    reads_kl = Estimator(name="own", compute=my_grpo, reads_token_rewards=True)
+    MultiTurnGRPOConfig(**CPU, advantage_estimator=reads_kl, kl_placement="reward", beta=0.1)
+    MultiTurnGRPOConfig(**CPU, advantage_estimator=my_grpo, num_generations=1)
+    assert MultiTurnPPOConfig(**CPU, advantage_estimator=my_gae).estimator.needs_critic
+    critic = Estimator(name="own", compute=my_gae, needs_critic=True)
+    ignoring = Estimator(name="own", compute=my_grpo, ignores=("scale_rewards",))
+    for config_class, options, flag in (
+        (MultiTurnGRPOConfig, {"advantage_estimator": grouped, "num_generations": 1}, "num_generations"),
+        (MultiTurnGRPOConfig, {"advantage_estimator": grouped, "loss_type": "bnpo"}, "loss_type"),
+        (MultiTurnGRPOConfig, {"advantage_estimator": my_grpo, "kl_placement": "reward", "beta": 0.1}, "kl_placement"),
+        (MultiTurnGRPOConfig, {"advantage_estimator": critic}, "advantage_estimator='own' is made with a critic"),
+        (MultiTurnGRPOConfig, {"advantage_estimator": ignoring, "scale_rewards": "batch"}, "scale_rewards"),
+        (MultiTurnPPOConfig, {"advantage_estimator": grouped}, "advantage_estimator='own' is made without a critic"),
+        (MultiTurnPPOConfig, {"advantage_estimator": critic, "separate_process_advantages": True}, "separate_process"),
+        (MultiTurnPPOConfig, {"advantage_estimator": critic, "update_layout": "packed"}, "update_layout"),
+    ):
+        with pytest.raises(ValueError, match=flag):
+            config_class(**CPU, **options)
+
+
+def test_a_result_that_does_not_fit_ends_the_run_with_its_name_and_the_cure(tmp_path):
+    def counts_everybody(inputs):
+        return Credit(advantages=inputs.returns - inputs.returns.mean() * float("nan"))
+
+    trainer = make_trainer(tmp_path, advantage_estimator=counts_everybody)
+    with pytest.raises(ValueError, match=r"advantage_estimator=.*counts_everybody returned .* not finite\. Look for"):
+        scored_batch(trainer)
