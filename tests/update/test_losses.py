@@ -112,40 +112,19 @@ def test_a_clip_range_that_is_not_positive_is_refused(cliprange):
         value_loss(x, x, x, x, cliprange_value=cliprange)
 
 
-def test_k1_and_k3_by_hand():
+def test_k1_by_hand():
     logps, ref_logps = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -0.5])
-    torch.testing.assert_close(kl_divergence(logps, ref_logps, "k1"), torch.tensor([0.5, -1.0, 0.0]))
-    expected = torch.tensor([math.exp(-0.5) + 0.5 - 1, math.e - 1 - 1, 0.0])
-    torch.testing.assert_close(kl_divergence(logps, ref_logps, "k3"), expected)
+    torch.testing.assert_close(kl_divergence(logps, ref_logps), torch.tensor([0.5, -1.0, 0.0]))
 
 
-def test_k3_is_never_negative_even_for_nearly_equal_log_probs():
-    logps = -torch.rand(1000, generator=torch.Generator().manual_seed(0)) * 20
-    for step in (1e-6, 1e-4, 1e-2, 1.0):
-        kl = kl_divergence(logps, logps + step * torch.randn(1000, generator=torch.Generator().manual_seed(1)), "k3")
-        assert (kl >= 0).all()
-
-
-@pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_both_estimators_average_to_the_kl_of_two_distributions(kind):
+def test_k1_averages_to_the_kl_of_two_distributions():
     generator = torch.Generator().manual_seed(2)
     policy, reference = torch.randn(2, 5, generator=generator).log_softmax(dim=-1)
     samples = torch.multinomial(policy.exp(), 400_000, replacement=True, generator=generator)
     expected = (policy.exp() * (policy - reference)).sum().item()
-    found = kl_divergence(policy[samples], reference[samples], kind).mean().item()
+    found = kl_divergence(policy[samples], reference[samples]).mean().item()
     assert expected > 0.1
     assert found == pytest.approx(expected, rel=0.02)
-
-
-def test_the_gradient_of_k3_is_1_minus_the_ratio():
-    logps, ref_logps = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([-1.5, -1.0])
-    kl_divergence(logps, ref_logps, "k3").sum().backward()
-    torch.testing.assert_close(logps.grad, 1 - (ref_logps - logps.detach()).exp())
-
-
-def test_an_unknown_estimator_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="kind='k2' is not one of 'k1', 'k3'"):
-        kl_divergence(torch.zeros(1), torch.zeros(1), "k2")
 
 
 def test_kl_in_reward_takes_beta_k1_off_action_tokens_only():
@@ -189,7 +168,7 @@ def test_shapes_that_do_not_fit_are_refused():
     wide, narrow = torch.zeros(2, 3), torch.zeros(2, 1)
     for call in (
         lambda: value_loss(wide, wide, narrow, wide, cliprange_value=0.2),
-        lambda: kl_divergence(wide, narrow, "k1"),
+        lambda: kl_divergence(wide, narrow),
         lambda: kl_in_reward(wide, wide, wide, narrow, beta=0.1),
         lambda: explained_variance(wide, wide, narrow),
     ):

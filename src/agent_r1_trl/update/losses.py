@@ -1,4 +1,4 @@
-"""The value loss, KL estimators, and how well a critic explains its returns.
+"""The value loss, the KL penalty, and how well a critic explains its returns.
 
 prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
        -> batch -> advantages -> [loss] -> step -> sync weights -> next rollout
@@ -16,8 +16,6 @@ from typing import Any
 import torch
 
 from agent_r1_trl.advantages.masked import check_shapes, float_dtype, masked_mean, masked_values
-
-KL_KINDS = ("k1", "k3")
 
 
 def value_loss(
@@ -63,30 +61,26 @@ def value_loss(
     return loss.to(torch.promote_types(values.dtype, torch.float32)), (clipped_error > free_error).sum()
 
 
-def kl_divergence(logps: torch.Tensor, ref_logps: torch.Tensor, kind: str) -> torch.Tensor:
-    """Estimates of KL(policy || reference) for every sampled token (Schulman, "Approximating KL divergence", 2020).
+def kl_divergence(logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
+    """k1 = logps - ref_logps, an unbiased estimate of KL(policy || reference) for every sampled token, of either sign.
 
-    With d = ref_logps - logps: k1 = -d, unbiased and of either sign; k3 = exp(d) - d - 1, unbiased and never negative.
+    Source: Schulman, "Approximating KL divergence", 2020. TRL's loss has its own, k3.
 
     Args:
         logps: (B, T) log-probabilities of the sampled tokens under the policy.
         ref_logps: (B, T) the same under the reference.
-        kind: `k1` (the one for rewards) or `k3` (the one for losses).
 
     Returns:
         (B, T), differentiable.
 
     Raises:
-        ValueError: if the shapes differ, or for another kind.
+        ValueError: if the shapes differ.
 
-    >>> kl_divergence(torch.tensor([-1.0]), torch.tensor([-1.5]), "k1").tolist()
+    >>> kl_divergence(torch.tensor([-1.0]), torch.tensor([-1.5])).tolist()
     [0.5]
     """
     check_shapes(logps=logps, ref_logps=ref_logps)
-    if kind not in KL_KINDS:
-        raise ValueError(f"kind={kind!r} is not one of {', '.join(map(repr, KL_KINDS))}. Set kind to one of them.")
-    d = ref_logps.double() - logps.double()
-    return (-d if kind == "k1" else torch.expm1(d) - d).to(float_dtype(logps, ref_logps))
+    return (-(ref_logps.double() - logps.double())).to(float_dtype(logps, ref_logps))
 
 
 @torch.no_grad()
@@ -109,7 +103,7 @@ def kl_in_reward(
         ValueError: if the shapes differ.
     """
     check_shapes(rewards=rewards, logps=logps, ref_logps=ref_logps, mask=mask)
-    penalty = beta * kl_divergence(masked_values(logps, mask), masked_values(ref_logps, mask), "k1")
+    penalty = beta * kl_divergence(masked_values(logps, mask), masked_values(ref_logps, mask))
     return (masked_values(rewards, mask) - penalty).to(float_dtype(rewards, logps, ref_logps))
 
 
