@@ -13,6 +13,7 @@ import yaml
 
 from agent_r1_trl.cli.errors import UsageError
 from agent_r1_trl.objects import did_you_mean
+from agent_r1_trl.rollout.limits import RolloutSettings
 
 TRAINERS = {"grpo": "MultiTurnGRPOTrainer", "ppo": "MultiTurnPPOTrainer"}
 """Value of `trainer` -> class in `agent_r1_trl.trainers`, whose `config_class` defines the settings."""
@@ -84,8 +85,8 @@ class TrainArguments(TaskArguments):
 
 
 @dataclass
-class EvalArguments(TaskArguments):
-    """Settings of `eval`; lengths and limits have the same names as in training."""
+class EvalArguments(RolloutSettings, TaskArguments):
+    """Settings of `eval`; the limits of a trajectory are those of training."""
 
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Model or PEFT adapter: a directory or a Hub id.", "aliases": ["--model"]}
@@ -119,16 +120,12 @@ class EvalArguments(TaskArguments):
         },
     )
     trust_remote_code: bool = field(default=False, metadata={"help": "Allow code that comes with the model to run."})
-    max_turns: int = field(default=8, metadata={"help": "Assistant turns per trajectory."})
-    max_tokens_per_turn: int | None = field(default=None, metadata={"help": "Tokens sampled in one turn."})
-    max_completion_length: int = field(
-        default=512, metadata={"help": "Tokens of the whole trajectory, tool text included."}
+    max_completion_length: int | None = field(  # the default is TRL's
+        default=512, metadata=RolloutSettings.__dataclass_fields__["max_completion_length"].metadata
     )
-    max_observation_tokens: int = field(default=1024, metadata={"help": "Tokens of observation text after one turn."})
-    max_invalid_calls: int = field(default=2, metadata={"help": "Unusable turns in a row."})
-    max_concurrency: int = field(default=256, metadata={"help": "Trajectories in flight at once."})
-    rollout_timeout: float | None = field(default=None, metadata={"help": "Seconds per trajectory."})
-    generation_batch_rows: int = field(default=64, metadata={"help": "Requests per forward (transformers)."})
+    generation_batch_rows: int = field(
+        default=64, metadata={"help": "Maximum number of requests per forward pass of the transformers generator."}
+    )
     chat_template_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Arguments of the chat template."}
     )
@@ -221,7 +218,9 @@ class MemoryArguments:
     )
     vllm_gpu_memory_utilization: float = field(default=0.3, metadata={"help": "Share of the GPU's memory for vLLM."})
     vllm_enable_sleep_mode: bool = field(default=False, metadata={"help": "vLLM frees its memory during the update."})
-    generation_batch_rows: int = field(default=64, metadata={"help": "Requests per forward (transformers)."})
+    generation_batch_rows: int = field(
+        default=64, metadata={"help": "Maximum number of requests per forward pass of the transformers generator."}
+    )
 
     def __post_init__(self) -> None:
         check_trainer(self.trainer)

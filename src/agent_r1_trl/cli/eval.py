@@ -82,7 +82,7 @@ def run_evaluation(arguments: EvalArguments, console: Console, *, description: s
     from agent_r1_trl.evaluation import evaluate_model
     from agent_r1_trl.evaluation.loading import check_model_folder
     from agent_r1_trl.generation import GenerationError, SamplingParams
-    from agent_r1_trl.rollout import NothingPlayedError, RolloutLimits
+    from agent_r1_trl.rollout import NothingPlayedError
 
     env_factory = resolve_env(arguments.env, arguments.env_kwargs)  # type: ignore[arg-type]
     rows = _load(arguments)
@@ -92,22 +92,13 @@ def run_evaluation(arguments: EvalArguments, console: Console, *, description: s
         make_folder("output_dir", arguments.output_dir)
     try:
         check_model_folder(arguments.model_name_or_path, flag="model_name_or_path")  # type: ignore[arg-type]
-        limits = RolloutLimits(
-            max_turns=arguments.max_turns,
-            max_tokens_per_turn=arguments.max_tokens_per_turn,
-            max_completion_length=arguments.max_completion_length,
-            max_observation_tokens=arguments.max_observation_tokens,
-            max_invalid_calls=arguments.max_invalid_calls,
-            max_concurrency=arguments.max_concurrency,
-            rollout_timeout=arguments.rollout_timeout,
-        )
         with trajectory_progress(console, description, len(rows) * arguments.num_generations_eval) as on_trajectory:
             return evaluate_model(
                 arguments.model_name_or_path,
                 env_factory,
                 rows,
                 use_vllm=arguments.use_vllm,
-                limits=limits,
+                limits=arguments.rollout_limits(),
                 dtype=arguments.dtype,
                 chat_template_kwargs=arguments.chat_template_kwargs or None,  # type: ignore[arg-type]
                 thinking=arguments.thinking,
