@@ -23,6 +23,7 @@ def compose(parts: Mapping[str, Reward | tuple[Reward, float]]) -> Callable[...,
         ValueError: there are no parts, an entry has another form, or a weight is not finite. The composed function
             raises it if a reward is not a finite number.
 
+    >>> from agent_r1_trl.rewards import exact_match, f1_score
     >>> reward = compose({"exact": (exact_match, 1.0), "overlap": (f1_score, 0.5)})
     >>> reward("Paris", "Paris")
     (1.5, {'exact': 1.0, 'overlap': 0.5})
