@@ -458,6 +458,12 @@ def test_a_reset_that_misbehaves_is_found(reset, level, word, settings):
     assert_finds(env_like(reset=reset), level, "reset", word, **settings)
 
 
+def test_a_reset_that_fails_later_is_found():
+    left = [0, 0]
+    flaky = env_like(reset=lambda self, example: prompt(f"task {left.pop()}"))
+    assert_finds(flaky, "error", "reset", "IndexError", EXAMPLES[:1])
+
+
 def test_a_reset_may_draw_from_the_seed_that_a_group_shares():
     class Seeded(PlainGoodEnv):
         def seed(self, *, reset_seed, dynamics_seed):
