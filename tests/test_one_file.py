@@ -162,5 +162,7 @@ def test_the_loss_is_the_clipped_objective_of_the_sampled_tokens():
 
 
 def test_the_reward_rises():
-    history = recipe.train(recipe.read_options(["--steps", "8", "--seed", "0"]))
+    """Over 8 short steps the seeds 0, 1 and 2 gained 0.37, 0.51 and 0.31; without learning there is only noise."""
+    options = ["--steps", "8", "--learning_rate", "1e-3", "--seed", "0"]
+    history = recipe.train(recipe.read_options(options))
     assert sum(history[-3:]) / 3 > history[0] + 0.2

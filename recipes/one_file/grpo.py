@@ -241,7 +241,7 @@ def read_options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=8, help="questions per step")
     parser.add_argument("--group_size", type=int, default=8, help="trajectories per question, at least 2")
     parser.add_argument("--updates", type=int, default=1, help="optimizer steps per rollout")
-    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--learning_rate", type=float, default=5e-4)
     parser.add_argument("--evaluate", action="store_true", help="play the held-out questions at the end, greedily")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
