@@ -10,7 +10,6 @@ The mathematics stands in the modules beside this one.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,12 +125,7 @@ class Credit:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
-    """One row of the table: a function, and what the package has to know about it.
-
-    Raises:
-        ValueError: if `compute` cannot be called with one argument, or if `needs_critic` and `weighs_parts` are both
-            set.
-    """
+    """One row of the table: a function, and what the package has to know about it."""
 
     name: str
     compute: Callable[[CreditInputs], Credit]
@@ -161,24 +155,6 @@ class Estimator:
     """TRL's `loss_type` that belongs to it (the loss normaliser); None if any does."""
     ignores: tuple[str, ...] = ()
     """Training arguments that would have no effect: any value but the default and 'none' is refused."""
-
-    def __post_init__(self) -> None:
-        if self.needs_critic and self.weighs_parts:
-            raise ValueError(
-                f"advantage_estimator={self.name!r} has needs_critic=True and weighs_parts=True: the critic's values "
-                "belong to the sum of both parts. Set one of them to False."
-            )
-        try:
-            signature = inspect.signature(self.compute)
-        except ValueError:  # a builtin without a signature
-            return
-        try:
-            signature.bind(None)
-        except TypeError as error:
-            raise ValueError(
-                f"advantage_estimator={self.name!r} takes {signature}: {error}. An estimator takes one argument, a "
-                "CreditInputs. Bind the others with functools.partial, or read them from inputs.settings."
-            ) from error
 
     def estimate(self, inputs: CreditInputs) -> Credit:
         """Call `compute`, check what it returns and set what stands outside the mask to 0.

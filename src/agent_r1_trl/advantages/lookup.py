@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -62,18 +63,41 @@ def find_estimator(given: str | Estimator | Callable[[CreditInputs], Credit], *,
     else:
         name, target = _path_of(given), given
     if isinstance(target, Estimator):
-        if target.name in ESTIMATORS and target is not ESTIMATORS[target.name]:
-            raise ValueError(
-                f"advantage_estimator: the name {target.name!r} of this Estimator belongs to one of the package's. "
-                "Give it another name."
-            )
-        return target
-    if not callable(target):
+        row = target
+    elif callable(target):
+        row = Estimator(name=name, compute=target, needs_critic=has_critic)
+    else:
         raise ValueError(
             f"advantage_estimator={given!r} is a {type(target).__name__}, which cannot be called. Name a function "
             "from CreditInputs to Credit, or an Estimator."
         )
-    return Estimator(name=name, compute=target, needs_critic=has_critic)
+    _check_own(row)
+    return row
+
+
+def _check_own(row: Estimator) -> None:
+    """Refuse a user's row that takes one of our names, more than one argument, or weighted parts with a critic."""
+    if row is not ESTIMATORS.get(row.name, row):
+        raise ValueError(
+            f"advantage_estimator: the name {row.name!r} of this Estimator belongs to one of the package's. Give it "
+            "another name."
+        )
+    if row.needs_critic and row.weighs_parts:
+        raise ValueError(
+            f"advantage_estimator={row.name!r} has needs_critic=True and weighs_parts=True: the critic's values "
+            "belong to the sum of both parts. Set one of them to False."
+        )
+    try:
+        signature = inspect.signature(row.compute)
+    except ValueError:  # a builtin without a signature
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ValueError(
+            f"advantage_estimator={row.name!r} takes {signature}: {error}. An estimator takes one argument, a "
+            "CreditInputs. Bind the others with functools.partial, or read them from inputs.settings."
+        ) from error
 
 
 def _path_of(target: Any) -> str:
