@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from trl import GRPOConfig
 
-from agent_r1_trl.advantages.estimators import Estimator
+from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import estimator_names, find_estimator
 from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings
 from agent_r1_trl.trainers.config_checks import check_config
@@ -27,6 +27,10 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[Any, str]] = {
     "vllm_tensor_parallel_size": (1, "keep 1, or start a server with --tensor-parallel-size and vllm_mode='server'"),
 }
 """TRL options that the multi-turn path cannot honour: name -> (the only value accepted, the cure)."""
+
+
+def _readers(option: str) -> str:
+    return ", ".join(row.name for row in ESTIMATORS.values() if option in row.options)
 
 
 @dataclass
@@ -53,15 +57,15 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     vllm_server_urls: list[str] | None = field(
         default=None,
         metadata={
-            "help": "vLLM servers to sample from with vllm_mode='server', e.g. http://127.0.0.1:8000. None: TRL's "
-            "`vllm_server_base_url`, or host and port."
+            "help": "URLs of the vLLM servers to sample from with vllm_mode='server', for example "
+            "http://127.0.0.1:8000. None: TRL's `vllm_server_base_url`, or its host and port."
         },
     )
     max_sync_logprob_gap: float | None = field(
         default=None,
         metadata={
-            "help": "Mean absolute difference of log-probabilities between sampler and trainer that stops the run "
-            "after a weight sync. None: 1e-3 in float32, else 0.05."
+            "help": "Stop the run if the log-probabilities of sampler and trainer differ by more than this after a "
+            "weight sync (mean absolute difference). None: 1e-3 in float32, else 0.05."
         },
     )
     overlap_rollout: bool = field(
@@ -81,25 +85,28 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         },
     )
     truncation_penalty: float = field(
-        default=-0.5, metadata={"help": "Added to the outcome with truncated_trajectories='penalise'; <= 0."}
+        default=-0.5, metadata={"help": "What truncated_trajectories='penalise' adds to the outcome; <= 0."}
     )
 
     process_reward_weight: float = field(
-        default=1.0, metadata={"help": "Factor of the turn rewards in the advantages (records keep raw rewards)."}
+        default=1.0,
+        metadata={
+            "help": "Weight of the turn rewards in the advantages. Recorded trajectories keep the unweighted rewards."
+        },
     )
     outcome_reward_weight: float = field(
-        default=1.0, metadata={"help": "Factor of the outcome reward in the advantages."}
+        default=1.0, metadata={"help": "Weight of the outcome reward in the advantages."}
     )
     process_reward_schedule: str = field(
         default="constant",
-        metadata={"help": "How `process_reward_weight` moves over the run: 'constant', or 'linear' or 'cosine' to 0."},
+        metadata={"help": "Schedule of `process_reward_weight`: 'constant', or falling to 0 ('linear', 'cosine')."},
     )
     normalize_process_rewards: bool = field(
         default=False,
         metadata={"help": "Divide each source of turn rewards by its standard deviation over the batch."},
     )
     turn_reward_weights: list[float] | None = field(
-        default=None, metadata={"help": "One factor per function in `turn_reward_funcs`. None: 1 each."}
+        default=None, metadata={"help": "One weight per function in `turn_reward_funcs`. None: 1 each."}
     )
 
     # ---- advantages and loss
@@ -113,53 +120,58 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     separate_process_advantages: bool = field(
         default=False,
         metadata={
-            "help": "Estimate the advantages of turn rewards and of the outcome apart, each normalised by itself, and "
-            "add them with their weights."
+            "help": "Estimate the advantages of the turn rewards and of the outcome separately, each normalised by "
+            "itself, and add them with their weights."
         },
     )
-    gamma: float = field(default=1.0, metadata={"help": "Discount per action token (reinforce_pp, gae)."})
+    gamma: float = field(default=1.0, metadata={"help": f"Discount per action token ({_readers('gamma')})."})
     gamma_turn: float | None = field(
         default=None,
-        metadata={"help": "Discount per turn (turn_grpo, gigpo, bilevel_gae). None: 0.95 for gigpo, else 0.99."},
+        metadata={"help": f"Discount per turn ({_readers('gamma_turn')}). None: 0.95 for gigpo, else 0.99."},
     )
     step_weight: float = field(default=1.0, metadata={"help": "Weight of GiGPO's step advantages."})
     kl_placement: str = field(
         default="loss",
-        metadata={"help": "Where the KL term of weight `beta` stands: 'loss' (k3) or 'reward' (k1, on every token)."},
+        metadata={
+            "help": "Where the KL term of weight `beta` is added: to the 'loss' (k3) or to each token's 'reward' (k1)."
+        },
     )
     loss_mask: bool = field(
-        default=True, metadata={"help": "Keep observation tokens out of the policy loss (off: the paper's ablation)."}
+        default=True,
+        metadata={"help": "Keep observation tokens out of the policy loss. Off: the ablation of the Agent-R1 paper."},
     )
     advantage_mask: bool = field(
-        default=True, metadata={"help": "Keep observation tokens out of advantages (off: the paper's ablation)."}
+        default=True,
+        metadata={"help": "Keep observation tokens out of the advantages. Off: the ablation of the Agent-R1 paper."},
     )
 
     # ---- sampler and trainer (with vLLM)
     importance_sampling_unit: str | None = field(
         default=None,
         metadata={
-            "help": "What shares one ratio of trainer's to sampler's probability: 'token', 'turn' or 'sequence'. "
-            "None: as `vllm_importance_sampling_mode` says, whose truncate/mask and bounds hold in any case."
+            "help": "The unit that shares one importance ratio of trainer to sampler: 'token', 'turn' or 'sequence'. "
+            "None: as in `vllm_importance_sampling_mode`, which in any case decides between truncating and masking."
         },
     )
     importance_sampling_length_normalized: bool = field(
         default=False,
-        metadata={"help": "The geometric mean of a turn's or sequence's ratios instead of their product."},
+        metadata={"help": "Use the geometric mean of the ratios in a turn or sequence instead of their product."},
     )
 
     # ---- update
     update_layout: str = field(
         default="padded",
         metadata={
-            "help": "How rows meet in a forward of the update: 'padded' as TRL does, 'grouped' by length with the "
-            "padding cut off, 'packed' without padding, 'shared' packed with each prompt of a group computed once."
+            "help": "How rows are laid out in a forward pass of the update: 'padded' as in TRL; 'grouped' by length, "
+            "with the common padding cut off; 'packed' without padding; 'shared': packed, and the prompt of a group "
+            "computed once."
         },
     )
 
     # ---- recording
     record_trajectories: str = field(
         default="jsonl",
-        metadata={"help": "'jsonl', 'parquet' or 'none': every trajectory to `output_dir`/trajectories."},
+        metadata={"help": "How trajectories are written to `output_dir`/trajectories: 'jsonl', 'parquet' or 'none'."},
     )
 
     has_critic: ClassVar[bool] = False

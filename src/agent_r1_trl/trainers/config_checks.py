@@ -1,7 +1,7 @@
-"""Checks of the training arguments, and what one argument settles for another.
+"""Checks of the training arguments.
 
-`check_config` calls the others in order. Each raises a ValueError that names the flag, its
-value, the rule and the cure; those called `settle_` also set what follows.
+`check_config` calls the others in order. Each raises a ValueError that names the flag, its value, the rule and the
+cure; those called `settle_` also set the arguments that follow from others.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def check_config(config: MultiTurnConfig) -> None:
 
 
 def check_eval_temperature(config: MultiTurnConfig) -> None:
-    """In evaluation 0 is a temperature, too."""
+    """In evaluation the temperature may be 0."""
     if config.eval_temperature is not None and not config.eval_temperature >= 0:
         raise ValueError(f"eval_temperature={config.eval_temperature} must be >= 0 (0 is greedy), or None.")
 
 
 def check_serving(config: MultiTurnConfig) -> None:
-    """Which vLLM, where, and how far its weights may be off."""
+    """Which vLLM engine, where, and how far its log-probabilities may be off."""
     check_choice(config, "vllm_mode", ("colocate", "server"))
     if config.vllm_server_urls is not None:
         if not (config.use_vllm and config.vllm_mode == "server"):
@@ -81,7 +81,7 @@ def check_serving(config: MultiTurnConfig) -> None:
 
 
 def check_overlap(config: MultiTurnConfig) -> None:
-    """A rollout beside the update needs a sampler of its own, and a correction for its older weights."""
+    """A rollout during the update needs a sampler with its own weights, and a correction because they are older."""
     if not config.overlap_rollout:
         return
     cures = {
@@ -95,7 +95,7 @@ def check_overlap(config: MultiTurnConfig) -> None:
 
 
 def check_importance_sampling(config: MultiTurnConfig) -> None:
-    """Ratios need the sampler's own probabilities, not those of a distribution that was cut."""
+    """Importance ratios need the sampler's whole distribution, not one that top_p and the like have cut."""
     if config.importance_sampling_unit is not None:
         check_choice(config, "importance_sampling_unit", UNITS)
     if not (config.use_vllm and config.vllm_importance_sampling_correction):
@@ -115,7 +115,7 @@ def check_importance_sampling(config: MultiTurnConfig) -> None:
 
 
 def settle_truncated_trajectories(config: MultiTurnConfig) -> None:
-    """Honour `mask_truncated_completions`, TRL's spelling of truncated_trajectories='mask'."""
+    """`mask_truncated_completions` is TRL's name for truncated_trajectories='mask'."""
     check_choice(config, "truncated_trajectories", TRUNCATION_POLICIES)
     if config.mask_truncated_completions and config.truncated_trajectories == "penalise":
         raise ValueError(
@@ -127,7 +127,7 @@ def settle_truncated_trajectories(config: MultiTurnConfig) -> None:
 
 
 def check_truncation_penalty(config: MultiTurnConfig) -> None:
-    """`truncation_penalty` takes away, or does nothing."""
+    """`truncation_penalty` must not be a reward."""
     if not math.isfinite(config.truncation_penalty) or config.truncation_penalty > 0:
         raise ValueError(
             f"truncation_penalty={config.truncation_penalty} must be finite and <= 0: it is added to the outcome of "
@@ -136,7 +136,7 @@ def check_truncation_penalty(config: MultiTurnConfig) -> None:
 
 
 def settle_estimator(config: MultiTurnConfig) -> None:
-    """An estimator for this trainer, with the groups that it needs. A function is replaced by its name."""
+    """The estimator fits the trainer and has the groups that it needs; an object is replaced by its name."""
     given: Any = config.advantage_estimator
     row = find_estimator(given, has_critic=config.has_critic)
     if not isinstance(given, str):
@@ -160,7 +160,7 @@ def _names_where(is_meant: Callable[[Estimator], bool]) -> str:
 
 
 def settle_credit(config: MultiTurnConfig) -> None:
-    """Discounts and weights; by default a discount per turn that suits the estimator."""
+    """Discounts and weights are in range; `gamma_turn=None` becomes the estimator's default."""
     if config.gamma_turn is None:
         config.gamma_turn = config.estimator.default_gamma_turn
     for factor in ("gamma", "gamma_turn"):
@@ -171,7 +171,7 @@ def settle_credit(config: MultiTurnConfig) -> None:
 
 
 def check_kl(config: MultiTurnConfig) -> None:
-    """A KL term in the rewards needs a weight, and an estimator that reads them."""
+    """A KL term in the rewards needs a weight, and an estimator that reads token rewards."""
     check_choice(config, "kl_placement", ("loss", "reward"))
     if config.kl_placement == "reward" and config.beta == 0:
         raise ValueError(
@@ -188,7 +188,7 @@ def check_kl(config: MultiTurnConfig) -> None:
 
 
 def check_separate_advantages(config: MultiTurnConfig) -> None:
-    """A critic's values are of one sum of rewards."""
+    """A critic predicts the sum of process and outcome rewards, which therefore cannot be separated."""
     row = config.estimator
     if config.separate_process_advantages and row.needs_critic:
         raise ValueError(
@@ -222,7 +222,7 @@ def settle_normaliser(config: MultiTurnConfig) -> None:
 
 
 def check_update_layout(config: MultiTurnConfig) -> None:
-    """The critic reads padded rows."""
+    """Packed rows are for estimators without a critic, which reads padded ones."""
     check_choice(config, "update_layout", UPDATE_LAYOUTS)
     if config.update_layout in PACKED_LAYOUTS and config.estimator.needs_critic:
         raise ValueError(
@@ -232,9 +232,9 @@ def check_update_layout(config: MultiTurnConfig) -> None:
 
 
 def settle_ddp(config: MultiTurnConfig) -> None:
-    """With reentrant checkpointing, DDP must not look for unused parameters: it takes all of them for unused.
+    """With reentrant checkpointing, DDP must not search for unused parameters: it would take all of them for unused.
 
-    transformers keeps that search off for plain models, but not for those of peft.
+    transformers switches the search off for plain models, but not for peft models.
     """
     is_reentrant = config.gradient_checkpointing and (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if is_reentrant and config.ddp_find_unused_parameters is None:

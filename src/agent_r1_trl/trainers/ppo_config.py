@@ -36,11 +36,16 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     lam: float = field(default=0.95, metadata={"help": "GAE's lambda per action token."})
     lam_turn: float = field(default=0.95, metadata={"help": "GAE's lambda per turn (bilevel_gae)."})
     whiten_advantages: bool = field(
-        default=True, metadata={"help": "Whiten the advantages over the action tokens of the whole batch."}
+        default=True,
+        metadata={
+            "help": "Normalise the advantages to mean 0 and variance 1 over the action tokens of the whole batch."
+        },
     )
     bootstrap_truncated: bool = field(
         default=False,
-        metadata={"help": "A trajectory that a limit ended goes on in value: the critic's, after its last token."},
+        metadata={
+            "help": "Use the critic's value instead of 0 after the last token of a trajectory that a limit ended."
+        },
     )
 
     # ---- critic
@@ -59,13 +64,16 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     )
     value_loss_coef: float = field(default=0.5, metadata={"help": "Weight of the value loss."})
     cliprange_value: float = field(
-        default=0.2, metadata={"help": "How far a value may move from the old one before its gain stops counting."}
+        default=0.2,
+        metadata={
+            "help": "Clip range of the value loss: a value that moves further from the old one gains nothing more."
+        },
     )
     critic_context: str | None = field(
         default=None,
         metadata={
-            "help": "Data set column (the gold answer, say) that the critic reads in front of the prompt and the "
-            "policy does not. None: the critic sees what the policy sees."
+            "help": "Column of the data set, such as the gold answer, that the critic reads before the prompt and the "
+            "policy does not see. None: the critic sees what the policy sees."
         },
     )
 
