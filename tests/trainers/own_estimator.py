@@ -1,4 +1,4 @@
-"""Estimators as a user writes them, in training, in any number of processes: `python -m ... OUTPUT_DIR`.
+"""Estimators and a loss term as a user writes them, in any number of processes: `python -m ... OUTPUT_DIR`.
 
 Rank 0 writes `OUTPUT_DIR/own.json`.
 """
@@ -14,10 +14,10 @@ from accelerate.utils import gather_object
 from agent_r1_trl.advantages import compute_gae
 from agent_r1_trl.advantages.estimators import Credit
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.config_checks import UPDATE_LAYOUTS
+from agent_r1_trl.update.layout import UPDATE_LAYOUTS
 from tests.distributed.agreement import ragged
 from tests.distributed.critics import POLICY_FOLDER, fill, num_processes
-from tests.trainers.helpers import make_trainer, questions
+from tests.trainers.helpers import LikelihoodTrainer, make_trainer, questions
 
 RESULTS_FILE = "own.json"
 
@@ -43,7 +43,7 @@ def my_gae(inputs):
     return Credit(advantages=advantages.masked_fill(~inputs.mask, 9.0), returns=returns)
 
 
-def one_step(output_dir, estimator, *, has_critic=False, **options):
+def one_step(output_dir, estimator, *, has_critic=False, trainer=MultiTurnGRPOTrainer, **options):
     """Per row of all ranks (which, why it ended, its advantages), and the loss and gradient norm of one step.
 
     One of the three groups is on both ranks.
@@ -52,7 +52,7 @@ def one_step(output_dir, estimator, *, has_critic=False, **options):
         output_dir,
         model=str(output_dir / POLICY_FOLDER),
         script=ragged,
-        trainer=MultiTurnPPOTrainer if has_critic else MultiTurnGRPOTrainer,
+        trainer=MultiTurnPPOTrainer if has_critic else trainer,
         train_dataset=questions(12),
         num_generations=1 if has_critic else 4,
         per_device_train_batch_size=12 // num_processes(),
@@ -73,10 +73,14 @@ def one_step(output_dir, estimator, *, has_critic=False, **options):
 
 
 def compute(output_dir):
-    """Ours in the first layout, then the user's in every one; ours and the user's with a critic."""
+    """Ours in the first layout, then the user's, and a loss term, in every one; ours and the user's with a critic."""
     return {
         "grpo": one_step(output_dir, "grpo"),
         **{layout: one_step(output_dir, my_grpo, update_layout=layout) for layout in UPDATE_LAYOUTS},
+        **{
+            f"{layout}, own loss term": one_step(output_dir, "grpo", trainer=LikelihoodTrainer, update_layout=layout)
+            for layout in UPDATE_LAYOUTS
+        },
         "gae": one_step(output_dir, "gae", has_critic=True),
         "my_gae": one_step(output_dir, f"{__spec__.name}.my_gae", has_critic=True),
     }

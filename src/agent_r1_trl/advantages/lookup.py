@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Credit, CreditInputs, Estimator
+from agent_r1_trl.objects import import_object
 
 
 class EstimatorName(str):
@@ -59,7 +57,13 @@ def find_estimator(given: str | Estimator | Callable[[CreditInputs], Credit], *,
     if isinstance(given, str):
         if given in ESTIMATORS:
             return ESTIMATORS[given]
-        name, target = str(given), _import_path(given)
+        if "." not in given and ":" not in given:
+            raise ValueError(
+                f"advantage_estimator={given!r} is not one of {', '.join(map(repr, ESTIMATORS))}. Set "
+                "advantage_estimator to one of them, or to the path of your own function, such as "
+                "my_module.my_estimator."
+            )
+        name, target = str(given), import_object(given, "advantage_estimator")
     else:
         name, target = _path_of(given), given
     if isinstance(target, Estimator):
@@ -106,26 +110,3 @@ def _path_of(target: Any) -> str:
         return f"{_path_of(target.func)}(...)"
     function = getattr(target, "__qualname__", f"{type(target).__name__}(...)")
     return f"{getattr(target, '__module__', 'builtins')}:{function}"
-
-
-def _import_path(path: str) -> Any:
-    module_name, colon, name = path.rpartition(":")
-    if not colon:
-        module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise ValueError(
-            f"advantage_estimator={path!r} is not one of {', '.join(map(repr, ESTIMATORS))}. Set advantage_estimator "
-            "to one of them, or to the path of your own function, such as my_module.my_estimator."
-        )
-    if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        target: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            target = getattr(target, part)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"advantage_estimator={path!r} cannot be imported: {error}. Correct the path, or run the command from the "
-            "directory that holds the module."
-        ) from error
-    return target
