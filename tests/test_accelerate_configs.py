@@ -79,7 +79,7 @@ def test_the_gpu_configurations_differ_in_what_they_split_and_in_nothing_else():
 
 
 def test_a_lone_process_of_a_launch_of_several_is_refused():
-    with pytest.raises(UsageError, match=r"num_processes: .* started 1; .*torchrun --nproc_per_node 2"):
+    with pytest.raises(UsageError, match="num_processes"):
         check_launcher(LONE_PROCESS)
 
 
@@ -104,12 +104,12 @@ def test_the_expected_number_of_processes_passes(running, expected):
 
 
 def test_another_number_than_the_recipe_expects_is_refused():
-    with pytest.raises(UsageError, match=r"num_processes_expected=8: 2 process.*--num_processes 8"):
+    with pytest.raises(UsageError, match=r"num_processes_expected=8.*--num_processes 8"):
         check_num_processes({"WORLD_SIZE": "2"}, 2, 8)
 
 
 def test_processes_that_do_not_train_together_are_refused():
-    with pytest.raises(UsageError, match=r"WORLD_SIZE=2: .*announced 2 processes and 1 train together"):
+    with pytest.raises(UsageError, match="WORLD_SIZE=2"):
         check_num_processes({"WORLD_SIZE": "2"}, 1, None)
 
 
@@ -139,5 +139,5 @@ def test_train_refuses_a_recipe_made_for_more_processes(tmp_path, monkeypatch):
     recipe = tmp_path / "recipe.yaml"
     settings = {"model_name_or_path": "none", "env": "search_qa", "output_dir": str(tmp_path), "use_cpu": True}
     recipe.write_text(yaml.safe_dump(settings | {"num_processes_expected": 2}), encoding="utf-8")
-    with pytest.raises(UsageError, match="num_processes_expected=2: 1 process"):
+    with pytest.raises(UsageError, match="num_processes_expected=2"):
         train.run(["--config", str(recipe)])

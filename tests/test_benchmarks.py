@@ -85,6 +85,7 @@ def run_benchmark(name, *arguments):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_prints_its_figures_as_one_line_of_json(name):
     arguments, names = TINY[name]
@@ -98,6 +99,7 @@ def test_a_benchmark_prints_its_figures_as_one_line_of_json(name):
         assert all(math.isfinite(value) for value in row.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TINY if name not in NEED_VLLM])
 def test_a_benchmark_prints_a_table_without_json(name):
     arguments, _ = TINY[name]
@@ -146,6 +148,7 @@ def test_latencies_are_the_same_for_the_same_seed_and_have_the_median_asked_for(
     assert statistics.stdev(map(math.log, drawn)) == pytest.approx(1.0, rel=0.1)
 
 
+@pytest.mark.slow
 def test_an_adapter_critic_costs_little_and_a_model_of_its_own_much():
     """SmolLM2-135M's widths; fewer layers make the adapter's share smaller, so the bound is checked at rank 64."""
     result = run_benchmark("critic_memory.py", "--layers", "1", "--rank", "64", "--json")

@@ -218,11 +218,11 @@ MISFITS = {
 
 @pytest.mark.parametrize("misfit", MISFITS)
 def test_shapes_that_do_not_fit_are_refused_by_name(misfit):
-    with pytest.raises(ValueError, match=r"\(\d.*(Expand or pad|Give it one number)"):
+    with pytest.raises(ValueError, match=r"\w+ (has shape )?\(\d"):
         MISFITS[misfit]()
 
 
 @pytest.mark.parametrize("columns", [0, 1])
 def test_a_turn_without_a_column_of_rewards_is_refused(columns):
-    with pytest.raises(ValueError, match=rf"holds turn 1 .* {columns} turns only.*Pad turn_rewards"):
+    with pytest.raises(ValueError, match=r"turn_ids.*turn_rewards"):
         compute_turn_group_advantages(PER_TURN[:, :columns], ROWS, TURNS, GROUPS, gamma_turn=1, process_weight=1)

@@ -5,7 +5,7 @@ import pytest
 from tests.distributed.agreement import CREDIT_CASES, CRITIC_ESTIMATORS, NUM_STEPS, POLICIES
 from tests.distributed.launch import LAUNCHES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launches")]  # they share the launches of conftest.py
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -8,7 +8,7 @@ from agent_r1_trl.critic import is_critic_name
 from tests.distributed.critics import CASES, KINDS, one_step
 from tests.distributed.launch import LAUNCHES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launches")]  # they share the launches of conftest.py
 
 
 def largest_gap(step, other):

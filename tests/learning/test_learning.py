@@ -24,7 +24,9 @@ ALGORITHMS = {
     "ppo_model": {"critic": "model"},
     "ppo_bilevel_gae": {"critic": "model", "estimator": "bilevel_gae"},
 }
-algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
+algorithms = pytest.mark.parametrize(
+    "algorithm", [pytest.param(name, marks=pytest.mark.xdist_group(f"learning {name}")) for name in ALGORITHMS]
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,6 +58,7 @@ def test_the_bandit_is_solved(tmp_path, algorithm, seed):
     assert learn(tmp_path, BanditEnv, seed=seed, max_rollouts=30, **ALGORITHMS[algorithm]).is_solved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 @algorithms
 def test_key_and_door_are_found_by_the_outcome_alone(key_door, algorithm, seed):
@@ -64,6 +67,7 @@ def test_key_and_door_are_found_by_the_outcome_alone(key_door, algorithm, seed):
     assert run.rates[0] < 0.5
 
 
+@pytest.mark.slow
 @algorithms
 def test_nobody_finds_key_and_door_with_the_advantages_of_other_rows(tmp_path, key_door, algorithm):
     """In half as many steps again as the slowest seed needs with its own."""
@@ -72,6 +76,7 @@ def test_nobody_finds_key_and_door_with_the_advantages_of_other_rows(tmp_path, k
     assert len(run.rates) == num_rollouts and max(run.rates[-5:]) < 0.7, run.rates
 
 
+@pytest.mark.slow
 def test_process_rewards_save_a_third_of_the_steps_where_success_is_rare(tmp_path):
     """With the turn-wise credit of GiGPO, whose step advantages see at once which word led on."""
     options = {"max_rollouts": 80, "learning_rate": 3e-3}

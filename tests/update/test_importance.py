@@ -55,7 +55,7 @@ def test_bounds_cut_or_drop_the_whole_unit():
 
 
 def test_an_unknown_unit_is_named():
-    with pytest.raises(ValueError, match="unit='word' is not one of 'token', 'turn', 'sequence'"):
+    with pytest.raises(ValueError, match=r"unit='word'.*'token', 'turn', 'sequence'"):
         sampling_ratio(DIFFERENCE, MASK, TURNS, unit="word")
 
 
@@ -103,7 +103,7 @@ def test_the_trainer_weighs_turns_as_the_function_says(tmp_path):
     ("name", "value"), [("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("repetition_penalty", 1.1)]
 )
 def test_a_cut_sampling_distribution_is_refused_while_ratios_are_on(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"{name}={value} with importance sampling"):
+    with pytest.raises(ValueError, match=f"{name}={value}"):
         make_args(tmp_path, use_vllm=True, **{name: value})
     make_args(tmp_path, use_vllm=True, vllm_importance_sampling_correction=False, **{name: value})
     make_args(tmp_path, **{name: value})

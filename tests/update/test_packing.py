@@ -144,7 +144,7 @@ def test_the_attention_function_is_not_saved(tmp_path):
     ],
 )
 def test_a_model_that_packing_does_not_cover_is_refused(options, flaw):
-    with pytest.raises(ValueError, match=rf"update_layout: .*{flaw}.*[Ss]et update_layout='grouped'"):
+    with pytest.raises(ValueError, match=rf"update_layout.*{flaw}"):
         use_packed_attention(make_model("qwen3", **options))
 
 
@@ -268,12 +268,12 @@ def test_a_lora_run_packs(tmp_path):
 
 
 def test_ppo_refuses_packed_rows(tmp_path):
-    with pytest.raises(ValueError, match=r"update_layout='shared'.*critic.*Set"):
+    with pytest.raises(ValueError, match="update_layout='shared'"):
         make_args(tmp_path, MultiTurnPPOConfig, update_layout="shared")
 
 
 def test_an_unknown_layout_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="update_layout='dense' is not one of 'padded', 'grouped'"):
+    with pytest.raises(ValueError, match=r"update_layout='dense'.*'padded', 'grouped'"):
         make_args(tmp_path, update_layout="dense")
 
 
