@@ -1,4 +1,4 @@
-"""A user's estimator and loss term train like ours: on one rank and two, in every layout, with and without a critic."""
+"""A user's estimator and loss term train like ours: on one rank and two, in every layout, also with a critic."""
 
 import functools
 import json
