@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from agent_r1_trl.advantages import compute_bilevel_gae, compute_gae, masked_whiten
 from agent_r1_trl.critic import CRITIC_FILE, critic_parameters, is_critic_name
 from agent_r1_trl.trainers import MultiTurnPPOConfig, MultiTurnPPOTrainer
+from tests.toys import say
 from tests.trainers.helpers import loss_and_gradients, make_args, make_trainer, questions, scored_batch
 
 KINDS = ("adapter", "head", "model")
@@ -281,3 +282,13 @@ def test_bad_settings_are_refused_with_their_cure(tmp_path, options, message):
 def test_an_adapter_critic_without_lora_is_refused_with_the_cure(tmp_path):
     with pytest.raises(ValueError, match="critic='adapter' needs a LoRA policy"):
         make_ppo(tmp_path, "adapter", peft_config=None)
+
+
+def test_without_an_environment_prompts_are_answered_in_one_turn(tmp_path):
+    def length(completions, **kwargs):
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    trainer = make_ppo(tmp_path, "head", env=None, script=lambda rng, turn: say("xy"), reward_funcs=[length])
+    trainer.train()
+    assert {len(item.turns) for item in trainer.last_trajectories} == {1}
+    assert {item.total_reward for item in trainer.last_trajectories} == {2.0}

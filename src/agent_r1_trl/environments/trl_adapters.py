@@ -51,6 +51,12 @@ class FunctionToolsEnv(ToolEnv):
         _ = self.executor  # reports two tools of the same name here instead of in the first rollout
 
 
+class SingleTurnEnv(ToolEnv):
+    """No tools and no reward of its own: the prompt is answered in one turn, and `reward_funcs` score the answer."""
+
+    has_reward = False
+
+
 class TRLEnvAdapter(ToolEnv):
     """Wraps one instance of a TRL environment class for one trajectory.
 

@@ -21,6 +21,7 @@ from agent_r1_trl.critic import (
     save_critic,
     set_detached,
 )
+from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.trainers.model_card import AGENT_R1
 from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
@@ -54,9 +55,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
 
     def __init__(self, model: Any, *args: Any, critic_model: Any = None, **kwargs: Any):
         if all(kwargs.get(name) is None for name in ("env", "environment_factory")) and not kwargs.get("tools"):
-            from agent_r1_trl.environments import FunctionToolsEnv
-
-            kwargs["env"] = FunctionToolsEnv
+            kwargs["env"] = SingleTurnEnv
         super().__init__(model, *args, **kwargs)
         self.critic_kind = self.args.critic or ("adapter" if hasattr(self.model, "peft_config") else "model")
         attach_critic(self.model, self.critic_kind, critic_model=critic_model)
