@@ -18,7 +18,7 @@ HEAVY = ["torch", "transformers", "trl", "vllm", "accelerate", "datasets", "peft
 def loaded_after(code: str) -> set[str]:
     """The heavy modules that a fresh interpreter holds after running `code`."""
     script = f"{code}\nimport sys, json\nprint(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
-    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
     return set(json.loads(output.stdout.splitlines()[-1]))
 
 
@@ -36,14 +36,14 @@ def test_an_environment_server_loads_nothing_heavy(code):
     assert loaded_after(code) == set()
 
 
+@pytest.mark.slow
 def test_asking_for_the_trainer_is_what_loads_torch():
     assert {"torch", "trl"} <= loaded_after("from agent_r1_trl import MultiTurnGRPOTrainer")
 
 
-@pytest.mark.parametrize("name", agent_r1_trl.__all__)
-def test_every_exported_name_can_be_imported(name):
-    assert getattr(agent_r1_trl, name) is not None
-    assert name in dir(agent_r1_trl)
+def test_every_exported_name_can_be_imported():
+    assert set(agent_r1_trl.__all__) <= set(dir(agent_r1_trl))
+    assert [name for name in agent_r1_trl.__all__ if getattr(agent_r1_trl, name, None) is None] == []
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error():

@@ -370,6 +370,7 @@ def test_the_worker_outlives_the_daemon_that_asked(model):
     generator.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["idle", "running"])
 def test_a_program_that_never_closes_its_generator_ends_at_once(state):
     """Idle: the worker waits for more. Running: the main thread died in the middle of an endless request."""

@@ -66,6 +66,7 @@ def steps(folder):
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adapter", "head", "model"])
 def test_a_killed_ppo_run_goes_on_where_its_checkpoint_stands(tmp_path, processes, kind):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
