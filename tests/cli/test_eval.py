@@ -27,7 +27,7 @@ def read_result(folder="scores") -> dict:
 def test_an_evaluation_leaves_a_table_numbers_and_trajectories(recipe, model_folder, capsys):
     assert main(["eval", "--config", recipe(), "--output_dir", "scores"]) == 0
     printed = capsys.readouterr().out
-    assert f"{model_folder}, 2 examples" in " ".join(printed.split())
+    assert f"{model_folder},2examples" in "".join(printed.split())  # the title of the table may break anywhere
     for words in ("metric", "95% interval", "reward", "turns", "truncated"):
         assert words in printed
     assert "agent-r1-trl view scores --terminal --split eval" in printed
