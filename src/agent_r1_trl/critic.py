@@ -1,8 +1,5 @@
 """The critic: state values out of the same wrapped forward that DDP, ZeRO and FSDP see.
 
-prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> [loss] -> step -> sync weights -> next rollout
-
 Three shapes, one interface:
 
 - `adapter`: a second LoRA adapter on the policy's own base model, with a value head. For LoRA runs.

@@ -107,12 +107,12 @@ def failing_trainer(tmp_path, is_failure, **options):
     )  # fmt: skip
 
 
-def test_a_lost_trajectory_leaves_the_baseline_and_the_loss(tmp_path):
+def test_an_infrastructure_failure_is_neither_in_the_baseline_nor_in_the_loss(tmp_path):
     trainer = failing_trainer(tmp_path, lambda index: index == 3)
     batch = scored_batch(trainer)
-    lost = (batch["tool_mask"] * batch["completion_mask"]).sum(1) == 0
-    assert lost.tolist() == [False] * 3 + [True] + [False] * 4
-    assert (batch["advantages"][lost] == 0).all()
+    failed = (batch["tool_mask"] * batch["completion_mask"]).sum(1) == 0
+    assert failed.tolist() == [False] * 3 + [True] + [False] * 4
+    assert (batch["advantages"][failed] == 0).all()
     first = [row[row != 0][0].item() for row in batch["advantages"][:3]]
     # Three live members answer with 1, 2, 3 letters and earn -1, 1, -1: mean -1/3, std 1.1547.
     expected = [(-1 + 1 / 3) / 1.154801, (1 + 1 / 3) / 1.154801, (-1 + 1 / 3) / 1.154801]

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.trainers import MultiTurnGRPOConfig
-from agent_r1_trl.trainers.rollouts import Lookahead
+from agent_r1_trl.trainers.lookahead import Lookahead
 from tests.trainers.helpers import AddEnv, make_trainer, questions
 
 OVERLAP = {"overlap_rollout": True}

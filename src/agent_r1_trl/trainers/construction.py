@@ -1,6 +1,6 @@
-"""What the multi-turn trainers hand to TRL's constructor, checked before anything is loaded.
+"""From the user's arguments, reward functions and data set to those that TRL's constructor is called with.
 
-Not part of the data flow: arguments, reward functions and data set, as the user gave them and as TRL wants them.
+They are checked here, before a model is loaded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""`MultiTurnGRPOTrainer`: group-relative advantages over whole multi-turn trajectories.
-
-prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
-       -> batch -> [advantages] -> loss -> step -> sync weights -> next rollout
-"""
+"""`MultiTurnGRPOTrainer`: group-relative advantages over whole multi-turn trajectories."""
 
 from __future__ import annotations
 

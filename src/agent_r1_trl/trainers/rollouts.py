@@ -10,7 +10,6 @@ import ctypes
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +30,7 @@ from agent_r1_trl.rollout import (
     rollout_requests,
 )
 from agent_r1_trl.trainers.config import MultiTurnConfig
+from agent_r1_trl.trainers.lookahead import Lookahead
 from agent_r1_trl.trajectory import Trajectory
 
 
@@ -345,44 +345,6 @@ class Rollouts:
         self._runner.close()
         self._runner = None
         self.synced_step = -1
-
-
-class Lookahead:
-    """Passes on the batches of an epoch and can tell the later ones, so that their rollout can begin early.
-
-    Batches are counted in the Trainer's micro-steps, one batch each.
-    """
-
-    def __init__(self) -> None:
-        self._source: Iterator[Any] | None = None
-        self._batches: deque[Any] = deque()
-        self._next_step = 0
-
-    def over(self, source: Iterator[Any], step: int) -> Lookahead:
-        """An iterator over `source`; if `source` is a new one, its next batch is that of micro-step `step`."""
-        if source is not self._source:
-            self._source, self._next_step = source, step
-            self._batches.clear()
-        return self
-
-    def __iter__(self) -> Lookahead:
-        return self
-
-    def __next__(self) -> Any:
-        assert self._source is not None
-        batch = self._batches.popleft() if self._batches else next(self._source)
-        self._next_step += 1
-        return batch
-
-    def at(self, step: int) -> Any:
-        """The batch of micro-step `step`, which must still be to come; None if it belongs to another epoch."""
-        assert self._source is not None and step >= self._next_step
-        while step - self._next_step >= len(self._batches):
-            try:
-                self._batches.append(next(self._source))
-            except StopIteration:
-                return None
-        return self._batches[step - self._next_step]
 
 
 def release_free_memory() -> None:

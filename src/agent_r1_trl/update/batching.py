@@ -1,8 +1,4 @@
-"""From trajectories to padded tensors.
-
-prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
-       -> [batch] -> advantages -> loss -> step -> sync weights -> next rollout
-"""
+"""From trajectories to padded tensors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """The value loss, the KL penalty, and how well a critic explains its returns.
 
-prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> [loss] -> step -> sync weights -> next rollout
-
 The policy's loss is TRL's own. As for the estimators, what stands at mask 0 (NaN and infinity included) changes no bit
 of any result or gradient.
 """

@@ -1,8 +1,5 @@
 """Ragged trajectories in one row without padding, each prompt of a group computed once.
 
-prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewards on tokens -> filter
-       -> batch -> advantages -> [loss] -> step -> sync weights -> next rollout
-
 A padded batch of B rows becomes one row of the tokens that exist. With `share_prompts`, rows with the same prompt keep
 one copy of it, in front of their completions:
 
