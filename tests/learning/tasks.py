@@ -148,10 +148,10 @@ def _taught(words, num_reading_steps=150, num_steps=300):
 class Shuffled:
     """A trainer whose rows get the advantages of other rows: all that learning is about is gone."""
 
-    def _credit(self, output, trajectories):
-        credit = super()._credit(output, trajectories)
-        order = torch.randperm(len(trajectories), generator=torch.Generator().manual_seed(self._step))
-        return {**credit, "advantages": credit["advantages"][order]}
+    def _advantages(self, output, played):
+        tensors = super()._advantages(output, played)
+        order = torch.randperm(len(played.trajectories), generator=torch.Generator().manual_seed(self._step))
+        return {**tensors, "advantages": tensors["advantages"][order]}
 
 
 class ShuffledGRPO(Shuffled, MultiTurnGRPOTrainer):

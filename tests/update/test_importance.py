@@ -70,7 +70,8 @@ def with_sampler_noise(tmp_path, **options):
     """A trainer whose sampler reports log-probs that differ from the trainer's."""
     rng = random.Random(0)
     trainer = make_trainer(tmp_path, use_vllm=True, **options)
-    generator, generate = trainer._user_generator, trainer._user_generator.generate
+    generator = trainer.rollouts._generator
+    generate = generator.generate
 
     async def noisy(*args, **kwargs):
         result = await generate(*args, **kwargs)
