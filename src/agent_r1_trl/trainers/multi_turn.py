@@ -76,7 +76,8 @@ class MultiTurnTrainer(GRPOTrainer):
         env: environment class or zero-argument factory; each trajectory gets a fresh one.
         tools: TRL's plain functions (instead of `env`).
         environment_factory: TRL's environment classes (instead of `env`).
-        generator: a `Generator` to sample with; None makes one from the arguments.
+        generator: a `Generator`, or any object with an async `generate`, to sample with; None makes one from the
+            arguments.
         turn_reward_funcs: functions of TRL's shape that return, per trajectory, one number (or None) for each turn.
         model: as for `trl.GRPOTrainer`, like every argument not named here.
 
@@ -86,6 +87,7 @@ class MultiTurnTrainer(GRPOTrainer):
     config_class: type[MultiTurnConfig] = MultiTurnGRPOConfig
     _tag_names: ClassVar[list[str]] = ["trl", "agent-r1-trl", "multi-turn"]
 
+    # TRL's own, declared because they are set here for a while.
     beta: float
     _step: int
     _buffered_inputs: list[dict[str, Any]] | None
