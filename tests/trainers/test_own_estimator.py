@@ -54,6 +54,7 @@ def check_equality(results):
         assert stop != "generation_error" or not any(advantages)
 
 
+@pytest.mark.slow
 def test_on_one_rank_it_is_bit_for_bit_the_estimator_that_it_copies(one_rank):
     check_equality(one_rank)
 
