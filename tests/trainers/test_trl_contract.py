@@ -86,6 +86,7 @@ def test_the_loss_takes_advantages_per_token_and_multiplies_both_masks():
     loss = source("_compute_loss")
     assert 'completion_mask * inputs["tool_mask"]' in loss
     assert "advantages.dim() == 1" in loss
+    assert "self.current_gradient_accumulation_steps" in loss
 
 
 def test_the_batch_has_the_tensors_that_are_replaced(tmp_path):
@@ -108,7 +109,7 @@ def test_attributes_that_are_read_exist(tmp_path):
     for name in (
         "_metrics", "_tokenizer", "_is_vlm", "eos_token_ids", "reward_weights", "reward_func_names", "reward_funcs",
         "num_generations", "num_generations_eval", "model_wrapped", "accelerator", "state", "_step",
-        "_buffered_inputs", "current_gradient_accumulation_steps",
+        "_buffered_inputs",
         "use_vllm", "beta", "ref_model", "aux_loss_enabled", "num_iterations",
     ):  # fmt: skip
         assert hasattr(trainer, name), name

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import FrozenInstanceError, dataclass, field, fields
 from typing import Any
 
 
@@ -89,7 +89,7 @@ class RolloutSettings:
 
 @dataclass(kw_only=True)
 class RolloutLimits(RolloutSettings):
-    """The limits of a rollout.
+    """The limits of a rollout, which cannot be changed any more.
 
     Raises:
         ValueError: names the limit, its value, the rule and the cure.
@@ -101,6 +101,13 @@ class RolloutLimits(RolloutSettings):
     def __post_init__(self) -> None:
         self.check_limits()
         check_whole_number("max_model_length", self.max_model_length, minimum=2, is_optional=True)
+        object.__setattr__(self, "_is_fixed", True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # By hand: a frozen dataclass cannot inherit from one that configurations inherit, too.
+        if hasattr(self, "_is_fixed"):
+            raise FrozenInstanceError(f"cannot assign to field {name!r}")
+        super().__setattr__(name, value)
 
     def room(self, num_prompt_tokens: int, num_completion_tokens: int) -> int:
         """Number of tokens that still fit into the trajectory; <= 0 when it is full."""

@@ -6,7 +6,7 @@ Only our own fields live here, grouped by pipeline step; everything else is TRL'
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from trl import GRPOConfig
@@ -208,9 +208,9 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         """
         lengths = [max_model_length, self.vllm_max_model_length if self.use_vllm else None]
         limits = super().rollout_limits(min((length for length in lengths if length is not None), default=None))
-        if self.max_tool_calling_iterations is not None:
-            limits.max_turns = min(limits.max_turns, self.max_tool_calling_iterations + 1)
-        return limits
+        if self.max_tool_calling_iterations is None:
+            return limits
+        return replace(limits, max_turns=min(limits.max_turns, self.max_tool_calling_iterations + 1))
 
     @classmethod
     def from_grpo_config(cls, args: GRPOConfig) -> MultiTurnConfig:
@@ -245,7 +245,7 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
         >>> MultiTurnGRPOConfig(output_dir="out", max_turns=0, bf16=False, use_cpu=True)
         Traceback (most recent call last):
         ...
-        ValueError: max_turns=0 must be a whole number >= 1. Set max_turns to a value in that range.
+        ValueError: max_turns=0 must be a whole number >= 1. Set max_turns to such a value.
     """
 
 
