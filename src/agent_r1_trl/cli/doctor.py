@@ -8,9 +8,10 @@ Exit code 0: no errors. 1: errors that would spoil a run. 2: the checks could no
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
-from agent_r1_trl.cli.errors import UsageError
+from agent_r1_trl.cli.errors import UsageError, run_command
 from agent_r1_trl.cli.recipe import read_recipe, split_config
 
 COMMAND = "agent-r1-trl doctor"
@@ -66,3 +67,12 @@ def run(argv: Sequence[str]) -> int:
     )
     Console().print(render(checks))
     return EXIT_ERRORS if has_errors(checks) else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `python -m agent_r1_trl.cli.doctor`."""
+    return run_command(run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,10 +9,11 @@ Exit code 0: the run fits. 1: it does not. 2: it could not be estimated.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from agent_r1_trl.cli.errors import UsageError
+from agent_r1_trl.cli.errors import UsageError, run_command
 from agent_r1_trl.cli.recipe import read_recipe, split_config
 
 if TYPE_CHECKING:
@@ -201,3 +202,12 @@ def _gpu_memory_gb() -> float:
     if not torch.cuda.is_available():
         return 80.0
     return torch.cuda.get_device_properties(0).total_memory / 2**30
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `python -m agent_r1_trl.cli.memory`."""
+    return run_command(run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

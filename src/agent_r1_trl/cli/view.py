@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from agent_r1_trl.cli.errors import UsageError, explain_argparse
+from agent_r1_trl.cli.errors import UsageError, explain_argparse, run_command
 from agent_r1_trl.objects import did_you_mean
 
 if TYPE_CHECKING:
@@ -194,3 +194,12 @@ def _evaluated_model(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):  # no evaluation, or one of another program
         return None
     return name if isinstance(name, str) else None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `python -m agent_r1_trl.cli.view`."""
+    return run_command(run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
