@@ -44,9 +44,8 @@ def test_generate_is_all_that_is_needed():
     assert isinstance(generator, Generator)
     answer = asyncio.run(generator.generate([1], max_tokens=2, seed=7, params=SamplingParams()))
     assert answer.token_ids == [7, 7]
-    assert (generator.sync(None), generator.scores([1, 2]), generator.sleep(), generator.close()) == (False,) + (
-        None,
-    ) * 3
+    assert not generator.can_score and generator.scores([1, 2]) is None
+    assert (generator.sync(None), generator.sleep(), generator.close()) == (False, False, None)
     assert sync_weights(generator, tiny_model(), tokenizer) == {}
 
 

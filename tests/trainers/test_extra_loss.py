@@ -78,6 +78,7 @@ def test_none_is_no_term(tmp_path):
     trainer, plain = make_trainer(tmp_path, trainer=returning(None)), make_trainer(tmp_path)
     batch = [scored_batch(item) for item in (trainer, plain)][1]
     assert torch.equal(loss_and_gradients(trainer, batch)[0], loss_and_gradients(plain, batch)[0])
+    assert trainer._metrics["train"]["extra_loss"] == [0.0], "it takes part in what the ranks add up"
 
 
 @pytest.mark.parametrize("wrong", [1.0, torch.zeros(3)], ids=["number", "vector"])

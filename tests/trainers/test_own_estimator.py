@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sys
 
 import pytest
 import torch
@@ -128,6 +129,16 @@ def test_what_the_page_on_extending_shows_trains(tmp_path):
     options = {"advantage_estimator": page["monte_carlo"], "num_generations": 1, "critic": "head"}
     batch = scored_batch(make_trainer(tmp_path, trainer=MultiTurnPPOTrainer, **options))
     assert (batch["returns"] != 0).any()
+
+
+def test_a_file_is_read_once(tmp_path):
+    source = "import sys\nsys.own_reads = getattr(sys, 'own_reads', 0) + 1\n"
+    (tmp_path / "own.py").write_text(source + "def mine(inputs):\n    raise RuntimeError\n")
+    sys.own_reads = 0
+    config = MultiTurnGRPOConfig(**CPU, advantage_estimator=f"{tmp_path}/own.py:mine")
+    assert config.estimator is config.estimator
+    assert sys.own_reads == 1
+    assert config.advantage_estimator == f"{tmp_path}/own.py:mine"
 
 
 # -------------------------------------------------------------------- what its row declares

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from agent_r1_trl.advantages import compute_bilevel_gae, compute_gae, masked_whiten
 from agent_r1_trl.critic import CRITIC_FILE, critic_parameters, is_critic_name
 from agent_r1_trl.trainers import MultiTurnPPOConfig, MultiTurnPPOTrainer
-from tests.toys import say
+from tests.toys import call, say
 from tests.trainers.helpers import loss_and_gradients, make_args, make_trainer, questions, scored_batch
 
 KINDS = ("adapter", "head", "model")
@@ -215,7 +215,7 @@ def values_of(trainer, batch):
 
 def test_a_critic_context_that_is_no_column_names_the_columns(tmp_path):
     trainer = make_ppo(tmp_path, critic_context="gold")
-    with pytest.raises(ValueError, match=r"critic_context='gold' is no column .* id, prompt"):
+    with pytest.raises(ValueError, match=r"critic_context='gold' .* id, prompt"):
         scored_batch(trainer)
 
 
@@ -292,3 +292,12 @@ def test_without_an_environment_prompts_are_answered_in_one_turn(tmp_path):
     trainer.train()
     assert {len(item.turns) for item in trainer.last_trajectories} == {1}
     assert {item.total_reward for item in trainer.last_trajectories} == {2.0}
+
+
+def test_an_answer_that_looks_like_a_call_ends_a_trajectory_without_an_environment(tmp_path):
+    def ones(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    trainer = make_ppo(tmp_path, "head", env=None, script=lambda rng, turn: call(a=1, b=2), reward_funcs=[ones])
+    trainer.train()
+    assert {(len(item.turns), item.total_reward) for item in trainer.last_trajectories} == {(1, 1.0)}

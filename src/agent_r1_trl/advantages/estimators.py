@@ -195,10 +195,11 @@ class Estimator:
         tensor = torch.where(mask, tensor, 0.0)  # (N, T)
         num_wrong = int((~tensor.isfinite()).sum())
         if num_wrong:
+            critic = ", or critic values that are not finite (lower critic_learning_rate)" if self.needs_critic else ""
             raise self._refusal(
                 f"{name} of which {num_wrong} at mask 1 are not finite",
                 "Look for a mean that counts rows outside the baseline (inputs.in_baseline), a division by 0, or "
-                "rewards that are not finite",
+                f"rewards that are not finite{critic}",
             )
         return tensor
 

@@ -20,9 +20,9 @@ class EstimatorName(str):
     estimator: Estimator
 
     @classmethod
-    def of(cls, estimator: Estimator) -> EstimatorName:
-        """The name of `estimator`."""
-        name = cls(estimator.name)
+    def of(cls, estimator: Estimator, text: str) -> EstimatorName:
+        """`text`, the name of `estimator` or the path that led to it."""
+        name = cls(text)
         name.estimator = estimator
         return name
 
@@ -72,8 +72,8 @@ def find_estimator(given: str | Estimator | Callable[[CreditInputs], Credit], *,
         row = Estimator(name=name, compute=target, needs_critic=has_critic)
     else:
         raise ValueError(
-            f"advantage_estimator={given!r} is a {type(target).__name__}, which cannot be called. Name a function "
-            "from CreditInputs to Credit, or an Estimator."
+            f"advantage_estimator={given!r} is of type {type(target).__name__}, which cannot be called. Name a "
+            "function from CreditInputs to Credit, or an Estimator."
         )
     _check_own(row)
     return row

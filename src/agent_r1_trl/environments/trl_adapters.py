@@ -54,7 +54,13 @@ class FunctionToolsEnv(ToolEnv):
 class SingleTurnEnv(ToolEnv):
     """No tools and no reward of its own: the prompt is answered in one turn, and `reward_funcs` score the answer."""
 
+    tool_call_reward = 0.0
+    tool_error_reward = 0.0
     has_reward = False
+
+    def is_done(self, message: Message) -> bool:
+        """Any answer ends the trajectory."""
+        return True
 
 
 class TRLEnvAdapter(ToolEnv):

@@ -79,8 +79,18 @@ class Generator(ABC):
         """
         return None
 
-    def sleep(self) -> None:  # noqa: B027 - optional
-        """Give the memory of weights and cache to the trainer until the next `sync`."""
+    def sleep(self) -> bool | None:
+        """Give the memory of weights and cache to the trainer until the next `sync`.
+
+        Returns:
+            False if there was nothing to give, so that the weights are still there.
+        """
+        return False
+
+    @property
+    def can_score(self) -> bool:
+        """Whether `scores` is implemented."""
+        return getattr(self.scores, "__func__", None) is not Generator.scores
 
     def close(self) -> None:  # noqa: B027 - optional
         """Fail the requests that are under way and free what the generator holds."""

@@ -54,7 +54,9 @@ def sync_weights(
     start = time.perf_counter()
     if generator.sync(model) is False:  # None, from a user's own `sync`, counts as done
         return {}
-    gap = probe_sync(generator, model, probe_ids(tokenizer), max_gap=max_gap, is_autocast=is_autocast)
+    gap = None
+    if generator.can_score:
+        gap = probe_sync(generator, model, probe_ids(tokenizer), max_gap=max_gap, is_autocast=is_autocast)
     metrics = {"time/sync_s": time.perf_counter() - start}
     return metrics if gap is None else metrics | {"sampling/sync_logprob_gap": gap}
 

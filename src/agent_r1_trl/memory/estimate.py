@@ -14,7 +14,6 @@ from agent_r1_trl.memory.setup import MemorySetup
 from agent_r1_trl.memory.shape import ModelShape
 
 GIB = 1024**3
-PHASES = ("always", "update", "rollout")
 CONTEXT_BYTES = GIB
 """Allowance for the CUDA context and the workspaces of cuBLAS and NCCL."""
 ZERO_BUCKET = 500_000_000

@@ -16,6 +16,7 @@ from trl import GRPOConfig
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import EstimatorName, estimator_names, find_estimator
 from agent_r1_trl.generation.vllm.find_servers import check_urls
+from agent_r1_trl.rollout.limits import check_whole_number
 from agent_r1_trl.update.importance import UNITS
 from agent_r1_trl.update.layout import PACKED_LAYOUTS, UPDATE_LAYOUTS
 
@@ -34,7 +35,7 @@ def check_config(config: MultiTurnConfig) -> None:
         ValueError: names the flag, its value, the rule and the cure.
     """
     config.check_limits()
-    check_positive_int(config, "generation_batch_rows")
+    check_whole_number("generation_batch_rows", config.generation_batch_rows)
     check_serving(config)
     check_overlap(config)
     settle_truncated_trajectories(config)
@@ -120,7 +121,7 @@ def settle_truncated_trajectories(config: MultiTurnConfig) -> None:
     if config.mask_truncated_completions and config.truncated_trajectories == "penalise":
         raise ValueError(
             "mask_truncated_completions=True contradicts truncated_trajectories='penalise': a masked trajectory "
-            "feels no penalty. Remove one of the two."
+            "is not trained on, so the penalty would have no effect. Remove one of the two."
         )
     if config.mask_truncated_completions:
         config.truncated_trajectories = "mask"
@@ -136,11 +137,11 @@ def check_truncation_penalty(config: MultiTurnConfig) -> None:
 
 
 def settle_estimator(config: MultiTurnConfig) -> None:
-    """The estimator fits the trainer and has the groups that it needs; an object is replaced by its name."""
+    """The estimator fits the trainer and has the groups that it needs; a user's own is looked up once, here."""
     given: Any = config.advantage_estimator
     row = find_estimator(given, has_critic=config.has_critic)
-    if not isinstance(given, str):
-        config.advantage_estimator = EstimatorName.of(row)
+    if row.name not in ESTIMATORS:
+        config.advantage_estimator = EstimatorName.of(row, given if isinstance(given, str) else row.name)
     if row.needs_critic is not config.has_critic:
         other = "MultiTurnPPOTrainer (PPO)" if row.needs_critic else "MultiTurnGRPOTrainer (GRPO)"
         raise ValueError(
@@ -242,16 +243,6 @@ def settle_ddp(config: MultiTurnConfig) -> None:
 
 
 # -------------------------------------------------------------------- single values
-
-
-def check_positive_int(config: MultiTurnConfig, *names: str, minimum: int = 1) -> None:
-    """Whole numbers from `minimum` on."""
-    for name in names:
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ValueError(
-                f"{name}={value!r} must be a whole number >= {minimum}. Set {name} to a value in that range."
-            )
 
 
 def check_choice(config: MultiTurnConfig, name: str, choices: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""From the user's arguments, reward functions and data set to those that TRL's constructor is called with.
+"""Turns the user's arguments, reward functions and data set into those for TRL's constructor.
 
 They are checked here, before a model is loaded.
 """
@@ -47,8 +47,8 @@ def trl_rewards(
     has_own = bool(turn_reward_funcs) or has_own_reward(env_factory)
     if not has_own and not reward_funcs:
         raise ValueError(
-            "No reward source: tools= are plain functions and earn nothing. Pass reward_funcs= (or "
-            "turn_reward_funcs=), or env= with an outcome_reward."
+            "No reward source: nothing scores a trajectory (plain functions as tools= earn nothing). Pass "
+            "reward_funcs= or turn_reward_funcs=, or env= with an outcome_reward."
         )
     args = copy.copy(config)
     args.use_vllm = False
@@ -69,7 +69,7 @@ def trl_dataset(train_dataset: Any, config: MultiTurnConfig) -> Any:
     """The data set that TRL sees: the user's, or empty rows that drive the loop when the environment owns the data.
 
     Raises:
-        ValueError: for too few rows, and for a run whose length neither data nor `max_steps` tells.
+        ValueError: for too few rows, and if neither the data nor `max_steps` sets the length.
     """
     num_prompts = max(1, config.generation_batch_size // config.num_generations)
     if train_dataset is None:

@@ -135,7 +135,7 @@ class CreditEstimator:
 
 
 def credit_settings(args: MultiTurnConfig) -> CreditSettings:
-    """What of the arguments estimators read. Those that only the PPO trainer has keep their defaults elsewhere."""
+    """The arguments that estimators read. Those of the PPO trainer keep their defaults in the other one."""
     names = [item.name for item in dataclasses.fields(CreditSettings)]
     return CreditSettings(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Lookahead:
-    """Passes on the batches of an epoch and can tell the later ones, so that their rollout can begin early.
+    """Passes on the batches of an epoch and can look at later ones, so that their rollout can begin early.
 
     Batches are counted in the Trainer's micro-steps, one batch each.
     """

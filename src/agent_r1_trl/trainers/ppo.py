@@ -1,8 +1,7 @@
 """`MultiTurnPPOTrainer`: a critic, and credit for every turn by generalised advantage estimation.
 
-Names of TRL and of transformers' Trainer that this file touches besides those of `multi_turn.py` and its bases:
-`_compute_loss` (the policy loss stays TRL's), `create_optimizer`, `create_scheduler`, `save_model`,
-`_load_from_checkpoint`, `current_gradient_accumulation_steps`.
+Names of transformers' Trainer that this file touches besides those of `multi_turn.py`: `create_optimizer`,
+`create_scheduler`, `save_model`, `_load_from_checkpoint`. The policy loss stays TRL's.
 """
 
 from __future__ import annotations
@@ -93,13 +92,13 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     def _old_values(
         self, inputs: dict[str, Any], trajectories: list[Trajectory]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(B, T) values of the completion tokens and (B,) values behind the last one of truncated rows."""
+        """(B, T) values of the completion tokens and (B,) values after the last one of truncated rows."""
         rows = len(trajectories)
         size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
         with torch.no_grad():
             chunks = []
             for start in range(0, rows, size):
-                chunk = {name: inputs[name][start : start + size] for name in _ROWS if name in inputs}
+                chunk = {name: inputs[name][start : start + size] for name in _COLUMNS if name in inputs}
                 ids, mask = whole_rows(chunk)
                 result = self.model(input_ids=ids, attention_mask=mask, values_only=True)
                 chunks.append(result.state_values)
@@ -133,7 +132,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         name = self.args.critic_context
         if name not in row:
             raise ValueError(
-                f"critic_context={name!r} is no column of the data set, which has {', '.join(sorted(row))}. Set "
+                f"critic_context={name!r} is not a column of the data set, which has {', '.join(sorted(row))}. Set "
                 "critic_context to one of them, or remove it."
             )
         value = row[name]
@@ -168,7 +167,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         )
         loss = total / self._normaliser(inputs["num_value_items"])
         self._log_value_loss(total.detach(), num_clipped, mask)
-        # During warm-up the policy's part stays in the graph (DDP wants every parameter) and counts nothing.
+        # During warm-up the policy's part stays in the graph (DDP wants every parameter) with weight 0.
         weight = 0.0 if self.is_warming_up and self.model.training else 1.0
         return weight * policy_loss + self.args.value_loss_coef * loss
 
@@ -208,7 +207,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         return scheduler
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """TRL's step with the critic awake."""
+        """TRL's step, with the critic's gradients switched on again."""
         self._refresh_critic()
         return super().training_step(*args, **kwargs)
 
@@ -225,7 +224,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         self._refresh_critic()
 
 
-_ROWS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "privileged_ids", "privileged_mask")
+_COLUMNS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "privileged_ids", "privileged_mask")
 
 
 class _ValueCollector:

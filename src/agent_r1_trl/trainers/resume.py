@@ -16,7 +16,7 @@ ROLLOUT_STATE = "rollout_state_rank{rank}.pt"
 
 
 def save_rollout_state(folder: Path, rank: int, *, step: int, buffered_inputs: Any) -> None:
-    """Write where between two rollouts the run stands, all or nothing.
+    """Save the position between two rollouts; the file is written completely or not at all.
 
     Args:
         folder: of the checkpoint.

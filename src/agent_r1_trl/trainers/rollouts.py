@@ -96,7 +96,7 @@ class Rollout:
         return self._future.result()
 
     def cancel(self) -> None:
-        """Stop the trajectories; nobody wants them any more."""
+        """Stop the trajectories."""
         self._future.cancel()
 
 
@@ -124,7 +124,7 @@ def trl_generation(
 
     Args:
         played: B trajectories.
-        pad_token_id: stands where there is no token: TRL crashes on empty completions.
+        pad_token_id: placeholder for an empty prompt or completion, on which TRL crashes.
         in_loss: whether a trajectory's action tokens enter the loss.
         has_logprobs: whether TRL compares the sampler's log-probs with the trainer's (`use_vllm`).
     """
@@ -332,8 +332,8 @@ class Rollouts:
 
     def _rest(self) -> None:
         """Give a resting engine's memory to the update (`vllm_enable_sleep_mode`)."""
-        if self.args.use_vllm and self.args.vllm_enable_sleep_mode:
-            self.runner.generator.sleep()
+        may_sleep = self.args.use_vllm and self.args.vllm_enable_sleep_mode
+        if may_sleep and self.runner.generator.sleep() is not False:
             self.synced_step = -1  # its weights are gone
 
     def close(self) -> None:

@@ -73,7 +73,7 @@ def whole_rows(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
 
 
 def open_loss_mask(output: dict[str, Any], in_loss: Sequence[bool], accelerator: Any) -> None:
-    """The ablation without loss mask: observation tokens of rows in the loss enter it, and its normaliser.
+    """The ablation without loss mask: in rows that are in the loss, observation tokens count, too.
 
     Args:
         output: TRL's batch of B rows; its `tool_mask` and `num_items_in_batch` are replaced.

@@ -30,7 +30,7 @@ def sampling_ratio(
     bounds: tuple[float | None, float | None] = (None, None),
     is_masked: bool = False,
 ) -> torch.Tensor:
-    """Ratios of the trainer's probability to the sampler's, for every token of a unit the same.
+    """Ratios of the trainer's probability to the sampler's, the same for every token of a unit.
 
     Args:
         difference: (B, T) trainer's minus sampler's log-probability; NaN (the engine could not tell) counts as 0.

@@ -1,4 +1,4 @@
-"""How the rows of a rollout meet in the forward passes of the update (`update_layout`).
+"""How the rows of a rollout are laid out in the forward passes of the update (`update_layout`).
 
 TRL shuffles the rows of a rollout and cuts them into micro-batches that all stay as wide as the longest trajectory.
 Here rows are moved only between micro-batches of one optimizer step, whose gradients are added up anyway.

@@ -132,7 +132,7 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
 
 @dataclass
 class LossPass:
-    """What one computation of the loss shares with the forward pass inside it."""
+    """State of one loss computation: its mask, and the log-probs of the forward pass inside it."""
 
     mask: torch.Tensor
     """(B, T) tokens that enter the loss."""
@@ -141,7 +141,7 @@ class LossPass:
 
     def extra_term(
         self, extra_loss: Callable[..., torch.Tensor | None], inputs: dict[str, Any], accelerator: Any
-    ) -> tuple[torch.Tensor | float, dict[str, float]]:
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         """The user's loss term, summed over the tokens of this micro-batch, and its mean per token over all ranks.
 
         Args:
@@ -156,7 +156,7 @@ class LossPass:
         assert self.log_probs is not None
         term = extra_loss(inputs, torch.where(mask, self.log_probs, 0.0), mask)
         if term is None:
-            return 0.0, {}
+            term = mask.new_zeros((), dtype=torch.float32)  # other ranks may have one: they wait in the reduction
         if not isinstance(term, torch.Tensor) or term.dim() != 0:
             found = f"a tensor of shape {tuple(term.shape)}" if isinstance(term, torch.Tensor) else repr(term)
             raise ValueError(

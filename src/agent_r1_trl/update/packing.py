@@ -156,7 +156,7 @@ def packed_log_probs(model: Any, backbone: nn.Module, batch: PackedBatch) -> tup
         output = model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
-            attention_mask=batch.input_ids.new_ones(1, 1, 1, 1),  # 4-D masks pass as they are: none is built
+            attention_mask=batch.input_ids.new_ones(1, 1, 1, 1),  # a 4-D mask is passed through, so no mask is built
             packed_layout=batch.layout,
             shift_labels=batch.labels,
             fused_lm_head=True,
@@ -172,7 +172,7 @@ def _spread(values: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _only(backbone: nn.Module, sources: torch.Tensor) -> Iterator[None]:
-    """The backbone hands on the hidden states at `sources`, so that the head computes nothing that is not read."""
+    """The backbone returns only the hidden states at `sources`, so that the head computes nothing that is not read."""
 
     def select(module: nn.Module, args: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state[:, sources]
@@ -252,7 +252,7 @@ AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)
 
 
 def use_packed_attention(base: Any) -> None:
-    """Prepare a causal LM for packed rows; whatever it does otherwise, it does as before.
+    """Prepare a causal LM for packed rows; nothing else about it changes.
 
     Raises:
         ValueError: for a model that packed rows do not cover.
