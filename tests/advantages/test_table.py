@@ -154,7 +154,7 @@ def test_what_is_no_estimator_is_refused():
 
 
 def test_the_name_of_an_object_is_a_string_that_keeps_its_row_until_it_is_stored():
-    name = EstimatorName.of(Estimator(name="mine", compute=lambda inputs: None))
+    name = EstimatorName.of(Estimator(name="own", compute=lambda inputs: None), "mine")
     assert find_estimator(copy.deepcopy(name), has_critic=False) is name.estimator
     stored = pickle.loads(pickle.dumps(name))
     assert (type(stored), stored) == (str, "mine")
