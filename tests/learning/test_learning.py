@@ -52,7 +52,8 @@ def key_door(tmp_path_factory):
     return play
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
 @algorithms
 def test_the_bandit_is_solved(tmp_path, algorithm, seed):
     assert learn(tmp_path, BanditEnv, seed=seed, max_rollouts=30, **ALGORITHMS[algorithm]).is_solved
