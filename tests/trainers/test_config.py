@@ -173,3 +173,23 @@ def test_every_field_of_ours_has_help():
     assert len(own) >= 30
     for name in own:
         assert ours[name].metadata["help"], name
+
+
+@pytest.mark.parametrize("config_class", [MultiTurnGRPOConfig, MultiTurnPPOConfig])
+def test_only_what_was_asked_for_is_among_the_asked_features(config_class):
+    trl_options = {"num_generations": 2, "max_completion_length": 77, "mask_truncated_completions": True, "beta": 0.1}
+    assert config_class(**CPU).asked_features() == []
+    assert config_class(**CPU, **trl_options).asked_features() == []
+    asked = {"max_turns": 3, "kl_placement": "reward", "update_layout": "grouped", "record_trajectories": "none"}
+    estimator = "bilevel_gae" if config_class.has_critic else "reinforce_pp"
+    config = config_class(**CPU, beta=0.1, advantage_estimator=estimator, **asked)
+    assert set(config.asked_features()) == {*asked, "advantage_estimator"}  # and not the estimator's gamma_turn
+
+
+def test_a_plain_grpo_config_asks_for_no_feature():
+    plain = GRPOConfig(**CPU, scale_rewards=False, mask_truncated_completions=True)
+    assert MultiTurnGRPOConfig.from_grpo_config(plain).asked_features() == []
+    assert MultiTurnGRPOConfig(**CPU, advantage_estimator="gigpo", gamma_turn=0.9).asked_features() == [
+        "advantage_estimator",
+        "gamma_turn",
+    ]

@@ -200,6 +200,20 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         """
         check_config(self)
 
+    def asked_features(self) -> list[str]:
+        """Names of our own fields, not TRL's, that have another value than their default.
+
+        What follows from other arguments was not asked for: the `gamma_turn` of the estimator, and the
+        `truncated_trajectories` that `mask_truncated_completions` means.
+        """
+        trl_names = {item.name for item in fields(GRPOConfig)}
+        defaults = {item.name: item.default for item in fields(self) if item.name not in trl_names}
+        if self.gamma_turn == self.estimator.default_gamma_turn:
+            del defaults["gamma_turn"]
+        if self.mask_truncated_completions:
+            del defaults["truncated_trajectories"]
+        return [name for name, default in defaults.items() if getattr(self, name) != default]
+
     def rollout_limits(self, max_model_length: int | None = None) -> RolloutLimits:
         """These limits, with those that TRL's own arguments set.
 
