@@ -76,10 +76,10 @@ def _load_file(setting: str, file_name: str) -> ModuleType:
 
 
 def _import_error(setting: str, error: Exception) -> ValueError:
-    return ValueError(f"{setting}: importing it raises {describe_error(error)}. Correct the module.")
+    return ValueError(f"{setting}: importing it raises {locate_error(error)}. Correct the module.")
 
 
-def describe_error(error: Exception) -> str:
+def locate_error(error: Exception) -> str:
     """Type and message of an error, and the line that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {str(error).rstrip('.')} ({last.filename}, line {last.lineno})"

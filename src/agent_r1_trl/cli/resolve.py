@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.cli.errors import UsageError
-from agent_r1_trl.objects import describe_error, did_you_mean, import_object
+from agent_r1_trl.objects import did_you_mean, import_object, locate_error
 
 BUILT_IN_ENVS = {"search_qa": "agent_r1_trl.environments.SearchQAEnv"}
 FILE_FORMATS = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -56,7 +56,7 @@ def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[
         env = factory()
     except Exception as error:  # the user's class may raise anything
         raise UsageError(
-            f"env={name!r} with env_kwargs={kwargs} cannot be created: {describe_error(error)}. Set env_kwargs "
+            f"env={name!r} with env_kwargs={kwargs} cannot be created: {locate_error(error)}. Set env_kwargs "
             "accordingly, or correct the environment."
         ) from error
     missing = [method for method in ("reset", "step") if not callable(getattr(env, method, None))]
