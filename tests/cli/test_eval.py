@@ -130,6 +130,12 @@ def test_a_mistake_in_the_recipe_is_refused_with_setting_and_value(recipe, refus
     assert f"{setting}={value!r}" in refusal("eval", "--config", recipe(**{setting: value}))
 
 
+def test_a_limit_that_is_null_is_refused_before_the_data_are_read(recipe, refusal):
+    path = Path(recipe(max_completion_length=None, eval_dataset_name="nowhere.jsonl"))
+    path.write_text(path.read_text() + "max_completion_length: null\n")
+    assert "max_completion_length=None" in refusal("eval", "--config", path)
+
+
 def test_an_output_directory_that_is_a_file_is_refused_before_the_model_plays(recipe, refusal, capsys):
     assert "output_dir='train.jsonl'" in refusal("eval", "--config", recipe(), "--output_dir", "train.jsonl")
     assert "examples" not in capsys.readouterr().out

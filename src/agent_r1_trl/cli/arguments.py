@@ -139,6 +139,7 @@ class EvalArguments(RolloutSettings, TaskArguments):
         self.chat_template_kwargs = read_mapping("chat_template_kwargs", self.chat_template_kwargs)
         if not self.env:
             raise UsageError(f"env: not set, so the agent has nothing to act in. Set env. {_ENV_HELP}")
+        self.check_limits()
         check_positive("num_examples", self.num_examples)
         check_positive("num_generations_eval", self.num_generations_eval)
         check_positive("generation_batch_rows", self.generation_batch_rows)
