@@ -30,6 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from agent_r1_trl.advantages.estimators import Credit
 from agent_r1_trl.environments.factory import resolve_env_factory
+from agent_r1_trl.generation.adapters import check_adapters
 from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.construction import (
     TRL_CHANGES,
@@ -130,6 +131,7 @@ class MultiTurnTrainer(GRPOTrainer):
         train_dataset = trl_dataset(train_dataset, config)
         super().__init__(model, reward_funcs, trl_args, train_dataset, eval_dataset, *positional, **kwargs)
         check_tokenizer(self.processing_class, is_vlm=self._is_vlm)
+        check_adapters(self.model, is_merged=config.use_vllm)
         for name in TRL_CHANGES:  # TRL is constructed: from here on the user's own values hold
             setattr(self.args, name, getattr(config, name))
         self.use_vllm = config.use_vllm

@@ -16,6 +16,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
+from agent_r1_trl.generation.adapters import check_adapters
 from agent_r1_trl.generation.base import Generation, GenerationError
 from agent_r1_trl.generation.local.attention import grouped_attention
 from agent_r1_trl.generation.local.decoding import ModelRunner, evaluation_mode
@@ -99,6 +100,7 @@ class TransformersGenerator(ThreadedGenerator):
             raise ValueError(f"max_batch_size={max_batch_size}: at least one row must run; set it to 1 or more.")
         from accelerate.utils import extract_model_from_parallel
 
+        check_adapters(model)
         # DDP's own forward may broadcast buffers: a collective call, which ranks of unequal load must not make.
         self._model: nn.Module = extract_model_from_parallel(model)
         self._stop_token_ids = frozenset(stop_token_ids)

@@ -15,7 +15,8 @@ from agent_r1_trl.generation.weights import CRITIC_ADAPTER, gather_for
 def served_adapter(model: Any) -> str | None:
     """Name of the policy's adapter if vLLM can serve it next to the base weights, else None.
 
-    vLLM serves plain LoRA on linear layers and embeddings: no DoRA, no biases, no whole modules trained with it.
+    vLLM serves plain LoRA on linear layers and embeddings: no DoRA or other variants, no biases, no whole modules
+    trained with it.
     """
     active = model.active_adapters if hasattr(model, "peft_config") else []
     names = [name for name in active if name != CRITIC_ADAPTER]
@@ -32,6 +33,7 @@ def served_adapter(model: Any) -> str | None:
                 "alpha_pattern", "target_parameters", "layer_replication",
             )
         )
+        and not any(names[0] in getattr(module, "lora_variant", {}) for module in model.modules())
     )  # fmt: skip
     return names[0] if is_plain else None
 

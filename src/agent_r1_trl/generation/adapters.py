@@ -1,0 +1,44 @@
+"""Which PEFT adapters a sampler can follow: those whose tokens are computed one by one, as a cache does.
+
+Most kinds adapt single layers, and a token's hidden states depend on the tokens before it alone: sampler and trainer
+then agree. Some read more than that, and a sampler that continues from a cache would silently be another policy.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+_READS_MORE = {
+    "LILY": "its router averages over all tokens of a forward pass",
+    "POLY": "its router needs task_ids with every call",
+    "SHADOW": "its shadow network keeps a cache of its own",
+    "XLORA": "its gate reads the whole sequence in a pass of its own",
+}
+"""Kind of adapter -> why a sampler with a cache is not the policy that the trainer scores."""
+
+
+def check_adapters(model: nn.Module, *, is_merged: bool = False) -> None:
+    """Refuse adapters with which the sampler would not be the policy that is trained.
+
+    Args:
+        model: a transformers model or a `PeftModel` around one.
+        is_merged: whether the sampler receives the adapter merged into the weights (vLLM).
+
+    Raises:
+        ValueError: names the kind of adapter, the reason and the cure.
+    """
+    for config in getattr(model, "peft_config", {}).values():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        reason = _READS_MORE.get(kind)
+        if config.is_prompt_learning:
+            reason = "its virtual tokens stand before every sequence, where the rollout's cache has no place for them"
+        if getattr(config, "alora_invocation_tokens", None) is not None:
+            kind, reason = "activated LoRA", "it is switched on by tokens that a continued turn does not show it"
+        if is_merged and kind == "ADAPTION_PROMPT":
+            reason = "it cannot be merged into the weights that vLLM receives"
+        if reason is not None:
+            raise ValueError(
+                f"peft_config={type(config).__name__} ({kind}): {reason}, so the sampler would not be the policy that "
+                "is trained. Use an adapter of the model's layers, such as peft_config=LoraConfig(), or train the "
+                "whole model."
+            )
