@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -261,7 +261,7 @@ class Rollouts:
         )
         params = self.params
         if not position.is_training and self.args.eval_temperature is not None:
-            params = SamplingParams(temperature=self.args.eval_temperature)
+            params = replace(params, temperature=self.args.eval_temperature)
         return Rollout(self.runner, requests, params, synced_step=self.synced_step)
 
     def _start_upcoming(self, position: Position) -> None:
