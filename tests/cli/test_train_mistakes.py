@@ -129,6 +129,10 @@ number = 3
 '''
 ROW = '{"prompt": "Who?"}\n'
 TRAIN = {
+    "an option that the rollout cannot honour": (
+        {"generation_kwargs": {"num_beams": 2}, "dataset_name": "trian.jsonl"},  # before the data are read
+        "generation_kwargs=",
+    ),
     "no data file": ({"dataset_name": "trian.jsonl"}, "dataset_name='trian.jsonl'.*'train.jsonl'"),
     "no data folder": ({"dataset_name": "./data"}, "dataset_name='./data'"),
     "data of another kind": ({"dataset_name": "rows.txt"}, "dataset_name='rows.txt'"),

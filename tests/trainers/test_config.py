@@ -5,18 +5,20 @@ import re
 import sys
 from dataclasses import fields
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from peft import get_peft_model
 from torch import nn
-from trl import GRPOConfig
+from transformers import TrainingArguments
+from trl import GRPOConfig, RLOOConfig, SFTConfig
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.generation.vllm.build import check_vllm, server_urls
-from agent_r1_trl.trainers.config import UNSUPPORTED_OPTIONS, MultiTurnConfig, MultiTurnGRPOConfig
+from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
+from agent_r1_trl.trainers.rollout_checks import UNSUPPORTED_OPTIONS
 from agent_r1_trl.trainers.trl_arguments import ModelConfig, get_peft_config
 from tests.generation.helpers import tiny_model
 
@@ -54,7 +56,13 @@ def test_what_belongs_to_an_estimator_is_set_and_what_contradicts_it_is_refused(
         assert row.loss_type in (None, config.loss_type)
         for option, refused in (
             ({"loss_type": "bnpo"}, row.loss_type is not None),
-            ({"scale_rewards": "batch"}, "scale_rewards" in row.ignores),
+            ({"scale_rewards": "batch"}, name not in ("grpo", "reinforce_pp", "reinforce_pp_baseline")),
+            ({"scale_rewards": False}, name in ("reinforce_pp", "reinforce_pp_baseline", "turn_grpo", "gigpo")),
+            ({"scale_rewards": True}, False),
+            ({"gamma": 0.5}, "gamma" not in row.options),
+            ({"gamma_turn": 0.5}, "gamma_turn" not in row.options),
+            ({"gamma_turn": row.default_gamma_turn}, False),
+            ({"step_weight": 0.5}, name != "gigpo"),
             ({"num_generations": 1}, row.needs_group),
             ({"kl_placement": "reward", "beta": 0.1}, not row.reads_token_rewards),
             ({"separate_process_advantages": True}, row.needs_critic),
@@ -65,8 +73,9 @@ def test_what_belongs_to_an_estimator_is_set_and_what_contradicts_it_is_refused(
                 config_class(**CPU, advantage_estimator=name, **option)
     assert MultiTurnGRPOConfig(**CPU, advantage_estimator="gigpo").gamma_turn == 0.95
     assert MultiTurnGRPOConfig(**CPU, advantage_estimator="dr_grpo").loss_type == "dr_grpo"
-    with pytest.raises(ValueError, match="scale_rewards='batch'"):
-        MultiTurnGRPOConfig(**CPU, advantage_estimator="rloo", scale_rewards="batch")
+    with pytest.raises(ValueError, match=r"lam_turn=0\.5 has no effect .* or set advantage_estimator='bilevel_gae'"):
+        MultiTurnPPOConfig(**CPU, lam_turn=0.5)
+    MultiTurnPPOConfig(**CPU, lam_turn=0.5, advantage_estimator="bilevel_gae")
 
 
 def test_a_plain_grpo_config_is_accepted_and_left_untouched():
@@ -82,6 +91,73 @@ def test_trls_truncation_mask_conflicts_with_a_penalty():
     with pytest.raises(ValueError, match="mask_truncated_completions=True contradicts"):
         MultiTurnGRPOConfig(**CPU, mask_truncated_completions=True, truncated_trajectories="penalise")
     assert MultiTurnGRPOConfig(**CPU, mask_truncated_completions=True).truncated_trajectories == "mask"
+
+
+def test_the_arguments_of_another_trainer_are_refused_with_the_right_class():
+    for config_class, args in (
+        (MultiTurnGRPOConfig, MultiTurnPPOConfig(**CPU)),
+        (MultiTurnPPOConfig, MultiTurnGRPOConfig(**CPU)),
+        (MultiTurnGRPOConfig, SFTConfig(**CPU)),
+        (MultiTurnPPOConfig, RLOOConfig(**CPU)),
+        (MultiTurnGRPOConfig, TrainingArguments(output_dir="unused", use_cpu=True)),
+        (MultiTurnPPOConfig, {"output_dir": "unused"}),
+    ):
+        right = f"args={type(args).__name__} is not .* Pass args={config_class.__name__}"
+        with pytest.raises(TypeError, match=right):
+            config_class.from_grpo_config(args)
+
+
+def test_a_plain_grpo_config_keeps_its_groups_in_the_ppo_trainer():
+    config = MultiTurnPPOConfig.from_grpo_config(GRPOConfig(**CPU))
+    assert (config.num_generations, config.advantage_estimator, config.lam) == (8, "gae", 0.95)
+
+
+def test_what_trl_accepts_is_checked_only_where_our_rollout_plays():
+    for flag, options in {
+        "max_completion_length": {"max_completion_length": None},
+        "top_p": {"use_vllm": True, "top_p": 0.9},
+        "vespo_k_pos": {"vespo_k_pos": 1.0},
+        "generation_kwargs": {"generation_kwargs": {"num_beams": 2}},
+        "temperature": {"temperature": 0.0},
+    }.items():
+        for config in (MultiTurnGRPOConfig(**CPU, **options), GRPOConfig(**CPU, **options)):
+            config = MultiTurnGRPOConfig.from_grpo_config(config)
+            with pytest.raises(ValueError, match=f"^{flag}="):
+                config.check_supported()
+
+
+def test_a_script_for_trl_with_sensible_values_is_accepted():
+    plain = GRPOConfig(
+        **CPU, learning_rate=1e-5, temperature=0.9, top_p=0.95, beta=0.001, num_iterations=2, epsilon_high=0.28,
+        scale_rewards=False, mask_truncated_completions=True, log_completions=True, num_completions_to_print=2,
+        chat_template_kwargs={"enable_thinking": False}, max_tool_calling_iterations=3, pad_to_multiple_of=8,
+        vllm_mode="server", vllm_server_port=8001, vllm_gpu_memory_utilization=0.5, vllm_tensor_parallel_size=2,
+        loss_type="bnpo", importance_sampling_level="sequence", gradient_checkpointing=False,
+    )  # fmt: skip
+    MultiTurnGRPOConfig.from_grpo_config(plain).check_supported()
+    MultiTurnPPOConfig.from_grpo_config(plain).check_supported()
+
+
+def test_sharded_weights_are_gathered_for_ranks_that_sample_at_their_own_pace():
+    class Sharded(MultiTurnGRPOConfig):
+        world_size = 2
+
+    config = Sharded(**CPU, ds3_gather_for_generation=False)
+    config.check_supported()  # nothing is sharded
+    config.deepspeed_plugin = SimpleNamespace(zero_stage=3)
+    with pytest.raises(ValueError, match=r"ds3_gather_for_generation=False .* Set ds3_gather_for_generation=True"):
+        config.check_supported()
+    config.check_supported(has_generator=True)
+    config.ds3_gather_for_generation = True
+    config.check_supported()
+
+
+def test_sharding_by_fsdp_is_refused_wherever_it_was_asked_for(monkeypatch):
+    config = MultiTurnGRPOConfig(**CPU)
+    config.check_supported()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"^fsdp=.*zero3\.yaml"):
+        config.check_supported()
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED_OPTIONS))

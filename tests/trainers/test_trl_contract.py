@@ -9,8 +9,8 @@ from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer
 
 from agent_r1_trl.environments.factory import resolve_env_factory
-from agent_r1_trl.trainers.config import UNSUPPORTED_OPTIONS
 from agent_r1_trl.trainers.construction import trl_rewards
+from agent_r1_trl.trainers.rollout_checks import UNSUPPORTED_OPTIONS
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import PlainEnv, make_args, make_policy, make_trainer, questions, scored_batch
 

@@ -154,7 +154,8 @@ class Estimator:
     loss_type: str | None = None
     """TRL's `loss_type` that belongs to it (the loss normaliser); None if any does."""
     ignores: tuple[str, ...] = ()
-    """Training arguments that would have no effect: any value but the default and 'none' is refused."""
+    """Training arguments that would have no effect: any value but the default and 'none' is refused. For the rows of
+    the table below, these are the ones that `options` does not name."""
 
     def estimate(self, inputs: CreditInputs) -> Credit:
         """Call `compute`, check what it returns and set what stands outside the mask to 0.
@@ -332,7 +333,6 @@ _ROWS = (
         credit="one number per trajectory",
         papers=(_RLOO,),
         needs_group=True,
-        ignores=("scale_rewards",),
     ),
     Estimator(
         name="reinforce_pp",

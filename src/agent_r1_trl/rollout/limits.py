@@ -59,14 +59,18 @@ class RolloutSettings:
         },
     )
 
-    def check_limits(self) -> None:
+    def check_limits(self, *, is_length_optional: bool = False) -> None:
         """Check the limits.
+
+        Args:
+            is_length_optional: whether `max_completion_length` may be None, as where TRL generates.
 
         Raises:
             ValueError: names the limit, its value, the rule and the cure.
         """
-        for name in ("max_turns", "max_observation_tokens", "max_concurrency", "max_completion_length"):
+        for name in ("max_turns", "max_observation_tokens", "max_concurrency"):
             check_whole_number(name, getattr(self, name))
+        check_whole_number("max_completion_length", self.max_completion_length, is_optional=is_length_optional)
         check_whole_number("max_invalid_calls", self.max_invalid_calls, minimum=0)
         check_whole_number("max_tokens_per_turn", self.max_tokens_per_turn, is_optional=True)
         timeout = self.rollout_timeout

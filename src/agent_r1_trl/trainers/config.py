@@ -15,18 +15,7 @@ from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import estimator_names, find_estimator
 from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings
 from agent_r1_trl.trainers.config_checks import check_config
-
-UNSUPPORTED_OPTIONS: dict[str, tuple[Any, str]] = {
-    "generation_kwargs": (None, "set temperature, top_p, top_k, min_p or repetition_penalty directly"),
-    "cache_implementation": (None, "leave it unset: the rollout manages its own cache"),
-    "use_transformers_continuous_batching": (False, "leave it off: the rollout batches requests itself"),
-    "use_transformers_paged": (False, "leave it off: the rollout batches requests itself"),
-    "vllm_structured_outputs_regex": (None, "leave it unset: tool calls are free text"),
-    "multi_objective_aggregation": ("sum_then_normalize", "keep 'sum_then_normalize'"),
-    "remove_unused_columns": (False, "set remove_unused_columns=False: environments read the other columns"),
-    "vllm_tensor_parallel_size": (1, "keep 1, or start a server with --tensor-parallel-size and vllm_mode='server'"),
-}
-"""TRL options that the multi-turn path cannot honour: name -> (the only value accepted, the cure)."""
+from agent_r1_trl.trainers.rollout_checks import check_rollout
 
 
 def _readers(option: str) -> str:
@@ -228,7 +217,18 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
 
     @classmethod
     def from_grpo_config(cls, args: GRPOConfig) -> MultiTurnConfig:
-        """A copy of `args` with our fields at their defaults (a `MultiTurnConfig` is returned as a copy)."""
+        """A copy of `args` with our fields at their defaults (a `MultiTurnConfig` is returned as a copy).
+
+        Raises:
+            TypeError: the arguments are those of another trainer; names the right class.
+        """
+        is_ours = isinstance(args, MultiTurnConfig)
+        if not isinstance(args, GRPOConfig) or (is_ours and args.has_critic is not cls.has_critic):
+            trainer = cls.__name__.replace("Config", "Trainer")
+            raise TypeError(
+                f"args={type(args).__name__} is not a configuration of {trainer}. Pass args={cls.__name__}(...) "
+                "(or TRL's GRPOConfig)."
+            )
         config = copy.copy(args)
         if isinstance(config, MultiTurnConfig):
             return config
@@ -239,16 +239,21 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         config.check_multi_turn()
         return config
 
-    def check_supported(self) -> None:
-        """Refuse TRL options that the multi-turn path would ignore.
+    @classmethod
+    def default_of(cls, name: str) -> Any:
+        """The default of a field."""
+        return cls.__dataclass_fields__[name].default
+
+    def check_supported(self, *, has_generator: bool = False) -> None:
+        """Check what only matters where our rollout plays: a trainer without environment and tools leaves it to TRL.
+
+        Args:
+            has_generator: whether the user brought a generator.
 
         Raises:
             ValueError: names the option, its value and the cure.
         """
-        for name, (accepted, cure) in UNSUPPORTED_OPTIONS.items():
-            value = getattr(self, name, accepted)
-            if value != accepted and not (accepted is None and value in ({}, "")):
-                raise ValueError(f"{name}={value!r} is not supported by the multi-turn rollout. Cure: {cure}.")
+        check_rollout(self, has_generator=has_generator)
 
 
 @dataclass

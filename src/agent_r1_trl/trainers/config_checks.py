@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
-
-from trl import GRPOConfig
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import EstimatorName, estimator_names, find_estimator
 from agent_r1_trl.generation.vllm.find_servers import check_urls
 from agent_r1_trl.rollout.limits import check_whole_number
+from agent_r1_trl.trainers.rollout_checks import Need, check_needs
 from agent_r1_trl.update.importance import UNITS
 from agent_r1_trl.update.layout import PACKED_LAYOUTS, UPDATE_LAYOUTS
 
@@ -26,6 +24,16 @@ if TYPE_CHECKING:
 TRUNCATION_POLICIES = ("keep", "mask", "penalise")
 RECORD_FORMATS = ("jsonl", "parquet", "none")
 SCHEDULES = ("constant", "linear", "cosine")
+_UNITS_OF_RATIOS = ("importance_sampling_unit", "importance_sampling_length_normalized")
+OUR_NEEDS = (
+    Need(("truncation_penalty",), "truncated_trajectories", ("penalise",)),
+    Need(_UNITS_OF_RATIOS, "use_vllm", (True,)),
+    Need(_UNITS_OF_RATIOS, "vllm_importance_sampling_correction", (True,)),
+    Need(("generation_batch_rows",), "use_vllm", (False,)),
+    Need(("pad_to_multiple_of",), "update_layout", ("padded",)),
+    Need(("use_bias_correction_kl",), "kl_placement", ("loss",)),
+)
+"""Options that have no effect beside one of our own, or that are ours and have none beside one of TRL's."""
 
 
 def check_config(config: MultiTurnConfig) -> None:
@@ -34,7 +42,7 @@ def check_config(config: MultiTurnConfig) -> None:
     Raises:
         ValueError: names the flag, its value, the rule and the cure.
     """
-    config.check_limits()
+    config.check_limits(is_length_optional=True)
     check_whole_number("generation_batch_rows", config.generation_batch_rows)
     check_serving(config)
     check_overlap(config)
@@ -51,6 +59,8 @@ def check_config(config: MultiTurnConfig) -> None:
     check_truncation_penalty(config)
     check_eval_temperature(config)
     settle_normaliser(config)
+    check_unread_options(config)
+    check_needs(config, OUR_NEEDS)
 
 
 # -------------------------------------------------------------------- rollout
@@ -64,7 +74,8 @@ def check_eval_temperature(config: MultiTurnConfig) -> None:
 
 def check_serving(config: MultiTurnConfig) -> None:
     """Which vLLM engine, where, and how far its log-probabilities may be off."""
-    check_choice(config, "vllm_mode", ("colocate", "server"))
+    if config.use_vllm:
+        check_choice(config, "vllm_mode", ("colocate", "server"))
     if config.vllm_server_urls is not None:
         if not (config.use_vllm and config.vllm_mode == "server"):
             raise ValueError(
@@ -96,20 +107,22 @@ def check_overlap(config: MultiTurnConfig) -> None:
 
 
 def check_importance_sampling(config: MultiTurnConfig) -> None:
-    """Importance ratios need the sampler's whole distribution, not one that top_p and the like have cut."""
+    """The unit exists, and something depends on it."""
     if config.importance_sampling_unit is not None:
         check_choice(config, "importance_sampling_unit", UNITS)
     if not (config.use_vllm and config.vllm_importance_sampling_correction):
-        return
-    neutral = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
-    for name, accepted in neutral.items():
-        value = getattr(config, name)
-        if value not in accepted:
-            raise ValueError(
-                f"{name}={value!r} with importance sampling: the engine samples from a cut distribution, the "
-                f"trainer scores the whole one, and the ratio of the two is meaningless. Remove {name}, or set "
-                "vllm_importance_sampling_correction=False."
-            )
+        return  # `OUR_NEEDS` says the rest
+    unit = config.importance_sampling_unit or config.vllm_importance_sampling_mode.partition("_")[0]
+    if config.importance_sampling_length_normalized and unit == "token":
+        raise ValueError(
+            "importance_sampling_length_normalized=True has no effect on the ratio of a single token. Set "
+            "importance_sampling_unit to 'turn' or 'sequence', or remove importance_sampling_length_normalized."
+        )
+    if config.loss_type == "vespo" and config.importance_sampling_unit not in (None, "token"):
+        raise ValueError(
+            f"importance_sampling_unit={config.importance_sampling_unit!r} with loss_type='vespo', which multiplies "
+            "the ratios of the tokens itself. Remove importance_sampling_unit, or set another loss_type."
+        )
 
 
 # -------------------------------------------------------------------- rewards and advantages
@@ -205,21 +218,42 @@ def check_separate_advantages(config: MultiTurnConfig) -> None:
 def settle_normaliser(config: MultiTurnConfig) -> None:
     """Set the loss type that belongs to the estimator; refuse what the estimator would ignore."""
     row = config.estimator
-    defaults = {item.name: item.default for item in fields(GRPOConfig)}
     if row.loss_type is not None:
-        if config.loss_type not in (defaults["loss_type"], row.loss_type):
+        if config.loss_type not in (config.default_of("loss_type"), row.loss_type):
             raise ValueError(
                 f"loss_type={config.loss_type!r} contradicts advantage_estimator={row.name!r}, whose loss has a "
                 f"normaliser of its own. Remove loss_type or set loss_type={row.loss_type!r}."
             )
         config.loss_type = row.loss_type
-    for name in row.ignores:
-        value = getattr(config, name)
-        if value not in (defaults[name], "none"):
-            raise ValueError(
-                f"{name}={value!r} has no meaning with advantage_estimator={row.name!r}, which does not read it. "
-                f"Remove {name}, or use another estimator, such as advantage_estimator='grpo'."
-            )
+
+
+def check_unread_options(config: MultiTurnConfig) -> None:
+    """Refuse options of estimators that this one does not read; a user's own says itself which it `ignores`."""
+    row = config.estimator
+    is_ours = ESTIMATORS.get(row.name) is row
+    same = {"gamma_turn": row.default_gamma_turn, "scale_rewards": _SCALE_OF.get(row.name) if is_ours else "none"}
+    for name in [name for name in _ESTIMATOR_OPTIONS if name not in row.options] if is_ours else row.ignores:
+        value = getattr(config, name, None)
+        if value is None or value in (config.default_of(name), same.get(name)):
+            continue
+        readers = [
+            repr(other.name)
+            for other in ESTIMATORS.values()
+            if name in other.options and other.needs_critic is config.has_critic
+        ]
+        cure = f", or set advantage_estimator={' or '.join(readers)}" if readers else ""
+        raise ValueError(
+            f"{name}={value!r} has no effect with advantage_estimator={row.name!r}, which does not read it. Remove "
+            f"{name}{cure}."
+        )
+
+
+_ESTIMATOR_OPTIONS = ("gamma", "gamma_turn", "lam", "lam_turn", "step_weight", "scale_rewards")
+_SCALE_OF = {
+    **dict.fromkeys(("dr_grpo", "rloo", "gae", "bilevel_gae"), "none"),
+    **dict.fromkeys(("reinforce_pp", "reinforce_pp_baseline"), "batch"),
+}
+"""The `scale_rewards` that says what an estimator does anyway."""
 
 
 def check_update_layout(config: MultiTurnConfig) -> None:

@@ -124,7 +124,7 @@ class MultiTurnTrainer(GRPOTrainer):
         if self.env_factory is None:
             super().__init__(model, reward_funcs, config, train_dataset, eval_dataset, *positional, **kwargs)
             return
-        config.check_supported()
+        config.check_supported(has_generator=generator is not None)
         check_rollout_func(kwargs.get("rollout_func"))
         self.rewards = Rewards(config, self.turn_reward_funcs)
         reward_funcs, trl_args = trl_rewards(as_list(reward_funcs), config, self.turn_reward_funcs, self.env_factory)
