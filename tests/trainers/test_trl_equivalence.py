@@ -4,7 +4,6 @@ import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import (
     PlainEnv,
@@ -81,15 +80,3 @@ def test_one_turn_without_tools_equals_trl(tmp_path, options):
     assert any(gradient.abs().max() > 1e-4 for gradient in expected_gradients.values())
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=0, atol=1e-6, msg=name)
-
-
-def test_without_environment_or_tools_it_is_the_plain_trainer(tmp_path):
-    tokenizer = make_tokenizer("qwen3")
-    trainer = MultiTurnGRPOTrainer(
-        model=make_policy(tokenizer), reward_funcs=ids_reward, args=make_args(tmp_path, max_completion_length=6),
-        train_dataset=questions(), processing_class=tokenizer,
-    )  # fmt: skip
-    trainer.train()
-    logged = trainer.state.log_history[0]
-    assert "completions/mean_length" in logged
-    assert "rollout/turns" not in logged

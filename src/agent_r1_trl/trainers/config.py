@@ -193,7 +193,8 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         """Names of our own fields, not TRL's, that have another value than their default.
 
         What follows from other arguments was not asked for: the `gamma_turn` of the estimator, and the
-        `truncated_trajectories` that `mask_truncated_completions` means.
+        `truncated_trajectories` that `mask_truncated_completions` means. Nor is `record_trajectories="none"`: TRL's
+        rollout records none.
         """
         trl_names = {item.name for item in fields(GRPOConfig)}
         defaults = {item.name: item.default for item in fields(self) if item.name not in trl_names}
@@ -201,6 +202,8 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
             del defaults["gamma_turn"]
         if self.mask_truncated_completions:
             del defaults["truncated_trajectories"]
+        if self.record_trajectories == "none":
+            del defaults["record_trajectories"]
         return [name for name, default in defaults.items() if getattr(self, name) != default]
 
     def rollout_limits(self, max_model_length: int | None = None) -> RolloutLimits:

@@ -12,6 +12,7 @@ from typing import Any
 from datasets import Dataset
 
 from agent_r1_trl.environments.factory import EnvFactory, has_own_reward
+from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.rewards import environment_reward
 
@@ -27,6 +28,30 @@ def default_output_dir(model: Any, trainer_name: str) -> str:
     """TRL's: the name of the model and that of the trainer."""
     name = model if isinstance(model, str) else model.config._name_or_path
     return f"{name.split('/')[-1]}-{trainer_name}"
+
+
+def single_turn_factory(
+    config: MultiTurnConfig, train_dataset: Any, generator: Any, turn_reward_funcs: Any
+) -> EnvFactory | None:
+    """`SingleTurnEnv` if an argument asks for what TRL's own rollout cannot do; None leaves everything to TRL.
+
+    Raises:
+        ValueError: something was asked for, and the prompts are plain text, which a chat cannot stand for.
+    """
+    asked = config.asked_features()
+    asked += ["generator"] if generator is not None else []
+    asked += ["turn_reward_funcs"] if as_list(turn_reward_funcs) else []
+    if not asked:
+        return None
+    row: Any = next(iter(train_dataset), {}) if train_dataset is not None else {}
+    if isinstance(row.get("prompt"), str):
+        raise ValueError(
+            f"{asked[0]} was set without env= and tools=, so the prompts are answered by our rollout, which plays "
+            "chats; the prompts of this data set are plain text, which TRL continues without a chat template. Make "
+            "each prompt a list of messages, [{'role': 'user', 'content': text}], or remove "
+            f"{' and '.join(asked)}."
+        )
+    return SingleTurnEnv
 
 
 TRL_CHANGES = ("use_vllm", "mask_truncated_completions", "reward_weights")
@@ -92,13 +117,16 @@ def trl_dataset(train_dataset: Any, config: MultiTurnConfig) -> Any:
 
 
 def check_rollout_func(rollout_func: Any) -> None:
-    """Refuse TRL's `rollout_func` beside an environment.
+    """Refuse TRL's `rollout_func` beside a rollout of ours.
 
     Raises:
         ValueError: if there is one.
     """
     if rollout_func is not None:
-        raise ValueError("rollout_func= and env= (or tools=) were both given: both replace generation. Remove one.")
+        raise ValueError(
+            "rollout_func= replaces generation, and so does the rollout that env=, tools= or an argument of ours asks "
+            "for. Remove rollout_func, or all of the others."
+        )
 
 
 def check_tokenizer(processing_class: Any, *, is_vlm: bool) -> None:

@@ -39,6 +39,7 @@ from agent_r1_trl.trainers.construction import (
     check_rows,
     check_tokenizer,
     default_output_dir,
+    single_turn_factory,
     trajectory_store,
     trl_dataset,
     trl_rewards,
@@ -82,7 +83,8 @@ class MultiTurnTrainer(GRPOTrainer):
         turn_reward_funcs: functions of TRL's shape that return, per trajectory, one number (or None) for each turn.
         model: as for `trl.GRPOTrainer`, like every argument not named here.
 
-    With none of `env`, `tools` and `environment_factory` the trainer behaves as `trl.GRPOTrainer`.
+    With none of `env`, `tools` and `environment_factory` the trainer is `trl.GRPOTrainer`, bit for bit; unless an
+    argument asks for more (`MultiTurnConfig.asked_features`): then our rollout answers each prompt in one turn.
     """
 
     config_class: type[MultiTurnConfig] = MultiTurnGRPOConfig
@@ -111,6 +113,8 @@ class MultiTurnTrainer(GRPOTrainer):
         args = self.config_class(output_dir=default_output_dir(model, self._name)) if args is None else args
         config = self.config_class.from_grpo_config(args)
         self.env_factory = resolve_env_factory(env, tools, environment_factory)
+        if self.env_factory is None:
+            self.env_factory = single_turn_factory(config, train_dataset, generator, turn_reward_funcs)
         self.turn_reward_funcs = as_list(turn_reward_funcs)
         self.last_trajectories: list[Trajectory] = []
         """This rank's trajectories of the last rollout, for callbacks."""
@@ -165,7 +169,9 @@ class MultiTurnTrainer(GRPOTrainer):
             self._signature_columns: list[str] = [*{*self._signature_columns, *columns}]
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        return EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
+        sampler = super()._get_train_sampler(dataset)
+        is_trls = self.env_factory is None
+        return sampler if is_trls else EpochOrder(sampler, lambda: int(self.state.epoch or 0))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's loop; a rollout that no update waits for any more ends with it."""
@@ -194,6 +200,8 @@ class MultiTurnTrainer(GRPOTrainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """TRL's step; its time without the rollout is logged as `time/update_s`."""
+        if self.env_factory is None:
+            return super().training_step(model, inputs, num_items_in_batch)
         self._rollout_s = 0.0
         start = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
