@@ -9,6 +9,7 @@ import os
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
