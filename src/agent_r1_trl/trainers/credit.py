@@ -56,7 +56,7 @@ class CreditEstimator:
 
         Args:
             trajectories: B of them.
-            mask: (B, T) positions that estimators see.
+            mask: (B, T) positions that estimators see; empty for rows that are not in the loss.
             in_baseline: (B,) bool; the rows of the others get advantage 0.
             group_size: trajectories of one prompt, which are consecutive rows.
             progress: share of the run that is over.
@@ -70,7 +70,8 @@ class CreditEstimator:
         weighs_parts = self.args.separate_process_advantages or self.estimator.weighs_parts
         scales: dict[str, float] = {}
         if self.args.normalize_process_rewards:
-            scales = source_scales(gather_object(source_values(trajectories)))
+            counted = [item for item, counts in zip(trajectories, in_baseline.tolist(), strict=True) if counts]
+            scales = source_scales(gather_object(source_values(counted)))
         first = self.accelerator.process_index * len(trajectories)
         local = read_credit_inputs(
             trajectories,

@@ -1,0 +1,72 @@
+"""TRL's own reward metrics and table of completions, with the numbers that are trained on.
+
+TRL computes them from the reward functions' values and its own advantages, before ours are known.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from trl.trainer.utils import nanstd
+
+from agent_r1_trl.trajectory import Trajectory
+from agent_r1_trl.update.batching import row_means
+
+
+def correct_trl_logs(
+    metrics: dict[str, list[float]],
+    logs: dict[str, Any],
+    trajectories: Sequence[Trajectory],
+    output: dict[str, Any],
+    args: Any,
+    accelerator: Any,
+    *,
+    group_size: int,
+) -> None:
+    """Replace the last entries of `reward`, `reward_std`, `frac_reward_zero_std`, and of the table's advantages.
+
+    Args:
+        metrics: TRL's, of training or evaluation.
+        logs: TRL's columns of the table.
+        trajectories: this rank's B.
+        output: TRL's batch of their rows, with our masks and advantages.
+        args: of the trainer.
+        accelerator: of the trainer.
+        group_size: trajectories of one prompt, which are consecutive rows.
+    """
+    returns = torch.tensor([item.total_reward for item in trajectories], device=output["advantages"].device)
+    returns = accelerator.gather(returns.masked_fill(~output["in_baseline"], torch.nan))  # (N,)
+    for name, value in return_metrics(returns, group_size=group_size, scale_rewards=args.scale_rewards).items():
+        metrics[name][-1] = value
+    mask = output["completion_mask"] * output["tool_mask"]  # (B, T)
+    replace_last(logs["advantages"], accelerator.gather(row_means(output["advantages"], mask)).tolist())
+
+
+def return_metrics(returns: torch.Tensor, *, group_size: int, scale_rewards: str) -> dict[str, float]:
+    """Mean and standard deviation of the returns, and the share of rows whose group has no spread, as TRL counts it.
+
+    Args:
+        returns: (N,) of all ranks, in data order; NaN for rows outside the baseline.
+        group_size: trajectories of one prompt, which are consecutive rows.
+        scale_rewards: with `batch`, the standard deviation of the batch stands for that of every group.
+    """
+    std = nanstd(returns)
+    if scale_rewards == "batch":
+        stds = std.unsqueeze(0)
+    else:
+        stds = nanstd(returns.view(-1, group_size), dim=1) if group_size > 1 else torch.zeros_like(returns)
+    return {
+        "reward": returns.nanmean().item(),
+        "reward_std": std.item(),
+        "frac_reward_zero_std": torch.isclose(stds, torch.zeros_like(stds)).float().mean().item(),
+    }
+
+
+def replace_last(column: deque[float], values: Sequence[float]) -> None:
+    """Put `values` in the place of the last ones; a full column has dropped the first of them."""
+    for _ in range(min(len(column), len(values))):
+        column.pop()
+    column.extend(values)

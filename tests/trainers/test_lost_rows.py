@@ -1,0 +1,321 @@
+"""Rows that are lost or masked: what they leave to the loss, to its size, to baselines, to whitening, to the logs."""
+
+import math
+
+import pandas as pd
+import pytest
+import torch
+from trl.trainer.utils import nanstd
+
+from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from agent_r1_trl.trainers.credit import source_scales
+from agent_r1_trl.trainers.trl_logs import replace_last, return_metrics
+from agent_r1_trl.update.live_rows import MEANS_OVER_MICRO_BATCHES, MEANS_OVER_ROWS, policy_scale, set_live_scales
+from tests.tokenizers import make_tokenizer
+from tests.toys import AddEnv, call, say
+from tests.trainers.helpers import LikelihoodTrainer, make_args, make_policy, questions, scored_batch, step_gradients
+
+LOST, CUT = "lost", "cut"
+ROWS = ["xx", LOST, "x", LOST, LOST, "xxxxx", LOST, "xxxx"]
+"""Two groups of four; an even number of letters is right."""
+
+
+def trainer_of(tmp_path, rows, *, trainer=MultiTurnGRPOTrainer, **options):
+    """Trajectories that answer with these texts, lose their sampler, or are cut by `max_turns`."""
+    tokenizer = make_tokenizer("qwen3")
+    chat = ChatFormat(tokenizer)
+
+    def answer(request):
+        what = rows[request.index]
+        if what == LOST:
+            return RuntimeError("the machine is gone")
+        return chat.encode_reply(call() if what == CUT else say(what))
+
+    arguments = {"env": AddEnv, "model": make_policy(tokenizer)}
+    arguments |= {name: options.pop(name) for name in ("reward_funcs", "env", "tools", "model") if name in options}
+    return trainer(
+        args=make_args(tmp_path, trainer.config_class, max_concurrency=1, max_turns=1, **options),
+        train_dataset=questions(), processing_class=tokenizer,
+        generator=ScriptedGenerator(answer, stop_token_ids=chat.stop_token_ids), **arguments,
+    )  # fmt: skip
+
+
+def only(inputs, keep):
+    """A micro-batch of some of its rows, as if the others had never been."""
+    rows = {name: value[keep] for name, value in inputs.items() if value is not None and value.dim()}
+    del rows["in_baseline"]
+    return rows | {"num_items_in_batch": inputs["num_items_in_batch"]}
+
+
+# -------------------------------------------------------------------- the size of the gradient
+
+
+ACCUMULATION = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_iterations": 2}
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "sapo", "luspo", "bnpo", "dapo", "cispo", "vespo"])
+def test_the_gradient_is_that_of_a_batch_without_the_lost_rows(tmp_path, loss_type):
+    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
+    trainer = trainer_of(
+        tmp_path, ROWS, model=str(tmp_path / "policy"), loss_type=loss_type, beta=0.1, epsilon_high=5.0, **ACCUMULATION
+    )
+    gradients, buffer = step_gradients(trainer)
+    live = [inputs["in_baseline"] for inputs in buffer]
+    assert sum(int(rows.sum()) for rows in live) == 4
+    assert len({int(rows.sum()) for rows in live}) > 1, "live rows are spread unevenly"
+
+    parts = [only(inputs, rows) for inputs, rows in zip(buffer, live, strict=True) if rows.any()]
+    if loss_type in MEANS_OVER_ROWS:
+        # TRL's mean over rows, of the live ones alone in one micro-batch.
+        parts = [{name: torch.cat([part[name] for part in parts]) for name in parts[0] if parts[0][name].dim()}]
+    trainer.current_gradient_accumulation_steps = len(parts)
+    trainer.args.steps_per_generation = len(parts)
+    trainer.model.zero_grad()
+    for part in parts:
+        trainer.compute_loss(trainer.model, {"num_items_in_batch": buffer[0]["num_items_in_batch"], **part}).backward()
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-6, rtol=1e-4, msg=name)
+    assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-4
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_the_entropy_bonus_is_the_mean_over_micro_batches_with_live_rows(tmp_path, adaptive):
+    rows = [LOST] * 7 + ["xx"]
+    bonus = {"use_adaptive_entropy": True, "entropy_target": 9.0} if adaptive else {}
+    trainer = trainer_of(tmp_path, rows, entropy_coef=0.3, entropy_coef_max=0.3, **bonus, **ACCUMULATION)
+    trainer._last_world_entropy = 0.0
+    gradients, buffer = step_gradients(trainer)  # a group of one has advantage 0: what is left is the bonus
+    (alone,) = [only(inputs, inputs["in_baseline"]) for inputs in buffer if inputs["in_baseline"].any()]
+    assert (alone["advantages"] == 0).all()
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.zero_grad()
+    trainer.compute_loss(trainer.model, alone).backward()
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-7, rtol=1e-4, msg=name)
+    assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-3
+    entropies = trainer._metrics["train"]["entropy"]
+    assert min(value for value in entropies if value > 0) == pytest.approx(max(entropies)), "logged as it is"
+
+
+def test_a_loss_term_of_ones_own_is_a_mean_over_the_tokens_that_are_left(tmp_path):
+    options = {"trainer": LikelihoodTrainer, "loss_type": "grpo"} | ACCUMULATION
+    gradients, buffer = step_gradients(trainer_of(tmp_path / "a", ROWS, **options))
+    plain, _ = step_gradients(trainer_of(tmp_path / "b", ROWS, **options | {"trainer": MultiTurnGRPOTrainer}))
+    masks = [(inputs["completion_mask"] * inputs["tool_mask"]).bool() for inputs in buffer]
+    trainer = trainer_of(tmp_path / "c", ROWS, **options)
+    step_gradients(trainer)
+    trainer.model.zero_grad()
+    total = sum(int(mask.sum()) for mask in masks)
+    for inputs, mask in zip(buffer, masks, strict=True):
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        log_probs, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, attention, mask.shape[1])
+        (-0.5 * log_probs[mask].sum() / total).backward()
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(gradients[name] - plain[name], parameter.grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+class OtherRanks:
+    """An accelerator of several ranks: the others hold these (rows, micro-batches) that are live, by optimizer step."""
+
+    def __init__(self, *, num_processes, live):
+        self.num_processes, self.live = num_processes, torch.tensor(live)
+
+    def reduce(self, counts, reduction):
+        assert reduction == "sum"
+        return counts + self.live
+
+
+def micro_batch(*live):
+    return {"in_baseline": torch.tensor(live)}
+
+
+def test_live_rows_are_counted_by_optimizer_step_over_all_ranks():
+    buffer = [micro_batch(True, False), micro_batch(False, False), micro_batch(True, True), micro_batch(True, True)]
+    set_live_scales(buffer, steps_per_update=2, accelerator=OtherRanks(num_processes=2, live=[[2.0, 1.0], [4.0, 2.0]]))
+    # First step: 8 rows on two ranks, 1 + 2 live; 4 micro-batches, 1 + 1 live. Second: 8 of 8 and 4 of 4.
+    assert [float(x["row_scale"]) for x in buffer] == pytest.approx([8 / 3, 8 / 3, 1, 1])
+    assert [float(x["micro_batch_scale"]) for x in buffer] == [2, 2, 1, 1]
+    assert policy_scale(buffer[0], "grpo") == pytest.approx(8 / 3)
+    assert policy_scale(buffer[0], "bnpo") == 2
+    assert policy_scale(buffer[0], "dapo") == 1
+
+
+@pytest.mark.parametrize("steps_per_update", [2, 6])
+def test_a_buffer_that_optimizer_steps_do_not_divide_is_counted_as_a_whole(steps_per_update):
+    buffer = [micro_batch(True, False), micro_batch(False, False), micro_batch(True, True)]
+    set_live_scales(buffer, steps_per_update=steps_per_update, accelerator=OtherRanks(num_processes=1, live=[[0, 0]]))
+    assert [float(x["row_scale"]) for x in buffer] == [2, 2, 2]
+    assert [float(x["micro_batch_scale"]) for x in buffer] == [1.5, 1.5, 1.5]
+
+
+def test_a_step_whose_rows_are_all_lost_has_a_finite_gradient_of_zero(tmp_path):
+    trainer = trainer_of(tmp_path, ["xx", "x", "x", "xx"] + [LOST] * 4, loss_type="grpo", **ACCUMULATION)
+    change = lambda inputs: inputs | {"tool_mask": inputs["tool_mask"] * 0}  # noqa: E731
+    gradients, _ = step_gradients(trainer, change)
+    assert all((gradient == 0).all() for gradient in gradients.values())
+    nothing = [micro_batch(False, False)]
+    set_live_scales(nothing, steps_per_update=1, accelerator=OtherRanks(num_processes=1, live=[[0, 0]]))
+    assert math.isfinite(nothing[0]["row_scale"])
+
+
+def test_truncated_rows_stay_in_the_denominator_as_in_trl(tmp_path):
+    rows = ["xx", CUT, "x", CUT, "xx", CUT, "x", CUT]
+    trainer = trainer_of(tmp_path, rows, loss_type="grpo", truncated_trajectories="mask", **ACCUMULATION)
+    _, buffer = step_gradients(trainer)
+    assert all(inputs["in_baseline"].all() and inputs["row_scale"] == 1 for inputs in buffer)
+
+
+# -------------------------------------------------------------------- rows that nobody scored
+
+
+def test_a_row_that_nobody_scored_is_not_in_the_loss(tmp_path):
+    def even(completions, **kwargs):
+        texts = [messages[-1]["content"] for messages in completions]
+        return [None if len(text) == 3 else float(len(text) % 2 == 0) for text in texts]
+
+    def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: One.
+            b: Other.
+        """
+        return a + b
+
+    rows = ["x", "xx", "xxx", "xxx", "xxx", "xx", "x", "x"]
+    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
+    options = {"env": None, "tools": [add], "reward_funcs": even, "model": str(tmp_path / "policy"), "beta": 0.1}
+    trainer = trainer_of(tmp_path, rows, **options)
+    batch = scored_batch(trainer)
+    mask = batch["completion_mask"] * batch["tool_mask"]
+    assert (mask.sum(dim=1) > 0).tolist() == [True, True, False, False, False, True, True, True]
+    assert batch["num_items_in_batch"] == mask.sum()
+    assert (batch["advantages"][:2, 0] * torch.tensor([-1, 1]) > 0).all()
+    assert trainer._metrics["train"]["reward"] == [pytest.approx(2 / 5)]
+    opened = scored_batch(trainer_of(tmp_path, rows, loss_mask=False, **options))
+    assert (opened["tool_mask"].sum(dim=1) > 0).tolist() == (mask.sum(dim=1) > 0).tolist()
+
+
+# -------------------------------------------------------------------- truncated rows and statistics
+
+
+WITH_CUTS = ["xx", "x", CUT, "xxxx", "x", CUT, "xx", "xxx"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options"),
+    [
+        (MultiTurnGRPOTrainer, {"advantage_estimator": "reinforce_pp", "gamma": 0.9}),
+        (MultiTurnGRPOTrainer, {"advantage_estimator": "reinforce_pp_baseline"}),
+        (MultiTurnPPOTrainer, {"critic": "head"}),
+        (MultiTurnPPOTrainer, {"critic": "head", "advantage_estimator": "bilevel_gae", "advantage_mask": False}),
+    ],
+    ids=str,
+)
+def test_whitening_is_over_the_tokens_that_are_trained_on(tmp_path, trainer, options):
+    batch = scored_batch(trainer_of(tmp_path, WITH_CUTS, trainer=trainer, truncated_trajectories="mask", **options))
+    mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    assert (mask.sum(dim=1) == 0).tolist() == [what == CUT for what in WITH_CUTS]
+    trained = batch["advantages"][mask].double()
+    assert trained.mean().item() == pytest.approx(0, abs=1e-5)
+    assert trained.std().item() == pytest.approx(1, abs=1e-3)
+    if "value_mask" in batch:
+        assert (batch["value_mask"].any(dim=1)).tolist() == mask.any(dim=1).tolist()
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "turn_grpo", "gigpo"])
+def test_a_masked_trajectory_still_counts_in_its_group(tmp_path, estimator):
+    kept = scored_batch(trainer_of(tmp_path, WITH_CUTS, advantage_estimator=estimator))
+    masked = scored_batch(
+        trainer_of(tmp_path, WITH_CUTS, advantage_estimator=estimator, truncated_trajectories="mask")
+    )
+    is_cut = torch.tensor([what == CUT for what in WITH_CUTS])
+    torch.testing.assert_close(masked["advantages"][~is_cut], kept["advantages"][~is_cut])
+    assert (masked["advantages"][is_cut] == 0).all()
+    assert (kept["advantages"][is_cut] != 0).any()
+
+
+def test_the_scale_of_a_reward_source_leaves_out_lost_rows(tmp_path):
+    class Logged(AddEnv):
+        def outcome_reward(self, trajectory):
+            return 1.0
+
+    rows = ["x", CUT, "x", CUT, LOST, LOST, LOST, LOST]
+    options = {"env": Logged, "normalize_process_rewards": True, "scale_rewards": "none"}
+    batch = scored_batch(trainer_of(tmp_path, rows, **options))
+    # A cut trajectory earned 0.5 for its call: over the four live rows 0 .5 0 .5, std .288675, so that R is 1 or
+    # 1 + .5 / .288675 = 2.732051. With the four lost rows the std would be .231455, and R 3.160247.
+    expected = 3**0.5 / 2
+    assert source_scales([{"tool_call": x} for x in (0.0, 0.5, 0.0, 0.5)]) == pytest.approx({"tool_call": 0.288675})
+    assert batch["advantages"][:4, 0].tolist() == pytest.approx([-expected, expected, -expected, expected], abs=1e-5)
+
+
+# -------------------------------------------------------------------- TRL's logs
+
+
+def test_the_table_of_completions_shows_what_was_trained_on(tmp_path):
+    options = {"advantage_estimator": "turn_grpo", "process_reward_weight": 0.5, "truncated_trajectories": "mask"}
+    rows = ["xx", "x", CUT, "xxxx", LOST, CUT, "xx", "xxx"]
+    trainer = trainer_of(tmp_path, rows, log_completions=True, record_trajectories="jsonl", **options)
+    trainer.train()
+    (path,) = (tmp_path / "completions").glob("*.parquet")
+    table = pd.read_parquet(path)
+    expected = []
+    for trajectory, what in zip(trainer.last_trajectories, rows, strict=True):
+        trained = [a for a, m in zip(trajectory.advantages, trajectory.action_mask, strict=True) if m]
+        expected.append(0.0 if what in (LOST, CUT) else sum(trained) / len(trained))
+    assert table["advantage"].tolist() == pytest.approx(expected, abs=1e-6)
+    assert len({round(value, 4) for value in expected}) > 2
+    rewards = [
+        None if what == LOST else t.total_reward for t, what in zip(trainer.last_trajectories, rows, strict=True)
+    ]
+    found = [None if math.isnan(value) else value for value in table["environment_reward"]]
+    assert found == pytest.approx(rewards)
+
+
+def test_the_reward_metrics_are_those_of_the_returns_that_were_trained_on(tmp_path):
+    def length(completions, **kwargs):
+        return [float(len(messages[-1]["content"])) if messages else 7.0 for messages in completions]
+
+    rows = ["xx", "x", CUT, "xxxx", LOST, CUT, "xx", "xxx"]
+    trainer = trainer_of(
+        tmp_path, rows, reward_funcs=[length], truncated_trajectories="penalise", truncation_penalty=-0.25
+    )
+    batch = scored_batch(trainer)
+    returns = torch.tensor([t.total_reward for t in trainer.last_trajectories])
+    live = returns[[what != LOST for what in rows]]
+    logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    assert logged["reward"] == pytest.approx(live.mean().item(), abs=1e-6)
+    assert logged["reward_std"] == pytest.approx(live.std().item(), abs=1e-6)
+    assert logged["rewards/length/mean"] == pytest.approx(
+        (2 + 1 + 1 + 4 + 1 + 2 + 3) / 7
+    )  # a cut one ends in the tool's "5"
+    assert logged["reward/outcome"] + logged["reward/process"] == pytest.approx(logged["reward"], abs=1e-6)
+    assert not batch["in_baseline"][4]
+    assert trainer.last_trajectories[4].total_reward == 0
+
+
+def test_reward_metrics_by_hand():
+    returns = torch.tensor([1.0, 1.0, 0.0, 2.0, float("nan"), 3.0])
+    expected = {"reward": 7 / 5, "reward_std": 1.3**0.5, "frac_reward_zero_std": 1 / 3}
+    assert return_metrics(returns, group_size=2, scale_rewards="group") == pytest.approx(expected)
+    assert return_metrics(returns, group_size=2, scale_rewards="batch")["frac_reward_zero_std"] == 0
+    assert return_metrics(returns, group_size=1, scale_rewards="group")["frac_reward_zero_std"] == 1
+    assert nanstd(returns).item() == pytest.approx(1.3**0.5)
+
+
+def test_only_the_last_entries_of_a_column_are_replaced():
+    from collections import deque
+
+    column = deque([1, 2, 3, 4], maxlen=4)
+    replace_last(column, [7, 8])
+    assert list(column) == [1, 2, 7, 8]
+    replace_last(column, [5] * 6)
+    assert list(column) == [5] * 4
+
+
+def test_loss_types_that_average_over_rows_or_micro_batches_are_known():
+    assert set(MEANS_OVER_ROWS) | set(MEANS_OVER_MICRO_BATCHES) == {"grpo", "dr_grpo", "sapo", "luspo", "bnpo"}
