@@ -1,5 +1,6 @@
 """A tiny policy, a tool, an environment and scripts for the trainer tests."""
 
+import copy
 import random
 
 import torch
@@ -101,6 +102,39 @@ def scored_batch(trainer):
     trainer.current_gradient_accumulation_steps = 1
     rows = next(iter(trainer.get_train_dataloader()))
     return trainer._generate_and_score_completions(rows)
+
+
+def step_gradients(trainer, change=lambda inputs: inputs):
+    """Gradients of one optimizer step, added up over its micro-batches, and these; weights move after the scoring.
+
+    The next call starts from the same weights and rows again.
+
+    Args:
+        trainer: which has not trained yet.
+        change: what to do to each micro-batch.
+    """
+    trainer.model.train()
+    trainer.model.zero_grad()
+    per_update = trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    rows = next(iter(trainer.get_train_dataloader()))
+    torch.manual_seed(2)  # TRL shuffles the rows of a rollout
+    before, buffer = copy.deepcopy(trainer.model.state_dict()), []
+    for trainer._step in range(per_update):
+        buffer.append(trainer._prepare_inputs(rows))
+        if trainer._step == 0:
+            move_weights(trainer.model)
+        trainer.compute_loss(trainer.model, change(buffer[-1])).backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.model.load_state_dict(before)
+    trainer._step, trainer._buffered_inputs, trainer.rollouts.synced_step = 0, None, -1
+    return gradients, buffer
+
+
+def move_weights(model):
+    """So that ratios to old log-probs differ from 1."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.05)
 
 
 def loss_and_gradients(trainer, inputs):

@@ -15,7 +15,15 @@ from agent_r1_trl.trainers.trl_logs import replace_last, return_metrics
 from agent_r1_trl.update.live_rows import MEANS_OVER_MICRO_BATCHES, MEANS_OVER_ROWS, policy_scale, set_live_scales
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv, call, say
-from tests.trainers.helpers import LikelihoodTrainer, make_args, make_policy, questions, scored_batch, step_gradients
+from tests.trainers.helpers import (
+    LikelihoodTrainer,
+    make_args,
+    make_policy,
+    move_weights,
+    questions,
+    scored_batch,
+    step_gradients,
+)
 
 LOST, CUT = "lost", "cut"
 ROWS = ["xx", LOST, "x", LOST, LOST, "xxxxx", LOST, "xxxx"]
@@ -72,6 +80,7 @@ def test_the_gradient_is_that_of_a_batch_without_the_lost_rows(tmp_path, loss_ty
         parts = [{name: torch.cat([part[name] for part in parts]) for name in parts[0] if parts[0][name].dim()}]
     trainer.current_gradient_accumulation_steps = len(parts)
     trainer.args.steps_per_generation = len(parts)
+    move_weights(trainer.model)
     trainer.model.zero_grad()
     for part in parts:
         trainer.compute_loss(trainer.model, {"num_items_in_batch": buffer[0]["num_items_in_batch"], **part}).backward()
@@ -90,6 +99,7 @@ def test_the_entropy_bonus_is_the_mean_over_micro_batches_with_live_rows(tmp_pat
     (alone,) = [only(inputs, inputs["in_baseline"]) for inputs in buffer if inputs["in_baseline"].any()]
     assert (alone["advantages"] == 0).all()
     trainer.current_gradient_accumulation_steps = 1
+    move_weights(trainer.model)
     trainer.model.zero_grad()
     trainer.compute_loss(trainer.model, alone).backward()
     for name, parameter in trainer.model.named_parameters():
@@ -105,8 +115,7 @@ def test_a_loss_term_of_ones_own_is_a_mean_over_the_tokens_that_are_left(tmp_pat
     plain, _ = step_gradients(trainer_of(tmp_path / "b", ROWS, **options | {"trainer": MultiTurnGRPOTrainer}))
     masks = [(inputs["completion_mask"] * inputs["tool_mask"]).bool() for inputs in buffer]
     trainer = trainer_of(tmp_path / "c", ROWS, **options)
-    step_gradients(trainer)
-    trainer.model.zero_grad()
+    move_weights(trainer.model)
     total = sum(int(mask.sum()) for mask in masks)
     for inputs, mask in zip(buffer, masks, strict=True):
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -118,7 +127,7 @@ def test_a_loss_term_of_ones_own_is_a_mean_over_the_tokens_that_are_left(tmp_pat
 
 
 class OtherRanks:
-    """An accelerator of several ranks: the others hold these (rows, micro-batches) that are live, by optimizer step."""
+    """An accelerator of several ranks; the others hold these live rows and micro-batches, by optimizer step."""
 
     def __init__(self, *, num_processes, live):
         self.num_processes, self.live = num_processes, torch.tensor(live)
@@ -290,9 +299,8 @@ def test_the_reward_metrics_are_those_of_the_returns_that_were_trained_on(tmp_pa
     logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     assert logged["reward"] == pytest.approx(live.mean().item(), abs=1e-6)
     assert logged["reward_std"] == pytest.approx(live.std().item(), abs=1e-6)
-    assert logged["rewards/length/mean"] == pytest.approx(
-        (2 + 1 + 1 + 4 + 1 + 2 + 3) / 7
-    )  # a cut one ends in the tool's "5"
+    # A cut trajectory ends in what the tool says, "5".
+    assert logged["rewards/length/mean"] == pytest.approx((2 + 1 + 1 + 4 + 1 + 2 + 3) / 7)
     assert logged["reward/outcome"] + logged["reward/process"] == pytest.approx(logged["reward"], abs=1e-6)
     assert not batch["in_baseline"][4]
     assert trainer.last_trajectories[4].total_reward == 0

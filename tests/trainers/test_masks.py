@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 
+from agent_r1_trl.advantages import Credit
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.generation import ScriptedGenerator
-from agent_r1_trl.trainers import MultiTurnGRPOTrainer
+from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from agent_r1_trl.update.batching import set_loss_mask
+from tests.recording.examples import two_turns as two_turns_record
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import (
     AddEnv,
@@ -85,6 +89,63 @@ def test_without_loss_mask_observation_tokens_enter_loss_and_normaliser(tmp_path
     torch.testing.assert_close(batch["advantages"][action], masked["advantages"][action])
     observed = masked["completion_mask"].bool() & ~action
     assert (batch["advantages"][observed] != 0).any()
+
+
+def by_rows(advantages):
+    """(N,) numbers, one per trajectory: an estimator of a user's own."""
+
+    def estimate(inputs):
+        numbers = torch.arange(1.0, len(inputs.returns) + 1, device=inputs.mask.device)
+        return Credit(advantages=numbers if advantages == "rows" else numbers.unsqueeze(1) * inputs.mask)
+
+    return estimate
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "rows", "tokens"])
+def test_without_loss_mask_observations_get_the_number_of_their_trajectory(tmp_path, estimator):
+    estimator = by_rows(estimator) if estimator in ("rows", "tokens") else estimator
+    masked = scored_batch(make_trainer(tmp_path, advantage_estimator=estimator))
+    trainer = make_trainer(tmp_path, advantage_estimator=estimator, loss_mask=False)
+    batch = scored_batch(trainer)
+    action = (masked["completion_mask"] * masked["tool_mask"]).bool()
+    torch.testing.assert_close(batch["advantages"][action], masked["advantages"][action], msg="statistics stay")
+    completion = batch["completion_mask"].bool()
+    assert (completion & ~action).any()
+    number = masked["advantages"].gather(1, action.long().argmax(1, keepdim=True))  # (B, 1)
+    assert (number != 0).any()
+    torch.testing.assert_close(batch["advantages"], number * completion)
+    seen = watch_log_probs(trainer)
+    trainer.compute_loss(trainer.model, batch).backward()
+    assert (seen["log_probs"].grad[completion & (number != 0)] != 0).all()
+    assert (seen["log_probs"].grad[~completion] == 0).all()
+
+
+@pytest.mark.parametrize("estimator", ["turn_grpo", "gigpo", "reinforce_pp"])
+def test_without_loss_mask_an_observation_gets_the_number_of_the_token_it_follows(tmp_path, estimator):
+    options = {"advantage_estimator": estimator, "gamma": 0.9, "loss_mask": False}
+    batch = scored_batch(make_trainer(tmp_path, **options))
+    masked = scored_batch(make_trainer(tmp_path, **options | {"loss_mask": True}))
+    action = (masked["completion_mask"] * masked["tool_mask"]).bool()
+    for row in range(8):
+        last = 0.0
+        for token in range(int(batch["completion_mask"][row].sum())):
+            last = masked["advantages"][row, token].item() if action[row, token] else last
+            assert batch["advantages"][row, token].item() == pytest.approx(last, abs=1e-6)
+    if estimator != "reinforce_pp":  # the mask of the estimator makes no difference to what is spread by turns
+        unmasked = scored_batch(make_trainer(tmp_path, **options, advantage_mask=False))
+        torch.testing.assert_close(batch["advantages"], unmasked["advantages"])
+
+
+def test_without_loss_mask_importance_ratios_stay_those_of_action_tokens():
+    trajectory = two_turns_record()
+    length = len(trajectory.completion_ids)
+    output = {"completion_mask": torch.ones(1, length, dtype=torch.long)}
+    output["importance_sampling_ratio"] = torch.tensor([[0.25]])  # TRL's, of the sequence
+    args = MultiTurnGRPOConfig(output_dir="unused", use_cpu=True, bf16=False, loss_mask=False)
+    set_loss_mask(output, [trajectory], torch.tensor([True]), args, Accelerator(cpu=True))
+    expected = [0.25 if mask else 1.0 for mask in trajectory.action_mask]
+    assert output["importance_sampling_ratio"].tolist() == [expected]
+    assert output["num_items_in_batch"] == length > sum(trajectory.action_mask)
 
 
 def failing(tokenizer, is_failure):

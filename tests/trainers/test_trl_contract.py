@@ -101,7 +101,7 @@ def test_the_batch_has_the_tensors_that_are_replaced(tmp_path):
     expected = set(scored_batch(plain))
     assert {"advantages", "completion_mask", "num_items_in_batch", "prompt_ids", "completion_ids"} <= expected
     ours = set(scored_batch(make_trainer(tmp_path)))
-    assert ours == expected | {"tool_mask"}
+    assert ours == expected | {"tool_mask", "in_baseline", "row_scale", "micro_batch_scale"}
 
 
 def test_attributes_that_are_read_exist(tmp_path):
@@ -110,7 +110,7 @@ def test_attributes_that_are_read_exist(tmp_path):
         "_metrics", "_tokenizer", "_is_vlm", "eos_token_ids", "reward_weights", "reward_func_names", "reward_funcs",
         "num_generations", "num_generations_eval", "model_wrapped", "accelerator", "state", "_step",
         "_buffered_inputs",
-        "use_vllm", "beta", "ref_model", "aux_loss_enabled", "num_iterations",
+        "use_vllm", "beta", "_logs", "ref_model", "aux_loss_enabled", "num_iterations",
     ):  # fmt: skip
         assert hasattr(trainer, name), name
 

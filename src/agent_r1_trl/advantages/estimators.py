@@ -51,11 +51,13 @@ class CreditInputs:
     """What an estimator reads: N trajectories of T completion tokens and K turns, the rows of all ranks.
 
     A trajectory outside the baseline (an infrastructure failure, or one that no reward function scored) stays a row:
-    its `outcome_rewards` and `returns` are NaN and its mask is empty.
+    its `outcome_rewards` and `returns` are NaN and its mask is empty. One that is in the baseline but not in the loss
+    (truncated, with `truncated_trajectories="mask"`) has rewards and an empty mask: it counts in means and standard
+    deviations of returns, not in those of tokens (whitening).
     """
 
     mask: torch.Tensor
-    """(N, T) bool: the positions that get an advantage, which are the action tokens of rows in the baseline (with
+    """(N, T) bool: the positions that get an advantage, which are the action tokens of rows in the loss (with
     `advantage_mask=False` all their completion tokens)."""
     turn_ids: torch.Tensor
     """(N, T) int64: the turn of each action token, counted from 0; -1 elsewhere."""
@@ -81,7 +83,7 @@ class CreditInputs:
 
     @property
     def in_baseline(self) -> torch.Tensor:
-        """(N,) bool: whether a trajectory counts in means, standard deviations and whitening."""
+        """(N,) bool: whether a trajectory's return counts in means and standard deviations."""
         return ~self.outcome_rewards.isnan()
 
     @property

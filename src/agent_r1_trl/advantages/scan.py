@@ -67,6 +67,27 @@ def take_next(x: torch.Tensor, marked: torch.Tensor, after_last: torch.Tensor | 
     return torch.cat([x, last.unsqueeze(1)], dim=1).gather(1, next_marked(marked))
 
 
+def carry_forward(x: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
+    """`x` at the last marked position at or before each one; before the first marked position, `x` there.
+
+    Args:
+        x: (B, T).
+        marked: (B, T) bool.
+
+    Returns:
+        (B, T), 0 in rows without a marked position.
+
+    >>> carry_forward(torch.tensor([[7.0, 1.0, 7.0, 2.0, 7.0]]), torch.tensor([[0, 1, 0, 1, 0]]).bool()).tolist()
+    [[1.0, 1.0, 1.0, 2.0, 2.0]]
+    """
+    if marked.shape[1] == 0:
+        return x
+    positions = torch.arange(marked.shape[1], device=marked.device).expand_as(marked)
+    last = torch.where(marked, positions, -1).cummax(dim=1).values  # (B, T)
+    first = marked.long().argmax(dim=1, keepdim=True)  # (B, 1)
+    return torch.where(marked.any(dim=1, keepdim=True), x.gather(1, torch.where(last >= 0, last, first)), 0.0)
+
+
 def scan_marked(
     offset: torch.Tensor, marked: torch.Tensor, factor: float, *, restart: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -9,7 +9,7 @@ TRL 1.16 names that this file touches (`tests/trainers/test_trl_contract.py` che
   `generator`), `train`, `_load_optimizer_and_scheduler`, `get_batch_samples`, `training_step`, `_prepare_inputs`,
   `_generate_and_score_completions`, `_generate`, `_calculate_rewards`, `_get_per_token_logps_and_entropies`,
   `_compute_loss`, `_save_checkpoint`, `create_model_card`
-- read: `_metrics`, `_tokenizer`, `_is_vlm`, `eos_token_ids`, `num_generations`, `num_generations_eval`,
+- read: `_metrics`, `_logs`, `_tokenizer`, `_is_vlm`, `eos_token_ids`, `num_generations`, `num_generations_eval`,
   `num_iterations`, `reward_funcs`, `reward_weights`, `reward_func_names`, `model_wrapped`, `ref_model`,
   `aux_loss_enabled`, `current_gradient_accumulation_steps`, `accelerator`, `state`
 - set: `use_vllm`, and for a while `beta`, `_step`, `_buffered_inputs`
@@ -29,6 +29,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from agent_r1_trl.advantages.estimators import Credit
+from agent_r1_trl.advantages.scan import carry_forward
 from agent_r1_trl.environments.factory import resolve_env_factory
 from agent_r1_trl.generation.adapters import check_adapters
 from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
@@ -50,10 +51,12 @@ from agent_r1_trl.trainers.model_card import add_sections
 from agent_r1_trl.trainers.resume import EpochOrder, accept_numbered_cpus, load_rollout_state, save_rollout_state
 from agent_r1_trl.trainers.rewards import Rewards, in_baseline
 from agent_r1_trl.trainers.rollouts import PlayedBatch, Position, Rollouts, trl_generation
+from agent_r1_trl.trainers.trl_logs import correct_trl_logs
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import batch_trajectories, open_loss_mask, whole_rows
+from agent_r1_trl.update.batching import batch_trajectories, set_loss_mask, whole_rows
 from agent_r1_trl.update.importance import weigh_mismatch
 from agent_r1_trl.update.layout import UpdateLayout
+from agent_r1_trl.update.live_rows import policy_scale, set_live_scales
 from agent_r1_trl.update.losses import LossPass
 
 
@@ -215,7 +218,7 @@ class MultiTurnTrainer(GRPOTrainer):
         if not self.model.training:
             return inputs
         if self._buffered_inputs is not None and self._buffered_inputs is not before:
-            self._buffered_inputs = self.layout.arrange(self._buffered_inputs)
+            self._buffered_inputs = self.layout.arrange(self._buffered_inputs, self.accelerator)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return self.layout.trim(inputs)
 
@@ -244,12 +247,13 @@ class MultiTurnTrainer(GRPOTrainer):
         )
         if "importance_sampling_ratio" in output:
             self._add_metrics(weigh_mismatch(output, trajectories, self.args))
+        output["in_baseline"] = played.in_baseline = in_baseline(trajectories, played.reward_values)  # (B,)
+        played.in_loss = self.rewards.rows_in_loss(trajectories, played.in_baseline)  # (B,)
+        set_loss_mask(output, trajectories, played.in_loss, self.args, self.accelerator)
+        set_live_scales([output], steps_per_update=1, accelerator=self.accelerator)
         output |= self._advantages(output, played)
-        if not self.args.loss_mask:
-            in_loss = [self.rewards.in_loss(item) and bool(item.completion_ids) for item in trajectories]
-            open_loss_mask(output, in_loss, self.accelerator)
         self._rollout_s += time.perf_counter() - start
-        self._log_and_record(trajectories, output["advantages"])
+        self._log_and_record(trajectories, output)
         return output
 
     def _generate(self, prompts: list[Any]) -> tuple:
@@ -268,14 +272,21 @@ class MultiTurnTrainer(GRPOTrainer):
     ) -> torch.Tensor:
         values = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)  # (N, F), of all ranks
         if self._played is not None:
+            failed = [item.stop_reason.is_infrastructure_failure for item in self._played.trajectories]
+            values[self.accelerator.gather(torch.tensor(failed, device=values.device))] = torch.nan  # earned nothing
             first = self.accelerator.process_index * len(inputs)
             self._played.reward_values = values[first : first + len(inputs)]
         return values
 
     def _advantages(self, output: dict[str, Any], played: PlayedBatch) -> dict[str, torch.Tensor]:
-        """Tensors to put into TRL's batch: `advantages`, (B, T), 0 outside the estimator's mask."""
-        credit, _ = self._estimate(output, played)
-        return {"advantages": credit.advantages}
+        """Tensors to put into TRL's batch: `advantages`, (B, T), 0 outside the estimator's mask.
+
+        With `loss_mask=False` observation tokens outside that mask have the advantage of the action token before them.
+        """
+        credit, mask = self._estimate(output, played)
+        if self.args.loss_mask:
+            return {"advantages": credit.advantages}
+        return {"advantages": carry_forward(credit.advantages, mask) * output["tool_mask"]}
 
     def _estimate(
         self, output: dict[str, Any], played: PlayedBatch, **critic: torch.Tensor | None
@@ -287,16 +298,14 @@ class MultiTurnTrainer(GRPOTrainer):
             played: B trajectories.
             critic: `values` (B, T) and `bootstrap_values` (B,), for estimators with a critic.
         """
-        counts = in_baseline(played.trajectories, played.reward_values).to(self.accelerator.device)  # (B,)
-        # Rows that `truncated_trajectories="mask"` keeps out of the loss stay here: they are in the baseline.
         mask = output["completion_mask"]
         if self.args.advantage_mask:
             mask = batch_trajectories(played.trajectories, length=mask.shape[1]).to(mask.device).action_mask
-        mask = mask.bool() & counts.unsqueeze(1)  # (B, T)
+        mask = mask.bool() & played.in_loss.unsqueeze(1)  # (B, T)
         credit, metrics = self.credit.estimate(
             played.trajectories,
             mask=mask,
-            in_baseline=counts,
+            in_baseline=played.in_baseline,
             group_size=self._group_size,
             progress=self.state.global_step / max(1, self.state.max_steps),
             kl_rewards=self._kl_rewards(output, mask),
@@ -324,17 +333,13 @@ class MultiTurnTrainer(GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """TRL's loss, plus `extra_loss`; a KL term that stands in the rewards does not enter it a second time."""
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
-        if self.layout.is_packed:
-            # A token outside the loss gets log-prob 0 from the packed forward: so must what it is compared with.
-            inputs = {
-                name: value * mask if name.endswith("per_token_logps") and value is not None else value
-                for name, value in inputs.items()
-            }
-        beta, self._loss_pass = self.beta, LossPass(mask)
-        if self.env_factory is not None and self.args.kl_placement == "reward":
-            self.beta = 0.0  # TRL reads it here, and the reference log-probs need it elsewhere
+        scale = policy_scale(inputs, self.loss_type)
+        inputs = self.layout.mask_log_probs(inputs, mask)
+        beta, self._loss_pass = self.beta, LossPass(mask, entropy_scale=float(inputs.get("micro_batch_scale", 1.0)))
+        in_rewards = self.env_factory is not None and self.args.kl_placement == "reward"
+        self.beta = 0.0 if in_rewards else beta * scale  # TRL reads it here, and elsewhere for the reference
         try:
-            loss = super()._compute_loss(model, inputs)
+            loss = super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"] * scale})
             if type(self).extra_loss is MultiTurnTrainer.extra_loss:
                 return loss
             term, metrics = self._loss_pass.extra_term(self.extra_loss, inputs, self.accelerator)
@@ -360,7 +365,7 @@ class MultiTurnTrainer(GRPOTrainer):
                 model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
             )
         if loss_pass is not None:
-            loss_pass.log_probs = result[0]
+            loss_pass.take(*result[:2])
         return result
 
     def extra_loss(self, inputs: dict[str, Any], log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
@@ -393,17 +398,19 @@ class MultiTurnTrainer(GRPOTrainer):
 
     # ---------------------------------------------------------------- metrics, records, checkpoints
 
-    def _log_and_record(self, trajectories: list[Trajectory], advantages: torch.Tensor) -> None:
-        metrics, num_tokens = gather_metrics(trajectories, group_size=self._group_size)
+    def _log_and_record(self, trajectories: list[Trajectory], output: dict[str, Any]) -> None:
+        mode, size = self._mode, self._group_size
+        correct_trl_logs(self._metrics[mode], self._logs, trajectories, output, self.args, self.accelerator, size)
+        metrics, num_tokens = gather_metrics(trajectories, group_size=size)
         if self.model.training:
             self.state.num_input_tokens_seen += num_tokens
-        self._metrics[self._mode]["num_tokens"] = [self.state.num_input_tokens_seen]
+        self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
         self._add_metrics(metrics)
         if self.store is None:
             return
-        for trajectory, row in zip(trajectories, advantages.tolist(), strict=True):
+        for trajectory, row in zip(trajectories, output["advantages"].tolist(), strict=True):
             trajectory.advantages = row[: len(trajectory.completion_ids)]
-        self.store.write(self.state.global_step, trajectories, split=self._mode)
+        self.store.write(self.state.global_step, trajectories, split=mode)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

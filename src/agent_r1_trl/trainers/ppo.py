@@ -77,8 +77,6 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         values, bootstrap = self._old_values({**output, **privileged}, played.trajectories)
         credit, mask = self._estimate(output, played, values=values, bootstrap_values=bootstrap)
         assert credit.returns is not None
-        in_loss = torch.tensor([self.rewards.in_loss(item) for item in played.trajectories], device=mask.device)
-        mask = mask & in_loss.unsqueeze(1)  # (B, T)
         self._log_values(values, credit.returns, mask)
         return {
             "advantages": credit.advantages,

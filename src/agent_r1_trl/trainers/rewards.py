@@ -71,10 +71,15 @@ class Rewards:
                     trajectory.reward_parts[name] = trajectory.reward_parts.get(name, 0.0) + weight * value
 
     def in_loss(self, trajectory: Trajectory) -> bool:
-        """Whether the trajectory's action tokens enter the loss."""
+        """Whether the trajectory's action tokens enter the loss, if some reward function scores it."""
         if trajectory.stop_reason.is_infrastructure_failure:
             return False
         return not (trajectory.stop_reason.is_truncated and self.truncated_trajectories == "mask")
+
+    def rows_in_loss(self, trajectories: Sequence[Trajectory], in_baseline: torch.Tensor) -> torch.Tensor:
+        """(B,) bool: the rows of the baseline, (B,) bool, that hold tokens and that `in_loss` lets in."""
+        trained = [self.in_loss(item) and bool(item.completion_ids) for item in trajectories]
+        return in_baseline & torch.tensor(trained, device=in_baseline.device)
 
 
 def in_baseline(trajectories: Sequence[Trajectory], values: torch.Tensor) -> torch.Tensor:

@@ -109,6 +109,10 @@ class PlayedBatch:
     environments: list[Any]
     reward_values: torch.Tensor = field(init=False)
     """(B, F) what each of F reward functions returned, once they ran; NaN for rows that a function did not score."""
+    in_baseline: torch.Tensor = field(init=False)
+    """(B,) bool: whose reward counts in statistics, once the reward functions ran."""
+    in_loss: torch.Tensor = field(init=False)
+    """(B,) bool: whose tokens get gradients; these rows are all in the baseline."""
 
     @property
     def rows_with_prompts(self) -> list[dict[str, Any]]:

@@ -23,7 +23,6 @@ def correct_trl_logs(
     output: dict[str, Any],
     args: Any,
     accelerator: Any,
-    *,
     group_size: int,
 ) -> None:
     """Replace the last entries of `reward`, `reward_std`, `frac_reward_zero_std`, and of the table's advantages.

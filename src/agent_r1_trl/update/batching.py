@@ -72,15 +72,38 @@ def whole_rows(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
     return ids, torch.cat([inputs[f"{name}_mask"] for name in parts], dim=1)
 
 
-def open_loss_mask(output: dict[str, Any], in_loss: Sequence[bool], accelerator: Any) -> None:
-    """The ablation without loss mask: in rows that are in the loss, observation tokens count, too.
+def set_loss_mask(
+    output: dict[str, Any],
+    trajectories: Sequence[Trajectory],
+    in_loss: torch.Tensor,
+    args: Any,
+    accelerator: Any,
+) -> None:
+    """Write into TRL's batch which tokens are in the loss, once every row's reward is known.
+
+    Importance ratios and the sampler's log-probs, which TRL has computed already, stay those of action tokens.
 
     Args:
         output: TRL's batch of B rows; its `tool_mask` and `num_items_in_batch` are replaced.
-        in_loss: B of them.
+        trajectories: B of them.
+        in_loss: (B,) bool.
+        args: a `MultiTurnConfig`; with its `loss_mask` off, observation tokens count, too.
         accelerator: of the trainer.
     """
     completion_mask = output["completion_mask"]  # (B, T)
-    rows = torch.tensor(in_loss, device=completion_mask.device).unsqueeze(1)  # (B, 1)
-    output["tool_mask"] = completion_mask * rows
+    action_mask = batch_trajectories(trajectories, length=completion_mask.shape[1]).action_mask.to(in_loss.device)
+    tokens = action_mask if args.loss_mask else completion_mask
+    output["tool_mask"] = tokens * in_loss.unsqueeze(1)
     output["num_items_in_batch"] = accelerator.gather(output["tool_mask"].sum()).sum()
+    if not args.loss_mask and "importance_sampling_ratio" in output:
+        output["importance_sampling_ratio"] = torch.where(action_mask.bool(), output["importance_sampling_ratio"], 1.0)
+
+
+def row_means(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of each row over its masked entries, (B, T) -> (B,); 0 for a row without any.
+
+    >>> row_means(torch.tensor([[1.0, 9.0, 2.0], [9.0, 9.0, 9.0]]), torch.tensor([[1, 0, 1], [0, 0, 0]])).tolist()
+    [1.5, 0.0]
+    """
+    keep = mask.bool()
+    return torch.where(keep, x, 0.0).sum(dim=1) / keep.sum(dim=1).clamp(min=1)

@@ -16,10 +16,13 @@ from typing import Any
 import torch
 
 from agent_r1_trl.critic import base_causal_lm
+from agent_r1_trl.update.live_rows import set_live_scales
 from agent_r1_trl.update.packing import pack, packed_log_probs, use_packed_attention
 
 UPDATE_LAYOUTS = ("padded", "grouped", "packed", "shared")
 PACKED_LAYOUTS = ("packed", "shared")
+REGROUPING_LAYOUTS = ("grouped", "shared")
+"""Those that move rows between the micro-batches of an optimizer step."""
 Inputs = dict[str, Any]
 """TRL's batch: tensors of B rows, scalars, None."""
 _CRITIC_PREFIX = ("privileged_ids", "privileged_mask")
@@ -36,10 +39,9 @@ class UpdateLayout:
     def __init__(self, args: Any = None) -> None:
         self.name = "padded" if args is None else args.update_layout
         self.is_packed = self.name in PACKED_LAYOUTS
-        self._steps_per_update, self._regroups = 1, False
-        if self.name in ("grouped", "shared"):
-            per_generation, per_update = args.steps_per_generation, args.gradient_accumulation_steps
-            self._steps_per_update = per_update
+        self._steps_per_update, self._regroups = 1 if args is None else args.gradient_accumulation_steps, False
+        if self.name in REGROUPING_LAYOUTS:
+            per_generation, per_update = args.steps_per_generation, self._steps_per_update
             self._regroups = per_generation % per_update == 0 or per_update % per_generation == 0
 
     def prepare(self, *models: Any, has_router_loss: bool) -> None:
@@ -48,25 +50,44 @@ class UpdateLayout:
         Raises:
             ValueError: for a model that cannot be trained in this layout.
         """
+        if has_router_loss and self.name != "padded":
+            raise ValueError(
+                f"update_layout={self.name!r}: the router's auxiliary loss depends on which rows are padded into "
+                "one micro-batch. Set router_aux_loss_coef=0.0, or update_layout='padded'."
+            )
         if not self.is_packed:
             return
-        if has_router_loss:
-            raise ValueError(
-                f"update_layout={self.name!r}: the router's auxiliary loss is an average over padded rows. Set "
-                "router_aux_loss_coef=0.0, or update_layout='grouped'."
-            )
         for model in models:
             use_packed_attention(base_causal_lm(model))
 
-    def arrange(self, buffer: list[Inputs]) -> list[Inputs]:
-        """The micro-batches of a new rollout, with the rows of each optimizer step in this layout's order."""
-        if not self._regroups:
-            return buffer
-        return regroup(buffer, steps_per_update=self._steps_per_update, by_prompt=self.name == "shared")
+    def arrange(self, buffer: list[Inputs], accelerator: Any) -> list[Inputs]:
+        """The micro-batches of a new rollout, with the rows of each optimizer step in this layout's order.
+
+        All ranks must call it: the scales for lost rows are counted anew, by optimizer step (`live_rows.py`).
+        """
+        if self._regroups:
+            buffer = regroup(buffer, steps_per_update=self._steps_per_update, by_prompt=self.name == "shared")
+        if "in_baseline" in buffer[0]:  # TRL's own batches do without
+            set_live_scales(buffer, steps_per_update=self._steps_per_update, accelerator=accelerator)
+        return buffer
 
     def trim(self, inputs: Inputs) -> Inputs:
         """A micro-batch without the padding that this layout does not compute."""
         return trim_padding(inputs) if self.name == "grouped" else inputs
+
+    def mask_log_probs(self, inputs: Inputs, mask: torch.Tensor) -> Inputs:
+        """The micro-batch with earlier log-probs that fit those of a packed forward, which are 0 outside the mask.
+
+        Args:
+            inputs: the micro-batch.
+            mask: (B, T) tokens that enter the loss.
+        """
+        if not self.is_packed:
+            return inputs
+        return {
+            name: value * mask if name.endswith("per_token_logps") and value is not None else value
+            for name, value in inputs.items()
+        }
 
     def log_probs(
         self,

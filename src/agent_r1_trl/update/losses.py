@@ -136,8 +136,16 @@ class LossPass:
 
     mask: torch.Tensor
     """(B, T) tokens that enter the loss."""
+    entropy_scale: float = 1.0
+    """What the gradient of the entropy bonus is multiplied by."""
     log_probs: torch.Tensor | None = None
     """(B, T) the policy's, once the forward pass has run."""
+
+    def take(self, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> None:
+        """Keep the log-probs, (B, T), and scale the gradient that will come back to the entropies, (B, T)."""
+        self.log_probs = log_probs
+        if self.entropy_scale != 1.0 and entropies is not None and entropies.requires_grad:
+            entropies.register_hook(lambda gradient: gradient * self.entropy_scale)
 
     def extra_term(
         self, extra_loss: Callable[..., torch.Tensor | None], inputs: dict[str, Any], accelerator: Any
