@@ -16,7 +16,7 @@ from agent_r1_trl.generation.vllm.find_servers import check_urls
 from agent_r1_trl.rollout.limits import check_whole_number
 from agent_r1_trl.trainers.rollout_checks import Need, check_needs
 from agent_r1_trl.update.importance import UNITS
-from agent_r1_trl.update.layout import PACKED_LAYOUTS, UPDATE_LAYOUTS
+from agent_r1_trl.update.layout import PACKED_LAYOUTS, REGROUPING_LAYOUTS, UPDATE_LAYOUTS
 
 if TYPE_CHECKING:
     from agent_r1_trl.trainers.config import MultiTurnConfig
@@ -61,6 +61,9 @@ def check_config(config: MultiTurnConfig) -> None:
     settle_normaliser(config)
     check_unread_options(config)
     check_needs(config, OUR_NEEDS)
+    check_vespo(config)
+    check_micro_batch_means(config)
+    check_open_loss_mask(config)
 
 
 # -------------------------------------------------------------------- rollout
@@ -263,6 +266,44 @@ def check_update_layout(config: MultiTurnConfig) -> None:
         raise ValueError(
             f"update_layout={config.update_layout!r} packs rows, and the critic reads padded ones. Set "
             "update_layout='grouped' or 'padded' for PPO."
+        )
+
+
+def check_micro_batch_means(config: MultiTurnConfig) -> None:
+    """Rows are not moved between micro-batches where TRL averages, or takes a quantile, inside each of them."""
+    if config.update_layout not in REGROUPING_LAYOUTS or config.gradient_accumulation_steps == 1:
+        return
+    neutral = {"loss_type": config.loss_type != "bnpo", "top_entropy_quantile": config.top_entropy_quantile == 1.0}
+    neutral |= {"entropy_coef": config.entropy_coef == 0.0, "use_adaptive_entropy": not config.use_adaptive_entropy}
+    for name, is_neutral in neutral.items():
+        if not is_neutral:
+            raise ValueError(
+                f"update_layout={config.update_layout!r} with {name}={getattr(config, name)!r}: this layout moves "
+                f"rows between micro-batches, and {name} depends on which rows share one. Set update_layout='packed' "
+                "or 'padded', which move none, or gradient_accumulation_steps=1."
+            )
+
+
+def check_vespo(config: MultiTurnConfig) -> None:
+    """VESPO multiplies the ratios of a trajectory's tokens itself, so they have to be ratios of tokens."""
+    if config.loss_type != "vespo" or not (config.use_vllm and config.vllm_importance_sampling_correction):
+        return
+    name = "vllm_importance_sampling_mode" if config.importance_sampling_unit is None else "importance_sampling_unit"
+    value = getattr(config, name)
+    if not value.startswith("token"):
+        raise ValueError(
+            f"{name}={value!r} with loss_type='vespo', which multiplies the ratios of all tokens and would count each "
+            "of these once per token. Set importance_sampling_unit='token'."
+        )
+
+
+def check_open_loss_mask(config: MultiTurnConfig) -> None:
+    """The engine has no log-probabilities of observation tokens, which TRL's off-policy mask would compare."""
+    if not config.loss_mask and config.off_policy_mask_threshold is not None and config.use_vllm:
+        raise ValueError(
+            f"off_policy_mask_threshold={config.off_policy_mask_threshold} with loss_mask=False and use_vllm=True: "
+            "the mask would compare log-probabilities of observation tokens, which the engine did not sample. Remove "
+            "off_policy_mask_threshold, or set loss_mask=True."
         )
 
 
