@@ -10,7 +10,7 @@ from tests.distributed.critics import POLICY_FOLDER, fill, num_processes
 from tests.trainers.helpers import LikelihoodTrainer, call, make_trainer, questions, say, scored_batch
 
 NUM_STEPS = 3
-POLICIES = ("full", "lora", "extra_loss")
+POLICIES = ("full", "lora", "extra_loss", "rows")
 CRITIC_ESTIMATORS = ("gae", "bilevel_gae")
 CREDIT_CASES = {name: {"advantage_estimator": name} for name in ESTIMATORS} | {
     "parts": {"separate_process_advantages": True, "normalize_process_rewards": True},
@@ -46,6 +46,7 @@ def losses(policy, output_dir):
         max_turns=4,
         max_steps=NUM_STEPS,
         beta=0.04,
+        loss_type="grpo" if policy == "rows" else "dapo",  # a mean over rows, of which some are lost
     )
     trainer.train()
     return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]

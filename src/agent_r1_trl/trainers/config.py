@@ -127,7 +127,10 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     )
     loss_mask: bool = field(
         default=True,
-        metadata={"help": "Keep observation tokens out of the policy loss. Off: the ablation of the Agent-R1 paper."},
+        metadata={
+            "help": "Keep observation tokens out of the policy loss. Off: the ablation of the Agent-R1 paper; they "
+            "get the advantage of the action token before them."
+        },
     )
     advantage_mask: bool = field(
         default=True,
