@@ -8,6 +8,7 @@ import torch
 from trl import GRPOTrainer
 
 from agent_r1_trl.trainers import MultiTurnGRPOConfig
+from agent_r1_trl.trainers.rollout_checks import check_correction
 from agent_r1_trl.update.layout import REGROUPING_LAYOUTS, UPDATE_LAYOUTS, UpdateLayout
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import (
@@ -48,7 +49,7 @@ def test_the_loss_types_of_this_trl_are_known():
 def test_every_layout_gives_the_gradient_of_the_padded_one_or_is_refused(tmp_path, options):
     policy = tmp_path / "policy"
     make_policy(make_tokenizer("qwen3")).save_pretrained(policy)
-    options = {"epsilon": 0.5, "epsilon_high": 5.0} | MICRO_BATCHES | options
+    options = MICRO_BATCHES | options
     flags = [name for name in PER_MICRO_BATCH if name in options]
     flags += ["loss_type"] if options.get("loss_type") == "bnpo" else []
     refused = REGROUPING_LAYOUTS if flags else ()
@@ -117,7 +118,7 @@ ROWS_AND_TOKENS = [{"loss_type": name} for name in LOSS_TYPES] + [
 @pytest.mark.parametrize("options", ROWS_AND_TOKENS, ids=str)
 def test_advantages_of_tokens_train_as_trls_advantages_of_rows(tmp_path, options):
     """Ours are (B, T) with 0 outside the loss, TRL's are (B,); what it makes of their sign must not differ."""
-    trainer = make_trainer(tmp_path, num_iterations=2, epsilon=0.5, epsilon_high=5.0, **options)
+    trainer = make_trainer(tmp_path, num_iterations=2, **options)
     batch = scored_batch(trainer)
     move_weights(trainer.model)
     batch["tool_mask"][:, 0] = 0  # no sign can be read at the first token
@@ -141,26 +142,19 @@ def test_advantages_of_tokens_train_as_trls_advantages_of_rows(tmp_path, options
 VLLM = {"use_vllm": True}
 
 
-@pytest.mark.parametrize(
-    ("options", "flag"),
-    [
-        ({"importance_sampling_unit": "sequence"}, "importance_sampling_unit='sequence'"),
-        ({"importance_sampling_unit": "turn"}, "importance_sampling_unit='turn'"),
-        ({"vllm_importance_sampling_mode": "sequence_mask"}, "vllm_importance_sampling_mode='sequence_mask'"),
-        (
-            {"importance_sampling_unit": "turn", "vllm_importance_sampling_mode": "token_mask"},
-            "importance_sampling_unit",
-        ),
-    ],
-    ids=str,
-)
-def test_vespo_takes_ratios_of_tokens_only(options, flag):
-    options = {"loss_type": "vespo", **VLLM, **options}
-    with pytest.raises(ValueError, match=f"{flag}.*Set importance_sampling_unit='token'"):
+@pytest.mark.parametrize("unit", ["sequence", "turn"])
+def test_vespo_takes_ratios_of_tokens_only(unit):
+    options = {"loss_type": "vespo", "importance_sampling_unit": unit, **VLLM}
+    with pytest.raises(ValueError, match=f"importance_sampling_unit='{unit}' with loss_type='vespo'"):
         MultiTurnGRPOConfig(**CPU, **options)
-    MultiTurnGRPOConfig(**CPU, **options | {"importance_sampling_unit": "token"})
-    MultiTurnGRPOConfig(**CPU, **options | {"use_vllm": False})
     MultiTurnGRPOConfig(**CPU, **options | {"loss_type": "dapo"})
+    config = MultiTurnGRPOConfig(
+        **CPU, **options | {"importance_sampling_unit": None}, vllm_importance_sampling_mode="sequence_mask"
+    )
+    with pytest.raises(ValueError, match="vllm_importance_sampling_mode='sequence_mask' with loss_type='vespo'"):
+        check_correction(config)
+    config.vllm_importance_sampling_mode = "token_mask"
+    check_correction(config)
 
 
 def test_the_off_policy_mask_needs_log_probs_of_every_token_in_the_loss():

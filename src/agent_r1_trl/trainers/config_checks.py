@@ -61,7 +61,6 @@ def check_config(config: MultiTurnConfig) -> None:
     settle_normaliser(config)
     check_unread_options(config)
     check_needs(config, OUR_NEEDS)
-    check_vespo(config)
     check_micro_batch_means(config)
     check_open_loss_mask(config)
 
@@ -282,19 +281,6 @@ def check_micro_batch_means(config: MultiTurnConfig) -> None:
                 f"rows between micro-batches, and {name} depends on which rows share one. Set update_layout='packed' "
                 "or 'padded', which move none, or gradient_accumulation_steps=1."
             )
-
-
-def check_vespo(config: MultiTurnConfig) -> None:
-    """VESPO multiplies the ratios of a trajectory's tokens itself, so they have to be ratios of tokens."""
-    if config.loss_type != "vespo" or not (config.use_vllm and config.vllm_importance_sampling_correction):
-        return
-    name = "vllm_importance_sampling_mode" if config.importance_sampling_unit is None else "importance_sampling_unit"
-    value = getattr(config, name)
-    if not value.startswith("token"):
-        raise ValueError(
-            f"{name}={value!r} with loss_type='vespo', which multiplies the ratios of all tokens and would count each "
-            "of these once per token. Set importance_sampling_unit='token'."
-        )
 
 
 def check_open_loss_mask(config: MultiTurnConfig) -> None:
