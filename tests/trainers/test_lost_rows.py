@@ -66,9 +66,7 @@ ACCUMULATION = {"per_device_train_batch_size": 2, "gradient_accumulation_steps":
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "sapo", "luspo", "bnpo", "dapo", "cispo", "vespo"])
 def test_the_gradient_is_that_of_a_batch_without_the_lost_rows(tmp_path, loss_type):
     make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
-    trainer = trainer_of(
-        tmp_path, ROWS, model=str(tmp_path / "policy"), loss_type=loss_type, beta=0.1, epsilon_high=5.0, **ACCUMULATION
-    )
+    trainer = trainer_of(tmp_path, ROWS, model=str(tmp_path / "policy"), loss_type=loss_type, beta=0.1, **ACCUMULATION)
     gradients, buffer = step_gradients(trainer)
     live = [inputs["in_baseline"] for inputs in buffer]
     assert sum(int(rows.sum()) for rows in live) == 4
@@ -92,8 +90,8 @@ def test_the_gradient_is_that_of_a_batch_without_the_lost_rows(tmp_path, loss_ty
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_the_entropy_bonus_is_the_mean_over_micro_batches_with_live_rows(tmp_path, adaptive):
     rows = [LOST] * 7 + ["xx"]
-    bonus = {"use_adaptive_entropy": True, "entropy_target": 9.0} if adaptive else {}
-    trainer = trainer_of(tmp_path, rows, entropy_coef=0.3, entropy_coef_max=0.3, **bonus, **ACCUMULATION)
+    bonus = {"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_max": 0.3} if adaptive else {}
+    trainer = trainer_of(tmp_path, rows, entropy_coef=0.3, **bonus, **ACCUMULATION)
     trainer._last_world_entropy = 0.0
     gradients, buffer = step_gradients(trainer)  # a group of one has advantage 0: what is left is the bonus
     (alone,) = [only(inputs, inputs["in_baseline"]) for inputs in buffer if inputs["in_baseline"].any()]

@@ -8,7 +8,7 @@ from agent_r1_trl.advantages import Credit
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
-from agent_r1_trl.update.batching import set_loss_mask
+from agent_r1_trl.update.batching import settle_masks
 from tests.recording.examples import two_turns as two_turns_record
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import (
@@ -122,7 +122,8 @@ def test_without_loss_mask_observations_get_the_number_of_their_trajectory(tmp_p
 
 @pytest.mark.parametrize("estimator", ["turn_grpo", "gigpo", "reinforce_pp"])
 def test_without_loss_mask_an_observation_gets_the_number_of_the_token_it_follows(tmp_path, estimator):
-    options = {"advantage_estimator": estimator, "gamma": 0.9, "loss_mask": False}
+    options = {"advantage_estimator": estimator, "loss_mask": False}
+    options |= {"gamma": 0.9} if estimator == "reinforce_pp" else {}
     batch = scored_batch(make_trainer(tmp_path, **options))
     masked = scored_batch(make_trainer(tmp_path, **options | {"loss_mask": True}))
     action = (masked["completion_mask"] * masked["tool_mask"]).bool()
@@ -142,7 +143,8 @@ def test_without_loss_mask_importance_ratios_stay_those_of_action_tokens():
     output = {"completion_mask": torch.ones(1, length, dtype=torch.long)}
     output["importance_sampling_ratio"] = torch.tensor([[0.25]])  # TRL's, of the sequence
     args = MultiTurnGRPOConfig(output_dir="unused", use_cpu=True, bf16=False, loss_mask=False)
-    set_loss_mask(output, [trajectory], torch.tensor([True]), args, Accelerator(cpu=True))
+    yes = torch.tensor([True])
+    settle_masks(output, [trajectory], yes, yes, args, Accelerator(cpu=True))
     expected = [0.25 if mask else 1.0 for mask in trajectory.action_mask]
     assert output["importance_sampling_ratio"].tolist() == [expected]
     assert output["num_items_in_batch"] == length > sum(trajectory.action_mask)

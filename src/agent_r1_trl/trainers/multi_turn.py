@@ -49,14 +49,14 @@ from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.metrics import gather_metrics
 from agent_r1_trl.trainers.model_card import add_sections
 from agent_r1_trl.trainers.resume import EpochOrder, accept_numbered_cpus, load_rollout_state, save_rollout_state
-from agent_r1_trl.trainers.rewards import Rewards, in_baseline
+from agent_r1_trl.trainers.rewards import Rewards
 from agent_r1_trl.trainers.rollouts import PlayedBatch, Position, Rollouts, trl_generation
 from agent_r1_trl.trainers.trl_logs import correct_trl_logs
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import batch_trajectories, set_loss_mask, whole_rows
+from agent_r1_trl.update.batching import batch_trajectories, settle_masks, whole_rows
 from agent_r1_trl.update.importance import weigh_mismatch
 from agent_r1_trl.update.layout import UpdateLayout
-from agent_r1_trl.update.live_rows import policy_scale, set_live_scales
+from agent_r1_trl.update.live_rows import policy_scale
 from agent_r1_trl.update.losses import LossPass
 
 
@@ -238,19 +238,11 @@ class MultiTurnTrainer(GRPOTrainer):
             output = super()._generate_and_score_completions(played.rows_with_prompts)
         finally:
             self._played = None
-        self.rewards.place_on_outcomes(
-            trajectories,
-            played.reward_values,
-            functions=self.reward_funcs,
-            names=self.reward_func_names,
-            weights=self.reward_weights.tolist(),
-        )
+        weights = self.reward_weights.tolist()
+        self.rewards.settle(played, functions=self.reward_funcs, names=self.reward_func_names, weights=weights)
         if "importance_sampling_ratio" in output:
             self._add_metrics(weigh_mismatch(output, trajectories, self.args))
-        output["in_baseline"] = played.in_baseline = in_baseline(trajectories, played.reward_values)  # (B,)
-        played.in_loss = self.rewards.rows_in_loss(trajectories, played.in_baseline)  # (B,)
-        set_loss_mask(output, trajectories, played.in_loss, self.args, self.accelerator)
-        set_live_scales([output], steps_per_update=1, accelerator=self.accelerator)
+        settle_masks(output, trajectories, played.in_baseline, played.in_loss, self.args, self.accelerator)
         output |= self._advantages(output, played)
         self._rollout_s += time.perf_counter() - start
         self._log_and_record(trajectories, output)
@@ -279,13 +271,11 @@ class MultiTurnTrainer(GRPOTrainer):
         return values
 
     def _advantages(self, output: dict[str, Any], played: PlayedBatch) -> dict[str, torch.Tensor]:
-        """Tensors to put into TRL's batch: `advantages`, (B, T), 0 outside the estimator's mask.
-
-        With `loss_mask=False` observation tokens outside that mask have the advantage of the action token before them.
-        """
+        """Tensors to put into TRL's batch: `advantages`, (B, T), 0 outside the estimator's mask."""
         credit, mask = self._estimate(output, played)
         if self.args.loss_mask:
             return {"advantages": credit.advantages}
+        # Observation tokens in the loss have the advantage of the action token before them.
         return {"advantages": carry_forward(credit.advantages, mask) * output["tool_mask"]}
 
     def _estimate(

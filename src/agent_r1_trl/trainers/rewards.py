@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from agent_r1_trl.trainers.config import MultiTurnConfig
+from agent_r1_trl.trainers.rollouts import PlayedBatch
 from agent_r1_trl.trajectory import Trajectory
 
 
@@ -76,10 +77,22 @@ class Rewards:
             return False
         return not (trajectory.stop_reason.is_truncated and self.truncated_trajectories == "mask")
 
-    def rows_in_loss(self, trajectories: Sequence[Trajectory], in_baseline: torch.Tensor) -> torch.Tensor:
-        """(B,) bool: the rows of the baseline, (B,) bool, that hold tokens and that `in_loss` lets in."""
+    def settle(
+        self, played: PlayedBatch, *, functions: Sequence[Callable], names: Sequence[str], weights: Sequence[float]
+    ) -> None:
+        """After TRL has called its reward functions: place their values, and say which rows count where.
+
+        Args:
+            played: with its `reward_values`; gets `in_baseline` and `in_loss`.
+            functions: as for `place_on_outcomes`, like `names` and `weights`.
+            names: of the functions.
+            weights: of the functions.
+        """
+        trajectories, values = played.trajectories, played.reward_values
+        self.place_on_outcomes(trajectories, values, functions=functions, names=names, weights=weights)
+        played.in_baseline = in_baseline(trajectories, values)
         trained = [self.in_loss(item) and bool(item.completion_ids) for item in trajectories]
-        return in_baseline & torch.tensor(trained, device=in_baseline.device)
+        played.in_loss = played.in_baseline & torch.tensor(trained, device=values.device)
 
 
 def in_baseline(trajectories: Sequence[Trajectory], values: torch.Tensor) -> torch.Tensor:

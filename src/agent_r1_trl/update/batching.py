@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from agent_r1_trl.trajectory import Trajectory
+from agent_r1_trl.update.live_rows import set_live_scales
 
 
 @dataclass(kw_only=True)
@@ -72,24 +73,29 @@ def whole_rows(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
     return ids, torch.cat([inputs[f"{name}_mask"] for name in parts], dim=1)
 
 
-def set_loss_mask(
+def settle_masks(
     output: dict[str, Any],
     trajectories: Sequence[Trajectory],
+    in_baseline: torch.Tensor,
     in_loss: torch.Tensor,
     args: Any,
     accelerator: Any,
 ) -> None:
-    """Write into TRL's batch which tokens are in the loss, once every row's reward is known.
+    """Write into TRL's batch which rows and tokens count, once every row's reward is known.
 
     Importance ratios and the sampler's log-probs, which TRL has computed already, stay those of action tokens.
 
     Args:
-        output: TRL's batch of B rows; its `tool_mask` and `num_items_in_batch` are replaced.
+        output: TRL's batch of B rows. Its `tool_mask` and `num_items_in_batch` are replaced; new are `in_baseline`
+            and the scales of `live_rows.py`.
         trajectories: B of them.
+        in_baseline: (B,) bool.
         in_loss: (B,) bool.
         args: a `MultiTurnConfig`; with its `loss_mask` off, observation tokens count, too.
         accelerator: of the trainer.
     """
+    output["in_baseline"] = in_baseline
+    set_live_scales([output], steps_per_update=1, accelerator=accelerator)
     completion_mask = output["completion_mask"]  # (B, T)
     action_mask = batch_trajectories(trajectories, length=completion_mask.shape[1]).action_mask.to(in_loss.device)
     tokens = action_mask if args.loss_mask else completion_mask
