@@ -38,7 +38,7 @@ def losses(policy, output_dir):
         output_dir,
         model=str(output_dir / POLICY_FOLDER),
         script=ragged,
-        trainer=LikelihoodTrainer if policy == "extra_loss" else MultiTurnGRPOTrainer,
+        trainer=LikelihoodTrainer if policy in ("extra_loss", "rows") else MultiTurnGRPOTrainer,
         peft_config=_lora() if policy == "lora" else None,
         num_generations=8,
         per_device_train_batch_size=12 // num_processes(),
