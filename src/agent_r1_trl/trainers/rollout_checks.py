@@ -18,20 +18,21 @@ if TYPE_CHECKING:
     from agent_r1_trl.trainers.config import MultiTurnConfig
 
 _NO_PREDICTIONS = "leave it unset: the trainer computes its metrics from trajectories, not from predictions"
-_ENGINE_TAKES_CONFIG = "leave it off: the rollout batches requests itself"
+_OWN_BATCHES = "leave it off: the rollout batches requests itself"
 
 UNSUPPORTED_OPTIONS: dict[str, tuple[Any, str]] = {
     "generation_kwargs": (None, "set temperature, top_p, top_k, min_p or repetition_penalty directly"),
     "cache_implementation": (None, "leave it unset: the rollout manages its own cache"),
-    "use_transformers_paged": (False, _ENGINE_TAKES_CONFIG),
-    "use_transformers_continuous_batching": (False, _ENGINE_TAKES_CONFIG),
-    "transformers_continuous_batching_config": (None, _ENGINE_TAKES_CONFIG),
+    "use_transformers_paged": (False, _OWN_BATCHES),
+    "use_transformers_continuous_batching": (False, _OWN_BATCHES),
+    "transformers_continuous_batching_config": (None, _OWN_BATCHES),
     "multi_objective_aggregation": ("sum_then_normalize", "keep 'sum_then_normalize'"),
     "remove_unused_columns": (False, "set remove_unused_columns=False: environments read the other columns"),
     "vllm_structured_outputs_regex": (None, "leave it unset: tool calls are free text"),
     "vllm_tensor_parallel_size": (1, "keep 1, or start a server with --tensor-parallel-size and vllm_mode='server'"),
     "fsdp": (None, "shard with DeepSpeed instead, as in recipes/accelerate_configs/zero3.yaml"),
     "train_sampling_strategy": ("random", "keep 'random': TRL draws whole groups, and shuffle_dataset is its option"),
+    "length_column_name": ("length", "keep 'length': rows are not drawn by length"),
     "label_smoothing_factor": (0.0, "keep 0.0: the loss has no labels to smooth"),
     "label_names": (None, _NO_PREDICTIONS),
     "include_for_metrics": (None, _NO_PREDICTIONS),

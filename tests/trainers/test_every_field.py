@@ -1,0 +1,420 @@
+"""Every field of every configuration has a line here: a check that it acts, or that it is refused and the cure works.
+
+A new field, TRL's or ours, fails until somebody writes its line. A field of `TrainingArguments` needs none as long as
+the Trainer's loop, which the trainers inherit, reads it.
+"""
+
+import ast
+import inspect
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import transformers
+from transformers import Trainer, TrainingArguments
+from trl import GRPOConfig, GRPOTrainer
+
+from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig
+from agent_r1_trl.trainers.config_checks import OUR_NEEDS
+from agent_r1_trl.trainers.rollout_checks import TRL_NEEDS, UNSUPPORTED_OPTIONS
+from tests.trainers import effects
+from tests.trainers.effects import CPU
+
+GRPO, PPO = MultiTurnGRPOConfig, MultiTurnPPOConfig
+ROOT = Path(__file__).parents[2]
+
+
+class Acts:
+    """With the value, `effect` gives something else than without."""
+
+    _without: ClassVar[dict] = {}
+
+    def __init__(self, effect, value, config_class=GRPO, **others):
+        self.effect, self.value, self.config_class, self.others = effect, value, config_class, others
+
+    def check(self, name, folder):
+        assert self.value != self.config_class.default_of(name), "the default shows nothing"
+        key = (self.effect, self.config_class, str(self.others))
+        if key not in self._without:
+            self._without[key] = self.effect(folder, self.config_class, **self.others)
+        assert self.effect(folder, self.config_class, **self.others, **{name: self.value}) != self._without[key]
+
+
+class Refused:
+    """The value is refused by the field's name; without it, and with each of the cures, it is not."""
+
+    def __init__(self, value, *cures, config_class=GRPO, **others):
+        self.value, self.cures, self.config_class, self.others = value, cures, config_class, others
+
+    def check(self, name, folder):
+        with pytest.raises(ValueError, match=rf"\b{name}\b"):
+            self.accept({**self.others, name: self.value})
+        self.accept(self.others)
+        for cure in self.cures:
+            self.accept({**self.others, name: self.value, **cure})
+
+    def accept(self, options):
+        self.config_class(**CPU, **options).check_supported()
+
+
+class ReadByTRL:
+    """TRL's trainer, which is constructed with it, reads it."""
+
+    def __init__(self, value, **others):
+        self.value, self.others = value, others
+
+    def check(self, name, folder):
+        trainer = effects.make(folder, GRPO, **self.others, **{name: self.value})
+        assert getattr(trainer.args, name) == self.value
+        assert re.search(rf"args\.{name}\b", inspect.getsource(GRPOTrainer))
+
+
+class ShownBy:
+    """A test shows it, by its node id."""
+
+    def __init__(self, node):
+        self.path, _, self.function = node.partition("::")
+
+    def check(self, name, folder):
+        tree = ast.parse((ROOT / self.path).read_text(encoding="utf-8"))
+        assert self.function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+class SetByLaunchers:
+    """The field is there so that a launcher's argument does no harm."""
+
+    def check(self, name, folder):
+        assert "Deprecated" in TrainingArguments.__dataclass_fields__[name].metadata["help"]
+
+
+ENGINE = {"use_vllm": True}
+SERVER = {"vllm_mode": "server"}
+SERVERS = {"use_vllm": True, **SERVER}
+BY_TOKEN = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
+UNCORRECTED = {"use_vllm": True, "vllm_importance_sampling_correction": False}
+VESPO = {"loss_type": "vespo"}
+ADAPTIVE = {"use_adaptive_entropy": True}
+ONE_TURN = {"max_turns": 1}  # of two, so that every trajectory is truncated
+
+
+def count(completions, **kwargs):
+    return [float(len(completion[-1]["content"])) for completion in completions]
+
+
+def count_by_turn(trajectory, **kwargs):
+    return [[float(turn.end - turn.start) for turn in item.turns] for item in trajectory]
+
+
+TABLE = {
+    # ---- ours: rollout
+    "max_turns": Acts(effects.limits, 3),
+    "max_tokens_per_turn": Acts(effects.limits, 5),
+    "max_observation_tokens": Acts(effects.limits, 7),
+    "max_invalid_calls": Acts(effects.limits, 0),
+    "max_concurrency": (Acts(effects.limits, 9), Acts(effects.engine, 9)),
+    "rollout_timeout": Acts(effects.limits, 1.5),
+    "thinking": Acts(effects.chat, "off"),
+    "eval_temperature": Acts(effects.evaluation, 0.5),
+    "generation_batch_rows": (Acts(effects.local_generator, 3), Refused(3, {"use_vllm": False}, **ENGINE)),
+    "vllm_server_urls": (Acts(effects.engine, ["http://a:1"], **SERVER), Refused(["http://a:1"], SERVERS)),
+    "max_sync_logprob_gap": (Acts(effects.sync_call, 0.3, **ENGINE), Refused(0.3, ENGINE)),
+    "overlap_rollout": (
+        ShownBy("tests/trainers/test_overlap.py::test_it_trains_on_what_the_synchronous_run_trains_on"),
+        Refused(True, ENGINE),
+    ),
+    # ---- ours: rewards, advantages, loss
+    "truncated_trajectories": Acts(effects.batch, "mask", **ONE_TURN),
+    "truncation_penalty": (
+        Acts(effects.batch, -3.0, truncated_trajectories="penalise", **ONE_TURN),
+        Refused(-3.0, {"truncated_trajectories": "penalise"}),
+        Refused(-3.0, {"truncated_trajectories": "penalise"}, truncated_trajectories="mask"),
+    ),
+    "process_reward_weight": Acts(effects.batch, 0.5),
+    "outcome_reward_weight": Acts(effects.batch, 0.5),
+    "process_reward_schedule": Acts(effects.batch, "linear"),
+    "normalize_process_rewards": Acts(effects.batch, True),
+    "turn_reward_weights": Acts(effects.batch, [0.5], turn_reward_funcs=[count_by_turn]),
+    "advantage_estimator": Acts(effects.batch, "rloo"),
+    "separate_process_advantages": Acts(effects.batch, True),
+    "gamma": (
+        Acts(effects.batch, 0.5, advantage_estimator="reinforce_pp"),
+        Refused(0.5, {"advantage_estimator": "reinforce_pp"}),
+    ),
+    "gamma_turn": (
+        Acts(effects.batch, 0.5, advantage_estimator="gigpo"),
+        Refused(0.5, {"advantage_estimator": "gigpo"}, advantage_estimator="rloo"),
+        Refused(0.5, {"advantage_estimator": "bilevel_gae"}, config_class=PPO),
+    ),
+    "step_weight": (
+        Acts(effects.batch, 0.5, advantage_estimator="gigpo"),
+        Refused(0.5, {"advantage_estimator": "gigpo"}),
+    ),
+    "kl_placement": (
+        Acts(effects.batch, "reward", advantage_estimator="reinforce_pp", beta=0.1),
+        Refused("reward", {"beta": 0.1}, advantage_estimator="reinforce_pp"),
+        Refused("reward", {"advantage_estimator": "reinforce_pp"}, beta=0.1),
+    ),
+    "loss_mask": (Acts(effects.batch, False), Refused(False, {"advantage_mask": False}, config_class=PPO)),
+    "advantage_mask": Acts(effects.batch, False, advantage_estimator="reinforce_pp"),
+    "importance_sampling_unit": (
+        Acts(effects.batch, "turn", **BY_TOKEN),
+        Refused("turn", ENGINE),
+        Refused("turn", {"vllm_importance_sampling_correction": True}, **UNCORRECTED),
+        Refused("turn", {"loss_type": "dapo"}, **BY_TOKEN, **VESPO),
+    ),
+    "importance_sampling_length_normalized": (
+        Acts(effects.batch, True, importance_sampling_unit="turn", **BY_TOKEN),
+        Refused(True, {"use_vllm": True}),
+        Refused(True, {"importance_sampling_unit": "turn"}, **BY_TOKEN),
+    ),
+    "update_layout": (
+        Acts(effects.layout, "packed"),
+        Refused("packed", {"update_layout": "grouped"}, config_class=PPO),
+    ),
+    "record_trajectories": Acts(effects.store, "parquet"),
+    # ---- ours: the critic
+    "lam": Acts(effects.batch, 0.5, PPO),
+    "lam_turn": (
+        Acts(effects.batch, 0.5, PPO, advantage_estimator="bilevel_gae"),
+        Refused(0.5, {"advantage_estimator": "bilevel_gae"}, config_class=PPO),
+    ),
+    "whiten_advantages": Acts(effects.batch, False, PPO),
+    "bootstrap_truncated": Acts(effects.batch, True, PPO, **ONE_TURN),
+    "critic": Acts(effects.critic, "head", PPO),
+    "critic_learning_rate": Acts(effects.critic, 0.5, PPO),
+    "critic_warmup_steps": Acts(effects.critic, 3, PPO),
+    "value_loss_coef": Acts(effects.loss, 5.0, PPO),
+    "cliprange_value": Acts(effects.loss, 1e-4, PPO),
+    "critic_context": (
+        Acts(effects.batch, "id", PPO),
+        Refused("id", {"critic": "adapter"}, config_class=PPO, critic="head"),
+    ),
+    # ---- TRL's: model and data
+    "model_init_kwargs": ReadByTRL({"dtype": "float32"}),
+    "trust_remote_code": (ReadByTRL(True), Acts(effects.engine, True)),
+    "router_aux_loss_coef": ReadByTRL(0.0),
+    "disable_dropout": ReadByTRL(True),
+    "cast_lm_head_to_fp32": ReadByTRL(True),
+    "num_generations": (Acts(effects.requests, 2), Refused(1, {"advantage_estimator": "reinforce_pp"})),
+    "num_generations_eval": Acts(effects.evaluation, 2),
+    "max_completion_length": (Acts(effects.limits, 99), Refused(None, {"max_completion_length": 512})),
+    "ds3_gather_for_generation": (
+        Acts(effects.gather_call, False),
+        ShownBy(
+            "tests/trainers/test_config.py::test_sharded_weights_are_gathered_for_ranks_that_sample_at_their_own_pace"
+        ),
+    ),
+    "shuffle_dataset": Acts(effects.requests, False),
+    "pad_to_multiple_of": (
+        Acts(effects.batch, 256),
+        Refused(8, {"update_layout": "padded"}, update_layout="grouped"),
+        Refused(8, {"update_layout": "padded"}, update_layout="shared"),
+    ),
+    "generation_batch_size": Acts(effects.requests, 16),
+    "steps_per_generation": Acts(effects.requests, 2),
+    # ---- TRL's: sampling
+    "temperature": (Acts(effects.requests, 0.5), Acts(effects.loss, 0.5), Refused(0.0, {"temperature": 1.0})),
+    "top_p": (
+        Acts(effects.requests, 0.5),
+        Acts(effects.evaluation, 0.5, eval_temperature=0.7),
+        Refused(0.5, {"vllm_importance_sampling_correction": False}, **ENGINE),
+        Refused(0.0, {"top_p": 1.0}),
+    ),
+    "top_k": (
+        Acts(effects.requests, 5),
+        Acts(effects.evaluation, 5, eval_temperature=0.7),
+        Refused(5, {"vllm_importance_sampling_correction": False}, **ENGINE),
+        Refused(-2, {"top_k": 0}),
+    ),
+    "min_p": (
+        Acts(effects.requests, 0.1),
+        Acts(effects.evaluation, 0.1, eval_temperature=0.7),
+        Refused(0.1, {"vllm_importance_sampling_correction": False}, **ENGINE),
+        Refused(1.5, {"min_p": None}),
+    ),
+    "repetition_penalty": (
+        Acts(effects.requests, 1.2),
+        Acts(effects.evaluation, 1.2, eval_temperature=0.7),
+        Refused(1.2, {"vllm_importance_sampling_correction": False}, **ENGINE),
+        Refused(0.0, {"repetition_penalty": 1.0}),
+    ),
+    "generation_kwargs": Refused({"num_beams": 2}, {"generation_kwargs": {}}),
+    "chat_template_kwargs": Acts(effects.chat, {"enable_thinking": False}),
+    "cache_implementation": Refused("static"),
+    "use_transformers_continuous_batching": Refused(True),
+    "transformers_continuous_batching_config": Refused({"max_memory_percent": 0.4}),
+    "use_transformers_paged": Refused(True),
+    "max_tool_calling_iterations": (Acts(effects.limits, 2), Refused(-1, {"max_tool_calling_iterations": 0})),
+    # ---- TRL's: vLLM
+    "use_vllm": ShownBy("tests/trainers/test_vllm_training.py::test_grpo_trains_with_vllm_in_process"),
+    "vllm_mode": (Acts(effects.engine, "server"), Refused("serve", SERVER, **ENGINE)),
+    "vllm_model_impl": (
+        Acts(effects.engine, "transformers"),
+        Refused("transformers", {"vllm_mode": "colocate"}, **SERVERS),
+    ),
+    "vllm_enable_sleep_mode": (
+        Acts(effects.engine, True),
+        ShownBy("tests/trainers/test_config.py::test_an_engine_that_cannot_sleep_is_not_asked_to"),
+    ),
+    "vllm_structured_outputs_regex": Refused("[0-9]+", {"use_vllm": False}, **ENGINE),
+    "vllm_server_base_url": (
+        Acts(effects.engine, "http://a:1", **SERVER),
+        Refused("http://a:1", SERVER, **ENGINE),
+        Refused("http://a:1", {"vllm_server_urls": None}, **SERVERS, vllm_server_urls=["http://b:1"]),
+    ),
+    "vllm_server_host": (
+        Acts(effects.engine, "a", **SERVER),
+        Refused("a", SERVER, **ENGINE),
+        Refused("a", {"vllm_server_base_url": None}, **SERVERS, vllm_server_base_url="http://b:1"),
+    ),
+    "vllm_server_port": (
+        Acts(effects.engine, 81, **SERVER),
+        Refused(81, SERVER, **ENGINE),
+        Refused(81, {"vllm_server_base_url": None}, **SERVERS, vllm_server_base_url="http://b:1"),
+    ),
+    "vllm_server_timeout": (Acts(effects.engine, 9.0, **SERVER), Refused(9.0, SERVER, **ENGINE)),
+    "vllm_group_port": (Acts(effects.engine, 9, **SERVER), Refused(9, SERVER, **ENGINE)),
+    "vllm_gpu_memory_utilization": (Acts(effects.engine, 0.5), Refused(0.5, {"vllm_mode": "colocate"}, **SERVERS)),
+    "vllm_max_model_length": (Acts(effects.engine, 99), Acts(effects.limits, 99, **SERVERS)),
+    "vllm_tensor_parallel_size": Refused(2, {"use_vllm": False}, **ENGINE),
+    "vllm_importance_sampling_correction": Acts(effects.batch, False, **ENGINE),
+    "vllm_importance_sampling_mode": (
+        Acts(effects.batch, "token_truncate", **ENGINE),
+        Refused("token_mask", {"vllm_importance_sampling_correction": True}, **UNCORRECTED),
+    ),
+    "vllm_importance_sampling_clip_max": (
+        Acts(effects.batch, 1e-3, **BY_TOKEN),
+        Refused(2.0, {"vllm_importance_sampling_correction": True}, **UNCORRECTED),
+    ),
+    "vllm_importance_sampling_clip_min": (
+        Acts(effects.batch, 0.5, **BY_TOKEN),
+        Refused(0.5, {"vllm_importance_sampling_correction": True}, **UNCORRECTED),
+    ),
+    "vllm_importance_sampling_cap": Acts(effects.batch, 1e-3, **BY_TOKEN),
+    # ---- TRL's: loss
+    "beta": Acts(effects.loss, 0.1),
+    "num_iterations": Acts(effects.batch, 2),
+    "epsilon": (Acts(effects.loss, 1e-3), Refused(0.1, {"loss_type": "dapo"}, loss_type="sapo")),
+    "epsilon_high": (Acts(effects.loss, 1e-3), Refused(0.3, {"loss_type": "cispo"}, **VESPO)),
+    "delta": (Acts(effects.loss, 1.001), Refused(1.5, {"loss_type": "grpo"}, loss_type="cispo")),
+    "sapo_temperature_neg": (Acts(effects.loss, 9.0, loss_type="sapo"), Refused(2.0, {"loss_type": "sapo"})),
+    "sapo_temperature_pos": (Acts(effects.loss, 9.0, loss_type="sapo"), Refused(2.0, {"loss_type": "sapo"})),
+    "vespo_k_pos": (Acts(effects.loss, 1.0, **VESPO), Refused(1.0, VESPO)),
+    "vespo_lambda_pos": (Acts(effects.loss, 1.0, **VESPO), Refused(1.0, VESPO)),
+    "vespo_k_neg": (Acts(effects.loss, 1.0, **VESPO), Refused(1.0, VESPO)),
+    "vespo_lambda_neg": (Acts(effects.loss, 1.0, **VESPO), Refused(1.0, VESPO)),
+    "importance_sampling_level": Acts(effects.loss, "sequence"),
+    "reward_weights": Acts(effects.batch, [3.0], reward_funcs=[count]),
+    "multi_objective_aggregation": Refused("normalize_then_sum"),
+    "scale_rewards": (
+        Acts(effects.batch, "none"),
+        Refused("batch", {"advantage_estimator": "grpo"}, advantage_estimator="dr_grpo"),
+        Refused("batch", config_class=PPO),
+    ),
+    "loss_type": (
+        Acts(effects.loss, "grpo"),
+        Refused("bnpo", {"loss_type": "dr_grpo"}, advantage_estimator="dr_grpo"),
+        Refused("vespo", {"vllm_importance_sampling_mode": "token_mask"}, **ENGINE),
+    ),
+    "mask_truncated_completions": (
+        Acts(effects.batch, True, **ONE_TURN),
+        Refused(True, {"truncated_trajectories": "mask"}, truncated_trajectories="penalise"),
+    ),
+    "sync_ref_model": ShownBy("tests/trainers/test_every_field.py::test_a_reference_that_follows_needs_a_weight"),
+    "ref_model_mixup_alpha": Refused(0.9, {"sync_ref_model": True, "beta": 0.1}),
+    "ref_model_sync_steps": Refused(9, {"sync_ref_model": True, "beta": 0.1}),
+    "top_entropy_quantile": (Acts(effects.loss, 0.2), Acts(effects.loss, 0.2, update_layout="packed")),
+    "entropy_coef": (Acts(effects.loss, 0.5), Acts(effects.loss, 0.5, update_layout="packed")),
+    "use_adaptive_entropy": Acts(effects.loss, True, entropy_coef=0.1),
+    "entropy_coef_min": (Acts(effects.loss, 0.05, **ADAPTIVE), Refused(0.1, ADAPTIVE)),
+    "entropy_coef_max": (Acts(effects.loss, 1e-3, **ADAPTIVE, entropy_target=99.0), Refused(0.1, ADAPTIVE)),
+    "entropy_coef_delta": (Acts(effects.loss, 0.1, **ADAPTIVE, entropy_target=99.0), Refused(0.1, ADAPTIVE)),
+    "entropy_target": (Acts(effects.loss, 99.0, **ADAPTIVE), Refused(0.1, ADAPTIVE)),
+    "off_policy_mask_threshold": Acts(effects.loss, 1.0, **UNCORRECTED),
+    "use_bias_correction_kl": (
+        Acts(effects.loss, False, beta=0.1),
+        Refused(False, {"beta": 0.1}),
+        Refused(False, {"kl_placement": "loss"}, beta=0.1, kl_placement="reward", advantage_estimator="reinforce_pp"),
+    ),
+    # ---- TRL's: logging
+    "log_completions": ReadByTRL(True),
+    "log_multimodal": ReadByTRL(False),
+    "num_completions_to_print": (ReadByTRL(2, log_completions=True), Refused(2, {"log_completions": True})),
+    "log_unique_prompts": (ReadByTRL(True, log_completions=True), Refused(True, {"log_completions": True})),
+    "log_completions_hub_repo": Refused("me/repo", {"log_completions": True}),
+    # ---- transformers': what our methods touch, or TRL's loop does not read
+    "output_dir": ShownBy(
+        "tests/trainers/test_grpo_trainer.py::test_every_trajectory_is_recorded_with_its_advantages"
+    ),
+    "seed": Acts(effects.requests, 8),
+    "per_device_train_batch_size": Acts(effects.requests, 4),
+    "per_device_eval_batch_size": Acts(effects.evaluation, 2, num_generations_eval=1),
+    "gradient_accumulation_steps": Acts(effects.requests, 2),
+    "max_steps": ShownBy("tests/trainers/test_overlap.py::test_it_trains_on_what_the_synchronous_run_trains_on"),
+    "remove_unused_columns": Refused(True, {"remove_unused_columns": False}),
+    "auto_find_batch_size": Refused(True, {"auto_find_batch_size": False}),
+    "use_liger_kernel": (ReadByTRL(False), Refused(True, config_class=PPO)),
+    "fsdp": (
+        Refused("full_shard"),
+        ShownBy("tests/trainers/test_config.py::test_sharding_by_fsdp_is_refused_wherever_it_was_asked_for"),
+    ),
+    "train_sampling_strategy": Refused("group_by_length"),
+    "length_column_name": Refused("num_words"),
+    "local_rank": SetByLaunchers(),
+    "label_smoothing_factor": Refused(0.1),
+    "label_names": Refused(["labels"]),
+    "include_for_metrics": Refused(["inputs"]),
+    "batch_eval_metrics": Refused(True),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_field_acts_or_is_refused_with_a_cure_that_works(tmp_path, name):
+    lines = TABLE[name] if isinstance(TABLE[name], tuple) else (TABLE[name],)
+    for line in lines:
+        line.check(name, tmp_path)
+
+
+def test_every_field_of_trl_and_of_ours_has_a_line():
+    inherited = {item.name for item in fields(TrainingArguments)}
+    found = {item.name for kind in (GRPOConfig, GRPO, PPO) for item in fields(kind)}
+    assert found - inherited - set(TABLE) == set(), "write a line for each: what honours it, or what refuses it"
+    assert set(TABLE) - found == set(), "no field has this name"
+
+
+def test_every_other_field_of_transformers_is_read_by_the_loop_that_is_inherited():
+    folder = Path(transformers.__file__).parent
+    files = [*folder.glob("trainer*.py"), *folder.glob("integrations/*.py"), folder / "training_args.py"]
+    text = "".join(path.read_text(encoding="utf-8") for path in files) + inspect.getsource(GRPOTrainer)
+    text = text.replace(inspect.getsource(inspect.getmodule(Trainer)), _inherited_source())
+    names = {item.name for item in fields(TrainingArguments)} - set(TABLE)
+    assert {name for name in names if not re.search(rf"\b(args|self)\.{name}\b", text)} == set()
+
+
+def _inherited_source():
+    """The Trainer's methods that run in our trainer: those that nothing overrides without calling them."""
+    mro = MultiTurnGRPOTrainer.__mro__
+    below = mro[: mro.index(Trainer)]
+    texts = []
+    for name, method in vars(Trainer).items():
+        overrides = [vars(kind)[name] for kind in below if name in vars(kind)]
+        if inspect.isfunction(method) and all(f"super().{name}(" in inspect.getsource(item) for item in overrides):
+            texts.append(inspect.getsource(method))
+    return "".join(texts)
+
+
+def test_whatever_the_checks_know_has_a_refusal_in_the_table():
+    refused = {
+        name
+        for name, lines in TABLE.items()
+        if any(isinstance(line, Refused) for line in (lines if isinstance(lines, tuple) else (lines,)))
+    }
+    waiting = {name for need in (*OUR_NEEDS, *TRL_NEEDS) for name in need.options}
+    assert {*UNSUPPORTED_OPTIONS, *waiting} - refused == set()
+
+
+def test_a_reference_that_follows_needs_a_weight(tmp_path):
+    with pytest.raises(ValueError, match="sync_ref_model=True"):
+        effects.make(tmp_path, GRPO, sync_ref_model=True)
