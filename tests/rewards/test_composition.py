@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from agent_r1_trl.rewards import compose, exact_match, f1_score
 
@@ -22,10 +23,29 @@ def test_booleans_count_as_one_and_zero():
     assert compose({"a": (lambda: True, 0.5)})() == (0.5, {"a": 0.5})
 
 
-@pytest.mark.parametrize("value", [None, "x", math.nan, math.inf, [1]])
+@pytest.mark.parametrize(
+    "value",
+    [None, "x", "1.5", b"1", math.nan, math.inf, -math.inf, [1], pytest.param(10**400, id="huge"), 1j, torch.ones(2)],
+)
 def test_a_reward_that_is_not_a_finite_number_is_named(value):
     with pytest.raises(ValueError, match="'broken'"):
         compose({"broken": lambda: value})()
+
+
+def test_a_tensor_of_one_number_is_a_number():
+    assert compose({"a": (lambda: torch.tensor(0.5), 2)})() == (1.0, {"a": 1.0})
+
+
+def test_a_weighted_reward_or_a_sum_that_is_too_large_is_named():
+    with pytest.raises(ValueError, match=r"reward 'a' returned 10\.0, times its weight 1e\+308: must be a finite"):
+        compose({"a": (lambda: 10.0, 1e308)})()
+    with pytest.raises(ValueError, match=r"sum of the rewards .*'b'.*must be a finite"):
+        compose({"a": lambda: 1.7e308, "b": lambda: 1.7e308})()
+
+
+def test_two_parts_of_one_name_are_refused():
+    with pytest.raises(ValueError, match=r"compose: two parts have the name '1'"):
+        compose({1: exact_match, "1": f1_score})
 
 
 def test_an_exception_in_a_reward_function_is_not_swallowed():
@@ -44,6 +64,13 @@ def test_bad_parts_are_refused():
     for parts in ({}, None, [exact_match]):
         with pytest.raises(ValueError, match=r"compose\("):
             compose(parts)
-    for part in (5, asynchronous, (asynchronous, 1.0), (exact_match, math.nan), (exact_match, "2")):
+    for part in (
+        5,
+        asynchronous,
+        (asynchronous, 1.0),
+        (exact_match, math.nan),
+        (exact_match, "2"),
+        (exact_match, 10**400),
+    ):
         with pytest.raises(ValueError, match=r"compose: .*'a'"):
             compose({"a": part})

@@ -20,8 +20,8 @@ def compose(parts: Mapping[str, Reward | tuple[Reward, float]]) -> Callable[...,
         A function whose result `ToolEnv.outcome_reward` may return as it is.
 
     Raises:
-        ValueError: there are no parts, an entry has another form, or a weight is not finite. The composed function
-            raises it if a reward is not a finite number.
+        ValueError: there are no parts, two have one name, an entry has another form, or a weight is not finite. The
+            composed function raises it if a reward, its part or the sum is not a finite number.
 
     >>> from agent_r1_trl.rewards import exact_match, f1_score
     >>> reward = compose({"exact": (exact_match, 1.0), "overlap": (f1_score, 0.5)})
@@ -35,20 +35,33 @@ def compose(parts: Mapping[str, Reward | tuple[Reward, float]]) -> Callable[...,
         function, weight = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, 1.0)
         if not callable(function) or inspect.iscoroutinefunction(function):
             raise ValueError(f"compose: {name!r} is {entry!r:.200}: must be a plain function or (function, weight).")
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-            raise ValueError(f"compose: the weight of {name!r} is {weight!r}: must be a finite number.")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(_float(weight)):
+            raise ValueError(f"compose: the weight of {name!r} is {weight!r:.200}: must be a finite number.")
+        if str(name) in weighted:
+            raise ValueError(f"compose: two parts have the name {str(name)!r}: each needs its own.")
         weighted[str(name)] = (function, float(weight))
 
     def composed(*args: Any, **kwargs: Any) -> tuple[float, dict[str, float]]:
         scores = {}
         for name, (function, weight) in weighted.items():
             value = function(*args, **kwargs)
-            try:
-                scores[name] = weight * float(value)
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"reward {name!r} returned {value!r:.200}: must be a number.") from error
+            scores[name] = weight * _float(value)
             if not math.isfinite(scores[name]):
-                raise ValueError(f"reward {name!r} returned {value!r}: must be finite.")
-        return math.fsum(scores.values()), scores
+                times = "" if weight == 1 else f", times its weight {weight}"
+                raise ValueError(f"reward {name!r} returned {value!r:.200}{times}: must be a finite number.")
+        try:
+            return math.fsum(scores.values()), scores
+        except OverflowError as error:
+            raise ValueError(f"the sum of the rewards {scores!r:.200}: must be a finite number.") from error
 
     return composed
+
+
+def _float(value: Any) -> float:
+    """As a float; NaN for what is not a number."""
+    if isinstance(value, (str, bytes, bytearray)):
+        return math.nan
+    try:
+        return float(value)
+    except Exception:  # a tensor of several numbers, an integer of 400 digits: types raise what they like
+        return math.nan
