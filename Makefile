@@ -14,6 +14,8 @@ VLLM ?= $(if $(filter Linux-x86_64 Linux-aarch64,$(shell uname -sm | tr ' ' '-')
 PYTEST_ARGS ?=
 # Processes that share the tests (about 2 GB each, vLLM 4 GB more); 0 runs them in one, where --pdb works.
 WORKERS ?= 2
+# The random numbers of `make fuzz`; a failure names the value that repeats it.
+FUZZ_SEED ?= $(shell date +%s)
 # The quickstart's settings.
 ALGO ?= grpo
 SEED ?= 0
@@ -28,7 +30,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 # Groups of tests stay together and begin in the order that tests/conftest.py gives them.
 PYTEST = $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help quickstart install test test-fast lint types check format notebooks clean
+.PHONY: help quickstart install test test-fast fuzz lint types check format notebooks clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -48,6 +50,10 @@ test: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## run the whole suite; PYTEST_ARGS,
 test-fast: $(STAMPS)/test ## run what takes seconds: nothing slow, no vLLM; PYTEST_ARGS, WORKERS
 	$(SAY) "Fast tests"
 	$(PYTEST) -m "not slow and not vllm and not matrix" $(PYTEST_ARGS)
+
+fuzz: $(STAMPS)/test ## run the property tests with ten times the examples (half an hour); FUZZ_SEED, PYTEST_ARGS, WORKERS
+	$(SAY) "Property tests, FUZZ_SEED=$(FUZZ_SEED)"
+	FUZZ_SEED=$(FUZZ_SEED) $(PYTEST) -m fuzz --hypothesis-profile fuzz -o timeout=3600 $(PYTEST_ARGS)
 
 lint: $(STAMPS)/dev ## ruff: rules and formatting
 	$(SAY) "ruff"

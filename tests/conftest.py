@@ -2,15 +2,37 @@
 
 The tests of a file stay together, for the sake of the servers, engines and runs that they share, unless a test names
 another group (`pytest.mark.xdist_group`). Slow tests begin first, so that neither process waits long for the other.
+
+Property tests draw new examples in each run. Those that failed are kept in `.hypothesis/examples` and come first in
+the next run; a failure prints what repeats it anywhere. The profile `fuzz` (`make fuzz`) asks for ten times as many.
 """
 
 import os
+from pathlib import Path
 
 import pytest
+from hypothesis import settings
+from hypothesis.database import DirectoryBasedExampleDatabase
+
+from tests.effort import PLAIN_EXAMPLES
+
+settings.register_profile(
+    "tests",
+    max_examples=PLAIN_EXAMPLES,
+    deadline=None,
+    print_blob=True,
+    derandomize=False,
+    database=DirectoryBasedExampleDatabase(Path(__file__).parents[1] / ".hypothesis" / "examples"),
+)
+settings.register_profile("fuzz", settings.get_profile("tests"), max_examples=10 * PLAIN_EXAMPLES)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tests"))  # `--hypothesis-profile` goes before it
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("hypothesis"):
+            item.add_marker("fuzz")
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     for item in items:

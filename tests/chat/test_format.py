@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.trajectory import Author
+from tests.effort import examples
 from tests.tokenizers import make_tokenizer, read_template
 
 FAMILIES = ("qwen3", "qwen2_5", "llama3", "llama3_2", "gemma4", "gemma4_v5", "gptoss")
@@ -77,7 +78,7 @@ def spiked_text() -> st.SearchStrategy[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(system=text(), question=text(), with_tools=st.booleans())
 def test_prompt_ids_are_those_of_apply_chat_template(family, system, question, with_tools):
     chat = chat_of(family)
@@ -90,7 +91,7 @@ def test_prompt_ids_are_those_of_apply_chat_template(family, system, question, w
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(question=spiked_text())
 def test_special_tokens_spelled_in_a_question_or_schema_stay_text(family, question):
     chat = chat_of(family)
@@ -152,7 +153,7 @@ def test_lone_surrogates_do_not_break_the_tokenizer():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(result=text(), answer=text())
 def test_appended_ids_spell_what_the_template_renders(family, result, answer):
     chat = chat_of(family)
@@ -172,7 +173,7 @@ def test_appended_ids_spell_what_the_template_renders(family, result, answer):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(result=spiked_text(), role=st.sampled_from(["tool", "user"]))
 def test_no_control_token_is_among_the_environment_tokens(family, result, role):
     chat = chat_of(family)
@@ -403,7 +404,7 @@ def test_template_arguments_reach_every_rendering():
 # ---------------------------------------------------------------- budgets
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(data=st.one_of(text(), spiked_text()), max_tokens=st.integers(-1, 12))
 def test_truncated_text_is_a_prefix_within_the_budget(data, max_tokens):
     chat = chat_of("qwen3")

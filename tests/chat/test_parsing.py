@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1_trl.chat.format import ChatFormat
+from tests.effort import examples
 from tests.tokenizers import make_tokenizer
 
 FAMILIES = ("qwen3", "qwen2_5", "llama3", "llama3_2", "gemma4", "gemma4_v5", "gptoss")
@@ -69,7 +70,7 @@ arguments = st.dictionaries(st.text("abcxyz_", min_size=1, max_size=8), json_val
 
 
 @pytest.mark.parametrize("family", ("qwen3", "qwen2_5", "llama3", "llama3_2", "gptoss"))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(values=arguments)
 def test_arguments_survive_the_round_trip(family, values):
     chat = chat_of(family)
@@ -81,7 +82,7 @@ def test_arguments_survive_the_round_trip(family, values):
 
 
 @pytest.mark.parametrize("family", ("gemma4", "gemma4_v5"))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(query=st.text(st.characters(exclude_categories=("Cc", "Cs")), max_size=20), k=st.integers(-99, 99))
 def test_gemma_s_arguments_survive_the_round_trip(family, query, k):
     chat = chat_of(family)
@@ -335,7 +336,7 @@ def test_tool_text_in_the_prompt_is_never_read_as_part_of_the_turn():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_no_sequence_of_ids_makes_parsing_raise(family, data):
     chat = chat_of(family)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from agent_r1_trl.environments import RewardError, StepResult, ToolEnv
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import StopReason, ToolErrorKind
+from tests.effort import examples
 from tests.environments.helpers import finished, message
 
 
@@ -519,7 +520,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "malformed_tool_call", "x"]), json_values)
     | st.builds(lambda calls: {"role": "assistant", "tool_calls": calls}, st.lists(json_values, max_size=3))

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1_trl.rewards import exact_match, f1_score, normalize_answer, sub_em
+from tests.effort import examples
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ phrases = st.lists(st.sampled_from(["the", "a", "cat", "dog", "yes", "no", "Pari
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(phrases | st.text(max_size=20), st.lists(phrases | st.text(max_size=20), min_size=1, max_size=3))
 def test_scores_agree_with_the_naive_reading_and_with_each_other(prediction, golds):
     exact, f1 = exact_match(prediction, golds), f1_score(prediction, golds)

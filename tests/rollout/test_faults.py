@@ -20,6 +20,7 @@ from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, env_session
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind, Trajectory
+from tests.effort import examples
 from tests.rollout.helpers import PROMPT, chat_of, sampled_ids
 from tests.toys import AddEchoEnv, call, calls, echo, say
 
@@ -136,7 +137,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=2),
     max_leaves=6,
 )
-fuzz = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+fuzz = settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def in_words(chat, text):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind
+from tests.effort import examples
 from tests.rollout.helpers import Script, chat_of, play, sampled_ids, scene
 from tests.toys import AddEchoEnv, call, calls, say
 
@@ -56,7 +57,7 @@ def test_limits_cannot_be_changed_while_they_are_in_use():
 # -------------------------------------------------------------------- arithmetic
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     completion=st.integers(1, 50), turn=st.none() | st.integers(1, 50), model=st.none() | st.integers(2, 100),
     num_prompt=st.integers(0, 60), num_completion=st.integers(0, 60),

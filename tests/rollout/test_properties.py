@@ -21,10 +21,12 @@ from agent_r1_trl.trainers.rewards import environment_reward
 from agent_r1_trl.trainers.rollouts import PlayedBatch
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory
 from agent_r1_trl.update.batching import batch_trajectories, pad_right
+from tests.effort import examples
 from tests.rollout.helpers import PROMPT, Recorder, chat_of, sampled_ids, scene
 from tests.toys import call, calls, say
 from tests.trainers.helpers import make_trainer, scored_batch
 
+pytestmark = pytest.mark.fuzz
 FAMILIES = ("qwen3", "llama3", "gemma4", "gptoss")
 PARALLEL_CALLS = ("qwen3", "gemma4")
 WORD = "qzxv"  # in no template
@@ -155,7 +157,9 @@ def for_all_conversations(family, reason):
 
     def check(law):
         config = settings(
-            max_examples=2 if reason is StopReason.TIMEOUT else 6, deadline=None, suppress_health_check=SLOW
+            max_examples=examples(2 if reason is StopReason.TIMEOUT else 6),
+            deadline=None,
+            suppress_health_check=SLOW,
         )
         config(given(conversations(family, reason))(law))()
 
@@ -283,7 +287,7 @@ def gradient_at_log_probs(trainer, batch):
 
 
 @every_family
-@settings(max_examples=4, deadline=None, suppress_health_check=SLOW)
+@settings(max_examples=examples(4), deadline=None, suppress_health_check=SLOW)
 @given(data=st.data())
 def test_a_batch_of_all_stop_reasons_has_gradients_only_where_it_was_sampled(family, data, tmp_path_factory):
     trainer = trainer_of(family, tmp_path_factory.getbasetemp() / family)

@@ -17,6 +17,7 @@ from agent_r1_trl.generation import SamplingParams, ScriptedGenerator
 from agent_r1_trl.generation.scripted import ScriptedTurn
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, derive_seed, example_key
 from agent_r1_trl.trajectory import StopReason
+from tests.effort import examples
 from tests.rollout.helpers import PROMPT, chat_of, random_script, scene
 from tests.toys import AddEchoEnv, call, say
 
@@ -92,7 +93,7 @@ def test_a_trajectory_carries_what_its_request_said(runner_of):
     assert trajectory.duration_s > 0
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(concurrency=st.integers(1, 9), order=st.permutations(range(8)), delays=st.lists(st.integers(0, 4), min_size=8))
 def test_the_same_seeds_give_the_same_trajectories_whatever_the_concurrency_and_order(concurrency, order, delays):
     def delayed(request):
@@ -129,7 +130,7 @@ def test_every_request_of_a_run_has_a_seed_of_its_own(runner_of):
     assert set(seeds) == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.integers() | st.text(), max_size=4), st.lists(st.integers() | st.text(), max_size=4))
 def test_seeds_depend_on_every_part_and_on_nothing_else(parts, others):
     seed = derive_seed(*parts)

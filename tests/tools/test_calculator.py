@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1_trl.tools.calculator import calculate, calculator, format_number
+from tests.effort import examples
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(trees)
 def test_it_agrees_with_python_wherever_it_answers(expression):
     try:
@@ -164,7 +165,7 @@ def test_it_agrees_with_python_wherever_it_answers(expression):
     assert value == expected and type(value) is type(expected)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.text(alphabet="0123456789+-*/%^()., eE_sqrtmaxpi[]'\"\\:;=\n", max_size=60))
 def test_any_text_gives_a_finite_number_or_a_value_error(text):
     with contextlib.suppress(ValueError):

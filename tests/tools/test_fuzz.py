@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1_trl.tools import ToolCall, ToolExecutor, ToolResult, read_calls, tool
+from tests.effort import examples
 
 
 @tool
@@ -73,7 +74,7 @@ def check(results: list[ToolResult], count: int) -> None:
         assert len(result.content) < 30_000
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(calls | json_values, max_size=4) | json_values)
 def test_any_json_as_tool_calls_is_answered_call_by_call(tool_calls):
     read = read_calls({"role": "assistant", "content": "", "tool_calls": tool_calls})
@@ -81,7 +82,7 @@ def test_any_json_as_tool_calls_is_answered_call_by_call(tool_calls):
     check(asyncio.run(EXECUTOR.execute(read)), len(read))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(arguments)
 def test_the_function_only_ever_sees_arguments_of_its_types(given_arguments):
     (result,) = asyncio.run(EXECUTOR.execute([ToolCall(name="mix", arguments=given_arguments)]))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from agent_r1_trl.tools import Passage, SearchIndex, make_search_tool
 from agent_r1_trl.tools.search import STOP_WORDS, query_terms, render_passages
 from agent_r1_trl.tools.search_store import SearchStore
+from tests.effort import examples
 
 ROWS = [
     {"id": "no-capital", "title": "Norway: capital", "text": "Oslo is the capital of Norway."},
@@ -123,7 +124,7 @@ def test_operators_are_words(index):
     assert "no-capital" in ids(index.search("title:capital NEAR norway", 3))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(query=st.text(max_size=60))
 def test_any_text_is_a_query(index, query):
     assert len(index.search(query, 2)) <= 2

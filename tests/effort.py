@@ -1,0 +1,31 @@
+"""How much a property test tries; `make fuzz` asks for ten times as much (the profiles stand in tests/conftest.py).
+
+    @settings(max_examples=examples(200))                    # a hypothesis test
+    for rng in random_rounds(100):                           # a loop by hand, in a test marked `fuzz`
+
+`tests/test_fuzzing.py` holds that every property test asks here.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+from hypothesis import settings
+
+PLAIN_EXAMPLES = 100
+"""`max_examples` of the plain profile; what a profile asks for is relative to it."""
+
+
+def examples(number: int) -> int:
+    """`number`, times what the hypothesis profile asks for."""
+    return max(1, number * settings().max_examples // PLAIN_EXAMPLES)
+
+
+def random_rounds(number: int) -> Iterator[random.Random]:
+    """`examples(number)` sources of random numbers: always the same ones, unless FUZZ_SEED asks for others."""
+    seed = os.environ.get("FUZZ_SEED", "0")
+    for index in range(examples(number)):
+        print(f"\rround {index} of FUZZ_SEED={seed}", end="")  # pytest shows it where the test fails
+        yield random.Random(f"{seed} {index}")
