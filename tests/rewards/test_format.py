@@ -1,10 +1,12 @@
 """Where the answer stands in a text, and whether the text around it is well formed."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agent_r1_trl.rewards import extract_answer, format_reward, strip_reasoning
+from tests.effort import examples
+from tests.rewards.naive_format import naive_answer, naive_format, naive_visible
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,10 @@ from agent_r1_trl.rewards import extract_answer, format_reward, strip_reasoning
         ("<think>never closed <answer>a</answer>", None),
         ("opened in the prompt <answer>a</answer></think>b", None),
         ("<answer>two\nlines</answer>", "two\nlines"),
+        ("<ANSWER>a</ANSWER>", None),
+        ("<answer>a<think>or b</think></answer>", "a"),
+        ("<answ<think>a</think>er>b</answer>", None),
+        ("<answer>a</answ<think>b</think>er>", None),
     ],
 )
 def test_the_last_complete_answer_outside_the_reasoning_counts(text, answer):
@@ -67,21 +73,77 @@ def test_reasoning_is_taken_out_also_where_its_opener_was_in_the_prompt(text, vi
         ("<think>a<answer>x</answer>", 0.0),
         ("<think>a</think><think>b</think><answer>x</answer>", 0.0),
         ("", 0.0),
+        ("</think><answer>x</answer><think>", 0.0),
+        ("<answer>x</answer></think><think>", 0.0),
+        ("</think><think><answer>x</answer>", 0.0),
+        ("<think><think>a</think><answer>x</answer>", 0.0),
+        ("<answer>x</answer><think>a</think>", 0.0),
+        ("<answer>x<think>a</think></answer>", 0.0),
+        ("<answer><think>a</think>x</answer>", 0.0),
+        ("<answ<think>a</think>er>x</answer>", 0.0),
+        ("<answer>x</ans<think>a</think>wer>", 0.0),
+        ("</answer><think>a</think><answer>x", 0.0),
+        ("<think>a<answer>x</think></answer>", 0.0),
+        ("<think><answer>a</answer></think><answer>x</answer>", 1.0),
+        ("So<think>a</think>: <answer>x</answer>", 1.0),
+        ("<Think>a<answer>x</answer>", 1.0),  # tags are spelled exactly: this one is ordinary text
+        ("<answer>x</ANSWER>", 0.0),
+        ("<answer>\u200b\ufeff\u2060</answer>", 0.0),
+        ("<answer>\u00a0\u3000</answer>", 0.0),
+        ("<answer>\u3164\u2800\ufe0f</answer>", 0.0),
+        ("<answer>\N{WOMAN}\u200d\N{MICROSCOPE}</answer>", 1.0),
+        ("<answer>x</answer>\u200b", 0.0),
     ],
 )
 def test_a_well_formed_text_has_exactly_one_answer_at_its_end(text, reward):
     assert format_reward(text) == reward
 
 
-def test_without_a_tag_any_visible_text_is_well_formed():
-    assert format_reward("Oslo", tag=None) == 1.0
-    assert format_reward("  ", tag=None) == 0.0
-    assert format_reward("<think>Oslo</think>", tag=None) == 0.0
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("Oslo", 1.0),
+        ("<answer></answer>", 1.0),  # without a tag, tags are text
+        ("  ", 0.0),
+        ("\u200b", 0.0),
+        ("<think>Oslo</think>", 0.0),
+        ("Oslo</think>", 0.0),
+        ("<think>why</think>Oslo", 1.0),
+        ("</think>Oslo<think>", 0.0),
+        ("Oslo<think>", 0.0),
+    ],
+)
+def test_without_a_tag_any_visible_text_is_well_formed(text, reward):
+    assert format_reward(text, tag=None) == reward
 
 
-def test_reasoning_can_be_required():
-    assert format_reward("<answer>x</answer>", require_reasoning=True) == 0.0
-    assert format_reward("<think>a</think><answer>x</answer>", require_reasoning=True) == 1.0
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<answer>x</answer>", 0.0),
+        ("<think>a</think><answer>x</answer>", 1.0),
+        ("a</think><answer>x</answer>", 1.0),
+        ("<think></think><answer>x</answer>", 0.0),
+        ("<think>\n\u200b</think><answer>x</answer>", 0.0),
+        ("</think><answer>x</answer>", 0.0),
+    ],
+)
+def test_reasoning_can_be_required_and_must_then_say_something(text, reward):
+    assert format_reward(text, require_reasoning=True) == reward
+
+
+@pytest.mark.parametrize("tag", ["<answer>", "", "final answer", "/answer", None, 5])
+def test_a_tag_that_could_never_be_found_is_refused(tag):
+    functions = [extract_answer, strip_reasoning] + ([] if tag is None else [format_reward])
+    for function in functions:
+        with pytest.raises(ValueError, match=rf"tag={tag!r}: .*'answer'"):
+            function("<answer>x</answer>", tag=tag)
+
+
+def test_the_answer_cannot_have_the_tag_of_the_reasoning():
+    for function in (extract_answer, format_reward):
+        with pytest.raises(ValueError, match=r"tag='think': .*never an answer"):
+            function("<think>x</think>", tag="think")
 
 
 def test_what_is_not_a_text_is_refused():
@@ -90,13 +152,47 @@ def test_what_is_not_a_text_is_refused():
             function(None)
 
 
-pieces = st.sampled_from(["<answer>", "</answer>", "<think>", "</think>", "x", " ", "y z", "<answ"])
+pieces = st.sampled_from(
+    [
+        *(
+            "<answer>",
+            "</answer>",
+            "<think>",
+            "</think>",
+            "<ANSWER>",
+            "<final>",
+            "</final>",
+            "<answ",
+            "er>",
+            "</",
+            "<",
+        ),
+        *(">", "x", " ", "y z", "\n", "\u200b", "\u3164"),
+    ]
+)
+texts = st.lists(pieces, max_size=10).map("".join)
 
 
-@settings(max_examples=500, deadline=None)
-@given(st.lists(pieces, max_size=8).map("".join))
+@settings(max_examples=examples(500), deadline=None)
+@given(texts)
+@example("</think><answer>x</answer><think>")
+@example("<answer>x</answer><think></think>")
 def test_a_rewarded_form_always_has_an_answer_and_answers_hold_no_tags(text):
     answer = extract_answer(text)
-    assert answer is None or ("</answer>" not in answer and "think>" not in answer)
+    assert answer is None or ("</answer>" not in answer and "<think>" not in answer)
     if format_reward(text):
         assert answer and text.rstrip().endswith("</answer>")
+
+
+@settings(max_examples=examples(500), deadline=None)
+@given(texts, st.sampled_from(["answer", "final", None]), st.booleans())
+@example("</think><answer>x</answer><think>", "answer", False)
+@example("<think>\u200b</think><answer>x</answer>", "answer", True)
+@example("<answ<think>er>x</answer></think>er>y</answer>", "answer", False)
+def test_all_three_agree_with_a_reader_that_goes_letter_by_letter(text, tag, require_reasoning):
+    assert strip_reasoning(text) == naive_visible(text)
+    assert format_reward(text, tag=tag, require_reasoning=require_reasoning) == naive_format(
+        text, tag, require_reasoning
+    )
+    if tag is not None:
+        assert extract_answer(text, tag) == naive_answer(text, tag)
