@@ -1,0 +1,200 @@
+"""The critic as a second adapter: adding it to the policy's model, switching to it, recomputing under it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from agent_r1_trl.critic.parts import CRITIC_ADAPTER, gathered
+
+ADAPTER_KINDS = (
+    "LORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA", "VERA", "RANDLORA", "FOURIERFT", "C3A", "HIRA", "GRALORA",
+    "MISS", "ROAD", "DELORA", "LN_TUNING",
+)  # fmt: skip
+"""peft's names of the kinds of which a model takes two that are trained; a test runs each."""
+_INSTEAD = "set critic='head' or critic='model'"
+
+
+# -------------------------------------------------------------------- adding
+
+
+def add_critic_adapter(model: Any) -> str:
+    """Add the critic's adapter: the policy's once more, with the same weights, so that both begin as one function.
+
+    A base model alone may be a broken one: `init_lora_weights="pissa"` and its like move a part of its weights into
+    the adapter. So the copy starts from the policy's adapter and not from zero, and no such initialisation runs again.
+
+    Returns:
+        Name of the policy's adapter.
+
+    Raises:
+        ValueError: the model has no adapter, or one of a kind or with settings that cannot stand twice in a model.
+    """
+    name = _checked_policy_adapter(model)
+    before = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    config = copy.deepcopy(model.peft_config[name])
+    if getattr(config, "init_lora_weights", "mica") != "mica":  # a way of training, too, and it leaves the base alone
+        config.init_lora_weights = True
+    if getattr(config, "layer_replication", None):
+        config.layer_replication = None  # the layers are there already
+    model.add_adapter(CRITIC_ADAPTER, config)
+    _drop_copies_outside(model.get_base_model())
+    _copy_adapter(model, name)
+    model.set_adapter(name)
+    for parameter, is_trained in before.items():
+        parameter.requires_grad_(is_trained)
+    return name
+
+
+def _checked_policy_adapter(model: Any) -> str:
+    from peft import PeftModel
+
+    if not isinstance(model, PeftModel):
+        raise ValueError(
+            "critic='adapter' needs a LoRA policy: the critic is a second adapter on the same base model. Pass "
+            f"peft_config=LoraConfig(...), or {_INSTEAD}."
+        )
+    name, *others = model.active_adapters
+    if others:
+        raise ValueError(
+            f"critic='adapter' with several active adapters ({', '.join([name, *others])}): the critic's is made after "
+            f"the policy's only one. Merge the others into the base model (merge_and_unload), or {_INSTEAD}."
+        )
+    config = model.peft_config[name]
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind not in ADAPTER_KINDS:
+        raise ValueError(
+            f"critic='adapter' with an adapter of kind {kind}: the critic is a second adapter of the policy's kind, "
+            f"which works with {', '.join(ADAPTER_KINDS)}. Use one of them, or {_INSTEAD}."
+        )
+    bias = getattr(config, "bias", "none")
+    if bias != "none":
+        raise ValueError(
+            f"critic='adapter' with bias={bias!r} in peft_config: those biases are the base model's own, which policy "
+            f"and critic share. Set bias='none', or {_INSTEAD}."
+        )
+    return name
+
+
+def _drop_copies_outside(base: Any) -> None:
+    """Take away the critic's copies of modules that values do not pass through, such as an output layer.
+
+    They would never get a gradient, on which DDP fails.
+    """
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    inside = set(base.base_model.modules())
+    for module in base.modules():
+        if isinstance(module, AuxiliaryTrainingWrapper) and module not in inside:
+            tokens = getattr(module, "token_adapter", None)
+            if tokens is None or not tokens.tied_adapter:  # a tied one has no copy of its own
+                module.delete_adapter(CRITIC_ADAPTER, list(module.active_adapters))
+
+
+def _copy_adapter(model: nn.Module, name: str) -> None:
+    """Give the critic's adapter the values of adapter `name`, in the same dtype."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for own_name, own in tensors.items():
+        parts = own_name.split(".")
+        if CRITIC_ADAPTER not in parts:
+            continue
+        twin = tensors[".".join(name if part == CRITIC_ADAPTER else part for part in parts)]
+        own.data = own.data.to(twin.dtype)
+        with gathered([item for item in (own, twin) if isinstance(item, nn.Parameter)]), torch.no_grad():
+            own.copy_(twin)
+
+
+def frozen_twins(model: nn.Module, name: str) -> frozenset[str]:
+    """Names of the critic's adapter parameters whose twins in adapter `name` are not trained."""
+    parameters = dict(model.named_parameters())
+    frozen = set()
+    for own_name in parameters:
+        parts = own_name.split(".")
+        if CRITIC_ADAPTER in parts:
+            twin = parameters[".".join(name if part == CRITIC_ADAPTER else part for part in parts)]
+            if not twin.requires_grad:
+                frozen.add(own_name)
+    return frozenset(frozen)
+
+
+# -------------------------------------------------------------------- switching
+
+
+_State = list[tuple[Any, Any, bool]]
+"""Layer, its active adapters, whether they are disabled."""
+
+
+def _adapter_state(model: nn.Module) -> _State:
+    """Of every layer that switches between adapters, those of `modules_to_save` and the like included."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper))
+    return [(layer, layer._active_adapter, layer._disable_adapters) for layer in layers]
+
+
+def _set_adapter_state(state: _State) -> None:
+    for layer, adapter, is_disabled in state:
+        layer._active_adapter = adapter
+        layer._disable_adapters = is_disabled
+
+
+@contextlib.contextmanager
+def _adapters_as(state: _State) -> Iterator[None]:
+    before = [(layer, layer._active_adapter, layer._disable_adapters) for layer, _, _ in state]
+    _set_adapter_state(state)
+    try:
+        yield
+    finally:
+        _set_adapter_state(before)
+
+
+def use_critic_adapter(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Run the base model under the critic's adapter.
+
+    peft's `set_adapter` would freeze the other adapter on every call; this touches no requires_grad. The private
+    attributes are guarded by a contract test.
+    """
+    return _adapters_as([(layer, [CRITIC_ADAPTER], False) for layer, _, _ in _adapter_state(model)])
+
+
+# -------------------------------------------------------------------- checkpointing
+
+
+def wrap_checkpointing(base: Any) -> None:
+    """Recompute every checkpointed block under the adapter that its forward ran with.
+
+    Without this, gradient checkpointing silently recomputes the critic's pass under the policy's adapter. Wrapping the
+    checkpoint function (not `context_fn`) serves both reentrant modes. Enabling checkpointing again replaces the
+    function in every block, so the method that does so is wrapped as well.
+    """
+    original = base._set_gradient_checkpointing
+
+    def set_gradient_checkpointing(
+        enable: bool = True, gradient_checkpointing_func: Callable = torch.utils.checkpoint.checkpoint, **kwargs: Any
+    ) -> None:
+        original(enable, _with_adapter_of_forward(gradient_checkpointing_func), **kwargs)
+
+    base._set_gradient_checkpointing = set_gradient_checkpointing
+    for module in base.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = _with_adapter_of_forward(module._gradient_checkpointing_func)
+
+
+def _with_adapter_of_forward(checkpoint: Callable) -> Callable:
+    def checkpoint_with_adapter(block: Callable, *args: Any, **kwargs: Any) -> Any:
+        module = getattr(getattr(block, "func", block), "__self__", None)
+        state = _adapter_state(module) if module is not None else []
+
+        def run(*inputs: Any, **options: Any) -> Any:
+            with _adapters_as(state):
+                return block(*inputs, **options)
+
+        return checkpoint(run, *args, **kwargs)
+
+    return checkpoint_with_adapter
