@@ -195,7 +195,7 @@ def test_several_active_adapters_are_refused():
 
 
 def test_replicated_layers_are_not_replicated_again():
-    model = make_policy(LoraConfig(r=4, target_modules=TARGETS, layer_replication=[(0, 2), (1, 2)]))
+    model = make_policy(LoraConfig(r=4, target_modules=TARGETS, layer_replication=[(0, 1), (0, 2)]))
     layers = len(base_causal_lm(model).model.layers)
     base_causal_lm(model).config.layer_types = ["full_attention"] * layers
     expected = logits(model)

@@ -91,8 +91,8 @@ class LikelihoodTrainer(MultiTurnGRPOTrainer):
 
 
 TRAINER_ARGUMENTS = (
-    "callbacks", "critic_model", "environment_factory", "eval_dataset", "model", "peft_config", "reward_funcs",
-    "tools", "train_dataset", "turn_reward_funcs",
+    "callbacks", "critic_model", "environment_factory", "eval_dataset", "model", "optimizers", "peft_config",
+    "reward_funcs", "tools", "train_dataset", "turn_reward_funcs",
 )  # fmt: skip
 
 

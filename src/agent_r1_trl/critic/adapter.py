@@ -42,7 +42,13 @@ def add_critic_adapter(model: Any) -> str:
         config.init_lora_weights = True
     if getattr(config, "layer_replication", None):
         config.layer_replication = None  # the layers are there already
-    model.add_adapter(CRITIC_ADAPTER, config)
+    try:
+        model.add_adapter(CRITIC_ADAPTER, config)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ValueError(
+            f"critic='adapter': peft cannot add a second adapter like the policy's ({error}). Change peft_config, or "
+            f"{_INSTEAD}."
+        ) from error
     _drop_copies_outside(model.get_base_model())
     _copy_adapter(model, name)
     model.set_adapter(name)
@@ -62,8 +68,8 @@ def _checked_policy_adapter(model: Any) -> str:
     name, *others = model.active_adapters
     if others:
         raise ValueError(
-            f"critic='adapter' with several active adapters ({', '.join([name, *others])}): the critic's is made after "
-            f"the policy's only one. Merge the others into the base model (merge_and_unload), or {_INSTEAD}."
+            f"critic='adapter' with several active adapters ({', '.join([name, *others])}): the critic's follows "
+            f"the policy's one. Merge the others into the base model (merge_and_unload), or {_INSTEAD}."
         )
     config = model.peft_config[name]
     kind = str(getattr(config.peft_type, "value", config.peft_type))

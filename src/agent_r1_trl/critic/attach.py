@@ -95,7 +95,7 @@ def attach_critic(model: Any, kind: str, *, critic_model: nn.Module | None = Non
 
 
 def _check_prompt_learning(model: Any) -> None:
-    """Refuse adapters that add tokens to the input: the critic reads the ids and the hidden states of the rows alone."""
+    """Refuse adapters that add tokens to the input: the critic reads the ids or hidden states of the rows alone."""
     for config in getattr(model, "peft_config", {}).values():
         if config.is_prompt_learning or config.is_adaption_prompt:
             raise ValueError(

@@ -63,7 +63,7 @@ def check_critic_model(critic_model: Any, kind: str, base: Any) -> None:
         raise ValueError(f"{given} with critic={kind!r}, which has no model of its own. Set critic='model'.")
     if not isinstance(critic_model, nn.Module) or not hasattr(critic_model, "config"):
         raise ValueError(f"{given} is not a loaded model. Pass critic_model=AutoModel.from_pretrained(...).")
-    if getattr(critic_model, "get_output_embeddings", lambda: None)() is not None:
+    if hasattr(critic_model, "get_output_embeddings") and critic_model.get_output_embeddings() is not None:
         raise ValueError(
             f"{given} has an output layer, and the critic reads hidden states. Pass critic_model=AutoModel."
             "from_pretrained(...), or the base_model of this one."

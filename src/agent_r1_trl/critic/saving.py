@@ -61,8 +61,8 @@ def load_critic(model: nn.Module, folder: str | Path) -> None:
     path = Path(folder) / CRITIC_FILE
     if not path.exists():
         raise ValueError(
-            f"The checkpoint {folder} has no {CRITIC_FILE}: it was not made by a PPO run. Set resume_from_checkpoint to "
-            "a checkpoint of a PPO run, or start anew with that model as the policy."
+            f"The checkpoint {folder} has no {CRITIC_FILE}: it was not made by a PPO run. Set resume_from_checkpoint "
+            "to a checkpoint of a PPO run, or start anew with that model as the policy."
         )
     saved, parameters = load_file(str(path)), critic_parameters(model)
     if set(saved) != set(parameters):

@@ -1,16 +1,21 @@
 """`MultiTurnPPOTrainer`: a critic, and credit for every turn by generalised advantage estimation.
 
 Names of transformers' Trainer that this file touches besides those of `multi_turn.py`: `create_optimizer`,
-`create_scheduler`, `save_model`, `_load_from_checkpoint`. The policy loss stays TRL's.
+`_clip_grad_norm`, `_get_grad_norm`, `_get_learning_rate`, `save_model`, `_load_from_checkpoint`, `_load_best_model`.
+The policy loss stays TRL's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from peft import PeftModel
+from trl.trainer.callbacks import SyncRefModelCallback
+from trl.trainer.utils import disable_dropout_in_model
 
 from agent_r1_trl.critic import (
     attach_critic,
@@ -24,6 +29,15 @@ from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.trainers.model_card import AGENT_R1
 from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
+from agent_r1_trl.trainers.ppo_optimizer import (
+    SyncPolicyCallback,
+    check_optimizer_setup,
+    clip_by_role,
+    clips_apart,
+    drop_policy_gradients,
+    policy_rate_at_zero,
+    split_by_role,
+)
 from agent_r1_trl.trainers.rollouts import PlayedBatch
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import whole_rows
@@ -56,8 +70,13 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         if all(kwargs.get(name) is None for name in ("env", "environment_factory")) and not kwargs.get("tools"):
             kwargs["env"] = SingleTurnEnv
         super().__init__(model, *args, **kwargs)
-        self.critic_kind = self.args.critic or ("adapter" if hasattr(self.model, "peft_config") else "model")
+        check_optimizer_setup(self.args, self.accelerator, self.lr_scheduler)
+        self.critic_kind = self.args.critic or ("adapter" if isinstance(self.model, PeftModel) else "model")
         attach_critic(self.model, self.critic_kind, critic_model=critic_model)
+        if self.args.disable_dropout:  # TRL did so before there was a critic
+            disable_dropout_in_model(self.model)
+        if (callback := self.pop_callback(SyncRefModelCallback)) is not None:
+            self.add_callback(SyncPolicyCallback(callback.ref_model, callback.accelerator))
         self._refresh_critic()
 
     @property
@@ -93,7 +112,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         """(B, T) values of the completion tokens and (B,) values after the last one of truncated rows."""
         rows = len(trajectories)
         size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
-        with torch.no_grad():
+        with torch.no_grad(), self.accelerator.autocast():  # as in the loss
             chunks = []
             for start in range(0, rows, size):
                 chunk = {name: inputs[name][start : start + size] for name in _COLUMNS if name in inputs}
@@ -177,37 +196,37 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
 
     # ---------------------------------------------------------------- optimizer
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """HF's optimizer with its groups split by role: the critic has its own learning rate."""
-        optimizer = super().create_optimizer(*args, **kwargs)
-        critic = {id(parameter) for parameter in critic_parameters(self.model).values()}
-        groups = []
-        for group in optimizer.param_groups:
-            for role, is_critic in (("policy", False), ("critic", True)):
-                members = [parameter for parameter in group["params"] if (id(parameter) in critic) is is_critic]
-                if members:
-                    own = self.args.critic_learning_rate
-                    rate = own if is_critic and own is not None else group["lr"]
-                    groups.append({**group, "params": members, "role": role, "lr": rate})
-        optimizer.param_groups = groups
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """HF's optimizer or the user's own, its groups split by role: the critic has its own learning rate."""
+        optimizer = super().create_optimizer(model)
+        critic = critic_parameters(self.model if model is None else model).values()
+        split_by_role(optimizer, critic, self.args.critic_learning_rate, has_schedule=self.lr_scheduler is not None)
         return optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """HF's schedule, with the policy's rate at 0 during critic warm-up."""
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
-        if self.args.critic_warmup_steps and hasattr(scheduler, "lr_lambdas"):
-            for index, group in enumerate(scheduler.optimizer.param_groups):
-                if group.get("role") == "policy":
-                    scheduler.lr_lambdas[index] = _held_until(
-                        self.args.critic_warmup_steps, scheduler.lr_lambdas[index]
-                    )
-                    scheduler.optimizer.param_groups[index]["lr"] = 0.0  # the first step's rate is set already
-        return scheduler
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's step, with the critic's gradients switched on again."""
         self._refresh_critic()
-        return super().training_step(*args, **kwargs)
+        is_held = self.is_warming_up and self.is_deepspeed_enabled
+        with policy_rate_at_zero(self.optimizer) if is_held else nullcontext():
+            return super().training_step(*args, **kwargs)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Left to `_get_grad_norm`, which the Trainer calls next, whatever `max_grad_norm` says."""
+        return None if clips_apart(self.accelerator) else super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Clip policy and critic apart; the policy's norm is returned, the critic's logged beside it."""
+        if not clips_apart(self.accelerator):
+            return super()._get_grad_norm(model, grad_norm)
+        policy_norm, critic_norm = clip_by_role(model, self.args, self.accelerator)
+        self._add_metrics({"critic/grad_norm": critic_norm.item()})
+        if self.is_warming_up:
+            drop_policy_gradients(model)
+        return policy_norm
+
+    def _get_learning_rate(self) -> float:
+        """The policy's; 0 while it is held."""
+        return 0.0 if self.is_warming_up else super()._get_learning_rate()
 
     # ---------------------------------------------------------------- saving
 
@@ -220,6 +239,11 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_critic(self.model if model is None else model, Path(resume_from_checkpoint))
         self._refresh_critic()
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        if not self.is_deepspeed_enabled:  # whose checkpoint holds the critic as well
+            load_critic(self.model, Path(self.state.best_model_checkpoint))
 
 
 _COLUMNS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "privileged_ids", "privileged_mask")
@@ -241,7 +265,3 @@ class _ValueCollector:
         output = self._model(**kwargs, compute_values=True, critic_inputs=self._critic_inputs)
         self.values = output.state_values
         return output
-
-
-def _held_until(warmup_steps: int, schedule: Callable[[int], float]) -> Callable[[int], float]:
-    return lambda step: 0.0 if step < warmup_steps else schedule(step)

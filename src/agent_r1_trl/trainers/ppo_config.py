@@ -60,7 +60,17 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         default=None, metadata={"help": "Peak learning rate of the critic. None: that of the policy."}
     )
     critic_warmup_steps: int = field(
-        default=0, metadata={"help": "Optimizer steps at the start in which only the critic learns."}
+        default=0,
+        metadata={
+            "help": "Optimizer steps at the start in which only the critic learns and the policy stays as it is."
+        },
+    )
+    critic_max_grad_norm: float | None = field(
+        default=None,
+        metadata={
+            "help": "Limit of the critic's gradient norm, which is clipped apart from the policy's. 0: not clipped. "
+            "None: max_grad_norm. DeepSpeed and FSDP clip one norm over both, and refuse a number here."
+        },
     )
     value_loss_coef: float = field(default=0.5, metadata={"help": "Weight of the value loss."})
     cliprange_value: float = field(
@@ -90,8 +100,10 @@ class MultiTurnPPOConfig(MultiTurnConfig):
             check_choice(self, "critic", CRITIC_KINDS)
         for name in ("value_loss_coef", "critic_warmup_steps"):
             check_finite(self, name)
-        if self.critic_learning_rate is not None:
-            check_finite(self, "critic_learning_rate")
+        for name in ("critic_learning_rate", "critic_max_grad_norm"):
+            if getattr(self, name) is not None:
+                check_finite(self, name)
+        self._check_optimizer()
         if not self.cliprange_value > 0:
             raise ValueError(
                 f"cliprange_value={self.cliprange_value} leaves the critic no room to move. Set a positive number "
@@ -111,4 +123,16 @@ class MultiTurnPPOConfig(MultiTurnConfig):
             raise ValueError(
                 "use_liger_kernel=True: its fused loss hides the forward that the critic reads. Set "
                 "use_liger_kernel=False."
+            )
+
+    def _check_optimizer(self) -> None:
+        if self.max_grad_norm is None:
+            raise ValueError(
+                "max_grad_norm=None: the Trainer compares it with 0. Set max_grad_norm=0 for no clipping."
+            )
+        name = getattr(self.optim, "value", self.optim)
+        if name in ("lomo", "adalomo") or name.endswith("_layerwise"):
+            raise ValueError(
+                f"optim={name!r} updates each weight inside the backward pass, where policy and critic can have "
+                "neither rates nor gradient norms of their own. Set another optim, such as 'adamw_torch'."
             )

@@ -324,6 +324,10 @@ class Rollouts:
             is_autocast=self._accelerator.mixed_precision != "no",
         )
 
+    def forget_weights(self) -> None:
+        """Sync again before the next rollout: the policy's weights changed otherwise than by an optimizer step."""
+        self.synced_step = -1
+
     def _build(self, policy: Any) -> Generator:
         if self.args.use_vllm:
             return build_vllm(policy, self.args, stop_token_ids=self.chat.stop_token_ids, is_on_gpu=self._is_on_gpu)
@@ -338,7 +342,7 @@ class Rollouts:
         """Give a resting engine's memory to the update (`vllm_enable_sleep_mode`)."""
         may_sleep = self.args.use_vllm and self.args.vllm_enable_sleep_mode
         if may_sleep and self.runner.generator.sleep() is not False:
-            self.synced_step = -1  # its weights are gone
+            self.forget_weights()  # they are gone
 
     def close(self) -> None:
         """End the generator and the rollout's thread; a generator that the user brought stays open."""

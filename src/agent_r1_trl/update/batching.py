@@ -66,11 +66,16 @@ def batch_trajectories(trajectories: Sequence[Trajectory], *, length: int | None
 def whole_rows(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and attention mask, (B, P + T) each, of prompts and completions in TRL's batch.
 
-    A prefix that only the critic reads, (B, Q), stands before them where there is one.
+    A prefix that only the critic reads, (B, Q), stands right before each prompt where there is one: the padding of
+    both is on the left, so that no position depends on how long the others are.
     """
-    parts = [name for name in ("privileged", "prompt", "completion") if f"{name}_ids" in inputs]
-    ids = torch.cat([inputs[f"{name}_ids"] for name in parts], dim=1)
-    return ids, torch.cat([inputs[f"{name}_mask"] for name in parts], dim=1)
+    ids, mask = inputs["prompt_ids"], inputs["prompt_mask"]
+    if "privileged_ids" in inputs:
+        ids = torch.cat([inputs["privileged_ids"], ids], dim=1)
+        mask = torch.cat([inputs["privileged_mask"], mask], dim=1)
+        order = mask.argsort(dim=1, stable=True)  # padding first, tokens in their order
+        ids, mask = ids.gather(1, order), mask.gather(1, order)
+    return torch.cat([ids, inputs["completion_ids"]], dim=1), torch.cat([mask, inputs["completion_mask"]], dim=1)
 
 
 def settle_masks(
