@@ -140,7 +140,7 @@ def assert_warm_up_moves_the_critic_alone(tmp_path, **options):
     trainer.train()
     assert moved(start, watch.seen[1]) == {name for name in start if is_critic_name(name)}
     assert any(not is_critic_name(name) for name in moved(watch.seen[1], watch.seen[2]))
-    assert [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row][0] == 0.0
+    assert next(row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row) == 0.0
     return trainer
 
 
@@ -218,7 +218,7 @@ def test_an_engine_that_clips_one_norm_refuses_a_second_limit_and_says_so(tmp_pa
 
 
 def test_no_limit_is_spelled_zero(tmp_path):
-    with pytest.raises(ValueError, match="max_grad_norm=None.*Set max_grad_norm=0"):
+    with pytest.raises(ValueError, match=r"max_grad_norm=None.*Set max_grad_norm=0"):
         make_args(tmp_path, MultiTurnPPOConfig, num_generations=1, max_grad_norm=None)
     with pytest.raises(ValueError, match="critic_max_grad_norm=-1"):
         make_args(tmp_path, MultiTurnPPOConfig, num_generations=1, critic_max_grad_norm=-1)

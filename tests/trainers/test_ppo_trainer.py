@@ -21,10 +21,10 @@ def lora():
     return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def make_ppo(tmp_path, kind="model", **options):
+def make_ppo(tmp_path, kind="model", *, trainer=MultiTurnPPOTrainer, **options):
     if options.pop("with_lora", False) or kind == "adapter":
         options.setdefault("peft_config", lora())
-    return make_trainer(tmp_path, trainer=MultiTurnPPOTrainer, critic=kind, num_generations=1, **options)
+    return make_trainer(tmp_path, trainer=trainer, critic=kind, num_generations=1, **options)
 
 
 def random_head(trainer):

@@ -5,8 +5,10 @@ import inspect
 import pytest
 import trl
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
 from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.callbacks import SyncRefModelCallback
 
 from agent_r1_trl.environments.factory import resolve_env_factory
 from agent_r1_trl.trainers.construction import trl_rewards
@@ -46,7 +48,10 @@ def test_overridden_methods_keep_their_signature(name, parameters):
     ("name", "parameters"),
     [
         ("create_optimizer", ["self", "model"]),
-        ("create_scheduler", ["self", "num_training_steps", "optimizer"]),
+        ("_clip_grad_norm", ["self", "model"]),
+        ("_get_grad_norm", ["self", "model", "grad_norm"]),
+        ("_get_learning_rate", ["self"]),
+        ("_load_best_model", ["self"]),
         ("save_model", ["self", "output_dir", "_internal_call"]),
         ("_load_from_checkpoint", ["self", "resume_from_checkpoint", "model"]),
     ],
@@ -134,8 +139,22 @@ def test_one_generation_passes_trls_check_when_it_compares_like_two():
 def test_peft_keeps_the_active_adapter_where_the_critic_switches_it():
     assert isinstance(BaseTunerLayer._active_adapter, str)
     assert BaseTunerLayer._disable_adapters is False
+    wrapped = inspect.getsource(AuxiliaryTrainingWrapper)
+    assert "self._active_adapter = [adapter_name]" in wrapped
+    assert "self._disable_adapters = False" in wrapped
+
+
+def test_gradients_are_clipped_and_measured_right_before_the_optimizer_step():
+    loop = inspect.getsource(Trainer._run_epoch)
+    measured = loop.index("grad_norm = self._get_grad_norm(model, grad_norm=grad_norm)")
+    assert loop.index("grad_norm = self._clip_grad_norm(model)") < measured < loop.index("self.optimizer.step()")
+
+
+def test_the_reference_is_synced_from_what_parameters_yields():
+    assert "model.parameters()" in inspect.getsource(SyncRefModelCallback._sync_target_model)
+    assert "self.sync_target_model(model, self.ref_model" in inspect.getsource(SyncRefModelCallback.on_step_end)
 
 
 def test_the_trainer_saves_and_loads_where_the_overrides_stand():
-    for name in ("_save_checkpoint", "_load_from_checkpoint", "create_optimizer", "create_scheduler", "save_model"):
+    for name in ("_save_checkpoint", "_load_from_checkpoint", "create_optimizer", "save_model"):
         assert callable(getattr(Trainer, name)), name

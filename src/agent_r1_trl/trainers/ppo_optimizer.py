@@ -74,8 +74,8 @@ def check_deepspeed_config(config: dict[str, Any], args: Any) -> None:
             if is_set:
                 raise ValueError(
                     f"{name}={getattr(args, name)} with a DeepSpeed configuration that has {section!r}: DeepSpeed's "
-                    f"own {section} treats all parameters alike. Remove {section!r} from the DeepSpeed configuration and "
-                    "set learning_rate, weight_decay, optim and lr_scheduler_type in the training arguments."
+                    f"own {section} treats all parameters alike. Remove {section!r} from the DeepSpeed configuration "
+                    "and set learning_rate, weight_decay, optim and lr_scheduler_type in the training arguments."
                 )
 
 

@@ -1,0 +1,233 @@
+"""What the critic sees, saves and leaves alone, in a whole trainer."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+
+from agent_r1_trl.critic import ValueHead, critic_parameters, is_critic_name
+from agent_r1_trl.trainers import MultiTurnPPOTrainer
+from agent_r1_trl.update.batching import whole_rows
+from agent_r1_trl.update.layout import trim_padding
+from tests.tokenizers import make_tokenizer
+from tests.trainers.helpers import PlainEnv, make_policy, questions, scored_batch
+from tests.trainers.test_ppo_trainer import KINDS, lora, make_ppo, random_head
+
+# -------------------------------------------------------------------- values and padding
+
+
+def ragged(count=8):
+    """Questions and golden answers of very different lengths."""
+    data = [
+        {
+            "id": f"q{i}",
+            "prompt": [{"role": "user", "content": "word " * (1 + 5 * i)}],
+            "gold": "gold " * (3 * (8 - i)),
+        }
+        for i in range(count)
+    ]
+    from datasets import Dataset
+
+    return Dataset.from_list(data)
+
+
+def make_gpt2(tokenizer):
+    """A policy with absolute positions, where a shift by padding shows at once."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=1024, resid_pdrop=0, embd_pdrop=0,
+        attn_pdrop=0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    torch.nn.init.normal_(model.transformer.wpe.weight, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["adapter", "model"])
+@pytest.mark.parametrize("context", [None, "gold"])
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_a_value_does_not_depend_on_the_padding_of_other_rows(tmp_path, kind, context, family):
+    tokenizer = make_tokenizer("qwen3")
+    model = make_gpt2(tokenizer) if family == "gpt2" else make_policy(tokenizer)
+    options = (
+        {"peft_config": LoraConfig(r=4, target_modules=["c_attn"])} if family == "gpt2" and kind == "adapter" else {}
+    )
+    trainer = make_ppo(tmp_path, kind, model=model, critic_context=context, train_dataset=ragged(), **options)
+    random_head(trainer)
+    batch = scored_batch(trainer)
+    values, mask = batch["old_values"], batch["value_mask"]
+    assert values[mask].std() > 0.1
+    for row in range(len(values)):
+        alone = {
+            name: value[row : row + 1]
+            for name, value in batch.items()
+            if isinstance(value, torch.Tensor) and value.dim() == 2
+        }
+        for part in ("privileged", "prompt") if context else ("prompt",):  # without any padding
+            kept = alone[f"{part}_mask"][0].bool()
+            alone |= {name: alone[name][:, kept] for name in (f"{part}_ids", f"{part}_mask")}
+        own = trainer._old_values(alone, [trainer.last_trajectories[row]])[0]
+        torch.testing.assert_close(own[0][mask[row]], values[row][mask[row]], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "model"])
+def test_values_in_a_trimmed_micro_batch_are_those_of_scoring(tmp_path, kind):
+    trainer = make_ppo(
+        tmp_path, kind, critic_context="gold", train_dataset=ragged(), update_layout="grouped",
+        per_device_train_batch_size=2, steps_per_generation=4,
+    )  # fmt: skip
+    random_head(trainer)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    for inputs in trainer._buffered_inputs:
+        trimmed = trim_padding(inputs)
+        ids, mask = whole_rows(trimmed)
+        width = trimmed["completion_ids"].shape[1]
+        with torch.no_grad():
+            values = trainer.model(input_ids=ids, attention_mask=mask, values_only=True).state_values
+        kept = trimmed["value_mask"]
+        torch.testing.assert_close(values[:, -width - 1 : -1][kept], trimmed["old_values"][kept], rtol=1e-4, atol=1e-4)
+
+
+def test_a_privileged_prefix_stands_right_before_its_prompt():
+    inputs = {
+        "privileged_ids": torch.tensor([[0, 7], [8, 9]]), "privileged_mask": torch.tensor([[0, 1], [1, 1]]),
+        "prompt_ids": torch.tensor([[0, 0, 3], [0, 4, 5]]), "prompt_mask": torch.tensor([[0, 0, 1], [0, 1, 1]]),
+        "completion_ids": torch.tensor([[6, 0], [1, 2]]), "completion_mask": torch.tensor([[1, 0], [1, 1]]),
+    }  # fmt: skip
+    ids, mask = whole_rows(inputs)
+    assert ids.tolist() == [[0, 0, 0, 7, 3, 6, 0], [0, 8, 9, 4, 5, 1, 2]]
+    assert mask.tolist() == [[0, 0, 0, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1, 1]]
+
+
+def test_the_value_head_is_float32_under_autocast():
+    head, hidden = ValueHead(16), torch.randn(2, 3, 16)
+    torch.nn.init.normal_(head.weight)
+    expected = head(hidden)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(head(hidden), expected)
+    assert head.bfloat16()(hidden.bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scoring_and_loss_agree_under_mixed_precision(tmp_path, kind):
+    """Before training starts accelerate has not wrapped the model: the scoring pass sees to its precision itself."""
+    trainer = make_ppo(tmp_path, kind, bf16=True)
+    random_head(trainer)
+    batch = scored_batch(trainer)
+    trainer._metrics["train"].clear()
+    trainer.compute_loss(trainer.model, batch)
+    error = (batch["returns"] - batch["old_values"])[batch["value_mask"]]
+    expected = 0.5 * (error**2).mean().item()
+    assert trainer._metrics["train"]["critic/value_loss"][0] == pytest.approx(expected, rel=1e-5)
+
+
+# -------------------------------------------------------------------- dropout, reference
+
+
+@pytest.mark.parametrize("kind", ["adapter", "model"])
+def test_disable_dropout_reaches_the_critic(tmp_path, kind):
+    tokenizer = make_tokenizer("qwen3")
+    options = {"peft_config": LoraConfig(r=4, lora_dropout=0.5, target_modules="all-linear")}
+    if kind == "model":
+        backbone = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2)).transformer
+        options = {"critic_model": backbone}  # with dropout of its own
+    trainer = make_ppo(tmp_path, kind, disable_dropout=True, **options)
+    rates = {name: m.p for name, m in trainer.model.named_modules() if isinstance(m, torch.nn.Dropout)}
+    assert any(is_critic_name(name) for name in rates)
+    assert set(rates.values()) == {0}
+
+
+@pytest.mark.parametrize("kind", ["head", "model"])
+def test_a_synced_reference_follows_the_policy_alone(tmp_path, kind):
+    tokenizer = make_tokenizer("qwen3")
+    make_policy(tokenizer).save_pretrained(tmp_path / "policy")
+    trainer = make_ppo(
+        tmp_path, kind, model=str(tmp_path / "policy"), beta=0.04, sync_ref_model=True, ref_model_sync_steps=1,
+        ref_model_mixup_alpha=0.25, max_steps=1,
+    )  # fmt: skip
+    start = {name: value.clone() for name, value in trainer.ref_model.named_parameters()}
+    trainer.train()
+    policy = dict(trainer.model.named_parameters())
+    assert any(not torch.equal(start[name], policy[name]) for name in start)
+    for name, value in trainer.ref_model.named_parameters():
+        torch.testing.assert_close(value, 0.75 * start[name] + 0.25 * policy[name], msg=name)
+
+
+# -------------------------------------------------------------------- checkpoints
+
+
+class Worse(MultiTurnPPOTrainer):
+    """Its first checkpoint is its best."""
+
+    def evaluate(self, *args, **kwargs):
+        return {"eval_loss": float(self.state.global_step)}
+
+
+class Remember(TrainerCallback):
+    def __init__(self):
+        self.seen = {}
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.seen[state.global_step] = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_best_model_brings_its_critic(tmp_path, kind):
+    memory = Remember()
+    trainer = make_ppo(
+        tmp_path, kind, trainer=Worse, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="steps",
+        eval_steps=1, load_best_model_at_end=True, metric_for_best_model="eval_loss", eval_dataset=questions(),
+        callbacks=[memory], critic_learning_rate=1e-2, per_device_train_batch_size=2,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    for name, value in trainer.model.named_parameters():
+        torch.testing.assert_close(value, memory.seen[1][name], msg=name)
+    assert all(
+        not torch.equal(memory.seen[1][name], memory.seen[2][name])
+        for name in critic_parameters(trainer.model)
+        if "value_head" in name
+    )
+
+
+@pytest.mark.parametrize("with_tokens", [False, True])
+def test_a_resumed_run_with_whole_modules_goes_on_as_if_never_stopped(tmp_path, with_tokens):
+    whole = {"trainable_token_indices": [5, 6, 7]} if with_tokens else {"modules_to_save": ["embed_tokens"]}
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **whole)
+    options = {
+        "save_strategy": "steps", "save_steps": 1, "max_steps": 2, "peft_config": config, "beta": 0.04,
+        "per_device_train_batch_size": 2, "script": None, "env": PlainEnv, "max_completion_length": 8,
+    }  # fmt: skip
+    straight = make_ppo(tmp_path, "adapter", **options)
+    straight.train()
+    resumed = make_ppo(tmp_path, "adapter", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for (name, one), (_, two) in zip(straight.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+        torch.testing.assert_close(one, two, msg=name)
+    embeddings = [name for name in critic_parameters(straight.model) if "embed_tokens" in name]
+    assert embeddings
+    assert all(parameter.requires_grad for parameter in critic_parameters(straight.model).values())
+
+
+def test_an_existing_adapter_is_trained_further_with_a_critic_and_a_reference(tmp_path):
+    """TRL keeps the adapter that it was given as a third one, `ref`."""
+    from peft import get_peft_model
+
+    model = get_peft_model(make_policy(make_tokenizer("qwen3")), lora())
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    trainer = make_ppo(tmp_path, "adapter", model=model, peft_config=None, beta=0.04, max_steps=2)
+    start = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+    twins = [name for name in start if ".critic." in name]
+    assert all(torch.equal(start[name], start[name.replace(".critic.", ".default.")]) for name in twins)
+    trainer.train()
+    moved = {name for name, value in trainer.model.named_parameters() if not torch.equal(value, start[name])}
+    assert not any(".ref." in name or "base_layer" in name for name in moved)
+    assert any(".default." in name for name in moved)
+    assert any(".critic." in name for name in moved)
+    trainer.save_model(str(tmp_path / "saved"))
+    assert not (tmp_path / "saved" / "ref").exists()

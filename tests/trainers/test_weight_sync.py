@@ -1,0 +1,73 @@
+"""A sampler with weights of its own has those of the policy whenever the policy's change."""
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer
+from tests.tokenizers import make_tokenizer
+from tests.toys import AddEnv
+from tests.trainers.helpers import make_args, make_policy, questions, scripted, two_turns
+
+
+class Copying(ScriptedGenerator):
+    """Says what a script says, and keeps the weights that it was last brought."""
+
+    weights = None
+
+    def sync(self, model):
+        self.weights = [parameter.detach().clone() for parameter in model.parameters()]
+        return True
+
+    def has_those_of(self, model):
+        return all(map(torch.equal, self.weights, model.parameters()))
+
+
+class Worse(MultiTurnGRPOTrainer):
+    """Its first checkpoint is its best, and the last evaluation has synced the last weights."""
+
+    def evaluate(self, *args, **kwargs):
+        return super().evaluate(*args, **kwargs) | {"eval_loss": float(self.state.global_step)}
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(trainer=MultiTurnGRPOTrainer, **options):
+        tokenizer = make_tokenizer("qwen3")
+        generator = scripted(tokenizer, two_turns)
+        generator.__class__ = Copying
+        return generator, trainer(
+            model=make_policy(tokenizer), args=make_args(tmp_path, **options), env=AddEnv, generator=generator,
+            train_dataset=questions(), eval_dataset=questions(), processing_class=tokenizer,
+        )  # fmt: skip
+
+    return make
+
+
+def test_the_best_model_is_brought_to_the_sampler(make):
+    generator, trainer = make(
+        Worse, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss",
+    )  # fmt: skip
+    last = {}
+
+    class Last(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            last["weights"] = [parameter.detach().clone() for parameter in model.parameters()]
+
+    trainer.add_callback(Last())
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    assert not all(map(torch.equal, last["weights"], trainer.model.parameters()))
+    MultiTurnGRPOTrainer.evaluate(trainer)
+    assert generator.has_those_of(trainer.model)
+
+
+def test_a_second_run_begins_with_the_weights_that_the_first_one_left(make):
+    """Both count their steps from 0, and the first run synced at its step 0."""
+    generator, trainer = make(max_steps=1)
+    trainer.train()
+    left = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    trainer.train()
+    assert all(map(torch.equal, generator.weights, left))
