@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agent_r1_trl import critic
+from agent_r1_trl.critic import adapter as critic_adapter
 from agent_r1_trl.critic import is_critic_name
 from tests.distributed.critics import CASES, KINDS, one_step
 from tests.distributed.launch import LAUNCHES
@@ -44,7 +44,7 @@ def test_policy_and_critic_both_learn(results, launch, kind):
 
 
 def test_the_comparison_sees_a_critic_recomputed_under_the_policys_adapter(results, policy_folder, monkeypatch):
-    monkeypatch.setattr(critic, "_with_adapter_of_forward", lambda checkpoint: checkpoint)
+    monkeypatch.setattr(critic_adapter, "_with_adapter_of_forward", lambda checkpoint: checkpoint)
     plain = results("one")["critics"]["adapter", "off"]
     assert largest_gap(one_step("adapter", "non-reentrant", policy_folder), plain) > 1e-3
 

@@ -61,7 +61,7 @@ def check_critic_model(critic_model: Any, kind: str, base: Any) -> None:
     )
     if kind != "model":
         raise ValueError(f"{given} with critic={kind!r}, which has no model of its own. Set critic='model'.")
-    if not isinstance(critic_model, nn.Module) or not hasattr(critic_model, "config"):
+    if isinstance(critic_model, str) or not hasattr(critic_model, "config"):
         raise ValueError(f"{given} is not a loaded model. Pass critic_model=AutoModel.from_pretrained(...).")
     if hasattr(critic_model, "get_output_embeddings") and critic_model.get_output_embeddings() is not None:
         raise ValueError(

@@ -130,7 +130,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
             raise ValueError(
                 "max_grad_norm=None: the Trainer compares it with 0. Set max_grad_norm=0 for no clipping."
             )
-        name = getattr(self.optim, "value", self.optim)
+        name = str(getattr(self.optim, "value", self.optim))
         if name in ("lomo", "adalomo") or name.endswith("_layerwise"):
             raise ValueError(
                 f"optim={name!r} updates each weight inside the backward pass, where policy and critic can have "
