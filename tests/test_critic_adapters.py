@@ -222,6 +222,16 @@ def test_the_critics_adapter_has_the_dtype_of_the_policys():
     assert {p.dtype for n, p in critic_parameters(model).items() if "lora" in n} == {torch.bfloat16}
 
 
+def test_the_value_head_has_the_dtype_that_zero3_trains():
+    model = make_base().bfloat16()
+    attach_critic(model, "head")
+    assert model.value_head.weight.dtype == torch.float32
+    model = make_base().bfloat16()
+    next(iter(model.parameters())).ds_id = 0  # DeepSpeed's mark
+    attach_critic(model, "head")
+    assert model.value_head.weight.dtype == torch.bfloat16
+
+
 # -------------------------------------------------------------------- whole modules that are trained
 
 WHOLE = {

@@ -86,7 +86,9 @@ def attach_critic(model: Any, kind: str, *, critic_model: nn.Module | None = Non
         base.critic_frozen = frozenset(
             name for name, item in critic_parameters(base).items() if not item.requires_grad
         )
-    base.value_head = ValueHead(hidden_size, device=parameter.device, dtype=torch.float32)
+    # ZeRO-3 trains one dtype only, and keeps a float32 copy of what it trains.
+    dtype = parameter.dtype if hasattr(parameter, "ds_id") else torch.float32
+    base.value_head = ValueHead(hidden_size, device=parameter.device, dtype=dtype)
     base.critic_kind = kind
     base.critic_detached = detach
     enable_critic_gradients(model)
