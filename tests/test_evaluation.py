@@ -227,12 +227,12 @@ def test_nothing_to_evaluate_is_an_error(tokenizer, chat):
         evaluate(scripted(tokenizer, chat), Adder, chat, ROWS, num_generations=0)
 
 
-def test_when_every_environment_fails_the_first_error_is_said(tokenizer, chat):
+def test_when_every_environment_fails_each_cause_is_said_with_its_count(tokenizer, chat):
     class Broken(Adder):
         def reset(self, example):
-            raise OSError("the server is down")
+            raise OSError("lost" if example["id"] == "q2" else "the server is down")
 
-    with pytest.raises(NothingPlayedError, match="the server is down"):
+    with pytest.raises(NothingPlayedError, match=r"All 4 trajectories failed: 3 x .*is down \(.*'q0'\); 1 x .*lost"):
         evaluate(scripted(tokenizer, chat), Broken, chat, ROWS)
 
 

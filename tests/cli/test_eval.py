@@ -89,6 +89,47 @@ def test_a_trained_agent_is_evaluated_and_viewed(finished_run, recipe, capsys):
     assert "evaluation, step 0, index 0" in shown and "What is 0 + 0?" in shown
 
 
+BROKEN_ENV = """
+
+class BrokenEnv(AddEnv):
+    def __init__(self, bad=()):
+        super().__init__()
+        self.bad = bad
+
+    def reset(self, example):
+        if example["id"] in self.bad:
+            raise OSError("the server is down")
+        return super().reset(example)
+"""
+
+
+def break_rows(path, *ids):
+    """Make the recipe's environment fail on these rows; returns the flags that say so."""
+    task = Path(path).parent / "task.py"
+    task.write_text(task.read_text() + BROKEN_ENV)
+    return ["--env", "task.py:BrokenEnv", "--env_kwargs", json.dumps({"bad": ids})]
+
+
+@pytest.mark.parametrize("row", ["test0", "test1"])
+def test_one_bad_row_is_counted_and_the_others_are_scored(recipe, row):
+    path = recipe()
+    assert main(["eval", "--config", path, *break_rows(path, row), "--output_dir", "scores"]) == 0
+    result = read_result()
+    assert (result["num_examples"], result["infrastructure_failure_rate"]) == (2, 0.5)
+    played = [r.trajectory for r in read_records("scores", split="eval") if r.trajectory.example_id != row]
+    assert result["reward"] == played[0].total_reward
+
+
+def test_where_nothing_can_be_played_every_cause_is_said(recipe, refusal, monkeypatch):
+    path = recipe()
+    flags = ["--config", path, *break_rows(path, "test0", "test1"), "--num_generations", "3"]
+    assert "cannot start on the first rows" in refusal("eval", *flags)
+    monkeypatch.setattr("agent_r1_trl.cli.resolve.check_first_row", lambda *args: None)
+    message = refusal("eval", *flags)
+    assert "All 6 trajectories failed: 6 x environment_error: BrokenEnv.reset raised OSError: the server is" in message
+    assert "example 'test0'" in message
+
+
 MISTAKES = {
     "no model": (["--env", "task.py:AddEnv"], "--model: not set"),
     "no data": (["--env", "task.py:AddEnv", "--model", "tiny"], "--dataset: not set"),

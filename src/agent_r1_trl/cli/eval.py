@@ -87,7 +87,7 @@ def run_evaluation(arguments: EvalArguments, console: Console, *, description: s
     env_factory = resolve_env(arguments.env, arguments.env_kwargs)  # type: ignore[arg-type]
     rows = _load(arguments)
     data = arguments.eval_dataset_name or arguments.dataset_name
-    check_first_row(f"env={arguments.env!r}", env_factory, repr(data), rows[0])
+    check_first_row(f"env={arguments.env!r}", env_factory, repr(data), rows)
     if arguments.output_dir:
         make_folder("output_dir", arguments.output_dir)
     try:

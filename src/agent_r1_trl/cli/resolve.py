@@ -68,21 +68,23 @@ def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[
     return factory
 
 
-def check_first_row(env: str, env_factory: Callable[[], Any], data: str, row: Mapping[str, Any]) -> None:
+def check_first_row(env: str, env_factory: Callable[[], Any], data: str, rows: Any) -> None:
     """Start an episode as the rollout will, so that a mistake shows before a model is loaded.
+
+    One bad row is no mistake: where the first row fails, the second one decides.
 
     Args:
         env: the setting that names the environment or its tools, for errors.
         env_factory: makes environments.
         data: the setting that names the data set, for errors.
-        row: the first row of the data set.
+        rows: the data set.
 
     Raises:
-        UsageError: the environment refuses the row, or its prompt or tools do not have the right form.
+        UsageError: the environment refuses the rows, or its prompt or tools do not have the right form.
     """
     from agent_r1_trl.rollout import EnvironmentFailure, EnvSession, RolloutRequest
 
-    async def play() -> None:
+    async def play(row: Mapping[str, Any]) -> None:
         session = EnvSession(env_factory, truncate=lambda text, max_tokens: text)
         try:
             await session.reset(RolloutRequest(example=dict(row)))
@@ -91,10 +93,15 @@ def check_first_row(env: str, env_factory: Callable[[], Any], data: str, row: Ma
                 await session.close()
 
     try:
-        asyncio.run(play())
+        try:
+            asyncio.run(play(rows[0]))
+        except EnvironmentFailure:
+            if len(rows) == 1:
+                raise
+            asyncio.run(play(rows[1]))
     except (EnvironmentFailure, ValueError) as error:
         raise UsageError(
-            f"{env} cannot start on the first row of {data}: {str(error).rstrip('.')}. Correct one of the two; "
+            f"{env} cannot start on the first rows of {data}: {str(error).rstrip('.')}. Correct one of the two; "
             "agent-r1-trl doctor examines both."
         ) from error
 

@@ -139,7 +139,7 @@ def _check_start(script_args: TrainArguments, task: dict[str, Any], train: Any, 
     env = f"env={script_args.env!r}" if script_args.env else f"tools={script_args.tools}"
     for flag, rows in {"dataset_name": train, "eval_dataset_name": evaluation}.items():
         if factory is not None and rows is not None:
-            check_first_row(env, factory, f"{flag}={getattr(script_args, flag)!r}", rows[0])
+            check_first_row(env, factory, f"{flag}={getattr(script_args, flag)!r}", rows)
 
 
 def _data(script_args: TrainArguments, args: Any) -> tuple[Any, Any]:
@@ -215,7 +215,9 @@ def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
 
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-    except (NothingPlayedError, GenerationError, SyncError) as error:
+    except NothingPlayedError as error:  # on all processes alike
+        raise UsageError(str(error)) from error
+    except (GenerationError, SyncError) as error:
         if not is_main_process():  # its message would not be printed, and the error may be its alone
             raise
         raise UsageError(str(error)) from error

@@ -8,6 +8,7 @@ For example:
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -18,7 +19,10 @@ from agent_r1_trl.evaluation.loading import load_agent
 from agent_r1_trl.evaluation.result import EvaluationResult, example_sums
 from agent_r1_trl.generation.base import Generator, SamplingParams
 from agent_r1_trl.rollout import RolloutLimits, RolloutRunner, check_some_played, context_length, rollout_requests
+from agent_r1_trl.rollout.failures import count_causes, describe_causes, failure_of
 from agent_r1_trl.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -50,7 +54,7 @@ def evaluate(
 
     Raises:
         ValueError: no examples, or `num_generations` below 1.
-        NothingPlayedError: no trajectory could be played; the message quotes the first one's error.
+        NothingPlayedError: no trajectory could be played; the message lists the causes.
     """
     rows = [dict(example) for example in examples]
     if not rows:
@@ -67,6 +71,13 @@ def evaluate(
     finally:
         runner.close()
     check_some_played(trajectories)
+    if causes := count_causes(map(failure_of, trajectories)):
+        logger.warning(
+            "%d of %d trajectories failed and are scored nowhere but in infrastructure_failure_rate: %s.",
+            sum(cause.count for cause in causes),
+            len(trajectories),
+            describe_causes(causes),
+        )
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     return EvaluationResult.from_rows(
         [example_sums(group) for group in groups],

@@ -6,10 +6,11 @@ prompt -> [environment reset] -> [rollout (policy <-> tools)] -> [Trajectory] ->
 
 from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession
+from agent_r1_trl.rollout.failures import NothingPlayedError, check_some_played
 from agent_r1_trl.rollout.limits import RolloutLimits, context_length
 from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest, derive_seed, example_key, rollout_requests
-from agent_r1_trl.rollout.runner import NothingPlayedError, RolloutRunner, check_some_played
+from agent_r1_trl.rollout.runner import RolloutRunner
 
 __all__ = [
     "Draft",

@@ -25,10 +25,6 @@ from agent_r1_trl.trajectory import Trajectory
 logger = logging.getLogger(__name__)
 
 
-class NothingPlayedError(RuntimeError):
-    """Every trajectory failed before the policy could act."""
-
-
 class RolloutRunner:
     """Plays trajectories concurrently; one that fails or hangs never disturbs another.
 
@@ -161,18 +157,3 @@ def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
 
 def _progress(drafts: Sequence[Draft]) -> list[tuple[str, int]]:
     return [(draft.phase, len(draft.completion_ids)) for draft in drafts]
-
-
-def check_some_played(trajectories: Sequence[Trajectory]) -> None:
-    """Refuse a rollout in which every trajectory ended in an infrastructure failure.
-
-    Raises:
-        NothingPlayedError: quotes the first one's error and names the cure.
-    """
-    if all(trajectory.stop_reason.is_infrastructure_failure for trajectory in trajectories):
-        first = trajectories[0]
-        reason = (first.error or "the prompt leaves no room for a completion").rstrip(".")
-        raise NothingPlayedError(
-            f"All {len(trajectories)} trajectories failed before the policy could act; the first one with "
-            f"{first.stop_reason.value}: {reason}. Run `agent-r1-trl doctor` on this environment and data set."
-        )

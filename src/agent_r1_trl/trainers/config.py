@@ -64,6 +64,17 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
             "one update old, which the importance ratio corrects."
         },
     )
+    max_failure_share: float = field(
+        default=0.5,
+        metadata={
+            "help": "End the run when a larger share of the last trajectories failed for no fault of the policy "
+            "(environment_error, generation_error, prompt_too_long). 1.0: only if nothing can be played at all."
+        },
+    )
+    failure_window: int = field(
+        default=32,
+        metadata={"help": "Number of prompts over which `max_failure_share` is judged; fewer are not judged."},
+    )
 
     # ---- rewards on tokens
     truncated_trajectories: str = field(

@@ -44,6 +44,8 @@ def check_config(config: MultiTurnConfig) -> None:
     """
     config.check_limits(is_length_optional=True)
     check_whole_number("generation_batch_rows", config.generation_batch_rows)
+    check_whole_number("failure_window", config.failure_window)
+    check_share(config, "max_failure_share")
     check_serving(config)
     check_overlap(config)
     settle_truncated_trajectories(config)

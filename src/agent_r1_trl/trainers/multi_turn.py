@@ -178,13 +178,15 @@ class MultiTurnTrainer(GRPOTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's loop; a rollout that no update waits for any more ends with it."""
-        if self.env_factory is not None:
-            self.rollouts.forget_weights()  # steps are counted from the start or a checkpoint again
-        try:
+        if self.env_factory is None:
             return super().train(*args, **kwargs)
+        self.rollouts.forget_weights()  # steps are counted from the start or a checkpoint again
+        try:
+            result = super().train(*args, **kwargs)
         finally:
-            if self.env_factory is not None:
-                self.rollouts.cancel_upcoming()
+            self.rollouts.cancel_upcoming()
+        self.rollouts.failures.check_some_played()
+        return result
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         accept_numbered_cpus()

@@ -25,11 +25,11 @@ from agent_r1_trl.generation.vllm.build import build_vllm, check_vllm
 from agent_r1_trl.rollout import (
     RolloutRequest,
     RolloutRunner,
-    check_some_played,
     context_length,
     rollout_requests,
 )
 from agent_r1_trl.trainers.config import MultiTurnConfig
+from agent_r1_trl.trainers.failures import FailureWatch, gather_failures
 from agent_r1_trl.trainers.lookahead import Lookahead
 from agent_r1_trl.trajectory import Trajectory
 
@@ -201,6 +201,7 @@ class Rollouts:
         )
         self.upcoming: Rollout | None = None
         """The next batch's rollout, played while the update trains on this one (`overlap_rollout`)."""
+        self.failures = FailureWatch(args.max_failure_share, args.failure_window)
         self.synced_step = -1
         """Number of optimizer steps behind the generator's weights; -1 before the first sync."""
         self._generator = None if generator is None else as_generator(generator)
@@ -225,7 +226,7 @@ class Rollouts:
             The trajectories, and metrics of the rollout.
 
         Raises:
-            NothingPlayedError: not a single trajectory could be played; says what stopped the first one.
+            NothingPlayedError: too many trajectories of the training have failed; lists the causes.
             SyncError: generator and trainer give different log-probabilities after a weight sync.
         """
         start = time.perf_counter()
@@ -248,7 +249,8 @@ class Rollouts:
         if self._accelerator.device.type == "cpu":
             release_free_memory()
         played = PlayedBatch(rows, rollout.trajectories, rollout.environments)
-        check_some_played(played.trajectories)
+        if position.is_training:
+            self.failures.judge(gather_failures(played.trajectories), group_size=position.group_size)
         metrics["time/rollout_s"] = rollout.seconds
         if self.args.overlap_rollout:
             metrics["time/wait_s"] = time.perf_counter() - start

@@ -1,0 +1,84 @@
+"""Trajectories that ended in an infrastructure failure: what caused it, and how often.
+
+Covered here: counting the causes of a batch, and the error for a run in which too much fails. Not covered: how many
+failures a training run bears (`agent_r1_trl.trainers.failures`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from agent_r1_trl.trajectory import Trajectory
+
+MAX_TEXT = 500
+"""Characters of an error that are kept."""
+MAX_CAUSES = 5
+"""Causes that a message lists."""
+DOCTOR = "Run `agent-r1-trl doctor` on this environment and data set."
+
+
+class NothingPlayedError(RuntimeError):
+    """Nothing could be played, or less than `max_failure_share` asks for."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class FailureCause:
+    """Why trajectories failed."""
+
+    stop_reason: str
+    error: str
+    """The error of the first of them."""
+    example_id: str
+    """Of the first of them."""
+    count: int = 1
+
+    @property
+    def key(self) -> str:
+        """Equal for errors that differ in numbers and addresses alone."""
+        return f"{self.stop_reason}: {re.sub('0x[0-9a-fA-F]+|[0-9]+', '#', self.error)}"
+
+    def __str__(self) -> str:
+        return f"{self.count} x {self.stop_reason}: {self.error} (first in example {self.example_id!r})"
+
+
+def failure_of(trajectory: Trajectory) -> FailureCause | None:
+    """Why the trajectory failed; None if it was played."""
+    if not trajectory.stop_reason.is_infrastructure_failure:
+        return None
+    error = trajectory.error or "the prompt leaves no room for a completion"
+    return FailureCause(
+        stop_reason=trajectory.stop_reason.value,
+        error=error.strip().rstrip(".")[:MAX_TEXT],
+        example_id=trajectory.example_id,
+    )
+
+
+def count_causes(failures: Iterable[FailureCause | None]) -> list[FailureCause]:
+    """Each cause once, with its count; the most frequent one first."""
+    causes: dict[str, FailureCause] = {}
+    for failure in failures:
+        if failure is not None:
+            first = causes.get(failure.key)
+            causes[failure.key] = failure if first is None else replace(first, count=first.count + failure.count)
+    return sorted(causes.values(), key=lambda cause: -cause.count)
+
+
+def describe_causes(causes: Sequence[FailureCause]) -> str:
+    """The causes in words, for a message."""
+    parts = [str(cause) for cause in causes[:MAX_CAUSES]]
+    if rest := causes[MAX_CAUSES:]:
+        parts.append(f"{sum(cause.count for cause in rest)} x {len(rest)} other causes")
+    return "; ".join(parts)
+
+
+def check_some_played(trajectories: Sequence[Trajectory]) -> None:
+    """Refuse a rollout in which every trajectory ended in an infrastructure failure.
+
+    Raises:
+        NothingPlayedError: lists the causes and names the cure.
+    """
+    causes = count_causes(map(failure_of, trajectories))
+    if sum(cause.count for cause in causes) == len(trajectories):
+        raise NothingPlayedError(f"All {len(trajectories)} trajectories failed: {describe_causes(causes)}. {DOCTOR}")
