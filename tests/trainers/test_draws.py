@@ -59,6 +59,13 @@ def test_ranks_that_share_a_group_draw_what_one_rank_would():
 
 def test_every_training_step_has_its_own_draws_and_every_evaluation_the_same():
     assert draws(ROWS, step=7) != draws(ROWS, step=8)
-    evaluated = draws(ROWS[:3], step=None)
-    assert evaluated == draws(ROWS[:3], first_row=3, step=None)  # wherever the rows stand
-    assert not {seed for _, _, seed, _ in evaluated} & {seed for _, _, seed, _ in draws(ROWS[:3])}
+    evaluated = draws(ROWS, step=None)
+    assert evaluated == draws(ROWS[:4], step=None) + draws(ROWS[4:], first_row=4, step=None)  # in batches
+    assert not {seed for _, _, seed, _ in evaluated} & {seed for _, _, seed, _ in draws(ROWS)}
+
+
+def test_equal_rows_of_an_evaluation_are_different_draws():
+    requests = rollout_requests([{}] * 200, first_row=0, group_size=2, seed=5, step=None)
+    assert len({item.seed for item in requests}) == 200
+    starts = [item.reset_seed for item in requests]
+    assert starts[::2] == starts[1::2] and len(set(starts)) == 100  # the members of a group start alike

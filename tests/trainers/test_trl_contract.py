@@ -38,6 +38,7 @@ def test_the_version_is_the_one_this_was_written_for():
         ("create_model_card", ["self", "model_name", "dataset_name", "tags"]),
         ("_set_signature_columns_if_needed", ["self"]),
         ("_get_train_sampler", ["self", "dataset"]),
+        ("_get_eval_sampler", ["self", "eval_dataset"]),
     ],
 )
 def test_overridden_methods_keep_their_signature(name, parameters):
@@ -58,6 +59,12 @@ def test_overridden_methods_keep_their_signature(name, parameters):
 )
 def test_what_ppo_overrides_of_transformers_keeps_its_signature(name, parameters):
     assert list(inspect.signature(getattr(GRPOTrainer, name)).parameters) == parameters
+
+
+def test_an_evaluation_is_a_loop_whose_metrics_are_logged_after_it():
+    evaluation = source("evaluate")
+    assert list(inspect.signature(GRPOTrainer.evaluation_loop).parameters)[:2] == ["self", "dataloader"]
+    assert evaluation.index("self.evaluation_loop(") < evaluation.index("self.log(output.metrics)")
 
 
 def test_old_log_probs_are_the_first_of_three_results():

@@ -34,17 +34,18 @@ def rollout_requests(
 
     Args:
         examples: B rows of the data set.
-        first_row: index of the first example in the generation batch of all ranks, whose groups are consecutive rows.
+        first_row: index of the first example among the rows of all ranks, whose groups are consecutive: in training
+            those of the generation batch, in evaluation those of the whole evaluation.
         group_size: rows of one group.
         seed: of the run.
         step: the micro-step that trains on them, part of their seeds; None for evaluation, whose seeds are always the
-            same.
+            same, whatever the size of its batches.
     """
     requests = []
     for row, example in enumerate(examples, start=first_row):
         group, generation = divmod(row, group_size)
-        # Equal rows of a batch (all are, if the environment owns the data) are different draws in training.
-        draw = (-1,) if step is None else (step, group)
+        # Equal rows (all are, if the environment owns the data) are different draws.
+        draw = (-1 if step is None else step, group)
         example_id = example_key(example)
         requests.append(
             RolloutRequest(

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from agent_r1_trl.rollout.failures import (
@@ -49,6 +50,11 @@ def gather_failures(trajectories: Sequence[Trajectory]) -> list[FailureCause | N
     All ranks must call it.
     """
     return gather_object([failure_of(trajectory) for trajectory in trajectories])
+
+
+def is_main_process() -> bool:
+    """Whether this process speaks for all of them."""
+    return PartialState().is_main_process
 
 
 class FailureWatch:
@@ -130,6 +136,8 @@ class FailureWatch:
             if cause.key in self._warned_of or len(self._warned_of) >= MAX_WARNINGS:
                 continue
             self._warned_of.add(cause.key)
+            if not is_main_process():
+                continue
             logger.warning(
                 "Trajectories failed for no fault of the policy and are left out of the update: %s. This cause is "
                 "reported once; rollout/infrastructure_failure_share counts on.%s",

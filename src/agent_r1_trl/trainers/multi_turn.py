@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from agent_r1_trl.advantages.estimators import Credit
 from agent_r1_trl.advantages.scan import carry_forward
@@ -46,6 +46,7 @@ from agent_r1_trl.trainers.construction import (
     trl_rewards,
 )
 from agent_r1_trl.trainers.credit import CreditEstimator
+from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
 from agent_r1_trl.trainers.metrics import gather_metrics
 from agent_r1_trl.trainers.model_card import add_sections
 from agent_r1_trl.trainers.resume import EpochOrder, accept_numbered_cpus, load_rollout_state, save_rollout_state
@@ -60,7 +61,7 @@ from agent_r1_trl.update.live_rows import policy_scale
 from agent_r1_trl.update.losses import LossPass
 
 
-class MultiTurnTrainer(GRPOTrainer):
+class MultiTurnTrainer(EvaluatingTrainer):
     """Base of the multi-turn trainers: rollouts, rewards, masks, metrics, recording, checkpoints.
 
     One training step, with the method below and the file that does the work:
@@ -275,6 +276,8 @@ class MultiTurnTrainer(GRPOTrainer):
         if self._played is not None:
             failed = [item.stop_reason.is_infrastructure_failure for item in self._played.trajectories]
             values[self.accelerator.gather(torch.tensor(failed, device=values.device))] = torch.nan  # earned nothing
+            if not self.model.training:
+                self.evaluation.take_rewards(values)
             first = self.accelerator.process_index * len(inputs)
             self._played.reward_values = values[first : first + len(inputs)]
         return values
@@ -400,14 +403,16 @@ class MultiTurnTrainer(GRPOTrainer):
     def _log_and_record(self, trajectories: list[Trajectory], output: dict[str, Any]) -> None:
         mode, size = self._mode, self._group_size
         correct_trl_logs(self._metrics[mode], self._logs, trajectories, output, self.args, self.accelerator, size)
-        metrics, num_tokens = gather_metrics(trajectories, group_size=size)
         if self.model.training:
+            metrics, num_tokens = gather_metrics(trajectories, group_size=size)
             self.state.num_input_tokens_seen += num_tokens
+            self._add_metrics(metrics)
+        else:
+            trajectories = self.evaluation.take(trajectories, rank=self.accelerator.process_index)
         self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
-        self._add_metrics(metrics)
         if self.store is None:
             return
-        for trajectory, row in zip(trajectories, output["advantages"].tolist(), strict=True):
+        for trajectory, row in zip(trajectories, output["advantages"].tolist(), strict=False):
             trajectory.advantages = row[: len(trajectory.completion_ids)]
         self.store.write(self.state.global_step, trajectories, split=mode)
 
@@ -449,6 +454,7 @@ class MultiTurnTrainer(GRPOTrainer):
             num_micro_steps=self.state.max_steps * self.args.gradient_accumulation_steps,
             group_size=self._group_size,
             is_training=self.model.training,
+            first_row=0 if self.model.training else self.evaluation.first_row,
         )
 
     def _add_metrics(self, metrics: Mapping[str, float]) -> None:

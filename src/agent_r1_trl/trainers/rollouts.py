@@ -47,6 +47,8 @@ class Position:
     group_size: int
     """Trajectories of one prompt; they are consecutive rows."""
     is_training: bool
+    first_row: int = 0
+    """Index in the evaluation of the first row of all ranks; 0 in training."""
 
 
 class Rollout:
@@ -260,7 +262,7 @@ class Rollouts:
     def _start(self, rows: Sequence[dict[str, Any]], micro_step: int, position: Position) -> Rollout:
         requests = rollout_requests(
             rows,
-            first_row=self._accelerator.process_index * len(rows),
+            first_row=position.first_row + self._accelerator.process_index * len(rows),
             group_size=position.group_size,
             seed=self.args.seed,
             step=micro_step if position.is_training else None,

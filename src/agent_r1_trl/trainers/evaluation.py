@@ -1,0 +1,181 @@
+"""Evaluation in the course of a training: which row is which, and metrics over all rows at once.
+
+TRL averages over batches, so that the rows of a last, smaller batch would weigh more than the others; and accelerate
+fills the last batch of several processes up with rows from the beginning, which would count twice. Covered here: the
+indices of the rows, the metrics of the whole evaluation, an evaluation in which everything failed. Not covered: the
+rollout (`rollouts.py`), evaluation without a trainer (`agent_r1_trl.evaluation`).
+
+TRL 1.16 names that this file touches: `_get_eval_sampler`, `evaluate` and `evaluation_loop` (overridden), `_metrics`,
+`reward_func_names`, `num_generations_eval`, `accelerator` and `args` (read).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from trl import GRPOTrainer
+from trl.trainer.utils import RepeatSampler
+
+from agent_r1_trl.rollout.failures import FailureCause, count_causes, describe_causes, failure_of
+from agent_r1_trl.trainers.failures import is_main_process
+from agent_r1_trl.trainers.metrics import length_metrics, length_record, rollout_metrics, trajectory_record
+from agent_r1_trl.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class EvaluationRows:
+    """What became of the rows of one evaluation, on all ranks.
+
+    Args:
+        num_rows: of the data set, each as often as it is played; None if it does not say.
+    """
+
+    def __init__(self, num_rows: int | None = None) -> None:
+        self.num_rows = num_rows
+        self.first_row = 0
+        """Index of the first row of the present batch, in the order of the data set."""
+        self._batch_sizes: list[int] = []
+        self._rewards: list[torch.Tensor] = []
+        self._failures: list[FailureCause | None] = []
+        self._records: list[dict[str, Any]] = []
+        self._lengths: list[dict[str, Any]] = []
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether there were rows, and every trajectory failed."""
+        return bool(self._failures) and None not in self._failures
+
+    def take_rewards(self, values: torch.Tensor) -> None:
+        """Take in the rewards of a batch, and remove those of repeated rows.
+
+        Args:
+            values: (N, F) of all ranks, in data order; changed in place.
+        """
+        num_new = self._num_new(len(values))
+        values[num_new:] = torch.nan
+        self._rewards.append(values[:num_new].detach().clone())
+
+    def take(self, trajectories: Sequence[Trajectory], *, rank: int) -> list[Trajectory]:
+        """Take in the trajectories of a batch, which ends it. All ranks must call it.
+
+        Args:
+            trajectories: of this rank, in data order.
+            rank: of this process.
+
+        Returns:
+            Those of this rank that are no repetition.
+        """
+        rows = gather_object([(trajectory_record(t), length_record(t), failure_of(t)) for t in trajectories])
+        num_new = self._num_new(len(rows))
+        for record, length, failure in rows[:num_new]:
+            self._records.append(record)
+            self._lengths.append(length)
+            self._failures.append(failure)
+        self._batch_sizes.append(num_new)
+        self.first_row += len(rows)
+        return list(trajectories[: max(0, num_new - rank * len(trajectories))])
+
+    def _num_new(self, num_rows: int) -> int:
+        """How many of the present batch's rows are no repetition."""
+        return num_rows if self.num_rows is None else max(0, min(num_rows, self.num_rows - self.first_row))
+
+    def metrics(
+        self, per_batch: dict[str, list[float]], *, names: Sequence[str], group_size: int
+    ) -> dict[str, list[float]]:
+        """The metrics of the whole evaluation, a list of one value each.
+
+        Args:
+            per_batch: what TRL logged, one value for each batch.
+            names: of F reward functions.
+            group_size: trajectories of one prompt.
+        """
+        metrics = {name: [self._mean_over_batches(values)] for name, values in per_batch.items() if values}
+        if not self._records:
+            return metrics
+        exact = length_metrics(self._lengths) | rollout_metrics(self._records, num_generations=group_size)
+        values = torch.cat(self._rewards)  # (N, F)
+        totals = torch.tensor([record["reward"] for record in self._records], device=values.device)  # (N,)
+        exact["reward"] = totals.masked_fill(values.isnan().all(dim=1), torch.nan).nanmean().item()  # of scored rows
+        for name, column in zip(names, values.unbind(dim=1), strict=True):
+            exact[f"rewards/{name}/mean"] = column.nanmean().item()
+        return metrics | {name: [value] for name, value in exact.items()}
+
+    def _mean_over_batches(self, values: list[float]) -> float:
+        """The mean over batches, weighted by their rows; NaN says that a batch has no value."""
+        sizes = self._batch_sizes if len(values) == len(self._batch_sizes) else [1] * len(values)
+        pairs = [(value, size) for value, size in zip(values, sizes, strict=True) if not math.isnan(value)]
+        total = sum(size for _, size in pairs)
+        return sum(value * size for value, size in pairs) / total if total else math.nan
+
+    def warn_of_failures(self) -> None:
+        """Say what failed, and loudly if it was everything."""
+        causes = count_causes(self._failures)
+        if not causes or not is_main_process():
+            return
+        if self.has_failed:
+            logger.error(
+                "Nothing of this evaluation could be played, so it has no reward. All %d trajectories failed: %s.",
+                len(self._failures),
+                describe_causes(causes),
+            )
+        else:
+            logger.warning(
+                "%d of the %d trajectories of this evaluation failed and are left out of its reward: %s.",
+                sum(cause.count for cause in causes),
+                len(self._failures),
+                describe_causes(causes),
+            )
+
+
+class EvaluatingTrainer(GRPOTrainer):
+    """TRL's trainer, whose evaluation counts every row of the data set once; without an environment, TRL's own."""
+
+    env_factory: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.evaluation = EvaluationRows()
+        """The evaluation under way, or the last one."""
+        super().__init__(*args, **kwargs)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        if self.env_factory is None:
+            return super()._get_eval_sampler(eval_dataset)
+        return RepeatSampler(eval_dataset, mini_repeat_count=self.num_generations_eval, shuffle=False)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """TRL's evaluation; if everything failed, it is worse than any other one (`metric_for_best_model`)."""
+        metrics = super().evaluate(*args, **kwargs)
+        best = self.args.metric_for_best_model
+        if self.env_factory is not None and best is not None:
+            name = f"eval_{best.removeprefix('eval_')}"
+            is_missing = metrics[name] is None if name in metrics else self.evaluation.has_failed
+            if is_missing:
+                metrics[name] = math.nan  # transformers compares it with the best so far
+        return metrics
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's loop, which leaves the random numbers of the training as they were."""
+        if self.env_factory is None:
+            return super().evaluation_loop(dataloader, *args, **kwargs)
+        dataset = dataloader.dataset
+        num_rows = len(dataset) * self.num_generations_eval if hasattr(dataset, "__len__") else None
+        self.evaluation = EvaluationRows(num_rows)
+        self._metrics["eval"].clear()
+        device = self.accelerator.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            output = super().evaluation_loop(dataloader, *args, **kwargs)
+        self._metrics["eval"].update(
+            self.evaluation.metrics(
+                self._metrics["eval"],
+                names=self.reward_func_names,
+                group_size=self.num_generations_eval,
+            )
+        )
+        self.evaluation.warn_of_failures()
+        return output

@@ -1,0 +1,257 @@
+"""Evaluation by the trainer: every row counts once, plays its own episode, and leaves the training alone."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+from agent_r1_trl.evaluation import evaluate
+from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.trainers import evaluation as evaluation_module
+from agent_r1_trl.trainers.evaluation import EvaluationRows
+from agent_r1_trl.trajectory import StopReason
+from tests.test_evaluation import played
+from tests.toys import say
+from tests.trainers.helpers import AddEnv, make_trainer, questions
+from tests.trainers.test_draws import DealtEnv
+
+
+class SumEnv(AddEnv):
+    """Every row earns its number."""
+
+    def reset(self, example):
+        self.number = float(example["id"].removeprefix("q"))
+        return super().reset(example)
+
+    def outcome_reward(self, trajectory):
+        trajectory.info["number"] = self.number
+        return self.number
+
+
+def answer(rng, turn):
+    """One turn, which earns nothing by itself."""
+    return say("x" * rng.randrange(1, 9))
+
+
+EVALUATION = {"num_generations_eval": 1, "per_device_eval_batch_size": 4}
+
+
+# -------------------------------------------------------------------- rows
+
+
+def test_the_rows_of_a_last_smaller_batch_weigh_as_much_as_the_others(tmp_path):
+    trainer = make_trainer(tmp_path, env=SumEnv, script=answer, eval_dataset=questions(5), **EVALUATION)
+    metrics = trainer.evaluate()
+    numbers = (0 + 1 + 2 + 3 + 4) / 5  # and not the mean of 6 / 4 and 4
+    for name in ("reward", "reward/outcome", "rewards/environment_reward/mean", "env/number"):
+        assert metrics[f"eval_{name}"] == pytest.approx(numbers), name
+    assert len(trainer.last_trajectories) == 1
+
+
+def test_every_mean_is_one_over_all_rows_whatever_the_size_of_the_batches(tmp_path):
+    results = []
+    for size in (2, 4, 8):
+        options = {"num_generations_eval": 2, "per_device_eval_batch_size": size}
+        results.append(
+            make_trainer(tmp_path, env=SumEnv, script=answer, eval_dataset=questions(5), **options).evaluate()
+        )
+    means = (
+        "completions/mean_length", "completions/mean_terminated_length", "completions/max_length", "entropy",
+        "rollout/turns", "tokens/policy", "group/reward_std", "stop/done", "reward", "clip_ratio/region_mean",
+    )  # fmt: skip
+    for name in means:
+        values = [result[f"eval_{name}"] for result in results]
+        tolerance = 0.02 if name == "entropy" else 1e-6  # TRL's, a mean over the tokens of each batch
+        assert values == pytest.approx(values[:1] * 3, rel=tolerance), name
+
+
+def test_a_row_that_nobody_scored_has_no_part_in_the_reward(tmp_path):
+    def odd(trajectory, **kwargs):
+        numbers = [item.info["number"] for item in trajectory]
+        return [number if number % 2 else None for number in numbers]
+
+    trainer = make_trainer(
+        tmp_path,
+        env=SumEnv,
+        script=answer,
+        eval_dataset=questions(5),
+        reward_funcs=[odd],
+        reward_weights=[10.0],
+        **EVALUATION,
+    )
+    metrics = trainer.evaluate()
+    assert metrics["eval_rewards/odd/mean"] == pytest.approx((1 + 3) / 2)
+    assert metrics["eval_reward"] == pytest.approx((0 + 11 + 2 + 33 + 4) / 5)
+
+
+def test_rows_that_fill_up_the_last_batch_of_several_processes_do_not_count(monkeypatch):
+    """Three rows on two ranks with batches of two: accelerate repeats the first row on the second rank."""
+    rows = [played(reward=1.0), played(reward=2.0), played(reward=6.0), played(reward=100.0)]
+    monkeypatch.setattr(
+        evaluation_module, "gather_object", lambda own: own if len(own) == 4 else [*recorded(rows[:2]), *own]
+    )
+    watched = EvaluationRows(3)
+    values = torch.tensor([[1.0], [2.0], [6.0], [100.0]])
+    watched.take_rewards(values)
+    assert values[:3].tolist() == [[1.0], [2.0], [6.0]] and math.isnan(values[3, 0])
+    assert watched.take(rows[2:], rank=1) == rows[2:3]
+    metrics = watched.metrics({"entropy": [0.5]}, names=["f"], weights=torch.ones(1), group_size=1)
+    assert metrics["reward"] == metrics["rewards/f/mean"] == metrics["reward/outcome"] == [3.0]
+    assert metrics["entropy"] == [0.5]
+    assert watched.first_row == 4
+
+
+def recorded(trajectories):
+    gather = evaluation_module.gather_object
+    evaluation_module.gather_object = lambda rows: rows
+    try:
+        rows = EvaluationRows()
+        rows.take(trajectories, rank=0)
+    finally:
+        evaluation_module.gather_object = gather
+    return list(zip(rows._records, rows._lengths, rows._failures, strict=True))
+
+
+def test_metrics_of_batches_are_weighted_by_rows():
+    watched = EvaluationRows(5)
+    for size in (4, 1):
+        watched.take_rewards(torch.ones(size, 1))
+        watched.take([played()] * size, rank=0)
+    per_batch = {"entropy": [1.0, 6.0], "kl": [math.nan, 3.0], "time/sync_s": [7.0], "nothing": [math.nan] * 2}
+    metrics = watched.metrics(per_batch, names=["f"], weights=torch.ones(1), group_size=1)
+    assert (metrics["entropy"], metrics["kl"], metrics["time/sync_s"]) == ([2.0], [3.0], [7.0])
+    assert math.isnan(metrics["nothing"][0])
+
+
+# -------------------------------------------------------------------- episodes
+
+
+def starts_of(trainer):
+    """What the trajectories of an evaluation were asked, and their seeds."""
+    seen, play = [], trainer.rollouts.play
+
+    def watched(*args):
+        batch, metrics = play(*args)
+        seen.extend((item.prompt_messages[0]["content"], item.seed) for item in batch.trajectories)
+        return batch, metrics
+
+    trainer.rollouts.play = watched
+    trainer.evaluate()
+    trainer.rollouts.play = play
+    return seen
+
+
+def dealt(tmp_path, batch_size, **options):
+    return make_trainer(
+        tmp_path, env=DealtEnv, script=answer, eval_dataset=equal_rows(7),
+        per_device_eval_batch_size=batch_size, **options,
+    )  # fmt: skip
+
+
+def equal_rows(count):
+    return questions(1).select([0] * count)
+
+
+def test_equal_rows_play_episodes_of_their_own_the_same_in_every_evaluation(tmp_path):
+    trainer = dealt(tmp_path, 4, num_generations_eval=1)
+    first = starts_of(trainer)
+    assert len({start for start, _ in first}) == len({seed for _, seed in first}) == 7
+    assert starts_of(trainer) == first == starts_of(dealt(tmp_path, 3, num_generations_eval=1))
+
+
+def test_the_members_of_a_group_start_alike(tmp_path):
+    starts = [start for start, _ in starts_of(dealt(tmp_path, 4, num_generations_eval=2))]
+    assert starts[::2] == starts[1::2] and len(set(starts)) == 7
+
+
+def test_the_trainer_and_the_evaluator_play_the_same_episodes(tmp_path):
+    trainer = dealt(tmp_path, 4, num_generations_eval=2)
+    chat = trainer.chat
+    generator = ScriptedGenerator([chat.encode_reply(say("5"))], stop_token_ids=chat.stop_token_ids)
+    result = evaluate(generator, DealtEnv, chat, equal_rows(7), num_generations=2, seed=trainer.args.seed)
+    assert starts_of(trainer) == [(t.prompt_messages[0]["content"], t.seed) for t in result.trajectories]
+
+
+def test_rows_come_in_the_order_of_the_data_set(tmp_path):
+    starts = starts_of(make_trainer(tmp_path, eval_dataset=questions(6), **EVALUATION))
+    assert [start for start, _ in starts] == [f"question {index}" for index in range(6)]
+
+
+# -------------------------------------------------------------------- the training around it
+
+
+@pytest.mark.parametrize("generator", ["scripted", "transformers"])
+def test_evaluation_between_two_steps_does_not_change_the_training(tmp_path, generator):
+    options = {"max_steps": 4, "steps_per_generation": 2, "per_device_train_batch_size": 4}
+    if generator == "transformers":
+        options |= {"script": None, "env": DealtEnv, "max_completion_length": 12}
+    histories = []
+    for strategy in ("no", "steps"):
+        trainer = make_trainer(
+            tmp_path, eval_dataset=questions(3), eval_strategy=strategy, eval_steps=1, **EVALUATION, **options
+        )
+        trainer.train()
+        histories.append([(e["loss"], e["grad_norm"]) for e in trainer.state.log_history if "loss" in e])
+    assert histories[0] == histories[1]
+    assert len(set(histories[0])) == 4
+
+
+class DownEnv(SumEnv):
+    """The server that the environment needs is down for some evaluations."""
+
+    is_down = staticmethod(lambda example: False)
+
+    def reset(self, example):
+        if self.is_down(example):
+            raise OSError("the server is down")
+        return super().reset(example)
+
+
+BEST = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best"}
+
+
+@pytest.mark.parametrize(
+    ("metric", "outage"), [("env/number", range(1)), ("reward", range(1, 3)), ("env/number", range(3))], ids=str
+)
+def test_an_evaluation_in_which_everything_failed_is_said_and_never_the_best(
+    tmp_path, monkeypatch, caplog, metric, outage
+):
+    trainer = make_trainer(
+        tmp_path,
+        env=DownEnv,
+        script=answer,
+        eval_dataset=questions(5),
+        max_steps=3,
+        metric_for_best_model=metric,
+        **BEST,
+        **EVALUATION,
+    )
+    monkeypatch.setattr(
+        DownEnv,
+        "is_down",
+        lambda self, example: not trainer.model.training and trainer.state.global_step - 1 in outage,
+    )
+    with caplog.at_level(logging.WARNING, logger="agent_r1_trl"):
+        trainer.train()
+    assert trainer.state.global_step == 3
+    evaluations = [entry for entry in trainer.state.log_history if "eval_rollout/turns" in entry]
+    assert [entry["eval_reward"] for entry in evaluations] == [None if i in outage else 2.0 for i in range(3)]
+    assert [entry["eval_rollout/infrastructure_failure_share"] for entry in evaluations] == [
+        float(i in outage) for i in range(3)
+    ]
+    assert caplog.text.count("All 5 trajectories failed: 5 x environment_error: DownEnv.reset raised OSError") == len(
+        outage
+    )
+    assert trainer.state.best_metric == (2.0 if len(outage) < 3 else -math.inf)
+
+
+def test_failed_rows_are_left_out_of_the_reward_of_an_evaluation(tmp_path, monkeypatch, caplog):
+    trainer = make_trainer(tmp_path, env=DownEnv, script=answer, eval_dataset=questions(5), **EVALUATION)
+    monkeypatch.setattr(DownEnv, "is_down", lambda self, example: example["id"] in ("q3", "q4"))
+    with caplog.at_level(logging.WARNING, logger="agent_r1_trl"):
+        metrics = trainer.evaluate()
+    assert metrics["eval_reward"] == metrics["eval_reward/outcome"] == 1.0  # of 0, 1 and 2
+    assert metrics["eval_rollout/infrastructure_failure_share"] == 0.4
+    assert metrics[f"eval_stop/{StopReason.ENVIRONMENT_ERROR.value}"] == 0.4
+    assert "2 of the 5 trajectories of this evaluation failed" in caplog.text and "example 'q3'" in caplog.text
