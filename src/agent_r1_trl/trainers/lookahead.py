@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,36 +9,44 @@ from typing import Any
 class Lookahead:
     """Passes on the batches of an epoch and can look at later ones, so that their rollout can begin early.
 
-    Batches are counted in the Trainer's micro-steps, one batch each.
+    Batches are counted in the Trainer's micro-steps, one batch each. The Trainer takes those of a whole optimizer step
+    before it trains on the first of them.
     """
 
     def __init__(self) -> None:
         self._source: Iterator[Any] | None = None
-        self._batches: deque[Any] = deque()
+        self._batches: dict[int, Any] = {}
+        """Micro-step -> batch, from the optimizer step that is trained on to the last batch that was looked at."""
         self._next_step = 0
+        """Of the batch that is passed on next."""
 
     def over(self, source: Iterator[Any], step: int) -> Lookahead:
-        """An iterator over `source`; if `source` is a new one, its next batch is that of micro-step `step`."""
+        """An iterator over `source`; the batches before micro-step `step` are done.
+
+        If `source` is a new one, its next batch is that of micro-step `step`.
+        """
         if source is not self._source:
-            self._source, self._next_step = source, step
-            self._batches.clear()
+            self._source, self._next_step, self._batches = source, step, {}
+        self._batches = {number: batch for number, batch in self._batches.items() if number >= step}
         return self
 
     def __iter__(self) -> Lookahead:
         return self
 
     def __next__(self) -> Any:
-        assert self._source is not None
-        batch = self._batches.popleft() if self._batches else next(self._source)
+        batch = self._read(self._next_step)
         self._next_step += 1
         return batch
 
     def at(self, step: int) -> Any:
-        """The batch of micro-step `step`, which must still be to come; None if it belongs to another epoch."""
-        assert self._source is not None and step >= self._next_step
-        while step - self._next_step >= len(self._batches):
-            try:
-                self._batches.append(next(self._source))
-            except StopIteration:
-                return None
-        return self._batches[step - self._next_step]
+        """The batch of micro-step `step`, not one that is done; None if it belongs to another epoch."""
+        try:
+            return self._read(step)
+        except StopIteration:
+            return None
+
+    def _read(self, step: int) -> Any:
+        assert self._source is not None
+        while step not in self._batches:
+            self._batches[max(self._batches, default=self._next_step - 1) + 1] = next(self._source)
+        return self._batches[step]
