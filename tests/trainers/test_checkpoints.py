@@ -1,10 +1,12 @@
 """A resumed run goes on as if it had never stopped, also from a checkpoint between two generations."""
 
+import shutil
+
 import pytest
 import torch
 
-from agent_r1_trl.trainers.resume import ROLLOUT_STATE, load_rollout_state, save_rollout_state
-from tests.trainers.helpers import PlainEnv, make_trainer
+from agent_r1_trl.trainers.resume import ROLLOUT_STATE, RolloutCheckpoint
+from tests.trainers.helpers import PlainEnv, make_args, make_trainer
 
 EXACT = ("loss", "grad_norm", "reward", "completions/mean_length", "entropy")
 """Logged per step; rollout metrics only where a rollout was made."""
@@ -53,10 +55,113 @@ def test_a_checkpoint_between_two_generations_holds_the_rollout(tmp_path):
     assert (between["step"], after["step"]) == (1, 2)
 
 
+class Accelerator:
+    """What the checkpoint asks of accelerate, on one of several ranks."""
+
+    def __init__(self, rank=0, num_processes=1):
+        self.process_index, self.num_processes, self.device = rank, num_processes, torch.device("cpu", rank)
+
+
+def checkpoint_of(folder, rank=0, num_processes=1, **options):
+    return RolloutCheckpoint(make_args(folder, **options), Accelerator(rank, num_processes))
+
+
 def test_a_rank_on_a_cpu_reads_its_rollout(tmp_path):
     tensor = torch.arange(3)
-    save_rollout_state(tmp_path, 1, step=5, buffered_inputs=[{"ids": tensor}])
-    state = load_rollout_state(tmp_path, 1, torch.device("cpu", 0))
-    assert state["step"] == 5
-    assert torch.equal(state["buffered_inputs"][0]["ids"], tensor)
-    assert load_rollout_state(tmp_path, 0, torch.device("cpu", 0)) is None
+    place = {"rank": 1, "num_processes": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
+    checkpoint = checkpoint_of(tmp_path, **place)
+    checkpoint.save(tmp_path, 5, [{"ids": tensor}])
+    step, buffered_inputs = checkpoint.load(tmp_path, 3)
+    assert step == 5 and torch.equal(buffered_inputs[0]["ids"], tensor)
+
+
+def test_the_checkpoint_of_another_trainer_says_how_many_steps_were_made(tmp_path):
+    assert checkpoint_of(tmp_path, gradient_accumulation_steps=2).load(tmp_path, 3) == (6, None)
+
+
+OTHER_SETTINGS = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "num_generations": 2,
+    "num_iterations": 2,
+}
+SAVED = {
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 2,
+    "num_generations": 4, "num_iterations": 1, "max_completion_length": 300, "max_steps": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory):
+    """The folder of a run with checkpoints between two rollouts (1) and after one (2)."""
+    folder = tmp_path_factory.mktemp("saved")
+    make_trainer(folder, save_strategy="steps", save_steps=1, **(SAVED | {"max_steps": 2})).train()
+    return folder
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("name", OTHER_SETTINGS)
+def test_a_run_with_another_setting_is_refused_by_name(saved_run, tmp_path, name, step):
+    trainer = make_trainer(tmp_path, **(SAVED | {name: OTHER_SETTINGS[name]}))
+    before, now = f"{name}={SAVED[name]}", f"{name}={OTHER_SETTINGS[name]}"
+    with pytest.raises(ValueError, match="resume_from_checkpoint=") as caught:
+        trainer.train(resume_from_checkpoint=str(saved_run / f"checkpoint-{step}"))
+    for text in (f"saved with {before} and cannot go on with {now}", f"Start it with {before}. ", ROLLOUT_STATE[:13]):
+        assert text in str(caught.value), text
+    assert trainer.state.global_step == step and trainer._step == 0, "nothing was trained"
+
+
+@pytest.mark.parametrize("option", [{"update_layout": "shared"}, {"beta": 0.1}, {"use_vllm": True}], ids=str)
+def test_a_rollout_under_way_is_not_trained_on_in_another_form(saved_run, tmp_path, option):
+    (name,) = option
+    checkpoint = checkpoint_of(tmp_path, **(SAVED | option))
+    with pytest.raises(ValueError, match=rf"{name}=.* cannot go on with {name}=") as caught:
+        checkpoint.load(saved_run / "checkpoint-1", 1)
+    assert "place in the data and the rollout under way do not fit" in str(caught.value)
+    assert checkpoint.load(saved_run / "checkpoint-2", 2) == (2, None), "after a rollout the new one holds"
+
+
+@pytest.mark.parametrize("processes", [(2, 1), (1, 2)], ids=str)
+def test_another_number_of_processes_is_refused_by_every_rank(tmp_path, processes):
+    saved, resumed = processes
+    for rank in range(saved):
+        checkpoint_of(tmp_path, rank, saved).save(tmp_path, 1, None)
+    for rank in range(resumed):
+        with pytest.raises(ValueError, match=f"processes={saved} and cannot go on with processes={resumed}"):
+            checkpoint_of(tmp_path, rank, resumed).load(tmp_path, 1)
+
+
+def test_a_missing_or_damaged_file_is_named_with_the_cure(tmp_path):
+    for rank in range(2):
+        checkpoint_of(tmp_path, rank, 2).save(tmp_path, 1, None)
+    path = tmp_path / ROLLOUT_STATE.format(rank=1)
+    whole = path.read_bytes()
+    for torn in (whole[: len(whole) // 2], b"", b"text"):
+        path.write_bytes(torn)
+        with pytest.raises(ValueError, match=r"rollout_state_rank1.pt is damaged .* Resume from an earlier"):
+            checkpoint_of(tmp_path, 1, 2).load(tmp_path, 1)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"rollout_state_rank1.pt is missing. Resume from an earlier"):
+        checkpoint_of(tmp_path, 1, 2).load(tmp_path, 1)
+
+
+@pytest.mark.parametrize("name", [None, *OTHER_SETTINGS])
+def test_without_its_rollout_a_run_goes_on_with_a_new_one(saved_run, tmp_path, name):
+    """The cure of the refusals; the place in the data stays whole."""
+    checkpoint = shutil.copytree(saved_run / "checkpoint-1", tmp_path / "checkpoint-1")
+    (checkpoint / ROLLOUT_STATE.format(rank=0)).unlink()
+    trainer = make_trainer(tmp_path, **(SAVED | ({name: OTHER_SETTINGS[name]} if name else {})))
+    expected = [[row["id"] for row in batch] for batch in trainer.get_train_dataloader()]  # of the first epoch
+    met, play = [], trainer.rollouts.play
+
+    def watched(rows, model, position):
+        met.append((position.micro_step, [row["id"] for row in rows]))
+        return play(rows, model, position)
+
+    trainer.rollouts.play = watched
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert trainer.state.global_step == 4
+    per_rollout = trainer.args.steps_per_generation * trainer.num_iterations
+    assert [step % per_rollout for step, _ in met[1:]] == [0] * (len(met) - 1)
+    assert all(rows == expected[step] for step, rows in met if step < len(expected))

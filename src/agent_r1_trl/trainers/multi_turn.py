@@ -49,7 +49,7 @@ from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
 from agent_r1_trl.trainers.metrics import gather_metrics
 from agent_r1_trl.trainers.model_card import add_sections
-from agent_r1_trl.trainers.resume import EpochOrder, accept_numbered_cpus, load_rollout_state, save_rollout_state
+from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint, accept_numbered_cpus
 from agent_r1_trl.trainers.rewards import Rewards
 from agent_r1_trl.trainers.rollouts import PlayedBatch, Position, Rollouts, trl_generation
 from agent_r1_trl.trainers.trl_logs import correct_trl_logs
@@ -160,6 +160,7 @@ class MultiTurnTrainer(EvaluatingTrainer):
         self.chat, self.limits = self.rollouts.chat, self.rollouts.limits
         self._tokenizer.chat_template = self.chat.chat_template  # the one that is trained with is saved
         self.credit = CreditEstimator(self.args, self.accelerator)
+        self.checkpoint = RolloutCheckpoint(self.args, self.accelerator)
         self.store = trajectory_store(self.args, rank)
         reference = [] if self.ref_model is None else [self.accelerator.unwrap_model(self.ref_model)]
         self.layout.prepare(self.model, *reference, has_router_loss=self.aux_loss_enabled)
@@ -190,13 +191,10 @@ class MultiTurnTrainer(EvaluatingTrainer):
         return result
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self.env_factory is not None:
+            self._step, self._buffered_inputs = self.checkpoint.load(Path(checkpoint), self.state.global_step)
         accept_numbered_cpus()
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or self.env_factory is None:
-            return
-        state = load_rollout_state(Path(checkpoint), self.accelerator.process_index, self.accelerator.device)
-        if state is not None:
-            self._step, self._buffered_inputs = state["step"], state["buffered_inputs"]
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
@@ -420,13 +418,8 @@ class MultiTurnTrainer(EvaluatingTrainer):
         super()._save_checkpoint(model, trial)
         if self.env_factory is None:
             return
-        is_between = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
-        save_rollout_state(
-            Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}",
-            self.accelerator.process_index,
-            step=self._step,
-            buffered_inputs=self._buffered_inputs if is_between else None,
-        )
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        self.checkpoint.save(folder, self._step, self._buffered_inputs)
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None

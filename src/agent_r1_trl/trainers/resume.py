@@ -9,34 +9,110 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch.utils.data import Sampler
 
 ROLLOUT_STATE = "rollout_state_rank{rank}.pt"
 """File of each rank in a checkpoint."""
 
 
-def save_rollout_state(folder: Path, rank: int, *, step: int, buffered_inputs: Any) -> None:
-    """Save the position between two rollouts; the file is written completely or not at all.
+SHAPE = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "num_generations",
+    "num_iterations",
+)
+"""Arguments that a run's place in the data is counted in."""
+ROLLOUT = ("update_layout", "use_vllm", "beta", "has_critic")
+"""Arguments that decide which tensors a rollout under way holds, and how they lie."""
+
+
+class RolloutCheckpoint:
+    """The place of a run in the data and its rollout under way, a file of each rank in every checkpoint.
 
     Args:
-        folder: of the checkpoint.
-        rank: of this process.
-        step: number of micro-batches trained on.
-        buffered_inputs: micro-batches of the last rollout that are still to be trained on; None for none.
+        args: of the trainer.
+        accelerator: of the trainer.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / ROLLOUT_STATE.format(rank=rank)
-    torch.save({"step": step, "buffered_inputs": buffered_inputs}, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
 
+    def __init__(self, args: Any, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._gradient_accumulation_steps = args.gradient_accumulation_steps
+        self._steps_per_rollout = args.steps_per_generation * args.num_iterations
+        self._settings = {"processes": accelerator.num_processes}
+        self._settings |= {name: getattr(args, name) for name in (*SHAPE, *ROLLOUT)}
 
-def load_rollout_state(folder: Path, rank: int, device: torch.device) -> dict[str, Any] | None:
-    """What `save_rollout_state` wrote; None for a checkpoint of another trainer."""
-    path = folder / ROLLOUT_STATE.format(rank=rank)
-    if not path.exists():
-        return None
-    accept_numbered_cpus()
-    return torch.load(path, map_location=device, weights_only=True)
+    def save(self, folder: Path, step: int, buffered_inputs: Any) -> None:
+        """Write this rank's file, completely or not at all.
+
+        Args:
+            folder: of the checkpoint.
+            step: number of micro-batches trained on.
+            buffered_inputs: micro-batches of the last rollout; left out if they are all used up.
+        """
+        if step % self._steps_per_rollout == 0:
+            buffered_inputs = None
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / ROLLOUT_STATE.format(rank=self._accelerator.process_index)
+        state = {"step": step, "buffered_inputs": buffered_inputs, "settings": self._settings}
+        torch.save(state, path.with_suffix(".tmp"))
+        os.replace(path.with_suffix(".tmp"), path)
+
+    def load(self, folder: Path, global_step: int) -> tuple[int, Any]:
+        """`step` and `buffered_inputs` as they were saved. All ranks must call it.
+
+        A checkpoint of another trainer has no such file: then there is no rollout, and the next step begins with one.
+
+        Args:
+            folder: of the checkpoint.
+            global_step: optimizer steps that the run has made.
+
+        Raises:
+            ValueError: on all ranks alike: a file is missing or damaged, or the run has other settings.
+        """
+        accept_numbered_cpus()
+        state, problem = None, None
+        try:
+            state = self._read(folder)
+        except ValueError as error:
+            problem = str(error)
+        problems = [text for text in gather_object([problem]) if text is not None]
+        if problems:
+            raise ValueError(
+                f"resume_from_checkpoint={str(folder)!r}: {problems[0]}. Or delete {ROLLOUT_STATE.format(rank='*')} "
+                "in that directory: the run then goes on from its weights and its optimizer with a new rollout."
+            )
+        if state is None:
+            return global_step * self._gradient_accumulation_steps, None
+        return state["step"], state["buffered_inputs"]
+
+    def _read(self, folder: Path) -> dict[str, Any] | None:
+        own = folder / ROLLOUT_STATE.format(rank=self._accelerator.process_index)
+        others = sorted(folder.glob(ROLLOUT_STATE.format(rank="*")))
+        if not others:
+            return None
+        path = own if own in others else others[0]
+        try:
+            state = torch.load(path, map_location=self._accelerator.device, weights_only=True)
+            saved = state["settings"]
+        except Exception as error:  # whatever torch finds in half a file
+            raise ValueError(
+                f"{path.name} is damaged ({type(error).__name__}). Resume from an earlier checkpoint"
+            ) from error
+        has_rollout = state["buffered_inputs"] is not None
+        names = ("processes", *SHAPE, *(ROLLOUT if has_rollout else ()))
+        changed = [name for name in names if saved[name] != self._settings[name]]
+        if changed:
+            before = ", ".join(f"{name}={saved[name]}" for name in changed)
+            now = ", ".join(f"{name}={self._settings[name]}" for name in changed)
+            raise ValueError(
+                f"the run was saved with {before} and cannot go on with {now}, which its place in the data "
+                f"{'and the rollout under way do' if has_rollout else 'does'} not fit. Start it with {before}"
+            )
+        if path != own:
+            raise ValueError(f"{own.name} is missing. Resume from an earlier checkpoint")
+        return state
 
 
 @functools.cache
