@@ -1,0 +1,119 @@
+"""Failures, evaluation and a checkpoint of two ranks: `python -m tests.distributed.failures OUTPUT_DIR`.
+
+Rank 0 writes what every rank found to `OUTPUT_DIR/found.json`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.trainers.resume import ROLLOUT_STATE
+from tests.toys import say
+from tests.trainers.helpers import make_trainer, questions
+
+FOUND_FILE = "found.json"
+NUM_STEPS, NUM_EVAL_ROWS = 4, 5
+
+
+class NumberEnv(ToolEnv):
+    """Every row earns its number; bad ones cannot start."""
+
+    bad: tuple = ()
+
+    def reset(self, example):
+        self.number = float(example["id"].removeprefix("q"))
+        if example["id"] in self.bad:
+            raise OSError("the server is down")
+        return super().reset(example)
+
+    def outcome_reward(self, trajectory):
+        return self.number
+
+
+class OneBadRow(NumberEnv):
+    """Of four rows."""
+
+    bad = ("q2",)
+
+
+class Outage(NumberEnv):
+    """Nothing can start."""
+
+    bad = tuple(f"q{index}" for index in range(8))
+
+
+def trainer_of(folder, env, **options):
+    """One prompt on each rank and step."""
+    return make_trainer(
+        folder, env=env, script=lambda rng, turn: say("x" * rng.randrange(1, 9)), train_dataset=questions(4),
+        eval_dataset=questions(NUM_EVAL_ROWS), num_generations=4, per_device_train_batch_size=4, max_steps=NUM_STEPS,
+        num_generations_eval=1, per_device_eval_batch_size=2, **options,
+    )  # fmt: skip
+
+
+def error_of(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def bad_row(folder):
+    """A run in which all trajectories of one rank fail in some steps."""
+    trainer = trainer_of(folder, OneBadRow, save_strategy="steps", save_steps=1)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [[entry["loss"], entry["grad_norm"], entry["rollout/infrastructure_failure_share"]] for entry in logged]
+
+
+def evaluation(folder):
+    """The seeds of this rank's trajectories, and the metrics; the last batch is filled up with rows from the start."""
+    trainer, seeds = trainer_of(folder, NumberEnv), []
+    take = trainer.evaluation.__class__.take
+
+    def watched(self, trajectories, *, rank):
+        own = take(self, trajectories, rank=rank)
+        seeds.extend((item.example_id, item.seed) for item in own)
+        return own
+
+    trainer.evaluation.__class__.take = watched
+    metrics = trainer.evaluate()
+    trainer.evaluation.__class__.take = take
+    names = (
+        "eval_reward",
+        "eval_reward/outcome",
+        "eval_rewards/environment_reward/mean",
+        "eval_completions/mean_length",
+    )
+    return {"seeds": seeds, "metrics": [metrics[name] for name in names]}
+
+
+def torn(folder):
+    """The error of a run whose checkpoint has lost the file of one rank."""
+    state = PartialState()
+    checkpoint = folder / "checkpoint-1"
+    if state.is_main_process and state.num_processes > 1:
+        (checkpoint / ROLLOUT_STATE.format(rank=1)).unlink()
+    state.wait_for_everyone()
+    return error_of(trainer_of(folder, NumberEnv).train, resume_from_checkpoint=str(checkpoint))
+
+
+def compute(folder):
+    """What one rank finds."""
+    return {
+        "bad_row": bad_row(folder / "run"),
+        "outage": error_of(trainer_of(folder / "outage", Outage).train),
+        "evaluation": evaluation(folder / "evaluation"),
+        "torn": torn(folder / "run"),
+    }
+
+
+if __name__ == "__main__":
+    found = gather_object([compute(Path(sys.argv[1]))])
+    if PartialState().is_main_process:
+        (Path(sys.argv[1]) / FOUND_FILE).write_text(json.dumps(found), encoding="utf-8")

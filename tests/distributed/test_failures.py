@@ -1,0 +1,48 @@
+"""Two ranks agree on what failed, whom an evaluation counts, and whether a checkpoint can be resumed."""
+
+import json
+import math
+
+import pytest
+
+from tests.distributed import failures
+from tests.distributed.launch import launch
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each of two ranks found."""
+    folder = tmp_path_factory.mktemp("failures")
+    launch("ddp", failures.__name__, folder)
+    return json.loads((folder / failures.FOUND_FILE).read_text(encoding="utf-8"))
+
+
+def test_a_rank_on_which_everything_failed_ends_no_run(found):
+    (steps, _) = (rank["bad_row"] for rank in found)
+    assert len(steps) == failures.NUM_STEPS
+    assert [share for _, _, share in steps].count(0.5) == 2  # one of four rows, two rows a step
+    assert all(math.isfinite(loss) and math.isfinite(norm) for loss, norm, _ in steps)
+
+
+def test_an_outage_ends_the_run_on_both_ranks_with_the_same_reason(found):
+    first, second = (rank["outage"] for rank in found)
+    assert first == second
+    assert first.startswith(
+        "NothingPlayedError: All 8 trajectories failed: 8 x environment_error: Outage.reset raised"
+    )
+
+
+def test_every_row_of_an_evaluation_counts_once_and_draws_what_one_process_draws(found, tmp_path):
+    alone = failures.evaluation(tmp_path)
+    assert alone["metrics"][0] == (0 + 1 + 2 + 3 + 4) / 5
+    for rank in found:
+        assert rank["evaluation"]["metrics"] == pytest.approx(alone["metrics"])
+    seeds = [tuple(pair) for rank in found for pair in rank["evaluation"]["seeds"]]
+    assert sorted(seeds) == sorted(alone["seeds"]) and len(set(seeds)) == failures.NUM_EVAL_ROWS
+
+
+def test_a_checkpoint_that_lost_a_file_is_refused_by_both_ranks(found):
+    first, second = (rank["torn"] for rank in found)
+    assert first == second and "rollout_state_rank1.pt is missing. Resume from an earlier checkpoint" in first
