@@ -93,7 +93,7 @@ def test_a_setting_that_cannot_hold_is_refused(case, tmp_path):
     config_class, settings, *names = case
     name, value = next(iter(settings.items()))
     settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **settings}
-    assert_refused(lambda: config_class(**settings), f"{name}={value!r}", *names)
+    assert_refused(lambda: config_class(**settings).check_supported(), f"{name}={value!r}", *names)
 
 
 # ---------------------------------------------------------------- tools

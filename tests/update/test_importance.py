@@ -105,6 +105,6 @@ def test_the_trainer_weighs_turns_as_the_function_says(tmp_path):
 )
 def test_a_cut_sampling_distribution_is_refused_while_ratios_are_on(tmp_path, name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):
-        make_args(tmp_path, use_vllm=True, **{name: value})
-    make_args(tmp_path, use_vllm=True, vllm_importance_sampling_correction=False, **{name: value})
-    make_args(tmp_path, **{name: value})
+        make_args(tmp_path, use_vllm=True, **{name: value}).check_supported()
+    make_args(tmp_path, use_vllm=True, vllm_importance_sampling_correction=False, **{name: value}).check_supported()
+    make_args(tmp_path, **{name: value}).check_supported()

@@ -80,7 +80,8 @@ def read_arguments(argv: Sequence[str]) -> tuple[TrainArguments, Any, Any]:
             "model_name_or_path: not set, so there is no model to train. Set it to a directory or a Hub id, such as "
             "Qwen/Qwen2.5-1.5B-Instruct."
         )
-    if script_args.env or script_args.tools or config_class.has_critic:  # our rollout plays
+    is_agent = script_args.env or script_args.tools or script_args.turn_reward_funcs or config_class.has_critic
+    if is_agent or args.asked_features():  # our rollout plays
         try:
             args.check_supported()
         except ValueError as error:
