@@ -50,6 +50,16 @@ def trainer_of(tmp_path, rows, *, trainer=MultiTurnGRPOTrainer, **options):
     )  # fmt: skip
 
 
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: One.
+        b: Other.
+    """
+    return a + b
+
+
 def only(inputs, keep):
     """A micro-batch of some of its rows, as if the others had never been."""
     rows = {name: value[keep] for name, value in inputs.items() if value is not None and value.dim()}
@@ -183,15 +193,6 @@ def test_a_row_that_nobody_scored_is_not_in_the_loss(tmp_path):
         texts = [messages[-1]["content"] for messages in completions]
         return [None if len(text) == 3 else float(len(text) % 2 == 0) for text in texts]
 
-    def add(a: int, b: int) -> int:
-        """Add.
-
-        Args:
-            a: One.
-            b: Other.
-        """
-        return a + b
-
     rows = ["x", "xx", "xxx", "xxx", "xxx", "xx", "x", "x"]
     make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
     options = {"env": None, "tools": [add], "reward_funcs": even, "model": str(tmp_path / "policy"), "beta": 0.1}
@@ -283,13 +284,14 @@ def test_the_table_of_completions_shows_what_was_trained_on(tmp_path):
     assert found == pytest.approx(rewards)
 
 
-def test_the_reward_metrics_are_those_of_the_returns_that_were_trained_on(tmp_path):
+@pytest.mark.parametrize("source", [{"env": AddEnv}, {"env": None, "tools": [add]}], ids=["environment", "tools"])
+def test_the_reward_metrics_are_those_of_the_returns_that_were_trained_on(tmp_path, source):
     def length(completions, **kwargs):
         return [float(len(messages[-1]["content"])) if messages else 7.0 for messages in completions]
 
     rows = ["xx", "x", CUT, "xxxx", LOST, CUT, "xx", "xxx"]
     trainer = trainer_of(
-        tmp_path, rows, reward_funcs=[length], truncated_trajectories="penalise", truncation_penalty=-0.25
+        tmp_path, rows, reward_funcs=[length], **source, truncated_trajectories="penalise", truncation_penalty=-0.25
     )
     batch = scored_batch(trainer)
     returns = torch.tensor([t.total_reward for t in trainer.last_trajectories])
