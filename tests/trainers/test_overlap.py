@@ -2,15 +2,17 @@
 
 import asyncio
 import itertools
+import os
 import threading
 import time
 
 import pytest
+import torch
 from transformers import TrainerCallback
 
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.trainers import MultiTurnGRPOConfig
-from agent_r1_trl.trainers.lookahead import Lookahead
+from agent_r1_trl.trainers.lookahead import ROW_INDEX, Lookahead, in_seeded_order
 from tests.trainers.helpers import AddEnv, make_trainer, questions
 
 OVERLAP = {"overlap_rollout": True}
@@ -109,6 +111,48 @@ def test_a_rollout_is_under_way_in_every_update_but_the_last_of_an_epoch_and_of_
     logged = [entry for entry in trainer.state.log_history if "sampling/staleness" in entry]
     assert [entry["sampling/staleness"] for entry in logged] == [0, 1, 1, 0, 1]
     assert all(entry["time/wait_s"] >= 0 for entry in logged)
+
+
+class NoisyEnv(AddEnv):
+    """Draws from torch's global random numbers, another number of them every time."""
+
+    def reset(self, example):
+        torch.rand(1 + os.urandom(1)[0])
+        return super().reset(example)
+
+
+def test_the_order_of_the_rows_hangs_on_no_draw_of_the_next_rollout(tmp_path):
+    runs = []
+    for _ in range(2):
+        trainer, _ = watched(
+            tmp_path, env=NoisyEnv, max_steps=4, steps_per_generation=2, per_device_train_batch_size=4, **OVERLAP
+        )
+        rows, loss = [], trainer._compute_loss
+
+        def compute_loss(model, inputs, rows=rows, loss=loss):
+            rows.append(inputs["completion_ids"].tolist())
+            return loss(model, inputs)
+
+        trainer._compute_loss = compute_loss
+        trainer.train()
+        runs.append(rows)
+    assert runs[0] == runs[1]
+    assert [len(rows) for rows in runs[0]] == [4] * 4
+
+
+def test_a_seeded_order_keeps_rows_whole_and_does_not_depend_on_the_order_before():
+    rows = torch.arange(6)
+    orders = []
+    for before in (rows, rows.flip(0)):
+        batches = [
+            {ROW_INDEX: part, "ids": torch.stack([part, part], dim=1), "count": torch.tensor(6), "none": None}
+            for part in before.split(3)
+        ]
+        shuffled = in_seeded_order(batches, 3, 7)
+        assert [set(inputs) for inputs in shuffled] == [{"ids", "count", "none"}] * 2
+        assert all(torch.equal(inputs["ids"][:, 0], inputs["ids"][:, 1]) for inputs in shuffled)
+        orders.append(torch.cat([inputs["ids"][:, 0] for inputs in shuffled]).tolist())
+    assert orders[0] == orders[1] != rows.tolist() and sorted(orders[0]) == rows.tolist()
 
 
 class HeldEnv(AddEnv):

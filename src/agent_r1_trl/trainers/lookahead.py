@@ -1,9 +1,16 @@
-"""Looking ahead in the Trainer's batches, so that the next rollout can begin early (`overlap_rollout`)."""
+"""Looking ahead in the Trainer's batches, so that the next rollout can begin early (`overlap_rollout`).
+
+Covered here: the window of batches, and an order of rows that no draw of the other rollout can change.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+
+import torch
+
+from agent_r1_trl.rollout import derive_seed
 
 
 class Lookahead:
@@ -50,3 +57,32 @@ class Lookahead:
         while step not in self._batches:
             self._batches[max(self._batches, default=self._next_step - 1) + 1] = next(self._source)
         return self._batches[step]
+
+
+ROW_INDEX = "row_index"
+"""Entry of TRL's batch that tells its rows apart after TRL has shuffled them."""
+
+
+def in_seeded_order(buffer: list[dict[str, Any]], seed: int, step: int) -> list[dict[str, Any]]:
+    """The micro-batches of a rollout, their rows shuffled anew from `seed` and `step`.
+
+    TRL shuffles with torch's global random numbers, from which a rollout that plays at the same time may draw.
+
+    Args:
+        buffer: micro-batches with an entry `ROW_INDEX`, (B,) each, which is removed; without it they stay as they are.
+        seed: of the run.
+        step: the micro-step that trains on the first of them.
+    """
+    if ROW_INDEX not in buffer[0]:
+        return buffer
+    generator = torch.Generator().manual_seed(derive_seed(seed, "rows", step))
+    sizes = [len(inputs[ROW_INDEX]) for inputs in buffer]
+    as_played = torch.cat([inputs.pop(ROW_INDEX) for inputs in buffer]).argsort().cpu()
+    order = as_played[torch.randperm(sum(sizes), generator=generator)]
+    shuffled: list[dict[str, Any]] = [{} for _ in buffer]
+    for name, value in buffer[0].items():
+        has_rows = isinstance(value, torch.Tensor) and value.dim() > 0
+        rows = torch.cat([inputs[name] for inputs in buffer])[order].split(sizes) if has_rows else None
+        for index, inputs in enumerate(shuffled):
+            inputs[name] = buffer[index][name] if rows is None else rows[index]
+    return shuffled

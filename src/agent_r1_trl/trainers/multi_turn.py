@@ -47,6 +47,7 @@ from agent_r1_trl.trainers.construction import (
 )
 from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
+from agent_r1_trl.trainers.lookahead import ROW_INDEX, in_seeded_order
 from agent_r1_trl.trainers.metrics import gather_metrics
 from agent_r1_trl.trainers.model_card import add_sections
 from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint, accept_numbered_cpus
@@ -148,15 +149,8 @@ class MultiTurnTrainer(EvaluatingTrainer):
     def _make_collaborators(self, generator: Any) -> None:
         """Once model and tokenizer are loaded."""
         policy, rank = self.accelerator.unwrap_model(self.model), self.accelerator.process_index
-        self.rollouts = Rollouts(
-            self.args,
-            self.accelerator,
-            policy,
-            self._tokenizer,
-            self.env_factory,  # type: ignore[arg-type]
-            generator=generator,
-            eos_token_ids=self.eos_token_ids,
-        )
+        parts: Any = (self.args, self.accelerator, policy, self._tokenizer, self.env_factory)
+        self.rollouts = Rollouts(*parts, generator=generator, eos_token_ids=self.eos_token_ids)
         self.chat, self.limits = self.rollouts.chat, self.rollouts.limits
         self._tokenizer.chat_template = self.chat.chat_template  # the one that is trained with is saved
         self.credit = CreditEstimator(self.args, self.accelerator)
@@ -226,7 +220,8 @@ class MultiTurnTrainer(EvaluatingTrainer):
         if not self.model.training:
             return inputs
         if self._buffered_inputs is not None and self._buffered_inputs is not before:
-            self._buffered_inputs = self.layout.arrange(self._buffered_inputs, self.accelerator)
+            rows = in_seeded_order(self._buffered_inputs, self.args.seed, self._step)
+            self._buffered_inputs = self.layout.arrange(rows, self.accelerator)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return self.layout.trim(inputs)
 
@@ -252,6 +247,8 @@ class MultiTurnTrainer(EvaluatingTrainer):
             self._add_metrics(weigh_mismatch(output, trajectories, self.args))
         settle_masks(output, trajectories, played.in_baseline, played.in_loss, self.args, self.accelerator)
         output |= self._advantages(output, played)
+        if self.args.overlap_rollout:
+            output[ROW_INDEX] = torch.arange(len(trajectories))
         self._rollout_s += time.perf_counter() - start
         self._log_and_record(trajectories, output)
         return output
