@@ -6,9 +6,9 @@ collaborator which can be read and tested alone; no TRL method body is copied.
 TRL 1.16 names that this file touches (`tests/trainers/test_trl_contract.py` checks each):
 
 - overridden: `__init__`, `_set_signature_columns_if_needed`, `_get_train_sampler` (its `seed`, `shuffle` and
-  `generator`), `train`, `_load_optimizer_and_scheduler`, `_load_best_model`, `get_batch_samples`, `training_step`,
-  `_prepare_inputs`, `_generate_and_score_completions`, `_generate`, `_calculate_rewards`,
-  `_get_per_token_logps_and_entropies`, `_compute_loss`, `_save_checkpoint`, `create_model_card`
+  `generator`), `train`, `_load_optimizer_and_scheduler`, `get_batch_samples`, `training_step`, `_prepare_inputs`,
+  `_generate_and_score_completions`, `_generate`, `_calculate_rewards`, `_get_per_token_logps_and_entropies`,
+  `_compute_loss`, `_save_checkpoint`, `create_model_card`
 - read: `_metrics`, `_logs`, `_tokenizer`, `_is_vlm`, `eos_token_ids`, `num_generations`, `num_generations_eval`,
   `num_iterations`, `reward_funcs`, `reward_weights`, `reward_func_names`, `model_wrapped`, `ref_model`,
   `aux_loss_enabled`, `current_gradient_accumulation_steps`, `accelerator`, `state`
@@ -176,11 +176,10 @@ class MultiTurnTrainer(EvaluatingTrainer):
         """The Trainer's loop; a rollout that no update waits for any more ends with it."""
         if self.env_factory is None:
             return super().train(*args, **kwargs)
-        self.rollouts.forget_weights()  # steps are counted from the start or a checkpoint again
         try:
             result = super().train(*args, **kwargs)
         finally:
-            self.rollouts.cancel_upcoming()
+            self.rollouts.end_run()
         self.rollouts.failures.check_some_played()
         return result
 
@@ -189,11 +188,6 @@ class MultiTurnTrainer(EvaluatingTrainer):
             self._step, self._buffered_inputs = self.checkpoint.load(Path(checkpoint), self.state.global_step)
         accept_numbered_cpus()
         super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        if self.env_factory is not None:
-            self.rollouts.forget_weights()
 
     # ---------------------------------------------------------------- a micro-batch
 

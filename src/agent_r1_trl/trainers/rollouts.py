@@ -285,11 +285,15 @@ class Rollouts:
         """The Trainer's batches, passed on through a window that `overlap_rollout` can look ahead in."""
         return self._window.over(batches, micro_step) if self.args.overlap_rollout else batches
 
-    def cancel_upcoming(self) -> None:
-        """Stop a rollout that no update will train on."""
+    def end_run(self) -> None:
+        """Stop a rollout that no update will train on, and sync again before the next one.
+
+        The policy may now be that of the best checkpoint, and the next run counts its steps from 0 again.
+        """
         if self.upcoming is not None:
             self.upcoming.cancel()
             self.upcoming = None
+        self.synced_step = -1
 
     @property
     def runner(self) -> RolloutRunner:
@@ -328,10 +332,6 @@ class Rollouts:
             is_autocast=self._accelerator.mixed_precision != "no",
         )
 
-    def forget_weights(self) -> None:
-        """Sync again before the next rollout: the policy's weights changed otherwise than by an optimizer step."""
-        self.synced_step = -1
-
     def _build(self, policy: Any) -> Generator:
         if self.args.use_vllm:
             return build_vllm(policy, self.args, stop_token_ids=self.chat.stop_token_ids, is_on_gpu=self._is_on_gpu)
@@ -346,7 +346,7 @@ class Rollouts:
         """Give a resting engine's memory to the update (`vllm_enable_sleep_mode`)."""
         may_sleep = self.args.use_vllm and self.args.vllm_enable_sleep_mode
         if may_sleep and self.runner.generator.sleep() is not False:
-            self.forget_weights()  # they are gone
+            self.synced_step = -1  # its weights are gone
 
     def close(self) -> None:
         """End the generator and the rollout's thread; a generator that the user brought stays open."""
