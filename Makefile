@@ -51,7 +51,7 @@ test-fast: $(STAMPS)/test ## run what takes seconds: nothing slow, no vLLM; PYTE
 	$(SAY) "Fast tests"
 	$(PYTEST) -m "not slow and not vllm and not matrix" $(PYTEST_ARGS)
 
-fuzz: $(STAMPS)/test ## run the property tests with ten times the examples (half an hour); FUZZ_SEED, PYTEST_ARGS, WORKERS
+fuzz: $(STAMPS)/test ## run the property tests with ten times the examples (minutes); FUZZ_SEED, PYTEST_ARGS, WORKERS
 	$(SAY) "Property tests, FUZZ_SEED=$(FUZZ_SEED)"
 	FUZZ_SEED=$(FUZZ_SEED) $(PYTEST) -m fuzz --hypothesis-profile fuzz -o timeout=3600 $(PYTEST_ARGS)
 
