@@ -30,7 +30,7 @@ from trl import GRPOConfig
 
 from agent_r1_trl.advantages.estimators import Credit
 from agent_r1_trl.advantages.scan import carry_forward
-from agent_r1_trl.environments.factory import resolve_env_factory
+from agent_r1_trl.environments.factory import EnvFactory, resolve_env_factory
 from agent_r1_trl.generation.adapters import check_adapters
 from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.construction import (
@@ -95,6 +95,12 @@ class MultiTurnTrainer(EvaluatingTrainer):
     config_class: type[MultiTurnConfig] = MultiTurnGRPOConfig
     _tag_names: ClassVar[list[str]] = ["trl", "agent-r1-trl", "multi-turn"]
 
+    env_factory: EnvFactory | None = None
+    """Makes the environment of each trajectory; None leaves everything to TRL."""
+    _played: PlayedBatch | None = None
+    """The batch that TRL is being handed, while `_generate_and_score_completions` runs."""
+    _loss_pass: LossPass | None = None
+    """Set while `_compute_loss` runs."""
     # TRL's own, declared because they are set here for a while.
     beta: float
     _step: int
@@ -123,10 +129,6 @@ class MultiTurnTrainer(EvaluatingTrainer):
         self.turn_reward_funcs = as_list(turn_reward_funcs)
         self.last_trajectories: list[Trajectory] = []
         """This rank's trajectories of the last rollout, for callbacks."""
-        self._played: PlayedBatch | None = None
-        """The batch that TRL is being handed, while `_generate_and_score_completions` runs."""
-        self._loss_pass: LossPass | None = None
-        """Set while `_compute_loss` runs."""
         self._rollout_s = 0.0
         """Seconds that the current training step has spent on its rollout."""
         self.layout = UpdateLayout(None if self.env_factory is None else config)
