@@ -82,7 +82,9 @@ def test_a_plain_grpo_config_is_accepted_and_left_untouched():
     plain = GRPOConfig(**CPU, max_completion_length=77, mask_truncated_completions=True)
     config = MultiTurnGRPOConfig.from_grpo_config(plain)
     assert isinstance(config, MultiTurnGRPOConfig)
-    assert (config.max_completion_length, config.max_turns, config.truncated_trajectories) == (77, 8, "mask")
+    assert (config.max_completion_length, config.truncated_trajectories) == (77, "mask")
+    limits = config.rollout_limits()  # TRL knows none of these: as large as the completion, they end nothing
+    assert (limits.max_turns, limits.max_invalid_calls, limits.max_observation_tokens) == (77, 77, 77)
     assert type(plain) is GRPOConfig
     assert not hasattr(plain, "max_turns")
 

@@ -101,6 +101,9 @@ class RolloutLimits(RolloutSettings):
 
     max_model_length: int | None = None
     """Maximum number of tokens of prompt and completion together. None: no limit of its own."""
+    max_tool_calling_iterations: int | None = None
+    """TRL's limit: how many turns of a trajectory may have their tool calls run. A turn with calls beyond it ends the
+    trajectory. None: no limit of its own."""
 
     def __post_init__(self) -> None:
         self.check_limits()

@@ -98,6 +98,8 @@ async def _play(
         turn = draft.add_turn(generation, message, generate_s=time.perf_counter() - began)
         if generation.stop == "length" and limits.room(len(draft.prompt_ids), len(draft.completion_ids)) < 1:
             return StopReason.MAX_COMPLETION_LENGTH
+        if turn_index == limits.max_tool_calling_iterations and message.get("tool_calls"):
+            return StopReason.MAX_TURNS
         draft.phase = f"turn {turn_index}: {_what_runs(message)}"
         began = time.perf_counter()
         observations, reward, done, info = await session.step(message)

@@ -228,13 +228,17 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         """
         lengths = [max_model_length, self.vllm_max_model_length if self.use_vllm else None]
         limits = super().rollout_limits(min((length for length in lengths if length is not None), default=None))
-        if self.max_tool_calling_iterations is None:
+        rounds = self.max_tool_calling_iterations
+        if rounds is None:
             return limits
-        return replace(limits, max_turns=min(limits.max_turns, self.max_tool_calling_iterations + 1))
+        return replace(limits, max_turns=min(limits.max_turns, rounds + 1), max_tool_calling_iterations=rounds)
 
     @classmethod
     def from_grpo_config(cls, args: GRPOConfig) -> MultiTurnConfig:
         """A copy of `args` with our fields at their defaults (a `MultiTurnConfig` is returned as a copy).
+
+        TRL ends a trajectory for its tokens or for `max_tool_calling_iterations` alone. Limits that TRL does not know
+        are therefore set to `max_completion_length`, where they change nothing: every turn has a token at least.
 
         Raises:
             TypeError: the arguments are those of another trainer; names the right class.
@@ -250,6 +254,8 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         if isinstance(config, MultiTurnConfig):
             return config
         config.__class__ = cls
+        for name in ("max_turns", "max_invalid_calls", "max_observation_tokens"):
+            setattr(config, name, config.max_completion_length)
         for item in fields(cls):
             if not hasattr(config, item.name):
                 setattr(config, item.name, item.default)
