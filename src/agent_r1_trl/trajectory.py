@@ -173,6 +173,8 @@ class Trajectory:
     """Reward of the finished trajectory, counted once."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """The outcome reward by source; sums to `outcome_reward` unless empty."""
+    is_scored: bool = True
+    """Whether anything scored the trajectory; one that nothing scored is not in the baseline."""
     example_id: str = ""
     """Identifier of the example in the data set."""
     generation: int = 0
@@ -223,6 +225,11 @@ class Trajectory:
     # ---------------------------------------------------------------- rewards
 
     @property
+    def in_baseline(self) -> bool:
+        """Whether the reward counts in the statistics of the group or batch: played, and scored by something."""
+        return self.is_scored and not self.stop_reason.is_infrastructure_failure
+
+    @property
     def num_action_tokens(self) -> int:
         """Number of sampled tokens."""
         return sum(self.action_mask)
@@ -270,6 +277,18 @@ class Trajectory:
             messages.append(turn.message)
             messages.extend(turn.observations)
         return messages
+
+    @property
+    def answered_messages(self) -> list[Message]:
+        """`completion_messages` up to the last assistant turn, as reward functions of TRL's form read them.
+
+        A limit may end a trajectory after an observation that nobody answered; TRL hands over none of that kind.
+        Without any turn this is one empty assistant message.
+        """
+        if not self.turns:
+            return [{"role": "assistant", "content": ""}]
+        messages = self.completion_messages
+        return messages[: len(messages) - len(self.turns[-1].observations)]
 
     @property
     def messages(self) -> list[Message]:

@@ -1,12 +1,17 @@
 """What TRL scripts bring along: functions as tools, and environment_factory classes, behaving as in TRL 1.16."""
 
 import asyncio
+import dataclasses
+import functools
 import inspect
+from typing import ClassVar
 
 import pytest
 
-from agent_r1_trl.environments import FunctionToolsEnv, TRLEnvAdapter
+from agent_r1_trl.environments import FunctionToolsEnv, ToolEnv, TRLEnvAdapter
+from agent_r1_trl.environments.factory import read_form, resolve_env_factory, users_environments
 from agent_r1_trl.tools import tool
+from agent_r1_trl.tools.base import ToolSchemaError
 from agent_r1_trl.trajectory import ToolErrorKind
 from tests.environments.helpers import finished, message
 
@@ -173,10 +178,11 @@ def test_get_reward_may_be_async_or_missing_or_none():
         def get_reward(self):
             return None
 
-    for cls, expected in ((AsyncReward, 0.25), (NoneReward, 0.0), (SilentEnv, 0.0)):
-        env = TRLEnvAdapter(cls)
+    for cls, expected in ((AsyncReward, (0.25, True)), (NoneReward, (0.0, False)), (SilentEnv, (0.0, False))):
+        env, trajectory = TRLEnvAdapter(cls), finished()
         env.reset({"prompt": "go"})
-        assert outcome(env)[0] == expected
+        value, _ = asyncio.run(env.outcome_reward(trajectory))
+        assert (value, trajectory.is_scored) == expected
     assert TRLEnvAdapter(AsyncReward).has_reward and not TRLEnvAdapter(SilentEnv).has_reward
 
 
@@ -263,3 +269,139 @@ def test_a_method_with_the_name_of_a_function_is_refused():
 
     with pytest.raises(ValueError, match=r"tools.*'look'"):
         TRLEnvAdapter(SilentEnv, [look])
+
+
+# -------------------------------------------------------------------- what other people's classes look like
+
+
+def helper(x: int) -> int:
+    """Add one.
+
+    Args:
+        x: A number.
+    """
+    return x + 1
+
+
+class Manners(SilentEnv):
+    """Attributes of every kind beside an inherited tool."""
+
+    limit = 5
+    names: ClassVar[list] = []
+    shared = staticmethod(helper)
+
+    @property
+    def broken(self):
+        raise RuntimeError("a property is not evaluated")
+
+    @staticmethod
+    def double(x: int) -> int:
+        """Double a number.
+
+        Args:
+            x: A number.
+        """
+        return 2 * x
+
+    @classmethod
+    def triple(cls, x: int) -> int:
+        """No tool to TRL: a class method is no function of the class."""
+        return 3 * x
+
+    def __call__(self, x):
+        return x
+
+    def __getattr__(self, name):
+        raise AttributeError(name)
+
+
+@dataclasses.dataclass
+class Fields(SilentEnv):
+    start: int = 3
+    step: object = helper
+
+
+class Names(SilentEnv):
+    """Tools with the names of what an environment of ours has."""
+
+    def tools(self) -> str:
+        """List."""
+        return "tools"
+
+    def close(self) -> str:
+        """Close the door."""
+        return "closed"
+
+    def seed(self) -> str:
+        """Sow."""
+        return "sown"
+
+    def step(self) -> str:
+        """Walk."""
+        return "walked"
+
+
+@pytest.mark.parametrize(
+    ("cls", "answers"),
+    [
+        (Manners, {"double": "4", "look": "nothing", "helper": "3"}),
+        (Fields, {"look": "nothing", "helper": "3"}),
+        (Names, {"close": "closed", "look": "nothing", "seed": "sown", "step": "walked", "tools": "tools"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_the_tools_of_a_foreign_class_are_those_that_trl_finds(cls, answers):
+    env = TRLEnvAdapter(cls)
+    env.reset({"prompt": "go"})
+    takes_x = {item.name: {"x": 2} if "x" in str(item.schema) else {} for item in env.tools}
+    assert {name: contents(env, (name, arguments))[0] for name, arguments in takes_x.items()} == answers
+    assert not env.has_reward
+    assert read_form(functools.partial(TRLEnvAdapter, cls)).reward_classes == []
+
+
+def test_a_static_get_reward_scores_and_an_attribute_does_not():
+    class Static(SilentEnv):
+        @staticmethod
+        def get_reward():
+            return 0.5
+
+    class Attribute(SilentEnv):
+        get_reward = 3.0
+
+    assert read_form(functools.partial(TRLEnvAdapter, {"a": Static, "b": Attribute})).reward_classes == [Static]
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        (functools.partial(helper), "3"),
+        (Manners().look, "nothing"),
+        (Manners.double, "4"),
+    ],
+    ids=["partial", "bound method", "static method"],
+)
+def test_foreign_callables_are_tools(item, said):
+    env = FunctionToolsEnv([item])
+    env.reset({"prompt": "go"})
+    (offered,) = env.tools
+    assert contents(env, (offered.name, {"x": 2} if "x" in str(offered.schema) else {})) == [said]
+
+
+def test_a_tool_that_cannot_be_described_is_refused_before_anything_is_played():
+    def vague(x):
+        return x
+
+    class Vague(SilentEnv):
+        def vague(self, x):
+            return x
+
+    for factory in (resolve_env_factory(tools=[vague]), resolve_env_factory(environment_factory=Vague)):
+        with pytest.raises(ToolSchemaError, match="'vague': argument 'x' has no type hint"):
+            read_form(factory)
+
+
+def test_reward_functions_receive_the_users_instances_and_no_adapters():
+    adapter, mine = TRLEnvAdapter(SilentEnv), ToolEnv()
+    mine.environment = "an attribute of the user's"
+    assert users_environments([adapter, mine, None]) == [adapter.environment, mine, None]
+    assert users_environments([FunctionToolsEnv([multiply]), None]) is None

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from agent_r1_trl.trainers import MultiTurnGRPOConfig
-from agent_r1_trl.trainers.rewards import Rewards, environment_reward, in_baseline, penalise_truncated
+from agent_r1_trl.trainers.rewards import (
+    Rewards,
+    add_turn_rewards,
+    class_reward,
+    environment_reward,
+    in_baseline,
+    penalise_truncated,
+)
 from agent_r1_trl.trajectory import StopReason
 from tests.recording.examples import empty, two_turns
 
@@ -62,3 +69,71 @@ def test_the_loss_takes_what_the_policy_did_and_no_limit_cut_where_that_is_asked
     assert rewards_of("keep").in_loss(trajectory) is kept
     assert rewards_of("penalise").in_loss(trajectory) is kept
     assert rewards_of("mask").in_loss(trajectory) is masked
+
+
+def test_a_trajectory_that_nothing_scored_is_marked_and_its_outcome_stays():
+    trajectories = [two_turns(), two_turns()]
+    rewards_of("keep").place_on_outcomes(
+        trajectories, torch.tensor([[NAN], [2.0]]), functions=[len], names=["length"], weights=[1.0]
+    )
+    assert [(item.is_scored, item.outcome_reward) for item in trajectories] == [
+        (False, 1.1),
+        (True, pytest.approx(3.1)),
+    ]
+    assert [item.in_baseline for item in trajectories] == [False, True]
+
+
+def test_an_infinite_reward_is_refused():
+    with pytest.raises(ValueError, match=r"reward_funcs: length returned -inf for Trajectory\("):
+        rewards_of("keep").place_on_outcomes(
+            [two_turns()], torch.tensor([[-float("inf")]]), functions=[len], names=["length"], weights=[1.0]
+        )
+
+
+def test_the_column_of_a_class_holds_the_outcome_of_its_own_environments():
+    class Mine: ...
+
+    class Heir(Mine): ...
+
+    unscored, failed = two_turns(), two_turns(stop_reason=StopReason.ENVIRONMENT_ERROR)
+    unscored.is_scored = False
+    column = class_reward(Mine)
+    environments = [Mine(), Heir(), Mine(), Mine(), None]
+    assert column.__name__ == "Mine"
+    assert column(environments, [two_turns(), two_turns(), unscored, failed, failed]) == [1.1, None, None, None, None]
+
+
+ROWS = [{"id": "a"}, {"id": "b"}]
+
+
+def test_turn_rewards_say_which_trajectories_they_score():
+    trajectories = [two_turns(), two_turns()]
+    before = trajectories[0].turns[0].reward
+
+    async def first_only(trajectory, id):
+        return [[1.0, None] if name == "a" else None for name in id]
+
+    assert add_turn_rewards(trajectories, ROWS, [first_only], [0.5]) == [True, False]
+    assert trajectories[0].turns[0].reward == before + 0.5
+    assert trajectories[0].turns[0].reward_parts["first_only"] == 0.5
+    assert "first_only" not in trajectories[0].turns[1].reward_parts
+    assert add_turn_rewards(trajectories, ROWS, [], []) == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (None, "mine returned None for 2 trajectories"),
+        ([[0.0, 0.0]], "mine returned 1 lists for 2"),
+        ([1.0, 2.0], "mine returned 1.0 for Trajectory"),
+        ([[1.0], [1.0]], "mine returned 1 values for Trajectory"),
+        ([["much", 0.0], None], "mine returned 'much' for Trajectory"),
+        ([[float("nan"), 0.0], None], "mine returned nan for Trajectory"),
+    ],
+)
+def test_what_is_no_reward_for_turns_is_named(returned, said):
+    def mine(trajectory, **columns):
+        return returned
+
+    with pytest.raises(ValueError, match=f"turn_reward_funcs: {said}"):
+        add_turn_rewards([two_turns(), two_turns()], ROWS, [mine], [1.0])

@@ -10,11 +10,11 @@ from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
 
-from agent_r1_trl.environments.factory import resolve_env_factory
+from agent_r1_trl.environments.factory import EnvForm
 from agent_r1_trl.trainers.construction import trl_rewards
 from agent_r1_trl.trainers.rollout_checks import UNSUPPORTED_OPTIONS
 from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import PlainEnv, make_args, make_policy, make_trainer, questions, scored_batch
+from tests.trainers.helpers import make_args, make_policy, make_trainer, questions, scored_batch
 
 
 def source(name):
@@ -122,9 +122,21 @@ def test_attributes_that_are_read_exist(tmp_path):
         "_metrics", "_tokenizer", "_is_vlm", "eos_token_ids", "reward_weights", "reward_func_names", "reward_funcs",
         "num_generations", "num_generations_eval", "model_wrapped", "accelerator", "state", "_step",
         "_buffered_inputs",
-        "use_vllm", "beta", "_logs", "ref_model", "aux_loss_enabled", "num_iterations",
+        "use_vllm", "beta", "_logs", "ref_model", "aux_loss_enabled", "num_iterations", "tools", "environments",
     ):  # fmt: skip
         assert hasattr(trainer, name), name
+
+
+def test_the_constructors_arguments_stand_where_ours_names_them():
+    names = list(inspect.signature(GRPOTrainer.__init__).parameters)
+    assert names[:6] == ["self", "model", "reward_funcs", "args", "train_dataset", "eval_dataset"]
+    assert {"tools", "environment_factory", "rollout_func", "reward_processing_classes"} <= set(names[6:])
+
+
+def test_environments_are_reset_by_trl_only_before_it_generates():
+    text = source("_generate_and_score_completions")
+    assert text.index("environment.reset(") < text.index("self._generate(") < text.index("self._calculate_rewards(")
+    assert 'reward_kwargs["environments"] = self.environments' in source("_calculate_rewards")
 
 
 def test_every_refused_option_is_still_an_option():
@@ -135,7 +147,7 @@ def test_every_refused_option_is_still_an_option():
 def test_the_trainer_keeps_vllm_out_of_trls_hands(tmp_path):
     args = make_args(tmp_path)
     args.use_vllm = True
-    _, copied = trl_rewards([], args, [], resolve_env_factory(PlainEnv))
+    copied = trl_rewards([len], [], EnvForm(), args, {})["args"]
     assert (copied.use_vllm, args.use_vllm) == (False, True)
 
 

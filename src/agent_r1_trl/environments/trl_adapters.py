@@ -6,7 +6,7 @@
 - `reset(**row)` may return text, or a list of text blocks, which is appended to the last message of the prompt.
 - With a dictionary of factories, the column `environment` chooses one and is not passed to `reset`.
 - A row without `prompt` starts from an empty user message.
-- `get_reward()`, plain or async, scores the episode and may return None.
+- `get_reward()`, plain or async, scores the episode; None means that it is not scored.
 
 Unlike in TRL, every trajectory has its own instance, so its state still exists when the reward functions run.
 """
@@ -96,6 +96,7 @@ class TRLEnvAdapter(ToolEnv):
         self._factories = factories
         self._is_multi = isinstance(factory, Mapping)
         self._standalone = [_as_trl_tool(item) for item in tools]
+        self._probed: list[Any] | None = None
         self.environment: Any = None if self._is_multi else self._make(None)
         self._offered: list[Tool] | None = None
         super().__init__(**settings)
@@ -106,7 +107,7 @@ class TRLEnvAdapter(ToolEnv):
     def tools(self) -> list[Tool]:  # type: ignore[override]
         """The tools of the chosen environment; before one is chosen, the tools of all environments."""
         if self.environment is None:
-            return self._offer(self._probes())
+            return self._offer(self.instances)
         if self._offered is None:
             self._offered = self._offer([self.environment])
         return self._offered
@@ -139,15 +140,16 @@ class TRLEnvAdapter(ToolEnv):
         return messages
 
     async def outcome_reward(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:  # type: ignore[override]
-        """The value of `get_reward`; 0 if there is no such method or it returns None."""
-        get_reward = getattr(type(self.environment), "get_reward", None)
-        if get_reward is None:
+        """The value of `get_reward`; the trajectory is not scored if there is no such method or it returns None."""
+        if not has_get_reward(self.environment):
+            trajectory.is_scored = False
             return 0.0, {}
         # A plain method may be slow and must not hold up other trajectories.
         value = await shared_pool(self.max_tool_workers).run(self.environment.get_reward)
         if inspect.isawaitable(value):
             value = await value
         if value is None:
+            trajectory.is_scored = False
             return 0.0, {}
         name = type(self.environment).__name__
         reward = read_number(value, f"{name}.get_reward")
@@ -156,8 +158,21 @@ class TRLEnvAdapter(ToolEnv):
     @property
     def has_reward(self) -> bool:  # type: ignore[override]
         """Whether any of the environments scores its episodes."""
-        instances = [self.environment] if self.environment is not None else self._probes()
-        return any(hasattr(type(instance), "get_reward") for instance in instances)
+        return any(map(has_get_reward, self.instances))
+
+    @property
+    def instances(self) -> list[Any]:
+        """The chosen environment; before one is chosen, one instance of each."""
+        if self.environment is not None:
+            return [self.environment]
+        if self._probed is None:
+            self._probed = [self._make(name) for name in self._factories]
+        return self._probed
+
+    @property
+    def names(self) -> list[Any] | None:
+        """What the column `environment` may hold; None for a single factory, which reads no such column."""
+        return list(self._factories) if self._is_multi else None
 
     # ---------------------------------------------------------------- inside
 
@@ -170,18 +185,19 @@ class TRLEnvAdapter(ToolEnv):
             )
         return instance
 
+    @property
+    def functions(self) -> list[Callable[..., Any]]:
+        """The functions of `tools=`, then the methods that each of `instances` offers: TRL's `trainer.tools`."""
+        standalone = [item.fn for item in self._standalone]
+        return [*standalone, *[method for instance in self.instances for method in _tool_methods(instance)]]
+
     def _offer(self, instances: list[Any]) -> list[Tool]:
         offered = list(self._standalone)
         for instance in instances:
-            for name, _ in _methods(instance):
-                if name not in _NOT_TOOLS and not name.startswith("_"):
-                    method = _as_trl_tool(getattr(instance, name), sequential=True)
-                    if self.environment is not None or all(method.name != other.name for other in offered):
-                        offered.append(method)
+            for method in map(_as_method_tool, _tool_methods(instance)):
+                if self.environment is not None or all(method.name != other.name for other in offered):
+                    offered.append(method)
         return offered
-
-    def _probes(self) -> list[Any]:
-        return [self._make(name) for name in self._factories]  # type: ignore[arg-type]
 
     @staticmethod
     def _append(content: Any, observation: Any) -> Any:
@@ -205,11 +221,25 @@ def _as_trl_tool(item: Any, *, sequential: bool | None = None) -> Tool:
     return Tool(as_tool(item).fn, render=_render_as_trl, sequential=sequential)
 
 
+def _as_method_tool(method: Callable[..., Any]) -> Tool:
+    return _as_trl_tool(method, sequential=True)
+
+
 def _render_as_trl(value: Any) -> str:
     """TRL's text of a return value: `str`, and for a list of content blocks their texts."""
     if isinstance(value, list) and value and all(isinstance(part, dict) and "type" in part for part in value):
         return "\n".join(str(part.get("text", f"[{part['type']}]")) for part in value)
     return str(value)
+
+
+def has_get_reward(instance: Any) -> bool:
+    """Whether the class has a method `get_reward`, as TRL looks for it: a property or an attribute is none."""
+    return any(name == "get_reward" for name, _ in _methods(instance))
+
+
+def _tool_methods(instance: Any) -> list[Callable[..., Any]]:
+    names = [name for name, _ in _methods(instance) if name not in _NOT_TOOLS and not name.startswith("_")]
+    return [getattr(instance, name) for name in names]
 
 
 def _methods(instance: Any) -> list[tuple[str, Any]]:

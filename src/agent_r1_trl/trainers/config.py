@@ -18,6 +18,10 @@ from agent_r1_trl.trainers.config_checks import check_config
 from agent_r1_trl.trainers.rollout_checks import check_rollout
 
 
+UNKNOWN_TO_TRL = ("max_turns", "max_invalid_calls", "max_observation_tokens")
+"""Limits that do not exist in TRL; a plain `GRPOConfig` is not held to them."""
+
+
 def _readers(option: str) -> str:
     return ", ".join(row.name for row in ESTIMATORS.values() if option in row.options)
 
@@ -218,6 +222,9 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
             del defaults["truncated_trajectories"]
         if self.record_trajectories == "none":
             del defaults["record_trajectories"]
+        if all(getattr(self, name) == self.max_completion_length for name in UNKNOWN_TO_TRL):
+            for name in UNKNOWN_TO_TRL:  # they end nothing
+                del defaults[name]
         return [name for name, default in defaults.items() if getattr(self, name) != default]
 
     def rollout_limits(self, max_model_length: int | None = None) -> RolloutLimits:
@@ -254,7 +261,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         if isinstance(config, MultiTurnConfig):
             return config
         config.__class__ = cls
-        for name in ("max_turns", "max_invalid_calls", "max_observation_tokens"):
+        for name in UNKNOWN_TO_TRL:
             setattr(config, name, config.max_completion_length)
         for item in fields(cls):
             if not hasattr(config, item.name):

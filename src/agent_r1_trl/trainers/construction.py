@@ -6,15 +6,20 @@ They are checked here, before a model is loaded.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from datasets import Dataset
+from trl import GRPOTrainer
 
-from agent_r1_trl.environments.factory import EnvFactory, has_own_reward
+from agent_r1_trl.environments.factory import EnvFactory, EnvForm
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
+from agent_r1_trl.tools.base import is_async_callable
+from agent_r1_trl.tools.schema import unwrap_partial
 from agent_r1_trl.trainers.config import MultiTurnConfig
-from agent_r1_trl.trainers.rewards import environment_reward
 
 
 def as_list(functions: Any) -> list[Any]:
@@ -58,22 +63,50 @@ TRL_CHANGES = ("use_vllm", "mask_truncated_completions", "reward_weights")
 """Arguments that TRL's constructor sees with other values than the user's."""
 
 
-def trl_rewards(
-    reward_funcs: list[Any], config: MultiTurnConfig, turn_reward_funcs: Sequence[Callable], env_factory: EnvFactory
-) -> tuple[list[Any], MultiTurnConfig]:
-    """The reward functions and arguments that TRL sees.
-
-    The environment's return comes first, with a weight of 1, if there is one. TRL makes no engine of its own, and does
-    not mask truncated completions a second time.
+def by_name(positional: Sequence[Any], named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of TRL's constructor that follow `eval_dataset`, by name.
 
     Raises:
-        ValueError: nothing scores a trajectory, or there are more or fewer weights than functions.
+        TypeError: there are too many, or one was given twice.
     """
-    has_own = bool(turn_reward_funcs) or has_own_reward(env_factory)
-    if not has_own and not reward_funcs:
+    names = tuple(inspect.signature(GRPOTrainer.__init__).parameters)[6:]
+    if len(positional) > len(names):
+        raise TypeError(f"{len(positional) + 5} arguments were given by position; at most {len(names) + 5} can be.")
+    given = dict(zip(names, positional, strict=False))
+    twice = [name for name in given if named.get(name) is not None]
+    if twice:
+        raise TypeError(f"{twice[0]}= was given twice, by position and by name. Remove one.")
+    return named | given
+
+
+def trl_rewards(
+    reward_funcs: list[Any],
+    columns: Sequence[Callable],
+    form: EnvForm,
+    config: MultiTurnConfig,
+    arguments: Mapping[str, Any],
+) -> dict[str, Any]:
+    """`reward_funcs`, `reward_processing_classes` and `args` as TRL's constructor sees them.
+
+    The columns of the environment stand last, with a weight of 1 each, as in TRL. TRL makes no engine of its own, and
+    does not mask truncated completions a second time.
+
+    Args:
+        reward_funcs: the user's.
+        columns: reward functions that hand over what the trajectories have earned already.
+        form: of the environments.
+        config: of the trainer.
+        arguments: the user's other ones, by name; `reward_processing_classes` is read.
+
+    Raises:
+        ValueError: nothing scores a trajectory, or there are more or fewer weights or processing classes than
+            functions.
+    """
+    if not columns and not reward_funcs:
         raise ValueError(
-            "No reward source: nothing scores a trajectory (plain functions as tools= earn nothing). Pass "
-            "reward_funcs= or turn_reward_funcs=, or env= with an outcome_reward."
+            "No reward source provided: nothing scores a trajectory (plain functions as tools= earn nothing). Pass "
+            "reward_funcs= or turn_reward_funcs=, an environment_factory= with a get_reward, or env= with an "
+            "outcome_reward."
         )
     args = copy.copy(config)
     args.use_vllm = False
@@ -82,12 +115,59 @@ def trl_rewards(
         if len(args.reward_weights) != len(reward_funcs):
             raise ValueError(
                 f"reward_weights={args.reward_weights} has {len(args.reward_weights)} entries for "
-                f"{len(reward_funcs)} reward_funcs. Give one weight per function of yours (the environment's own "
-                "reward always counts 1)."
+                f"{len(reward_funcs)} reward_funcs: the numbers must match. Give one weight per function of yours "
+                "(the environment's own reward always counts 1)."
             )
-        if has_own:
-            args.reward_weights = [1.0, *args.reward_weights]
-    return ([environment_reward, *reward_funcs] if has_own else reward_funcs), args
+        args.reward_weights = [*args.reward_weights, *[1.0] * len(columns)]
+    processing_classes = arguments.get("reward_processing_classes")
+    if processing_classes is not None:
+        given = processing_classes if isinstance(processing_classes, list) else [processing_classes]
+        if len(given) != len(reward_funcs):
+            raise ValueError(
+                f"reward_processing_classes has {len(given)} entries for {len(reward_funcs)} reward_funcs: the "
+                "numbers must match. Give one per function of yours, None for those that are no models."
+            )
+        processing_classes = [*given, *[None] * len(columns)]
+    functions = [without_extras(function, form.extra_arguments) for function in reward_funcs]
+    return {
+        "reward_funcs": [*functions, *columns],
+        "reward_processing_classes": processing_classes,
+        "args": args,
+    }
+
+
+def without_extras(function: Any, extras: Sequence[str] = ("trajectory",)) -> Any:
+    """A reward function that is called without those of our extra arguments that it does not take.
+
+    One that takes them all, by name or as `**kwargs`, is returned as it is.
+
+    Args:
+        function: of TRL's form; models and their names are returned as they are.
+        extras: names of arguments that TRL does not pass.
+    """
+    if isinstance(function, (str, torch.nn.Module)):
+        return function
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin
+        return function
+    surplus = set(extras) - set(parameters)
+    if not surplus or any(item.kind is item.VAR_KEYWORD for item in parameters.values()):
+        return function
+    if is_async_callable(function):
+
+        async def call(**kwargs: Any) -> Any:
+            return await function(**{name: value for name, value in kwargs.items() if name not in surplus})
+
+    else:
+
+        def call(**kwargs: Any) -> Any:  # type: ignore[misc]
+            return function(**{name: value for name, value in kwargs.items() if name not in surplus})
+
+    functools.update_wrapper(call, function)
+    unwrapped = unwrap_partial(function)
+    call.__name__ = getattr(unwrapped, "__name__", type(unwrapped).__name__)
+    return call
 
 
 def trl_dataset(train_dataset: Any, config: MultiTurnConfig) -> Any:
@@ -142,17 +222,79 @@ def check_tokenizer(processing_class: Any, *, is_vlm: bool) -> None:
         )
 
 
-def check_rows(rows: Sequence[dict[str, Any]]) -> None:
-    """Refuse rows with images.
+TAKEN_COLUMNS = (
+    "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "trajectory",
+)  # fmt: skip
+"""Names under which reward functions receive something other than a column of the data set."""
+
+
+class RowCheck:
+    """Checks the data: columns at construction, environments before the first rollout, and every batch as it arrives.
+
+    Args:
+        form: of the environments.
+        train_dataset: of the trainer; None where the environment owns the data.
+        eval_dataset: of the trainer: None, one or several by name.
 
     Raises:
-        ValueError: if a row of the batch has one.
+        ValueError: names the column, its value and the cure.
     """
-    if any(row.get("image") is not None or row.get("images") for row in rows):
-        raise ValueError(
-            "The data set has an 'image' or 'images' column with content: images together with tools are not "
-            "supported. Remove the column, or train without env= and tools=."
-        )
+
+    def __init__(self, form: EnvForm, train_dataset: Any, eval_dataset: Any) -> None:
+        self.names = form.names
+        self.taken = {*TAKEN_COLUMNS, *(["environments"] if form.hands_over_environments else [])}
+        if train_dataset is None and not form.hands_over_environments:
+            raise ValueError(
+                "train_dataset=None: a `train_dataset` is required unless an environment makes the prompts. Pass "
+                "train_dataset=, or env= or environment_factory=."
+            )
+        if train_dataset is None and self.names is not None:
+            raise ValueError(
+                "train_dataset=None: a dictionary as environment_factory requires a `train_dataset` whose column "
+                f"'environment' says which of {self.names} a row is played in. Pass one."
+            )
+        evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
+        self._unread = [train_dataset, *evaluated]
+        for dataset in self._unread:
+            self._check_columns(getattr(dataset, "column_names", None) or ())
+
+    def check_batch(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Check the rows of one batch; the first time all rows of the data sets that are in memory. Refuses images.
+
+        Raises:
+            ValueError: names the column, its value and the cure.
+        """
+        while self._unread:
+            dataset = self._unread.pop()
+            # A transform may add columns as rows are read; those rows are checked as they arrive.
+            if self.names is not None and isinstance(dataset, Dataset) and dataset.format["type"] != "custom":
+                has_column = "environment" in dataset.column_names
+                self._check_names(dataset.unique("environment") if has_column else [None])
+        self._check_columns({name: None for row in rows for name in row})
+        if self.names is not None:
+            self._check_names([row.get("environment") for row in rows])
+        if any(row.get("image") is not None or row.get("images") for row in rows):
+            raise ValueError(
+                "The data set has an 'image' or 'images' column with content: images together with tools are not "
+                "supported. Remove the column, or train without env= and tools=."
+            )
+
+    def _check_columns(self, columns: Iterable[str]) -> None:
+        for name in columns:
+            if name in self.taken:
+                raise ValueError(
+                    f"The data set has a column {name!r}, but reward functions receive something else as {name}=. "
+                    f"Rename the column: dataset.rename_column({name!r}, ...)."
+                )
+
+    def _check_names(self, values: Iterable[Any]) -> None:
+        assert self.names is not None
+        for value in values:
+            if value not in self.names:
+                raise ValueError(
+                    f"The data set has a row with environment={value!r}, which is not among the environments passed "
+                    f"to environment_factory: {self.names}. Give each row one of these in its column 'environment'."
+                )
 
 
 def trajectory_store(config: MultiTurnConfig, rank: int) -> Any:

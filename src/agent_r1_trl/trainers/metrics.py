@@ -48,6 +48,7 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "tokens": {author.value: authors.get(author.value, 0) for author in Author},
         "stop": trajectory.stop_reason.value,
         "failed": trajectory.stop_reason.is_infrastructure_failure,
+        "in_baseline": trajectory.in_baseline,
         "truncated": trajectory.stop_reason.is_truncated,
         "generate_s": math.fsum(turn.generate_s for turn in trajectory.turns),
         "env_s": math.fsum(turn.env_s for turn in trajectory.turns),
@@ -67,7 +68,7 @@ def _is_unknown(result: Any) -> bool:
 def rollout_metrics(records: Sequence[dict[str, Any]], *, num_generations: int) -> dict[str, float]:
     """Metrics of N trajectories in data order; consecutive runs of `num_generations` are one group.
 
-    Infrastructure failures count in `stop/*` and `rollout/*`, not in rewards.
+    Trajectories outside the baseline count in `stop/*` and `rollout/*`, not in rewards.
     """
     if not records:
         return {}
@@ -111,16 +112,17 @@ def length_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _reward_metrics(records: Sequence[dict[str, Any]], num_generations: int) -> dict[str, float]:
-    played = [record for record in records if not record["failed"]]
+    counted = [record for record in records if record["in_baseline"]]
     metrics = {
-        "reward/process": _mean([record["process"] for record in played]),
-        "reward/outcome": _mean([record["outcome"] for record in played]),
+        "reward/process": _mean([record["process"] for record in counted]),
+        "reward/outcome": _mean([record["outcome"] for record in counted]),
     }
-    for name in sorted({name for record in played for name in record["parts"]}):
-        metrics[f"reward_parts/{name}"] = _mean([record["parts"].get(name, 0.0) for record in played])
+    for name in sorted({name for record in counted for name in record["parts"]}):
+        metrics[f"reward_parts/{name}"] = _mean([record["parts"].get(name, 0.0) for record in counted])
     stds = []
     for start in range(0, len(records), num_generations):
-        rewards = [record["reward"] for record in records[start : start + num_generations] if not record["failed"]]
+        group = records[start : start + num_generations]
+        rewards = [record["reward"] for record in group if record["in_baseline"]]
         if len(rewards) > 1:
             stds.append((_std(rewards), max(abs(reward) for reward in rewards)))
     if stds:
@@ -134,6 +136,9 @@ def _tool_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     errors = Counter(error for record in records for error in record["errors"])
     known = {name for record in records for name in record["known_tools"]}
     metrics = {"tools/failure_share": sum(errors.values()) / len(calls) if calls else 0.0}
+    num_read = len(calls) - errors["malformed"]  # to TRL, what cannot be read is no call
+    metrics["tools/call_frequency"] = num_read / len(records)
+    metrics["tools/failure_frequency"] = (sum(errors.values()) - errors["malformed"]) / num_read if num_read else 0.0
     for kind, count in sorted(errors.items()):
         metrics[f"tools/failures/{kind}"] = count / len(records)
     for name in sorted(known):

@@ -12,7 +12,7 @@ TRL 1.16 names that this file touches (`tests/trainers/test_trl_contract.py` che
 - read: `_metrics`, `_logs`, `_tokenizer`, `_is_vlm`, `eos_token_ids`, `num_generations`, `num_generations_eval`,
   `num_iterations`, `reward_funcs`, `reward_weights`, `reward_func_names`, `model_wrapped`, `ref_model`,
   `aux_loss_enabled`, `current_gradient_accumulation_steps`, `accelerator`, `state`
-- set: `use_vllm`, and for a while `beta`, `_step`, `_buffered_inputs`
+- set: `use_vllm`, `tools`, `environments`, and for a while `beta`, `_step`, `_buffered_inputs`
 - of a batch: `prompt_ids`, `prompt_mask`, `completion_ids`, `completion_mask`, `tool_mask`, `advantages`,
   `num_items_in_batch`, `importance_sampling_ratio`, `old_per_token_logps`, `ref_per_token_logps`,
   `sampling_per_token_logps`
@@ -30,14 +30,15 @@ from trl import GRPOConfig
 
 from agent_r1_trl.advantages.estimators import Credit
 from agent_r1_trl.advantages.scan import carry_forward
-from agent_r1_trl.environments.factory import EnvFactory, resolve_env_factory
+from agent_r1_trl.environments.factory import EnvFactory, read_form, resolve_env_factory
 from agent_r1_trl.generation.adapters import check_adapters
 from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.construction import (
     TRL_CHANGES,
+    RowCheck,
     as_list,
+    by_name,
     check_rollout_func,
-    check_rows,
     check_tokenizer,
     default_output_dir,
     single_turn_factory,
@@ -93,6 +94,7 @@ class MultiTurnTrainer(EvaluatingTrainer):
     """
 
     config_class: type[MultiTurnConfig] = MultiTurnGRPOConfig
+    default_env: Any = None  # what is played without env=, tools= and environment_factory=
     _tag_names: ClassVar[list[str]] = ["trl", "agent-r1-trl", "multi-turn"]
 
     env_factory: EnvFactory | None = None
@@ -123,7 +125,9 @@ class MultiTurnTrainer(EvaluatingTrainer):
     ):
         args = self.config_class(output_dir=default_output_dir(model, self._name)) if args is None else args
         config = self.config_class.from_grpo_config(args)
-        self.env_factory = resolve_env_factory(env, tools, environment_factory)
+        kwargs = by_name(positional, {**kwargs, "tools": tools, "environment_factory": environment_factory})
+        self.env_factory = resolve_env_factory(env, kwargs.pop("tools"), kwargs.pop("environment_factory"))
+        self.env_factory = self.env_factory or self.default_env
         if self.env_factory is None:
             self.env_factory = single_turn_factory(config, train_dataset, generator, turn_reward_funcs)
         self.turn_reward_funcs = as_list(turn_reward_funcs)
@@ -133,14 +137,16 @@ class MultiTurnTrainer(EvaluatingTrainer):
         """Seconds that the current training step has spent on its rollout."""
         self.layout = UpdateLayout(None if self.env_factory is None else config)
         if self.env_factory is None:
-            super().__init__(model, reward_funcs, config, train_dataset, eval_dataset, *positional, **kwargs)
+            super().__init__(model, reward_funcs, config, train_dataset, eval_dataset, **kwargs)
             return
         config.check_supported(has_generator=generator is not None)
         check_rollout_func(kwargs.get("rollout_func"))
-        self.rewards = Rewards(config, self.turn_reward_funcs)
-        reward_funcs, trl_args = trl_rewards(as_list(reward_funcs), config, self.turn_reward_funcs, self.env_factory)
-        train_dataset = trl_dataset(train_dataset, config)
-        super().__init__(model, reward_funcs, trl_args, train_dataset, eval_dataset, *positional, **kwargs)
+        form = read_form(self.env_factory)
+        self.row_check = RowCheck(form, train_dataset, eval_dataset)
+        self.rewards = Rewards(config, self.turn_reward_funcs, form)
+        kwargs |= trl_rewards(as_list(reward_funcs), self.rewards.columns, form, config, kwargs)
+        super().__init__(model, train_dataset=trl_dataset(train_dataset, config), eval_dataset=eval_dataset, **kwargs)
+        self.tools = form.tools
         check_tokenizer(self.processing_class, is_vlm=self._is_vlm)
         check_adapters(self.model, is_merged=config.use_vllm)
         for name in TRL_CHANGES:  # TRL is constructed: from here on the user's own values hold
@@ -226,13 +232,14 @@ class MultiTurnTrainer(EvaluatingTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self.env_factory is None:
             return super()._generate_and_score_completions(inputs)
-        check_rows(inputs)
+        self.row_check.check_batch(inputs)
         start = time.perf_counter()
         played, metrics = self.rollouts.play(inputs, self.model_wrapped, self._position())
         self._add_metrics(metrics)
         trajectories = self.last_trajectories = played.trajectories
         self.rewards.place_on_turns(trajectories, inputs)
         self._played = played
+        self.environments = None  # TRL would reset them
         try:
             output = super()._generate_and_score_completions(played.rows_with_prompts)
         finally:
@@ -253,6 +260,7 @@ class MultiTurnTrainer(EvaluatingTrainer):
         """TRL's generation step: hands over the trajectories that were just played, in TRL's 8-tuple."""
         if self._played is None:
             return super()._generate(prompts)
+        self.environments = self._played.environments  # type: ignore[assignment]
         return trl_generation(
             self._played,
             pad_token_id=self._tokenizer.pad_token_id,

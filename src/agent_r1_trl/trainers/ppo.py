@@ -63,12 +63,11 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     """
 
     config_class = MultiTurnPPOConfig
+    default_env = SingleTurnEnv
     _name = "MultiTurnPPO"
     _paper: ClassVar[dict[str, str]] = AGENT_R1
 
     def __init__(self, model: Any, *args: Any, critic_model: Any = None, **kwargs: Any):
-        if all(kwargs.get(name) is None for name in ("env", "environment_factory")) and not kwargs.get("tools"):
-            kwargs["env"] = SingleTurnEnv
         super().__init__(model, *args, **kwargs)
         check_optimizer_setup(self.args, self.accelerator, self.lr_scheduler)
         self.critic_kind = self.args.critic or ("adapter" if isinstance(self.model, PeftModel) else "model")

@@ -6,20 +6,45 @@ its action tokens enter the loss (`agent_r1_trl.trajectory` defines both).
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from agent_r1_trl.environments.factory import EnvForm
+from agent_r1_trl.tools.schema import unwrap_partial
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.rollouts import PlayedBatch
 from agent_r1_trl.trajectory import Trajectory
 
 
 def environment_reward(trajectory: list[Trajectory], **kwargs: Any) -> list[float | None]:
-    """TRL reward function that carries the environment's return; None for an infrastructure failure."""
-    return [None if item.stop_reason.is_infrastructure_failure else item.total_reward for item in trajectory]
+    """Column of `env=`: the return that the trajectory holds already; None where it is not in the baseline."""
+    return [item.total_reward if item.in_baseline else None for item in trajectory]
+
+
+def class_reward(environment_class: type) -> Callable[..., list[float | None]]:
+    """Column of one class of `environment_factory=`: what its `get_reward` returned; None for other classes.
+
+    Without `trajectory` it asks the environments themselves, as TRL's does.
+    """
+
+    def column(
+        environments: list[Any], trajectory: list[Trajectory] | None = None, **kwargs: Any
+    ) -> list[float | None]:
+        of_class = [type(environment) is environment_class for environment in environments]
+        if trajectory is None:
+            pairs = zip(environments, of_class, strict=True)
+            return [environment.get_reward() if is_one else None for environment, is_one in pairs]
+        played = zip(trajectory, of_class, strict=True)
+        return [item.outcome_reward if is_one and item.in_baseline else None for item, is_one in played]
+
+    column.__name__ = environment_class.__name__
+    return column
 
 
 class Rewards:
@@ -28,22 +53,44 @@ class Rewards:
     Args:
         args: of the trainer.
         turn_reward_funcs: functions that return one number per turn.
+        form: of the environments.
 
     Raises:
         ValueError: if `turn_reward_weights` does not hold one weight per function.
     """
 
-    def __init__(self, args: MultiTurnConfig, turn_reward_funcs: Sequence[Callable]) -> None:
+    def __init__(
+        self, args: MultiTurnConfig, turn_reward_funcs: Sequence[Callable], form: EnvForm | None = None
+    ) -> None:
         self.turn_reward_funcs = list(turn_reward_funcs)
+        self.columns = self._columns(form or EnvForm())
+        """TRL reward functions of what the trajectories hold already; they stand after the user's, weight 1 each."""
+        self._pays_calls = form is not None and form.pays_calls
+        self._has_turn_reward: list[bool] = []
+        """Per trajectory of the batch: whether its turns were rewarded."""
         self.turn_reward_weights = check_weights(args.turn_reward_weights, self.turn_reward_funcs)
         self.truncated_trajectories = args.truncated_trajectories
         self.truncation_penalty = args.truncation_penalty
+
+    def _columns(self, form: EnvForm) -> list[Callable]:
+        if form.has_reward and form.reward_classes is None:
+            return [environment_reward]
+        columns = [class_reward(item) for item in form.reward_classes or ()]
+        return [*columns, self.turn_rewards] if self.turn_reward_funcs or form.pays_calls else columns
+
+    def turn_rewards(self, trajectory: list[Trajectory], **kwargs: Any) -> list[float | None]:
+        """Column of TRL's forms: the sum of the turns' rewards; None where nothing rewards turns."""
+        return [
+            None if item.stop_reason.is_infrastructure_failure or not has_reward else item.process_reward
+            for item, has_reward in zip(trajectory, self._has_turn_reward, strict=True)
+        ]
 
     def place_on_turns(self, trajectories: Sequence[Trajectory], rows: Sequence[dict[str, Any]]) -> None:
         """Before TRL calls its reward functions: the penalty for truncation, and the user's rewards for turns."""
         if self.truncated_trajectories == "penalise":
             penalise_truncated(trajectories, self.truncation_penalty)
-        add_turn_rewards(trajectories, rows, self.turn_reward_funcs, self.turn_reward_weights)
+        scored = add_turn_rewards(trajectories, rows, self.turn_reward_funcs, self.turn_reward_weights)
+        self._has_turn_reward = [self._pays_calls or item for item in scored]
 
     def place_on_outcomes(
         self,
@@ -59,17 +106,25 @@ class Rewards:
         Args:
             trajectories: B of them.
             values: (B, F) what each function returned, NaN for rows that it did not score.
-            functions: F of them; `environment_reward` is what the trajectories hold already.
+            functions: F of them; the trajectories hold already what those of `columns` returned.
             names: of the functions, for the metrics.
             weights: of the functions.
+
+        Raises:
+            ValueError: a function returned an infinite reward; names the function and the trajectory.
         """
-        for column, (function, name, weight) in enumerate(zip(functions, names, weights, strict=True)):
-            if function is environment_reward:
-                continue
-            for trajectory, value in zip(trajectories, values[:, column].tolist(), strict=True):
-                if value == value:  # not NaN: the function scored this row
-                    trajectory.outcome_reward += weight * value
-                    trajectory.reward_parts[name] = trajectory.reward_parts.get(name, 0.0) + weight * value
+        for trajectory, row in zip(trajectories, values.tolist(), strict=True):
+            trajectory.is_scored = not all(math.isnan(value) for value in row)
+            for function, name, weight, value in zip(functions, names, weights, row, strict=True):
+                if math.isnan(value) or function in self.columns:
+                    continue
+                if math.isinf(value):
+                    raise ValueError(
+                        f"reward_funcs: {name} returned {value} for {trajectory!r}. Return finite numbers, or None "
+                        "for a trajectory that is not scored."
+                    )
+                trajectory.outcome_reward += weight * value
+                trajectory.reward_parts[name] = trajectory.reward_parts.get(name, 0.0) + weight * value
 
     def in_loss(self, trajectory: Trajectory) -> bool:
         """Whether the trajectory's action tokens enter the loss, if some reward function scores it."""
@@ -135,45 +190,69 @@ def add_turn_rewards(
     rows: Sequence[dict[str, Any]],
     functions: Sequence[Callable],
     weights: Sequence[float],
-) -> None:
+) -> list[bool]:
     """Call each function once for the whole batch and add its weighted values to the turns.
 
-    A function receives `trajectory` (list of `Trajectory`) and the data set's columns as lists, as TRL's reward
-    functions do, and returns per trajectory a list with one number per turn; None, for a turn or a whole trajectory,
-    means no reward.
+    A function, plain or async, receives `trajectory` (list of `Trajectory`) and the data set's columns as lists, and
+    returns per trajectory a list with one number per turn. None for a turn is no reward; None for a trajectory means
+    that the function does not score it.
+
+    Returns:
+        For each trajectory whether any of the functions scored it.
 
     Raises:
-        ValueError: the shape does not fit, or a value is not finite; names the function and the trajectory.
+        ValueError: the shape does not fit, or a value is not a finite number; names the function and the trajectory.
     """
     names = sorted({name for row in rows for name in row})
-    columns = {name: [row.get(name) for row in rows] for name in names if name != "trajectory"}
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    is_scored = [False] * len(trajectories)
     for function, weight in zip(functions, weights, strict=True):
-        name = getattr(function, "__name__", type(function).__name__)
+        unwrapped = unwrap_partial(function)
+        name = getattr(unwrapped, "__name__", type(unwrapped).__name__)
         values = function(trajectory=list(trajectories), **columns)
-        if len(values) != len(trajectories):
+        if inspect.isawaitable(values):
+            values = _wait_for(values)
+        if not hasattr(values, "__len__") or len(values) != len(trajectories):
+            returned = f"{len(values)} lists" if hasattr(values, "__len__") else repr(values)
             raise ValueError(
-                f"turn_reward_funcs: {name} returned {len(values)} lists for {len(trajectories)} trajectories. Return "
-                "one list per trajectory."
+                f"turn_reward_funcs: {name} returned {returned} for {len(trajectories)} trajectories. Return one list "
+                "per trajectory."
             )
-        for trajectory, per_turn in zip(trajectories, values, strict=True):
-            _add(trajectory, per_turn, weight=weight, name=name)
+        for index, (trajectory, per_turn) in enumerate(zip(trajectories, values, strict=True)):
+            if per_turn is not None and not trajectory.stop_reason.is_infrastructure_failure:
+                _add(trajectory, per_turn, weight=weight, name=name)
+                is_scored[index] = True
+    return is_scored
 
 
-def _add(trajectory: Trajectory, per_turn: Sequence[float | None] | None, *, weight: float, name: str) -> None:
-    if per_turn is None or trajectory.stop_reason.is_infrastructure_failure:
-        return
-    if len(per_turn) != len(trajectory.turns):
+def _wait_for(awaitable: Any) -> Any:
+    """The result of an async function, also where this thread runs an event loop (a notebook)."""
+
+    async def result() -> Any:
+        return await awaitable
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, result()).result()
+
+
+def _add(trajectory: Trajectory, per_turn: Sequence[float | None], *, weight: float, name: str) -> None:
+    if not hasattr(per_turn, "__len__") or len(per_turn) != len(trajectory.turns):
+        returned = f"{len(per_turn)} values" if hasattr(per_turn, "__len__") else repr(per_turn)
         raise ValueError(
-            f"turn_reward_funcs: {name} returned {len(per_turn)} values for {trajectory!r}. Return one value per turn "
+            f"turn_reward_funcs: {name} returned {returned} for {trajectory!r}. Return one value per turn "
             "(`trajectory.turns`), None for no reward."
         )
     for turn, value in zip(trajectory.turns, per_turn, strict=True):
         if value is None:
             continue
-        if not math.isfinite(value):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
             raise ValueError(
-                f"turn_reward_funcs: {name} returned {value} for {trajectory!r}. Return finite numbers, or None for "
+                f"turn_reward_funcs: {name} returned {value!r} for {trajectory!r}. Return finite numbers, or None for "
                 "no reward."
             )
-        turn.reward += weight * value
-        turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + weight * value
+        turn.reward += weight * number
+        turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + weight * number

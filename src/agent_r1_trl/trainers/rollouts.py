@@ -18,6 +18,7 @@ import torch
 from trl.models import unwrap_model_for_generation
 
 from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.environments.factory import users_environments
 from agent_r1_trl.generation import SamplingParams, TransformersGenerator
 from agent_r1_trl.generation.base import Generator, as_generator
 from agent_r1_trl.generation.sync import sync_weights
@@ -65,15 +66,15 @@ class Rollout:
         self, runner: RolloutRunner, requests: Sequence[RolloutRequest], params: SamplingParams, *, synced_step: int
     ):
         self.synced_step = synced_step
-        self.environments: list[Any] = []
-        """The trajectories' environments once they have ended; the user's own instances where TRL's are adapted."""
+        self.environments: list[Any] | None = None
+        """The trajectories' environments once they have ended, as `users_environments` gives them."""
         self.seconds = 0.0
         """Wall time from start to end."""
         start = time.perf_counter()
 
         def finish(_: Any) -> None:
             self.seconds = time.perf_counter() - start
-            self.environments = [getattr(item, "environment", item) for item in runner.environments]
+            self.environments = users_environments(runner.environments)
             self._has_ended.set()
 
         self._has_ended = threading.Event()
@@ -108,7 +109,7 @@ class PlayedBatch:
 
     rows: Sequence[dict[str, Any]]
     trajectories: list[Trajectory]
-    environments: list[Any]
+    environments: list[Any] | None
     reward_values: torch.Tensor = field(init=False)
     """(B, F) what each of F reward functions returned, once they ran; NaN for rows that a function did not score."""
     in_baseline: torch.Tensor = field(init=False)
@@ -144,9 +145,9 @@ def trl_generation(
         [trajectory.prompt_ids or [pad_token_id] for trajectory in trajectories],
         completion_ids,
         tool_mask,
-        [trajectory.completion_messages for trajectory in trajectories],
+        [trajectory.answered_messages for trajectory in trajectories],
         [trajectory.logprobs or [0.0] for trajectory in trajectories] if has_logprobs else None,
-        {"trajectory": trajectories, "environments": played.environments},
+        {"trajectory": trajectories},
         None,
         [],
     )
