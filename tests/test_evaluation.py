@@ -96,6 +96,15 @@ def test_a_failed_trajectory_counts_as_a_failure_and_nowhere_else():
     assert metrics["infrastructure_failure_rate"] == 0.5
 
 
+def test_a_trajectory_that_nothing_scored_counts_everywhere_but_in_the_reward():
+    unscored = played(reward=0.0)
+    unscored.is_scored = False
+    rows = [example_sums([played(reward=4.0)]), example_sums([unscored])]
+    result = EvaluationResult.from_rows(rows, example_ids=["a", "b"])
+    assert result.metrics["reward"] == 4.0
+    assert [row["turns"][1] for row in rows] == [1.0, 1.0]
+
+
 def test_without_a_tool_call_there_is_no_error_rate():
     result = EvaluationResult.from_rows([example_sums([played()])], example_ids=["a"])
     assert math.isnan(result.metrics["tool_error_rate"])

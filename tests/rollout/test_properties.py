@@ -264,7 +264,7 @@ def test_the_environments_words_are_the_environments_tokens(family):
 @functools.cache
 def trainer_of(family, folder):
     trainer = make_trainer(folder, family=family, script=None, env=scene())
-    trainer.rollouts.play = lambda rows, *_: (PlayedBatch(rows, trainer.given, []), {})
+    trainer.rollouts.play = lambda rows, *_: (PlayedBatch(rows, trainer.given, None), {})
     return trainer
 
 
