@@ -17,7 +17,6 @@ from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings
 from agent_r1_trl.trainers.config_checks import check_config
 from agent_r1_trl.trainers.rollout_checks import check_rollout
 
-
 UNKNOWN_TO_TRL = ("max_turns", "max_invalid_calls", "max_observation_tokens")
 """Limits that do not exist in TRL; a plain `GRPOConfig` is not held to them."""
 
@@ -261,8 +260,8 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         if isinstance(config, MultiTurnConfig):
             return config
         config.__class__ = cls
-        for name in UNKNOWN_TO_TRL:
-            setattr(config, name, config.max_completion_length)
+        if isinstance(config.max_completion_length, int):
+            vars(config).update(dict.fromkeys(UNKNOWN_TO_TRL, config.max_completion_length))
         for item in fields(cls):
             if not hasattr(config, item.name):
                 setattr(config, item.name, item.default)
