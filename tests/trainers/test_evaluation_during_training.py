@@ -96,7 +96,7 @@ def test_rows_that_fill_up_the_last_batch_of_several_processes_do_not_count(monk
     watched.take_rewards(values)
     assert values[:3].tolist() == [[1.0], [2.0], [6.0]] and math.isnan(values[3, 0])
     assert watched.take(rows[2:], rank=1) == rows[2:3]
-    metrics = watched.metrics({"entropy": [0.5]}, names=["f"], weights=torch.ones(1), group_size=1)
+    metrics = watched.metrics({"entropy": [0.5]}, names=["f"], group_size=1)
     assert metrics["reward"] == metrics["rewards/f/mean"] == metrics["reward/outcome"] == [3.0]
     assert metrics["entropy"] == [0.5]
     assert watched.first_row == 4
@@ -119,7 +119,7 @@ def test_metrics_of_batches_are_weighted_by_rows():
         watched.take_rewards(torch.ones(size, 1))
         watched.take([played()] * size, rank=0)
     per_batch = {"entropy": [1.0, 6.0], "kl": [math.nan, 3.0], "time/sync_s": [7.0], "nothing": [math.nan] * 2}
-    metrics = watched.metrics(per_batch, names=["f"], weights=torch.ones(1), group_size=1)
+    metrics = watched.metrics(per_batch, names=["f"], group_size=1)
     assert (metrics["entropy"], metrics["kl"], metrics["time/sync_s"]) == ([2.0], [3.0], [7.0])
     assert math.isnan(metrics["nothing"][0])
 

@@ -174,6 +174,12 @@ TABLE = {
         Refused("packed", {"update_layout": "grouped"}, config_class=PPO),
     ),
     "record_trajectories": Acts(effects.store, "parquet"),
+    "max_failure_share": ShownBy(
+        "tests/trainers/test_failures.py::test_an_outage_ends_the_run_when_the_window_is_full_of_it"
+    ),
+    "failure_window": ShownBy(
+        "tests/trainers/test_failures.py::test_an_outage_ends_the_run_when_the_window_is_full_of_it"
+    ),
     # ---- ours: the critic
     "lam": Acts(effects.batch, 0.5, PPO),
     "lam_turn": (
@@ -185,6 +191,9 @@ TABLE = {
     "critic": Acts(effects.critic, "head", PPO),
     "critic_learning_rate": Acts(effects.critic, 0.5, PPO),
     "critic_warmup_steps": Acts(effects.critic, 3, PPO),
+    "critic_max_grad_norm": ShownBy(
+        "tests/trainers/test_ppo_optimizer.py::test_each_norm_is_clipped_by_its_own_limit_and_the_scale_is_taken_off_once"
+    ),
     "value_loss_coef": Acts(effects.loss, 5.0, PPO),
     "cliprange_value": Acts(effects.loss, 1e-4, PPO),
     "critic_context": (

@@ -168,7 +168,8 @@ def test_a_run_in_which_nothing_was_ever_played_ends_with_the_error(tmp_path):
         trainer.train()
 
 
-def test_an_outage_ends_the_run_when_the_window_is_full_of_it(tmp_path):
+@pytest.mark.parametrize(("share", "num_failed", "steps"), [(0.5, 12, 4), (0.8, 16, 5)])
+def test_an_outage_ends_the_run_when_the_window_is_full_of_it(tmp_path, share, num_failed, steps):
     class Outage(AddEnv):
         starts = 0
 
@@ -178,10 +179,12 @@ def test_an_outage_ends_the_run_when_the_window_is_full_of_it(tmp_path):
                 raise OSError("the server is down")
             return super().reset(example)
 
-    trainer = make_trainer(tmp_path, env=Outage, max_steps=20, failure_window=4, **ONE_PROMPT)
-    with pytest.raises(NothingPlayedError, match=r"12 of the last 16 trajectories failed, .*max_failure_share=0.5"):
+    options = {"failure_window": 4, "max_failure_share": share, **ONE_PROMPT}
+    trainer = make_trainer(tmp_path, env=Outage, max_steps=20, **options)
+    message = rf"{num_failed} of the last 16 trajectories failed, .*max_failure_share={share}"
+    with pytest.raises(NothingPlayedError, match=message):
         trainer.train()
-    assert trainer.state.global_step == 4
+    assert trainer.state.global_step == steps
 
 
 TWO_STEPS = {"steps_per_generation": 2, "per_device_train_batch_size": 2}

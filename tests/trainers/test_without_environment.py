@@ -130,3 +130,18 @@ def test_a_rollout_function_beside_a_rollout_of_ours_is_refused(tmp_path):
             model=make_policy(tokenizer), reward_funcs=ids_reward, args=make_args(tmp_path, update_layout="packed"),
             train_dataset=questions(), processing_class=tokenizer, rollout_func=lambda prompts, trainer: {},
         )  # fmt: skip
+
+
+def test_reward_functions_read_the_whole_reply_as_in_trl(tmp_path):
+    seen = []
+
+    def keep(completions, **kwargs):
+        seen.extend(completion[0] for completion in completions)
+        return [0.0] * len(completions)
+
+    reply = {"role": "assistant", "reasoning_content": "two and two", "content": "four"}
+    generator = scripted(make_tokenizer("qwen3"), lambda rng, turn: reply)
+    scored_batch(make(tmp_path, generator=generator, reward_funcs=keep))
+    assert len(seen) == 8
+    assert all(set(message) == {"role", "content"} for message in seen)
+    assert all("two and two" in message["content"] and "four" in message["content"] for message in seen)

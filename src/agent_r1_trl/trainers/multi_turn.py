@@ -31,6 +31,7 @@ from trl import GRPOConfig
 from agent_r1_trl.advantages.estimators import Credit
 from agent_r1_trl.advantages.scan import carry_forward
 from agent_r1_trl.environments.factory import EnvFactory, read_form, resolve_env_factory
+from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.generation.adapters import check_adapters
 from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.construction import (
@@ -263,9 +264,10 @@ class MultiTurnTrainer(EvaluatingTrainer):
         self.environments = self._played.environments  # type: ignore[assignment]
         return trl_generation(
             self._played,
-            pad_token_id=self._tokenizer.pad_token_id,
+            tokenizer=self._tokenizer,
             in_loss=self.rewards.in_loss,
             has_logprobs=self.use_vllm,
+            is_single_turn=self.env_factory is SingleTurnEnv,
         )
 
     def _calculate_rewards(

@@ -125,18 +125,29 @@ class PlayedBatch:
 
 
 def trl_generation(
-    played: PlayedBatch, *, pad_token_id: int, in_loss: Callable[[Trajectory], bool], has_logprobs: bool
+    played: PlayedBatch,
+    *,
+    tokenizer: Any,
+    in_loss: Callable[[Trajectory], bool],
+    has_logprobs: bool,
+    is_single_turn: bool,
 ) -> tuple:
     """The 8-tuple that TRL's `_generate` returns, for the trajectories of a rollout.
 
     Args:
         played: B trajectories.
-        pad_token_id: placeholder for an empty prompt or completion, on which TRL crashes.
+        tokenizer: of the policy; its padding token stands for an empty prompt or completion, on which TRL crashes.
         in_loss: whether a trajectory's action tokens enter the loss.
         has_logprobs: whether TRL compares the sampler's log-probs with the trainer's (`use_vllm`).
+        is_single_turn: whether prompts are answered without environment and tools. TRL then hands a reply to the
+            reward functions as one text, reasoning included, unless the tokenizer says how replies are parsed.
     """
-    trajectories = played.trajectories
+    trajectories, pad_token_id = played.trajectories, tokenizer.pad_token_id
     completion_ids = [trajectory.completion_ids or [pad_token_id] for trajectory in trajectories]
+    completions = [trajectory.answered_messages for trajectory in trajectories]
+    if is_single_turn and not any(getattr(tokenizer, f"response_{kind}", None) for kind in ("template", "schema")):
+        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        completions = [[{"role": "assistant", "content": text}] for text in texts]
     tool_mask = [
         trajectory.action_mask or [0] if in_loss(trajectory) else [0] * len(ids)
         for trajectory, ids in zip(trajectories, completion_ids, strict=True)
@@ -145,7 +156,7 @@ def trl_generation(
         [trajectory.prompt_ids or [pad_token_id] for trajectory in trajectories],
         completion_ids,
         tool_mask,
-        [trajectory.answered_messages for trajectory in trajectories],
+        completions,
         [trajectory.logprobs or [0.0] for trajectory in trajectories] if has_logprobs else None,
         {"trajectory": trajectories},
         None,
