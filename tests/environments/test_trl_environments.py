@@ -10,7 +10,7 @@ import pytest
 
 from agent_r1_trl.environments import FunctionToolsEnv, ToolEnv, TRLEnvAdapter
 from agent_r1_trl.environments.factory import read_form, resolve_env_factory, users_environments
-from agent_r1_trl.tools import tool
+from agent_r1_trl.tools import Tool, calculator, tool
 from agent_r1_trl.tools.base import ToolSchemaError
 from agent_r1_trl.trajectory import ToolErrorKind
 from tests.environments.helpers import finished, message
@@ -109,7 +109,7 @@ def test_the_schemas_are_those_that_trl_renders():
     assert [item.schema for item in FunctionToolsEnv([multiply]).tools] == [get_json_schema(multiply)]
 
 
-@pytest.mark.parametrize("tools", [[], [5], [multiply, tool(name="multiply")(len)]])
+@pytest.mark.parametrize("tools", [[], [5], [multiply, Tool(calculator.fn, name="multiply")]])
 def test_no_functions_what_is_none_and_two_of_one_name_are_refused(tools):
     with pytest.raises(ValueError, match=r"^tools"):
         FunctionToolsEnv(tools)

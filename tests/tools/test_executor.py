@@ -239,16 +239,21 @@ def test_a_keyboard_interrupt_in_an_async_tool_on_the_main_thread_is_the_users()
 
 
 def test_a_tool_without_a_usable_schema_fails_its_call_only():
-    def bare(x): ...
+    def late(x: "NotYetDefined"):  # noqa: F821
+        """Look.
 
-    bad, good = run([bare, echo], ("bare", {"x": 1}), ("echo", {"text": "a"}))
-    assert bad.error is ToolErrorKind.EXCEPTION and "no type hint" in bad.content
+        Args:
+            x: A thing.
+        """
+
+    bad, good = run([late, echo], ("late", {"x": 1}), ("echo", {"text": "a"}))
+    assert bad.error is ToolErrorKind.EXCEPTION and "NotYetDefined" in bad.content
     assert good.content == "a"
 
 
 def test_two_tools_of_one_name_are_refused():
     with pytest.raises(ValueError, match=r"tools.*'echo'"):
-        ToolExecutor([echo, Tool(len, name="echo")])
+        ToolExecutor([echo, Tool(echo.fn, name="echo")])
 
 
 def test_a_call_without_any_tools_is_told_so():

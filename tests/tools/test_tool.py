@@ -38,7 +38,7 @@ def test_the_decorator_takes_settings():
 
 def test_as_tool_passes_tools_through_and_wraps_functions():
     assert as_tool(shout) is shout
-    assert as_tool(len).name == "len"
+    assert as_tool(shout.fn).name == "shout"
     for wrong, named in ((5, "tools: 5"), (dict, "Tool of <class 'dict'>")):
         with pytest.raises(ValueError, match=named):
             as_tool(wrong)
@@ -139,10 +139,12 @@ def test_return_values_of_any_type_become_text(value, text):
 
 
 def test_async_functions_are_recognised_through_partials_and_objects():
-    async def fetch(): ...
+    async def fetch():
+        """Fetch."""
 
     class Fetcher:
-        async def __call__(self): ...
+        async def __call__(self):
+            """Fetch."""
 
     assert Tool(fetch).is_async
     assert Tool(functools.partial(fetch)).is_async

@@ -19,6 +19,9 @@ class ToolList:
 
     def __init__(self, declared: Any) -> None:
         self.declared = declared
+        for item in declared if isinstance(declared, (list, tuple)) else ():
+            if inspect.isroutine(item) and not takes_self(item):
+                as_tool(item)  # says here, and not in the first rollout, what its schema lacks
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:

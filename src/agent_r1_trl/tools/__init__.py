@@ -5,8 +5,9 @@ from agent_r1_trl.tools.calculator import calculator
 from agent_r1_trl.tools.calls import read_call, read_calls
 from agent_r1_trl.tools.executor import ToolExecutor
 from agent_r1_trl.tools.pool import DaemonThreadPool, shared_pool
-from agent_r1_trl.tools.schema import ToolSchemaError, describe_signature
+from agent_r1_trl.tools.schema import describe_signature
 from agent_r1_trl.tools.search import Passage, SearchIndex, make_search_tool
+from agent_r1_trl.tools.signature import ToolSchemaError
 from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolResult
 
 __all__ = [

@@ -20,20 +20,19 @@ import itertools
 import json
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, overload
 
+from agent_r1_trl.tools.hints import Schema, make_converter
 from agent_r1_trl.tools.schema import (
-    Schema,
-    ToolSchemaError,
     argument_schema,
     build_schema,
-    check_name,
-    check_schema,
+    check_fit,
+    check_function,
     describe_signature,
-    function_name,
-    unwrap_partial,
+    read_schema,
 )
+from agent_r1_trl.tools.signature import ToolSchemaError, check_name, function_name, read_arguments, unwrap_partial
 
 DEFAULT_MAX_RESULT_CHARS = 20_000
 
@@ -52,11 +51,14 @@ class Tool:
             characters each).
         sequential: True if the calls of one turn to this and to the other sequential tools run one after another, in
             their order. None for the default: True for methods of an environment, whose state they may change.
-        schema: schema in the OpenAI form, instead of the one made from hints and docstring.
+        schema: schema in the form of OpenAI, MCP or Anthropic, instead of the one made from hints and docstring. The
+            function then receives the JSON values as they are, whatever its hints say.
         render: function that turns the return value into the text that the model reads.
 
     Raises:
-        ValueError: an argument is out of range, or `fn` has no usable name.
+        ToolSchemaError: the function's hints or docstring are incomplete, `schema` does not fit the function, or `fn`
+            has no usable name; the message names the cure.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -79,9 +81,9 @@ class Tool:
         if not callable(fn) or inspect.isclass(fn):
             raise ValueError(f"Tool of {fn!r}: a tool is a function, a method or a callable object.")
         if schema is not None:
-            check_schema(schema)
-            name = name or schema["function"]["name"]
-            schema = {**schema, "function": {**schema["function"], "name": name}}
+            schema = read_schema(schema, name)
+            check_fit(fn, schema)
+            name = schema["function"]["name"]
         for label, limit in (("max_result_chars", max_result_chars), ("max_result_tokens", max_result_tokens)):
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
                 raise ValueError(f"{label}={limit!r}: must be an integer >= 1, or None for no limit.")
@@ -95,7 +97,12 @@ class Tool:
         self.render = render or render_result
         self._description = description
         # Shared by bound copies and by every Tool of the same function, because each trajectory makes an environment.
-        self._cache: dict[str, Any] = _cache_of(fn, self.name, description) if schema is None else {"schema": schema}
+        self._cache: dict[str, Any] = _cache_of(fn, self.name, description)
+        if schema is not None:
+            self._cache = {"schema": schema, "converters": {}}
+        elif "is_checked" not in self._cache:
+            check_function(fn, self.name, description)
+            self._cache["is_checked"] = True
 
     # ---------------------------------------------------------------- as a function
 
@@ -156,7 +163,8 @@ class Tool:
     def check_arguments(self, arguments: Any) -> tuple[dict[str, Any], list[str]]:
         """Arguments as the function receives them, and a list of the problems with them.
 
-        For an integer, 5.0 becomes 5; nothing else is converted.
+        JSON values become objects of the types that the function's hints name (an `Enum` member, a dataclass, a date,
+        a tuple). For an integer, 5.0 becomes 5.
         """
         import jsonschema
 
@@ -167,15 +175,41 @@ class Tool:
         validator = self._cache["validator"]
         try:
             errors = itertools.islice(validator.iter_errors(arguments), 3)  # a huge list would give one per item
-            problems = [_describe_problem(error) for error in errors]
+            problems = [_describe_problem(error.absolute_path, error.message) for error in errors]
             checked = copy.deepcopy(arguments)  # the tool may change them; the recorded call must stay as it was
         except Exception as error:  # numbers too long to print, or nested too deeply
             return {}, [f"the arguments cannot be checked ({type(error).__name__})"]
-        for name, spec in self.schema["function"]["parameters"].get("properties", {}).items():
-            value = checked.get(name)
-            if isinstance(value, float) and isinstance(spec, dict) and spec.get("type") == "integer" and not problems:
+        if problems:
+            return checked, problems
+        properties = self.schema["function"]["parameters"].get("properties", {})
+        for name, value in checked.items():
+            if isinstance(value, float) and value.is_integer() and _is_integer(properties.get(name)):
                 checked[name] = int(value)
-        return checked, problems
+        return self._convert(checked)
+
+    def _convert(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Replace JSON values by objects of the hinted types."""
+        from pydantic import ValidationError
+
+        if "converters" not in self._cache:
+            read = read_arguments(self.fn, self.name)
+            made = {item.name: make_converter(item.hint) for item in read}
+            self._cache["converters"] = {name: convert for name, convert in made.items() if convert is not None}
+            self._cache["fields"] = {item.name: item.field for item in read if item.field is not None}
+        problems: list[str] = []
+        for name, convert in self._cache["converters"].items():
+            if name not in arguments:
+                continue
+            try:
+                arguments[name] = convert(arguments[name])
+            except ValidationError as error:
+                problems += [_describe_problem((name, *item["loc"]), item["msg"]) for item in error.errors()[:3]]
+            except Exception as error:  # a validator of the user's own type
+                problems.append(f"{name!r}: {type(error).__name__}: {error}"[:200])
+        for name, field in self._cache.get("fields", {}).items():
+            if name not in arguments:
+                arguments[name] = field.get_default(call_default_factory=True)
+        return arguments, problems
 
     def __repr__(self) -> str:
         return f"Tool({self.name!r})"
@@ -276,9 +310,14 @@ def _cache_of(fn: Any, name: str, description: str | None) -> dict[str, Any]:
     return _caches.setdefault(target, {}).setdefault((name, description), {})
 
 
-def _describe_problem(error: Any) -> str:
-    where = "".join(f"[{part!r}]" if index else repr(part) for index, part in enumerate(error.absolute_path))
-    message = error.message if len(error.message) <= 200 else error.message[:200] + "..."
+def _is_integer(schema: Any) -> bool:
+    kinds = schema.get("type") if isinstance(schema, dict) else None
+    return kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
+
+
+def _describe_problem(path: Iterable[Any], message: str) -> str:
+    where = "".join(f"[{part!r}]" if index else repr(part) for index, part in enumerate(path))
+    message = message if len(message) <= 200 else message[:200] + "..."
     return f"{where}: {message}" if where else message
 
 

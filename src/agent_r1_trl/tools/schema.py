@@ -1,79 +1,64 @@
-"""JSON schemas of tools, made from type hints and a Google docstring, for prompts and for checking arguments.
+"""JSON schemas of tools, made from type hints and docstrings, for prompts and for checking arguments.
 
 The schema that the model reads is made by transformers' own helper, so prompts equal TRL's. The helper takes long to
-import, so `build_schema` imports it on first use.
+import, so `build_schema` imports it on first use; `check_function` finds mistakes without it. What the helper cannot
+read is read here: docstrings in other styles (`docstrings.py`) and types beyond JSON's (`hints.py`).
 """
 
 from __future__ import annotations
 
-import collections.abc
+import contextlib
 import copy
-import functools
 import inspect
 import json
 import re
-import types
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
-Schema = dict[str, Any]
+from agent_r1_trl.tools.docstrings import Docstring, doc_text, read_docstring
+from agent_r1_trl.tools.hints import Schema, describe_argument, inline_references, plain_hint
+from agent_r1_trl.tools.signature import (
+    REQUIRED,
+    Argument,
+    ToolSchemaError,
+    UndefinedHintError,
+    check_name,
+    function_name,
+    function_parameters,
+    read_arguments,
+    read_hints,
+)
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_SCALARS = (str, int, float, bool, type(None), Any)
-
-
-class ToolSchemaError(ValueError):
-    """A function cannot be described to a model; the message gives the reason and the cure."""
-
-
-def unwrap_partial(fn: Any) -> Any:
-    """The function inside a `functools.partial`; any other callable is returned as it is."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return fn
-
-
-def function_name(fn: Any) -> str:
-    """The name of a function, or of the class of a callable object."""
-    fn = unwrap_partial(fn)
-    return getattr(fn, "__name__", type(fn).__name__)
+OWN_SCHEMA = "Or describe it yourself: Tool(fn, schema={...})."
+"""The cure that always works; it ends every message about a function."""
+_STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def check_name(name: Any) -> str:
-    """Check that chat templates and models can write a tool's name, and return it.
+def check_function(fn: Callable[..., Any], name: str | None = None, description: str | None = None) -> None:
+    """Check that `build_schema` can describe a function, without importing transformers.
+
+    Hints that are not defined yet, as in a class body that names its own class, are left to `build_schema`.
 
     Raises:
-        ToolSchemaError: the name has other characters, or is empty or too long.
+        ToolSchemaError: as `build_schema`.
     """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ToolSchemaError(
-            f"Tool name {name!r}: must be 1 to 64 of the characters a-z, A-Z, 0-9, '_', '-' and '.'. "
-            "Define the tool with `def`, or pass name=..."
-        )
-    return name
-
-
-def function_parameters(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters for the model to fill in: all but `self` or `cls` and those that a `functools.partial` binds."""
+    tool_name = check_name(name or function_name(fn))
     try:
-        parameters = dict(inspect.signature(fn).parameters)
-    except (TypeError, ValueError) as error:
-        raise ToolSchemaError(f"Tool {function_name(fn)!r}: its signature cannot be read ({error}).") from error
-    first = next(iter(parameters), None)
-    if first in ("self", "cls") and parameters[first].annotation is inspect.Parameter.empty:
-        del parameters[first]
-    if isinstance(fn, functools.partial):
-        for name in fn.keywords:
-            parameters.pop(name, None)
-    return parameters
+        arguments = read_arguments(fn, tool_name)
+        for argument in arguments:
+            describe_argument(argument, tool_name)
+        _descriptions(tool_name, doc_text(fn), description, arguments, is_strict=False)
+    except UndefinedHintError:
+        return
+    except ToolSchemaError as error:
+        raise ToolSchemaError(f"{error} {OWN_SCHEMA}") from error
 
 
 def build_schema(fn: Callable[..., Any], name: str | None = None, description: str | None = None) -> Schema:
     """Describe a function in the OpenAI form `{"type": "function", "function": {name, description, parameters}}`.
 
     Args:
-        fn: a function, method, partial or callable object with type hints and a Google docstring.
+        fn: a function, method, partial or callable object with type hints and a docstring.
         name: name of the tool, by default the function's own.
         description: description of the tool, by default the first part of the docstring.
 
@@ -82,28 +67,60 @@ def build_schema(fn: Callable[..., Any], name: str | None = None, description: s
             in JSON, or a default contradicts its hint.
     """
     tool_name = check_name(name or function_name(fn))
-    parameters = function_parameters(fn)
-    hints = _hints(fn, tool_name)
-    annotations = {parameter.name: _parameter_hint(parameter, hints, tool_name) for parameter in parameters.values()}
-    doc = _doc(fn, description)
     try:
-        returned = {"return": hints["return"]} if "return" in hints else {}
-        schema = _json_schema(tool_name, doc, parameters, {**annotations, **returned})
-    except Exception:  # perhaps because of the return type, which most templates ignore
-        try:
-            schema = _json_schema(tool_name, doc, parameters, annotations)
-        except Exception as error:
-            raise _explain(tool_name, error) from error
-    if not schema["function"]["description"]:
-        raise ToolSchemaError(f"Tool {tool_name!r}: its docstring does not say what it does before 'Args:'.")
-    check_schema(schema)
-    _check_defaults(tool_name, parameters, schema["function"]["parameters"]["properties"])
+        arguments = read_arguments(fn, tool_name)
+        schema = _json_schema(fn, tool_name, description, arguments)
+        check_schema(schema)
+        _check_defaults(tool_name, arguments, schema["function"]["parameters"]["properties"])
+    except ToolSchemaError as error:
+        raise type(error)(f"{error} {OWN_SCHEMA}") from error
     return schema
 
 
 def _json_schema(
-    name: str, doc: str | None, parameters: Mapping[str, inspect.Parameter], annotations: dict[str, Any]
+    fn: Callable[..., Any], tool_name: str, description: str | None, arguments: Sequence[Argument]
 ) -> Schema:
+    described = {argument.name: describe_argument(argument, tool_name) for argument in arguments}
+    hints = {
+        argument.name: plain_hint(argument.hint) if described[argument.name] is None else Any for argument in arguments
+    }
+    returned = read_hints(fn, tool_name)
+    returned = {"return": returned["return"]} if "return" in returned else {}
+    text = doc_text(fn)
+    if description is not None:
+        sections = re.search(r"\n\s*Args:\n.*", text, re.DOTALL)
+        text = description + (sections.group(0) if sections else "")
+    schema = _ask_helper(tool_name, text, arguments, hints, returned)
+    if schema is None:  # the helper cannot read the docstring
+        doc = _descriptions(tool_name, doc_text(fn), description, arguments)
+        lines = [f"    {argument.name}: -" for argument in arguments]
+        text = "\n".join(["-", "", "Args:", *lines, "", "Returns:", "    -"])
+        schema = _ask_helper(tool_name, text, arguments, hints, returned)
+        if schema is None:
+            raise ToolSchemaError(f"Tool {tool_name!r}: its type hints cannot be described.")
+        function = schema["function"]
+        function["description"] = doc.description
+        for name, item in function["parameters"]["properties"].items():
+            item["description"] = doc.arguments[name]
+        if "return" in function:
+            function["return"].pop("description", None)
+            function["return"] |= {"description": doc.returns} if doc.returns else {}
+    if not schema["function"]["description"]:
+        raise ToolSchemaError(f"Tool {tool_name!r}: its docstring does not say what it does before its arguments.")
+    properties = schema["function"]["parameters"]["properties"]
+    for name, item in described.items():
+        if item is not None:
+            properties[name] = {**item, "description": properties[name]["description"]}
+    return schema
+
+
+def _ask_helper(
+    name: str, doc: str, arguments: Sequence[Argument], hints: dict[str, Any], returned: dict[str, Any]
+) -> Schema | None:
+    """The schema that transformers makes; None if it cannot read the docstring.
+
+    A return type that it cannot read is left out, because most templates ignore it.
+    """
     from transformers.utils import get_json_schema
 
     def shim() -> None: ...
@@ -113,29 +130,93 @@ def _json_schema(
     shim.__doc__ = doc
     shim.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
-            parameter.replace(annotation=annotations[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
-            for parameter in parameters.values()
+            inspect.Parameter(
+                argument.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=argument.default,
+                annotation=hints[argument.name],
+            )
+            for argument in arguments
         ]
     )
-    shim.__annotations__ = annotations
-    return get_json_schema(shim)
+    for known in ({**hints, **returned}, hints):
+        shim.__annotations__ = known
+        with contextlib.suppress(Exception):
+            return get_json_schema(shim)
+    return None
 
 
-def check_schema(schema: Any) -> None:
-    """Check a schema that was written by hand or comes from another system.
+def _descriptions(
+    tool_name: str, text: str, description: str | None, arguments: Sequence[Argument], *, is_strict: bool = True
+) -> Docstring:
+    """What the docstring, in any style, and `Annotated` say.
+
+    With `is_strict=False`, an argument that has a line of its own in the docstring counts as described: transformers'
+    helper reads forms that `read_docstring` does not.
 
     Raises:
-        ToolSchemaError: it does not have the OpenAI form, or its `parameters` are not the JSON schema of an object.
+        ToolSchemaError: the description of the function or of an argument is missing.
     """
-    import jsonschema
+    if not text.strip() and description is None:
+        raise ToolSchemaError(
+            f'Tool {tool_name!r}: it has no docstring: write """What it does.""" as its first line; the model '
+            "reads it."
+        )
+    doc = read_docstring(text)
+    described = {argument.name: doc.arguments.get(argument.name) or argument.note for argument in arguments}
+    for name, words in described.items():
+        if not words and (is_strict or not re.search(rf"^\s*{re.escape(name)}\s*:\s*\S", text, re.MULTILINE)):
+            raise ToolSchemaError(
+                f"Tool {tool_name!r}: its docstring has no description of the argument '{name}': add a line "
+                f"'{name}: meaning' to a section 'Args:' (NumPy's and Sphinx's forms are read as well)."
+            )
+    return Docstring(doc.description if description is None else description, described, doc.returns)
 
-    function = schema.get("function") if isinstance(schema, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("parameters"), dict):
+
+def read_schema(schema: Any, name: str | None = None) -> Schema:
+    """A schema that was written by hand or comes from another system, in the OpenAI form and without references.
+
+    Args:
+        schema: the OpenAI form, or `name`, `description` and `parameters` alone; MCP calls the last `inputSchema`, and
+            Anthropic `input_schema`.
+        name: name of the tool, by default the schema's own.
+
+    Raises:
+        ToolSchemaError: it has none of these forms, or its `parameters` are not the JSON schema of an object.
+    """
+    function = schema.get("function", schema) if isinstance(schema, dict) else None
+    parts = function if isinstance(function, dict) else {}
+    parameters = next((parts[key] for key in ("parameters", "inputSchema", "input_schema") if key in parts), None)
+    if not isinstance(parameters, dict):
         raise ToolSchemaError(
             f"Tool schema {_shorten(schema)}: must be {{'type': 'function', 'function': {{'name', 'description', "
             "'parameters'}}."
         )
-    name = check_name(function.get("name"))
+    name = check_name(name or parts.get("name"))
+    if function is schema:
+        parts = {"name": name, "description": parts.get("description") or ""}
+    try:
+        json.dumps(parameters)
+        if "$ref" in json.dumps(parameters):
+            parameters = inline_references(parameters)
+    except ToolSchemaError as error:
+        raise ToolSchemaError(f"Tool {name!r}: {error}.") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ToolSchemaError(f"Tool {name!r}: its schema is not JSON ({error}).") from error
+    read = {"type": "function", "function": {**parts, "name": name, "parameters": parameters}}
+    check_schema(read)
+    return read
+
+
+def check_schema(schema: Schema) -> None:
+    """Check that the `parameters` of a schema in the OpenAI form are the JSON schema of an object.
+
+    Raises:
+        ToolSchemaError: they are not.
+    """
+    import jsonschema
+
+    name = schema["function"]["name"]
     try:
         json.dumps(schema)
         jsonschema.Draft202012Validator.check_schema(argument_schema(schema))
@@ -143,6 +224,29 @@ def check_schema(schema: Any) -> None:
         raise ToolSchemaError(f"Tool {name!r}: its schema is not JSON ({error}).") from error
     except jsonschema.exceptions.SchemaError as error:
         raise ToolSchemaError(f"Tool {name!r}: its parameters are not a JSON schema: {error.message}.") from error
+
+
+def check_fit(fn: Callable[..., Any], schema: Schema) -> None:
+    """Check that a function can be called with the arguments that a given schema promises.
+
+    Raises:
+        ToolSchemaError: one of them lacks an argument that the other has.
+    """
+    name = schema["function"]["name"]
+    try:
+        parameters = function_parameters(fn).values()
+    except ToolSchemaError:  # a builtin whose signature cannot be read
+        return
+    promised = set(schema["function"]["parameters"].get("properties", {}))
+    by_name = {item.name for item in parameters if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)}
+    takes_any = any(item.kind is item.VAR_KEYWORD for item in parameters)
+    needed = {item.name for item in parameters if item.default is REQUIRED and item.kind not in _STARS}
+    unknown, missing = sorted(promised - by_name) if not takes_any else [], sorted(needed - promised)
+    if unknown or missing:
+        raise ToolSchemaError(
+            f"Tool {name!r}: its schema has the arguments {sorted(promised)}, and its function "
+            f"{f'does not take {unknown}' if unknown else f'needs {missing}'}: give both the same arguments."
+        )
 
 
 def argument_schema(schema: Schema) -> Schema:
@@ -166,49 +270,16 @@ def describe_signature(schema: Schema) -> str:
     return f"{function['name']}({', '.join(described)})"
 
 
-# -------------------------------------------------------------------- hints
+# -------------------------------------------------------------------- internal
 
 
-def _hints(fn: Callable[..., Any], tool_name: str) -> dict[str, Any]:
-    target: Any = inspect.unwrap(unwrap_partial(fn))
-    if not (inspect.isfunction(target) or inspect.ismethod(target) or inspect.isbuiltin(target)):
-        target = type(target).__call__  # a callable object
-    try:
-        return typing.get_type_hints(target)
-    except NameError as error:
-        raise ToolSchemaError(
-            f"Tool {tool_name!r}: a type hint names something that is not defined at module level ({error}). "
-            "Import it at the top of the module, or use plain types."
-        ) from error
-    except Exception as error:
-        raise ToolSchemaError(f"Tool {tool_name!r}: its type hints cannot be read ({error}).") from error
-
-
-def _parameter_hint(parameter: inspect.Parameter, hints: dict[str, Any], tool_name: str) -> Any:
-    if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-        stars = "*" if parameter.kind is inspect.Parameter.VAR_POSITIONAL else "**"
-        raise ToolSchemaError(
-            f"Tool {tool_name!r}: {stars}{parameter.name} cannot be described to a model: give every argument a name."
-        )
-    if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-        raise ToolSchemaError(
-            f"Tool {tool_name!r}: argument '{parameter.name}' is positional-only, but tools are called by argument "
-            "name: remove the '/' from the signature."
-        )
-    if parameter.name not in hints:
-        raise ToolSchemaError(
-            f"Tool {tool_name!r}: argument '{parameter.name}' has no type hint: write '{parameter.name}: str' (or "
-            "int, float, bool, list[...], dict[str, ...], Literal[...])."
-        )
-    return _plain_hint(hints[parameter.name], parameter.name, tool_name)
-
-
-def _check_defaults(tool_name: str, parameters: Mapping[str, inspect.Parameter], properties: Schema) -> None:
+def _check_defaults(tool_name: str, arguments: Sequence[Argument], properties: Schema) -> None:
     import jsonschema
 
-    for name, parameter in parameters.items():
-        default = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
-        if not isinstance(default, str | int | float | list | dict):
+    for argument in arguments:
+        name, value = argument.name, argument.default
+        default = list(value) if type(value) is tuple else value
+        if type(default) not in (str, int, float, bool, list, dict):
             continue  # None and private sentinels mean "not given" under any hint
         error = next(jsonschema.Draft202012Validator(properties[name]).iter_errors(default), None)
         if error is not None:
@@ -216,61 +287,6 @@ def _check_defaults(tool_name: str, parameters: Mapping[str, inspect.Parameter],
                 f"Tool {tool_name!r}: {name}={default!r:.100} contradicts its type hint ({error.message:.200}): "
                 "correct the default or the hint."
             )
-
-
-def _plain_hint(hint: Any, argument: str, tool_name: str) -> Any:
-    """Rewrite a hint into the forms that the helper knows; it would take a bare `list` for an object, for example."""
-    rewrite = functools.partial(_plain_hint, argument=argument, tool_name=tool_name)
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return rewrite(args[0])
-    if any(hint is scalar for scalar in _SCALARS) or origin is typing.Literal:
-        return hint
-    if origin in (typing.Union, types.UnionType):
-        return typing.Union[tuple(rewrite(part) for part in args)]  # noqa: UP007
-    sequences = (list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
-    if hint in sequences or hint is tuple or origin in sequences:
-        return list[rewrite(args[0])] if args else list[Any]  # type: ignore[misc]
-    if origin is tuple:
-        if len(args) == 2 and args[1] is Ellipsis:
-            return list[rewrite(args[0])]  # type: ignore[misc]
-        return hint
-    if hint in (dict, collections.abc.Mapping):
-        return dict
-    if origin in (dict, collections.abc.Mapping):
-        if args[0] not in (str, Any):
-            raise ToolSchemaError(
-                f"Tool {tool_name!r}: argument '{argument}' has {args[0]} keys; JSON keys are strings: "
-                "write dict[str, ...]."
-            )
-        return dict[str, rewrite(args[1])]  # type: ignore[misc]
-    raise ToolSchemaError(
-        f"Tool {tool_name!r}: argument '{argument}' has the type {hint}, which JSON cannot express: use str, int, "
-        "float, bool, list[...], dict[str, ...], Literal[...] or a union of these."
-    )
-
-
-def _explain(tool_name: str, error: Exception) -> ToolSchemaError:
-    text = " ".join(str(part) for part in error.args)
-    if "no docstring" in text:
-        cure = 'write """What it does.""" as its first line; the model reads it.'
-    elif "no description for the argument" in text:
-        cure = "add a Google 'Args:' section with one 'name: meaning' line per argument."
-    else:
-        cure = "use str, int, float, bool, list[...], dict[str, ...] or Literal[...]."
-    return ToolSchemaError(f"Tool {tool_name!r}: {text.rstrip('.!')}: {cure}")
-
-
-def _doc(fn: Callable[..., Any], description: str | None) -> str | None:
-    target: Any = unwrap_partial(fn)
-    if inspect.isroutine(target):
-        doc = inspect.getdoc(target)
-    else:
-        doc = inspect.getdoc(type(target).__call__) or inspect.getdoc(target)
-    if description is None:
-        return doc
-    sections = re.search(r"\n\s*Args:\n.*", doc or "", re.DOTALL)
-    return description + (sections.group(0) if sections else "")
 
 
 def _spell_out_nullable(node: Any) -> Any:

@@ -1,0 +1,446 @@
+"""Functions as other people write them: docstring styles, type hints beyond JSON's, schemas of other systems."""
+
+import asyncio
+import dataclasses
+import datetime
+import enum
+import functools
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict
+
+import pydantic
+import pytest
+
+from agent_r1_trl.tools import Tool, ToolCall, ToolExecutor, ToolSchemaError, tool
+from tests.tokenizers import FAMILIES, make_tokenizer
+
+DOCSTRINGS = {
+    "google": """Move a file.
+
+    Args:
+        source: Where it is.
+        force: Whether to replace.
+
+    Returns:
+        What happened.
+    """,
+    "google with types": """Move a file.
+    Args:
+        source (str): Where it is.
+        force (bool, optional): Whether to replace.
+    Returns:
+        What happened.
+    """,
+    "google with one type": """Move a file.
+
+    Args:
+        source: Where it is.
+        force (bool): Whether
+            to replace.
+
+    Returns:
+        str: What happened.
+    """,
+    "another heading": """Move a file.
+
+    Parameters:
+        source (str): Where it is.
+        force (bool): Whether to replace.
+
+    Returns:
+        What happened.
+    """,
+    "dashes": """Move a file.
+
+    Arguments:
+        source {str} -- Where it is.
+        force - Whether to replace.
+
+    Returns:
+        What happened.
+    """,
+    "bullets": """Move a file.
+
+    Args:
+        - source (str): Where it is.
+        - `force`: Whether to replace.
+
+    Returns:
+        What happened.
+    """,
+    "numpy": """Move a file.
+
+    Parameters
+    ----------
+    source : str
+        Where it is.
+    force : bool, optional
+        Whether to replace.
+
+    Returns
+    -------
+    str
+        What happened.
+    """,
+    "sphinx": """Move a file.
+
+    :param source: Where it is.
+    :type source: str
+    :param bool force: Whether to replace.
+    :return: What happened.
+    """,
+}
+
+
+@pytest.mark.parametrize("style", DOCSTRINGS)
+def test_a_docstring_of_any_style_gives_the_same_schema(style):
+    def move(source: str, force: bool = False) -> str: ...
+
+    move.__doc__ = DOCSTRINGS[style]
+    assert Tool(move).schema == {
+        "type": "function",
+        "function": {
+            "name": "move",
+            "description": "Move a file.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "source": {"type": "string", "description": "Where it is."},
+                    "force": {"type": "boolean", "description": "Whether to replace."},
+                },
+                "required": ["source"],
+            },
+            "return": {"type": "string", "description": "What happened."},
+        },
+    }
+
+
+def test_words_that_look_like_headings_stay_in_their_description():
+    @tool
+    def find(text: str, mode: str) -> str:
+        """Find: see the Returns: of it.
+
+        Args:
+            text (str): Text. Returns: everything.
+            mode (str): note: this
+                Args: that
+        """
+
+    function = find.schema["function"]
+    assert function["parameters"]["properties"]["text"]["description"] == "Text. Returns: everything."
+    assert function["parameters"]["properties"]["mode"]["description"] == "note: this Args: that"
+
+
+def test_what_annotated_says_describes_an_argument_that_the_docstring_leaves_out():
+    @tool
+    def search(
+        query: Annotated[str, "What to look for."],
+        top_k: Annotated[int, pydantic.Field(description="How many.", ge=1)] = 3,
+        lang: str = pydantic.Field(default="en", description="Language."),
+    ) -> str:
+        """Search."""
+        return f"{query} {top_k} {lang}"
+
+    assert search.schema["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "query": {"type": "string", "description": "What to look for."},
+            "top_k": {"type": "integer", "minimum": 1, "default": 3, "description": "How many."},
+            "lang": {"type": "string", "description": "Language."},
+        },
+        "required": ["query"],
+    }
+    assert run(search, query="x").content == "x 3 en"
+    assert run(search, query="x", top_k=0).error is not None
+
+
+# -------------------------------------------------------------------- type hints
+
+
+class Color(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    color: Color = Color.RED
+
+
+class Order(pydantic.BaseModel):
+    points: list[Point]
+    note: str | None = None
+
+
+class Options(TypedDict, total=False):
+    verbose: bool
+    point: typing.Required[Point]
+
+
+POINT = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "integer"},
+        "color": {"type": "string", "enum": ["red", "blue"], "default": "red"},
+    },
+    "required": ["x"],
+}
+CASES: list[tuple[Any, dict[str, Any], Any, Any]] = [
+    (Color, {"type": "string", "enum": ["red", "blue"]}, "blue", Color.BLUE),
+    (Level, {"type": "integer", "enum": [1, 2]}, 2, Level.HIGH),
+    (Color | None, {"type": "string", "enum": ["red", "blue"], "nullable": True}, None, None),
+    (Literal[Color.RED], {"type": "string", "const": "red"}, "red", Color.RED),
+    (Point, POINT, {"x": 1, "color": "blue"}, Point(1, Color.BLUE)),
+    (list[Point], {"type": "array", "items": POINT}, [{"x": 1}], [Point(1)]),
+    (Iterable[Color], {"type": "array", "items": {"type": "string", "enum": ["red", "blue"]}}, ["red"], [Color.RED]),
+    (
+        Order,
+        {
+            "type": "object",
+            "properties": {"points": {"type": "array", "items": POINT}, "note": {"type": "string", "nullable": True}},
+            "required": ["points"],
+        },
+        {"points": [{"x": 3}]},
+        Order(points=[Point(3)]),
+    ),
+    (
+        Options,
+        {"type": "object", "properties": {"verbose": {"type": "boolean"}, "point": POINT}, "required": ["point"]},
+        {"point": {"x": 2}},
+        {"point": Point(2)},
+    ),
+    (datetime.date, {"type": "string", "format": "date"}, "2024-02-29", datetime.date(2024, 2, 29)),
+    (set[int], {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, [1, 2], {1, 2}),
+    (tuple[str, int], {"type": "array", "prefixItems": [{"type": "string"}, {"type": "integer"}]}, ["a", 1], ("a", 1)),
+    (tuple[int, ...], {"type": "array", "items": {"type": "integer"}}, [1, 2, 3], (1, 2, 3)),
+    (tuple, {"type": "array", "items": {}}, [1, "a"], (1, "a")),
+    (dict[int, str], {"type": "object", "additionalProperties": {"type": "string"}}, {"1": "a"}, {1: "a"}),
+    (list[int], {"type": "array", "items": {"type": "integer"}}, [1.0], [1]),
+    (int | str, {"type": ["integer", "string"]}, 2.0, 2),
+    (Annotated[int, pydantic.Field(ge=0)], {"type": "integer", "minimum": 0}, 3.0, 3),
+    (Path, {"type": "string", "format": "path"}, "a/b", Path("a/b")),
+    (bytes, {"type": "string", "format": "binary"}, "ab", b"ab"),
+    (dict[str, Any], {"type": "object", "additionalProperties": {}}, {"a": [1]}, {"a": [1]}),
+    (float, {"type": "number"}, 2, 2),
+]
+
+
+def tool_of(hint: Any, default: Any = ...) -> tuple[Tool, list[Any]]:
+    """A tool with one argument `x`, and a list of what it receives."""
+    received: list[Any] = []
+
+    def fn(x):
+        """Do it.
+
+        Args:
+            x: A thing.
+        """
+        received.append(x)
+        return "done"
+
+    fn.__annotations__["x"] = hint
+    if default is not ...:
+        fn.__defaults__ = (default,)
+    return Tool(fn), received
+
+
+def run(item: Tool, **arguments: Any):
+    (result,) = asyncio.run(ToolExecutor([item]).execute([ToolCall(name=item.name, arguments=arguments)]))
+    return result
+
+
+@pytest.mark.parametrize(("hint", "schema", "value", "expected"), CASES, ids=[str(case[0]) for case in CASES])
+def test_the_function_receives_an_object_of_the_hinted_type(hint, schema, value, expected):
+    made, received = tool_of(hint)
+    assert made.schema["function"]["parameters"]["properties"]["x"] == {**schema, "description": "A thing."}
+    result = run(made, x=value)
+    assert not result.is_error, result.content
+    assert received == [expected] and type(received[0]) is type(expected)
+    assert result.call.arguments == {"x": value}  # the record keeps what the model wrote
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "named"),
+    [
+        (Color, "green", "'green' is not one of"),
+        (datetime.date, "2023-02-29", "valid date"),
+        (tuple[str, int], ["a"], "'x'"),
+        (list[Point], [{"x": 1}, {"y": 1}], "'x' is a required property"),
+        (dict[int, str], {"one": "a"}, "'x'"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_a_wrong_argument_and_never_reaches_the_function(hint, value, named):
+    made, received = tool_of(hint)
+    result = run(made, x=value)
+    assert result.error.value == "invalid_arguments" and named in result.content
+    assert received == []
+
+
+def test_a_validator_that_raises_anything_is_a_wrong_argument():
+    class Odd(pydantic.BaseModel):
+        name: str
+
+        @pydantic.field_validator("name")
+        @classmethod
+        def check(cls, value):
+            raise KeyError(value)
+
+    result = run(tool_of(Odd)[0], x={"name": "n"})
+    assert result.error.value == "invalid_arguments" and "KeyError" in result.content
+
+
+@pytest.mark.parametrize(
+    ("hint", "default", "shown"),
+    [
+        (Color, Color.BLUE, "blue"),
+        (Point, Point(4), {"x": 4, "color": "red"}),
+        (datetime.date, datetime.date(2024, 1, 2), "2024-01-02"),
+        (set[int], frozenset({1}), [1]),
+    ],
+)
+def test_the_default_of_such_an_argument_stands_in_the_schema(hint, default, shown):
+    made, received = tool_of(hint, default)
+    parameters = made.schema["function"]["parameters"]
+    assert parameters["properties"]["x"]["default"] == shown and "required" not in parameters
+    assert not run(made).is_error
+    assert received == [default]
+
+
+def test_a_plain_hint_has_the_schema_that_trl_shows_whatever_its_neighbours_are():
+    from transformers.utils import get_json_schema
+
+    def plain(city: str, nights: int = 2, tags: list[str] | None = None):
+        """Book.
+
+        Args:
+            city: Where.
+            nights: How many.
+            tags: Which.
+        """
+
+    def mixed(city: str, color: Color, nights: int = 2, tags: list[str] | None = None):
+        """Book.
+
+        Args:
+            city: Where.
+            color: What colour.
+            nights: How many.
+            tags: Which.
+        """
+
+    expected = get_json_schema(plain)["function"]["parameters"]["properties"]
+    shown = Tool(mixed).schema["function"]["parameters"]["properties"]
+    assert {name: shown[name] for name in expected} == expected
+    assert list(shown) == ["city", "color", "nights", "tags"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chat_templates_render_these_schemas(family):
+    tools = [tool_of(hint)[0] for hint, *_ in CASES] + [tool_of(Order, Order(points=[]))[0]]
+    schemas = [item.schema for item in tools]
+    text = make_tokenizer(family).apply_chat_template(
+        [{"role": "user", "content": "Hi."}], tools=schemas, tokenize=False, add_generation_prompt=True
+    )
+    assert "$ref" not in text and "$defs" not in text
+
+
+def test_mistakes_show_when_the_tool_is_made_and_a_schema_of_ones_own_cures_them():
+    class Handle:
+        """JSON cannot express it."""
+
+    def read(handle: Handle) -> str:
+        """Read.
+
+        Args:
+            handle: What to read.
+        """
+        return f"{handle}"
+
+    with pytest.raises(ToolSchemaError, match=r"'read'.*'handle'.*Handle.*schema="):
+        tool(read)
+    parameters = {"type": "object", "properties": {"handle": {"type": "string"}}, "required": ["handle"]}
+    cured = Tool(read, schema={"name": "read", "description": "Read.", "parameters": parameters})
+    assert run(cured, handle="h").content == "h"
+
+
+def test_an_environment_class_with_an_undescribed_function_is_refused_where_it_is_defined():
+    from agent_r1_trl import ToolEnv
+
+    def undescribed(x: int): ...
+
+    with pytest.raises(ToolSchemaError, match=r"'undescribed'.*docstring"):
+
+        class Env(ToolEnv):
+            tools: typing.ClassVar = [undescribed]
+
+
+# -------------------------------------------------------------------- schemas of other systems
+
+REFERRING = {
+    "type": "object",
+    "properties": {"point": {"$ref": "#/$defs/Point"}},
+    "required": ["point"],
+    "$defs": {"Point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"name": "go", "description": "Go there.", "inputSchema": REFERRING},
+        {"name": "go", "description": "Go there.", "input_schema": REFERRING},
+        {"type": "function", "name": "go", "description": "Go there.", "parameters": REFERRING, "strict": True},
+        {"type": "function", "function": {"name": "go", "description": "Go there.", "parameters": REFERRING}},
+    ],
+    ids=["mcp", "anthropic", "openai responses", "openai chat"],
+)
+def test_a_schema_of_another_system_is_brought_into_our_form_without_references(schema):
+    made = Tool(lambda **arguments: str(arguments), schema=schema)
+    assert made.schema == {
+        "type": "function",
+        "function": {
+            "name": "go",
+            "description": "Go there.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+                },
+                "required": ["point"],
+            },
+        },
+    }
+    assert run(made, point={"x": 1}).content == "{'point': {'x': 1}}"
+    assert run(made, point={}).error.value == "invalid_arguments"
+
+
+def test_a_schema_that_the_function_cannot_be_called_with_is_refused():
+    schema = {"name": "go", "description": "Go.", "parameters": {"type": "object", "properties": {"x": {}}}}
+    for fn, named in ((lambda y: y, r"does not take \['x'\]"), (lambda x, y: y, r"needs \['y'\]")):
+        with pytest.raises(ToolSchemaError, match=f"'go'.*{named}"):
+            Tool(fn, schema=schema)
+    assert Tool(functools.partial(lambda x, y: y, y=1), schema=schema).name == "go"
+
+
+def test_a_schema_of_ones_own_passes_json_values_on_as_they_are():
+    def when(day: datetime.date) -> str:
+        return type(day).__name__
+
+    made = Tool(when, schema={"name": "when", "parameters": {"type": "object", "properties": {"day": {}}}})
+    assert run(made, day="2024-01-01").content == "str"
+
+
+def test_a_schema_that_refers_to_itself_or_to_nothing_is_refused():
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}}
+    for definitions, named in (({"Node": node}, "Node refers to itself"), ({}, "refers to #/.defs/Node")):
+        schema = {"name": "go", "inputSchema": {**node, "$defs": definitions}}
+        with pytest.raises(ToolSchemaError, match=f"'go'.*{named}"):
+            Tool(lambda **arguments: "", schema=schema)
