@@ -29,7 +29,8 @@ def loaded_after(code: str) -> set[str]:
         "from agent_r1_trl import tool, Tool, Trajectory, StopReason, ToolCall, ToolResult",
         "from agent_r1_trl import ToolEnv, SearchQAEnv, Environment, StepResult, check_env",
         "import agent_r1_trl.rewards, agent_r1_trl.tools, agent_r1_trl.environments",
-        "from agent_r1_trl import tool\n@tool\ndef f(x: int) -> int:\n    '''Add one.'''\n    return x + 1\nf(1)",
+        "from agent_r1_trl import tool\n@tool\n"
+        "def f(x: int) -> int:\n    '''Add one.\n\n    Args:\n        x: A number.\n    '''\n    return x + 1\nf(1)",
     ],
 )
 def test_an_environment_server_loads_nothing_heavy(code):

@@ -9,10 +9,12 @@ import functools
 import random
 import sqlite3
 import time
+import typing
 
 import pytest
 
 from agent_r1_trl.doctor.environment import check_env
+from agent_r1_trl.doctor.environment.check import examine_env
 from agent_r1_trl.environments import FunctionToolsEnv, SearchQAEnv, ToolEnv, TRLEnvAdapter
 from agent_r1_trl.rewards import exact_match, extract_answer
 from agent_r1_trl.tools import SearchIndex, calculator, tool
@@ -42,7 +44,7 @@ class GoodEnv(ToolEnv):
 
 
 def problems(env, examples=EXAMPLES, **settings):
-    return [finding for finding in check_env(env, examples, **settings) if finding.level != "ok"]
+    return check_env(env, examples, **settings)
 
 
 def assert_finds(env, level, check, word, examples=EXAMPLES, **settings):
@@ -184,8 +186,12 @@ def test_nothing_is_wrong_with_the_search_environment(index):
     assert problems(functools.partial(SearchQAEnv, index, answer_tag=False, metric="f1")) == []
 
 
-def test_every_check_reports_when_it_found_nothing():
-    findings = check_env(GoodEnv, EXAMPLES)
+def test_there_are_findings_only_when_something_is_wrong():
+    assert check_env(GoodEnv, EXAMPLES) == []
+
+
+def test_every_check_tells_the_doctor_that_it_found_nothing():
+    findings = examine_env(GoodEnv, EXAMPLES)
     checks = ["construction", "methods", "reset", "step", "tools", "outcome", "state", "close"]
     assert [item.check for item in findings] == checks
     assert all(item.level == "ok" and item.message and not item.cure for item in findings)
@@ -215,11 +221,11 @@ def test_without_examples_a_question_is_made_up():
     ids=["reset", "tools", "step", "init"],
 )
 def test_a_check_that_could_not_look_says_nothing(broken, looked_at):
-    assert {item.check for item in check_env(env_like(**broken), EXAMPLES) if item.level == "ok"} == looked_at
+    assert {item.check for item in examine_env(env_like(**broken), EXAMPLES) if item.level == "ok"} == looked_at
 
 
 def test_without_an_outcome_nothing_is_said_of_it():
-    assert "outcome" not in {item.check for item in check_env(env_like(PlainGoodEnv, outcome_reward=None), EXAMPLES)}
+    assert "outcome" not in {item.check for item in examine_env(env_like(PlainGoodEnv, outcome_reward=None), EXAMPLES)}
 
 
 def test_it_works_inside_a_running_event_loop():
@@ -324,7 +330,7 @@ def starred(*queries: str) -> str:
     return ""
 
 
-def exotic(data: bytes) -> str:
+def exotic(data: "Opaque") -> str:
     """Look it up in a book.
 
     Args:
@@ -347,15 +353,10 @@ class Opaque:
     ("tools", "level", "word"),
     [
         (5, "error", "must be a list"),
-        ([undocumented], "error", "no docstring"),
-        ([untyped], "error", "no type hint"),
-        ([undescribed], "error", "no description for the argument 'query'"),
-        ([starred], "error", "cannot be described"),
-        ([exotic], "error", "JSON cannot express"),
         ([5], "error", "is no tool"),
         (["missing_method"], "error", "names 'missing_method'"),
         ([lookup, tool(name="lookup")(calculator.fn)], "error", "2 tools are called 'lookup'"),
-        ([tool_of(len, description="Odd.")], "warning", "too short"),
+        ([tool_of(lambda: "x", description="Odd.")], "warning", "too short"),
         ([tool_of(lambda: None)], "warning", "tells the model nothing"),
         ([tool_of(lambda: "")], "warning", "tells the model nothing"),
         ([tool_of(lambda: float("nan"))], "warning", "tells the model nothing"),
@@ -369,6 +370,21 @@ class Opaque:
 )
 def test_a_tool_that_misbehaves_is_found(tools, level, word):
     assert_finds(env_like(tools=tools), level, "tools", word)
+
+
+@pytest.mark.parametrize(
+    ("fn", "word"),
+    [
+        (undocumented, "no docstring"),
+        (untyped, "no type hint"),
+        (undescribed, "no description of the argument 'query'"),
+        (starred, "cannot be described"),
+        (exotic, "JSON cannot express"),
+    ],
+)
+def test_a_function_that_cannot_be_described_is_found(fn, word):
+    """The list of a class is checked where the class is defined; this one is made by the constructor."""
+    assert "schema=" in assert_finds(functools.partial(GoodEnv, tools=[fn]), "error", "tools", word).cure
 
 
 def test_tools_of_an_environment_without_our_base_class_are_checked_as_well():
@@ -641,3 +657,55 @@ def test_a_close_that_fails_is_found():
 def test_findings_are_not_repeated():
     found = problems(env_like(tools=[tool_of(lambda: Opaque())]), EXAMPLES * 3)
     assert len({(item.level, item.check, item.message) for item in found}) == len(found) == 1
+
+
+# -------------------------------------------------------------------- tools that reset chooses
+
+
+class PerRowEnv(ToolEnv):
+    """Offers the tools that the row names."""
+
+    offered: typing.ClassVar = {"lookup": [lookup], "calculator": [calculator], "undescribed": [lambda x: x]}
+
+    def reset(self, example):
+        self.tools = self.offered[example["toolset"]]
+        return super().reset(example)
+
+    def outcome_reward(self, trajectory):
+        return exact_match(trajectory.final_text, self.example["answer"]) == 1.0
+
+
+def rows_with(*toolsets):
+    return [{"prompt": "What?", "answer": "Oslo", "toolset": name} for name in toolsets]
+
+
+def test_tools_that_reset_chooses_are_checked_in_every_row():
+    assert check_env(PerRowEnv, rows_with("lookup", "calculator")) == []
+    found = assert_finds(PerRowEnv, "error", "tools", "<lambda>", rows_with("lookup", "undescribed"))
+    assert "schema=" in found.cure
+
+
+def test_tools_that_reset_chooses_are_played():
+    called = []
+
+    def mine(query: str) -> str:
+        """Look a thing up in the collection.
+
+        Args:
+            query: What to look up.
+        """
+        called.append(query)
+        raise NameError("no such name")
+
+    env = type("Env", (PerRowEnv,), {"offered": {"mine": [mine]}})
+    assert_finds(env, "error", "tools", "'mine' failed", rows_with("mine"))
+    assert called
+
+
+def test_an_environment_whose_tools_exist_only_after_reset_is_sound():
+    class Late(GoodEnv):
+        @property
+        def tools(self):
+            return {"Oslo": [lookup], "Madrid": []}[self.example["answer"]]
+
+    assert check_env(Late, EXAMPLES) == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -429,3 +430,40 @@ def test_the_report_shows_every_verdict_message_and_cure():
     for part in ("ok", "masks", "exact", "error", "broken [bold]as written[/bold]", "mend it"):
         assert part in shown
     assert has_errors(checks) and not has_errors(checks[:1])
+
+
+def test_prompts_are_measured_with_the_tools_that_reset_chose():
+    class Late(GoodEnv):
+        def reset(self, example):
+            self.tools = [search] if example["has_tool"] else []
+            return super().reset(example)
+
+    rows = [{"question": "Capital of France?", "has_tool": flag} for flag in (False, True)]
+    checks = examine(make_tokenizer("qwen3"), env=Late, examples=rows)
+    (prompts,) = [check for check in checks if check.check == "prompts"]
+    shortest, longest = map(int, re.findall(r"(\d+) to (\d+) tokens", prompts.message)[0])
+    assert longest - shortest > 50  # the schema of the tool
+    assert errors_of(
+        examine(make_tokenizer("qwen3"), env=Late, examples=rows, max_model_length=shortest + 10), "prompts"
+    )
+
+
+def test_the_prompts_of_a_trl_environment_are_measured():
+    class Counter:
+        def reset(self, **row):
+            return " Count."
+
+        def add(self, number: int) -> str:
+            """Add a number to the count.
+
+            Args:
+                number: What to add.
+            """
+            return str(number)
+
+        def get_reward(self):
+            return 1.0
+
+    checks = examine(make_tokenizer("qwen3"), env=Counter, examples=[{"prompt": "Hi."}])
+    assert flagged(checks) == []
+    assert any(check.check == "prompts" and check.message.startswith("1 prompts") for check in checks)

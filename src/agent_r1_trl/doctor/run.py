@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import dataclasses
-import inspect
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,16 +11,22 @@ from typing import Any
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.doctor.conversations import check_masks, check_parser
-from agent_r1_trl.doctor.environment import check_env
+from agent_r1_trl.doctor.environment.caller import Caller
+from agent_r1_trl.doctor.environment.check import examine_env
+from agent_r1_trl.doctor.environment.construction import env_factory
 from agent_r1_trl.doctor.environment.tools import check_tools, list_tools
 from agent_r1_trl.doctor.report import Finding, Report
 from agent_r1_trl.doctor.subject import Subject, check_tokenizer, load_subject
 from agent_r1_trl.doctor.template import PROBE_TOOL, Schema, check_template, open_chat
 from agent_r1_trl.doctor.versions import check_versions
+from agent_r1_trl.rollout import EnvSession, RolloutRequest
 from agent_r1_trl.tools import as_tool
 
 # Number of examples whose prompts are measured.
 _NUM_PROMPTS = 64
+# Seconds that an environment may take to start on an example.
+_START_S = 60.0
+Start = tuple[list[dict[str, Any]], list[Schema]]
 
 
 def run_doctor(
@@ -61,7 +66,9 @@ def run_doctor(
     report = Report()
     check_versions(report)
     rows = None if examples is None else list(itertools.islice(examples, _NUM_PROMPTS))
-    schemas = _check_tools(report, tools) + _env_schemas(env)
+    schemas = _check_tools(report, tools)
+    starts = _starts(env, rows, schemas)
+    schemas += _env_schemas(env, starts)
     subject = load_subject(report, model_or_tokenizer, tokenizer)
     if subject is not None:
         if max_model_length is not None:
@@ -83,7 +90,7 @@ def run_doctor(
                 check_parser(report, chat, shown, num_calls=num_conversations, seed=seed)
             if shown is None or chat.supports_tools:
                 check_masks(report, chat, shown, num_conversations=num_conversations, seed=seed)
-            _check_prompts(report, chat, subject, env, rows, schemas, max_completion_length)
+            _check_prompts(report, chat, subject, starts, max_completion_length)
     _check_env(report, env, rows)
     return report.findings
 
@@ -96,21 +103,50 @@ def _check_tools(report: Report, tools: Sequence[Any] | None) -> list[Schema]:
     return [tool.schema for tool in usable]
 
 
-def _env_schemas(env: Any) -> list[Schema]:
-    """Schemas of the environment's tools; empty if they cannot be read, and `check_env` says why."""
+def _starts(env: Any, rows: list[dict[str, Any]] | None, tools: list[Schema]) -> list[Start] | None:
+    """Prompt and tool schemas of every row, as a rollout sees them; None if a `reset` fails, and `check_env` says why.
+
+    An environment may choose its tools in `reset`, so the tools of the class say little about the prompts.
+    """
+    if env is None:
+        prompts = [row.get("prompt") for row in rows or []]
+        return [(prompt, tools) for prompt in prompts if isinstance(prompt, list)]
+
+    async def start(row: dict[str, Any]) -> Start:
+        session = EnvSession(factory, truncate=lambda text, max_tokens: text[: 4 * max_tokens])
+        try:
+            return await session.reset(RolloutRequest(example=row))
+        finally:
+            if session.env is not None:
+                await session.close()
+
+    caller = Caller(_START_S)
+    try:
+        factory = env_factory(env)
+        started = [caller.call("reset", start(row)) for row in rows or []]
+    except Exception:
+        return None
+    finally:
+        caller.close()
+    return None if any(item.failure for item in started) else [item.value for item in started]
+
+
+def _env_schemas(env: Any, starts: list[Start] | None) -> list[Schema]:
+    """Schemas of the tools of all rows, each once; those of a fresh environment where no row was started."""
     if env is None:
         return []
-    try:
-        return [as_tool(item).schema for item in getattr(_new_env(env), "tools", None) or ()]
-    except Exception:
-        return []
+    found = [schema for _, schemas in starts or [] for schema in schemas]
+    if not found:
+        with contextlib.suppress(Exception):
+            found = [as_tool(item).schema for item in getattr(env_factory(env)(), "tools", None) or ()]
+    return list({schema["function"]["name"]: schema for schema in reversed(found)}.values())[::-1]
 
 
 def _check_env(report: Report, env: Any, rows: list[dict[str, Any]] | None) -> None:
     if env is None:
         return
     try:
-        findings = check_env(env, rows)
+        findings = examine_env(env, rows)
     except Exception as error:
         report.error("environment", f"It cannot be checked: {error}", "Pass a class or factory, and rows as dicts.")
         return
@@ -119,25 +155,13 @@ def _check_env(report: Report, env: Any, rows: list[dict[str, Any]] | None) -> N
 
 
 def _check_prompts(
-    report: Report,
-    chat: ChatFormat,
-    subject: Subject,
-    env: Any,
-    rows: list[dict[str, Any]] | None,
-    schemas: list[Schema],
-    max_completion_length: int | None,
+    report: Report, chat: ChatFormat, subject: Subject, starts: list[Start] | None, max_completion_length: int | None
 ) -> None:
     """Lengths of real prompts against the model's positions."""
-    if not rows:
+    if not starts:
         return
     lengths = []
-    for row in rows:
-        try:
-            messages = _prompt(env, row)
-            if messages is None:
-                return
-        except Exception:  # check_env reports what reset does wrong
-            return
+    for messages, schemas in starts:
         try:
             lengths.append(len(chat.encode_prompt(messages, schemas or None)))
         except ChatFormatError as error:
@@ -161,19 +185,3 @@ def _check_prompts(
         )
     known = f" of {limit} positions" if limit is not None else ""
     report.ok("prompts", f"{len(lengths)} prompts, {min(lengths)} to {longest} tokens{known}.")
-
-
-def _prompt(env: Any, row: dict[str, Any]) -> list[Any] | None:
-    if env is None:
-        prompt = row.get("prompt")
-        return prompt if isinstance(prompt, list) else None
-    instance = _new_env(env)
-    try:
-        return list(instance.reset(dict(row)))
-    finally:
-        getattr(instance, "close", lambda: None)()
-
-
-def _new_env(env: Any) -> Any:
-    """From a class, a factory or an instance."""
-    return copy.deepcopy(env) if hasattr(env, "reset") and not inspect.isclass(env) else env()

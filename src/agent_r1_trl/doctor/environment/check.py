@@ -23,7 +23,7 @@ from agent_r1_trl.doctor.environment.outcome import check_outcome
 from agent_r1_trl.doctor.environment.script import DEFAULT_EXAMPLE
 from agent_r1_trl.doctor.environment.state import check_shared_state
 from agent_r1_trl.doctor.environment.tools import check_tools, list_tools
-from agent_r1_trl.doctor.report import Finding, describe_error
+from agent_r1_trl.doctor.report import Finding
 
 
 def check_env(
@@ -43,12 +43,24 @@ def check_env(
         timeout_s: seconds that a method may take before it counts as hanging.
 
     Returns:
-        Findings in the order of the checks. A check that looked and found nothing has one line of level "ok"; a check
-        that could not look, because an earlier one failed, has none.
+        Warnings and errors in the order of the checks; an empty list if nothing is wrong. A check that could not look,
+        because an earlier one found an error, has none.
 
     Raises:
         ValueError: `examples` holds no rows, or an argument is out of range.
     """
+    findings = examine_env(env_or_factory, examples, num_episodes=num_episodes, timeout_s=timeout_s)
+    return [finding for finding in findings if finding.level != "ok"]
+
+
+def examine_env(
+    env_or_factory: Any,
+    examples: Iterable[dict[str, Any]] | None = None,
+    *,
+    num_episodes: int = 3,
+    timeout_s: float = 10.0,
+) -> list[Finding]:
+    """As `check_env`, with one finding of level "ok" from every check that looked and found nothing."""
     if isinstance(num_episodes, bool) or not isinstance(num_episodes, int) or num_episodes < 1:
         raise ValueError(f"num_episodes={num_episodes!r}: must be an integer >= 1.")
     if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
@@ -78,15 +90,13 @@ def _run_checks(trial: Trial, given: Any) -> None:
     """Run the checks, the cheap ones first, and leave out those that need something that failed."""
     report = trial.report
     env = check_construction(trial, given)
-    try:
+    with contextlib.suppress(Exception):  # tools that exist only after reset; `check_reset` looks at them
         trial.tools = check_tools(report, getattr(env, "tools", None) or ())
-    except Exception as error:  # a property, or a name in the list that is no method
-        report.error("tools", f"{describe_error(error)}.", "Set tools = [function, ...] on the class.")
     check_methods(trial, env)
     if report.has_errors("construction", "tools", "methods"):
         return
     check_reset(trial)
-    if report.has_errors("reset") or not trial.rows:
+    if report.has_errors("reset", "tools") or not trial.rows:
         return
     check_steps(trial)
     report.ok("tools", list_tools(trial.tools))

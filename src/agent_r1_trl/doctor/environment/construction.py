@@ -46,7 +46,15 @@ class Trial:
     is_instance: bool = False
     """An instance was given, so fresh ones are copies."""
     tools: list[Tool] = field(default_factory=list)
-    """The tools that a model can call."""
+    """The tools that a model can call, in any of the rows."""
+    tools_of_row: dict[int, list[Tool]] = field(default_factory=dict)
+    """The tools after the `reset` of a row, by the row's `id`: an environment may choose them there."""
+    hanging: set[str] = field(default_factory=set)
+    """Names of tools that did not come back."""
+
+    def tools_for(self, row: dict[str, Any]) -> list[Tool]:
+        """The tools to call in the episodes of a row."""
+        return [found for found in self.tools_of_row.get(id(row), self.tools) if found.name not in self.hanging]
 
     def new(self) -> Any:
         """Make a fresh environment. A failure is reported and raises `Stopped`."""
@@ -129,6 +137,15 @@ def check_construction(trial: Trial, given: Any) -> Any:
         )
     report.ok("construction", "Every trajectory gets an instance of its own.")
     return env
+
+
+def env_factory(given: Any) -> Callable[[], Any]:
+    """A function that makes environments with our protocol, from a class, a function, an instance or TRL's forms."""
+    if isinstance(given, dict):
+        return functools.partial(TRLEnvAdapter, given)
+    if hasattr(given, "reset") and not inspect.isclass(given):
+        return functools.partial(copy.deepcopy, given)
+    return functools.partial(TRLEnvAdapter, given) if _looks_like_trl(given()) else given
 
 
 def check_methods(trial: Trial, env: Any) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 from agent_r1_trl.doctor.environment.construction import Trial
 from agent_r1_trl.doctor.environment.script import DEFAULT_EXAMPLE, broken_calls, odd_messages, valid_messages
-from agent_r1_trl.doctor.environment.tools import check_result
+from agent_r1_trl.doctor.environment.tools import DESCRIBE, check_result, check_tools
 from agent_r1_trl.doctor.report import describe_error
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.rollout import EnvSession
-from agent_r1_trl.tools import shared_pool
+from agent_r1_trl.tools import ToolSchemaError, shared_pool
 from agent_r1_trl.trajectory import Author, Message, StopReason, ToolErrorKind, ToolResult, Trajectory, Turn
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -54,7 +54,9 @@ def check_reset(trial: Trial) -> None:
     """The prompt of every row: its form, and that two instances agree on it."""
     report = trial.report
     for row in trial.rows:
-        _, reset = trial.start(row)
+        session, reset = trial.start(row)
+        if _has_bad_tools(trial, row, session):
+            return
         if reset.failure and trial.are_made_up:
             message = f"{reset.failure}, on a made-up example ({', '.join(DEFAULT_EXAMPLE)}); nothing was played."
             report.warning("reset", message, "Pass rows of your data set: check_env(env, examples).")
@@ -83,20 +85,34 @@ def check_reset(trial: Trial) -> None:
     report.ok("reset", "reset gives the same valid prompt for the same example.")
 
 
+def _has_bad_tools(trial: Trial, row: dict[str, Any], session: EnvSession) -> bool:
+    """Look at the tools as `reset` left them: these are the ones that the model will see."""
+    try:
+        found = check_tools(trial.report, getattr(session.env, "tools", None) or ())
+    except Exception as error:  # a property, or a name in the list that is no method
+        cure = DESCRIBE if isinstance(error, ToolSchemaError) else "Set tools = [function, ...] on the class."
+        trial.report.error("tools", f"{describe_error(error, 500)}.", cure)
+        return True
+    trial.tools_of_row[id(row)] = found
+    names = {tool.name for tool in trial.tools}
+    trial.tools += [tool for tool in found if tool.name not in names]
+    return trial.report.has_errors("tools")
+
+
 def check_steps(trial: Trial) -> None:
     """Every row with valid calls, broken calls and odd messages, each in a fresh environment."""
     report, has_ended = trial.report, False
     for row in trial.rows:
-        played = play(trial, row, "a valid call or a plain answer", valid_messages(trial.tools))
+        played = play(trial, row, "a valid call or a plain answer", valid_messages(trial.tools_for(row)))
         has_ended |= played is not None and played.steps[-1].done
-        for what, message in broken_calls(trial.tools).items():
+        for what, message in broken_calls(trial.tools_for(row)).items():
             step = take_step(trial, trial.fresh(row)[0], message, what)
             if step is not None and step.done:
                 text = f"{what.capitalize()} ends the episode: the policy gets no chance to repair it."
                 report.warning("step", text, "Return an observation that says how to call, and done=False.")
             if step is not None and step.reward > 0:
                 report.warning("step", f"{what.capitalize()} earns {step.reward:g}.", "Pay failing calls 0 or less.")
-        for what, message in odd_messages(trial.tools).items():
+        for what, message in odd_messages(trial.tools_for(row)).items():
             take_step(trial, trial.fresh(row)[0], message, what)
         if report.has_errors("step"):
             return
@@ -136,7 +152,7 @@ def take_step(trial: Trial, session: EnvSession, message: Message, what: str) ->
         if isinstance(result, ToolResult):
             check_result(report, result)
             if result.error is ToolErrorKind.TIMEOUT:  # once is enough
-                trial.tools = [tool for tool in trial.tools if tool.name != result.call.name]
+                trial.hanging.add(result.call.name)
     problem = describe_bad_messages(step.observations)
     if problem:
         report.error("step", f"step returned {problem}.", "Return [{'role': 'tool' or 'user', 'content': 'text'}].")

@@ -9,6 +9,7 @@ from agent_r1_trl.doctor.environment.episodes import play
 from agent_r1_trl.doctor.environment.script import NONSENSE, answer_message, broken_calls, call_message, sample_call
 from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
+from agent_r1_trl.tools import Tool
 from agent_r1_trl.trajectory import Message, StopReason
 
 GOLD_COLUMNS = ("answer", "answers", "golden_answers", "gold", "solution")
@@ -19,23 +20,13 @@ def check_outcome(trial: Trial) -> None:
     env, report = trial.new(), trial.report
     if getattr(env, "outcome_reward", None) is None:
         return
-    invalid = [broken_calls(trial.tools)["an unknown tool"]]
-    calls = [call_message(sample_call(tool)) for tool in trial.tools[:1]] or invalid
-    nonsense = answer_message(NONSENSE)
-    cases: dict[str, tuple[list[Message], StopReason]] = {
-        "a wrong answer": ([nonsense], StopReason.DONE),
-        "an answer without content": ([answer_message(None)], StopReason.DONE),
-        "an empty trajectory (no turn at all)": ([], StopReason.MAX_COMPLETION_LENGTH),
-        "a trajectory of invalid calls": (invalid, StopReason.INVALID_CALLS),
-        "a trajectory cut at the turn limit": (calls, StopReason.MAX_TURNS),
-        "a wrong answer after calls": ([*calls, nonsense], StopReason.DONE),
-    }
     # A TRL class scores what was done, a ToolEnv without an outcome_reward of its own nothing.
     reads_answer = getattr(type(env), "outcome_reward", None) not in (
         TRLEnvAdapter.outcome_reward,
         ToolEnv.outcome_reward,
     )
     for row in trial.rows:
+        cases = _cases(trial.tools_for(row))
         scores = {what: _score(trial, row, what, *case) for what, case in cases.items()}
         wrong = scores["a wrong answer"]
         if wrong is not None and _score(trial, row, "a wrong answer", *cases["a wrong answer"]) != wrong:
@@ -66,6 +57,21 @@ def _check_right_answer(trial: Trial, row: dict[str, Any], wrong: float) -> None
             "See that outcome_reward reads the right column and the answer's form (plain text, <answer>, \\boxed and "
             "#### were tried). Fine if the task is not solved by what the final text says.",
         )
+
+
+def _cases(tools: list[Tool]) -> dict[str, tuple[list[Message], StopReason]]:
+    """Messages to play before the trajectory is scored, and how it ends, by what they are."""
+    invalid = [broken_calls(tools)["an unknown tool"]]
+    calls = [call_message(sample_call(tool)) for tool in tools[:1]] or invalid
+    nonsense = answer_message(NONSENSE)
+    return {
+        "a wrong answer": ([nonsense], StopReason.DONE),
+        "an answer without content": ([answer_message(None)], StopReason.DONE),
+        "an empty trajectory (no turn at all)": ([], StopReason.MAX_COMPLETION_LENGTH),
+        "a trajectory of invalid calls": (invalid, StopReason.INVALID_CALLS),
+        "a trajectory cut at the turn limit": (calls, StopReason.MAX_TURNS),
+        "a wrong answer after calls": ([*calls, nonsense], StopReason.DONE),
+    }
 
 
 def _score(

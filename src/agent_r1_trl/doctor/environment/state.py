@@ -23,7 +23,10 @@ def check_shared_state(trial: Trial) -> None:
     if isinstance(bystander, TRLEnvAdapter):
         bystander = bystander.environment
     before = _snapshot(bystander)
-    if play(trial, trial.rows[0], "a valid call or a plain answer", valid_messages(trial.tools)) is None:
+    if (
+        play(trial, trial.rows[0], "a valid call or a plain answer", valid_messages(trial.tools_for(trial.rows[0])))
+        is None
+    ):
         return
     after = _snapshot(bystander)
     changed = sorted(name for name in before if before[name] != after.get(name, before[name]))

@@ -16,6 +16,12 @@ _EMPTY = ("None", "null", "nan", "NaN", "(no output)")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+|\d{7,}")
 
 
+DESCRIBE = (
+    "Give the function type hints and a docstring that says what it does and what each argument means; or describe it "
+    "yourself: Tool(fn, schema={...})."
+)
+
+
 def check_tools(report: Report, declared: Any) -> list[Tool]:
     """Check the list of tools, their names, schemas and descriptions; returns the tools that a model can call."""
     if isinstance(declared, (str, bytes)) or not hasattr(declared, "__iter__"):
@@ -31,8 +37,7 @@ def check_tools(report: Report, declared: Any) -> list[Tool]:
             report.error(
                 "tools",
                 f"{describe_error(error, 500)}.",
-                "Pass a function with type hints and a Google docstring: what it does, then 'Args:' with a line per "
-                "argument.",
+                DESCRIBE,
             )
             continue
         usable.append(found)
