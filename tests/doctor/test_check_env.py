@@ -287,7 +287,6 @@ def test_an_instance_is_checked_with_a_warning():
             "no method outcome_reward(self, trajectory)",
         ),
         (env_like(process_reward=lambda self, call: 0.0), "error", "no method process_reward(self, call, result)"),
-        (env_like(ToolEnv, tools=[lookup]), "warning", "neither outcome_reward nor process_reward"),
         (functools.partial(GoodEnv, max_process_reward=50.0), "warning", "more than solving"),
         (functools.partial(GoodEnv, tool_error_reward=0.3), "warning", "failing calls are rewarded"),
         (env_like(tool_call_reward="x", __init__=lambda self: None), "error", "tool_call_reward='x'"),
@@ -385,6 +384,15 @@ def test_a_tool_that_misbehaves_is_found(tools, level, word):
 def test_a_function_that_cannot_be_described_is_found(fn, word):
     """The list of a class is checked where the class is defined; this one is made by the constructor."""
     assert "schema=" in assert_finds(functools.partial(GoodEnv, tools=[fn]), "error", "tools", word).cure
+
+
+def test_an_environment_that_pays_for_calls_alone_is_found_also_if_reset_chooses_its_tools():
+    def reset(self, example):
+        self.tools = [lookup]
+        return ToolEnv.reset(self, example)
+
+    for env in (env_like(ToolEnv, tools=[lookup]), env_like(ToolEnv, reset=reset)):
+        assert_finds(env, "warning", "outcome", "neither outcome_reward nor process_reward")
 
 
 def test_tools_of_an_environment_without_our_base_class_are_checked_as_well():

@@ -532,3 +532,50 @@ def test_any_json_message_is_a_step(given_message):
     assert step.done or step.observations
     assert all(isinstance(item["content"], str) for item in step.observations)
     assert math.fsum(step.info["reward_parts"].values()) == step.reward
+
+
+# -------------------------------------------------------------------- several user turns
+
+
+def dialogue(*texts, is_async=False):
+    """An environment whose user says these texts, one after the answer to another."""
+
+    class Dialogue(ToolEnv):
+        def reset(self, example):
+            self.waiting = list(texts)
+            return super().reset(example)
+
+        def next_user_message(self, message):
+            return self.waiting.pop(0) if self.waiting else None
+
+    class AsyncDialogue(Dialogue):
+        async def next_user_message(self, message):
+            await asyncio.sleep(0)
+            return Dialogue.next_user_message(self, message)
+
+    env = AsyncDialogue() if is_async else Dialogue()
+    env.reset({"prompt": "Hello."})
+    return env
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_user_speaks_again_until_nothing_is_left_to_say(is_async):
+    env = dialogue("And then?", "", is_async=is_async)
+    for expected in ("And then?", ""):
+        step = asyncio.run(env.step(message(content="An answer.")))
+        assert step.observations == [{"role": "user", "content": expected}]
+        assert not step.done and not step.info["is_invalid"] and step.reward == 0.0
+    assert asyncio.run(env.step(message(content="Goodbye."))).done
+
+
+def test_the_user_is_not_asked_while_the_model_calls_tools():
+    env = dialogue("And then?")
+    for tried in (message(("no_such_tool", {})), message(malformed_tool_call="cut off")):
+        step = asyncio.run(env.step(tried))
+        assert not step.done and step.info["is_invalid"]
+    assert env.waiting == ["And then?"]
+
+
+def test_what_the_user_says_must_be_text():
+    with pytest.raises(ValueError, match=r"Dialogue\.next_user_message returned 5"):
+        asyncio.run(dialogue(5).step(message(content="An answer.")))

@@ -40,8 +40,8 @@ class ToolEnv:
 
     Every setting is a class attribute that a subclass may set, and a constructor argument that overrides it. A
     subclass needs no `__init__`, and one that has its own need not call this one. Methods to override:
-    `process_reward`, `outcome_reward`, `reset`, `system_message`, `is_done`; each may be async, except `is_done` and
-    `system_message`.
+    `process_reward`, `outcome_reward`, `reset`, `next_user_message`, `system_message`, `is_done`; each may be async,
+    except `is_done` and `system_message`.
 
     Args:
         tools: functions, `Tool`s, or names of methods. Methods decorated with `@tool` are tools without being listed.
@@ -140,6 +140,13 @@ class ToolEnv:
         """
         return not message.get("tool_calls") and not message.get("malformed_tool_call")
 
+    def next_user_message(self, message: Message) -> str | None:
+        """What the user says to an answer (a message without a call), for conversations of several user turns.
+
+        None, the default, leaves it to `is_done` whether the episode is over.
+        """
+        return None
+
     def system_message(self, example: dict[str, Any]) -> str | None:
         """Text of the system message, or None for no system message. By default `system_prompt`."""
         return self.system_prompt
@@ -171,9 +178,9 @@ class ToolEnv:
         """Run the calls of an assistant message.
 
         Returns:
-            Observations (one message of role `tool` per call, in their order, or one of role `user` that says how to
-            go on if no call could be read), the sum of the calls' rewards, whether the episode is over, and info
-            (`tool_results`, `reward_parts`, `is_invalid`).
+            Observations (one message of role `tool` per call, in their order, or one of role `user`: what
+            `next_user_message` says, or how to go on if no call could be read), the sum of the calls' rewards, whether
+            the episode is over, and info (`tool_results`, `reward_parts`, `is_invalid`).
         """
         executor = self.executor
         executor.truncate = self.truncate_text
@@ -191,10 +198,12 @@ class ToolEnv:
             else:
                 observations.append({"role": "user", "content": feedback})
         reward_parts = await self._reward_calls(results)
-        done = bool(self.is_done(message))
+        is_answer = not message.get("tool_calls") and not malformed
+        said = await self._next_user_message(message) if is_answer else None
+        done = said is None and bool(self.is_done(message))
         if not done and not observations:
-            observations.append({"role": "user", "content": executor.explain_no_call()})
-        is_invalid = not done and all(result.error in _NOT_RUN for result in results)
+            observations.append({"role": "user", "content": executor.explain_no_call() if said is None else said})
+        is_invalid = not done and said is None and all(result.error in _NOT_RUN for result in results)
         info: dict[str, Any] = {"tool_results": results, "reward_parts": reward_parts, "is_invalid": is_invalid}
         return StepResult(observations, math.fsum(reward_parts.values()), done, info)
 
@@ -231,21 +240,29 @@ class ToolEnv:
     async def _process_reward(self, result: ToolResult) -> float:
         source = f"{type(self).__name__}.process_reward"
         try:
-            value = await self._call_process_reward(result)
+            value = await self._call_method("process_reward", result.call, result)
         except Exception as error:
             raise RewardError(f"{source} raised {type(error).__name__}: {error}") from error
         if is_bool(value):
             return self.tool_call_reward if value else 0.0
         return read_number(value, source)
 
-    async def _call_process_reward(self, result: ToolResult) -> Any:
-        method = self.process_reward
+    async def _next_user_message(self, message: Message) -> str | None:
+        said = await self._call_method("next_user_message", message)
+        if said is not None and not isinstance(said, str):
+            raise ValueError(
+                f"{type(self).__name__}.next_user_message returned {said!r:.200}: it must return text, or None."
+            )
+        return said
+
+    async def _call_method(self, name: str, *arguments: Any) -> Any:
+        method = getattr(self, name)
         if inspect.iscoroutinefunction(method):
-            return await method(result.call, result)
-        if getattr(method, "__func__", None) is ToolEnv.process_reward:
-            return method(result.call, result)
-        # The user's own method may be slow (a judge, a verifier) and must not hold up other trajectories.
-        return await shared_pool(self.max_tool_workers).run(lambda: method(result.call, result))
+            return await method(*arguments)
+        if getattr(method, "__func__", None) is getattr(ToolEnv, name):
+            return method(*arguments)
+        # The user's own method may be slow (a judge, a simulated user) and must not hold up other trajectories.
+        return await shared_pool(self.max_tool_workers).run(lambda: method(*arguments))
 
     def _check_settings(self) -> None:
         owner = type(self).__name__

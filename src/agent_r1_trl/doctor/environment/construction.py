@@ -24,6 +24,7 @@ _METHODS = {
     "close": "(self)",
     "outcome_reward": "(self, trajectory)",
     "process_reward": "(self, call, result)",
+    "next_user_message": "(self, message)",
 }
 
 
@@ -178,12 +179,6 @@ def _check_settings(trial: Trial, env: ToolEnv) -> None:
         return
     pays_for_calls = env.has_reward and env.tool_call_reward > 0
     has_outcome = cls.outcome_reward is not ToolEnv.outcome_reward
-    if pays_for_calls and not has_outcome and cls.process_reward is ToolEnv.process_reward and trial.tools:
-        report.warning(
-            "methods",
-            f"{name} defines neither outcome_reward nor process_reward: it pays for calls, whatever the answer.",
-            "Define outcome_reward(self, trajectory), or set tool_call_reward = 0 and pass reward_funcs.",
-        )
     cap, span = env.max_process_reward, env.success_reward - env.failure_reward
     if pays_for_calls and has_outcome and (cap is None or cap > span):
         message = f"{name}.max_process_reward={cap}: calling tools can earn more than solving the task ({span:g})."

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_r1_trl.doctor.environment.construction import Trial
-from agent_r1_trl.doctor.environment.script import DEFAULT_EXAMPLE, broken_calls, odd_messages, valid_messages
+from agent_r1_trl.doctor.environment.script import (
+    DEFAULT_EXAMPLE,
+    NONSENSE,
+    answer_message,
+    broken_calls,
+    odd_messages,
+    valid_messages,
+)
 from agent_r1_trl.doctor.environment.tools import DESCRIBE, check_result, check_tools
 from agent_r1_trl.doctor.report import describe_error
 from agent_r1_trl.environments.base import StepResult
@@ -16,6 +23,8 @@ from agent_r1_trl.rollout import EnvSession
 from agent_r1_trl.tools import ToolSchemaError, shared_pool
 from agent_r1_trl.trajectory import Author, Message, StopReason, ToolErrorKind, ToolResult, Trajectory, Turn
 
+MAX_ANSWERS = 8
+"""Answers after which an episode that has not ended counts as endless."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -104,7 +113,7 @@ def check_steps(trial: Trial) -> None:
     report, has_ended = trial.report, False
     for row in trial.rows:
         played = play(trial, row, "a valid call or a plain answer", valid_messages(trial.tools_for(row)))
-        has_ended |= played is not None and played.steps[-1].done
+        has_ended |= played is not None and (played.steps[-1].done or _answers_to_the_end(trial, played))
         for what, message in broken_calls(trial.tools_for(row)).items():
             step = take_step(trial, trial.fresh(row)[0], message, what)
             if step is not None and step.done:
@@ -123,6 +132,15 @@ def check_steps(trial: Trial) -> None:
             "Return done=True from step when the task is over.",
         )
     report.ok("step", "step survives good, bad and odd messages and keeps its contract.")
+
+
+def _answers_to_the_end(trial: Trial, played: Episode) -> bool:
+    """Whether the episode ends if the model goes on answering: there may be several user turns."""
+    for _ in range(MAX_ANSWERS):
+        step = take_step(trial, played.session, answer_message(NONSENSE), "a plain answer")
+        if step is None or step.done:
+            return step is not None
+    return False
 
 
 def play(trial: Trial, row: dict[str, Any], what: str, messages: list[Message]) -> Episode | None:

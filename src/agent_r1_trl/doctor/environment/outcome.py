@@ -20,6 +20,7 @@ def check_outcome(trial: Trial) -> None:
     env, report = trial.new(), trial.report
     if getattr(env, "outcome_reward", None) is None:
         return
+    _check_payment(trial, env)
     # A TRL class scores what was done, a ToolEnv without an outcome_reward of its own nothing.
     reads_answer = getattr(type(env), "outcome_reward", None) not in (
         TRLEnvAdapter.outcome_reward,
@@ -40,6 +41,20 @@ def check_outcome(trial: Trial) -> None:
         if wrong is not None and reads_answer and not trial.are_made_up:
             _check_right_answer(trial, row, wrong)
     report.ok("outcome", "outcome_reward scores finished, cut and empty trajectories.")
+
+
+def _check_payment(trial: Trial, env: Any) -> None:
+    """Whether a `ToolEnv` with tools leaves both rewards at their defaults."""
+    if not isinstance(env, ToolEnv) or not env.has_reward or env.tool_call_reward <= 0 or not trial.tools:
+        return
+    cls = type(env)
+    if cls.outcome_reward is ToolEnv.outcome_reward and cls.process_reward is ToolEnv.process_reward:
+        trial.report.warning(
+            "outcome",
+            f"{cls.__name__} defines neither outcome_reward nor process_reward: it pays for calls, whatever the "
+            "answer.",
+            "Define outcome_reward(self, trajectory), or set tool_call_reward = 0 and pass reward_funcs.",
+        )
 
 
 def _check_right_answer(trial: Trial, row: dict[str, Any], wrong: float) -> None:
