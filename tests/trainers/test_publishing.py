@@ -1,14 +1,17 @@
 """What is saved loads as a plain model, with the template it was trained with and a card."""
 
 import json
+from pathlib import Path
 
+import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.chat import ChatFormat
-from tests.toys import add
+from tests.toys import AddEnv, add
 from tests.trainers.helpers import make_trainer
 
 
@@ -82,3 +85,73 @@ def test_every_estimator_has_a_card_with_its_settings_and_papers(tmp_path):
         assert row.papers and all(arxiv_id in card for _, arxiv_id in row.papers), row.name
         assert f"`{row.name}` ({row.baseline}; {row.credit})" in card
         assert all(f"| {option} |" in card for option in row.options if hasattr(trainer.args, option)), row.name
+
+
+# ---------------------------------------------------------------- uploads
+
+
+@pytest.fixture
+def uploads(monkeypatch):
+    """The relative paths of the files in each upload, which goes nowhere."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import filter_repo_objects
+
+    sent: list[list[str]] = []
+
+    def upload_folder(self, *, folder_path, ignore_patterns=None, **kwargs):
+        files = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
+        sent.append(sorted(filter_repo_objects(files, ignore_patterns=ignore_patterns)))
+
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    return sent
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_trajectories_are_uploaded_only_if_asked(tmp_path, uploads, asked):
+    trainer = make_trainer(tmp_path, record_trajectories="jsonl", push_trajectories=asked)
+    trainer.train()
+    (tmp_path / "trajectories" / "superseded").mkdir()
+    (tmp_path / "trajectories" / "superseded" / "step_000000.1.jsonl").touch()
+    trainer.hub_model_id = "nobody/adder"
+    trainer.push_to_hub()
+    trainer.save_model(str(tmp_path / "checkpoint-1"))
+    trainer.push_in_progress = None  # as with push_to_hub=True
+    trainer._push_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    assert len(uploads) == 2
+    for files in uploads:
+        assert {"README.md", "config.json", "tokenizer.json"} <= set(files)
+        assert any(name.startswith("trajectories/") for name in files) == asked
+        assert not any(name.startswith("checkpoint-") for name in files)  # the Trainer's own patterns still hold
+
+
+def test_uploads_of_others_are_as_before(tmp_path, uploads):
+    from transformers.utils.hub import hf_api
+
+    trainer = make_trainer(tmp_path)
+    trainer.hub_model_id = "nobody/adder"
+    trainer.push_to_hub()
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "a.txt").touch()
+    hf_api().upload_folder(folder_path=str(tmp_path))
+    assert "trajectories/a.txt" in uploads[-1]
+
+
+# ---------------------------------------------------------------- logs
+
+
+def test_a_row_that_no_reward_function_scored_is_not_logged(tmp_path, caplog):
+    class Unscored(AddEnv):
+        def reset(self, example):
+            if example["id"] == "q0":
+                raise RuntimeError("down")
+            return super().reset(example)
+
+    trainer = make_trainer(
+        tmp_path,
+        env=Unscored,
+        train_dataset=Dataset.from_list([{"id": f"q{i}", "prompt": "question", "secret": "SECRET"} for i in range(2)]),
+    )
+    trainer.train()
+    said = [item.getMessage() for item in caplog.records if "reward functions returned None" in item.getMessage()]
+    assert said and all("infrastructure failure" in text for text in said)
+    assert "SECRET" not in caplog.text

@@ -55,9 +55,10 @@ def test_overridden_methods_keep_their_signature(name, parameters):
         ("_load_best_model", ["self"]),
         ("save_model", ["self", "output_dir", "_internal_call"]),
         ("_load_from_checkpoint", ["self", "resume_from_checkpoint", "model"]),
+        ("_push_from_checkpoint", ["self", "checkpoint_folder"]),
     ],
 )
-def test_what_ppo_overrides_of_transformers_keeps_its_signature(name, parameters):
+def test_what_is_overridden_of_transformers_keeps_its_signature(name, parameters):
     assert list(inspect.signature(getattr(GRPOTrainer, name)).parameters) == parameters
 
 

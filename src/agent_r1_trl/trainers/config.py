@@ -180,6 +180,14 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         metadata={"help": "How trajectories are written to `output_dir`/trajectories: 'jsonl', 'parquet' or 'none'."},
     )
 
+    push_trajectories: bool = field(
+        default=False,
+        metadata={
+            "help": "Upload the recorded trajectories with the model (`push_to_hub`). They contain prompts and tool "
+            "results, which may be private."
+        },
+    )
+
     has_critic: ClassVar[bool] = False
     """Whether the trainer of these arguments has a critic."""
 

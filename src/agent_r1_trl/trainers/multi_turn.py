@@ -8,7 +8,7 @@ TRL 1.16 names that this file touches (`tests/trainers/test_trl_contract.py` che
 - overridden: `__init__`, `_set_signature_columns_if_needed`, `_get_train_sampler` (its `seed`, `shuffle` and
   `generator`), `train`, `_load_optimizer_and_scheduler`, `get_batch_samples`, `training_step`, `_prepare_inputs`,
   `_generate_and_score_completions`, `_generate`, `_calculate_rewards`, `_get_per_token_logps_and_entropies`,
-  `_compute_loss`, `_save_checkpoint`, `create_model_card`
+  `_compute_loss`, `_save_checkpoint`, `create_model_card`; in `publishing.py` `push_to_hub`, `_push_from_checkpoint`
 - read: `_metrics`, `_logs`, `_tokenizer`, `_is_vlm`, `eos_token_ids`, `num_generations`, `num_generations_eval`,
   `num_iterations`, `reward_funcs`, `reward_weights`, `reward_func_names`, `model_wrapped`, `ref_model`,
   `aux_loss_enabled`, `current_gradient_accumulation_steps`, `accelerator`, `state`
@@ -52,6 +52,7 @@ from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
 from agent_r1_trl.trainers.lookahead import ROW_INDEX, in_seeded_order
 from agent_r1_trl.trainers.metrics import gather_metrics
 from agent_r1_trl.trainers.model_card import add_sections
+from agent_r1_trl.trainers.publishing import Publishing, rows_not_logged
 from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint, accept_numbered_cpus
 from agent_r1_trl.trainers.rewards import Rewards
 from agent_r1_trl.trainers.rollouts import PlayedBatch, Position, Rollouts, trl_generation
@@ -64,7 +65,7 @@ from agent_r1_trl.update.live_rows import policy_scale
 from agent_r1_trl.update.losses import LossPass
 
 
-class MultiTurnTrainer(EvaluatingTrainer):
+class MultiTurnTrainer(Publishing, EvaluatingTrainer):
     """Base of the multi-turn trainers: rollouts, rewards, masks, metrics, recording, checkpoints.
 
     One training step, with the method below and the file that does the work:
@@ -273,14 +274,16 @@ class MultiTurnTrainer(EvaluatingTrainer):
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> torch.Tensor:
-        values = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)  # (N, F), of all ranks
-        if self._played is not None:
-            failed = [item.stop_reason.is_infrastructure_failure for item in self._played.trajectories]
-            values[self.accelerator.gather(torch.tensor(failed, device=values.device))] = torch.nan  # earned nothing
-            if not self.model.training:
-                self.evaluation.take_rewards(values)
-            first = self.accelerator.process_index * len(inputs)
-            self._played.reward_values = values[first : first + len(inputs)]
+        if self._played is None:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        with rows_not_logged():
+            values = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)  # (N, F), all ranks
+        failed = [item.stop_reason.is_infrastructure_failure for item in self._played.trajectories]
+        values[self.accelerator.gather(torch.tensor(failed, device=values.device))] = torch.nan  # earned nothing
+        if not self.model.training:
+            self.evaluation.take_rewards(values)
+        first = self.accelerator.process_index * len(inputs)
+        self._played.reward_values = values[first : first + len(inputs)]
         return values
 
     def _advantages(self, output: dict[str, Any], played: PlayedBatch) -> dict[str, torch.Tensor]:
