@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.cli import main
-from agent_r1_trl.recording import read_records
+from agent_r1_trl.recording import TrajectoryStore, read_records
+from tests.recording.examples import two_turns
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def test_an_evaluation_leaves_a_table_numbers_and_trajectories(recipe, model_fol
     assert f"{model_folder},2examples" in "".join(printed.split())  # the title of the table may break anywhere
     for words in ("metric", "95% interval", "reward", "turns", "truncated"):
         assert words in printed
-    assert "agent-r1-trl view scores --terminal --split eval" in printed
+    assert "agent-r1-trl view scores --terminal --split eval --step 0" in printed
     result = read_result()
     assert result["num_examples"] == 2
     assert 1 <= result["turns"] <= 2
@@ -40,10 +41,21 @@ def test_an_evaluation_leaves_a_table_numbers_and_trajectories(recipe, model_fol
     assert result["reward"] == pytest.approx(sum(rewards) / 2)
 
 
-def test_the_output_directory_of_a_training_recipe_stays_untouched(recipe, capsys):
+def test_the_output_directory_of_the_recipe_is_honoured_and_without_one_nothing_is_written(recipe, capsys):
+    assert main(["eval", "--config", recipe(output_dir=None)]) == 0
+    assert not list(Path().rglob("evaluation.json")) and "evaluation.json" not in capsys.readouterr().out
     assert main(["eval", "--config", recipe(output_dir="out")]) == 0
-    assert not Path("out").exists()
-    assert "evaluation.json" not in capsys.readouterr().out
+    assert read_result("out")["num_examples"] == 2
+
+
+def test_the_hint_shows_the_evaluation_just_made_also_among_those_of_training(recipe, capsys):
+    path = recipe(output_dir="out")
+    TrajectoryStore("out").write(40, [two_turns(example_id="of-training")], split="eval")
+    assert main(["eval", "--config", path]) == 0
+    (hint,) = re.findall(r"agent-r1-trl (view .*)", capsys.readouterr().out)
+    assert main(hint.split()) == 0
+    shown = capsys.readouterr().out
+    assert "What is 0 + 0?" in shown and "of-training" not in shown
 
 
 def test_no_recipe_is_needed(recipe, model_folder):

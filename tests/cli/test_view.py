@@ -165,3 +165,16 @@ def test_a_mistake_is_refused(run_folder, refusal, arguments, names):
     (run_folder / "empty").mkdir(exist_ok=True)
     message = refusal("view", *(argument.replace("{run}", str(run_folder)) for argument in arguments))
     assert re.search(names, message), message
+
+
+def test_a_list_is_as_long_as_num_says_and_complete_without_it(run_folder, view):
+    shown = view(run_folder, "--list", "--num", 2, "--width", 150)
+    assert "right" in shown and "wrong" in shown and "cut" not in shown
+    assert "2 of 4 listed." in shown
+    assert "cut" in view(run_folder, "--list", "--width", 150)
+
+
+def test_steps_are_those_that_the_console_and_the_log_name(finished_run, view):
+    names = sorted(path.name for path in (finished_run / "out" / "trajectories").glob("step_*"))
+    assert names == ["step_000001.jsonl", "step_000002.jsonl"]
+    assert "step 2, index 0, " in view(finished_run / "out")

@@ -38,12 +38,12 @@ def test_every_trajectory_is_recorded_with_its_advantages(tmp_path, format):
     recorded = list(read_records(tmp_path))
     assert len(recorded) == 16
     steps = [item.step for item in recorded]
-    assert sorted(set(steps)) == [0, 1]
+    assert sorted(set(steps)) == [1, 2] == [entry["step"] for entry in trainer.state.log_history if "reward" in entry]
     trajectory = recorded[0].trajectory
     assert len(trajectory.advantages) == len(trajectory.completion_ids)
     for advantage, mask in zip(trajectory.advantages, trajectory.action_mask, strict=True):
         assert mask or advantage == 0
-    by_group = [item.trajectory for item in recorded if item.step == 0]
+    by_group = [item.trajectory for item in recorded if item.step == 1]
     assert [item.generation for item in by_group] == [0, 1, 2, 3] * 2
 
 

@@ -109,7 +109,7 @@ class EvalArguments(RolloutSettings, TaskArguments):
     seed: int = field(default=42, metadata={"help": "Seed of sampling, environments and bootstrap intervals."})
     output_dir: str | None = field(
         default=None,
-        metadata={"help": "Directory for evaluation.json and trajectories. None: only print the table."},
+        metadata={"help": "Directory for evaluation.json and trajectories. Not set: only print the table."},
     )
     use_vllm: bool = field(default=False, metadata={"help": "Generate with vLLM, in this process."})
     dtype: str | None = field(

@@ -1,6 +1,6 @@
 """`agent-r1-trl eval`: run a model on a data set and score it, within the limits of a recipe.
 
-agent-r1-trl eval --config recipe.yaml --model outputs/my-agent --output_dir outputs/my-agent
+agent-r1-trl eval --config recipe.yaml --model outputs/my-agent
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 COMMAND = "agent-r1-trl eval"
 RESULT_FILE = "evaluation.json"
-# A recipe's output directory is that of training; the evaluation of another model does not belong there.
-PRIVATE = ("output_dir",)
+STEP = 0
+"""Under which the trajectories are recorded."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -42,7 +42,8 @@ def run(argv: Sequence[str]) -> int:
     Console().print(result_table(result, title=title))
     if arguments.output_dir:
         folder = write_result(result, arguments.output_dir)
-        console.print(f"{folder / RESULT_FILE}; trajectories: agent-r1-trl view {folder} --terminal --split eval")
+        hint = f"agent-r1-trl view {folder} --terminal --split eval --step {STEP}"
+        console.print(f"{folder / RESULT_FILE}; trajectories: {hint}")
     return 0
 
 
@@ -61,7 +62,6 @@ def read_arguments(argv: Sequence[str]) -> EvalArguments:
         (EvalArguments,),
         command=COMMAND,
         elsewhere=(TrainArguments, MultiTurnGRPOConfig, MultiTurnPPOConfig, ModelConfig),
-        private=PRIVATE,
     )
     (arguments,) = parser.parse(argv)
     if not arguments.model_name_or_path:
@@ -122,7 +122,7 @@ def write_result(result: EvaluationResult, output_dir: str | Path) -> Path:
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RESULT_FILE).write_text(result.to_json(), encoding="utf-8")
-    TrajectoryStore(folder).write(0, result.trajectories, split="eval")
+    TrajectoryStore(folder).write(STEP, result.trajectories, split="eval")
     return folder
 
 

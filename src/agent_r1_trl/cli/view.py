@@ -68,10 +68,13 @@ def run(argv: Sequence[str]) -> int:
         arguments.color, sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     )
     if arguments.list:
-        sys.stdout.write(render([summary_table(records)], width=arguments.width, color=color))
+        listed = records[: arguments.num]
+        sys.stdout.write(render([summary_table(listed)], width=arguments.width, color=color))
+        if len(listed) < len(records):
+            sys.stdout.write(f"{len(listed)} of {len(records)} listed.\n")
         return 0
     tokenizer = load_tokenizer(arguments.tokenizer, Path(arguments.run))
-    shown = records if arguments.index is not None else records[: arguments.num]
+    shown = records if arguments.index is not None else records[: arguments.num or NUM_SHOWN]
     for record in shown:
         split = "evaluation, " if record.split == "eval" else ""
         sys.stdout.write(f"{split}step {record.step}, index {record.index}, {record.path}\n")
@@ -95,7 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--split", choices=("train", "eval"), help="Split to show; by default train, if recorded.")
     parser.add_argument("--filter", choices=tuple(FILTERS), help=f"Show only some trajectories. {filters}.")
     parser.add_argument(
-        "--num", type=int, default=NUM_SHOWN, help=f"How many trajectories to show (default {NUM_SHOWN})."
+        "--num", type=int, help=f"How many trajectories to show; by default {NUM_SHOWN}, with --list all of them."
     )
     parser.add_argument("--tokenizer", help="Directory or Hub id of a tokenizer; by default the one saved in the run.")
     parser.add_argument("--width", type=int, help="Width in columns; by default that of the terminal.")

@@ -1,8 +1,8 @@
 """The trajectories of a run on disk, without loss.
 
-    RUN/trajectories/step_000010.jsonl           played after optimizer step 10 by the first process
+    RUN/trajectories/step_000010.jsonl           trained on in step 10, played by the first process
     RUN/trajectories/step_000010_rank1.jsonl     by the second
-    RUN/trajectories/eval_step_000010.jsonl      in an evaluation
+    RUN/trajectories/eval_step_000010.jsonl      played in an evaluation after step 10
     RUN/trajectories/superseded/                 files of steps that a resumed run played again
 
 A line is the trajectory (`Trajectory.to_dict`) plus `step`, `split`, `rank` and, for readers without this
@@ -42,7 +42,8 @@ class Record:
 
     trajectory: Trajectory
     step: int
-    """Number of optimizer steps before it was played."""
+    """The number under which its metrics are logged: of the first step that trains on it, or of the last one before its
+    evaluation."""
     split: str
     """`train` or `eval`."""
     rank: int

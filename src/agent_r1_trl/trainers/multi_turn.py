@@ -418,7 +418,9 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer):
             return
         for trajectory, row in zip(trajectories, output["advantages"].tolist(), strict=False):
             trajectory.advantages = row[: len(trajectory.completion_ids)]
-        self.store.write(self.state.global_step, trajectories, split=mode)
+        # A rollout has the number of the first step that trains on it, under which its metrics are logged.
+        step = self.state.global_step + (1 if self.model.training else 0)
+        self.store.write(step, trajectories, split=mode)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
