@@ -49,11 +49,12 @@ def read_options(argv: list[str]) -> argparse.Namespace:
 
 def evaluate(options: argparse.Namespace, model: str | None, name: str, console: Console) -> EvaluationResult:
     """Play the held-out questions and keep the trajectories. Without `model`, the recipe's model plays."""
-    flags = ["--config", options.config, *(["--model", model] if model else [])]
+    folder = Path(options.output_dir) / name
+    flags = ["--config", options.config, "--output_dir", str(folder), *(["--model", model] if model else [])]
     if options.num_examples is not None:
         flags += ["--num_examples", str(options.num_examples)]
     result = evaluation.run_evaluation(evaluation.read_arguments(flags), console, description=name)
-    evaluation.write_result(result, Path(options.output_dir) / name)
+    evaluation.write_result(result, folder)
     return result
 
 

@@ -271,3 +271,12 @@ def test_a_plain_grpo_config_asks_for_no_feature():
         "advantage_estimator",
         "gamma_turn",
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "has_gpu", "bf16"), [(None, False, False), (None, True, True), (False, True, False)]
+)
+def test_bf16_is_off_where_there_is_no_gpu_and_nobody_asked_for_it(monkeypatch, tmp_path, given, has_gpu, bf16):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: has_gpu)
+    # use_cpu: so that transformers does not look for the GPU that is not there
+    assert MultiTurnGRPOConfig(output_dir=str(tmp_path), bf16=given, use_cpu=has_gpu).bf16 is bf16

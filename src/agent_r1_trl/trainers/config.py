@@ -9,6 +9,7 @@ import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+import torch
 from trl import GRPOConfig
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
@@ -198,6 +199,8 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
 
     def __post_init__(self) -> None:
         values: dict[str, Any] = self.__dict__
+        if self.bf16 is None and not torch.accelerator.is_available():
+            values["bf16"] = False  # TRL's default is for GPUs; without one it would be refused
         is_single = values["num_generations"] == 1
         if is_single:
             values["num_generations"] = _Single(1)  # TRL asks for groups, which some estimators do without
