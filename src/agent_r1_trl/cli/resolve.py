@@ -200,21 +200,39 @@ def _read_file(flag: str, path: Path) -> Any:
                 f"{type(row).__name__}. Correct the line."
             )
         rows.append(row)
+    # Dicts with different keys stay as they are, instead of all of them having all keys.
+    make = functools.partial(Dataset.from_list, on_mixed_types="use_json")
+    mixed = _mixed_column(rows)
     try:
-        return Dataset.from_list(rows)
+        if mixed is None:
+            return make(rows)
     except Exception as error:  # arrow's errors share no base class
-        raise UsageError(
-            f"{flag}={str(path)!r}: {_mixed_column(rows)} ({error}). Give each column one type."
-        ) from error
+        mixed = f"{_unfit_column(rows, make)} ({error})"
+    raise UsageError(f"{flag}={str(path)!r}: {mixed}. Give each column one type.")
 
 
-def _mixed_column(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Names a column with values of several types."""
+def _mixed_column(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Names a column with values of several types; None if there is none."""
     for column in dict.fromkeys(name for row in rows for name in row):
-        kinds = sorted({type(row[column]).__name__ for row in rows if row.get(column) is not None})
+        kinds: dict[str, int] = {}
+        for number, row in enumerate(rows, start=1):
+            value = row.get(column)
+            if value is not None:
+                kinds.setdefault("number" if type(value) in (int, float) else type(value).__name__, number)
         if len(kinds) > 1:
-            return f"the column {column!r} holds {' and '.join(kinds)}"
-    return "a column holds values of different types"
+            found = " and ".join(f"{kind} (row {number})" for kind, number in kinds.items())
+            return f"the column {column!r} holds {found}"
+    return None
+
+
+def _unfit_column(rows: Sequence[Mapping[str, Any]], make: Callable[[list[Any]], Any]) -> str:
+    """Names the first column that makes no data set even alone."""
+    for column in dict.fromkeys(name for row in rows for name in row):
+        try:
+            make([{column: row.get(column)} for row in rows])
+        except Exception:
+            return f"the column {column!r} holds values of different types"
+    return "two columns do not fit together"
 
 
 def _load_dataset(flag: str, name: str, config: str | None, split: str, **options: Any) -> Any:

@@ -307,7 +307,11 @@ def prompt_messages(example: Any, env_name: str) -> list[Message]:
             f"{env_name}.reset: prompt={prompt!r:.200} must be a string or a non-empty list of messages like "
             "{'role': 'user', 'content': '...'}."
         )
-    return [copy.deepcopy(dict(message)) for message in prompt]
+    # `datasets` gives every message the keys of all messages; a template may ask whether 'tool_calls' is there.
+    return [
+        copy.deepcopy({key: value for key, value in message.items() if value is not None or key == "content"})
+        for message in prompt
+    ]
 
 
 def check_finite(owner: str, name: str, value: Any) -> None:

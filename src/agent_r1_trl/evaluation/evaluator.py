@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.environments.rows import warn_of_added_keys
 from agent_r1_trl.evaluation.loading import load_agent
 from agent_r1_trl.evaluation.result import EvaluationResult, example_sums
 from agent_r1_trl.generation.base import Generator, SamplingParams
@@ -56,6 +57,7 @@ def evaluate(
         ValueError: no examples, or `num_generations` below 1.
         NothingPlayedError: no trajectory could be played; the message lists the causes.
     """
+    warn_of_added_keys(examples, "examples")
     rows = [dict(example) for example in examples]
     if not rows:
         raise ValueError("examples is empty: there is nothing to evaluate. Pass at least one row.")

@@ -42,8 +42,8 @@ class Record:
 
     trajectory: Trajectory
     step: int
-    """The number under which its metrics are logged: of the first step that trains on it, or of the last one before its
-    evaluation."""
+    """The number under which its metrics are logged: of the first step that trains on it; for an
+    evaluation, of the last step before it."""
     split: str
     """`train` or `eval`."""
     rank: int

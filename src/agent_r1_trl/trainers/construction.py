@@ -17,6 +17,7 @@ from trl import GRPOTrainer
 
 from agent_r1_trl.environments.factory import EnvFactory, EnvForm
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
+from agent_r1_trl.environments.rows import warn_of_added_keys
 from agent_r1_trl.tools.base import is_async_callable
 from agent_r1_trl.tools.schema import unwrap_partial
 from agent_r1_trl.trainers.config import MultiTurnConfig
@@ -170,12 +171,19 @@ def without_extras(function: Any, extras: Sequence[str] = ("trajectory",)) -> An
     return call
 
 
-def trl_dataset(train_dataset: Any, config: MultiTurnConfig) -> Any:
+def trl_dataset(train_dataset: Any, config: MultiTurnConfig, eval_dataset: Any = None) -> Any:
     """The data set that TRL sees: the user's, or empty rows that drive the loop when the environment owns the data.
 
     Raises:
-        ValueError: for too few rows, and if neither the data nor `max_steps` sets the length.
+        ValueError: for an empty data set, for too few rows, and if neither the data nor `max_steps` sets the length.
     """
+    given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+    if isinstance(eval_dataset, dict):
+        given = {"train_dataset": train_dataset} | {f"eval_dataset[{k!r}]": rows for k, rows in eval_dataset.items()}
+    for name, rows in given.items():
+        if rows is not None and hasattr(rows, "__len__") and len(rows) == 0:
+            raise ValueError(f"{name} has no rows. Pass a data set with at least one, or None.")
+        warn_of_added_keys(rows, name)
     num_prompts = max(1, config.generation_batch_size // config.num_generations)
     if train_dataset is None:
         if config.max_steps <= 0:

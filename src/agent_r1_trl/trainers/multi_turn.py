@@ -147,7 +147,8 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer):
         self.row_check = RowCheck(form, train_dataset, eval_dataset)
         self.rewards = Rewards(config, self.turn_reward_funcs, form)
         kwargs |= trl_rewards(as_list(reward_funcs), self.rewards.columns, form, config, kwargs)
-        super().__init__(model, train_dataset=trl_dataset(train_dataset, config), eval_dataset=eval_dataset, **kwargs)
+        train_dataset = trl_dataset(train_dataset, config, eval_dataset)
+        super().__init__(model, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
         self.tools = form.tools
         check_tokenizer(self.processing_class, is_vlm=self._is_vlm)
         check_adapters(self.model, is_merged=config.use_vllm)

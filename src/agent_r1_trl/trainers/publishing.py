@@ -9,14 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-    _Base = Trainer
-else:
-    _Base = object
+from typing import Any
 
 PRIVATE_FILES = ["trajectories/*"]
 """Patterns of files in `output_dir` that are not uploaded; `*` matches subfolders as well."""
@@ -24,17 +17,19 @@ PRIVATE_FILES = ["trajectories/*"]
 _UNSCORED = "All reward functions returned None"
 
 
-class Publishing(_Base):
-    """Trainer methods that upload `output_dir`; see `push_trajectories`."""
+class Publishing:
+    """The Trainer's methods that upload `output_dir`; see `push_trajectories`."""
+
+    args: Any
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's upload, without recorded trajectories unless `push_trajectories` is set."""
         with self._without_private_files():
-            return super().push_to_hub(*args, **kwargs)
+            return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         with self._without_private_files():
-            super()._push_from_checkpoint(checkpoint_folder)
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
     def _without_private_files(self) -> Any:
         if getattr(self.args, "push_trajectories", False):

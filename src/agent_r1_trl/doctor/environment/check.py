@@ -24,6 +24,7 @@ from agent_r1_trl.doctor.environment.script import DEFAULT_EXAMPLE
 from agent_r1_trl.doctor.environment.state import check_shared_state
 from agent_r1_trl.doctor.environment.tools import check_tools, list_tools
 from agent_r1_trl.doctor.report import Finding
+from agent_r1_trl.environments.rows import warn_of_added_keys
 
 
 def check_env(
@@ -66,6 +67,7 @@ def examine_env(
     if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s={timeout_s!r}: must be a number of seconds > 0.")
     rows = _read_examples(examples, num_episodes)
+    warn_of_added_keys(examples, "examples")
     trial = Trial(rows=rows, are_made_up=examples is None, caller=Caller(timeout_s))
     try:
         with contextlib.suppress(Stopped):

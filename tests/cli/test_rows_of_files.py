@@ -1,0 +1,46 @@
+"""Rows of a JSONL file: they arrive as they were written, or the column that cannot is named."""
+
+import json
+
+import pytest
+
+from agent_r1_trl.cli.errors import UsageError
+from agent_r1_trl.cli.resolve import load_rows
+
+
+def write(folder, *rows):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_dicts_with_different_keys_and_types_arrive_as_they_were_written(tmp_path):
+    rows = [
+        {"prompt": "a", "state": {"door": 1, "inner": {"x": 1}}, "mixed": [1, "x"]},
+        {"prompt": "b", "state": {"door": "open"}, "mixed": [{"a": None}]},
+    ]
+    assert list(load_rows("dataset_name", write(tmp_path, *rows))) == rows
+
+
+def test_whole_and_other_numbers_are_of_one_type(tmp_path):
+    assert [row["x"] for row in load_rows("dataset_name", write(tmp_path, {"x": 1}, {"x": 2.5}))] == [1, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([1, 2.5, "three"], r"'x' holds number \(row 1\) and str \(row 3\)"),
+        (["a", None, ["b"]], r"'x' holds str \(row 1\) and list \(row 3\)"),
+        ([True, 1], r"'x' holds bool \(row 1\) and number \(row 2\)"),
+    ],
+)
+def test_a_column_of_several_types_is_named_with_the_rows(tmp_path, values, said):
+    path = write(tmp_path, *({"good": [1, 2.5], "x": value} for value in values))
+    with pytest.raises(UsageError, match=f"dataset_name=.*the column {said}"):
+        load_rows("dataset_name", path)
+
+
+def test_a_column_that_arrow_cannot_hold_is_named(tmp_path):
+    path = write(tmp_path, {"good": 1, "huge": 10**30}, {"good": 2, "huge": 1})
+    with pytest.raises(UsageError, match=r"dataset_name=.*the column 'huge'"):
+        load_rows("dataset_name", path)
