@@ -8,6 +8,7 @@ from typing import Any
 
 from agent_r1_trl.tools import Tool, as_tool
 from agent_r1_trl.tools.base import takes_self
+from agent_r1_trl.tools.foreign import read_foreign
 
 
 class ToolList:
@@ -19,9 +20,13 @@ class ToolList:
 
     def __init__(self, declared: Any) -> None:
         self.declared = declared
-        for item in declared if isinstance(declared, (list, tuple)) else ():
+        if not isinstance(declared, (list, tuple)):
+            return
+        for item in declared:
             if inspect.isroutine(item) and not takes_self(item):
                 as_tool(item)  # says here, and not in the first rollout, what its schema lacks
+        # Tools of other libraries are read once, and not for every trajectory.
+        self.declared = [as_tool(item) if read_foreign(item) else item for item in declared]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:

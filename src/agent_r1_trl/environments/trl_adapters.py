@@ -218,7 +218,9 @@ def _as_trl_tool(item: Any, *, sequential: bool | None = None) -> Tool:
     """A function as TRL runs it; a `Tool` keeps its own settings."""
     if isinstance(item, Tool):
         return item
-    return Tool(as_tool(item).fn, render=_render_as_trl, sequential=sequential)
+    made = as_tool(item)
+    made.render, made.sequential = _render_as_trl, sequential
+    return made
 
 
 def _as_method_tool(method: Callable[..., Any]) -> Tool:

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
+from agent_r1_trl.tools.foreign import read_foreign
 from agent_r1_trl.tools.hints import Schema, make_converter
 from agent_r1_trl.tools.schema import (
     argument_schema,
@@ -245,16 +246,21 @@ def tool(fn: Any = None, **settings: Any) -> Any:
 
 
 def as_tool(obj: Any) -> Tool:
-    """Make a callable a `Tool`; a `Tool` is returned as it is.
+    """Make a callable, or a tool of another library (`foreign.py`), a `Tool`; a `Tool` is returned as it is.
 
     Raises:
-        ValueError: `obj` is neither.
+        ValueError: `obj` is none of them.
     """
     if isinstance(obj, Tool):
         return obj
+    found = read_foreign(obj)
+    if found is not None:
+        return Tool(found[0], schema=found[1])
     if callable(obj) or isinstance(obj, (staticmethod, classmethod)):
         return Tool(obj)
-    raise ValueError(f"tools: {obj!r} is no tool: pass a function with type hints and a docstring, or a Tool.")
+    raise ValueError(
+        f"tools: {obj!r} is no tool: pass a function with hints and a docstring, or Tool(fn, schema=...)."
+    )
 
 
 def render_result(value: Any) -> str:

@@ -72,7 +72,7 @@ def describe_argument(argument: Argument, tool_name: str) -> Schema | None:
             f"cannot express ({_first_line(error)}): use str, int, float, bool, list[...], dict[str, ...], "
             "Literal[...], a dataclass or an Enum."
         ) from error
-    schema = _as_helper_writes(schema)
+    schema = as_helper_writes(schema)
     if argument.default is not REQUIRED and argument.default is not None:
         default = _json_default(adapter, argument.default)
         if default is not None:
@@ -204,18 +204,18 @@ def _json_default(adapter: Any, default: Any) -> Any:
     return value
 
 
-def _as_helper_writes(schema: Any, *, is_properties: bool = False) -> Any:
+def as_helper_writes(schema: Any, *, is_properties: bool = False) -> Any:
     """Pydantic's schema in the manner of transformers' helper: no titles, and `nullable` for a union with None."""
     if isinstance(schema, list):
-        return [_as_helper_writes(item) for item in schema]
+        return [as_helper_writes(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if is_properties:
-        return {name: _as_helper_writes(item) for name, item in schema.items()}
+        return {name: as_helper_writes(item) for name, item in schema.items()}
     written = {
         key: value
         if key in ("default", "enum", "const", "examples")
-        else _as_helper_writes(value, is_properties=key == "properties")
+        else as_helper_writes(value, is_properties=key == "properties")
         for key, value in schema.items()
         if key not in ("title", "discriminator") and not (key == "default" and value is None)
     }

@@ -184,6 +184,8 @@ def read_schema(schema: Any, name: str | None = None) -> Schema:
     Raises:
         ToolSchemaError: it has none of these forms, or its `parameters` are not the JSON schema of an object.
     """
+    if hasattr(schema, "model_dump"):  # MCP's own class
+        schema = schema.model_dump(exclude_none=True)
     function = schema.get("function", schema) if isinstance(schema, dict) else None
     parts = function if isinstance(function, dict) else {}
     parameters = next((parts[key] for key in ("parameters", "inputSchema", "input_schema") if key in parts), None)

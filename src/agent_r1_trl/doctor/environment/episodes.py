@@ -117,10 +117,12 @@ def check_steps(trial: Trial) -> None:
         for what, message in broken_calls(trial.tools_for(row)).items():
             step = take_step(trial, trial.fresh(row)[0], message, what)
             if step is not None and step.done:
-                text = f"{what.capitalize()} ends the episode: the policy gets no chance to repair it."
+                text = f"{what[:1].upper()}{what[1:]} ends the episode: the policy gets no chance to repair it."
                 report.warning("step", text, "Return an observation that says how to call, and done=False.")
             if step is not None and step.reward > 0:
-                report.warning("step", f"{what.capitalize()} earns {step.reward:g}.", "Pay failing calls 0 or less.")
+                report.warning(
+                    "step", f"{what[:1].upper()}{what[1:]} earns {step.reward:g}.", "Pay failing calls 0 or less."
+                )
         for what, message in odd_messages(trial.tools_for(row)).items():
             take_step(trial, trial.fresh(row)[0], message, what)
         if report.has_errors("step"):
