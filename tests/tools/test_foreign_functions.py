@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
+import numpy as np
 import pydantic
 import pytest
 
-from agent_r1_trl.tools import Tool, ToolCall, ToolExecutor, ToolSchemaError, tool
+from agent_r1_trl.tools import Tool, ToolCall, ToolExecutor, ToolSchemaError, render_result, tool
 from tests.tokenizers import FAMILIES, make_tokenizer
 
 DOCSTRINGS = {
@@ -162,6 +163,10 @@ def test_what_annotated_says_describes_an_argument_that_the_docstring_leaves_out
 class Color(enum.Enum):
     RED = "red"
     BLUE = "blue"
+
+
+class Text(str, enum.Enum):  # noqa: UP042 - how it was written before Python 3.11
+    ONE = "one"
 
 
 class Level(enum.IntEnum):
@@ -444,3 +449,63 @@ def test_a_schema_that_refers_to_itself_or_to_nothing_is_refused():
         schema = {"name": "go", "inputSchema": {**node, "$defs": definitions}}
         with pytest.raises(ToolSchemaError, match=f"'go'.*{named}"):
             Tool(lambda **arguments: "", schema=schema)
+
+
+def test_none_is_accepted_where_it_is_the_default_whatever_the_hint_says():
+    made, received = tool_of(str, None)
+    assert not run(made, x=None).is_error and not run(made, x="a").is_error
+    assert received == [None, "a"]
+    assert run(tool_of(str, "b")[0], x=None).error.value == "invalid_arguments"
+
+
+def test_a_function_that_yields_is_refused():
+    def lines():
+        """Read lines."""
+        yield "a"
+
+    async def later():
+        """Read lines."""
+        yield "a"
+
+    for fn in (lines, later, functools.partial(lines)):
+        with pytest.raises(ValueError, match=r"'(lines|later)' yields: return"):
+            Tool(fn)
+
+
+def test_the_signature_names_each_type_once_and_null_with_it():
+    for hint, text in {
+        Color | None: '"red" | "blue" | null',
+        datetime.date | str: "string",
+        list[Color | None]: 'array of "red" | "blue" | null',
+        Point | int | None: "object | integer | null",
+    }.items():
+        assert tool_of(hint)[0].signature == f"fn(x: {text})"
+
+
+# -------------------------------------------------------------------- what tools return
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Point(1, Color.BLUE), '{"x": 1, "color": "blue"}'),
+        ([Point(1)], '[{"x": 1, "color": "red"}]'),
+        (Order(points=[Point(2)]), '{"points": [{"x": 2, "color": "red"}], "note": null}'),
+        (Color.RED, "red"),
+        (Level.HIGH, "2"),
+        (Text.ONE, "one"),
+        ({"b", "a"}, '["a", "b"]'),
+        ({"when": datetime.date(2024, 1, 2), "in": Path("a")}, '{"when": "2024-01-02", "in": "a"}'),
+        (np.arange(3), "[0, 1, 2]"),
+        (np.float64(0.5), "0.5"),
+        ([np.int64(3), {"a": np.arange(2)}], '[3, {"a": [0, 1]}]'),
+        (Point, str(Point)),
+        (datetime.date(2024, 1, 2), "2024-01-02"),
+    ],
+)
+def test_what_a_tool_returns_is_read_as_json(value, text):
+    assert render_result(value) == text
+
+
+def test_a_long_array_is_not_cut_in_the_middle():
+    assert "..." not in render_result(np.arange(5000))

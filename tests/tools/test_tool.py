@@ -129,7 +129,7 @@ def test_checked_arguments_are_a_copy():
         (3.5, "3.5"),
         (True, "true"),
         (b"caf\xc3\xa9 \xff", "café \ufffd"),
-        ({1}, "{1}"),
+        ({1}, "[1]"),
         ({"when": complex(1, 2)}, '{"when": "(1+2j)"}'),
         ({(1, 2): "tuple keys are no JSON"}, "{(1, 2): 'tuple keys are no JSON'}"),
     ],

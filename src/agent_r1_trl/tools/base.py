@@ -14,6 +14,8 @@ Args:
 from __future__ import annotations
 
 import copy
+import dataclasses
+import enum
 import functools
 import inspect
 import itertools
@@ -81,6 +83,8 @@ class Tool:
             fn = fn.__func__
         if not callable(fn) or inspect.isclass(fn):
             raise ValueError(f"Tool of {fn!r}: a tool is a function, a method or a callable object.")
+        if inspect.isgeneratorfunction(unwrap_partial(fn)) or inspect.isasyncgenfunction(unwrap_partial(fn)):
+            raise ValueError(f"Tool {function_name(fn)!r} yields: return the whole result, for example as a list.")
         if schema is not None:
             schema = read_schema(schema, name)
             check_fit(fn, schema)
@@ -171,9 +175,14 @@ class Tool:
 
         if not isinstance(arguments, dict):
             return {}, [f"the arguments must be a JSON object, not {type(arguments).__name__}"]
+        if "converters" not in self._cache:
+            self._read_arguments()
         if "validator" not in self._cache:
             self._cache["validator"] = jsonschema.Draft202012Validator(argument_schema(self.schema))
         validator = self._cache["validator"]
+        # In `unit: str = None`, None means "not given", whatever the hint says.
+        optional = self._cache.get("none_defaults", ())
+        arguments = {name: value for name, value in arguments.items() if value is not None or name not in optional}
         try:
             errors = itertools.islice(validator.iter_errors(arguments), 3)  # a huge list would give one per item
             problems = [_describe_problem(error.absolute_path, error.message) for error in errors]
@@ -188,15 +197,18 @@ class Tool:
                 checked[name] = int(value)
         return self._convert(checked)
 
+    def _read_arguments(self) -> None:
+        """Note what to do with the arguments of a call besides checking them against the schema."""
+        read = read_arguments(self.fn, self.name)
+        made = {item.name: make_converter(item.hint) for item in read}
+        self._cache["converters"] = {name: convert for name, convert in made.items() if convert is not None}
+        self._cache["fields"] = {item.name: item.field for item in read if item.field is not None}
+        self._cache["none_defaults"] = {item.name for item in read if item.default is None}
+
     def _convert(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Replace JSON values by objects of the hinted types."""
         from pydantic import ValidationError
 
-        if "converters" not in self._cache:
-            read = read_arguments(self.fn, self.name)
-            made = {item.name: make_converter(item.hint) for item in read}
-            self._cache["converters"] = {name: convert for name, convert in made.items() if convert is not None}
-            self._cache["fields"] = {item.name: item.field for item in read if item.field is not None}
         problems: list[str] = []
         for name, convert in self._cache["converters"].items():
             if name not in arguments:
@@ -264,19 +276,37 @@ def as_tool(obj: Any) -> Tool:
 
 
 def render_result(value: Any) -> str:
-    """Text of a return value: a string unchanged, JSON for values that JSON can express, else `str`."""
+    """Text of a return value: a string unchanged, JSON for what it can express (objects by their fields), else `str`."""
+    if isinstance(value, enum.Enum):
+        value = value.value
     if isinstance(value, str):
         return str(value)
     if value is None:
         return "(no output)"
     if isinstance(value, bytes):
         return value.decode("utf-8", errors="replace")
-    if isinstance(value, (dict, list, tuple, bool, int, float)):
-        try:
-            return json.dumps(value, ensure_ascii=False, default=str)
-        except (TypeError, ValueError, RecursionError):
-            return str(value)
+    try:
+        value = _as_json(value)
+        if isinstance(value, (dict, list, tuple, bool, int, float)):
+            return json.dumps(value, ensure_ascii=False, default=lambda part: _as_json(part, otherwise=str))
+    except (TypeError, ValueError, RecursionError):
+        pass
     return str(value)
+
+
+def _as_json(value: Any, *, otherwise: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Plain values for a dataclass, a pydantic model, an `Enum` member, a set or an array."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=repr)  # str would give another order in every process
+    if hasattr(value, "model_dump") and not isinstance(value, type):
+        return value.model_dump(mode="json")
+    if hasattr(value, "tolist") and hasattr(value, "dtype") and not hasattr(value, "index"):  # numpy's, torch's
+        return value.tolist()  # str leaves out the middle of a long array
+    return otherwise(value)
 
 
 def check_timeout(timeout_s: Any, flag: str = "timeout_s") -> float | None:

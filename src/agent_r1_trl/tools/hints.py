@@ -141,6 +141,8 @@ def _for_pydantic(hint: Any) -> Any:
         return typing.Annotated[(_for_pydantic(args[0]), *hint.__metadata__)]  # type: ignore[misc]
     if origin in (typing.Union, types.UnionType):
         return typing.Union[tuple(_for_pydantic(part) for part in args)]  # noqa: UP007
+    if origin is type:
+        raise TypeError("a class is no value")
     if origin is typing.Literal and any(isinstance(value, enum.Enum) for value in args):
         from pydantic import BeforeValidator  # pydantic describes such a Literal by values, but does not accept them
 

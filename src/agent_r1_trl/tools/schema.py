@@ -306,15 +306,16 @@ def _spell_out_nullable(node: Any) -> Any:
 def _describe_type(schema: Any) -> str:
     if not isinstance(schema, dict):
         return "any"
-    if "enum" in schema:
-        return " | ".join(json.dumps(value, ensure_ascii=False) for value in schema["enum"])
-    if "anyOf" in schema:
-        return " | ".join(_describe_type(part) for part in schema["anyOf"])
     kind = schema.get("type", "any")
-    text = " | ".join(map(str, kind)) if isinstance(kind, list) else str(kind)
-    if kind == "array" and isinstance(schema.get("items"), dict) and schema["items"]:
-        text = f"array of {_describe_type(schema['items'])}"
-    return text + (" | null" if schema.get("nullable") else "")
+    if "enum" in schema:
+        kinds = [json.dumps(value, ensure_ascii=False) for value in schema["enum"]]
+    elif "anyOf" in schema:
+        kinds = [_describe_type(part) for part in schema["anyOf"]]
+    elif kind == "array" and isinstance(schema.get("items"), dict) and schema["items"]:
+        kinds = [f"array of {_describe_type(schema['items'])}"]
+    else:
+        kinds = list(map(str, kind)) if isinstance(kind, list) else [str(kind)]
+    return " | ".join(dict.fromkeys([*kinds, *(["null"] if schema.get("nullable") else [])]))
 
 
 def _shorten(value: Any, limit: int = 200) -> str:
