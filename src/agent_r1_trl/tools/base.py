@@ -276,7 +276,7 @@ def as_tool(obj: Any) -> Tool:
 
 
 def render_result(value: Any) -> str:
-    """Text of a return value: a string unchanged, JSON for what it can express (objects by their fields), else `str`."""
+    """Text of a return value: a string as it is, JSON for what JSON can express (objects by field), else `str`."""
     if isinstance(value, enum.Enum):
         value = value.value
     if isinstance(value, str):

@@ -8,7 +8,7 @@ TRL 1.16 names that this file touches (`tests/trainers/test_trl_contract.py` che
 - overridden: `__init__`, `_set_signature_columns_if_needed`, `_get_train_sampler` (its `seed`, `shuffle` and
   `generator`), `train`, `_load_optimizer_and_scheduler`, `get_batch_samples`, `training_step`, `_prepare_inputs`,
   `_generate_and_score_completions`, `_generate`, `_calculate_rewards`, `_get_per_token_logps_and_entropies`,
-  `_compute_loss`, `_save_checkpoint`, `create_model_card`; in `publishing.py` `push_to_hub`, `_push_from_checkpoint`
+  `_compute_loss`, `_save_checkpoint`; in `publishing.py` `create_model_card`, `push_to_hub`, `_push_from_checkpoint`
 - read: `_metrics`, `_logs`, `_tokenizer`, `_is_vlm`, `eos_token_ids`, `num_generations`, `num_generations_eval`,
   `num_iterations`, `reward_funcs`, `reward_weights`, `reward_func_names`, `model_wrapped`, `ref_model`,
   `aux_loss_enabled`, `current_gradient_accumulation_steps`, `accelerator`, `state`
@@ -51,7 +51,6 @@ from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
 from agent_r1_trl.trainers.lookahead import ROW_INDEX, in_seeded_order
 from agent_r1_trl.trainers.metrics import gather_metrics
-from agent_r1_trl.trainers.model_card import add_sections
 from agent_r1_trl.trainers.publishing import Publishing, rows_not_logged
 from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint, accept_numbered_cpus
 from agent_r1_trl.trainers.rewards import Rewards
@@ -429,14 +428,6 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer):
             return
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         self.checkpoint.save(folder, self._step, self._buffered_inputs)
-
-    def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
-    ) -> None:
-        """TRL's card with our sections in it."""
-        super().create_model_card(model_name or Path(self.args.output_dir).name, dataset_name, tags)
-        if self.is_world_process_zero():
-            add_sections(Path(self.args.output_dir) / "README.md", self)
 
     # ---------------------------------------------------------------- where the run stands
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from agent_r1_trl.trainers.model_card import add_sections
 
 PRIVATE_FILES = ["trajectories/*"]
 """Patterns of files in `output_dir` that are not uploaded; `*` matches subfolders as well."""
@@ -18,9 +21,19 @@ _UNSCORED = "All reward functions returned None"
 
 
 class Publishing:
-    """The Trainer's methods that upload `output_dir`; see `push_trajectories`."""
+    """The Trainer's methods that write the model card and upload `output_dir`; see `push_trajectories`."""
 
     args: Any
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """TRL's card with our sections in it."""
+        super().create_model_card(  # type: ignore[misc]
+            model_name or Path(self.args.output_dir).name, dataset_name, tags
+        )
+        if self.is_world_process_zero():  # type: ignore[attr-defined]
+            add_sections(Path(self.args.output_dir) / "README.md", self)  # type: ignore[arg-type]
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's upload, without recorded trajectories unless `push_trajectories` is set."""
