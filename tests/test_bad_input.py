@@ -13,8 +13,7 @@ from datasets import Dataset
 
 from agent_r1_trl import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, ToolEnv, tool
 from agent_r1_trl.rewards import exact_match
-from agent_r1_trl.tools import ToolSchemaError
-from tests.toys import add
+from agent_r1_trl.tools import ToolSchemaError, calculator
 
 CURE = re.compile(r"\b([Ss]et|[Pp]ass|[Rr]emove|[Ww]rite|[Uu]se|[Gg]ive|[Kk]eep|[Rr]ename|[Cc]orrect|add|or None)\b")
 
@@ -199,8 +198,8 @@ def test_what_is_no_factory_of_environments_is_refused(env, name, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        ({"env": Env, "tools": [no_hint]}, ["env=", "tools="]),
-        ({"tools": [add]}, ["tools=", "reward_funcs="]),
+        ({"env": Env, "tools": [calculator]}, ["env=", "tools="]),
+        ({"tools": [calculator]}, ["tools=", "reward_funcs="]),
         ({"env": Env, "rollout_func": print}, ["rollout_func=", "env="]),
         ({"env": Env, "train_dataset": Dataset.from_list([])}, ["train_dataset", " 0 "]),
         ({"env": Env, "train_dataset": None}, ["max_steps=-1"]),

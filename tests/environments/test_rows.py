@@ -64,7 +64,7 @@ def test_an_empty_data_set_is_refused_by_name(tmp_path, name):
         "eval_dataset": (full, empty),
         "eval_dataset['x']": (full, {"x": empty}),
     }[name]
-    with pytest.raises(ValueError, match=f"^{re.escape(name)} has no rows"):
+    with pytest.raises(ValueError, match=f"^{re.escape(name)} has 0 rows"):
         trl_dataset(train, make_args(tmp_path), evaluation)
 
 

@@ -509,3 +509,36 @@ def test_what_a_tool_returns_is_read_as_json(value, text):
 
 def test_a_long_array_is_not_cut_in_the_middle():
     assert "..." not in render_result(np.arange(5000))
+
+
+def test_a_tool_that_cannot_be_described_stops_the_trainer_before_a_model_is_loaded():
+    from agent_r1_trl.environments.factory import resolve_env_factory
+
+    def undescribed(x: int): ...
+
+    class Environment:
+        def reset(self, **row): ...
+
+        def look(self, where):
+            """Look around."""
+
+    for given in (
+        {"tools": [undescribed]},
+        {"environment_factory": Environment},
+        {"environment_factory": {"a": Environment}},
+    ):
+        with pytest.raises(ToolSchemaError, match=r"'(undescribed|look)'.*schema="):
+            resolve_env_factory(**given)
+
+
+def test_a_tool_made_in_an_environments_constructor_is_no_failure_of_the_machine():
+    from agent_r1_trl import ToolEnv
+    from agent_r1_trl.rollout import EnvSession, RolloutRequest
+
+    class Late(ToolEnv):
+        def __init__(self):
+            super().__init__(tools=[Tool(lambda x: x, name="late")])
+
+    session = EnvSession(Late, truncate=lambda text, max_tokens: text)
+    with pytest.raises(ToolSchemaError, match="'late'"):
+        asyncio.run(session.reset(RolloutRequest(example={"prompt": "?"})))

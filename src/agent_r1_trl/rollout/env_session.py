@@ -13,7 +13,7 @@ from typing import Any
 
 from agent_r1_trl.environments.base import RewardError, StepResult
 from agent_r1_trl.rollout.requests import RolloutRequest
-from agent_r1_trl.tools import as_tool, shared_pool
+from agent_r1_trl.tools import ToolSchemaError, as_tool, shared_pool
 from agent_r1_trl.trajectory import Message, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class EnvSession:
     async def _guard(self, method: str, fn: Callable[..., Any], *args: Any) -> Any:
         try:
             return await self._call(fn, *args)
-        except RewardError:  # a bug in a reward function must be heard
+        except (RewardError, ToolSchemaError):  # bugs in a reward function or in a tool must be heard
             raise
         except Exception as error:
             raise EnvironmentFailure(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error

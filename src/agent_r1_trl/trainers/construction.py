@@ -182,7 +182,7 @@ def trl_dataset(train_dataset: Any, config: MultiTurnConfig, eval_dataset: Any =
         given = {"train_dataset": train_dataset} | {f"eval_dataset[{k!r}]": rows for k, rows in eval_dataset.items()}
     for name, rows in given.items():
         if rows is not None and hasattr(rows, "__len__") and len(rows) == 0:
-            raise ValueError(f"{name} has no rows. Pass a data set with at least one, or None.")
+            raise ValueError(f"{name} has 0 rows. Pass a data set with at least one.")
         warn_of_added_keys(rows, name)
     num_prompts = max(1, config.generation_batch_size // config.num_generations)
     if train_dataset is None:
