@@ -361,3 +361,61 @@ def test_no_sequence_of_ids_makes_parsing_raise(family, data):
 
 def test_nothing_sampled_is_an_empty_message():
     assert chat_of("qwen2_5").parse([]) == {"role": "assistant", "content": ""}
+
+
+# ---------------------------------------------------------------- what the prompt already holds of the turn
+
+HEADERLESS = """\
+{%- for message in messages -%}
+{%- if message.role == 'user' %}[INST] {{ message.content }} [/INST]
+{%- elif message.role == 'tool' %}[RESULT]{{ message.content }}[/RESULT]
+{%- else -%}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor -%}
+<|im_end|>
+{%- endif -%}
+{%- endfor -%}"""
+HEADERLESS_GRAMMAR = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "[/INST]",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+    },
+}
+
+
+@pytest.mark.parametrize("result", ("sunny", "[/INST]sunny", "sunny " * 80))
+def test_a_call_of_an_earlier_turn_is_not_read_again(result):
+    """Mistral and DeepSeek write no header after a tool result, so the last one stands before the earlier call."""
+    tokenizer = make_tokenizer("qwen2_5", chat_template=HEADERLESS)
+    tokenizer.response_template = HEADERLESS_GRAMMAR
+    chat = ChatFormat(tokenizer)
+    ids = chat.encode_prompt([{"role": "user", "content": "Weather?"}], TOOLS)
+    ids += chat.encoder.encode('<tool_call>{"name": "search", "arguments": {"query": "x"}}</tool_call><|im_end|>')
+    message = chat.parse(ids[-30:], ids[:-30], TOOLS)
+    ids += chat.encode_observations(message, [{"role": "tool", "name": "search", "content": result}], TOOLS)[0]
+    assert chat.parse(chat.encoder.encode("It is sunny.<|im_end|>"), ids, TOOLS) == {
+        "role": "assistant",
+        "content": "It is sunny.",
+    }
+
+
+def test_a_forced_thought_is_read_after_a_tool_result_too():
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    chat = ChatFormat(make_tokenizer("qwen3", chat_template=template))
+    asked = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    for observation in ({"role": "tool", "name": "f", "content": "found"}, {"role": "user", "content": "go on"}):
+        prompt = chat.encode_observations(asked, [observation])[0]
+        message = chat.parse(chat.encoder.encode("so\n</think>\n\nParis<|im_end|>"), prompt)
+        assert message == {"role": "assistant", "content": "Paris", "reasoning_content": "so"}

@@ -12,6 +12,7 @@ drop earlier thoughts; TRL's training templates keep them, and those are used.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from agent_r1_trl.trajectory import Author, Message
 
 Schema = dict[str, Any]
 
-# Longer than any forced prefix of a turn.
+# More tokens than any template writes between a message and the next turn of the policy.
 _PREFIX_TOKENS = 64
 
 
@@ -81,6 +82,7 @@ class ChatFormat:
         self.stop_token_ids: list[int] = sorted({*stops, *([eos] if eos is not None else []), *extra_stop_token_ids})
         """Ids after which a turn is over."""
         self._parser = self._make_parser(trl)
+        self._prompt_ends = sorted(self._renderer.prompt_ends(), key=len, reverse=True)
 
     # ---------------------------------------------------------------- messages -> ids
 
@@ -191,7 +193,7 @@ class ChatFormat:
         if foreign_stop:
             text += self._ends[0].sampled
         try:
-            prefix = self.encoder.decode(list(prompt_ids[-_PREFIX_TOKENS:]))
+            prefix = self._written_by_template(prompt_ids)
             message = self._parser.parse(text, prefix=prefix, tools=list(tools) if tools else None)
         except Exception as error:
             message = {"role": "assistant", "content": text, "malformed_tool_call": f"unreadable turn: {error}"}
@@ -258,6 +260,15 @@ class ChatFormat:
             return parsed
 
         return TurnParser(grammar, parse_call, turn_ends={end.sampled for end in self._ends})
+
+    def _written_by_template(self, prompt_ids: Sequence[int]) -> str:
+        """The end of the prompt that the template wrote after the last message; no earlier turn is part of it."""
+        text = self.encoder.decode(list(prompt_ids[-_PREFIX_TOKENS:]))
+        for end in self._prompt_ends:
+            if text.endswith(end):
+                return end
+        # The template closes messages of this kind in another way: nothing before the last turn's end counts.
+        return re.split("|".join(re.escape(end.rendered) for end in self._ends), text)[-1]
 
     def _id(self, spelling: str) -> int:
         return self.encoder.control_ids[spelling]

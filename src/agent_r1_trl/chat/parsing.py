@@ -81,7 +81,7 @@ class TurnParser:
 
         Args:
             text: the sampled turn, stop token included.
-            prefix: the end of the prompt; what the template already wrote of this turn is read first.
+            prefix: what the template wrote after the last message; what of it belongs to this turn is read first.
             tools: schemas that give the arguments their types.
         """
         if self._is_harmony:

@@ -98,6 +98,17 @@ class TemplateRenderer:
         asked = self.render([question], None, generation_prompt=False)
         return begun.removeprefix(asked).partition("<think>")[0] if begun.startswith(asked) else ""
 
+    def prompt_ends(self) -> list[str]:
+        """What the template writes after a user message and after a tool message, up to where the policy goes on."""
+        question: Message = {"role": "user", "content": self._said}
+        ends = [self.render([question], None, generation_prompt=True).rpartition(self._said)[2]]
+        if self.supports_tools:
+            marks = [self.encoder.mark("o0")]
+            calls = [{"function": {"name": "f"}}]
+            staging = self.stage(calls, [{"role": "tool", "name": "f", "content": marks[0]}], None)
+            ends.append(staging.glue.rpartition(marks[0])[2])
+        return ends
+
     def reply(self, message: Message) -> str:
         """What the policy would write to say `message`, end-of-turn token included."""
         question = {"role": "user", "content": "."}
