@@ -122,6 +122,21 @@ def test_a_turn_cut_by_its_own_limit_is_closed_and_the_model_is_told():
     assert sampled_ids(trajectory) == script.turns[0][:12] + script.turns[1]
 
 
+def test_text_cut_by_the_turn_limit_is_no_malformed_call():
+    trajectory, _ = play([say("thinking aloud " * 20), say("ok")], limits={"max_tokens_per_turn": 12})
+    first = trajectory.turns[0]
+    assert first.is_truncated
+    assert "malformed_tool_call" not in first.message
+    assert "cut off after 12 tokens" in first.message["cut_off"]
+    assert trajectory.tool_results == []
+    assert first.reward == 0.0
+    assert first.observations[0]["role"] == "user"
+    assert "cut off after 12 tokens" in first.observations[0]["content"]
+    assert "tool call could not be read" not in first.observations[0]["content"]
+    assert trajectory.stop_reason is StopReason.DONE
+    assert len(trajectory.turns) == 2
+
+
 @pytest.mark.parametrize("bad", ["<tool_call>\n{broken\n</tool_call>", call("nope", x=1), call("add", a="two")])
 def test_unusable_calls_get_feedback_until_the_limit(bad):
     trajectory, _ = play([bad] * 9, limits={"max_invalid_calls": 2})

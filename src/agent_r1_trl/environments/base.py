@@ -49,7 +49,7 @@ class Environment(Protocol):
 
         Args:
             message: `content`, `tool_calls` as parsed, and `malformed_tool_call`: the reason, if the model attempted a
-                call that could not be read.
+                call that could not be read. `cut_off`: the reason, if a limit cut the turn and no call had begun.
         """
         ...
 

@@ -136,9 +136,9 @@ class ToolEnv:
     def is_done(self, message: Message) -> bool:
         """Whether the episode is over after this assistant message, whose calls have been executed.
 
-        By default it is over when the model answers without attempting a call.
+        By default it is over when the model answers without attempting a call, and was not cut off.
         """
-        return not message.get("tool_calls") and not message.get("malformed_tool_call")
+        return not any(message.get(name) for name in ("tool_calls", "malformed_tool_call", "cut_off"))
 
     def next_user_message(self, message: Message) -> str | None:
         """What the user says to an answer (a message without a call), for conversations of several user turns.
@@ -198,11 +198,12 @@ class ToolEnv:
             else:
                 observations.append({"role": "user", "content": feedback})
         reward_parts = await self._reward_calls(results)
-        is_answer = not message.get("tool_calls") and not malformed
+        is_answer = not message.get("tool_calls") and not malformed and not message.get("cut_off")
         said = await self._next_user_message(message) if is_answer else None
         done = said is None and bool(self.is_done(message))
         if not done and not observations:
-            observations.append({"role": "user", "content": executor.explain_no_call() if said is None else said})
+            told = executor.explain_no_call(message.get("cut_off")) if said is None else said
+            observations.append({"role": "user", "content": told})
         is_invalid = not done and said is None and all(result.error in _NOT_RUN for result in results)
         info: dict[str, Any] = {"tool_results": results, "reward_parts": reward_parts, "is_invalid": is_invalid}
         return StepResult(observations, math.fsum(reward_parts.values()), done, info)

@@ -153,8 +153,11 @@ async def _generate(
 
 def _cut_message(message: Message, max_tokens: int) -> Message:
     """The message of a turn that a limit cut: neither an answer nor a call, and the model is told so if it fits."""
-    cut = {name: value for name, value in message.items() if name != "tool_calls"}
-    cut["malformed_tool_call"] = f"the turn was cut off after {max_tokens} tokens, before it was finished"
+    cut = {name: value for name, value in message.items() if name not in ("tool_calls", "malformed_tool_call")}
+    # Only a turn that had begun a call attempted one.
+    attempted = "tool_calls" in message or "malformed_tool_call" in message
+    name = "malformed_tool_call" if attempted else "cut_off"
+    cut[name] = f"the turn was cut off after {max_tokens} tokens, before it was finished"
     return cut
 
 

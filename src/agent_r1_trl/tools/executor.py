@@ -85,9 +85,10 @@ class ToolExecutor:
             f"Error: the tool call could not be read: {_cut(reason, MAX_DETAIL_CHARS)}\n{self._how_to_call()}"
         )
 
-    def explain_no_call(self) -> str:
-        """Text that tells the model to go on after a turn without a call."""
-        return f"The task is not finished. {self._how_to_call()}"
+    def explain_no_call(self, cut_off: Any = None) -> str:
+        """Text that tells the model to go on after a turn without a call, and why the turn ended if it was cut off."""
+        reason = f" ({_clean(str(cut_off))})" if cut_off else ""
+        return f"The task is not finished{reason}. {self._how_to_call()}"
 
     # ---------------------------------------------------------------- one call
 
