@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -116,7 +117,7 @@ def read_template(name: str) -> str:
 
 
 @functools.lru_cache
-def _trained(family: str) -> str:
+def _trained() -> str:
     tokenizer = Tokenizer(models.BPE())
     # Splits as Qwen does: punctuation takes the newlines after it along, so merges cross message borders.
     words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -128,10 +129,6 @@ def _trained(family: str) -> str:
         vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, min_frequency=1
     )
     tokenizer.train_from_iterator([_CORPUS], trainer)
-    # Ids after the vocabulary, in order, as the published tokenizers have them.
-    for spelling, special in _SPECS[family][0]:
-        token = AddedToken(spelling, normalized=False, special=special)
-        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([token])
     return tokenizer.to_str()
 
 
@@ -142,9 +139,19 @@ def make_tokenizer(family: str, *, chat_template: str | None = None) -> PreTrain
         family: one of `FAMILIES`.
         chat_template: source to carry instead of the family's original template.
     """
-    _, bos, eos, pad, template = _SPECS[family]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_trained(family)), bos_token=bos, eos_token=eos, pad_token=pad
-    )
-    tokenizer.chat_template = chat_template or read_template(template)
+    added, bos, eos, pad, template = _SPECS[family]
+    return build_tokenizer(added, bos, eos, pad, chat_template or read_template(template))
+
+
+def build_tokenizer(
+    added: Sequence[tuple[str, bool]], bos: str | None, eos: str, pad: str | None, chat_template: str | dict[str, str]
+) -> PreTrainedTokenizerFast:
+    """A fresh tokenizer of the same ordinary tokens with these (spelling, special?) tokens after them."""
+    backend = Tokenizer.from_str(_trained())
+    # Ids after the vocabulary, in order, as the published tokenizers have them.
+    for spelling, special in added:
+        token = AddedToken(spelling, normalized=False, special=special)
+        (backend.add_special_tokens if special else backend.add_tokens)([token])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos, pad_token=pad)
+    tokenizer.chat_template = chat_template
     return tokenizer

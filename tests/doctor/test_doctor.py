@@ -44,6 +44,10 @@ class GoodEnv(ToolEnv):
         return float("Paris" in trajectory.final_text)
 
 
+# Families whose published templates drop the thoughts of earlier turns, and for which TRL ships no other template.
+DROPPING = ("gemma4", "gemma4_v5", "gptoss")
+
+
 def examine(subject, **options) -> list[Finding]:
     return run_doctor(subject, num_conversations=6, **options)
 
@@ -65,11 +69,13 @@ def errors_of(checks: list[Finding], name: str) -> list[Finding]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_good_tokenizer_has_no_findings(family):
     checks = run_doctor(make_tokenizer(family), tools=[search], num_conversations=12)
-    assert flagged(checks) == []
+    dropped = ["warning"] if family in DROPPING else []
+    assert [check.level for check in flagged(checks)] == dropped, flagged(checks)
+    assert all("changes thoughts" in check.message for check in flagged(checks))
     assert {check.check for check in checks} >= {"versions", "chat template", "tokenizer", "parser", "masks", "tools"}
 
 
-@pytest.mark.parametrize("family", ("qwen3", "llama3", "gemma4", "gptoss"))
+@pytest.mark.parametrize("family", ("qwen3", "llama3", "qwen2_5"))
 def test_a_good_environment_has_no_findings(family):
     rows = [{"question": "Capital of France?"}, {"question": "Höchster Berg? <|im_end|>"}]
     for env in (GoodEnv, functools.partial(GoodEnv, tool_call_reward=0.1)):

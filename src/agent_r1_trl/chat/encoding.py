@@ -36,12 +36,6 @@ class TextEncoder:
     """
 
     def __init__(self, tokenizer: Any, template: str) -> None:
-        if getattr(tokenizer, "backend_tokenizer", None) is None:
-            raise ChatFormatError(
-                f"tokenizer={type(tokenizer).__name__} is not a fast tokenizer: token-exact rollouts need the "
-                "`tokenizers` back end.",
-                "Load it with AutoTokenizer.from_pretrained(...), or save it as tokenizer.json.",
-            )
         self.tokenizer = tokenizer
         self.special_ids: dict[str, int] = {}
         """Spelling -> id of the tokens that the tokenizer marks special."""
@@ -198,6 +192,15 @@ class TextEncoder:
                 "Give added tokens consecutive ids after the vocabulary (save_pretrained writes them so).",
             )
         return backend
+
+
+def not_fast(tokenizer: Any) -> ChatFormatError:
+    """The error of a tokenizer without the `tokenizers` back end (Mistral's own, for example)."""
+    return ChatFormatError(
+        f"tokenizer={type(tokenizer).__name__} is not a fast tokenizer: token-exact rollouts need the `tokenizers` "
+        "back end.",
+        "Load it with PreTrainedTokenizerFast.from_pretrained(...), which reads the model's tokenizer.json.",
+    )
 
 
 def split_by_author(delta: str, glue: str, marks: Sequence[str]) -> list[tuple[str, bool]]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+GENERAL_CURE = (
+    "Pass as chat_template the source of a template for this model that writes a turn in the same way whatever "
+    "follows it, and ends it with a special token; docs/model-families.md tells how."
+)
+
 
 class ChatFormatError(ValueError):
     """A user's mistake with its cure; the message is both, in this order."""

@@ -16,15 +16,20 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from agent_r1_trl.chat.encoding import TextEncoder, split_by_author
-from agent_r1_trl.chat.errors import ChatFormatError
+from agent_r1_trl.chat.encoding import TextEncoder, not_fast, split_by_author
+from agent_r1_trl.chat.errors import GENERAL_CURE, ChatFormatError
+from agent_r1_trl.chat.grammars import GRAMMARS
+from agent_r1_trl.chat.jinja import ChatTemplate
 from agent_r1_trl.chat.parsing import TurnParser
 from agent_r1_trl.chat.rendering import TemplateRenderer
 from agent_r1_trl.chat.templates import (
     check_template_kwargs,
     choose_chat_template,
     choose_response_template,
+    read_response_template,
+    suggestion,
     text_grammar,
+    without_tools,
 )
 from agent_r1_trl.trajectory import Author, Message
 
@@ -40,6 +45,8 @@ class ChatFormat:
     Args:
         tokenizer: a fast tokenizer (or a processor that holds one). It is not changed.
         chat_template: source, file or TRL name of a template to use in place of the tokenizer's.
+        response_template: the grammar that reads calls, in place of the one that belongs to the template: a
+            transformers `response_template` as a dict or a JSON file, or the name of a family (`hermes`, `mistral`).
         chat_template_kwargs: passed to the template in every rendering.
         thinking: `keep` leaves the template's default; `off` sets `enable_thinking=False`, whose forced empty
             thought is template glue.
@@ -54,6 +61,7 @@ class ChatFormat:
         tokenizer: Any,
         *,
         chat_template: str | None = None,
+        response_template: dict[str, Any] | str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         thinking: str = "keep",
         extra_stop_token_ids: Iterable[int] = (),
@@ -65,24 +73,37 @@ class ChatFormat:
             chat_template = chat_template or tokenizer.chat_template
             tokenizer = tokenizer.tokenizer
         self.tokenizer = tokenizer
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise not_fast(tokenizer)
         self.chat_template, self.supports_tools = choose_chat_template(tokenizer, chat_template, trl)
         """Source of the template in use: save it with the model."""
         self.chat_template_kwargs = check_template_kwargs(self.chat_template, chat_template_kwargs, thinking)
         self.encoder = TextEncoder(tokenizer, self.chat_template)
-        self._renderer = TemplateRenderer(
-            tokenizer,
-            self.chat_template,
-            self.chat_template_kwargs,
-            self.encoder,
-            supports_tools=self.supports_tools,
-        )
+        self.plain_template = None if chat_template else without_tools(tokenizer, self.chat_template)
+        """Source of the template of conversations without tools, where the tokenizer has one of its own for them."""
+        template = ChatTemplate(tokenizer, self.chat_template, self.chat_template_kwargs, plain=self.plain_template)
+        try:
+            self._renderer = TemplateRenderer(template, self.encoder, supports_tools=self.supports_tools)
+        except ChatFormatError as error:
+            if chat_template is not None or error.cure is not GENERAL_CURE:
+                raise
+            raise ChatFormatError(error.problem, suggestion(tokenizer, self.chat_template)) from error
         self._ends = (self._renderer.text_end, self._renderer.call_end)
         stops = [self._id(end.sampled) for end in self._ends]
         eos = tokenizer.eos_token_id
         self.stop_token_ids: list[int] = sorted({*stops, *([eos] if eos is not None else []), *extra_stop_token_ids})
         """Ids after which a turn is over."""
+        self.response_template = read_response_template(response_template)
+        """The grammar that was asked for, or None: save it with the model as well."""
         self._parser = self._make_parser(trl)
         self._prompt_ends = sorted(self._renderer.prompt_ends(), key=len, reverse=True)
+
+    @property
+    def template_to_save(self) -> str | dict[str, str]:
+        """What a tokenizer must carry as its chat_template for the conversations of this format."""
+        if self.plain_template is None:
+            return self.chat_template
+        return {"default": self.plain_template, "tool_use": self.chat_template}
 
     # ---------------------------------------------------------------- messages -> ids
 
@@ -102,8 +123,8 @@ class ChatFormat:
             raise ChatFormatError(
                 f"tools={names}: the chat template cannot render tool conversations, so the model would never see "
                 "them.",
-                "Use a model whose template can, or chat_template='qwen2_5_training' (works on any ChatML "
-                "tokenizer), or describe the tools in the prompt and read the calls in your environment.",
+                f"{suggestion(self.tokenizer, self.chat_template)} Or use a model whose template can, or describe the "
+                "tools in the prompt and read the calls in your environment.",
             )
         safe = [
             message if message.get("role") == "assistant" else self.encoder.hide(message, special_only=True)
@@ -111,7 +132,7 @@ class ChatFormat:
         ]
         schemas = self.encoder.hide(list(tools), special_only=True) if tools else None
         try:
-            return self.encoder.encode(self._renderer.render(safe, schemas, generation_prompt=True))
+            return self.encoder.encode(self._renderer.template.render(safe, schemas, generation_prompt=True))
         except Exception as error:
             roles = [message.get("role") for message in messages]
             raise ChatFormatError(
@@ -184,7 +205,8 @@ class ChatFormat:
 
         Returns:
             `role`, `content`; where they apply `reasoning_content`, `tool_calls` (arguments parsed, ids unique in
-            the trajectory) and `malformed_tool_call`, the reason why a call that was attempted cannot be read.
+            the turn: the model's own, if it wrote some) and `malformed_tool_call`, the reason why a call that was
+            attempted cannot be read.
         """
         ids = list(token_ids)
         ends = {self._id(end.sampled) for end in self._ends}
@@ -197,8 +219,11 @@ class ChatFormat:
             message = self._parser.parse(text, prefix=prefix, tools=list(tools) if tools else None)
         except Exception as error:
             message = {"role": "assistant", "content": text, "malformed_tool_call": f"unreadable turn: {error}"}
+        written: set[str] = set()
         for index, call in enumerate(message.get("tool_calls", ())):
-            call["id"] = f"call_{len(prompt_ids)}_{index}"
+            if call.get("id", "") in ("", *written):  # 9 letters and digits: Mistral's templates take no other id
+                call["id"] = f"c{len(prompt_ids) % 10**6:06d}{index % 100:02d}"
+            written.add(call["id"])
         restored: Message = self.encoder.restore(message)
         return restored
 
@@ -213,12 +238,21 @@ class ChatFormat:
         self, messages: Sequence[Message], tools: Sequence[Schema] | None = None, *, generation_prompt: bool = False
     ) -> list[int]:
         """Ids of a whole conversation that is rendered at once; a rollout's ids must spell the same text."""
-        return self.encoder.encode(self._renderer.render(messages, tools, generation_prompt=generation_prompt))
+        return self.encoder.encode(
+            self._renderer.template.render(messages, tools, generation_prompt=generation_prompt)
+        )
 
     def canonical(self, token_ids: Sequence[int]) -> list[int]:
         """The ids with every end-of-turn token but the last as the template writes it once something follows."""
         written = {self._id(end.sampled): self._id(end.rendered) for end in self._ends}
         return [written.get(token_id, token_id) for token_id in token_ids[:-1]] + list(token_ids[-1:])
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the template knows thoughts."""
+        return self._parser.knows_thoughts and bool(
+            re.search(r"reasoning_content|\.thinking\b|</(?:\w+:)?think>|\[/THINK\]", self.chat_template)
+        )
 
     def is_turn_end_trained(self) -> bool | None:
         """Whether supervised training with this template's assistant masks trains the end-of-turn token.
@@ -243,15 +277,15 @@ class ChatFormat:
 
     def _make_parser(self, trl: Any) -> TurnParser:
         turn_end = self._ends[0].sampled
-        grammar = None
-        if self.supports_tools:
+        grammar = self.response_template
+        if grammar is None and self.supports_tools:
             grammar = choose_response_template(self.tokenizer, self.chat_template, turn_end, trl)
             if grammar is None:
                 raise ChatFormatError(
-                    "The chat template writes tool calls in a form that cannot be read back: TRL has no response "
-                    "template for it and it has no <tool_call> markers.",
-                    "Set tokenizer.response_template (see transformers' page on chat response parsing), or use a "
-                    "chat_template that TRL knows.",
+                    "The chat template writes tool calls in a form that cannot be read back: no grammar is known for "
+                    "it and it has no <tool_call> markers.",
+                    "Set response_template to a grammar (see transformers' page on chat response parsing) or to the "
+                    f"name of a family that writes calls in this way ({', '.join(GRAMMARS)}).",
                 )
         grammar = grammar or text_grammar(self.chat_template, self._renderer.turn_start(), turn_end)
 

@@ -14,8 +14,9 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
+from agent_r1_trl.chat.calls import READERS, Reader, strict_decoder, strict_json
 from agent_r1_trl.trajectory import Message
 
 # GPT-OSS may name the recipient before or after the channel, with or without <|constrain|>; one spelling is enough.
@@ -27,7 +28,9 @@ _ARGUMENTS_KEY = re.compile(r'"(?:parameters|arguments)"\s*:')
 # Deeper than any tool's arguments; shallow enough for everything downstream that recurses.
 _MAX_DEPTH = 64
 
-# Markers of an attempted call, by a piece of the family's opening delimiter.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+
+# Markers of an attempted call, by a piece of the opening delimiter of a grammar that names none.
 _HINTS = {
     "<tool_call>": ("<tool_call>", "</tool_call>"),
     "<|tool_call>": ("<|tool_call>", "<tool_call|>"),
@@ -71,7 +74,9 @@ class TurnParser:
         self._implicit = next((name for name in fields if name not in self._opens), None)
         call = fields.get("tool_calls", {})
         opening = str(call.get("open") or call.get("open_pattern") or "").replace("\\", "")
-        self._hints = next((hints for piece, hints in _HINTS.items() if piece in opening), ())
+        self._hints = call.get("hints") or next((hints for piece, hints in _HINTS.items() if piece in opening), ())
+        self._reader = READERS.get(str(call.get("content")))
+        self._thought = next((name for name in _THOUGHTS if name in self._opens), None)
         self._is_strict_json = call.get("content") == "json" and not call.get("content_args")
         self._is_bare_json = opening.startswith('{"name"')
         self._is_harmony = "to=functions" in opening
@@ -86,7 +91,7 @@ class TurnParser:
         """
         if self._is_harmony:
             text = _HARMONY_CALL.sub(r"to=functions.\g<name><|channel|>commentary json<|message|>", text)
-        begun = self._begun(prefix)
+        begun = self._begun(prefix, text)
         message: Message = {"role": "assistant", "content": ""}
         content, calls, reasons = [], [], []
         whole = self._turn_ends.sub("", text).strip()
@@ -99,7 +104,7 @@ class TurnParser:
                 if reason:
                     reasons.append(reason)
                     content.append(self._turn_ends.sub("", region.raw))
-            elif region.field in ("reasoning_content", "thinking", "reasoning"):
+            elif region.field in _THOUGHTS:
                 thought = region.body.strip()
                 if thought:
                     message["reasoning_content"] = "\n".join(filter(None, [message.get("reasoning_content"), thought]))
@@ -117,14 +122,32 @@ class TurnParser:
             message["malformed_tool_call"] = "; ".join(dict.fromkeys(reasons))
         return message
 
+    @property
+    def knows_thoughts(self) -> bool:
+        """Whether the grammar tells thoughts from what is said."""
+        return self._thought is not None
+
     # ---------------------------------------------------------------- regions
 
-    def _begun(self, prefix: str) -> str:
-        """What the prompt already holds of the assistant turn (a forced `<think>`, say)."""
-        end = None
-        for match in self._anchor.finditer(prefix) if self._anchor else ():
-            end = match.end()
-        return prefix[end:] if end is not None else ""
+    def _begun(self, prefix: str, text: str) -> str:
+        """What of the turn stands before the sampled text: the opener of a thought, as a rule."""
+        anchors = list(self._anchor.finditer(prefix)) if self._anchor else []
+        prefix, begun = (prefix[anchors[-1].end() :],) * 2 if anchors else (prefix, "")
+        if self._thought is None or self._thought not in self._closes:
+            return begun
+        opener, closer = self._opens[self._thought], self._closes[self._thought]
+        if closed := list(closer.finditer(prefix)):
+            return prefix[closed[-1].end() :]  # the template wrote a whole thought, an empty one as a rule
+        if opened := opener.search(prefix):
+            return prefix[opened.start() :]
+        return begun + self._missing_opener(text)
+
+    def _missing_opener(self, text: str) -> str:
+        """The opener of a thought that the text only closes: some templates and models leave it out."""
+        literal = self._opens[self._thought].pattern.replace("\\", "")  # type: ignore[index]
+        before, closed, _ = text.partition(literal.replace(literal[:1], literal[:1] + "/", 1))
+        is_open = any(pattern.search(before) for pattern in self._opens.values())
+        return literal if closed and not is_open and literal[:1] in ("<", "[") else ""
 
     def _regions(self, text: str) -> Iterator[_Region]:
         position = outside = 0
@@ -140,9 +163,13 @@ class TurnParser:
             yield from self._outside(text[outside : match.start()])
             close = self._closes[name].search(text, match.end()) if name in self._closes else None
             end = close.end() if close else len(text)
+            if close is None and name == self._thought and "tool_calls" in self._opens:
+                # A call ends a thought that was never closed, as it does in vLLM.
+                close = self._opens["tool_calls"].search(text, match.end())
+                end = close.start() if close else end
             body = text[match.end() : close.start() if close else end]
             yield _Region(name, text[match.start() : end], body, close is not None)
-            position = outside = max(end, match.start() + 1)
+            position = outside = max(end, match.end(), match.start() + 1)
         yield from self._outside(text[outside:])
 
     def _outside(self, text: str) -> Iterator[_Region]:
@@ -159,15 +186,31 @@ class TurnParser:
     def _read_call(self, region: _Region, tools: Any) -> tuple[list[dict[str, Any]], str | None]:
         if not region.is_closed and not self._is_bare_json:
             return [], "the call was not finished: its closing marker is missing"
+        if self._reader is not None:
+            return self._read_by(self._reader, region.body, tools)
         try:
             if self._is_strict_json:
-                _strict_json(region.body)
+                strict_json(region.body)
             calls = self._parse_call(region.raw, tools).get("tool_calls") or []
             return [_well_formed(call) for call in calls], None
         except Exception as error:
             if self._is_bare_json:
                 return self._read_bare_json(region.raw)
             return [], _reason(error)
+
+    def _read_by(self, reader: Reader, body: str, tools: Any) -> tuple[list[dict[str, Any]], str | None]:
+        """With a reader of ours: one broken call among several does not take the others along."""
+        calls, reasons = [], []
+        try:
+            found = reader(self._turn_ends.sub("", body), tools)
+        except Exception as error:
+            return [], _reason(error)
+        for call in found:
+            try:
+                calls.append(_well_formed({"function": call}))
+            except Exception as error:
+                reasons.append(_reason(error))
+        return calls, "; ".join(dict.fromkeys(reasons)) or None
 
     def _read_stray_call(self, text: str, tools: Any) -> tuple[list[dict[str, Any]], str | None]:
         """Text outside the delimiters: a call in a form the grammar does not know, or no call at all."""
@@ -182,7 +225,7 @@ class TurnParser:
         """Llama 3: `{"name": ..., "parameters": {...}}` with any key order, several divided by semicolons."""
         rest = self._turn_ends.sub("", text).replace("<|python_tag|>", "").strip()
         calls: list[dict[str, Any]] = []
-        decoder = _strict_decoder()
+        decoder = strict_decoder()
         try:
             if not rest.startswith("{"):
                 raise ValueError('the call is not a JSON object with "name" and "parameters"')
@@ -234,13 +277,16 @@ def _well_formed(call: Any) -> dict[str, Any]:
         arguments = {}
     if isinstance(arguments, str):
         try:
-            decoded = _strict_json(arguments)
+            decoded = strict_json(arguments)
         except ValueError:
             decoded = None
         arguments = decoded if isinstance(decoded, dict) else arguments
     _check_values(name)
     _check_values(arguments)
-    return {"type": "function", "function": {"name": name.strip(), "arguments": arguments}}
+    written: dict[str, Any] = {"type": "function", "function": {"name": name.strip(), "arguments": arguments}}
+    if isinstance(function.get("id"), str) and function["id"].strip():
+        written["id"] = function["id"].strip()
+    return written
 
 
 def _kind(value: Any) -> str:
@@ -266,25 +312,6 @@ def _check_values(value: Any, depth: int = 0) -> None:
     elif isinstance(value, list):
         for item in value:
             _check_values(item, depth + 1)
-
-
-def _strict_decoder() -> json.JSONDecoder:
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is not a JSON value")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        value = dict(pairs)
-        if len(value) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise ValueError(f'the key "{twice}" appears twice in one JSON object')
-        return value
-
-    return json.JSONDecoder(object_pairs_hook=unique, parse_constant=refuse)
-
-
-def _strict_json(text: str) -> Any:
-    return _strict_decoder().decode(text.strip())
 
 
 def _reason(error: Exception) -> str:

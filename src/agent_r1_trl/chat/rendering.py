@@ -8,13 +8,18 @@ Not covered: ids (`encoding.py`), which template it is (`templates.py`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agent_r1_trl.chat.encoding import TextEncoder
-from agent_r1_trl.chat.errors import ChatFormatError
+from agent_r1_trl.chat.errors import GENERAL_CURE, ChatFormatError
+from agent_r1_trl.chat.jinja import CALL_ID, ChatTemplate, calling, tool_answer
 from agent_r1_trl.trajectory import Message
+
+# Markers of a thought in any family's generation prompt, opening and closing.
+_THOUGHT_MARKS = r"</?(?:\w+:)?think>|\[/?THINK\]"
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class TurnEnd:
     """The end-of-turn token that the policy is expected to sample."""
     rendered: str
     """The one that the template writes once something follows (GPT-OSS: `<|end|>` after `<|return|>` sampled)."""
+    needs_follower: bool = False
+    """The template ends such a turn only when a message follows (GLM: with the token that opens that message)."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +52,7 @@ class TemplateRenderer:
     """Renders conversations with one template.
 
     Args:
-        tokenizer: renders; it is not changed.
-        chat_template: source of the template.
-        chat_template_kwargs: passed to the template in every rendering.
+        template: renders.
         encoder: knows the control tokens.
         supports_tools: whether the template renders calls and tool messages.
 
@@ -57,70 +62,90 @@ class TemplateRenderer:
 
     def __init__(
         self,
-        tokenizer: Any,
-        chat_template: str,
-        chat_template_kwargs: dict[str, Any],
+        template: ChatTemplate,
         encoder: TextEncoder,
         *,
         supports_tools: bool,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.chat_template = chat_template
-        self.chat_template_kwargs = chat_template_kwargs
+        self.template = template
         self.encoder = encoder
         self.supports_tools = supports_tools
         self._said = encoder.mark("s")
+        self._ids_are_names = supports_tools and self._shows_ids_for_names()
+        self._numbers_calls = supports_tools and self._shows_numbers_for_ids()
         self.text_end = self._find_end(self._stand_in(), {"role": "user", "content": "."})
         """How a turn without calls ends."""
         self.call_end = self.text_end
         """How a turn with calls ends."""
         if supports_tools:
             turn = self._stand_in([{"function": {"name": "f"}}])
-            self.call_end = self._find_end(turn, {"role": "tool", "name": "f", "content": "."})
-
-    def render(self, messages: Sequence[Message], tools: Any, *, generation_prompt: bool) -> str:
-        """Text of a conversation; whatever the template raises propagates."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) if tools else None,
-                chat_template=self.chat_template,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **self.chat_template_kwargs,
-            )
-        )
+            self.call_end = self._find_end(turn, self._follower(turn["tool_calls"], "."))
 
     def turn_start(self) -> str:
         """The generation prompt without a forced `<think>`; empty for a template that writes none."""
         question = {"role": "user", "content": self._said}
-        begun = self.render([question], None, generation_prompt=True)
-        asked = self.render([question], None, generation_prompt=False)
+        begun = self.template.probe([question], generation_prompt=True)
+        asked = self.template.probe([question])
         return begun.removeprefix(asked).partition("<think>")[0] if begun.startswith(asked) else ""
 
     def prompt_ends(self) -> list[str]:
         """What the template writes after a user message and after a tool message, up to where the policy goes on."""
         question: Message = {"role": "user", "content": self._said}
-        ends = [self.render([question], None, generation_prompt=True).rpartition(self._said)[2]]
+        ends = [self.template.probe([question], generation_prompt=True).rpartition(self._said)[2]]
         if self.supports_tools:
             marks = [self.encoder.mark("o0")]
             calls = [{"function": {"name": "f"}}]
-            staging = self.stage(calls, [{"role": "tool", "name": "f", "content": marks[0]}], None)
+            staging = self.stage(calls, [self._follower(calls, marks[0])], None)
             ends.append(staging.glue.rpartition(marks[0])[2])
         return ends
 
     def reply(self, message: Message) -> str:
         """What the policy would write to say `message`, end-of-turn token included."""
-        question = {"role": "user", "content": "."}
-        asked = self.render([question], None, generation_prompt=False)
-        begun = self.render([question], None, generation_prompt=True)
-        whole = self.render([question, message], None, generation_prompt=False)
+        end = self.call_end if message.get("tool_calls") else self.text_end
+        message = self._with_ids(message)
+        turns, stop = [*self._before(message), message], None
+        if end.needs_follower:
+            stop = self.encoder.mark("f")
+            turns.append(self._follower(message.get("tool_calls"), stop))
+        begun = self.template.probe(turns[: turns.index(message)], generation_prompt=True)
+        whole = self.template.probe(turns, generation_prompt=bool(stop))
+        start = self._reply_start(turns[: turns.index(message)], begun, whole)
+        until = whole.rindex(end.sampled, start, whole.rindex(stop) if stop else None) + len(end.sampled)
+        return self._rest_of_thought(begun[start:], message) + whole[start:until]
+
+    def _reply_start(self, before: Sequence[Message], begun: str, whole: str) -> int:
+        """Where in `whole`, a conversation with the reply, the policy's part begins."""
+        if whole.startswith(begun):
+            return len(begun)
         # A forced prefix may differ from what the template writes for a finished turn (`<think>` and a newline).
+        asked = len(self.template.probe(before))
+        header = re.split(_THOUGHT_MARKS, begun[asked:], maxsplit=1)[0]
+        if whole.startswith(begun[:asked] + header):
+            return asked + len(header)
         start = _common_prefix_length(begun, whole)
-        if start <= len(asked):
+        for text in (begun, whole):  # never inside of a token
+            start = min([start, *(left for left, right, _ in self.encoder.live_tokens(text) if left < start < right)])
+        if start <= asked:
             raise unusable("The chat template does not start an assistant turn with its generation prompt.")
-        end = (self.call_end if message.get("tool_calls") else self.text_end).sampled
-        return whole[start : whole.rindex(end) + len(end)]
+        return start
+
+    def _rest_of_thought(self, forced: str, message: Message) -> str:
+        """The thought that the generation prompt opens and the rendered turn does not show; often an empty one."""
+        marks = re.findall(_THOUGHT_MARKS, forced)
+        if not marks or "/" in marks[-1]:
+            return ""
+        return f"{message.get('reasoning_content') or ''}\n{marks[-1][0]}/{marks[-1][1:]}\n\n"
+
+    def _follower(self, calls: Any, content: str) -> Message:
+        if not calls:
+            return {"role": "user", "content": content}
+        function = calls[0].get("function", {})
+        return {
+            "role": "tool",
+            "name": function.get("name"),
+            "tool_call_id": calls[0].get("id") or CALL_ID,
+            "content": content,
+        }
 
     def stage(self, calls: Sequence[Any], observations: Sequence[Message], tools: Any) -> Staging:
         """Render observations after a turn with these calls, as faithfully as the template allows.
@@ -144,6 +169,55 @@ class TemplateRenderer:
                 return Staging(end=end, delta=delta, glue=glue, marks=marks[: len(rest)])
         raise unusable("The chat template does not show a user message after an assistant turn.")
 
+    # ---------------------------------------------------------------- ids of calls
+
+    def _shows_ids_for_names(self) -> bool:
+        """Whether calls are written by their ids alone, as Kimi's `functions.name:0` is."""
+        name = self.encoder.mark("n")
+        turns = [{"role": "user", "content": "."}, calling(name), tool_answer(".", "f")]
+        try:
+            text = self.template.probe(turns)
+        except Exception:  # templates raise what they like
+            return False
+        return name not in text and CALL_ID in text
+
+    def _shows_numbers_for_ids(self) -> bool:
+        """Whether calls are numbered through the conversation, as Command-R's are."""
+        mark = self.encoder.mark("o0")
+        turns = [calling(), tool_answer(mark)]
+        before = []
+        try:
+            for count in (1, 2):
+                conversation = [{"role": "user", "content": "."}, *turns * count]
+                before.append(self.template.probe(conversation).rpartition(mark)[0][-40:])
+        except Exception:  # templates raise what they like
+            return False
+        return '"0"' in before[0] and before[1] == before[0].replace('"0"', '"1"', 1)
+
+    def _with_ids(self, message: Message) -> Message:
+        """The message with ids of the form that its template shows."""
+        calls = message.get("tool_calls")
+        if not calls or not self._ids_are_names:
+            return message
+        named = [{**call, "id": self._id_of(call, index)} for index, call in enumerate(calls)]
+        return {**message, "tool_calls": named}
+
+    def _id_of(self, call: Any, index: int) -> str:
+        """The call's own id if the template can show it, else one that it can."""
+        if not self._ids_are_names:
+            return call.get("id") or f"{CALL_ID[:7]}{index:02d}"
+        is_named = re.fullmatch(r"functions\..+:\d+", call.get("id") or "")
+        return call["id"] if is_named else f"functions.{call['function']['name']}:{index}"
+
+    def _before(self, message: Message) -> list[Message]:
+        """What stands before a stand-in turn: a question, and for Command-R as many calls as were numbered so far."""
+        question: Message = {"role": "user", "content": "."}
+        first = str((message.get("tool_calls") or [{}])[0].get("id") or "")
+        count = int(first) if self._numbers_calls and re.fullmatch(r"[1-9]\d?", first) else 0
+        calls = [{**calling()["tool_calls"][0], "id": str(number)} for number in range(count)]
+        answers = [{**tool_answer("."), "tool_call_id": call["id"]} for call in calls]
+        return [question, *([{**calling(), "tool_calls": calls}, *answers] if calls else [])]
+
     # ---------------------------------------------------------------- stand-ins
 
     def _stand_in(self, calls: Sequence[Any] = ()) -> Message:
@@ -153,7 +227,7 @@ class TemplateRenderer:
         functions = [
             {
                 "type": "function",
-                "id": call.get("id") or f"call_{index}",
+                "id": self._id_of(call, index),
                 "function": {"name": call["function"]["name"], "arguments": {"x": self._said}},
             }
             for index, call in enumerate(calls)
@@ -167,14 +241,28 @@ class TemplateRenderer:
         if not any(observation.get("role") == "tool" for observation in observations):
             yield self._stand_in(), observations
         elif self.supports_tools:
+            ids = [observation.get("tool_call_id") for observation in observations]
             # Llama 3 renders one call per turn, and a tool message may come without a readable call.
             named = [{"function": {"name": observation.get("name") or "f"}} for observation in observations][:1]
             for some in (calls, calls[:1], named):
                 if some:
-                    yield self._stand_in(some), observations
+                    turn = self._stand_in(some)
+                    yield turn, self._answering(turn, observations, ids)
+                    # Mistral's templates refuse ids of another length than 9.
+                    turn = self._stand_in([{"function": call["function"]} for call in some])
+                    yield turn, self._answering(turn, observations, [None] * len(ids))
         told = [{"role": "user", "content": observation["content"]} for observation in observations]
         yield self._stand_in(), told
         yield self._stand_in(), [{"role": "user", "content": "\n".join(message["content"] for message in told)}]
+
+    def _answering(
+        self, turn: Message, observations: Sequence[Message], ids: Sequence[str | None]
+    ) -> Sequence[Message]:
+        """The tool messages with the ids given, or those of the turn's calls in their order."""
+        of_calls = [call["id"] for call in turn["tool_calls"]]
+        of_calls += of_calls[-1:] * (len(ids) - len(of_calls))
+        pairs = zip(observations, ids, of_calls, strict=False)
+        return [{**message, "tool_call_id": own or other} for message, own, other in pairs]
 
     def _after_end(self, end: TurnEnd, reply: Message, rest: Sequence[Message], tools: Any) -> str:
         after = self._after_reply(reply, rest, tools, generation_prompt=True)
@@ -185,9 +273,11 @@ class TemplateRenderer:
         raise unusable("The chat template ends this turn in another way than others of its kind.")
 
     def _after_reply(self, reply: Message, rest: Sequence[Message], tools: Any, *, generation_prompt: bool) -> str:
-        conversation = [{"role": "user", "content": "."}, reply, *rest]
+        conversation = [*self._before(reply), reply, *rest]
         try:
-            text = self.render(conversation, tools, generation_prompt=generation_prompt)
+            text = self.template.render(
+                conversation, tools or self.template.probe_tools, generation_prompt=generation_prompt
+            )
         except Exception as error:  # templates raise what they like
             roles = [message["role"] for message in conversation]
             raise unusable(f"The chat template cannot render messages of the roles {roles}: {error}.") from error
@@ -197,19 +287,24 @@ class TemplateRenderer:
         return after
 
     def _find_end(self, reply: Message, follow: Message) -> TurnEnd:
-        alone = self._after_reply(reply, [], None, generation_prompt=False)
+        after = self._after_reply(reply, [follow], None, generation_prompt=True)
+        try:
+            alone = self._after_reply(reply, [], None, generation_prompt=False)
+        except ChatFormatError:
+            alone = ""
         live = self.encoder.live_tokens(alone)
-        special = [token for token in live if token[2] in self.encoder.special_ids] or live
-        if not special:
+        special = [token for token in live if token[2] in self.encoder.special_ids]
+        if not special and (found := self._find_open_end(after)):
+            return found
+        if not live:
             raise ChatFormatError(
                 "The chat template does not end an assistant turn with a token of its own (it writes "
                 f"{alone!r} after it), so a rollout could not tell where a turn ends.",
                 "Use a template that ends turns with the tokenizer's end-of-turn token, and add that token to the "
                 "tokenizer as a special token.",
             )
-        start, _, sampled = special[-1]
+        start, _, sampled = (special or live)[-1]
         lead = alone[:start]
-        after = self._after_reply(reply, [follow], None, generation_prompt=True)
         following = self.encoder.live_tokens(after[len(lead) :])
         if not after.startswith(lead) or not following or following[0][0] != 0:
             raise unusable(
@@ -218,13 +313,28 @@ class TemplateRenderer:
             )
         return TurnEnd(lead=lead, sampled=sampled, rendered=following[0][2])
 
+    def _find_open_end(self, after: str) -> TurnEnd | None:
+        """The end of a turn after which the template writes no token of its own unless a message follows.
+
+        Either the template shows the last turn in another way than the others (Nemotron Nano), or the turn ends with
+        the token that opens the next message, which the policy samples (GLM). A token that opens assistant turns as
+        well cannot end one.
+        """
+        question: Message = {"role": "user", "content": self._said}
+        asked, begun = (self.template.probe([question], generation_prompt=prompted) for prompted in (False, True))
+        opening = begun.removeprefix(asked)
+        special = [token for token in self.encoder.live_tokens(after) if token[2] in self.encoder.special_ids]
+        known = getattr(self, "text_end", None)
+        usual = [token for token in special if known is not None and token[2] == known.rendered]
+        for start, _, token in (usual or special)[:1]:
+            if token not in opening:
+                return TurnEnd(lead=after[:start], sampled=token, rendered=token, needs_follower=True)
+        return None
+
 
 def unusable(problem: str) -> ChatFormatError:
-    """The error of a template that a training template can replace."""
-    return ChatFormatError(
-        problem,
-        "Pass a training template as chat_template (TRL ships qwen3_training, qwen2_5_training and more).",
-    )
+    """The error of a template that another template can replace."""
+    return ChatFormatError(problem, GENERAL_CURE)
 
 
 def _common_prefix_length(one: str, other: str) -> int:

@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from agent_r1_trl.chat.errors import ChatFormatError
+from agent_r1_trl.chat.calls import READERS
+from agent_r1_trl.chat.errors import GENERAL_CURE, ChatFormatError
+from agent_r1_trl.chat.grammars import GRAMMARS, find_grammar
+from agent_r1_trl.chat.jinja import (
+    PROBE_TOOL,
+    ChatTemplate,
+    calling,
+    ends_turns,
+    keeps_thoughts,
+    preserves_prefixes,
+    supports_tools,
+)
 
 _RESERVED = {"tokenize", "add_generation_prompt", "chat_template", "tools", "return_dict", "continue_final_message"}
 
-_CALLING = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
-}
+_CALLING = calling()
 _NUM_CANDIDATES = 4
 # Renderings that a revision must share with a template of TRL's to count as the same.
 _PROBES: tuple[list[dict[str, Any]], ...] = (
@@ -36,14 +44,6 @@ _PROBES: tuple[list[dict[str, Any]], ...] = (
         {"role": "assistant", "content": "b", "reasoning_content": "r"},
     ],
 )
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "f",
-        "description": "d",
-        "parameters": {"type": "object", "properties": {"x": {"type": "integer", "description": "e"}}},
-    },
-}
 
 
 def choose_chat_template(tokenizer: Any, requested: str | None, trl: Any) -> tuple[str, bool]:
@@ -63,41 +63,73 @@ def choose_chat_template(tokenizer: Any, requested: str | None, trl: Any) -> tup
         raise ChatFormatError(
             f"tokenizer={_name(tokenizer)} has no chat template: set chat_template to the template of the model's "
             "family.",
-            _suggestion(""),
+            suggestion(tokenizer, ""),
         )
-    carrier = _with_template(tokenizer, template)
-    if not _supports_tools(carrier, trl):
+    own = ChatTemplate(tokenizer, template)
+    if not supports_tools(own):
         return template, False
-    preserves = _preserves_prefixes(carrier, trl)
-    if preserves and _ends_turns(carrier) and _keeps_thoughts(carrier):
+    preserves = preserves_prefixes(own)
+    if preserves and ends_turns(own) and keeps_thoughts(own):
         return template, True
-    training = _training_variant(carrier, trl)
-    if preserves and (training is None or not _is_better(_with_template(tokenizer, training), carrier)):
+    training = _training_variant(_with_template(tokenizer, template), trl)
+    if preserves and (training is None or not _is_better(ChatTemplate(tokenizer, training), own)):
         return template, True
-    if training is None:
-        raise ChatFormatError(
-            f"chat_template of tokenizer={_name(tokenizer)} is not prefix preserving: it renders an assistant turn "
-            "differently once a tool message follows, so the ids trained on would not be the ids of the conversation.",
-            _suggestion(template),
-        )
-    return training, True
+    if training is not None:
+        return training, True
+    # A thinking model's turn always has a thought; how one without a thought is rendered does not matter then.
+    if preserves_prefixes(own, reasoning_content="thought"):
+        return template, True
+    raise ChatFormatError(
+        f"chat_template of tokenizer={_name(tokenizer)} is not prefix preserving: it renders an assistant turn "
+        "differently once a tool message follows, so the ids trained on would not be the ids of the conversation.",
+        suggestion(tokenizer, template) if requested is None else GENERAL_CURE,
+    )
 
 
 def choose_response_template(tokenizer: Any, template: str, turn_end: str, trl: Any) -> dict[str, Any] | None:
     """The grammar of assistant turns under `template`; None if calls are written in no known form."""
     own = getattr(tokenizer, "response_template", None)
-    if own is not None:
+    of_trl = [value for name, value in vars(trl).items() if name.endswith("_template") and isinstance(value, dict)]
+    if own is not None and own not in of_trl:
         return dict(own)
+    found = find_grammar(template)
+    if found is not None:
+        return found
     for candidate in (template, _original_of(template)):
         found = _trl_grammar(candidate, trl)
         if found is not None:
             return found
-    if "<function=" in template and "<tool_call>" in template:
-        return _ending_in(trl.qwen3_5_template, turn_end)
-    if "<tool_call>" in template:
-        return _ending_in(trl.qwen3_template, turn_end)
     known = _same_rendering(_with_template(tokenizer, template))
     return _trl_grammar(known, trl)
+
+
+def read_response_template(requested: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """The grammar that `response_template` stands for: a dict, JSON, a JSON file, or the name of a family.
+
+    Raises:
+        ChatFormatError: if it is none of these.
+    """
+    if requested is None or requested == "":
+        return None
+    grammar: Any = requested
+    if isinstance(requested, str) and requested in GRAMMARS:
+        return copy.deepcopy(GRAMMARS[requested])
+    try:
+        if isinstance(requested, str):
+            path = Path(requested)
+            grammar = json.loads(requested if "{" in requested else path.read_text(encoding="utf-8"))
+        fields = grammar["fields"]
+        if (fields.get("tool_calls") or {}).get("content") not in READERS:
+            from transformers.utils.chat_parsing.response_templates import load_response_template
+
+            load_response_template(grammar)
+    except Exception as error:  # files, JSON and grammars fail in ways of their own
+        raise ChatFormatError(
+            f"response_template={str(requested)[:80]!r} is no grammar for reading turns ({error}).",
+            f"Set it to the name of a family ({', '.join(GRAMMARS)}), or to a transformers response_template as a "
+            "dict or a JSON file.",
+        ) from error
+    return dict(grammar)
 
 
 def text_grammar(template: str, turn_start: str, turn_end: str) -> dict[str, Any]:
@@ -219,7 +251,7 @@ def _renderings(carrier: Any, like: list[str | None] | None = None) -> list[str 
     found: list[str | None] = []
     for probe in _PROBES:
         for length in range(1, len(probe) + 1):
-            for tools, prompted in ((None, False), ([_TOOL], True)):
+            for tools, prompted in ((None, False), ([PROBE_TOOL], True)):
                 try:
                     text = carrier.apply_chat_template(
                         probe[:length], tools=tools, tokenize=False, add_generation_prompt=prompted
@@ -232,48 +264,8 @@ def _renderings(carrier: Any, like: list[str | None] | None = None) -> list[str 
     return found
 
 
-# ---------------------------------------------------------------- checks
-
-
-def _supports_tools(carrier: Any, trl: Any) -> bool:
-    try:
-        return bool(trl.supports_tool_calling(carrier))
-    except Exception:  # templates raise what they like
-        return False
-
-
-def _preserves_prefixes(carrier: Any, trl: Any) -> bool:
-    try:
-        return bool(trl.is_chat_template_prefix_preserving(carrier))
-    except Exception:  # templates raise what they like
-        return False
-
-
-def _ends_turns(carrier: Any) -> bool:
-    """Whether anything follows what an assistant said (GLM's published template leaves its turns open)."""
-    turn = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "said"}]
-    try:
-        return not carrier.apply_chat_template(turn, tokenize=False).endswith("said")
-    except Exception:  # templates raise what they like
-        return False
-
-
-def _keeps_thoughts(carrier: Any) -> bool:
-    """Whether a turn with a thought stays as it is when a user message follows (TRL's check looks at tools only)."""
-    turns = [
-        {"role": "user", "content": "u"},
-        {"role": "assistant", "content": "said", "reasoning_content": "thought"},
-        {"role": "user", "content": "v"},
-    ]
-    try:
-        alone = carrier.apply_chat_template(turns[:2], tokenize=False)
-        return bool(carrier.apply_chat_template(turns, tokenize=False).startswith(alone))
-    except Exception:  # templates raise what they like
-        return False
-
-
-def _is_better(training: Any, carrier: Any) -> bool:
-    return _ends_turns(training) and (_keeps_thoughts(training) or not _ends_turns(carrier))
+def _is_better(training: ChatTemplate, template: ChatTemplate) -> bool:
+    return ends_turns(training) and (keeps_thoughts(training) or not ends_turns(template))
 
 
 def _own_template(tokenizer: Any) -> str | None:
@@ -283,27 +275,36 @@ def _own_template(tokenizer: Any) -> str | None:
     return template
 
 
+def without_tools(tokenizer: Any, template: str) -> str | None:
+    """The tokenizer's template for conversations without tools, if it has two and `template` is the other one."""
+    named = tokenizer.chat_template
+    if not isinstance(named, dict) or named.get("tool_use") != template:
+        return None
+    return named.get("default")
+
+
 def _with_template(tokenizer: Any, template: str | None) -> Any:
     carrier = copy.copy(tokenizer)
     carrier.chat_template = template
     return carrier
 
 
-def _ending_in(grammar: dict[str, Any], turn_end: str) -> dict[str, Any]:
-    grammar = copy.deepcopy(grammar)
-    grammar["fields"]["content"]["close_pattern"] = re.escape(turn_end) + r"\s*"
-    return grammar
+def suggestion(tokenizer: Any, template: str) -> str:
+    """What to pass as chat_template in place of `template`: a name only if it works with this tokenizer."""
+    from agent_r1_trl.chat.format import ChatFormat
 
-
-def _suggestion(template: str) -> str:
-    if "<|im_start|>" in template and "<think>" in template:
-        return 'Pass chat_template="qwen3_training", TRL\'s prefix-preserving ChatML template with thinking.'
-    if "<|im_start|>" in template:
-        return 'Pass chat_template="qwen2_5_training", TRL\'s prefix-preserving ChatML template.'
-    return (
-        "Pass the name of a training template that TRL ships (qwen2_5_training, qwen3_training, "
-        "gptoss_training, ...) or the source of your own as chat_template."
-    )
+    lines = set(template.splitlines())
+    likely = ["qwen3_training"] if "<think>" in template else []
+    shipped = {name: source for name, source in _shipped().items() if name.endswith("_training")}
+    closest = sorted(shipped, key=lambda name: -len(lines & set(shipped[name].splitlines())))
+    for name in [*likely, "qwen2_5_training", *closest[:_NUM_CANDIDATES]]:
+        try:
+            works = ChatFormat(tokenizer, chat_template=name).supports_tools
+        except Exception:  # a template that does not fit the tokenizer fails in any way
+            continue
+        if works:
+            return f'Pass chat_template="{name}", a template of TRL\'s that works with this tokenizer.'
+    return GENERAL_CURE
 
 
 def _name(tokenizer: Any) -> str:

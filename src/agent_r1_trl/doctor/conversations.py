@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.chat.templates import suggestion
 from agent_r1_trl.doctor.report import Report, describe_error
-from agent_r1_trl.doctor.template import Schema
+from agent_r1_trl.doctor.template import Schema, speak
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.generation.scripted import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
@@ -53,6 +54,10 @@ class _Scene:
 
     prompt: list[Message]
     turns: list[list[int]] = field(default_factory=list)
+    calls: list[list[dict[str, Any]]] = field(default_factory=list)
+    """The calls that each turn writes."""
+    broken: set[int] = field(default_factory=set)
+    """The turns in which only the first calls are whole, or none."""
     observations: list[list[Message]] = field(default_factory=list)
 
 
@@ -100,7 +105,8 @@ def check_parser(report: Report, chat: ChatFormat, tools: Sequence[Schema], *, n
             "parser",
             f"{len(wrong)} of {num_calls} rendered calls are not read back as they were written; {function[:150]} "
             f"gave {read[:150]}.",
-            "Set tokenizer.response_template to the grammar of this template, or use a chat_template that TRL knows."
+            "Set response_template to the grammar of this template (docs/model-families.md), or pass another "
+            "chat_template."
             if index < 3
             else "Keep arguments of tools simple: this format cannot carry every JSON value.",
         )
@@ -121,7 +127,7 @@ def check_masks(
             report.error(
                 "masks",
                 f"A rollout of a scripted conversation raised {describe_error(error)}.",
-                "Pass a training template as chat_template (TRL ships qwen3_training, qwen2_5_training and more).",
+                suggestion(chat.tokenizer, chat.chat_template),
             )
             return
         _check_trajectory(report, chat, scene, trajectory)
@@ -141,19 +147,25 @@ def _scene(chat: ChatFormat, rng: random.Random, tools: Sequence[Schema] | None)
     for number in range(rng.randint(1, 4)):
         kind = rng.choice(["call", "call", "cut", "broken", "text"] if tools else ["cut", "text"])
         calls = _calls(chat, rng, tools or (), number) if kind == "call" else []
-        reply = chat.encode_reply(_assistant(calls) if calls else {"role": "assistant", "content": _word(rng) + "."})
+        words = {"role": "assistant", "content": _word(rng) + "."}
+        reply = speak(chat, _assistant(calls) if calls else words, sum(map(len, scene.calls)))
         if kind == "broken":
-            whole = chat.encode_reply(_assistant(_calls(chat, rng, tools or (), number)))
+            calls = _calls(chat, rng, tools or (), number)
+            whole = speak(chat, _assistant(calls), 0)
             reply = [*whole[: len(whole) // 2], reply[-1]]
         if kind == "cut":
             reply = reply[:-1] or reply
         scene.turns.append(reply)
+        scene.calls.append(calls)
+        if kind == "broken":
+            scene.broken.add(number)
         told: list[Message] = [
             {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": _text(chat, rng)}
-            for call in calls
+            for call in (calls if kind == "call" else ())
         ]
         scene.observations.append(told or [{"role": "user", "content": _text(chat, rng)}])
     scene.turns.append(chat.encode_reply({"role": "assistant", "content": "Done."}))
+    scene.calls.append([])
     scene.observations.append([])
     return scene
 
@@ -167,7 +179,7 @@ def _calls(
         properties = schema.get("parameters", {}).get("properties", {}) or {"query": {}}
         values = {name: "x" if is_plain else _value(rng, spec) for name, spec in properties.items()}
         function = {"name": schema["name"], "arguments": values}
-        calls.append({"type": "function", "id": f"call_{number}_{index}", "function": function})
+        calls.append({"type": "function", "id": f"c{number:06d}{index:02d}", "function": function})
     try:
         chat.encode_reply(_assistant(calls))
         several = chat.encode_reply(_assistant(calls)) != chat.encode_reply(_assistant(calls[:1]))
@@ -251,6 +263,7 @@ def _check_trajectory(report: Report, chat: ChatFormat, scene: _Scene, trajector
             "Use a template that puts contents into its text as they are.",
         )
     _check_closings(report, chat, trajectory)
+    _check_calls(report, scene, trajectory)
     _check_words(report, chat, scene, trajectory)
 
 
@@ -264,6 +277,21 @@ def _check_closings(report: Report, chat: ChatFormat, trajectory: Trajectory) ->
                 "A turn is followed by an observation without an end-of-turn token between them.",
                 "Use a template that ends assistant turns with a token of its own.",
             )
+
+
+def _check_calls(report: Report, scene: _Scene, trajectory: Trajectory) -> None:
+    """Each turn makes the calls that were written in it, and no others."""
+    for number, (turn, calls) in enumerate(zip(trajectory.turns, scene.calls, strict=False)):
+        made, written = (
+            [call["function"]["name"] for call in some] for some in (turn.message.get("tool_calls", []), calls)
+        )
+        if made != (written[: len(made)] if number in scene.broken else written):
+            report.error(
+                "masks",
+                f"Turn {number} of a conversation made the calls {made}, but {written} were written in it.",
+                "Set response_template to the grammar of this template (docs/model-families.md).",
+            )
+            return
 
 
 def _check_words(report: Report, chat: ChatFormat, scene: _Scene, trajectory: Trajectory) -> None:

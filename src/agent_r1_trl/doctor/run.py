@@ -37,6 +37,7 @@ def run_doctor(
     examples: Iterable[dict[str, Any]] | None = None,
     tokenizer: Any = None,
     chat_template: str | None = None,
+    response_template: dict[str, Any] | str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     thinking: str = "keep",
     max_completion_length: int | None = None,
@@ -53,6 +54,7 @@ def run_doctor(
         examples: rows of the data set; the environment's prompts are measured on the first of them.
         tokenizer: needed for a model whose config does not name its folder.
         chat_template: as in the trainer's config.
+        response_template: as in the trainer's config.
         chat_template_kwargs: as in the trainer's config.
         thinking: as in the trainer's config.
         max_completion_length: as in the trainer's config; with `examples`, checked against the model's positions.
@@ -77,6 +79,7 @@ def run_doctor(
             report,
             subject.tokenizer,
             chat_template=chat_template,
+            response_template=response_template,
             chat_template_kwargs=chat_template_kwargs,
             thinking=thinking,
             extra_stop_token_ids=subject.eos_token_ids or (),

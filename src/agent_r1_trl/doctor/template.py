@@ -5,11 +5,14 @@ Conversations are rendered twice, as a whole and piece by piece as in a rollout;
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.chat.errors import ChatFormatError
+from agent_r1_trl.chat.jinja import CALL_ID
+from agent_r1_trl.chat.templates import suggestion
 from agent_r1_trl.doctor.report import Report, describe_error
 from agent_r1_trl.trajectory import Message
 
@@ -76,7 +79,7 @@ def check_template(report: Report, chat: ChatFormat, tools: Sequence[Schema] | N
         report.error(
             "chat template",
             f"The template fails on an ordinary conversation ({describe_error(error)}).",
-            "Pass a training template as chat_template, qwen2_5_training for ChatML tokenizers, for example.",
+            suggestion(chat.tokenizer, chat.chat_template),
         )
     if chat.is_turn_end_trained() is False:
         report.warning(
@@ -93,7 +96,7 @@ def _check_prompt(report: Report, chat: ChatFormat) -> None:
     messages = [{"role": "user", "content": '\nTwo words: "naïve" 東京 \n'}]
     usual = chat.tokenizer.apply_chat_template(
         messages,
-        chat_template=chat.chat_template,
+        chat_template=chat.plain_template or chat.chat_template,
         add_generation_prompt=True,
         return_dict=False,
         **chat.chat_template_kwargs,
@@ -107,48 +110,77 @@ def _check_prompt(report: Report, chat: ChatFormat) -> None:
         )
 
 
+def speak(chat: ChatFormat, message: Message, num_calls: int) -> list[int]:
+    """The ids of a reply; its calls get the ids that the policy would have written.
+
+    Args:
+        chat: the format.
+        message: its calls are changed.
+        num_calls: number of calls before it, for templates that number them.
+    """
+    reply = chat.encode_reply(message)
+    calls = message.get("tool_calls") or []
+    read = [call["id"] for call in chat.parse(reply).get("tool_calls", [])]
+    for index, (call, call_id) in enumerate(zip(calls, read, strict=False)):
+        call["id"] = str(num_calls + index) if call_id.isdecimal() else call_id
+    return chat.encode_reply(message) if calls else reply
+
+
 def _check_appending(report: Report, chat: ChatFormat, tools: Sequence[Schema] | None) -> None:
     """Prompt + reply + observation + reply + ... must be what the template renders for the whole conversation."""
-    thinks = "</think>" in chat.chat_template
     begun = chat.encoder.to_text(chat.encode_prompt([{"role": "user", "content": "."}]))
-    is_thought_forced = thinks and begun.rstrip().endswith("</think>")
-    for thought in ("", "because") if thinks and not is_thought_forced else ("",):
-        difference, is_in_observation = _first_difference(chat, tools, thought)
-        if difference and (is_in_observation or not thinks):
-            report.error(
-                "chat template",
-                f"Not prefix preserving: {difference}.",
-                "The text of a message must not depend on its place or on what follows. Pass a training template as "
-                "chat_template (TRL ships qwen3_training, qwen2_5_training and more).",
-            )
+    is_thought_forced = bool(re.search(r"(?:</(?:\w+:)?think>|<channel\|>)\s*$", begun))
+    thoughts = ("", "because") if chat.thinks and not is_thought_forced else ("",)
+    found = {thought: _first_difference(chat, tools, thought) for thought in thoughts}
+    for difference, place in found.values():
+        if difference and (place == "observation" or (place == "tool" and len(thoughts) == 1)):
+            report.error("chat template", f"Not prefix preserving: {difference}.", suggestion(chat.tokenizer, ""))
             return
-    # With a forced opener only turns with a thought can agree; `difference` is theirs.
-    if difference:
+    # With a forced opener only turns with a thought can agree; the last difference is theirs.
+    difference, _ = found[thoughts[-1]]
+    if difference and len(thoughts) > 1:
+        keep = [name for name in ("preserve_thinking", "clear_thinking") if name in chat.chat_template]
+        switch = f"chat_template_kwargs={{'{keep[0]}': {keep[0].startswith('preserve')}}} or " if keep else ""
         report.warning(
             "chat template",
             f"The template changes thoughts once something follows: {difference}. Rollouts keep what was sampled, so "
             "the policy is trained on conversations that a server with this template does not show it.",
-            "Pass a template that keeps thoughts as chat_template, and serve the model with it.",
+            f"Pass {switch}a chat_template that keeps thoughts, and serve the model with it.",
+        )
+    elif difference:
+        report.warning(
+            "chat template",
+            f"The template writes earlier messages in another way in a longer conversation: {difference}. A rollout "
+            "keeps the ids that it has, a server with this template renders them anew.",
+            "Pass a chat_template that leaves earlier messages alone, and serve the model with it.",
         )
 
 
-def _first_difference(chat: ChatFormat, tools: Sequence[Schema] | None, thought: str) -> tuple[str, bool]:
-    """Where appended and rendered ids first differ ("" if nowhere), and whether it is in an observation."""
+def _first_difference(chat: ChatFormat, tools: Sequence[Schema] | None, thought: str) -> tuple[str, str]:
+    """Where appended and rendered ids first differ ("" if nowhere), and in what: an observation, or before it.
+
+    Returns:
+        The difference, and `observation`, `tool` (before a tool message) or `user` (before a user message).
+    """
     name = tools[0]["function"]["name"] if tools else "look_up"
     conversation: list[Message] = [{"role": "user", "content": "first"}]
     ids = chat.encode_prompt(conversation, tools)
-    difference = ""
+    difference, found = "", ""
+    num_calls = 0
     for number in range(3):
         message: Message = {"role": "assistant", "content": f"answer {number}"}
         observation: Message = {"role": "user", "content": f"next {number}"}
         if tools and number != 1:
-            call = {"type": "function", "id": f"{number}", "function": {"name": name, "arguments": {"query": "x"}}}
+            call = {"type": "function", "id": CALL_ID, "function": {"name": name, "arguments": {"query": "x"}}}
             message = {"role": "assistant", "content": "", "tool_calls": [call]}
-            observation = {"role": "tool", "name": name, "tool_call_id": f"{number}", "content": f"result {number}"}
         if thought:
             message["reasoning_content"] = thought
+        reply = speak(chat, message, num_calls)
+        if calls := message.get("tool_calls"):
+            num_calls += 1
+            observation = {"role": "tool", "name": name, "tool_call_id": calls[0]["id"], "content": f"result {number}"}
         delta = chat.encode_observations(message, [observation], tools)[0]
-        ids += chat.encode_reply(message) + delta
+        ids += reply + delta
         conversation += [message, observation]
         whole = chat.encode_conversation(conversation, tools, generation_prompt=True)
         appended = chat.canonical(ids)
@@ -156,13 +188,14 @@ def _first_difference(chat: ChatFormat, tools: Sequence[Schema] | None, thought:
             continue
         if whole[-len(delta) :] != delta:
             mine, theirs = chat.encoder.to_text(delta), chat.encoder.to_text(whole[-len(delta) :])
-            return f"a rollout appends {mine!r} where the template renders {theirs!r}", True
+            return f"a rollout appends {mine!r} where the template renders {theirs!r}", "observation"
         if not difference:
             pairs = zip(appended, whole, strict=False)
             place = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(appended), len(whole)))
             mine, theirs = (chat.encoder.to_text(side[max(0, place - 5) : place + 10]) for side in (appended, whole))
             difference = f"after turn {number} a rollout has {mine!r} where the template renders {theirs!r}"
-    return difference, False
+            found = observation["role"]
+    return difference, found
 
 
 def _check_tools_are_shown(report: Report, chat: ChatFormat, tools: Sequence[Schema]) -> None:

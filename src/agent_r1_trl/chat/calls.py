@@ -1,0 +1,286 @@
+"""Readers of tool calls, one per way of writing them.
+
+A reader takes what stands between a call's markers and returns the calls in it, as dicts with `name`, `arguments` and,
+where the model wrote one, `id`. It raises ValueError with a reason that the model can read. `grammars.py` says which
+model family writes its calls in which way.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+Call = dict[str, Any]
+Reader = Callable[[str, Any], list[Call]]
+
+
+def strict_decoder() -> json.JSONDecoder:
+    """JSON without what only Python reads: NaN, infinities, one key twice."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not a JSON value")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f'the key "{twice}" appears twice in one JSON object')
+        return value
+
+    return json.JSONDecoder(object_pairs_hook=unique, parse_constant=refuse)
+
+
+def strict_json(text: str) -> Any:
+    """The value of a JSON text; ValueError if it is none."""
+    return strict_decoder().decode(text.strip())
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def json_call(body: str, tools: Any) -> list[Call]:
+    """`{"name": ..., "arguments": {...}}`, one call between its markers (Hermes, Qwen)."""
+    return [strict_json(body)]
+
+
+def json_calls(body: str, tools: Any) -> list[Call]:
+    """`[{"name": ..., "arguments": {...}, "id": ...}]` or one such object; Cohere's key names are known as well."""
+    value = strict_json(body)
+    calls = []
+    for item in value if isinstance(value, list) else [value]:
+        item = dict(item) if isinstance(item, dict) else item
+        for theirs, ours in (("tool_name", "name"), ("tool_call_id", "id"), ("parameters", "arguments")):
+            if isinstance(item, dict) and theirs in item and ours not in item:
+                item[ours] = item.pop(theirs)
+        calls.append(item)
+    if not calls:
+        raise ValueError("the list of calls is empty")
+    return calls
+
+
+def mistral_calls(body: str, tools: Any) -> list[Call]:
+    """A JSON list of calls (up to Mistral Small 3.1), or `name[ARGS]{...}`, maybe with `[CALL_ID]id` before."""
+    if body.lstrip()[:1] in ("[", "{"):
+        return json_calls(body, tools)
+    match = re.match(r"\s*(?P<name>[^\s\[{]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\])?", body)
+    if match is None:
+        raise ValueError("the call has no name")
+    arguments = body[match.end() :].strip()
+    return [_with_id(match["id"], name=match["name"], arguments=strict_json(arguments) if arguments else {})]
+
+
+def deepseek_calls(body: str, tools: Any) -> list[Call]:
+    """`name<sep>{...}` (V3.1), or `function<sep>name` and the arguments in a fence of JSON (V3, R1)."""
+    name, found, arguments = body.partition("<｜tool▁sep｜>")
+    if not found:
+        raise ValueError("the call has no <｜tool▁sep｜> between its name and its arguments")
+    if name.strip() == "function":
+        fenced = re.fullmatch(r"\s*(\S+)\s*```json\s*(.*?)\s*```\s*", arguments, re.DOTALL)
+        if fenced is None:
+            raise ValueError("the arguments are not in a fence of JSON")
+        name, arguments = fenced.groups()
+    return [{"name": name.strip(), "arguments": strict_json(arguments)}]
+
+
+def kimi_calls(body: str, tools: Any) -> list[Call]:
+    """`functions.name:0<marker>{...}`; what stands before the marker is the call's id."""
+    call_id, found, arguments = body.partition("<|tool_call_argument_begin|>")
+    if not found:
+        raise ValueError("the call has no <|tool_call_argument_begin|> before its arguments")
+    name, numbered, _ = call_id.strip().removeprefix("functions.").partition(":")
+    if not numbered:
+        raise ValueError(f"the call begins with {call_id.strip()[:40]!r}, not with functions.name:number")
+    return [{"name": name, "arguments": strict_json(arguments), "id": call_id.strip()}]
+
+
+# ---------------------------------------------------------------- XML
+
+
+def function_calls(body: str, tools: Any) -> list[Call]:
+    """`<function=name><parameter=key>value</parameter></function>`; the newlines around a value are markup."""
+    return [
+        _from_tags(name, inside, r"<parameter=(?P<key>[^>\n]+)>", "</parameter>", tools, _without_wrapping)
+        for name, inside in _blocks(body, r"<function=(?P<name>[^>\n]+)>", "</function>")
+    ]
+
+
+def invoke_calls(body: str, tools: Any) -> list[Call]:
+    """`<invoke name="name"><parameter name="key">value</parameter></invoke>`; a value is taken as it stands."""
+    key = r"<parameter name=(?P<q>[\"']?)(?P<key>[^>\n]+?)(?P=q)>"
+    return [
+        _from_tags(name, inside, key, "</parameter>", tools, str)
+        for name, inside in _blocks(body, r"<invoke name=[\"']?(?P<name>[^>\n]+?)[\"']?>", "</invoke>")
+    ]
+
+
+def pair_calls(body: str, tools: Any) -> list[Call]:
+    """`name<arg_key>key</arg_key><arg_value>value</arg_value>` (GLM); a value is taken as it stands."""
+    name, found, rest = body.partition("<arg_key>")
+    key = r"<arg_key>(?P<key>[^<\n]+)</arg_key>\s*<arg_value>"
+    return [_from_tags(name, found + rest, key, "</arg_value>", tools, str)]
+
+
+def _blocks(body: str, opening: str, closing: str) -> Iterator[tuple[str, str]]:
+    starts = list(re.finditer(opening, body))
+    if not starts or body[: starts[0].start()].strip():
+        raise ValueError("the call does not begin with the name of a function in the expected form")
+    for start, following in zip(starts, [*starts[1:], None], strict=True):
+        inside, _, after = body[start.end() : following.start() if following else None].rpartition(closing)
+        if after.strip() and inside:
+            raise ValueError(f"{after.strip()[:40]!r} follows {closing}")
+        yield start["name"], inside or after
+
+
+def _from_tags(name: str, text: str, opening: str, closing: str, tools: Any, trim: Callable[[str], str]) -> Call:
+    """A call whose arguments are tags. A value whose closing tag is missing ends where the next one begins."""
+    types = _schema(tools, name.strip())
+    arguments: dict[str, Any] = {}
+    starts = list(re.finditer(opening, text))
+    if text[: starts[0].start() if starts else None].strip():
+        raise ValueError(f"{text.strip()[:40]!r} is not an argument in the expected form")
+    for start, following in zip(starts, [*starts[1:], None], strict=True):
+        value, closed, after = text[start.end() : following.start() if following else None].partition(closing)
+        if after.strip():
+            raise ValueError(f"{after.strip()[:40]!r} stands between the arguments")
+        key = start["key"].strip()
+        if key in arguments:
+            raise ValueError(f'the argument "{key}" appears twice')
+        value = trim(value) if closed else trim(value).rstrip()
+        arguments[key] = _typed(value, types.get(key))
+    return {"name": name, "arguments": arguments}
+
+
+def _without_wrapping(value: str) -> str:
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+def _schema(tools: Any, name: str) -> dict[str, Any]:
+    for tool in tools or ():
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            return (function.get("parameters") or {}).get("properties") or {}
+    return {}
+
+
+def _kinds(schema: Any) -> set[str]:
+    if not isinstance(schema, dict):
+        return set()
+    declared = schema.get("type")
+    kinds = {declared} if isinstance(declared, str) else {kind for kind in declared or () if isinstance(kind, str)}
+    for choice in [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
+        kinds |= _kinds(choice)
+    return kinds | ({"null"} if schema.get("nullable") else set())
+
+
+_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """The value of an argument written as bare text, by the parameter's schema; the text itself if it does not fit."""
+    kinds = _kinds(schema) - {"string"}
+    # Templates write numbers and lists as JSON or as Python does.
+    for read in (strict_json, ast.literal_eval) if kinds else ():
+        try:
+            value = read(text.strip())
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            continue
+        allowed = tuple(python for kind in kinds for python in _PYTHON_TYPES.get(kind, ()))
+        if isinstance(value, allowed) and (not isinstance(value, bool) or "boolean" in kinds):
+            return value
+    if "boolean" in kinds and text.strip().lower() in ("true", "false"):
+        return text.strip().lower() == "true"
+    return text
+
+
+# ---------------------------------------------------------------- Python
+
+
+def python_calls(body: str, tools: Any) -> list[Call]:
+    """`[name(key="value"), other()]`, LFM2's form, or JSON, which its models write as well."""
+    text = body.strip()
+    if text.startswith(("{", "[{")):
+        return json_calls(text, tools)
+    try:
+        tree = ast.parse(_as_python(text), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError("the calls are not a list of calls with named arguments") from error
+    calls = [_from_tree(node) for node in (tree.elts if isinstance(tree, (ast.List, ast.Tuple)) else [tree])]
+    if not calls:
+        raise ValueError("the list of calls is empty")
+    return calls
+
+
+def _as_python(text: str) -> str:
+    """Strings may hold line breaks and quotes of their own kind; names of arguments may be words of Python."""
+    pieces: list[str] = []
+    position = 0
+    while match := re.compile(r"[\"']").search(text, position):
+        pieces.append(_renamed(text[position : match.start()]))
+        # A quote ends a string only where something can follow a value.
+        end = re.compile(rf"(?s)((?:\\.|[^\\])*?){match[0]}(?=\s*(?:[,)\]}}:]|$))").match(text, match.end())
+        if end is None:
+            raise ValueError("a string is not closed")
+        inside = re.sub(rf"(?s)(\\.)|({match[0]})", lambda found: found[1] or "\\" + found[2], end[1])
+        pieces.append(match[0] + inside.replace("\n", "\\n").replace("\r", "\\r") + match[0])
+        position = end.end()
+    return "".join([*pieces, _renamed(text[position:])])
+
+
+def _renamed(code: str) -> str:
+    return re.sub(r"\b([A-Za-z_]\w*)(\s*=(?!=))", r"k_\1\2", code)
+
+
+def _from_tree(node: ast.AST) -> Call:
+    if not isinstance(node, ast.Call):
+        raise ValueError("the calls are not a list of calls with named arguments")
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        raise ValueError("every argument of a call must be named")
+    arguments = {str(keyword.arg).removeprefix("k_"): _value(keyword.value) for keyword in node.keywords}
+    if len(arguments) < len(node.keywords):
+        raise ValueError("an argument appears twice")
+    return {"name": ast.unparse(node.func), "arguments": arguments}
+
+
+def _value(node: ast.AST) -> Any:
+    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
+        return {"true": True, "false": False, "null": None}[node.id]
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_value(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        return {str(_value(key)): _value(item) for key, item in zip(node.keys, node.values, strict=True) if key}
+    try:
+        return ast.literal_eval(node)  # type: ignore[arg-type]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{ast.unparse(node)[:40]!r} is not a value") from error
+
+
+def _with_id(call_id: str | None, **call: Any) -> Call:
+    return {**call, "id": call_id} if call_id else call
+
+
+READERS: dict[str, Reader] = {
+    reader.__name__: reader
+    for reader in (
+        json_call,
+        json_calls,
+        mistral_calls,
+        deepseek_calls,
+        kimi_calls,
+        function_calls,
+        invoke_calls,
+        pair_calls,
+        python_calls,
+    )
+}
+"""Name in a grammar's `content` -> reader `(text between the markers, schemas) -> calls`."""

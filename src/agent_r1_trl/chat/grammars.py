@@ -1,0 +1,98 @@
+"""How model families write tool calls and thoughts, for families that TRL lacks or reads wrongly.
+
+A grammar has the form of a transformers `response_template`; in `tool_calls`, `content` names a reader of `calls.py`
+and `hints` the markers of an attempted call. The table in docs/model-families.md lists what belongs to which model.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+Grammar = dict[str, Any]
+
+
+def _grammar(reader: str, opening: str, closing: str, *hints: str, thought: tuple[str, str] | None = None) -> Grammar:
+    before, after = thought or ("<think>", "</think>")
+    return {
+        "defaults": {"role": "assistant"},
+        "fields": {
+            "reasoning_content": {"open": before, "close": after, "content": "text"},
+            "tool_calls": {
+                "open_pattern": opening,
+                "close_pattern": closing,
+                "repeats": True,
+                "content": reader,
+                "hints": list(hints),
+            },
+            "content": {"content": "text"},
+        },
+    }
+
+
+_TAG = r"<tool_call>\s*"
+GRAMMARS: dict[str, Grammar] = {
+    "hermes": _grammar("json_call", _TAG, r"</tool_call>\s*", "<tool_call>", "</tool_call>"),
+    "qwen3_coder": _grammar("function_calls", _TAG, r"</tool_call>\s*", "<tool_call>", "</tool_call>", "<function="),
+    "glm": _grammar("pair_calls", _TAG, r"</tool_call>\s*", "<tool_call>", "</tool_call>", "<arg_key>"),
+    "mistral": _grammar(
+        "mistral_calls", r"\[TOOL_CALLS\]", r"(?=\[TOOL_CALLS\])|\Z", "[TOOL_CALLS]", thought=("[THINK]", "[/THINK]")
+    ),
+    "deepseek": _grammar(
+        "deepseek_calls",
+        r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>",
+        r"<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?",
+        "<｜tool▁call",
+        "<｜tool▁sep｜>",
+    ),
+    "kimi": _grammar(
+        "kimi_calls",
+        r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>",
+        r"<\|tool_call_end\|>\s*(?:<\|tool_calls_section_end\|>)?",
+        "<|tool_call",
+    ),
+    "minimax": _grammar(
+        "invoke_calls", r"<minimax:tool_call>", r"</minimax:tool_call>\s*", "minimax:tool_call>", "<invoke name="
+    ),
+    "seed": _grammar(
+        "function_calls",
+        r"<seed:tool_call>",
+        r"</seed:tool_call>\s*",
+        "seed:tool_call>",
+        "<function=",
+        thought=("<seed:think>", "</seed:think>"),
+    ),
+    "nemotron_nano": _grammar("json_calls", r"<TOOLCALL>", r"</TOOLCALL>\s*", "TOOLCALL>"),
+    "lfm2": _grammar("python_calls", r"<\|tool_call_start\|>", r"<\|tool_call_end\|>\s*", "<|tool_call_"),
+    "command": _grammar(
+        "json_calls",
+        r"<\|START_ACTION\|>",
+        r"<\|END_ACTION\|>\s*",
+        "_ACTION|>",
+        thought=("<|START_THINKING|>", "<|END_THINKING|>"),
+    ),
+}
+"""Name -> grammar; the names are accepted as `response_template`."""
+
+# Text that a template of the family contains; the first row that fits decides.
+_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("deepseek", ("<｜tool▁call▁begin｜>",)),
+    ("kimi", ("<|tool_call_begin|>", "<|im_middle|>")),
+    ("minimax", ("<minimax:tool_call>",)),
+    ("seed", ("<seed:tool_call>",)),
+    ("nemotron_nano", ("<TOOLCALL>",)),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("command", ("<|START_ACTION|>",)),
+    ("glm", ("<arg_key>", "<tool_call>")),
+    ("qwen3_coder", ("<function=", "<tool_call>")),
+    ("hermes", ("<tool_call>",)),
+)
+
+
+def find_grammar(template: str) -> Grammar | None:
+    """The grammar of a template, known by the markers in its source; None if there is none."""
+    for name, marks in _MARKS:
+        if all(mark in template for mark in marks):
+            return copy.deepcopy(GRAMMARS[name])
+    return None

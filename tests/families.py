@@ -1,0 +1,405 @@
+"""Tokenizers of the model families of docs/model-families.md, with the special tokens and the wire format of each.
+
+TRL's package has the templates of some; for the others a short template of our own writes what the published one
+writes in a conversation with tools: the markers, what stands between the turns, what is dropped or refused.
+
+    from tests.families import FAMILIES
+    tokenizer = FAMILIES["mistral_nemo"]()
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from transformers import PreTrainedTokenizerFast
+
+from tests.tokenizers import build_tokenizer, make_tokenizer, read_template
+
+_MISTRAL_TOKENS = (
+    "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] "
+    "[SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT] [ARGS] [CALL_ID] [THINK] [/THINK]"
+)
+
+# Tools and system prompt go to the last user message; ids must have 9 characters; roles must alternate.
+_MISTRAL_NEMO = """\
+{{ bos_token }}
+{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set messages = messages[1:] %}{% endif %}
+{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
+{%- set ns = namespace(index=0) %}
+{%- for m in messages if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}
+{%- if (m.role == 'user') != (ns.index % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{%- set ns.index = ns.index + 1 %}
+{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}
+{%- if tools and m == users[-1] %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif -%}
+[INST]{% if loop.last and system is defined %}{{ system + '\\n\\n' }}{% endif %}{{ m.content }}[/INST]
+{%- elif m.tool_calls %}[TOOL_CALLS][
+{%- for call in m.tool_calls %}
+{%- if not call.id is defined or call.id | length != 9 %}{{ raise_exception('ids of length 9!') }}{% endif %}
+{{- (call.function | tojson)[:-1] }}, "id": "{{ call.id }}"}{{ ', ' if not loop.last else '' }}
+{%- endfor %}]</s>
+{%- elif m.role == 'assistant' %}{{ m.content }}</s>
+{%- elif m.role == 'tool' %}
+{%- if not m.tool_call_id is defined or m.tool_call_id | length != 9 %}{{ raise_exception('ids of length 9!') }}{% endif -%}
+[TOOL_RESULTS]{"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]
+{%- endif %}
+{%- endfor %}"""
+
+_MINISTRAL_3 = """\
+{{ bos_token }}
+{%- if messages[0].role == 'system' -%}
+[SYSTEM_PROMPT]{{ messages[0].content }}[/SYSTEM_PROMPT]{% set messages = messages[1:] %}
+{%- endif %}
+{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}[INST]{{ m.content }}[/INST]
+{%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]
+{%- else %}{{ m.content or '' }}
+{%- for call in m.tool_calls or [] %}
+{%- set arguments = call.function.arguments %}
+{{- '[TOOL_CALLS]' + call.function.name + ID + '[ARGS]' }}
+{{- arguments if arguments is string else arguments | tojson }}
+{%- endfor %}</s>
+{%- endif %}
+{%- endfor %}"""
+
+# Arguments must be strings; no header after a tool result; the thought of an answer is dropped.
+_DEEPSEEK_V31 = """\
+{%- if not thinking is defined %}{% set thinking = false %}{% endif %}
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
+{%- if tools %}{{ '\\n\\n## Tools\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
+{%- set ns = namespace(after_user=false) %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}<｜User｜>{{ m.content }}{% set ns.after_user = true %}
+{%- elif m.role == 'assistant' %}
+{%- if ns.after_user %}<｜Assistant｜></think>{% endif %}
+{%- set ns.after_user = false %}
+{{- (m.content or '').split('</think>')[-1] }}
+{%- if m.tool_calls %}<｜tool▁calls▁begin｜>
+{%- for call in m.tool_calls -%}
+{{ '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' + call.function.arguments + '<｜tool▁call▁end｜>' }}
+{%- endfor %}<｜tool▁calls▁end｜>
+{%- endif %}<｜end▁of▁sentence｜>
+{%- elif m.role == 'tool' %}<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>{% set ns.after_user = false %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and ns.after_user %}<｜Assistant｜>{{ '<think>' if thinking else '</think>' }}{% endif %}"""
+
+_KIMI_K2 = """\
+{%- if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}<|im_user|>user<|im_middle|>{{ m.content }}<|im_end|>
+{%- elif m.role == 'system' %}<|im_system|>system<|im_middle|>{{ m.content }}<|im_end|>
+{%- elif m.role == 'tool' %}
+{{- '<|im_system|>' + (m.name or 'tool') + '<|im_middle|>## Return of ' + m.tool_call_id + '\\n' + m.content }}<|im_end|>
+{%- else %}<|im_assistant|>assistant<|im_middle|>{{ m.content or '' }}
+{%- if m.tool_calls %}<|tool_calls_section_begin|>
+{%- for call in m.tool_calls %}<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>
+{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson -}}
+<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>{% endif %}<|im_end|>
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"""
+
+# Turns end with the token that opens the next message.
+_GLM_47 = """\
+[gMASK]<sop>
+{%- if tools %}<|system|># Tools: {{ tools | tojson }} as <tool_call>name<arg_key>k</arg_key>...{% endif %}
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role in ('user', 'system') %}{{ '<|' + m.role + '|>' + m.content }}
+{%- elif m.role == 'assistant' %}<|assistant|>
+{%- if ((clear_thinking is defined and not clear_thinking) or loop.index0 > ns.last) and m.reasoning_content -%}
+<think>{{ m.reasoning_content.strip() }}</think>
+{%- else %}</think>{% endif %}
+{{- m.content.strip() }}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}
+{%- for k, v in call.function.arguments.items() -%}
+<arg_key>{{ k }}</arg_key><arg_value>{{ v | tojson if v is not string else v }}</arg_value>
+{%- endfor %}</tool_call>
+{%- endfor %}
+{%- elif m.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif -%}
+<tool_response>{{ m.content }}</tool_response>
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>
+{{- '</think>' if (enable_thinking is defined and not enable_thinking) else '<think>' }}{% endif %}"""
+
+_MINIMAX_M2 = """\
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}
+]~!b[]~b]system
+{{ messages[0].content if messages[0].role == 'system' else 'You are a helpful assistant.' }}
+{%- if tools %}
+
+<tools>{{ tools | tojson }}</tools>{% endif %}[e~[
+{% for m in messages %}
+{%- if m.role == 'user' %}]~b]user
+{{ m.content }}[e~[
+{% elif m.role == 'tool' %}
+{%- if messages[loop.index0 - 1].role != 'tool' %}]~b]tool{% endif %}
+<response>{{ m.content }}</response>
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}[e~[
+{% endif %}
+{%- elif m.role == 'assistant' %}]~b]ai
+{% if m.reasoning_content and loop.index0 > ns.last %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}
+{{- m.content or '' }}
+{%- if m.tool_calls %}
+<minimax:tool_call>
+{% for call in m.tool_calls -%}
+<invoke name="{{ call.function.name }}">
+{% for k, v in call.function.arguments.items() -%}
+<parameter name="{{ k }}">{{ v if v is string else v | tojson }}</parameter>
+{% endfor -%}
+</invoke>
+{% endfor -%}
+</minimax:tool_call>
+{%- endif %}[e~[
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}]~b]ai
+<think>
+{% endif %}"""
+
+_SEED_OSS = """\
+{%- if tools %}<seed:bos>system
+{{ tools | tojson }}<seed:eos>{% endif %}
+{%- for m in messages %}<seed:bos>{{ m.role }}
+{%- if m.role == 'assistant' %}
+{%- if m.reasoning_content %}{{ '\\n' }}<seed:think>{{ m.reasoning_content | trim }}</seed:think>{% endif %}
+{%- if m.content %}{{ '\\n' + m.content | trim }}{% endif %}
+{%- for call in m.tool_calls or [] %}{{ '\\n' }}<seed:tool_call>
+<function={{ call.function.name }}>
+{% for k, v in call.function.arguments.items() -%}
+<parameter={{ k }}>{{ v if v is string else v | string }}</parameter>
+{% endfor -%}
+</function>
+</seed:tool_call>{% endfor %}
+{%- else %}{{ '\\n' + m.content }}{% endif %}<seed:eos>
+{%- endfor %}
+{%- if add_generation_prompt %}<seed:bos>assistant
+{% endif %}"""
+
+# The last turn is written in another way than the others, without its calls; thoughts are always dropped.
+_NEMOTRON_NANO_2 = """\
+<SPECIAL_10>System
+{% if messages[0].role == 'system' %}{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}
+{%- if tools %}<AVAILABLE_TOOLS>{{ tools | tojson }}</AVAILABLE_TOOLS>{% endif %}
+{% if messages[-1].role == 'assistant' %}
+{%- set last = messages[-1].content.strip() %}{% set messages = messages[:-1] %}
+{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}<SPECIAL_11>User
+{{ m.content.strip() + '\\n' }}
+{%- elif m.role == 'tool' %}
+{%- if messages[loop.index0 - 1].role != 'tool' %}<SPECIAL_11>User
+<TOOL_RESPONSE>[{% endif %}
+{{- m.content }}
+{{- ', ' if not loop.last and messages[loop.index0 + 1].role == 'tool' else ']</TOOL_RESPONSE>\\n' }}
+{%- else %}<SPECIAL_11>Assistant
+{{ m.content.split('</think>')[-1].strip() }}
+{%- if m.tool_calls %}<TOOLCALL>[
+{%- for call in m.tool_calls -%}
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+{{- ', ' if not loop.last else '' }}
+{%- endfor %}]</TOOLCALL>{% endif %}{{ '\n' }}<SPECIAL_12>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<SPECIAL_11>Assistant
+<think>
+{% elif last %}<SPECIAL_11>Assistant
+<think>
+{{ last }}
+<SPECIAL_12>
+{% endif %}"""
+
+_CHATML_HEAD = """\
+{%- if messages[0].role == 'system' or tools %}<|im_start|>system
+{{ messages[0].content if messages[0].role == 'system' else '' }}
+{%- if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}<|im_end|>
+{% endif %}
+{%- for m in messages if m.role != 'system' %}"""
+_CHATML_CALLS = """\
+{%- for call in m.tool_calls or [] %}
+<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}"""
+_CHATML_TOOL = """\
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}
+<tool_response>
+{{ m.content }}
+</tool_response>
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
+{% endif %}"""
+
+# Thoughts are always dropped, and forced again.
+_QWQ = (
+    "{% set messages = messages | list %}"
+    + _CHATML_HEAD
+    + "{%- if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
+    + "{% elif m.role == 'tool' %}"
+    + _CHATML_TOOL
+    + "{%- else %}<|im_start|>assistant\n{{ (m.content or '').split('</think>')[-1].lstrip('\\n') }}"
+    + _CHATML_CALLS
+    + "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+# Thoughts before the last user message are dropped; the last turn shows its thought, even an empty one.
+_QWEN3_THINKING_2507 = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    + _CHATML_HEAD.replace(" if m.role != 'system'", "")
+    + "{%- if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
+    + "{% elif m.role == 'tool' %}"
+    + _CHATML_TOOL
+    + "{%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
+    + "{%- if loop.index0 > ns.last and (loop.last or m.reasoning_content) %}{{ '<think>\n' }}"
+    + "{{- (m.reasoning_content or '').strip('\\n') + '\n</think>\n\n' }}{% endif %}{{ m.content or '' }}"
+    + _CHATML_CALLS
+    + "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+# Two templates under one tokenizer; the one for tools cannot be rendered without any.
+_HERMES_3 = {
+    "default": (
+        "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "tool_use": (
+        "{{ bos_token }}<|im_start|>system\nFunctions: <tools>"
+        "{% for tool in tools %}{{ tool.function.name }}({{ tool.function.parameters.properties | tojson }}){% endfor %}"
+        "</tools><|im_end|>\n"
+        "{% for m in messages %}"
+        "{% if m.role == 'user' or m.role == 'system' or (m.role == 'assistant' and m.tool_calls is not defined) %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% elif m.role == 'assistant' %}<|im_start|>assistant{% for call in m.tool_calls %}{{ '\n<tool_call>\n' }}"
+        '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+        "\n</tool_call>{% endfor %}<|im_end|>\n"
+        "{% elif m.role == 'tool' %}"
+        "{% if loop.previtem and loop.previtem.role != 'tool' %}<|im_start|>tool\n{% endif %}"
+        "<tool_response>\n{{ m.content }}{{ '\n</tool_response>' if loop.last else '\n</tool_response>\n' }}"
+        "{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>{% endif %}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+}
+
+# The generation prompt is always written, whether it is asked for or not.
+_COMMAND_R7B = """\
+{{ bos_token }}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|># System Preamble
+{% if tools %}{{ tools | tojson }}{% endif %}{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif -%}
+<|END_OF_TURN_TOKEN|>
+{%- set ns = namespace(call=0) %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{{ m.content }}<|END_OF_TURN_TOKEN|>
+{%- elif m.role == 'assistant' %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>
+{%- if m.tool_calls %}<|START_THINKING|>{{ m.reasoning_content }}<|END_THINKING|><|START_ACTION|>[
+    {% for call in m.tool_calls -%}
+    {"tool_call_id": "{{ ns.call }}", "tool_name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}
+    {{- ',' if not loop.last else '' }}
+    {% set ns.call = ns.call + 1 %}{% endfor %}
+]<|END_ACTION|><|END_OF_TURN_TOKEN|>
+{%- else %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>{% endif %}
+{%- elif m.role == 'tool' and (loop.first or messages[loop.index0 - 1].role != 'tool') -%}
+<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL_RESULT|>[
+{%- set block = namespace(over=false) %}
+{%- for result in messages[loop.index0:] %}
+{%- if result.role != 'tool' %}{% set block.over = true %}{% endif %}
+{%- if not block.over %}{{ ',' if not loop.first else '' }}
+    {"tool_call_id": "{{ ns.call - 1 }}", "results": {"0": {{ result.content | tojson }}}, "is_error": null}
+{%- endif %}
+{%- endfor %}
+]<|END_TOOL_RESULT|><|END_OF_TURN_TOKEN|>
+{%- endif %}
+{%- endfor %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"""
+
+_DEEPSEEK_TOKENS = (
+    "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜▁pad▁｜> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> "
+    "<｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜> <｜tool▁output▁begin｜> "
+    "<｜tool▁output▁end｜>"
+)
+_KIMI_TOKENS = (
+    "[BOS] [EOS] [PAD] <|im_end|> <|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> <|tool_calls_section_begin|> "
+    "<|tool_calls_section_end|> <|tool_call_begin|> <|tool_call_argument_begin|> <|tool_call_end|>"
+)
+_COMMAND_TOKENS = (
+    "<BOS_TOKEN> <PAD> <|START_OF_TURN_TOKEN|> <|END_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|> "
+    "<|START_THINKING|> <|END_THINKING|> <|START_ACTION|> <|END_ACTION|> <|START_RESPONSE|> <|END_RESPONSE|> "
+    "<|START_TOOL_RESULT|> <|END_TOOL_RESULT|>"
+)
+_LFM2_TOKENS = (
+    "<|startoftext|> <|pad|> <|im_start|> <|im_end|> <|tool_list_start|> <|tool_list_end|> <|tool_call_start|> "
+    "<|tool_call_end|> <|tool_response_start|> <|tool_response_end|>"
+)
+_GLM_TOKENS = "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>"
+_GLM_WORDS = "<think> </think> <tool_call> </tool_call> <tool_response> </tool_response> <arg_key> </arg_key> <arg_value> </arg_value>"
+_NEMOTRON_TOKENS = "<s> <pad> <SPECIAL_10> <SPECIAL_11> <SPECIAL_12>"
+
+
+def _tokens(special: str, words: str = "") -> list[tuple[str, bool]]:
+    return [*((token, True) for token in special.split()), *((token, False) for token in words.split())]
+
+
+def _built(template: str | dict[str, str], special: str, words: str, bos: str | None, eos: str, pad: str | None):
+    return functools.partial(build_tokenizer, _tokens(special, words), bos, eos, pad, template)
+
+
+def _trl(family: str, name: str) -> Callable[[], PreTrainedTokenizerFast]:
+    return lambda: make_tokenizer(family, chat_template=read_template(name))
+
+
+_MISTRAL = (_MISTRAL_TOKENS, "", "<s>", "</s>", None)
+_LFM2 = (_LFM2_TOKENS, "<think> </think>", "<|startoftext|>", "<|im_end|>", "<|pad|>")
+_GLM = (_GLM_TOKENS, _GLM_WORDS, None, "<|endoftext|>", "<|endoftext|>")
+
+FAMILIES: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
+    "qwen2_5": lambda: make_tokenizer("qwen2_5"),
+    "qwen3": lambda: make_tokenizer("qwen3"),
+    "qwen3_instruct_2507": _trl("qwen3", "qwen3_instruct_2507"),
+    "qwen3_thinking_2507": lambda: make_tokenizer("qwen3", chat_template=_QWEN3_THINKING_2507),
+    "qwen3_5": _trl("qwen3", "qwen3_5_think"),
+    "qwq": lambda: make_tokenizer("qwen3", chat_template=_QWQ),
+    "hermes_3": _built(
+        _HERMES_3, "<|begin_of_text|> <|im_start|> <|im_end|>", "<tool_call> </tool_call>",
+        "<|begin_of_text|>", "<|im_end|>", None,
+    ),
+    "llama3_1": lambda: make_tokenizer("llama3"),
+    "llama3_2": lambda: make_tokenizer("llama3_2"),
+    "mistral_nemo": _built(_MISTRAL_NEMO, *_MISTRAL),
+    "mistral_small_3_2": _built(_MINISTRAL_3.replace("ID", "'[CALL_ID]' + (call.id or 'none00000')"), *_MISTRAL),
+    "ministral_3": _built(_MINISTRAL_3.replace(" + ID", ""), *_MISTRAL),
+    "deepseek_v3_1": _built(
+        _DEEPSEEK_V31, _DEEPSEEK_TOKENS, "<think> </think>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>",
+        "<｜▁pad▁｜>",
+    ),
+    "kimi_k2": _built(_KIMI_K2, _KIMI_TOKENS, "<think> </think>", "[BOS]", "<|im_end|>", "[PAD]"),
+    "glm_4_5": _built(read_template("glm4moe"), *_GLM),
+    "glm_4_7": _built(_GLM_47, *_GLM),
+    "minimax_m2": _built(
+        _MINIMAX_M2, "]~!b[ ]~b] [e~[ <pad>", "<think> </think> <minimax:tool_call> </minimax:tool_call>", None, "[e~[",
+        "<pad>",
+    ),
+    "seed_oss": _built(
+        _SEED_OSS, "<seed:bos> <seed:eos> <seed:pad>",
+        "<seed:think> </seed:think> <seed:tool_call> </seed:tool_call>", "<seed:bos>", "<seed:eos>", "<seed:pad>",
+    ),
+    "nemotron_nano_2": _built(_NEMOTRON_NANO_2, _NEMOTRON_TOKENS, "", "<s>", "<SPECIAL_12>", "<pad>"),
+    "nemotron_3": _trl("qwen3", "nemotron_3_nano"),
+    "lfm2": _built(read_template("lfm2_v2"), *_LFM2),
+    "lfm2_5": _built(read_template("lfm2_2_5"), *_LFM2),
+    "command_r7b": _built(
+        _COMMAND_R7B, _COMMAND_TOKENS, "", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", "<PAD>",
+    ),
+    "gemma4": lambda: make_tokenizer("gemma4"),
+    "gpt_oss": lambda: make_tokenizer("gptoss"),
+}  # fmt: skip
+"""Name -> maker of a fresh tokenizer."""
