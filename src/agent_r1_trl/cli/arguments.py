@@ -126,6 +126,12 @@ class EvalArguments(RolloutSettings, TaskArguments):
     generation_batch_rows: int = field(
         default=64, metadata={"help": "Maximum number of requests per forward pass of the transformers generator."}
     )
+    chat_template: str | None = field(
+        default=None, metadata={"help": "Chat template in place of the tokenizer's: source, file or TRL's name."}
+    )
+    response_template: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Grammar that reads tool calls: a family's name, or a JSON file."}
+    )
     chat_template_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Arguments of the chat template."}
     )
@@ -162,6 +168,12 @@ class DoctorArguments(TaskArguments):
     tools: list[str] | None = field(default=None, metadata={"help": "Instead of env: import paths of functions."})
     max_completion_length: int | None = field(
         default=None, metadata={"help": "Tokens of the whole trajectory; prompts must leave room for them."}
+    )
+    chat_template: str | None = field(
+        default=None, metadata={"help": "Chat template in place of the tokenizer's: source, file or TRL's name."}
+    )
+    response_template: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Grammar that reads tool calls: a family's name, or a JSON file."}
     )
     chat_template_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Arguments of the chat template."}

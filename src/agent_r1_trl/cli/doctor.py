@@ -61,6 +61,8 @@ def run(argv: Sequence[str]) -> int:
         env=env,
         tools=tools or None,
         examples=rows,
+        chat_template=arguments.chat_template,
+        response_template=arguments.response_template,
         chat_template_kwargs=arguments.chat_template_kwargs or None,
         thinking=arguments.thinking,
         max_completion_length=arguments.max_completion_length,

@@ -100,6 +100,8 @@ def run_evaluation(arguments: EvalArguments, console: Console, *, description: s
                 use_vllm=arguments.use_vllm,
                 limits=arguments.rollout_limits(),
                 dtype=arguments.dtype,
+                chat_template=arguments.chat_template,
+                response_template=arguments.response_template,
                 chat_template_kwargs=arguments.chat_template_kwargs or None,  # type: ignore[arg-type]
                 thinking=arguments.thinking,
                 max_batch_size=arguments.generation_batch_rows,

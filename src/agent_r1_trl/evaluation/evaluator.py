@@ -101,6 +101,8 @@ def evaluate_model(
     use_vllm: bool = False,
     limits: RolloutLimits | None = None,
     dtype: str | None = None,
+    chat_template: str | None = None,
+    response_template: dict[str, Any] | str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     thinking: str = "keep",
     max_batch_size: int = 64,
@@ -117,6 +119,8 @@ def evaluate_model(
         use_vllm: sample with vLLM in this process instead of transformers.
         limits: as for `evaluate`; the model's context length is a limit as well.
         dtype: "float32", "bfloat16", ... None: the checkpoint's own on a GPU, float32 on a CPU.
+        chat_template: see `ChatFormat`.
+        response_template: see `ChatFormat`.
         chat_template_kwargs: passed to the chat template.
         thinking: see `ChatFormat`.
         max_batch_size: maximum number of rows per forward pass (transformers only).
@@ -137,6 +141,8 @@ def evaluate_model(
     eos = getattr(model.generation_config, "eos_token_id", None)
     chat = ChatFormat(
         tokenizer,
+        chat_template=chat_template,
+        response_template=response_template,
         chat_template_kwargs=chat_template_kwargs,
         thinking=thinking,
         extra_stop_token_ids=[eos] if isinstance(eos, int) else list(eos or []),

@@ -41,6 +41,20 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
             "with enable_thinking=False."
         },
     )
+    chat_template: str | None = field(
+        default=None,
+        metadata={
+            "help": "Chat template in place of the tokenizer's: its source, a .jinja file, or the name of one that "
+            "TRL ships (qwen3_training). It is saved with the model."
+        },
+    )
+    response_template: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Grammar that reads tool calls: the name of a family (mistral, glm, ...; see "
+            "docs/model-families.md), a JSON file, or a transformers response_template. None: the template's own."
+        },
+    )
     eval_temperature: float | None = field(
         default=None, metadata={"help": "Temperature in evaluation; 0 is greedy. None: the training temperature."}
     )

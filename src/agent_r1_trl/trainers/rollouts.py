@@ -201,6 +201,8 @@ class Rollouts:
             check_vllm(args, policy, is_on_gpu=self._is_on_gpu)
         self.chat = ChatFormat(
             tokenizer,
+            chat_template=args.chat_template,
+            response_template=args.response_template,
             chat_template_kwargs=args.chat_template_kwargs,
             thinking=args.thinking,
             extra_stop_token_ids=eos_token_ids,
