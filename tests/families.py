@@ -374,7 +374,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     ),
     "llama3_1": lambda: make_tokenizer("llama3"),
     "llama3_2": lambda: make_tokenizer("llama3_2"),
-    "mistral_nemo": _built(_MISTRAL_NEMO, *_MISTRAL),
+    "mistral_nemo": _built(_MISTRAL_NEMO, _MISTRAL_TOKENS.partition(" [SYSTEM_PROMPT]")[0], *_MISTRAL[1:]),
     "mistral_small_3_2": _built(_MINISTRAL_3.replace("ID", "'[CALL_ID]' + (call.id or 'none00000')"), *_MISTRAL),
     "ministral_3": _built(_MINISTRAL_3.replace(" + ID", ""), *_MISTRAL),
     "deepseek_v3_1": _built(

@@ -8,6 +8,7 @@ model family writes its calls in which way.
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -128,7 +129,7 @@ def _blocks(body: str, opening: str, closing: str) -> Iterator[tuple[str, str]]:
     starts = list(re.finditer(opening, body))
     if not starts or body[: starts[0].start()].strip():
         raise ValueError("the call does not begin with the name of a function in the expected form")
-    for start, following in zip(starts, [*starts[1:], None], strict=True):
+    for start, following in itertools.zip_longest(starts, starts[1:]):
         inside, _, after = body[start.end() : following.start() if following else None].rpartition(closing)
         if after.strip() and inside:
             raise ValueError(f"{after.strip()[:40]!r} follows {closing}")
@@ -142,7 +143,7 @@ def _from_tags(name: str, text: str, opening: str, closing: str, tools: Any, tri
     starts = list(re.finditer(opening, text))
     if text[: starts[0].start() if starts else None].strip():
         raise ValueError(f"{text.strip()[:40]!r} is not an argument in the expected form")
-    for start, following in zip(starts, [*starts[1:], None], strict=True):
+    for start, following in itertools.zip_longest(starts, starts[1:]):
         value, closed, after = text[start.end() : following.start() if following else None].partition(closing)
         if after.strip():
             raise ValueError(f"{after.strip()[:40]!r} stands between the arguments")

@@ -266,6 +266,11 @@ class TemplateRenderer:
 
     def _after_end(self, end: TurnEnd, reply: Message, rest: Sequence[Message], tools: Any) -> str:
         after = self._after_reply(reply, rest, tools, generation_prompt=True)
+        if "tool_calls" in reply and not after.startswith(end.lead):
+            # What closes a call may hold its id (Mistral).
+            tokens = self.encoder.live_tokens(after)
+            start = next((start for start, _, token in tokens if token in (end.rendered, end.sampled)), 0)
+            after = end.lead + after[start:]
         # With nothing after it, a turn may end on the sampled token (GPT-OSS).
         for token in (end.rendered, end.sampled):
             if after.startswith(end.lead + token):

@@ -1,0 +1,218 @@
+"""Turns as the models of each family write them are read as vLLM's tool parsers read them.
+
+vLLM is the oracle because it is what these models are served with. Not covered: texts that vLLM reads differently from
+version to version; they are in the tests without it, with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+
+from agent_r1_trl.chat import ChatFormat
+from tests.families import FAMILIES
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Look something up.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "query": {"type": "string"},
+                    "code": {"type": "string"},
+                    "k": {"type": "integer"},
+                    "flag": {"type": "boolean"},
+                    "items": {"type": "array", "items": {"type": "string"}},
+                },
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}},
+    },
+]
+CODE = "def f(x):\n    if x:\n        return '<b>' + x"
+
+# family, vLLM's parser, what is sampled after the prompt, the calls in it
+CASES = {
+    "hermes": ("hermes_3", "hermes", '<tool_call>\n{"name": "look_up", "arguments": {"query": "Ü", "k": 2}}\n</tool_call>', [("look_up", {"query": "Ü", "k": 2})]),
+    "hermes, arguments first, text before": ("hermes_3", "hermes", 'Sure.\n<tool_call>\n{"arguments": {"query": "a"}, "name": "look_up"}\n</tool_call>', [("look_up", {"query": "a"})]),
+    "qwen 2.5, parallel": ("qwen2_5", "hermes", '<tool_call>\n{"name": "look_up", "arguments": {"k": 1}}\n</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', [("look_up", {"k": 1}), ("now", {})]),
+    "qwen 3 thinking": ("qwen3_thinking_2507", "hermes", 'I look.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', [("now", {})]),
+    "qwq": ("qwq", "hermes", 'I look.\n</think>\n\n<tool_call>\n{"name": "look_up", "arguments": {"items": ["a", "b"]}}\n</tool_call>', [("look_up", {"items": ["a", "b"]})]),
+    "deepseek v3.1": ("deepseek_v3_1", "deepseek_v31", 'Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"query": "a", "k": 2}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>', [("look_up", {"query": "a", "k": 2}), ("now", {})]),
+    "deepseek v3": ("deepseek_v3_1", "deepseek_v3", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{"query": "a"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>', [("look_up", {"query": "a"})]),
+    "kimi k2, ids of its own": ("kimi_k2", "kimi_k2", 'Let me see.<|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:3<|tool_call_argument_begin|>{"query": "a"}<|tool_call_end|><|tool_call_begin|>functions.now:4<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>', [("look_up", {"query": "a"}, "functions.look_up:3"), ("now", {}, "functions.now:4")]),
+    "glm 4.7": ("glm_4_7", "glm47", f"I look.</think>Ok.<tool_call>look_up<arg_key>code</arg_key><arg_value>\n  {CODE}\n\n</arg_value><arg_key>k</arg_key><arg_value>3</arg_value></tool_call><tool_call>now</tool_call>", [("look_up", {"code": f"\n  {CODE}\n\n", "k": 3}), ("now", {})]),
+    "glm 4.5": ("glm_4_5", "glm45", "\n<think>I look.</think>\n<tool_call>look_up\n<arg_key>query</arg_key>\n<arg_value>75001</arg_value>\n<arg_key>flag</arg_key>\n<arg_value>true</arg_value>\n</tool_call>", [("look_up", {"query": "75001", "flag": True})]),
+    "mistral nemo, id of its own": ("mistral_nemo", "mistral", '[TOOL_CALLS][{"name": "look_up", "arguments": {"query": "a"}, "id": "abc12XYZ9"}, {"name": "now", "arguments": {}, "id": "123456789"}]', [("look_up", {"query": "a"}), ("now", {})]),
+    "ministral 3": ("ministral_3", "mistral", 'Ok.[TOOL_CALLS]look_up[ARGS]{"query": "a [b] {c}"}[TOOL_CALLS]now[ARGS]{}', [("look_up", {"query": "a [b] {c}"}), ("now", {})]),
+    "minimax m2": ("minimax_m2", "minimax_m2", f'I look.\n</think>\n\n<minimax:tool_call>\n<invoke name="look_up">\n<parameter name="code">{CODE}\n</parameter>\n<parameter name="flag">true</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>', [("look_up", {"code": CODE + "\n", "flag": True}), ("now", {})]),
+    "seed oss": ("seed_oss", "seed_oss", f"<seed:think>I look.</seed:think>\n<seed:tool_call>\n<function=look_up>\n<parameter=code>    {CODE}</parameter>\n<parameter=k>3</parameter>\n</function>\n</seed:tool_call>", [("look_up", {"code": "    " + CODE, "k": 3})]),
+    "qwen 3 coder": ("qwen3_5", "qwen3_coder", f'I look.\n</think>\n\n<tool_call>\n<function=look_up>\n<parameter=code>\n    {CODE}\n\n\n</parameter>\n<parameter=items>\n["a"]\n</parameter>\n</function>\n</tool_call>', [("look_up", {"code": f"    {CODE}\n\n", "items": ["a"]})]),
+    "qwen 3 coder, a closing tag is missing": ("qwen3_5", "qwen3_coder", "I look.\n</think>\n\n<tool_call>\n<function=look_up>\n<parameter=query>\na\n<parameter=k>\n3\n</parameter>\n</function>\n</tool_call>", [("look_up", {"query": "a", "k": 3})]),
+    "nemotron 3": ("nemotron_3", "qwen3_coder", "I look.\n</think>\n<tool_call>\n<function=look_up>\n<parameter=query>\n75001\n</parameter>\n</function>\n</tool_call>", [("look_up", {"query": "75001"})]),
+    "lfm2": ("lfm2", "lfm2", '<|tool_call_start|>[look_up(query="Paris, France", k=2, flag=True), now()]<|tool_call_end|>I look.', [("look_up", {"query": "Paris, France", "k": 2, "flag": True}), ("now", {})]),
+    "lfm2.5, quotes and line breaks": ("lfm2_5", "lfm2", "<|tool_call_start|>[look_up(query='it\\'s (a) [b]', code='x = 1\ny = \"2\"', items=['a', 'b'])]<|tool_call_end|>", [("look_up", {"query": "it's (a) [b]", "code": 'x = 1\ny = "2"', "items": ["a", "b"]})]),
+}  # fmt: skip
+
+
+@functools.lru_cache
+def chat_of(family: str) -> ChatFormat:
+    return ChatFormat(FAMILIES[family]())
+
+
+def read(family: str, text: str) -> dict:
+    chat = chat_of(family)
+    prompt = chat.encode_prompt([{"role": "user", "content": "q"}], TOOLS)
+    end = chat.tokenizer.convert_ids_to_tokens(chat.turn_end_ids[-1])
+    return chat.parse(chat.encoder.encode(text + end), prompt, TOOLS)
+
+
+def calls_of(message: dict) -> list[tuple]:
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+
+
+@pytest.mark.parametrize(("family", "parser", "text", "expected"), CASES.values(), ids=CASES.keys())
+def test_calls_are_read_as_they_were_meant(family, parser, text, expected):
+    message = read(family, text)
+    assert calls_of(message) == [call[:2] for call in expected]
+    assert "malformed_tool_call" not in message
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert len(set(ids)) == len(ids)
+    assert all(call[2] == call_id for call, call_id in zip(expected, ids, strict=True) if len(call) > 2)
+    assert ("reasoning_content" in message) == ("I look." in text and "lfm2" not in family)
+    assert "<" not in message["content"] and "[" not in message["content"]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("family", "parser", "text", "expected"), CASES.values(), ids=CASES.keys())
+def test_vllm_reads_the_same_calls(family, parser, text, expected):
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    request = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "q"}], tools=TOOLS)
+    found = ToolParserManager.get_tool_parser(parser)(FAMILIES[family](), request.tools)
+    calls = found.extract_tool_calls(text, request).tool_calls
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+        call[:2] for call in expected
+    ]
+    assert all(call[2] == made.id for call, made in zip(expected, calls, strict=True) if len(call) > 2)
+
+
+# vLLM has no parser for these, or needs a package that it does not bring.
+OTHERS = {
+    "command r7b": ("command_r7b", '<|START_THINKING|>I look.<|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "look_up", "parameters": {"query": "a"}},\n    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>', [("look_up", {"query": "a"}), ("now", {})]),
+    "nemotron nano 2": ("nemotron_nano_2", 'I look.\n</think>\n<TOOLCALL>[{"name": "look_up", "arguments": {"query": "a"}}, {"name": "now", "arguments": {}}]</TOOLCALL>', [("look_up", {"query": "a"}), ("now", {})]),
+    "mistral small 3.2": ("mistral_small_3_2", '[TOOL_CALLS]look_up[CALL_ID]abc12XYZ9[ARGS]{"query": "a"}', [("look_up", {"query": "a"})]),
+    "lfm2, JSON": ("lfm2", '<|tool_call_start|>[{"name": "look_up", "arguments": {"query": "a"}}]<|tool_call_end|>', [("look_up", {"query": "a"})]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "text", "expected"), OTHERS.values(), ids=OTHERS.keys())
+def test_calls_of_families_without_an_oracle_are_read(family, text, expected):
+    assert calls_of(read(family, text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("lfm2", "The derivative of sin(x), cos(x) and f(x=1, y=2) is known."),
+        ("lfm2_5", "Call me [maybe](x)."),
+        ("qwen3_5", "done\n</think>\n\nUse a parameter= in HTML."),
+        ("kimi_k2", "See functions.look_up:0 for details."),
+        ("deepseek_v3_1", 'look_up {"query": "a"}'),
+        ("ministral_3", 'look_up {"query": "a"} [1, 2]'),
+        ("mistral_nemo", '[{"name": "look_up", "arguments": {}}]'),
+        ("glm_4_7", "done</think>look_up query a"),
+    ],
+)
+def test_text_that_only_looks_like_a_call_is_none(family, text):
+    message = read(family, text)
+    assert "tool_calls" not in message and "malformed_tool_call" not in message
+    assert message["content"] == text.rpartition("</think>")[2].strip()
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "reason"),
+    [
+        ("lfm2", '<|tool_call_start|>[look_up("a")]<|tool_call_end|>', "must be named"),
+        ("lfm2", '<|tool_call_start|>[look_up(query="a)]<|tool_call_end|>', "list of calls"),
+        ("lfm2", "<|tool_call_start|>[look_up(query=a + b)]<|tool_call_end|>", "is not a value"),
+        ("qwen3_5", "</think><tool_call>\n<function=now>\njunk\n</function>\n</tool_call>", "not an argument"),
+        ("qwen3_5", "</think><function=now>\n</function>", "marker was written"),
+        ("qwen3_5", "</think><tool_call>\n<function=look_up>\n<parameter=k>\n1\n</parameter>\n<parameter=k>\n2\n</parameter>\n</function>\n</tool_call>", "twice"),
+        ("glm_4_7", "</think><tool_call>look_up<arg_key>k</arg_key>3</tool_call>", "not an argument"),
+        ("minimax_m2", "</think><minimax:tool_call>\nlook_up\n</minimax:tool_call>", "begin with the name"),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>look_up<|tool_call_argument_begin|>{}<|tool_call_end|>", "functions.name:number"),
+        ("kimi_k2", '<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0{}<|tool_call_end|>', "argument_begin"),
+        ("deepseek_v3_1", "<｜tool▁call▁begin｜>look_up{}<｜tool▁call▁end｜>", "no <｜tool▁sep｜>"),
+        ("deepseek_v3_1", '<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"k": 1', "not finished"),
+        ("mistral_nemo", '[TOOL_CALLS][{"name": "look_up", "arguments": {"k": 1}', "not valid JSON"),
+        ("ministral_3", "[TOOL_CALLS]look_up[ARGS]{k: 1}", "not valid JSON"),
+        ("ministral_3", "[TOOL_CALLS]", "no name"),
+        ("nemotron_nano_2", "</think><TOOLCALL>[]</TOOLCALL>", "empty"),
+        ("command_r7b", '<|START_ACTION|>[{"tool_name": "look_up"}, 3]<|END_ACTION|>', "not a JSON object"),
+    ],
+)  # fmt: skip
+def test_a_call_that_cannot_be_read_has_a_reason(family, text, reason):
+    assert reason in read(family, text)["malformed_tool_call"]
+
+
+def test_one_broken_call_in_a_list_does_not_take_the_others_along():
+    message = read(
+        "mistral_nemo", '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "abc12XYZ9"}, {"arguments": {}}]'
+    )
+    assert calls_of(message) == [("now", {})]
+    assert 'no "name"' in message["malformed_tool_call"]
+    assert message["tool_calls"][0]["id"] == "abc12XYZ9"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwq", "glm_4_5", "qwen3_5"])
+def test_a_call_ends_a_thought_that_was_never_closed(family):
+    text = '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    if family == "glm_4_5":
+        text = "\n<tool_call>now\n</tool_call>"
+    if family == "qwen3_5":
+        text = "\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
+    opener = "" if family in ("qwq", "qwen3_5") else "<think>"
+    message = read(family, f"{opener}Which time is it?{text}")
+    assert calls_of(message) == [("now", {})]
+    assert message["reasoning_content"] == "Which time is it?"
+
+
+@pytest.mark.parametrize("family", ["kimi_k2", "mistral_nemo", "mistral_small_3_2", "deepseek_v3_1"])
+def test_an_observation_names_the_call_as_the_model_did(family):
+    text = {
+        "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:7<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        "mistral_nemo": '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "abc12XYZ9"}]',
+        "mistral_small_3_2": "[TOOL_CALLS]now[CALL_ID]abc12XYZ9[ARGS]{}",
+        "deepseek_v3_1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    }[family]
+    shown = {
+        "kimi_k2": "<|im_system|>now<|im_middle|>## Return of functions.now:7\nnoon<|im_end|><|im_assistant|>assistant<|im_middle|>",
+        "mistral_nemo": '[TOOL_RESULTS]{"content": noon, "call_id": "abc12XYZ9"}[/TOOL_RESULTS]',
+        "mistral_small_3_2": "[TOOL_RESULTS]noon[/TOOL_RESULTS]",
+        "deepseek_v3_1": "<｜tool▁output▁begin｜>noon<｜tool▁output▁end｜>",
+    }[family]  # fmt: skip
+    message, chat = read(family, text), chat_of(family)
+    observation = {"role": "tool", "name": "now", "tool_call_id": message["tool_calls"][0]["id"], "content": "noon"}
+    ids, _ = chat.encode_observations(message, [observation], TOOLS)
+    assert chat.encoder.to_text(ids) == shown
+
+
+def test_ids_that_a_template_refuses_do_not_turn_the_observation_into_a_user_message():
+    """Mistral's template takes ids of 9 characters only, whatever the model wrote."""
+    message, chat = (
+        read("mistral_nemo", '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "7"}]'),
+        chat_of("mistral_nemo"),
+    )
+    observation = {"role": "tool", "name": "now", "tool_call_id": "7", "content": "noon"}
+    ids, _ = chat.encode_observations(message, [observation], TOOLS)
+    assert chat.encoder.to_text(ids) == '[TOOL_RESULTS]{"content": noon, "call_id": "c00000000"}[/TOOL_RESULTS]'
