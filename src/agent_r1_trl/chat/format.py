@@ -287,7 +287,9 @@ class ChatFormat:
                     "Set response_template to a grammar (see transformers' page on chat response parsing) or to the "
                     f"name of a family that writes calls in this way ({', '.join(GRAMMARS)}).",
                 )
-        grammar = grammar or text_grammar(self.chat_template, self._renderer.turn_start(), turn_end)
+        self.grammar = grammar or text_grammar(self.chat_template, self._renderer.turn_start(), turn_end)
+        """What reads turns: the grammar that was asked for, that of the family, or one without calls."""
+        grammar = self.grammar
 
         def parse_call(text: str, tools: Any) -> Message:
             parsed: Message = self.tokenizer.parse_response(text, schema=grammar, prefix="", tools=tools)

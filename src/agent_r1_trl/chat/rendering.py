@@ -111,7 +111,7 @@ class TemplateRenderer:
         whole = self.template.probe(turns, generation_prompt=bool(stop))
         start = self._reply_start(turns[: turns.index(message)], begun, whole)
         until = whole.rindex(end.sampled, start, whole.rindex(stop) if stop else None) + len(end.sampled)
-        return self._rest_of_thought(begun[start:], message) + whole[start:until]
+        return self._rest_of_thought(begun, whole[start:until], message) + whole[start:until]
 
     def _reply_start(self, before: Sequence[Message], begun: str, whole: str) -> int:
         """Where in `whole`, a conversation with the reply, the policy's part begins."""
@@ -129,12 +129,13 @@ class TemplateRenderer:
             raise unusable("The chat template does not start an assistant turn with its generation prompt.")
         return start
 
-    def _rest_of_thought(self, forced: str, message: Message) -> str:
+    def _rest_of_thought(self, begun: str, reply: str, message: Message) -> str:
         """The thought that the generation prompt opens and the rendered turn does not show; often an empty one."""
-        marks = re.findall(_THOUGHT_MARKS, forced)
-        if not marks or "/" in marks[-1]:
+        opener = re.search(rf"({_THOUGHT_MARKS})\s*$", begun)
+        if opener is None or "/" in opener[1]:
             return ""
-        return f"{message.get('reasoning_content') or ''}\n{marks[-1][0]}/{marks[-1][1:]}\n\n"
+        closer = f"{opener[1][0]}/{opener[1][1:]}"
+        return "" if closer in reply else f"{message.get('reasoning_content') or ''}\n{closer}\n\n"
 
     def _follower(self, calls: Any, content: str) -> Message:
         if not calls:
@@ -197,7 +198,7 @@ class TemplateRenderer:
     def _with_ids(self, message: Message) -> Message:
         """The message with ids of the form that its template shows."""
         calls = message.get("tool_calls")
-        if not calls or not self._ids_are_names:
+        if not calls or (not self._ids_are_names and all(call.get("id") for call in calls)):
             return message
         named = [{**call, "id": self._id_of(call, index)} for index, call in enumerate(calls)]
         return {**message, "tool_calls": named}

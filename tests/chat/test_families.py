@@ -1,0 +1,160 @@
+"""docs/model-families.md says what is true of each family: the table is computed and compared, row by row."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.chat.grammars import GRAMMARS
+from agent_r1_trl.doctor import run_doctor
+from agent_r1_trl.environments import StepResult
+from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.tools import Tool
+from agent_r1_trl.trajectory import Author, StopReason
+from tests.chat.test_family_calls import TOOLS
+from tests.families import FAMILIES
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "model-families.md"
+
+
+@functools.lru_cache
+def chat_of(family: str) -> ChatFormat:
+    return ChatFormat(FAMILIES[family]())
+
+
+def row_of(family: str) -> list[str]:
+    """The cells of a family's row, from what is found out about it."""
+    tokenizer = FAMILIES[family]()
+    chat = chat_of(family)
+    findings = [check for check in run_doctor(tokenizer, tools=[search], num_conversations=12)]
+    flagged = [check for check in findings if check.level != "ok"]
+    messages = " ".join(check.message for check in flagged)
+    is_own = chat.chat_template in (tokenizer.chat_template, *dict(tokenizer.chat_template).values()) if isinstance(
+        tokenizer.chat_template, dict
+    ) else chat.chat_template == tokenizer.chat_template
+    grammar = next((name for name, grammar in GRAMMARS.items() if grammar == chat.grammar), "TRL's")
+    checks = {check.check for check in flagged}
+    thoughts = "none"
+    if chat.thinks:
+        thoughts = "dropped" if "changes thoughts" in messages else "kept"
+    return [
+        f"`{family}`",
+        "own" if is_own else "TRL's",
+        grammar if grammar == "TRL's" else f"`{grammar}`",
+        "rewritten later" if "earlier messages in another way" in messages else "exact",
+        "wrong" if "masks" in checks else "exact",
+        "some are not" if "parser" in checks else "all",
+        thoughts,
+        max((check.level for check in flagged), key=["ok", "warning", "error"].index, default="ok"),
+    ]
+
+
+def search(query: str) -> str:
+    """Search the corpus.
+
+    Args:
+        query: What to look for.
+    """
+    return query
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_says_what_is_true_of_the_family(family):
+    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if f"| `{family}` |" in line]
+    assert len(rows) == 1, f"{PAGE.name} has {len(rows)} rows of {family}"
+    cells = [cell.strip() for cell in rows[0].strip("|").split("|")]
+    assert cells[1:] == row_of(family), "| " + " | ".join([cells[0], *row_of(family)]) + " |"
+
+
+def test_no_family_is_refused_and_none_has_wrong_masks():
+    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if re.match(r"\| [^|]+\| `\w+` \|", line)]
+    assert len(rows) == len(FAMILIES)
+    assert not [row for row in rows if "error" in row or "wrong" in row]
+
+
+# ---------------------------------------------------------------- a rollout, without the doctor
+
+
+class _Env:
+    """Asks, answers a call with a tool message and text with a question, and ends after the script."""
+
+    def __init__(self, num_turns: int) -> None:
+        self.tools = [Tool(lambda **arguments: "", schema=schema) for schema in TOOLS]
+        self.num_turns, self.seen = num_turns, []
+
+    def reset(self, example: dict) -> list[dict]:
+        return [{"role": "user", "content": "Which time is it?"}]
+
+    def step(self, message: dict) -> StepResult:
+        self.seen.append(message)
+        number = len(self.seen)
+        told = [
+            {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": f"result {number}"}
+            for call in message.get("tool_calls", [])
+        ]
+        return StepResult(told or [{"role": "user", "content": "And now?"}], 0.0, number == self.num_turns, {})
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rollout_has_exact_ids_and_masks_and_makes_each_call_once(family):
+    chat = chat_of(family)
+
+    def call(**arguments: object) -> dict:
+        function = {"name": "look_up", "arguments": arguments}
+        return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": "", "function": function}]}
+
+    script = [call(query="a"), {"role": "assistant", "content": "Done."}, call(query="b"), {"role": "assistant", "content": "Ok."}]
+    if family == "command_r7b":  # its models number their calls through the conversation
+        script[2]["tool_calls"][0]["id"] = "1"
+    turns = [chat.encode_reply(message) for message in script]
+    env = _Env(len(script))
+    limits = RolloutLimits(max_turns=9, max_completion_length=4000)
+    generator = ScriptedGenerator(turns, stop_token_ids=chat.stop_token_ids)
+    runner = RolloutRunner(lambda: env, generator, chat, limits)
+    try:
+        trajectory = runner.run([RolloutRequest(example={})])[0]
+    finally:
+        runner.close()
+
+    assert trajectory.stop_reason is StopReason.DONE, trajectory.error
+    # Masks: exactly what was sampled; authors: exactly what the environment said.
+    mask, ids = trajectory.action_mask, trajectory.completion_ids
+    assert [token for token, is_action in zip(ids, mask, strict=True) if is_action] == sum(turns, [])
+    heard = [token for token, author in zip(ids, trajectory.authors, strict=True) if author is Author.ENVIRONMENT]
+    words = re.sub(r'["\s]', "", chat.encoder.to_text(heard))
+    assert words == "result1Andnow?result3"
+    # Calls: each where it was written, and nowhere else.
+    calls = [[made["function"] for made in message.get("tool_calls", [])] for message in env.seen]
+    assert calls == [
+        [{"name": "look_up", "arguments": {"query": "a"}}],
+        [],
+        [{"name": "look_up", "arguments": {"query": "b"}}],
+        [],
+    ]
+    assert [message["content"] for message in env.seen] == ["", "Done.", "", "Ok."]
+    # Ids: what the template writes around what was sampled, thoughts aside.
+    messages = [message for message in trajectory.messages if message["role"] != "system"]
+    rendered = chat.encoder.to_text(chat.encode_conversation(messages, TOOLS))
+    sampled = chat.encoder.to_text(trajectory.prompt_ids + ids)
+    if family not in REWRITTEN:
+        assert without_thoughts(sampled) == without_thoughts(rendered)
+
+
+# Templates that write earlier messages in another way later, so that no appended ids can be those of the whole.
+REWRITTEN = ("hermes_3", "mistral_nemo")
+
+
+def without_thoughts(text: str) -> str:
+    text = re.sub(r"(?s)<(seed:)?think>.*?</(seed:)?think>\s*|</think>|<think>\s*", "", text)
+    text = re.sub(r"(?s)<\|START_THINKING\|>.*?<\|END_THINKING\|>", "", text)
+    # What a turn ends with once another follows, and what is left open at the end.
+    text = text.replace("<|return|>", "<|end|>")
+    return re.sub(r"\s+", " ", re.sub(r"(<\|user\|>)?\s*$", "", text))
