@@ -34,9 +34,11 @@ def row_of(family: str) -> list[str]:
     findings = [check for check in run_doctor(tokenizer, tools=[search], num_conversations=12)]
     flagged = [check for check in findings if check.level != "ok"]
     messages = " ".join(check.message for check in flagged)
-    is_own = chat.chat_template in (tokenizer.chat_template, *dict(tokenizer.chat_template).values()) if isinstance(
-        tokenizer.chat_template, dict
-    ) else chat.chat_template == tokenizer.chat_template
+    is_own = (
+        chat.chat_template in (tokenizer.chat_template, *dict(tokenizer.chat_template).values())
+        if isinstance(tokenizer.chat_template, dict)
+        else chat.chat_template == tokenizer.chat_template
+    )
     grammar = next((name for name, grammar in GRAMMARS.items() if grammar == chat.grammar), "TRL's")
     checks = {check.check for check in flagged}
     thoughts = "none"
@@ -94,7 +96,12 @@ class _Env:
         self.seen.append(message)
         number = len(self.seen)
         told = [
-            {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": f"result {number}"}
+            {
+                "role": "tool",
+                "name": call["function"]["name"],
+                "tool_call_id": call["id"],
+                "content": f"result {number}",
+            }
             for call in message.get("tool_calls", [])
         ]
         return StepResult(told or [{"role": "user", "content": "And now?"}], 0.0, number == self.num_turns, {})
@@ -109,9 +116,18 @@ def test_a_rollout_has_exact_ids_and_masks_and_makes_each_call_once(family):
 
     def call(**arguments: object) -> dict:
         function = {"name": "look_up", "arguments": arguments}
-        return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": "", "function": function}]}
+        return {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "id": "", "function": function}],
+        }
 
-    script = [call(query="a"), {"role": "assistant", "content": "Done."}, call(query="b"), {"role": "assistant", "content": "Ok."}]
+    script = [
+        call(query="a"),
+        {"role": "assistant", "content": "Done."},
+        call(query="b"),
+        {"role": "assistant", "content": "Ok."},
+    ]
     if family == "command_r7b":  # its models number their calls through the conversation
         script[2]["tool_calls"][0]["id"] = "1"
     turns = [chat.encode_reply(message) for message in script]
@@ -127,7 +143,9 @@ def test_a_rollout_has_exact_ids_and_masks_and_makes_each_call_once(family):
     assert trajectory.stop_reason is StopReason.DONE, trajectory.error
     # Masks: exactly what was sampled; authors: exactly what the environment said.
     mask, ids = trajectory.action_mask, trajectory.completion_ids
-    assert [token for token, is_action in zip(ids, mask, strict=True) if is_action] == sum(turns, [])
+    assert [token for token, is_action in zip(ids, mask, strict=True) if is_action] == [
+        token for turn in turns for token in turn
+    ]
     heard = [token for token, author in zip(ids, trajectory.authors, strict=True) if author is Author.ENVIRONMENT]
     words = re.sub(r'["\s]', "", chat.encoder.to_text(heard))
     assert words == "result1Andnow?result3"

@@ -11,7 +11,6 @@ drop earlier thoughts; TRL's training templates keep them, and those are used.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from agent_r1_trl.chat.encoding import TextEncoder, not_fast, split_by_author
 from agent_r1_trl.chat.errors import GENERAL_CURE, ChatFormatError
 from agent_r1_trl.chat.grammars import GRAMMARS
 from agent_r1_trl.chat.jinja import ChatTemplate
+from agent_r1_trl.chat.messages import readable
 from agent_r1_trl.chat.parsing import TurnParser
 from agent_r1_trl.chat.rendering import TemplateRenderer
 from agent_r1_trl.chat.templates import (
@@ -116,7 +116,8 @@ class ChatFormat:
         of `apply_chat_template`.
 
         Raises:
-            ChatFormatError: if tools are given and the template cannot show them, or it refuses the messages.
+            ChatFormatError: if tools are given and the template cannot show them, if it refuses the messages, or if
+                one of them has an unknown role or holds an image.
         """
         if tools and not self.supports_tools:
             names = [schema.get("function", schema).get("name") for schema in tools]
@@ -126,6 +127,7 @@ class ChatFormat:
                 f"{suggestion(self.tokenizer, self.chat_template)} Or use a model whose template can, or describe the "
                 "tools in the prompt and read the calls in your environment.",
             )
+        messages = readable(messages, self.chat_template, where="prompt")
         safe = [
             message if message.get("role") == "assistant" else self.encoder.hide(message, special_only=True)
             for message in messages
@@ -153,10 +155,12 @@ class ChatFormat:
         Returns:
             ids and authors (TEMPLATE or ENVIRONMENT), both (N,). A token that holds text of both counts as
             ENVIRONMENT.
+
+        Raises:
+            ChatFormatError: if an observation holds an image.
         """
-        texts = [_as_text(observation.get("content")) for observation in observations]
-        plain = [{**observation, "content": text} for observation, text in zip(observations, texts, strict=True)]
-        safe: list[Message] = self.encoder.hide(plain)
+        plain = readable(observations, self.chat_template, where="observations")
+        safe: list[Message] = self.encoder.hide([{"content": "", **observation} for observation in plain])
         calls = self.encoder.hide(message.get("tool_calls") or [])
         staging = self._renderer.stage(calls, safe, tools)
         segments = split_by_author(staging.delta, staging.glue, staging.marks)
@@ -308,16 +312,3 @@ class ChatFormat:
 
     def _id(self, spelling: str) -> int:
         return self.encoder.control_ids[spelling]
-
-
-def _as_text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None:
-        return ""
-    if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
-        return "\n".join(str(part["text"]) for part in content)
-    try:
-        return json.dumps(content, ensure_ascii=False, default=str)
-    except (ValueError, RecursionError):  # circular
-        return type(content).__name__

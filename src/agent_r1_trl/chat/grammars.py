@@ -73,7 +73,11 @@ GRAMMARS: dict[str, Grammar] = {
     ),
 }
 """Name -> grammar; the names are accepted as `response_template`."""
-GRAMMARS["command"]["fields"]["content"] = {"open": "<|START_RESPONSE|>", "close": "<|END_RESPONSE|>", "content": "text"}
+GRAMMARS["command"]["fields"]["content"] = {
+    "open": "<|START_RESPONSE|>",
+    "close": "<|END_RESPONSE|>",
+    "content": "text",
+}
 
 # Text that a template of the family contains; the first row that fits decides.
 _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (

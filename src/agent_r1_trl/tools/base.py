@@ -21,6 +21,7 @@ import inspect
 import itertools
 import json
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, overload
@@ -276,7 +277,11 @@ def as_tool(obj: Any) -> Tool:
 
 
 def render_result(value: Any) -> str:
-    """Text of a return value: a string as it is, JSON for what JSON can express (objects by field), else `str`."""
+    """Text of a return value: a string as it is, JSON for what JSON can express (objects by field), else `str`.
+
+    Raises:
+        NoTextError: an image or another object whose `str` is only its address in memory.
+    """
     if isinstance(value, enum.Enum):
         value = value.value
     if isinstance(value, str):
@@ -288,10 +293,22 @@ def render_result(value: Any) -> str:
     try:
         value = _as_json(value)
         if isinstance(value, (dict, list, tuple, bool, int, float)):
-            return json.dumps(value, ensure_ascii=False, default=lambda part: _as_json(part, otherwise=str))
+            return json.dumps(value, ensure_ascii=False, default=lambda part: _as_json(part, otherwise=spell_out))
     except (TypeError, ValueError, RecursionError):
-        pass
-    return str(value)
+        return str(value)
+    return spell_out(value)
+
+
+class NoTextError(Exception):
+    """An object that has no text a model could read."""
+
+
+def spell_out(value: Any) -> str:
+    """`str` of an object, unless that is only its address in memory (`<PIL.Image.Image ... at 0x7f...>`)."""
+    text = str(value)
+    if re.fullmatch(r"<.* at 0x[0-9a-fA-F]+>", text, re.DOTALL):
+        raise NoTextError(f"an object of type {type(value).__name__}, which is neither text nor JSON")
+    return text
 
 
 def _as_json(value: Any, *, otherwise: Callable[[Any], Any] = lambda value: value) -> Any:

@@ -1,0 +1,98 @@
+"""Messages as environments and data sets write them, made into messages that every template shows: roles and text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from agent_r1_trl.chat.errors import ChatFormatError
+from agent_r1_trl.tools.base import NoTextError, spell_out
+from agent_r1_trl.trajectory import Message
+
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+_ALIASES = {"human": "user", "gpt": "assistant", "model": "assistant", "ai": "assistant", "function": "tool"}
+_MEDIA = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio", "file")
+
+
+def readable(messages: Sequence[Message], template: str, *, where: str) -> list[Message]:
+    """The messages with contents as text; arguments of calls that are JSON text become dicts.
+
+    Args:
+        messages: from an environment or a data set.
+        template: source of the chat template, which may know more roles than the usual ones.
+        where: names the place in errors (`prompt`, `observations`).
+
+    Raises:
+        ChatFormatError: a role of the prompt that the template does not know, or content that is no text.
+    """
+    found = []
+    for index, message in enumerate(messages):
+        role = message.get("role")
+        is_known = role in _ROLES or f"'{role}'" in template or f'"{role}"' in template
+        if not is_known and where == "observations":
+            # In the middle of a rollout the words count: they reach the model as a user's.
+            role = "tool" if role == "function" else "user"
+            message = {**message, "role": role}
+        elif not is_known:
+            raise ChatFormatError(
+                f"{where}[{index}] has the role {role!r}, which the chat template does not know: the model would not "
+                "see the message.",
+                f"Use the role {_ALIASES.get(str(role), 'user')!r} (the roles are {', '.join(sorted(_ROLES))}).",
+            )
+        changed = {**message, "content": as_text(message.get("content"), f"{where}[{index}]")}
+        if message.get("content") is None and (role == "assistant" or "content" not in message):
+            changed = dict(message)  # templates tell an absent content of a call from an empty one
+        if message.get("tool_calls"):
+            changed["tool_calls"] = [_with_arguments(call) for call in message["tool_calls"]]
+        found.append(changed)
+    return found
+
+
+def as_text(content: Any, where: str) -> str:
+    """The text of a message's content: a string, blocks of text, or data as JSON.
+
+    Raises:
+        ChatFormatError: there is an image or another object in it that is no text.
+    """
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    blocks = content if isinstance(content, list) else [content]
+    kinds = [block.get("type") for block in blocks if isinstance(block, dict)]
+    if media := [kind for kind in kinds if kind in _MEDIA]:
+        raise _no_text(where, f"a block of type {media[0]!r}")
+    if isinstance(content, list) and content and all(_is_text_block(block) for block in content):
+        return "\n".join(block if isinstance(block, str) else str(block["text"]) for block in content)
+    try:
+        return json.dumps(content, ensure_ascii=False, default=spell_out)
+    except NoTextError as error:
+        raise _no_text(where, str(error)) from error
+    except (TypeError, ValueError, RecursionError):  # circular, or keys that are no strings
+        return type(content).__name__
+
+
+def _is_text_block(block: Any) -> bool:
+    return isinstance(block, dict) and isinstance(block.get("text"), str) and block.get("type", "text") in _TEXT_TYPES
+
+
+_TEXT_TYPES = ("text", "input_text", "output_text")
+
+
+def _no_text(where: str, what: str) -> ChatFormatError:
+    return ChatFormatError(
+        f"{where} holds {what}: rollouts are text only, and the model would not see it.",
+        "Say in words what the model should know, as a string or as [{'type': 'text', 'text': ...}].",
+    )
+
+
+def _with_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
