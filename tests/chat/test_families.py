@@ -34,15 +34,12 @@ def row_of(family: str) -> list[str]:
     findings = [check for check in run_doctor(tokenizer, tools=[search], num_conversations=12)]
     flagged = [check for check in findings if check.level != "ok"]
     messages = " ".join(check.message for check in flagged)
-    is_own = (
-        chat.chat_template in (tokenizer.chat_template, *dict(tokenizer.chat_template).values())
-        if isinstance(tokenizer.chat_template, dict)
-        else chat.chat_template == tokenizer.chat_template
-    )
+    is_own = chat.template_to_save == tokenizer.chat_template
+    prompt = chat.encoder.to_text(chat.encode_prompt([{"role": "user", "content": "q"}]))
     grammar = next((name for name, grammar in GRAMMARS.items() if grammar == chat.grammar), "TRL's")
     checks = {check.check for check in flagged}
     thoughts = "none"
-    if chat.thinks:
+    if chat.thinks and not prompt.endswith("</think>"):
         thoughts = "dropped" if "changes thoughts" in messages else "kept"
     return [
         f"`{family}`",
@@ -67,7 +64,9 @@ def search(query: str) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_table_says_what_is_true_of_the_family(family):
-    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if f"| `{family}` |" in line]
+    rows = [
+        line for line in PAGE.read_text(encoding="utf-8").splitlines() if re.match(rf"\| [^|]+\| `{family}` \|", line)
+    ]
     assert len(rows) == 1, f"{PAGE.name} has {len(rows)} rows of {family}"
     cells = [cell.strip() for cell in rows[0].strip("|").split("|")]
     assert cells[1:] == row_of(family), "| " + " | ".join([cells[0], *row_of(family)]) + " |"
@@ -77,6 +76,16 @@ def test_no_family_is_refused_and_none_has_wrong_masks():
     rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if re.match(r"\| [^|]+\| `\w+` \|", line)]
     assert len(rows) == len(FAMILIES)
     assert not [row for row in rows if "error" in row or "wrong" in row]
+
+
+@pytest.mark.parametrize(
+    ("family", "switch"), [("glm_4_7", {"clear_thinking": False}), ("lfm2_5", {"preserve_thinking": True})]
+)
+def test_the_switch_that_the_doctor_names_keeps_the_thoughts(family, switch):
+    warning = next(check for check in run_doctor(FAMILIES[family](), tools=[search]) if "thoughts" in check.message)
+    assert f"chat_template_kwargs={switch}" in warning.cure
+    checks = run_doctor(FAMILIES[family](), tools=[search], chat_template_kwargs=switch)
+    assert not [check for check in checks if "thoughts" in check.message]
 
 
 # ---------------------------------------------------------------- a rollout, without the doctor

@@ -157,6 +157,7 @@ def test_text_that_only_looks_like_a_call_is_none(family, text):
         ("mistral_nemo", '[TOOL_CALLS][{"name": "look_up", "arguments": {"k": 1}', "not valid JSON"),
         ("ministral_3", "[TOOL_CALLS]look_up[ARGS]{k: 1}", "not valid JSON"),
         ("ministral_3", "[TOOL_CALLS]", "no name"),
+        ("ministral_3", "[TOOL_CALLS]now", "no arguments after its name"),
         ("nemotron_nano_2", "</think><TOOLCALL>[]</TOOLCALL>", "empty"),
         ("command_r7b", '<|START_ACTION|>[{"tool_name": "look_up"}, 3]<|END_ACTION|>', "not a JSON object"),
     ],

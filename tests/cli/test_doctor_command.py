@@ -97,6 +97,14 @@ def test_a_flag_wins_and_a_warning_is_no_failure(examine):
     assert "warning" in words and "max_completion_length=100000" in words and "Set max_completion_length to" in words
 
 
+def test_the_template_and_the_grammar_of_the_recipe_are_examined(examine):
+    assert "chat_template='qwen9'" in examine(1, chat_template="qwen9")
+    assert "response_template='morse'" in examine(1, response_template="morse")
+    assert " error " not in examine(0, chat_template="qwen2_5_training", response_template="hermes")
+    # Kimi's markers in place of Qwen's: what the template writes cannot be read.
+    assert "are not read back" in examine(1, "--response_template", "kimi")
+
+
 @pytest.mark.parametrize("tool", ["untyped", "undocumented", "number"])
 def test_a_tool_that_no_model_can_read_is_an_error(examine, tool):
     words = examine(1, env=None, tools=[f"broken.py:{tool}"], reward_funcs=["task.py:word_count_reward"])

@@ -169,6 +169,8 @@ SETTINGS = {
     "max_completion_length": 0,
     "rollout_timeout": -1.0,
     "thinking": "loud",
+    "chat_template": "qwen9",
+    "response_template": "morse",
     "dtype": "float31",
     "env_kwargs": [1],
     "generation_batch_rows": 0,

@@ -8,16 +8,20 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import io
+import json
 import re
 
 import pytest
 from rich.console import Console
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.doctor import Finding, has_errors, render, run_doctor
 from agent_r1_trl.doctor.report import Report
 from agent_r1_trl.doctor.versions import check_versions
 from agent_r1_trl.environments import StepResult, ToolEnv
+from tests.families import FAMILIES as FORMATS
 from tests.tokenizers import FAMILIES, make_tokenizer, read_template
 
 QWEN = read_template("qwen2_5_training")
@@ -303,6 +307,57 @@ def test_a_vocabulary_that_cannot_spell_unicode_is_flagged():
 def test_a_model_that_cannot_be_loaded_is_flagged():
     assert "cannot be loaded" in errors_of(examine("/nowhere/at/all"), "model")[0].message
     assert "neither a name" in errors_of(examine(5), "model")[0].message
+
+
+def sentencepiece_like(tokenizer, prepend: str) -> PreTrainedTokenizerFast:
+    """The same special tokens and template on a vocabulary that puts a space before a text (Llama 2, Mistral 7B)."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=pieces, show_progress=False)
+    backend.train_from_iterator(['answer the user: {"name": "search", "arguments": {"query": "x"}}'], trainer)
+    spec = json.loads(backend.to_str())
+    spec["added_tokens"] = spec["added_tokens"][:1]
+    backend = Tokenizer.from_str(json.dumps(spec))
+    for _, token in sorted(tokenizer.added_tokens_decoder.items()):
+        backend.add_special_tokens([AddedToken(token.content, normalized=False, special=token.special)])
+    other = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=tokenizer.eos_token, unk_token="<unk>")
+    other.bos_token, other.chat_template = tokenizer.bos_token, tokenizer.chat_template
+    return other
+
+
+@pytest.mark.parametrize("prepend", ["first", "always"])
+@pytest.mark.parametrize("family", ["ministral_3", "qwen2_5"])
+def test_a_tokenizer_that_puts_a_space_before_a_text_is_fine(family, prepend):
+    tokenizer = sentencepiece_like(FORMATS[family](), prepend)
+    assert tokenizer.convert_ids_to_tokens(tokenizer("word").input_ids)[0].startswith("▁")
+    assert flagged(examine(tokenizer, tools=[search])) == []
+
+
+def test_a_call_that_comes_back_in_the_next_turn_is_flagged(monkeypatch):
+    """The parser once read what stands before the turn as part of it."""
+    monkeypatch.setattr(ChatFormat, "_written_by_template", lambda self, ids: self.encoder.decode(list(ids)))
+    tokenizer = FORMATS["ministral_3"]()
+    chat = ChatFormat(tokenizer)
+    tokenizer.response_template = {**chat.grammar, "start_anchor": "[/INST]"}
+    found = errors_of(run_doctor(tokenizer, tools=[search], num_conversations=12), "masks")
+    assert "made the calls" in found[0].message
+
+
+def test_a_tokenizer_without_the_fast_back_end_is_flagged_with_a_cure():
+    """Mistral's own tokenizer has neither a back end nor a chat_template."""
+
+    class MistralCommonBackend:
+        eos_token_id = 2
+
+        def apply_chat_template(self, messages, **kwargs):
+            return [1]
+
+    found = errors_of(examine(MistralCommonBackend()), "chat template")
+    assert "tokenizer=MistralCommonBackend is not a fast tokenizer" in found[0].message
+    assert "PreTrainedTokenizerFast.from_pretrained" in found[0].cure
 
 
 # ---------------------------------------------------------------- broken tools and environments

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.chat.grammars import GRAMMARS
+from tests.tokenizers import read_template
 from tests.toys import AddEnv, add
 from tests.trainers.helpers import make_trainer
 
@@ -28,6 +30,24 @@ def test_a_saved_model_loads_with_its_chat_template(tmp_path):
     )
     ids = torch.tensor([[5, 6, 7]])
     torch.testing.assert_close(model(ids).logits, trainer.model.eval()(ids).logits)
+
+
+def test_the_template_and_the_grammar_that_were_asked_for_are_used_and_saved(tmp_path):
+    options = {"chat_template": "qwen2_5_training", "response_template": "hermes"}
+    trainer = make_trainer(tmp_path, family="qwen3", **options)
+    assert trainer.chat.chat_template == read_template("qwen2_5_training")
+    assert trainer.chat.grammar == GRAMMARS["hermes"]
+    trainer.save_model(tmp_path / "final")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "final")
+    assert tokenizer.chat_template == read_template("qwen2_5_training")
+    assert ChatFormat(tokenizer).grammar == GRAMMARS["hermes"]
+
+
+@pytest.mark.parametrize("option", [{"chat_template": "qwen9"}, {"response_template": "morse"}])
+def test_a_template_or_grammar_that_is_none_is_refused(tmp_path, option):
+    ((name, value),) = option.items()
+    with pytest.raises(ValueError, match=f"{name}='{value}'"):
+        make_trainer(tmp_path, **option)
 
 
 def test_a_lora_run_saves_an_adapter_that_loads_on_the_base(tmp_path):

@@ -67,10 +67,12 @@ def mistral_calls(body: str, tools: Any) -> list[Call]:
     """A JSON list of calls (up to Mistral Small 3.1), or `name[ARGS]{...}`, maybe with `[CALL_ID]id` before."""
     if body.lstrip()[:1] in ("[", "{"):
         return json_calls(body, tools)
-    match = re.match(r"\s*(?P<name>[^\s\[{]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\])?", body)
+    match = re.match(r"\s*(?P<name>[^\s\[{]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?P<args>\[ARGS\])?", body)
     if match is None:
         raise ValueError("the call has no name")
     arguments = body[match.end() :].strip()
+    if not arguments and not match["args"]:
+        raise ValueError("the call has no arguments after its name")
     return [_with_id(match["id"], name=match["name"], arguments=strict_json(arguments) if arguments else {})]
 
 

@@ -190,7 +190,11 @@ class ChatFormat:
 
     def encode_reply(self, message: Message) -> list[int]:
         """The ids a policy would sample to say `message`, end-of-turn token included (demonstrations, scripts)."""
-        return self.encoder.encode(self._renderer.reply(message))
+        before, said = self._renderer.reply(message)
+        alone = self.encoder.encode(before)
+        # Encoded after the prompt's last token: some tokenizers put a space before the start of a text.
+        ids = self.encoder.encode(before + said)
+        return ids[len(alone) :] if ids[: len(alone)] == alone else self.encoder.encode(said)
 
     # ---------------------------------------------------------------- ids -> message
 

@@ -99,8 +99,11 @@ class TemplateRenderer:
             ends.append(staging.glue.rpartition(marks[0])[2])
         return ends
 
-    def reply(self, message: Message) -> str:
-        """What the policy would write to say `message`, end-of-turn token included."""
+    def reply(self, message: Message) -> tuple[str, str]:
+        """The end of a prompt, from its last control token, and what the policy would write to say `message`.
+
+        The second text includes the end-of-turn token.
+        """
         end = self.call_end if message.get("tool_calls") else self.text_end
         message = self._with_ids(message)
         turns, stop = [*self._before(message), message], None
@@ -111,7 +114,9 @@ class TemplateRenderer:
         whole = self.template.probe(turns, generation_prompt=bool(stop))
         start = self._reply_start(turns[: turns.index(message)], begun, whole)
         until = whole.rindex(end.sampled, start, whole.rindex(stop) if stop else None) + len(end.sampled)
-        return self._rest_of_thought(begun, whole[start:until], message) + whole[start:until]
+        said = self._rest_of_thought(begun, whole[start:until], message) + whole[start:until]
+        tokens = self.encoder.live_tokens(begun)
+        return begun[tokens[-1][0] if tokens else 0 :], said
 
     def _reply_start(self, before: Sequence[Message], begun: str, whole: str) -> int:
         """Where in `whole`, a conversation with the reply, the policy's part begins."""

@@ -196,7 +196,7 @@ def _source(requested: str) -> str:
             return candidate.read_text(encoding="utf-8")
     raise ChatFormatError(
         f"chat_template={requested!r} is neither a template's source, nor a file, nor a template that TRL ships.",
-        f"TRL ships: {', '.join(_shipped())}.",
+        f"Pass one of these; TRL ships {', '.join(_shipped())}.",
     )
 
 
