@@ -359,8 +359,8 @@ class Opaque:
         ([tool_of(lambda: None)], "warning", "tells the model nothing"),
         ([tool_of(lambda: "")], "warning", "tells the model nothing"),
         ([tool_of(lambda: float("nan"))], "warning", "tells the model nothing"),
-        ([tool_of(lambda: Opaque())], "warning", "Opaque object at ...>"),
-        ([tool_of(lambda: (number for number in range(3)))], "warning", "generator object"),
+        ([tool_of(lambda: Opaque())], "warning", "an object of type Opaque"),
+        ([tool_of(lambda: (number for number in range(3)))], "warning", "an object of type generator"),
         ([tool_of(lambda: raise_(RuntimeError("boom")))], "warning", "RuntimeError: boom"),
         ([tool_of(lambda: undefined_name)], "error", "NameError"),  # noqa: F821
         ([tool_of(lambda: raise_(SystemExit(2)))], "error", "SystemExit"),

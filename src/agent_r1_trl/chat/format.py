@@ -94,7 +94,7 @@ class ChatFormat:
         self.stop_token_ids: list[int] = sorted({*stops, *([eos] if eos is not None else []), *extra_stop_token_ids})
         """Ids after which a turn is over."""
         self.response_template = read_response_template(response_template)
-        """The grammar that was asked for, or None: save it with the model as well."""
+        """The grammar that was asked for, or None."""
         self._parser = self._make_parser(trl)
         self._prompt_ends = sorted(self._renderer.prompt_ends(), key=len, reverse=True)
 
@@ -104,6 +104,12 @@ class ChatFormat:
         if self.plain_template is None:
             return self.chat_template
         return {"default": self.plain_template, "tool_use": self.chat_template}
+
+    def write_to(self, tokenizer: Any) -> None:
+        """Give a tokenizer the template and the grammar of this format, so that they are saved with it."""
+        tokenizer.chat_template = self.template_to_save
+        if self.response_template is not None:
+            tokenizer.response_template = self.response_template
 
     # ---------------------------------------------------------------- messages -> ids
 

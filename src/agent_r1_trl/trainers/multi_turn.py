@@ -162,8 +162,7 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer):
         parts: Any = (self.args, self.accelerator, policy, self._tokenizer, self.env_factory)
         self.rollouts = Rollouts(*parts, generator=generator, eos_token_ids=self.eos_token_ids)
         self.chat, self.limits = self.rollouts.chat, self.rollouts.limits
-        self._tokenizer.chat_template = self.chat.template_to_save  # the one that is trained with is saved
-        self._tokenizer.response_template = self.chat.response_template or self._tokenizer.response_template
+        self.chat.write_to(self._tokenizer)  # what is trained with is saved
         self.credit = CreditEstimator(self.args, self.accelerator)
         self.checkpoint = RolloutCheckpoint(self.args, self.accelerator)
         self.store = trajectory_store(self.args, rank)
