@@ -217,3 +217,21 @@ def test_ids_that_a_template_refuses_do_not_turn_the_observation_into_a_user_mes
     observation = {"role": "tool", "name": "now", "tool_call_id": "7", "content": "noon"}
     ids, _ = chat.encode_observations(message, [observation], TOOLS)
     assert chat.encoder.to_text(ids) == '[TOOL_RESULTS]{"content": noon, "call_id": "c00000000"}[/TOOL_RESULTS]'
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "message"),
+    [
+        # The template leaves the opener to the model, which left it out (or the tokenizer dropped it).
+        ("qwen3", "I look.\n</think>\n\nNoon.", {"reasoning_content": "I look.", "content": "Noon."}),
+        ("seed_oss", "I look.</seed:think>Noon.", {"reasoning_content": "I look.", "content": "Noon."}),
+        # A model without thoughts writes about HTML.
+        ("qwen2_5", "Close it with </think>.", {"content": "Close it with </think>."}),
+        # The prompt has closed the thought already.
+        ("deepseek_v3_1", "Noon.", {"content": "Noon."}),
+        ("qwq", "I look.\n</think>\n\nNoon.", {"reasoning_content": "I look.", "content": "Noon."}),
+        ("ministral_3", "[THINK]I look.[/THINK]Noon.", {"reasoning_content": "I look.", "content": "Noon."}),
+    ],
+)
+def test_thoughts_are_told_from_what_is_said(family, text, message):
+    assert read(family, text) == {"role": "assistant", **message}

@@ -264,9 +264,7 @@ class ChatFormat:
     @property
     def thinks(self) -> bool:
         """Whether the template knows thoughts."""
-        return self._parser.knows_thoughts and bool(
-            re.search(r"reasoning_content|\.thinking\b|</(?:\w+:)?think>|\[/THINK\]", self.chat_template)
-        )
+        return bool(re.search(r"reasoning_content|\.thinking\b|</(?:\w+:)?think>|\[/THINK\]", self.chat_template))
 
     def is_turn_end_trained(self) -> bool | None:
         """Whether supervised training with this template's assistant masks trains the end-of-turn token.
@@ -309,7 +307,7 @@ class ChatFormat:
             parsed: Message = self.tokenizer.parse_response(text, schema=grammar, prefix="", tools=tools)
             return parsed
 
-        return TurnParser(grammar, parse_call, turn_ends={end.sampled for end in self._ends})
+        return TurnParser(grammar, parse_call, turn_ends={end.sampled for end in self._ends}, thinks=self.thinks)
 
     def _written_by_template(self, prompt_ids: Sequence[int]) -> str:
         """The end of the prompt that the template wrote after the last message; no earlier turn is part of it."""

@@ -56,6 +56,7 @@ class TurnParser:
         response_template: transformers' grammar of an assistant message.
         parse_call: `(text, tools) -> message`, transformers' parser for this grammar; it may raise.
         turn_ends: spellings of the end-of-turn tokens.
+        thinks: whether the model's template knows thoughts, so that one may be closed that was never opened.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class TurnParser:
         parse_call: Callable[[str, Any], Message],
         *,
         turn_ends: Iterable[str],
+        thinks: bool = True,
     ) -> None:
+        self._thinks = thinks
         self._turn_ends = re.compile("|".join(map(re.escape, turn_ends)))
         self._parse_call = parse_call
         self._anchor = _delimiter(response_template, "start_anchor")
@@ -122,11 +125,6 @@ class TurnParser:
             message["malformed_tool_call"] = "; ".join(dict.fromkeys(reasons))
         return message
 
-    @property
-    def knows_thoughts(self) -> bool:
-        """Whether the grammar tells thoughts from what is said."""
-        return self._thought is not None
-
     # ---------------------------------------------------------------- regions
 
     def _begun(self, prefix: str, text: str) -> str:
@@ -147,7 +145,7 @@ class TurnParser:
         literal = self._opens[self._thought].pattern.replace("\\", "")  # type: ignore[index]
         before, closed, _ = text.partition(literal.replace(literal[:1], literal[:1] + "/", 1))
         is_open = any(pattern.search(before) for pattern in self._opens.values())
-        return literal if closed and not is_open and literal[:1] in ("<", "[") else ""
+        return literal if self._thinks and closed and not is_open and literal[:1] in ("<", "[") else ""
 
     def _regions(self, text: str) -> Iterator[_Region]:
         position = outside = 0

@@ -19,7 +19,7 @@ from agent_r1_trl.environments.factory import EnvFactory, EnvForm
 from agent_r1_trl.environments.rows import warn_of_added_keys
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.tools.base import is_async_callable
-from agent_r1_trl.tools.schema import unwrap_partial
+from agent_r1_trl.tools.signature import unwrap_partial
 from agent_r1_trl.trainers.config import MultiTurnConfig
 
 

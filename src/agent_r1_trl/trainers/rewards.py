@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from agent_r1_trl.environments.factory import EnvForm
-from agent_r1_trl.tools.schema import unwrap_partial
+from agent_r1_trl.tools.signature import unwrap_partial
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.rollouts import PlayedBatch
 from agent_r1_trl.trajectory import Trajectory
