@@ -512,7 +512,7 @@ def test_a_long_array_is_not_cut_in_the_middle():
 
 
 def test_a_tool_that_cannot_be_described_stops_the_trainer_before_a_model_is_loaded():
-    from agent_r1_trl.environments.factory import resolve_env_factory
+    from agent_r1_trl.environments.factory import read_form, resolve_env_factory
 
     def undescribed(x: int): ...
 
@@ -528,7 +528,7 @@ def test_a_tool_that_cannot_be_described_stops_the_trainer_before_a_model_is_loa
         {"environment_factory": {"a": Environment}},
     ):
         with pytest.raises(ToolSchemaError, match=r"'(undescribed|look)'.*schema="):
-            resolve_env_factory(**given)
+            read_form(resolve_env_factory(**given))
 
 
 def test_a_tool_made_in_an_environments_constructor_is_no_failure_of_the_machine():

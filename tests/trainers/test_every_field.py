@@ -107,6 +107,10 @@ def count_by_turn(trajectory, **kwargs):
     return [[float(turn.end - turn.start) for turn in item.turns] for item in trajectory]
 
 
+TEMPLATE_TEST = (
+    "tests/trainers/test_publishing.py::test_the_template_and_the_grammar_that_were_asked_for_are_used_and_saved"
+)
+
 TABLE = {
     # ---- ours: rollout
     "max_turns": Acts(effects.limits, 3),
@@ -174,6 +178,9 @@ TABLE = {
         Refused("packed", {"update_layout": "grouped"}, config_class=PPO),
     ),
     "record_trajectories": Acts(effects.store, "parquet"),
+    "push_trajectories": ShownBy("tests/trainers/test_publishing.py::test_trajectories_are_uploaded_only_if_asked"),
+    "chat_template": ShownBy(TEMPLATE_TEST),
+    "response_template": ShownBy(TEMPLATE_TEST),
     "max_failure_share": ShownBy(
         "tests/trainers/test_failures.py::test_an_outage_ends_the_run_when_the_window_is_full_of_it"
     ),

@@ -285,10 +285,10 @@ def test_an_adapter_critic_without_lora_is_refused_with_the_cure(tmp_path):
 
 
 def test_without_an_environment_prompts_are_answered_in_one_turn(tmp_path):
-    def length(completions, **kwargs):
-        return [float(len(completion[0]["content"])) for completion in completions]
+    def count_x(completions, **kwargs):
+        return [float(completion[0]["content"].count("x")) for completion in completions]
 
-    trainer = make_ppo(tmp_path, "head", env=None, script=lambda rng, turn: say("xy"), reward_funcs=[length])
+    trainer = make_ppo(tmp_path, "head", env=None, script=lambda rng, turn: say("xyx"), reward_funcs=[count_x])
     trainer.train()
     assert {len(item.turns) for item in trainer.last_trajectories} == {1}
     assert {item.total_reward for item in trainer.last_trajectories} == {2.0}

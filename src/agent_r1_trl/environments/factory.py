@@ -29,7 +29,6 @@ def resolve_env_factory(
             column.
 
     Raises:
-        ToolSchemaError: a tool cannot be described to a model.
         ValueError: `env` is an instance or needs arguments, or was given together with one of the others.
     """
     if env is not None and (tools or environment_factory is not None):
@@ -40,14 +39,11 @@ def resolve_env_factory(
         )
     if env is not None:
         return _checked_env_factory(env)
-    factory: EnvFactory | None = None
     if environment_factory is not None:
-        factory = functools.partial(TRLEnvAdapter, environment_factory, tools=list(tools or []))
-    elif tools:
-        factory = functools.partial(FunctionToolsEnv, list(tools))
-    if factory is not None:
-        _ = factory().tools  # what is wrong with a tool is said here, and not in the first rollout; so does TRL
-    return factory
+        return functools.partial(TRLEnvAdapter, environment_factory, tools=list(tools or []))
+    if tools:
+        return functools.partial(FunctionToolsEnv, list(tools))
+    return None
 
 
 def _checked_env_factory(env: Any) -> EnvFactory:
