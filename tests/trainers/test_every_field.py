@@ -178,7 +178,10 @@ TABLE = {
         Refused("packed", {"update_layout": "grouped"}, config_class=PPO),
     ),
     "record_trajectories": Acts(effects.store, "parquet"),
-    "push_trajectories": ShownBy("tests/trainers/test_publishing.py::test_trajectories_are_uploaded_only_if_asked"),
+    "push_trajectories": (
+        ShownBy("tests/trainers/test_publishing.py::test_trajectories_are_uploaded_only_if_asked"),
+        Refused(True, {"record_trajectories": "parquet"}, record_trajectories="none"),
+    ),
     "chat_template": ShownBy(TEMPLATE_TEST),
     "response_template": ShownBy(TEMPLATE_TEST),
     "max_failure_share": ShownBy(
@@ -194,7 +197,10 @@ TABLE = {
         Refused(0.5, {"advantage_estimator": "bilevel_gae"}, config_class=PPO),
     ),
     "whiten_advantages": Acts(effects.batch, False, PPO),
-    "bootstrap_truncated": Acts(effects.batch, True, PPO, **ONE_TURN),
+    "bootstrap_truncated": (
+        Acts(effects.batch, True, PPO, **ONE_TURN),
+        Refused(True, {"truncated_trajectories": "keep"}, config_class=PPO, truncated_trajectories="mask"),
+    ),
     "critic": Acts(effects.critic, "head", PPO),
     "critic_learning_rate": Acts(effects.critic, 0.5, PPO),
     "critic_warmup_steps": Acts(effects.critic, 3, PPO),

@@ -325,5 +325,31 @@ def test_only_the_last_entries_of_a_column_are_replaced():
     assert list(column) == [5] * 4
 
 
+@pytest.mark.parametrize(
+    ("trainer", "layout"),
+    [(MultiTurnGRPOTrainer, "grouped"), (LikelihoodTrainer, "shared"), (MultiTurnPPOTrainer, "grouped")],
+)
+def test_micro_batches_without_loss_tokens_do_not_enter_the_logged_means(tmp_path, trainer, layout):
+    rows = ["xx", "x", "xxx", "xxxx", LOST, LOST, LOST, LOST]
+    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
+
+    def logged(**options):
+        run = trainer_of(
+            tmp_path, rows, trainer=trainer, model=str(tmp_path / "policy"), num_generations=4, beta=0.1, **options
+        )
+        run.train()
+        return run.state.log_history[0]
+
+    # Rows of like length or of one prompt meet: one of the two micro-batches holds nothing but lost rows.
+    together, apart = (
+        logged(),
+        logged(per_device_train_batch_size=4, gradient_accumulation_steps=2, update_layout=layout),
+    )
+    names = {"entropy", "extra_loss", "critic/value_loss"} & together.keys()
+    assert len(names) == (1 if trainer is MultiTurnGRPOTrainer else 2)
+    for name in names:
+        assert apart[name] == pytest.approx(together[name], rel=1e-4), name
+
+
 def test_loss_types_that_average_over_rows_or_micro_batches_are_known():
     assert set(MEANS_OVER_ROWS) | set(MEANS_OVER_MICRO_BATCHES) == {"grpo", "dr_grpo", "sapo", "luspo", "bnpo"}

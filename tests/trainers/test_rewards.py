@@ -95,12 +95,13 @@ def test_the_column_of_a_class_holds_the_outcome_of_its_own_environments():
 
     class Heir(Mine): ...
 
-    unscored, failed = two_turns(), two_turns(stop_reason=StopReason.ENVIRONMENT_ERROR)
+    scored, unscored, failed = two_turns(), two_turns(), two_turns(stop_reason=StopReason.ENVIRONMENT_ERROR)
+    scored.reward_parts = {"Mine": 0.9, "truncation_penalty": 0.2}  # a penalty is none of the class's
     unscored.is_scored = False
     column = class_reward(Mine)
     environments = [Mine(), Heir(), Mine(), Mine(), None]
     assert column.__name__ == "Mine"
-    assert column(environments, [two_turns(), two_turns(), unscored, failed, failed]) == [1.1, None, None, None, None]
+    assert column(environments, [scored, two_turns(), unscored, failed, failed]) == [0.9, None, None, None, None]
 
 
 ROWS = [{"id": "a"}, {"id": "b"}]

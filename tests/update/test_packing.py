@@ -40,6 +40,13 @@ def test_rows_with_the_same_prompt_share_one_copy_of_it():
     ]  # fmt: skip
 
 
+def test_a_single_row_shares_its_prompt_with_nobody():
+    one = [tensor[:1] for tensor in by_hand()]
+    alone, shared = (pack(*one, share_prompts=flag) for flag in (False, True))
+    for name in ("input_ids", "position_ids", "scored", "sources", "labels"):
+        assert torch.equal(getattr(alone, name), getattr(shared, name)), name
+
+
 @pytest.mark.parametrize("share_prompts", [False, True])
 def test_each_scored_token_is_read_from_the_token_before_it(share_prompts):
     batch = pack(*by_hand(), share_prompts=share_prompts)

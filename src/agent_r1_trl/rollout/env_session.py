@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from agent_r1_trl.environments.base import RewardError, StepResult
+from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.tools import ToolSchemaError, as_tool, shared_pool
 from agent_r1_trl.trajectory import Message, Trajectory
@@ -134,7 +135,10 @@ class EnvSession:
     @property
     def name(self) -> str:
         """Class name of the environment."""
-        return type(self.env).__name__ if self.env is not None else getattr(self._factory, "__name__", "env")
+        if self.env is None:
+            return getattr(self._factory, "__name__", "env")
+        users = getattr(self.env, "environment", None) if isinstance(self.env, TRLEnvAdapter) else None
+        return type(users or self.env).__name__
 
     async def _guard(self, method: str, fn: Callable[..., Any], *args: Any) -> Any:
         try:

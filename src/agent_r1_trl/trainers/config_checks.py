@@ -32,6 +32,7 @@ OUR_NEEDS = (
     Need(("generation_batch_rows",), "use_vllm", (False,)),
     Need(("pad_to_multiple_of",), "update_layout", ("padded",)),
     Need(("use_bias_correction_kl",), "kl_placement", ("loss",)),
+    Need(("push_trajectories",), "record_trajectories", ("jsonl", "parquet")),
 )
 """Options that have no effect beside one of our own, or that are ours and have none beside one of TRL's."""
 

@@ -198,8 +198,9 @@ def trl_dataset(train_dataset: Any, config: MultiTurnConfig, eval_dataset: Any =
         raise ValueError(
             f"train_dataset has {num_rows} rows, and a rollout takes {num_prompts} of them "
             f"(generation_batch_size={config.generation_batch_size} / num_generations={config.num_generations}), so "
-            "no step could be made. Pass more rows, or set per_device_train_batch_size x gradient_accumulation_steps "
-            f"x processes to at most {num_rows * config.num_generations}."
+            "no step could be made. Pass more rows, or set per_device_train_batch_size x steps_per_generation (which "
+            "is gradient_accumulation_steps by default) x processes to at most "
+            f"{num_rows * config.num_generations}."
         )
     return train_dataset
 

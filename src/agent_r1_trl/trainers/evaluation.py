@@ -102,8 +102,10 @@ class EvaluationRows:
         values = torch.cat(self._rewards)  # (N, F)
         totals = torch.tensor([record["reward"] for record in self._records], device=values.device)  # (N,)
         exact["reward"] = totals.masked_fill(values.isnan().all(dim=1), torch.nan).nanmean().item()  # of scored rows
-        for name, column in zip(names, values.unbind(dim=1), strict=True):
-            exact[f"rewards/{name}/mean"] = column.nanmean().item()
+        for name in names:  # functions of one name share a metric, as in TRL
+            columns = [index for index, other in enumerate(names) if other == name]
+            means = values[:, columns].nanmean(dim=0)
+            exact[f"rewards/{name}/mean"] = means.nanmean().item()
         return metrics | {name: [value] for name, value in exact.items()}
 
     def _mean_over_batches(self, values: list[float]) -> float:
@@ -152,7 +154,8 @@ class EvaluatingTrainer(GRPOTrainer):
         """TRL's evaluation; if everything failed, it is worse than any other one (`metric_for_best_model`)."""
         metrics = super().evaluate(*args, **kwargs)
         best = self.args.metric_for_best_model
-        if self.env_factory is not None and best is not None:
+        is_whole = kwargs.get("metric_key_prefix", "eval") == "eval"  # not one of several data sets
+        if self.env_factory is not None and best is not None and is_whole:
             name = f"eval_{best.removeprefix('eval_')}"
             is_missing = metrics[name] is None if name in metrics else self.evaluation.has_failed
             if is_missing:

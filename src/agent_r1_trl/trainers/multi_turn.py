@@ -55,7 +55,7 @@ from agent_r1_trl.trainers.publishing import Publishing, rows_not_logged
 from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint, accept_numbered_cpus
 from agent_r1_trl.trainers.rewards import Rewards
 from agent_r1_trl.trainers.rollouts import PlayedBatch, Position, Rollouts, trl_generation
-from agent_r1_trl.trainers.trl_logs import correct_trl_logs
+from agent_r1_trl.trainers.trl_logs import correct_trl_logs, drop_token_means
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import batch_trajectories, settle_masks, whole_rows
 from agent_r1_trl.update.importance import weigh_mismatch
@@ -346,6 +346,8 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer):
         self.beta = 0.0 if in_rewards else beta * scale  # TRL reads it here, and elsewhere for the reference
         try:
             loss = super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"] * scale})
+            if self.env_factory is not None and not self.accelerator.reduce(mask.sum(), reduction="sum"):
+                drop_token_means(self._metrics[self._mode], in_rewards=in_rewards)
             if type(self).extra_loss is MultiTurnTrainer.extra_loss:
                 return loss
             term, metrics = self._loss_pass.extra_term(self.extra_loss, inputs, self.accelerator)

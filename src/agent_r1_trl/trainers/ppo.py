@@ -190,7 +190,8 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     def _log_value_loss(self, total: torch.Tensor, num_clipped: torch.Tensor, mask: torch.Tensor) -> None:
         sums = torch.stack([total.double(), num_clipped.double(), mask.sum().double()])
         loss, clipped, count = self.accelerator.reduce(sums, reduction="sum").tolist()
-        count = max(count, 1.0)
+        if count == 0:  # every row of this micro-batch is out of the loss
+            return
         self._add_metrics({"critic/value_loss": loss / count, "critic/value_clip_ratio": clipped / count})
 
     # ---------------------------------------------------------------- optimizer

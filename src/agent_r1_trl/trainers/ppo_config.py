@@ -8,6 +8,7 @@ from typing import ClassVar
 from agent_r1_trl.critic import CRITIC_KINDS
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.config_checks import check_choice, check_finite, check_share
+from agent_r1_trl.trainers.rollout_checks import Need, check_needs
 
 
 @dataclass
@@ -104,6 +105,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
             if getattr(self, name) is not None:
                 check_finite(self, name)
         self._check_optimizer()
+        check_needs(self, (Need(("bootstrap_truncated",), "truncated_trajectories", ("keep", "penalise")),))
         if not self.cliprange_value > 0:
             raise ValueError(
                 f"cliprange_value={self.cliprange_value} leaves the critic no room to move. Set a positive number "

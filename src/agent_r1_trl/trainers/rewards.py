@@ -32,6 +32,7 @@ def class_reward(environment_class: type) -> Callable[..., list[float | None]]:
 
     Without `trajectory` it asks the environments themselves, as TRL's does.
     """
+    name = environment_class.__name__
 
     def column(
         environments: list[Any], trajectory: list[Trajectory] | None = None, **kwargs: Any
@@ -41,9 +42,9 @@ def class_reward(environment_class: type) -> Callable[..., list[float | None]]:
             pairs = zip(environments, of_class, strict=True)
             return [environment.get_reward() if is_one else None for environment, is_one in pairs]
         played = zip(trajectory, of_class, strict=True)
-        return [item.outcome_reward if is_one and item.in_baseline else None for item, is_one in played]
+        return [item.reward_parts.get(name) if is_one and item.in_baseline else None for item, is_one in played]
 
-    column.__name__ = environment_class.__name__
+    column.__name__ = name
     return column
 
 

@@ -64,6 +64,22 @@ def return_metrics(returns: torch.Tensor, *, group_size: int, scale_rewards: str
     }
 
 
+TOKEN_MEANS = ("entropy", "kl", "clip_ratio/", "cispo_clip_ratio", "vespo/")
+"""Beginnings of the names of TRL's means over the tokens of a micro-batch."""
+
+
+def drop_token_means(metrics: dict[str, list[float]], *, in_rewards: bool) -> None:
+    """Take TRL's means over the tokens of a micro-batch back: it had no token in the loss, and TRL wrote 0.
+
+    Args:
+        metrics: TRL's, whose NaN do not enter the averages that are logged.
+        in_rewards: whether `kl` is not one of them, because the KL term stands in the rewards.
+    """
+    for name, values in metrics.items():
+        if values and name.startswith(TOKEN_MEANS) and name != "entropy_coef" and not (in_rewards and name == "kl"):
+            values[-1] = float("nan")
+
+
 def replace_last(column: deque[float], values: Sequence[float]) -> None:
     """Put `values` in the place of the last ones; a full column has dropped the first of them."""
     for _ in range(min(len(column), len(values))):

@@ -118,7 +118,7 @@ def pack(
     if share_prompts:
         for rows in _rows_by_prompt(input_ids[:, :num_prompt], is_token[:, :num_prompt]):
             prefix = append(rows[0], 0, num_prompt)
-            places[rows, :num_prompt] = places[rows[0], :num_prompt]
+            places[rows, :num_prompt] = places[rows[0], :num_prompt].clone()
             for row in rows:
                 append(row, num_prompt, length, prefix)
     else:
