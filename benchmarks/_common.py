@@ -54,7 +54,7 @@ def run_alone(program: str, arguments: Iterable[str]) -> dict[str, float]:
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with `--json`, introduced by the first line of a program's docstring."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print one line of JSON last instead of a table")
+    parser.add_argument("--json", action="store_true", help="after the table, print one line of JSON")
     return parser
 
 
@@ -93,11 +93,10 @@ def report(
     *,
     figures: Callable[[Any], dict[str, Any]] = rounded,
 ) -> None:
-    """Print one line of JSON with the `figures` of a result, or whatever `show` makes of it."""
+    """Print what `show` makes of a result, and its `figures` as one line of JSON if they were asked for."""
+    show(result, args)
     if args.json:
         print(json.dumps(figures(result)))
-    else:
-        show(result, args)
 
 
 def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[Any]], *, num_names: int = 1) -> None:

@@ -87,25 +87,18 @@ def run_benchmark(name, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_benchmark_prints_its_figures_as_one_line_of_json(name):
+def test_a_benchmark_prints_a_table_and_its_figures_as_one_line_of_json(name):
     arguments, names = TINY[name]
     result = run_benchmark(name, *arguments, "--json")
     assert result.returncode == 0, result.stderr
-    figures = json.loads(result.stdout.strip().splitlines()[-1])
+    *table, last = result.stdout.strip().splitlines()
+    assert any("┃" in line for line in table)
+    figures = json.loads(last)
     assert set(figures) == names
     rows = figures.get("rows", [figures])
     assert len(rows) == (2 if "rows" in figures else 1)
     for row in rows:
         assert all(math.isfinite(value) for value in row.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in TINY if name not in NEED_VLLM])
-def test_a_benchmark_prints_a_table_without_json(name):
-    arguments, _ = TINY[name]
-    result = run_benchmark(name, *arguments)
-    assert result.returncode == 0, result.stderr
-    assert "┃" in result.stdout
 
 
 def test_every_benchmark_is_run_here():
