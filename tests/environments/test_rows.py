@@ -75,3 +75,16 @@ def test_the_keys_that_arrow_adds_to_messages_do_not_reach_the_prompt():
     assert data[0]["prompt"][0]["tool_calls"] is None
     assert AddEnv().reset(data[0]) == messages
     assert added_keys(data) == []
+
+
+def test_a_run_on_the_cured_data_set_gives_environments_the_rows_as_they_were(tmp_path):
+    seen = []
+
+    class Watching(AddEnv):
+        def reset(self, example):
+            seen.append((example["state"], example["steps"]))
+            return super().reset(example)
+
+    make_trainer(tmp_path, env=Watching, train_dataset=Dataset.from_list(ROWS * 4, on_mixed_types="use_json")).train()
+    expected = [(row["state"], row["steps"]) for row in ROWS]
+    assert len(seen) == 8 and all(pair in expected for pair in seen)

@@ -175,3 +175,18 @@ def test_a_row_that_no_reward_function_scored_is_not_logged(tmp_path, caplog):
     said = [item.getMessage() for item in caplog.records if "reward functions returned None" in item.getMessage()]
     assert said and all("infrastructure failure" in text for text in said)
     assert "SECRET" not in caplog.text
+
+
+def test_the_card_of_an_environment_whose_tools_exist_only_after_reset_is_written(tmp_path):
+    class Late(AddEnv):
+        @property
+        def tools(self):
+            return {"question": [add]}[getattr(self, "kind", None)]
+
+        def reset(self, example):
+            self.kind = "question"
+            return super().reset(example)
+
+    trainer = make_trainer(tmp_path, env=Late)
+    trainer.create_model_card()
+    assert "## Tools\n\nNone, or chosen for each row." in (tmp_path / "README.md").read_text()

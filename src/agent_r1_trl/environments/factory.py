@@ -146,8 +146,11 @@ def env_name(factory: EnvFactory) -> str:
 
 
 def tool_schemas(factory: EnvFactory) -> list[dict[str, Any]]:
-    """JSON schemas of the environment's tools, for the model card."""
-    return [as_tool(item).schema for item in getattr(factory(), "tools", ())]
+    """JSON schemas of the environment's tools, for the model card; none if they exist only after `reset`."""
+    try:
+        return [as_tool(item).schema for item in getattr(factory(), "tools", None) or ()]
+    except Exception:  # the card is written when the training is done, which must not be lost
+        return []
 
 
 def _class_or_function(factory: EnvFactory) -> Any:

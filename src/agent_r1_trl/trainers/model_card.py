@@ -89,7 +89,7 @@ def _sections(trainer: MultiTurnTrainer) -> str:
 def _tools_section(trainer: MultiTurnTrainer) -> str:
     schemas = tool_schemas(trainer.env_factory) if trainer.env_factory is not None else []
     if not schemas:
-        return "## Tools\n\nNone."
+        return "## Tools\n\nNone, or chosen for each row."
     lines = ["## Tools"]
     for schema in schemas:
         function = schema["function"]
