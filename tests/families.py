@@ -113,7 +113,8 @@ _GLM_47 = """\
 {%- for m in messages %}
 {%- if m.role in ('user', 'system') %}{{ '<|' + m.role + '|>' + m.content }}
 {%- elif m.role == 'assistant' %}<|assistant|>
-{%- if ((clear_thinking is defined and not clear_thinking) or loop.index0 > ns.last) and m.reasoning_content -%}
+{%- set is_shown = loop.index0 > ns.last or not (clear_thinking | default(true)) %}
+{%- if is_shown and m.reasoning_content -%}
 <think>{{ m.reasoning_content.strip() }}</think>
 {%- else %}</think>{% endif %}
 {{- m.content.strip() }}

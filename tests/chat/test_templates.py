@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from agent_r1_trl.chat.format import ChatFormat
+from agent_r1_trl.chat.grammars import GRAMMARS
+from tests.families import FAMILIES as FORMATS
 from tests.tokenizers import FAMILIES, make_tokenizer, read_template
 
 CHATML = """\
@@ -113,6 +117,32 @@ def test_an_unknown_template_that_changes_earlier_turns_is_refused_with_a_cure()
     with pytest.raises(ValueError, match='chat_template="qwen2_5_training"'):
         ChatFormat(make_tokenizer("qwen2_5", chat_template=forgetful))
     assert ChatFormat(make_tokenizer("qwen2_5", chat_template=forgetful), chat_template="qwen2_5_training")
+
+
+@pytest.mark.parametrize("family", ["ministral_3", "kimi_k2", "seed_oss", "llama3_1", "glm_4_7"])
+def test_an_error_names_a_template_only_if_it_works_with_the_tokenizer(family):
+    tokenizer = FORMATS[family]()
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError) as error:
+        ChatFormat(tokenizer)
+    named = re.search(r'chat_template="(\w+)"', str(error.value))
+    if named is None:
+        assert "docs/model-families.md" in str(error.value)
+    else:
+        assert ChatFormat(tokenizer, chat_template=named[1]).supports_tools
+
+
+def test_a_grammar_can_be_named_read_from_a_file_or_given(tmp_path):
+    template = CHATML.replace("<tool_call>", "[TOOL_CALLS]").replace("</tool_call>", "")
+    grammar = {**GRAMMARS["mistral"], "start_anchor": "<|im_start|>assistant\n"}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(grammar), encoding="utf-8")
+    for given in ("mistral", str(path), json.dumps(grammar), grammar):
+        chat = ChatFormat(make_tokenizer("qwen2_5", chat_template=template), response_template=given)
+        assert chat.parse(chat.encode_reply(CALL))["tool_calls"][0]["function"]["name"] == "f"
+    for wrong in ("morse", "{", {"fields": {}}, {"fields": {"tool_calls": {"content": "morse"}}}):
+        with pytest.raises(ValueError, match=r"response_template=.*Set it to the name of a family \(hermes"):
+            ChatFormat(make_tokenizer("qwen2_5"), response_template=wrong)
 
 
 def test_a_template_that_leaves_turns_open_is_refused():
