@@ -300,6 +300,7 @@ _COMMAND_R7B = """\
 {% if tools %}{{ tools | tojson }}{% endif %}{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif -%}
 <|END_OF_TURN_TOKEN|>
 {%- set ns = namespace(call=0) %}
+{%- set ids = messages | selectattr('tool_calls', 'defined') | map(attribute='tool_calls') | sum(start=[]) | map(attribute='id') | list %}
 {%- for m in messages %}
 {%- if m.role == 'user' %}<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{{ m.content }}<|END_OF_TURN_TOKEN|>
 {%- elif m.role == 'assistant' %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>
@@ -316,7 +317,13 @@ _COMMAND_R7B = """\
 {%- for result in messages[loop.index0:] %}
 {%- if result.role != 'tool' %}{% set block.over = true %}{% endif %}
 {%- if not block.over %}{{ ',' if not loop.first else '' }}
-    {"tool_call_id": "{{ ns.call - 1 }}", "results": {"0": {{ result.content | tojson }}}, "is_error": null}
+    {
+        "tool_call_id": "{{ ids.index(result.tool_call_id) }}",
+        "results": {
+            "0": {{ result.content | tojson }}
+        },
+        "is_error": null
+    }
 {%- endif %}
 {%- endfor %}
 ]<|END_TOOL_RESULT|><|END_OF_TURN_TOKEN|>

@@ -336,6 +336,16 @@ def test_a_tokenizer_that_puts_a_space_before_a_text_is_fine(family, prepend):
     assert flagged(examine(tokenizer, tools=[search])) == []
 
 
+def test_a_template_that_cannot_be_rendered_without_tools_is_fine():
+    """Hermes' template for tools, alone."""
+    tokenizer = FORMATS["hermes_3"]()
+    tokenizer.chat_template = tokenizer.chat_template["tool_use"]
+    with pytest.raises(TypeError):
+        tokenizer.apply_chat_template([{"role": "user", "content": "q"}], tokenize=False)
+    checks = flagged(examine(tokenizer, tools=[search]))
+    assert [check.level for check in checks] == ["warning"] and "earlier messages" in checks[0].message
+
+
 def test_a_call_that_comes_back_in_the_next_turn_is_flagged(monkeypatch):
     """The parser once read what stands before the turn as part of it."""
     monkeypatch.setattr(ChatFormat, "_written_by_template", lambda self, ids: self.encoder.decode(list(ids)))

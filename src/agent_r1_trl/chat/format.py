@@ -82,6 +82,8 @@ class ChatFormat:
         self.plain_template = None if chat_template else without_tools(tokenizer, self.chat_template)
         """Source of the template of conversations without tools, where the tokenizer has one of its own for them."""
         template = ChatTemplate(tokenizer, self.chat_template, self.chat_template_kwargs, plain=self.plain_template)
+        self.no_tools = template.no_tools
+        """What the template takes as tools where there are none: None as a rule, or an empty list."""
         try:
             self._renderer = TemplateRenderer(template, self.encoder, supports_tools=self.supports_tools)
         except ChatFormatError as error:

@@ -44,19 +44,25 @@ class ChatTemplate:
         self.kwargs = dict(kwargs or {})
         self._reads_thinking = re.search(r"\.thinking\b|[\"']thinking[\"']", source) is not None
         self._constant_header = ""
+        self.no_tools: list[dict[str, Any]] | None = None
+        """What to pass as tools where there are none; some templates cannot count None."""
         question: Message = {"role": "user", "content": "?"}
         self.probe_tools: list[dict[str, Any]] | None = [PROBE_TOOL] if plain else None
         """What to pass as tools where a rendering is only a probe: Hermes' template for tools needs some."""
         try:
-            asked = self.probe([question])
+            self.probe([question])
         except Exception:  # templates raise what they like
-            self.probe_tools = [PROBE_TOOL]
-            return
-        eos = getattr(tokenizer, "eos_token", None)
-        after = asked.rpartition("?")[2]
-        if eos and eos in after and asked == self.probe([question], generation_prompt=True):
-            # Command-R writes its generation prompt after every conversation, asked for or not.
-            self._constant_header = after[after.rindex(eos) + len(eos) :]
+            self.no_tools, self.probe_tools = [], [PROBE_TOOL]
+        self._constant_header = self._find_constant_header(question)
+
+    def _find_constant_header(self, question: Message) -> str:
+        """The generation prompt of a template that writes it after every conversation, as Command-R's does."""
+        try:
+            asked, begun = (self.probe([question], generation_prompt=prompted) for prompted in (False, True))
+        except Exception:  # a template that cannot render a question is refused later, with a reason
+            return ""
+        eos, after = getattr(self.tokenizer, "eos_token", None), asked.rpartition("?")[2]
+        return after[after.rindex(eos) + len(eos) :] if eos and eos in after and asked == begun else ""
 
     def render(self, messages: Sequence[Message], tools: Any, *, generation_prompt: bool) -> str:
         """Text of a conversation; whatever the template raises propagates."""
@@ -79,7 +85,7 @@ class ChatTemplate:
         return str(
             self.tokenizer.apply_chat_template(
                 list(messages),
-                tools=list(tools) if tools else None,
+                tools=list(tools) if tools else self.no_tools,
                 chat_template=self.source if tools or not self.plain else self.plain,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,

@@ -190,15 +190,17 @@ class TemplateRenderer:
     def _shows_numbers_for_ids(self) -> bool:
         """Whether calls are numbered through the conversation, as Command-R's are."""
         mark = self.encoder.mark("o0")
-        turns = [calling(), tool_answer(mark)]
+        turns: list[Message] = [{"role": "user", "content": "."}]
         before = []
         try:
-            for count in (1, 2):
-                conversation = [{"role": "user", "content": "."}, *turns * count]
-                before.append(self.template.probe(conversation).rpartition(mark)[0][-40:])
+            for call_id in (CALL_ID, CALL_ID[:-1] + "7"):
+                call = {**calling()["tool_calls"][0], "id": call_id}
+                turns += [{**calling(), "tool_calls": [call]}, {**tool_answer(mark), "tool_call_id": call_id}]
+                before.append(self.template.probe(turns).rpartition(mark)[0][-90:])
         except Exception:  # templates raise what they like
             return False
-        return '"0"' in before[0] and before[1] == before[0].replace('"0"', '"1"', 1)
+        changes = {pair for pair in zip(*before, strict=False) if pair[0] != pair[1]}
+        return changes == {("0", "1")}
 
     def _with_ids(self, message: Message) -> Message:
         """The message with ids of the form that its template shows."""

@@ -97,6 +97,7 @@ def _check_prompt(report: Report, chat: ChatFormat) -> None:
     usual = chat.tokenizer.apply_chat_template(
         messages,
         chat_template=chat.plain_template or chat.chat_template,
+        tools=chat.no_tools,
         add_generation_prompt=True,
         return_dict=False,
         **chat.chat_template_kwargs,
