@@ -143,6 +143,16 @@ def check_whole_number(name: str, value: Any, *, minimum: int = 1, is_optional: 
         raise ValueError(f"{name}={value!r} must be a whole number >= {minimum}{none}. Set {name} to such a value.")
 
 
+def check_share(name: str, value: Any) -> None:
+    """Refuse what is no number from 0 to 1.
+
+    Raises:
+        ValueError: names the value, the rule and the cure.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{name}={value!r} must be between 0 and 1. Set {name} to a value in that range.")
+
+
 def context_length(config: Any) -> int | None:
     """Number of positions of a model, as its configuration says; None if it does not."""
     length = getattr(config, "max_position_embeddings", None)

@@ -16,6 +16,7 @@ from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import estimator_names, find_estimator
 from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings
 from agent_r1_trl.trainers.config_checks import check_config
+from agent_r1_trl.trainers.fault_settings import FaultSettings
 from agent_r1_trl.trainers.rollout_checks import check_rollout
 
 UNKNOWN_TO_TRL = ("max_turns", "max_invalid_calls", "max_observation_tokens")
@@ -27,10 +28,10 @@ def _readers(option: str) -> str:
 
 
 @dataclass
-class MultiTurnConfig(RolloutSettings, GRPOConfig):
+class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
     """What both multi-turn trainers share. A plain `GRPOConfig` is accepted too: see `from_grpo_config`."""
 
-    # ---- rollout (and the limits of `RolloutSettings`)
+    # ---- rollout (and the limits of `RolloutSettings`; what faults do to a run: `FaultSettings`)
     max_completion_length: int | None = field(  # the default is TRL's
         default=512, metadata=RolloutSettings.__dataclass_fields__["max_completion_length"].metadata
     )
@@ -81,17 +82,6 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
             "help": "Generate the next rollout while the update trains on this one (needs use_vllm). Its weights are "
             "one update old, which the importance ratio corrects."
         },
-    )
-    max_failure_share: float = field(
-        default=0.5,
-        metadata={
-            "help": "End the run when a larger share of the last trajectories failed for no fault of the policy "
-            "(environment_error, generation_error, prompt_too_long). 1.0: only if nothing can be played at all."
-        },
-    )
-    failure_window: int = field(
-        default=32,
-        metadata={"help": "Number of prompts over which `max_failure_share` is judged; fewer are not judged."},
     )
 
     # ---- rewards on tokens

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import EstimatorName, estimator_names, find_estimator
 from agent_r1_trl.generation.vllm.find_servers import check_urls
-from agent_r1_trl.rollout.limits import check_whole_number
+from agent_r1_trl.rollout.limits import check_share, check_whole_number
 from agent_r1_trl.trainers.rollout_checks import Need, check_needs
 from agent_r1_trl.update.importance import UNITS
 from agent_r1_trl.update.layout import PACKED_LAYOUTS, REGROUPING_LAYOUTS, UPDATE_LAYOUTS
@@ -45,8 +45,7 @@ def check_config(config: MultiTurnConfig) -> None:
     """
     config.check_limits(is_length_optional=True)
     check_whole_number("generation_batch_rows", config.generation_batch_rows)
-    check_whole_number("failure_window", config.failure_window)
-    check_share(config, "max_failure_share")
+    config.check_faults()
     check_serving(config)
     check_overlap(config)
     settle_truncated_trajectories(config)
@@ -183,7 +182,7 @@ def settle_credit(config: MultiTurnConfig) -> None:
     if config.gamma_turn is None:
         config.gamma_turn = config.estimator.default_gamma_turn
     for factor in ("gamma", "gamma_turn"):
-        check_share(config, factor)
+        check_share(factor, getattr(config, factor))
     for weight in ("process_reward_weight", "outcome_reward_weight", "step_weight"):
         check_finite(config, weight)
     check_choice(config, "process_reward_schedule", SCHEDULES)
@@ -314,13 +313,6 @@ def check_choice(config: MultiTurnConfig, name: str, choices: tuple[str, ...]) -
     value = getattr(config, name)
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}. Set {name} to one of them.")
-
-
-def check_share(config: MultiTurnConfig, name: str) -> None:
-    """A number from 0 to 1."""
-    value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"{name}={value!r} must be between 0 and 1. Set {name} to a value in that range.")
 
 
 def check_finite(config: MultiTurnConfig, name: str) -> None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from agent_r1_trl.critic import CRITIC_KINDS
+from agent_r1_trl.rollout.limits import check_share
 from agent_r1_trl.trainers.config import MultiTurnConfig
-from agent_r1_trl.trainers.config_checks import check_choice, check_finite, check_share
+from agent_r1_trl.trainers.config_checks import check_choice, check_finite
 from agent_r1_trl.trainers.rollout_checks import Need, check_needs
 
 
@@ -96,7 +97,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         """
         super().check_multi_turn()
         for name in ("lam", "lam_turn"):
-            check_share(self, name)
+            check_share(name, getattr(self, name))
         if self.critic is not None:
             check_choice(self, "critic", CRITIC_KINDS)
         for name in ("value_loss_coef", "critic_warmup_steps"):
