@@ -30,7 +30,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 # Groups of tests stay together and begin in the order that tests/conftest.py gives them.
 PYTEST = $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help quickstart install test test-fast fuzz lint types check format notebooks clean
+.PHONY: help quickstart install test test-fast fuzz lint types audit check format notebooks clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -63,6 +63,12 @@ lint: $(STAMPS)/dev ## ruff: rules and formatting
 types: $(STAMPS)/dev ## mypy on src
 	$(SAY) "mypy"
 	$(BIN)/mypy
+
+audit: $(STAMPS)/package ## look the installed packages up among known vulnerabilities (needs the network)
+	$(SAY) "pip-audit"
+	@test -x $(VENV)/audit/bin/pip-audit || { $(PYTHON) -m venv $(VENV)/audit && $(VENV)/audit/bin/python -m pip install -qq pip-audit; }
+	@$(BIN)/python -m pip freeze --exclude-editable > $(VENV)/audit/installed.txt
+	$(VENV)/audit/bin/pip-audit --strict --disable-pip --no-deps --requirement $(VENV)/audit/installed.txt
 
 check: lint types test ## lint, types and tests
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -178,3 +179,41 @@ def test_steps_are_those_that_the_console_and_the_log_name(finished_run, view):
     names = sorted(path.name for path in (finished_run / "out" / "trajectories").glob("step_*"))
     assert names == ["step_000001.jsonl", "step_000002.jsonl"]
     assert "step 2, index 0, " in view(finished_run / "out")
+
+
+REMOTE_CODE = """
+from pathlib import Path
+from transformers import PreTrainedTokenizerFast
+Path({marker!r}).touch()
+class Own(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def test_code_that_comes_with_a_tokenizer_runs_only_if_it_is_trusted(run_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder, marker = tmp_path / "own", tmp_path / "it_ran"
+    make_tokenizer("qwen2_5").save_pretrained(folder)
+    (folder / "own.py").write_text(REMOTE_CODE.format(marker=str(marker)))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    for command in (
+        ["view", str(run_folder), "--tokenizer", str(folder)],
+        ["doctor", "--model", str(folder), "--env", "tests.toys.AddEnv"],
+    ):
+        assert main(command) != 0
+        said = "".join(capsys.readouterr())
+        assert "trust_remote_code" in said and not marker.exists()
+        main([*command, "--trust_remote_code", *(["true"] if command[0] == "doctor" else [])])
+        assert marker.exists()
+        marker.unlink()
+        for name in [name for name in sys.modules if name.startswith("transformers_modules.own")]:
+            del sys.modules[name]
+
+
+def test_the_path_of_a_run_cannot_control_the_terminal(tmp_path, view):
+    folder = tmp_path / "run\x1b[2J"
+    TrajectoryStore(folder).write(1, [short("one")])
+    assert "\x1b[2J" not in view(folder)

@@ -182,6 +182,12 @@ TABLE = {
         ShownBy("tests/trainers/test_publishing.py::test_trajectories_are_uploaded_only_if_asked"),
         Refused(True, {"record_trajectories": "parquet"}, record_trajectories="none"),
     ),
+    "secret_names": ShownBy(
+        "tests/trainers/test_publishing.py::test_names_of_secrets_decide_what_is_masked_in_records_and_in_the_table"
+    ),
+    "secret_patterns": ShownBy(
+        "tests/trainers/test_publishing.py::test_patterns_of_secrets_are_masked_in_records_and_in_the_table"
+    ),
     "chat_template": ShownBy(TEMPLATE_TEST),
     "response_template": ShownBy(TEMPLATE_TEST),
     "max_failure_share": ShownBy(

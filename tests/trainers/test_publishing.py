@@ -3,18 +3,21 @@
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agent_r1_trl import safe_text
 from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.chat.grammars import GRAMMARS
+from agent_r1_trl.tools import tool
 from tests.tokenizers import read_template
 from tests.toys import AddEnv, add
-from tests.trainers.helpers import make_trainer
+from tests.trainers.helpers import make_args, make_trainer
 
 
 def test_a_saved_model_loads_with_its_chat_template(tmp_path):
@@ -107,6 +110,32 @@ def test_every_estimator_has_a_card_with_its_settings_and_papers(tmp_path):
         assert all(f"| {option} |" in card for option in row.options if hasattr(trainer.args, option)), row.name
 
 
+def test_what_a_tools_author_wrote_cannot_add_markup_to_the_card(tmp_path):
+    @tool
+    def lookup(word: str) -> str:
+        """Look up</details><script>alert(1)</script> `x`.
+
+        ## Citations
+
+        | a | [click](http://evil.example) |
+
+        Args:
+            word: ``` <b>what</b>
+        """
+        return word
+
+    class HostileEnv(AddEnv):
+        tools = (lookup,)
+
+    trainer = make_trainer(tmp_path, env=HostileEnv)
+    trainer.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert "alert(1)" not in card and r"\<script\>alert\(1\)\</script\>" in card
+    assert "[click](http" not in card and card.count("\n## Citations") == 1
+    fence = card[card.index("```json") :].splitlines()
+    assert fence[2].strip() == "```", "the schema is one line, so that nothing in it closes the block"
+
+
 # ---------------------------------------------------------------- uploads
 
 
@@ -132,6 +161,9 @@ def test_trajectories_are_uploaded_only_if_asked(tmp_path, uploads, asked):
     trainer.train()
     (tmp_path / "trajectories" / "superseded").mkdir()
     (tmp_path / "trajectories" / "superseded" / "step_000000.1.jsonl").touch()
+    for folder in ("completions", "journal"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "rows.parquet").touch()
     trainer.hub_model_id = "nobody/adder"
     trainer.push_to_hub()
     trainer.save_model(str(tmp_path / "checkpoint-1"))
@@ -141,6 +173,8 @@ def test_trajectories_are_uploaded_only_if_asked(tmp_path, uploads, asked):
     for files in uploads:
         assert {"README.md", "config.json", "tokenizer.json"} <= set(files)
         assert any(name.startswith("trajectories/") for name in files) == asked
+        assert any(name.startswith("completions/") for name in files) == asked
+        assert not any(name.startswith("journal/") for name in files)
         assert not any(name.startswith("checkpoint-") for name in files)  # the Trainer's own patterns still hold
 
 
@@ -190,3 +224,67 @@ def test_the_card_of_an_environment_whose_tools_exist_only_after_reset_is_writte
     trainer = make_trainer(tmp_path, env=Late)
     trainer.create_model_card()
     assert "## Tools\n\nNone, or chosen for each row." in (tmp_path / "README.md").read_text()
+
+
+KEY = "sk-live-0123456789"
+
+
+@pytest.fixture
+def key(monkeypatch):
+    """A secret in the environment of the process; the rules are the defaults again afterwards."""
+    monkeypatch.setenv("SEARCH_API_KEY", KEY)
+    yield KEY
+    safe_text.set_rules()
+
+
+class LeakyEnv(AddEnv):
+    """Its prompt shows a secret, a number that only the user's own pattern knows, and an escape sequence."""
+
+    def reset(self, example):
+        return [{"role": "user", "content": f"{KEY} 1234-5678 \x1b[2J {example['pin']}"}]
+
+
+def written(folder):
+    """Every text that a run wrote about its trajectories."""
+    (table,) = (folder / "completions").glob("*.parquet")
+    records = (folder / "trajectories" / "step_000001.jsonl").read_text(encoding="utf-8")
+    return [*pd.read_parquet(table)["prompt"].map(str), *records.splitlines()]
+
+
+def leaky_run(tmp_path, **options):
+    rows = Dataset.from_list([{"id": "q0", "pin": "pin-998877"}, {"id": "q1", "pin": "pin-998877"}])
+    options = {"log_completions": True, "record_trajectories": "jsonl", **options}
+    make_trainer(tmp_path, env=LeakyEnv, train_dataset=rows, **options).train()
+    return written(tmp_path)
+
+
+def test_names_of_secrets_decide_what_is_masked_in_records_and_in_the_table(tmp_path, key):
+    texts = leaky_run(tmp_path / "default")
+    assert texts and all("[secret: SEARCH_API_KEY]" in text and KEY not in text for text in texts)
+    assert all("pin-998877" in text for text in texts)
+    texts = leaky_run(tmp_path / "own", secret_names="^pin$")
+    assert all("[secret: pin]" in text and "pin-998877" not in text and KEY in text for text in texts)
+
+
+def test_patterns_of_secrets_are_masked_in_records_and_in_the_table(tmp_path, key):
+    assert all("1234-5678" in text for text in leaky_run(tmp_path / "default"))
+    texts = leaky_run(tmp_path / "own", secret_patterns=[r"\b\d{4}-\d{4}\b"])
+    assert texts and all("[secret]" in text and "1234-5678" not in text for text in texts)
+
+
+def test_the_table_of_completions_cannot_control_the_terminal(tmp_path, key, capsys):
+    leaky_run(tmp_path)
+    assert "\x1b[2J" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"secret_names": "("}, r"secret_names='\(' must be a regular expression"),
+        ({"secret_patterns": "abc"}, r"secret_patterns='abc' must be a list. Write secret_patterns: \['abc'\]"),
+        ({"secret_patterns": ["x*"]}, r"secret_patterns='x\*' must not match empty text"),
+    ],
+)
+def test_rules_of_secrets_that_are_none_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_args(tmp_path, **options)

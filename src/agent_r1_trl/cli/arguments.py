@@ -14,6 +14,7 @@ import yaml
 from agent_r1_trl.cli.errors import UsageError
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.rollout.limits import RolloutSettings
+from agent_r1_trl.safe_text import SECRET_NAMES, SECRET_NAMES_HELP, SECRET_PATTERNS_HELP, check_rules
 
 TRAINERS = {"grpo": "MultiTurnGRPOTrainer", "ppo": "MultiTurnPPOTrainer"}
 """Value of `trainer` -> class in `agent_r1_trl.trainers`, whose `config_class` defines the settings."""
@@ -126,6 +127,8 @@ class EvalArguments(RolloutSettings, TaskArguments):
     generation_batch_rows: int = field(
         default=64, metadata={"help": "Maximum number of requests per forward pass of the transformers generator."}
     )
+    secret_names: str = field(default=SECRET_NAMES, metadata={"help": SECRET_NAMES_HELP})
+    secret_patterns: list[str] | None = field(default=None, metadata={"help": SECRET_PATTERNS_HELP})
     chat_template: str | None = field(
         default=None, metadata={"help": "Chat template in place of the tokenizer's: source, file or TRL's name."}
     )
@@ -146,6 +149,7 @@ class EvalArguments(RolloutSettings, TaskArguments):
         if not self.env:
             raise UsageError(f"env: not set, so the agent has nothing to act in. Set env. {_ENV_HELP}")
         self.check_limits()
+        check_rules(self.secret_names, self.secret_patterns)
         check_positive("num_examples", self.num_examples)
         check_positive("num_generations_eval", self.num_generations_eval)
         check_positive("generation_batch_rows", self.generation_batch_rows)
@@ -166,6 +170,7 @@ class DoctorArguments(TaskArguments):
         default=None, metadata={"help": "Data set; episodes are played on its first rows.", "aliases": ["--dataset"]}
     )
     tools: list[str] | None = field(default=None, metadata={"help": "Instead of env: import paths of functions."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Allow code that comes with the model to run."})
     max_completion_length: int | None = field(
         default=None, metadata={"help": "Tokens of the whole trajectory; prompts must leave room for them."}
     )

@@ -24,9 +24,8 @@ def run(argv: Sequence[str]) -> int:
     if config_path is not None:
         read_recipe(config_path)
 
-    from rich.console import Console
-
     from agent_r1_trl.cli.arguments import DoctorArguments, TrainArguments
+    from agent_r1_trl.cli.console import PlainConsole
     from agent_r1_trl.cli.parser import RecipeParser
     from agent_r1_trl.cli.resolve import load_rows, resolve_env, resolve_object
     from agent_r1_trl.doctor import has_errors, render, run_doctor
@@ -66,8 +65,9 @@ def run(argv: Sequence[str]) -> int:
         chat_template_kwargs=arguments.chat_template_kwargs or None,
         thinking=arguments.thinking,
         max_completion_length=arguments.max_completion_length,
+        trust_remote_code=arguments.trust_remote_code,
     )
-    Console().print(render(checks))
+    PlainConsole().print(render(checks))
     return EXIT_ERRORS if has_errors(checks) else 0
 
 

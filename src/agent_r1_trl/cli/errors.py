@@ -11,6 +11,8 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+from agent_r1_trl.safe_text import shown
+
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
@@ -48,7 +50,7 @@ def run_command(function: Callable[[Sequence[str]], int], argv: Sequence[str] | 
         if os.environ.get("AGENT_R1_TRL_DEBUG"):
             traceback.print_exc()
         if is_main_process():  # a launcher starts several processes, which all find the same mistake
-            print(f"error: {error}", file=sys.stderr)
+            print(shown(f"error: {error}"), file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.cli.errors import UsageError, model_problem, run_command
 from agent_r1_trl.cli.recipe import read_recipe, split_config
+from agent_r1_trl.safe_text import set_rules
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,19 +28,19 @@ STEP = 0
 
 def run(argv: Sequence[str]) -> int:
     """Evaluate a model; returns the exit code."""
-    from rich.console import Console
+    from agent_r1_trl.cli.console import PlainConsole
 
     config_path, _ = split_config(argv)
     if config_path is not None:
         read_recipe(config_path)
     arguments = read_arguments(argv)
-    console = Console(soft_wrap=True)
+    console = PlainConsole(soft_wrap=True)
     result = run_evaluation(arguments, console)
 
     from agent_r1_trl.cli.tables import result_table
 
     title = f"{arguments.model_name_or_path}, {result.num_examples} examples"
-    Console().print(result_table(result, title=title))
+    PlainConsole().print(result_table(result, title=title))
     if arguments.output_dir:
         folder = write_result(result, arguments.output_dir)
         hint = f"agent-r1-trl view {folder} --terminal --split eval --step {STEP}"
@@ -84,6 +85,7 @@ def run_evaluation(arguments: EvalArguments, console: Console, *, description: s
     from agent_r1_trl.generation import GenerationError, SamplingParams
     from agent_r1_trl.rollout import NothingPlayedError
 
+    set_rules(arguments.secret_names, arguments.secret_patterns)
     env_factory = resolve_env(arguments.env, arguments.env_kwargs)  # type: ignore[arg-type]
     rows = _load(arguments)
     data = arguments.eval_dataset_name or arguments.dataset_name

@@ -33,8 +33,7 @@ def run(argv: Sequence[str]) -> int:
     if config_path is not None:
         read_recipe(config_path)
 
-    from rich.console import Console
-
+    from agent_r1_trl.cli.console import PlainConsole
     from agent_r1_trl.memory import estimate_memory, find_savings
 
     arguments, model_args = read_arguments(argv)
@@ -44,14 +43,14 @@ def run(argv: Sequence[str]) -> int:
         estimate = estimate_memory(shape, setup)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    console = Console()
+    console = PlainConsole()
     console.print(memory_table(estimate, f"{model_args.model_name_or_path}, {setup.num_processes} process(es)"))
     console.print(_verdict(estimate))
     for problem in estimate.problems:
-        console.print(f"  {problem}", highlight=False)
+        console.print(f"  {problem}")
     if estimate.verdict != "fits":
         for saving in find_savings(shape, setup):
-            console.print(f"  {saving.change}: {saving.peak / 2**30:.1f} GiB", highlight=False)
+            console.print(f"  {saving.change}: {saving.peak / 2**30:.1f} GiB")
     return EXIT_TOO_LARGE if estimate.verdict == "does not fit" else 0
 
 

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
+from agent_r1_trl.cli.console import PlainConsole
+
 HEADLINE = {
     "reward": "reward",
     "env/em": "exact match",
@@ -28,7 +30,7 @@ class TrainingProgress(TrainerCallback):
     """A bar for training and one for each evaluation, with the metrics that tell whether the agent learns."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or PlainConsole()
         self._progress: Progress | None = None
         self._training: Any = None
         self._evaluation: Any = None
@@ -56,15 +58,13 @@ class TrainingProgress(TrainerCallback):
             return
         headline = headline_of({name.removeprefix("eval_"): value for name, value in logs.items()})
         if any(name.startswith("eval_") for name in logs):
-            self.console.print(f"step {state.global_step}, evaluation: {headline}", highlight=False)
+            self.console.print(f"step {state.global_step}, evaluation: {headline}")
             return
         self._progress.update(self._training, note=headline)
         every = max(1, state.max_steps // NUM_LINES)
         if not self.console.is_terminal and (state.global_step % every == 0 or state.global_step == 1):
             seconds = time.monotonic() - self._start
-            self.console.print(
-                f"step {state.global_step}/{state.max_steps}, {seconds:.0f} s: {headline}", highlight=False
-            )
+            self.console.print(f"step {state.global_step}/{state.max_steps}, {seconds:.0f} s: {headline}")
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
@@ -107,13 +107,13 @@ def headline_of(logs: dict[str, Any]) -> str:
 def make_progress(console: Console) -> Progress:
     """Bars with the columns that all commands share."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("eta"),
         TimeRemainingColumn(),
-        TextColumn("[dim]{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", style="dim", markup=False),
         console=console,
         disable=not console.is_terminal,
     )
@@ -139,4 +139,4 @@ def trajectory_progress(console: Console, description: str, total: int) -> Itera
         yield advance
     if not console.is_terminal:
         seconds = time.monotonic() - start
-        console.print(f"{description}: {num_done} trajectories in {seconds:.0f} s", highlight=False)
+        console.print(f"{description}: {num_done} trajectories in {seconds:.0f} s")

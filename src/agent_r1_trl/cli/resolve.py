@@ -13,6 +13,7 @@ from typing import Any
 
 from agent_r1_trl.cli.errors import UsageError
 from agent_r1_trl.objects import did_you_mean, import_object, locate_error
+from agent_r1_trl.safe_text import rules
 
 BUILT_IN_ENVS = {"search_qa": "agent_r1_trl.environments.SearchQAEnv"}
 FILE_FORMATS = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -41,6 +42,7 @@ def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[
             f"env={name!r} is a {type(target).__name__}: every trajectory needs its own environment. Name the class, "
             "or a function that makes one."
         )
+    rules().note(kwargs)
     try:
         inspect.signature(target).bind(**kwargs)
     except TypeError as error:

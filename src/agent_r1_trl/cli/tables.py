@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from agent_r1_trl.evaluation import EvaluationResult, difference
+from agent_r1_trl.safe_text import shown
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
+    from rich.text import Text
 
 LABELS = {
     "exact_match": "exact match",
@@ -35,9 +38,7 @@ def result_table(result: EvaluationResult, title: str = "") -> Table:
     table.add_column("value", justify="right")
     table.add_column("95% interval", justify="right", style="dim")
     for name in _order(result.metrics):
-        table.add_row(
-            LABELS.get(name, name), _number(name, result.metrics[name]), _interval(name, result.intervals[name])
-        )
+        table.add_row(_label(name), _number(name, result.metrics[name]), _interval(name, result.intervals[name]))
     return table
 
 
@@ -71,7 +72,7 @@ def comparison_table(
     for name in _order({**before.metrics, **after.metrics}):
         if metrics is not None and name not in metrics:
             continue
-        cells = [LABELS.get(name, name)]
+        cells: list[RenderableType] = [_label(name)]
         for result in (before, after):
             value = result.metrics.get(name, math.nan)
             cells += [_number(name, value), _interval(name, result.intervals.get(name, (math.nan, math.nan)))]
@@ -86,14 +87,22 @@ def comparison_table(
 def _table(title: str) -> Table:
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
-    return Table(title=title or None, box=box.SIMPLE_HEAD)
+    return Table(title=Text(shown(title)) if title else None, box=box.SIMPLE_HEAD)
 
 
 def _order(metrics: Mapping[str, float]) -> list[str]:
     """Names of the metrics: those of `LABELS` in their order, then the environment's own."""
     known = [name for name in LABELS if name in metrics]
     return [*known, *(name for name in metrics if name not in LABELS)]
+
+
+def _label(name: str) -> Text:
+    """The environment names its own metrics, so they are shown as they are, not as markup."""
+    from rich.text import Text
+
+    return Text(LABELS.get(name) or shown(name))
 
 
 def _number(name: str, value: float, *, sign: bool = False) -> str:

@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     checkpoint = _checkpoint(args)
     make_folder("output_dir", args.output_dir)
     _check_start(script_args, task, train_dataset, eval_dataset)
-    console.print(_plan(script_args, args, model_args, train_dataset, eval_dataset), highlight=False)
+    console.print(_plan(script_args, args, model_args, train_dataset, eval_dataset))
     trainer = _make_trainer(
         script_args,
         args,
@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     if hasattr(trainer, "end"):  # transformers >= 5.18: closes trackers and the process group
         trainer.end()
-    console.print(_farewell(args.output_dir, config_path, args), highlight=False)
+    console.print(_farewell(args.output_dir, config_path, args))
     return 0
 
 
@@ -116,9 +116,9 @@ def trainer_class(name: str) -> Any:
 
 
 def _console() -> Console:
-    from rich.console import Console
+    from agent_r1_trl.cli.console import PlainConsole
 
-    return Console(quiet=not is_main_process(), soft_wrap=True)
+    return PlainConsole(quiet=not is_main_process(), soft_wrap=True)
 
 
 def _task(script_args: TrainArguments) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from agent_r1_trl.cli.errors import UsageError, explain_argparse, run_command
 from agent_r1_trl.objects import did_you_mean
+from agent_r1_trl.safe_text import visible
 
 if TYPE_CHECKING:
     from agent_r1_trl.recording import Record
@@ -73,11 +74,11 @@ def run(argv: Sequence[str]) -> int:
         if len(listed) < len(records):
             sys.stdout.write(f"{len(listed)} of {len(records)} listed.\n")
         return 0
-    tokenizer = load_tokenizer(arguments.tokenizer, Path(arguments.run))
+    tokenizer = load_tokenizer(arguments.tokenizer, Path(arguments.run), trust_remote_code=arguments.trust_remote_code)
     shown = records if arguments.index is not None else records[: arguments.num or NUM_SHOWN]
     for record in shown:
         split = "evaluation, " if record.split == "eval" else ""
-        sys.stdout.write(f"{split}step {record.step}, index {record.index}, {record.path}\n")
+        sys.stdout.write(visible(f"{split}step {record.step}, index {record.index}, {record.path}\n"))
         sys.stdout.write(render_trajectory(record.trajectory, tokenizer, arguments.width, color=color) + "\n")
     if len(shown) < len(records):
         sys.stdout.write(f"{len(shown)} of {len(records)} shown; --num, --index, --filter and --list choose others.\n")
@@ -101,6 +102,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--num", type=int, help=f"How many trajectories to show; by default {NUM_SHOWN}, with --list all of them."
     )
     parser.add_argument("--tokenizer", help="Directory or Hub id of a tokenizer; by default the one saved in the run.")
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="Allow code that comes with the tokenizer to run."
+    )
     parser.add_argument("--width", type=int, help="Width in columns; by default that of the terminal.")
     parser.add_argument(
         "--color",
@@ -162,7 +166,7 @@ def find_records(arguments: argparse.Namespace) -> list[Record]:
     return records
 
 
-def load_tokenizer(given: str | None, run_folder: Path) -> Any:
+def load_tokenizer(given: str | None, run_folder: Path, *, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of `--tokenizer`, of the run, or of its last checkpoint; None if there is none.
 
     Raises:
@@ -181,11 +185,12 @@ def load_tokenizer(given: str | None, run_folder: Path) -> Any:
 
     try:
         is_local(name, flag="tokenizer")
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"--tokenizer {name}: cannot be loaded ({str(error).splitlines()[0]}). Pass a directory that holds a "
-            "tokenizer, or a Hub id."
+            f"--tokenizer {name}: cannot be loaded ({str(error).splitlines()[0]}). Pass "
+            + ("--trust_remote_code if you trust its code, or " if "trust_remote_code" in str(error) else "")
+            + "a directory that holds a tokenizer, or a Hub id."
         ) from error
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from agent_r1_trl.safe_text import shown
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -79,8 +81,8 @@ def render(findings: Iterable[Finding]) -> Table:
     table.add_column("check", no_wrap=True)
     table.add_column("finding", ratio=1, overflow="fold")
     for finding in findings:
-        text = Text(finding.message)
+        text = Text(shown(finding.message))
         if finding.cure:
-            text.append("\n-> " + finding.cure, style="italic")
+            text.append("\n-> " + shown(finding.cure), style="italic")
         table.add_row(Text(finding.level, style=_STYLES[finding.level]), finding.check, text)
     return table

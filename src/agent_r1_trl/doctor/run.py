@@ -42,6 +42,7 @@ def run_doctor(
     thinking: str = "keep",
     max_completion_length: int | None = None,
     max_model_length: int | None = None,
+    trust_remote_code: bool = False,
     num_conversations: int = 24,
     seed: int = 0,
 ) -> list[Finding]:
@@ -59,6 +60,7 @@ def run_doctor(
         thinking: as in the trainer's config.
         max_completion_length: as in the trainer's config; with `examples`, checked against the model's positions.
         max_model_length: assume this many positions instead of the model's.
+        trust_remote_code: run code that comes with the model.
         num_conversations: number of scripted conversations to play.
         seed: seed of the scripts.
 
@@ -71,7 +73,7 @@ def run_doctor(
     schemas = _check_tools(report, tools)
     starts = _starts(env, rows, schemas)
     schemas += _env_schemas(env, starts)
-    subject = load_subject(report, model_or_tokenizer, tokenizer)
+    subject = load_subject(report, model_or_tokenizer, tokenizer, trust_remote_code=trust_remote_code)
     if subject is not None:
         if max_model_length is not None:
             subject.max_length = max_model_length

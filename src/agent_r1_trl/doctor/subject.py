@@ -22,16 +22,19 @@ class Subject:
     """Those of the generation config; None if there is none."""
 
 
-def load_subject(report: Report, given: Any, tokenizer: Any = None) -> Subject | None:
+def load_subject(
+    report: Report, given: Any, tokenizer: Any = None, *, trust_remote_code: bool = False
+) -> Subject | None:
     """Read a path or Hub name, a tokenizer, or a model; None if nothing can be examined.
 
     Args:
         report: collects the findings.
         given: path, name, tokenizer, processor, or model.
         tokenizer: needed for a model whose config does not name its folder.
+        trust_remote_code: run code that comes with the model.
     """
     if isinstance(given, str):
-        return _load(report, given, tokenizer)
+        return _load(report, given, tokenizer, trust_remote_code)
     if hasattr(given, "apply_chat_template"):
         return Subject(tokenizer=given, max_length=_tokenizer_length(given))
     config = getattr(given, "config", None)
@@ -43,7 +46,7 @@ def load_subject(report: Report, given: Any, tokenizer: Any = None) -> Subject |
         )
         return None
     if tokenizer is None:
-        loaded = _load(report, str(getattr(config, "_name_or_path", "")), None)
+        loaded = _load(report, str(getattr(config, "_name_or_path", "")), None, trust_remote_code)
         if loaded is None:
             return None
         tokenizer = loaded.tokenizer
@@ -121,21 +124,23 @@ def _generation_prompt(chat: ChatFormat) -> list[int]:
     return begun[len(asked) :]
 
 
-def _load(report: Report, name: str, tokenizer: Any) -> Subject | None:
+def _load(report: Report, name: str, tokenizer: Any, trust_remote_code: bool) -> Subject | None:
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     try:
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # every loader raises its own
         report.error(
             "model",
             f"model={name!r}: its tokenizer cannot be loaded ({str(error).splitlines()[0]}).",
-            "Pass a local folder with tokenizer.json, or a Hub name that exists and that you may read.",
+            "Set trust_remote_code=True if you trust the code that comes with it."
+            if "trust_remote_code" in str(error)
+            else "Pass a local folder with tokenizer.json, or a Hub name that exists and that you may read.",
         )
         return None
     subject = Subject(tokenizer=tokenizer, max_length=_tokenizer_length(tokenizer))
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception:  # a folder with a tokenizer alone can be examined as well
         return subject
     try:

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.recording.store import dump_json, record_dict
+from agent_r1_trl.recording.plain_json import dump_json
+from agent_r1_trl.recording.store import record_dict
 from agent_r1_trl.trajectory import Author, Trajectory
 
 _SCALARS = {

@@ -6,7 +6,7 @@
     RUN/trajectories/superseded/                 files of steps that a resumed run played again
 
 A line is the trajectory (`Trajectory.to_dict`) plus `step`, `split`, `rank` and, for readers without this
-package, `messages`, `token_rewards` and `total_reward`.
+package, `messages`, `token_rewards` and `total_reward`. Secrets are masked (`masking.py`).
 
 Covered here: files and their names, JSONL. Not covered: Parquet (`parquet.py`), display (`terminal.py`).
 """
@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agent_r1_trl.recording.masking import mask_record
+from agent_r1_trl.recording.plain_json import dump_json
 from agent_r1_trl.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -235,51 +237,17 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def record_dict(trajectory: Trajectory, extra: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a line."""
-    return {
+    """The fields of a line, secrets masked."""
+    record = {
         **extra,
         **trajectory.to_dict(),
         "messages": trajectory.messages,
         "token_rewards": trajectory.token_rewards(),
         "total_reward": trajectory.total_reward,
     }
+    return mask_record(record)
 
 
 def encode_line(trajectory: Trajectory, extra: dict[str, Any]) -> bytes:
     """One line of JSONL with its newline."""
     return dump_json(record_dict(trajectory, extra)).encode("utf-8") + b"\n"
-
-
-def dump_json(value: Any) -> str:
-    """Compact JSON that can always be written as UTF-8.
-
-    An environment may put anything into `info`. What JSON cannot hold is converted (numpy and torch values, sets) or
-    written as its `repr`, because recording must not end a training run.
-    """
-    try:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_to_json)
-    except (TypeError, ValueError):  # keys that are not strings, circular references
-        text = json.dumps(_clean(value, ()), ensure_ascii=False, separators=(",", ":"), default=_to_json)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # a lone surrogate, which a model can write as \ud800 in the JSON of a call
-        return json.dumps(json.loads(text), separators=(",", ":"))
-    return text
-
-
-def _to_json(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, set | frozenset):
-        return sorted(value, key=repr)
-    return repr(value)
-
-
-def _clean(value: Any, parents: tuple[int, ...]) -> Any:
-    if id(value) in parents:
-        return "<circular reference>"
-    if isinstance(value, dict):
-        return {str(key): _clean(item, (*parents, id(value))) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_clean(item, (*parents, id(value))) for item in value]
-    return value

@@ -7,12 +7,12 @@ control the terminal: control characters are shown as symbols.
 from __future__ import annotations
 
 import math
-import re
 import shutil
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.recording.spans import Span, decode_spans
+from agent_r1_trl.safe_text import visible
 from agent_r1_trl.trajectory import Author, StopReason, ToolResult, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 STYLES = {Author.POLICY: "green", Author.TEMPLATE: "yellow", Author.ENVIRONMENT: "blue"}
 PROMPT_CHARS = 2000
 RESULT_CHARS = 160
-
-# C0, DEL and C1; zero-width and bidirectional controls, which reorder text on the screen. Newline and tab are allowed.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 
 
 def render_trajectory(
@@ -224,21 +221,6 @@ def summary_table(records: Sequence[Record], title: str | None = None) -> Table:
 
 
 # ---------------------------------------------------------------- text
-
-
-def visible(text: str) -> str:
-    r"""Replace control characters by visible symbols, because a page may contain escape sequences.
-
-    >>> visible("a\x1b[31mb\r\u202ec")
-    'a␛[31mb␍⟨U+202E⟩c'
-    """
-    text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates cannot be printed
-    return _CONTROLS.sub(_symbol, text)
-
-
-def _symbol(match: re.Match[str]) -> str:
-    code = ord(match.group())
-    return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"⟨U+{code:04X}⟩"
 
 
 def _content(message: dict[str, Any]) -> str:

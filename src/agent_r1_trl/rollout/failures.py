@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from agent_r1_trl.safe_text import shown
 from agent_r1_trl.trajectory import Trajectory
 
 MAX_TEXT = 500
@@ -50,8 +51,8 @@ def failure_of(trajectory: Trajectory) -> FailureCause | None:
     error = trajectory.error or "the prompt leaves no room for a completion"
     return FailureCause(
         stop_reason=trajectory.stop_reason.value,
-        error=error.strip().rstrip(".")[:MAX_TEXT],
-        example_id=trajectory.example_id,
+        error=shown(error.strip()).rstrip(".")[:MAX_TEXT],
+        example_id=shown(trajectory.example_id),
     )
 
 

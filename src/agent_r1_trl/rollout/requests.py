@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agent_r1_trl.safe_text import rules
+
 
 @dataclass(kw_only=True, frozen=True)
 class RolloutRequest:
@@ -47,6 +49,7 @@ def rollout_requests(
         # Equal rows (all are, if the environment owns the data) are different draws.
         draw = (-1 if step is None else step, group)
         example_id = example_key(example)
+        rules().note(example)
         requests.append(
             RolloutRequest(
                 example=dict(example),

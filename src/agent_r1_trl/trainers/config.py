@@ -15,6 +15,7 @@ from trl import GRPOConfig
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import estimator_names, find_estimator
 from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings
+from agent_r1_trl.safe_text import SECRET_NAMES, SECRET_NAMES_HELP, SECRET_PATTERNS_HELP
 from agent_r1_trl.trainers.config_checks import check_config
 from agent_r1_trl.trainers.fault_settings import FaultSettings
 from agent_r1_trl.trainers.rollout_checks import check_rollout
@@ -185,6 +186,8 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
         metadata={"help": "How trajectories are written to `output_dir`/trajectories: 'jsonl', 'parquet' or 'none'."},
     )
 
+    secret_names: str = field(default=SECRET_NAMES, metadata={"help": SECRET_NAMES_HELP})
+    secret_patterns: list[str] | None = field(default=None, metadata={"help": SECRET_PATTERNS_HELP})
     push_trajectories: bool = field(
         default=False,
         metadata={

@@ -14,6 +14,7 @@ from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import EstimatorName, estimator_names, find_estimator
 from agent_r1_trl.generation.vllm.find_servers import check_urls
 from agent_r1_trl.rollout.limits import check_share, check_whole_number
+from agent_r1_trl.safe_text import check_rules
 from agent_r1_trl.trainers.rollout_checks import Need, check_needs
 from agent_r1_trl.update.importance import UNITS
 from agent_r1_trl.update.layout import PACKED_LAYOUTS, REGROUPING_LAYOUTS, UPDATE_LAYOUTS
@@ -53,6 +54,7 @@ def check_config(config: MultiTurnConfig) -> None:
     check_importance_sampling(config)
     check_choice(config, "record_trajectories", RECORD_FORMATS)
     check_choice(config, "thinking", ("keep", "off"))
+    check_rules(config.secret_names, config.secret_patterns)
     settle_estimator(config)
     check_update_layout(config)
     settle_credit(config)

@@ -18,6 +18,7 @@ from trl import GRPOTrainer
 from agent_r1_trl.environments.factory import EnvFactory, EnvForm
 from agent_r1_trl.environments.rows import warn_of_added_keys
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
+from agent_r1_trl.safe_text import set_rules
 from agent_r1_trl.tools.base import is_async_callable
 from agent_r1_trl.tools.signature import unwrap_partial
 from agent_r1_trl.trainers.config import MultiTurnConfig
@@ -307,7 +308,8 @@ class RowCheck:
 
 
 def trajectory_store(config: MultiTurnConfig, rank: int) -> Any:
-    """Where this rank's trajectories are written; None where they are not."""
+    """Where this rank's trajectories are written; None where they are not. From here on secrets are masked."""
+    set_rules(config.secret_names, config.secret_patterns)
     if config.record_trajectories == "none":
         return None
     from agent_r1_trl.recording import TrajectoryStore

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.environments.factory import env_name, tool_schemas
+from agent_r1_trl.safe_text import markdown, markdown_code, shown
 
 if TYPE_CHECKING:
     from agent_r1_trl.advantages.estimators import Estimator
@@ -77,8 +78,8 @@ def _sections(trainer: MultiTurnTrainer) -> str:
     sections = []
     if trainer.env_factory is not None:
         sections += [
-            f"## Environment\n\n`{env_name(trainer.env_factory)}`\n\nThe chat template saved with the tokenizer is "
-            "the one that the model was trained with.",
+            f"## Environment\n\n{markdown_code(env_name(trainer.env_factory))}\n\nThe chat template saved with the "
+            "tokenizer is the one that the model was trained with.",
             _tools_section(trainer),
             _settings_section(trainer.args, estimator),
         ]
@@ -94,15 +95,15 @@ def _tools_section(trainer: MultiTurnTrainer) -> str:
     for schema in schemas:
         function = schema["function"]
         lines.append(
-            f"- `{function['name']}`: {function.get('description', '').strip()}\n\n"
-            f"  ```json\n  {json.dumps(function.get('parameters', {}), ensure_ascii=False)}\n  ```"
+            f"- {markdown_code(function['name'])}: {markdown(str(function.get('description') or ''))}\n\n"
+            f"  ```json\n  {shown(json.dumps(function.get('parameters', {}), ensure_ascii=False))}\n  ```"
         )
     return "\n\n".join(lines)
 
 
 def _settings_section(args: Any, estimator: Estimator) -> str:
     names = dict.fromkeys((*ROLLOUT_SETTINGS, *estimator.options))
-    rows = [f"| {name} | {getattr(args, name)} |" for name in names if hasattr(args, name)]
+    rows = [f"| {name} | {markdown(str(getattr(args, name)))} |" for name in names if hasattr(args, name)]
     return "\n".join(["## Training settings", "", "| setting | value |", "|---|---|", *rows])
 
 
@@ -116,7 +117,7 @@ def _metrics_section(history: list[dict[str, Any]]) -> str:
                 values.setdefault(name, []).append(float(value))
     if not values:
         return ""
-    rows = [f"| {name} | {series[0]:.4g} | {series[-1]:.4g} |" for name, series in sorted(values.items())]
+    rows = [f"| {markdown(name)} | {series[0]:.4g} | {series[-1]:.4g} |" for name, series in sorted(values.items())]
     return "\n".join(["## Metrics", "", "| metric | first | last |", "|---|---|---|", *rows])
 
 

@@ -14,8 +14,10 @@ from typing import Any
 
 from agent_r1_trl.trainers.model_card import add_sections
 
-PRIVATE_FILES = ["trajectories/*"]
-"""Patterns of files in `output_dir` that are not uploaded; `*` matches subfolders as well."""
+PRIVATE_FILES = ["journal/*"]
+"""Patterns of files in `output_dir` that are never uploaded; `*` matches subfolders as well."""
+TRAJECTORY_FILES = ["trajectories/*", "completions/*"]
+"""Those that are uploaded with `push_trajectories` only."""
 
 _UNSCORED = "All reward functions returned None"
 
@@ -45,9 +47,8 @@ class Publishing:
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
     def _without_private_files(self) -> Any:
-        if getattr(self.args, "push_trajectories", False):
-            return contextlib.nullcontext()
-        return ignored_in_uploads(PRIVATE_FILES)
+        is_asked = getattr(self.args, "push_trajectories", False)
+        return ignored_in_uploads(PRIVATE_FILES if is_asked else [*PRIVATE_FILES, *TRAJECTORY_FILES])
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from trl.trainer.utils import nanstd
 
+from agent_r1_trl.safe_text import shown_all
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import row_means
 
@@ -25,7 +26,9 @@ def correct_trl_logs(
     accelerator: Any,
     group_size: int,
 ) -> None:
-    """Replace the last entries of `reward`, `reward_std`, `frac_reward_zero_std`, and of the table's advantages.
+    """Replace the last entries of `reward`, `reward_std`, `frac_reward_zero_std`, and of the table.
+
+    The table gets the advantages that are trained on; its texts cannot control a terminal and hold no secrets.
 
     Args:
         metrics: TRL's, of training or evaluation.
@@ -42,6 +45,8 @@ def correct_trl_logs(
         metrics[name][-1] = value
     mask = output["completion_mask"] * output["tool_mask"]  # (B, T)
     replace_last(logs["advantages"], accelerator.gather(row_means(output["advantages"], mask)).tolist())
+    for column in (logs["prompt"], logs["completion"], *logs["extra"].values()):  # shown on the terminal
+        replace_last(column, shown_all(list(column)[-len(returns) :]))
 
 
 def return_metrics(returns: torch.Tensor, *, group_size: int, scale_rewards: str) -> dict[str, float]:
@@ -80,7 +85,7 @@ def drop_token_means(metrics: dict[str, list[float]], *, in_rewards: bool) -> No
             values[-1] = float("nan")
 
 
-def replace_last(column: deque[float], values: Sequence[float]) -> None:
+def replace_last(column: deque[Any], values: Sequence[Any]) -> None:
     """Put `values` in the place of the last ones; a full column has dropped the first of them."""
     for _ in range(min(len(column), len(values))):
         column.pop()

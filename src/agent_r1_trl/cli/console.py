@@ -1,0 +1,20 @@
+"""The console of all commands: paths and names are printed as they are, never read as markup."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from agent_r1_trl.safe_text import shown
+
+
+class PlainConsole(Console):
+    """A console without markup and emoji codes, on which control characters are visible and secrets masked."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def print(self, *items: Any, **options: Any) -> None:
+        """Print texts and renderables."""
+        super().print(*[shown(item) if isinstance(item, str) else item for item in items], **options)

@@ -1,0 +1,240 @@
+r"""Text of models, tools, environments and users, made safe to show and to store.
+
+Two dangers: text that controls what shows it (escape sequences, Markdown, HTML), and secrets in it. A secret is
+
+- the value of an environment variable of this process whose name says so (`HF_TOKEN`, `OPENAI_API_KEY`, ...),
+- a value under such a name in a row of the data set, in a tool's arguments or in an environment's `info`,
+- whatever one of the user's own patterns matches.
+
+The rules hold for the whole process, as errors are written in places that know no configuration. Not covered: a secret
+in another encoding (base64, URL escapes), or split over several messages.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+SECRET_NAMES = (
+    r"(?:^|[_\-])(?:api[_\-]?keys?|access[_\-]?keys?|private[_\-]?keys?|secret[_\-]?keys?|secrets?|"
+    r"passwords?|passwd|passphrase|credentials?|auth[_\-]?tokens?|access[_\-]?tokens?)$|(?<!bos)(?<!eos)(?<!pad)(?<!unk)[_\-]token$"
+)
+"""Names under which secrets stand, whatever their case: of environment variables, columns and arguments."""
+SECRET_NAMES_HELP = (
+    "Regular expression: environment variables, columns of the data and arguments of tools with such a name hold "
+    "secrets, which are masked in records, logs, cards and errors."
+)
+SECRET_PATTERNS_HELP = "Regular expressions of further secrets, masked wherever they match."
+MIN_SECRET_LENGTH = 6
+"""Shorter values are not masked: they would be found everywhere."""
+MAX_KNOWN_VALUES = 10_000
+"""Values from rows that are remembered."""
+
+# C0, DEL and C1; zero-width and bidirectional controls, which reorder text on the screen. Newline and tab are allowed.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>#+!|~])")
+
+
+# -------------------------------------------------------------------- control characters and markup
+
+
+def visible(text: str) -> str:
+    r"""Replace control characters by visible symbols, because a page may contain escape sequences.
+
+    >>> visible("a\x1b[31mb\r\u202ec")
+    'a␛[31mb␍⟨U+202E⟩c'
+    """
+    text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates cannot be printed
+    return _CONTROLS.sub(_symbol, text)
+
+
+def _symbol(match: re.Match[str]) -> str:
+    code = ord(match.group())
+    return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"⟨U+{code:04X}⟩"
+
+
+def shown(text: str) -> str:
+    """Text for a terminal, a log or an error: secrets masked, control characters visible."""
+    return visible(mask(text))
+
+
+def shown_all(item: Any) -> Any:
+    """A copy of nested dicts and lists with every text as `shown`."""
+    if isinstance(item, str):
+        return shown(item)
+    if isinstance(item, Mapping):
+        return {key: shown_all(value) for key, value in item.items()}
+    return [shown_all(value) for value in item] if isinstance(item, list | tuple) else item
+
+
+def markdown(text: str) -> str:
+    r"""Text as one line of Markdown that is shown as it is: no markup, no HTML, no new paragraph.
+
+    >>> markdown("# a <b>\n| `c`")
+    '\\# a \\<b\\> \\| \\`c\\`'
+    """
+    return _MARKDOWN.sub(r"\\\1", " ".join(shown(text).split()))
+
+
+def markdown_code(text: str) -> str:
+    """Text as a code span of Markdown, also within a table.
+
+    >>> markdown_code("a`b|c")
+    "`a'b¦c`"
+    """
+    return f"`{' '.join(shown(text).split()).replace('`', chr(39)).replace('|', '¦')}`"
+
+
+# -------------------------------------------------------------------- secrets
+
+
+class SecretRules:
+    """What counts as a secret.
+
+    Args:
+        names: regular expression; matching names of environment variables, columns and arguments hold secrets.
+        patterns: regular expressions; what they match is masked wherever it stands.
+
+    Raises:
+        ValueError: one of them is not a regular expression, or matches empty text.
+    """
+
+    def __init__(self, names: str = SECRET_NAMES, patterns: Sequence[str] = ()) -> None:
+        self.names = _compiled("secret_names", names)
+        self.patterns = [_compiled("secret_patterns", pattern) for pattern in patterns]
+        self._known: dict[str, str] = {}
+        """Value -> name, of rows."""
+        self._sources: tuple[tuple[str, str], ...] = ()
+        self._values: re.Pattern[str] | None = None
+
+    def is_secret(self, name: Any) -> bool:
+        """Whether a value under this name is a secret."""
+        return isinstance(name, str) and self.names.search(name) is not None
+
+    def note(self, values: Any) -> None:
+        """Remember what stands under secret names in a row, so that it is masked wherever it turns up."""
+        for value, name in self.values_in(values).items():
+            if len(self._known) < MAX_KNOWN_VALUES:
+                self._known[value] = name
+
+    def values_in(self, item: Any, name: str = "") -> dict[str, str]:
+        """Secret values in nested dicts and lists, each with its name."""
+        if isinstance(item, Mapping):
+            found: dict[str, str] = {}
+            for key, value in item.items():
+                found |= self.values_in(value, str(key) if self.is_secret(key) else name)
+            return found
+        if isinstance(item, list | tuple):
+            return {value: key for part in item for value, key in self.values_in(part, name).items()}
+        is_one = bool(name) and isinstance(item, str) and len(item) >= MIN_SECRET_LENGTH
+        return {item: name} if is_one else {}
+
+    def mask(self, text: str, extra: Mapping[str, str] | None = None) -> str:
+        """The text with every secret replaced by its name.
+
+        Args:
+            text: of any kind.
+            extra: further values, with their names.
+        """
+        values = self._current_values()
+        if values is not None:
+            text = values.sub(lambda match: _mark(self._names[match.group()]), text)
+        if extra:
+            text = _alternatives(extra).sub(lambda match: _mark(extra[match.group()]), text)
+        for pattern in self.patterns:
+            text = pattern.sub("[secret]", text)
+        return text
+
+    def mask_all(self, item: Any, extra: Mapping[str, str] | None = None) -> Any:
+        """A copy of nested dicts and lists with every secret in their texts masked."""
+        if isinstance(item, str):
+            return self.mask(item, extra)
+        if isinstance(item, Mapping):
+            return {self.mask_all(key, extra): self.mask_all(value, extra) for key, value in item.items()}
+        if isinstance(item, list | tuple):
+            return [self.mask_all(value, extra) for value in item]
+        return item
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is known that could be masked."""
+        return not self.patterns and self._current_values() is None
+
+    def _current_values(self) -> re.Pattern[str] | None:
+        """A pattern of all known values; the environment may have changed since the last call."""
+        found = {
+            value: name
+            for name, value in os.environ.items()
+            if len(value) >= MIN_SECRET_LENGTH and not value.isdigit() and self.is_secret(name)
+        }
+        sources = (*found.items(), *self._known.items())
+        if sources != self._sources:
+            self._sources = sources
+            self._names = self._known | found
+            self._values = _alternatives(self._names) if self._names else None
+        return self._values
+
+
+def mask(text: str) -> str:
+    """The text with every secret replaced by its name."""
+    return rules().mask(text)
+
+
+def rules() -> SecretRules:
+    """The rules of this process."""
+    return _rules
+
+
+def set_rules(names: str | None = None, patterns: Sequence[str] | None = None) -> None:
+    """Set the rules of this process; values that were noted before are kept.
+
+    Args:
+        names: see `SecretRules`; None: the default.
+        patterns: see `SecretRules`.
+
+    Raises:
+        ValueError: see `SecretRules`.
+    """
+    global _rules
+    known = _rules._known
+    _rules = SecretRules(SECRET_NAMES if names is None else names, patterns or ())
+    _rules._known = known
+
+
+def check_rules(names: str, patterns: Sequence[str] | None) -> None:
+    """Refuse what `SecretRules` refuses.
+
+    Raises:
+        ValueError: names the option, the rule and the cure.
+    """
+    if isinstance(patterns, str):
+        raise ValueError(f"secret_patterns={patterns!r} must be a list. Write secret_patterns: [{patterns!r}].")
+    SecretRules(names, patterns or ())
+
+
+def _compiled(option: str, pattern: str) -> re.Pattern[str]:
+    try:
+        compiled = re.compile(pattern, re.IGNORECASE)
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"{option}={pattern!r} must be a regular expression of Python ({error}). Correct it."
+        ) from error
+    if compiled.search("") is not None:
+        raise ValueError(
+            f"{option}={pattern!r} must not match empty text, as it would match everywhere. Correct the regular "
+            "expression; '(?!)' matches nothing."
+        )
+    return compiled
+
+
+def _alternatives(values: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(value) for value in sorted(values, key=len, reverse=True)))
+
+
+def _mark(name: str) -> str:
+    return f"[secret: {name}]"
+
+
+_rules = SecretRules()
