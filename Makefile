@@ -16,6 +16,8 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 # The random numbers of `make fuzz`; a failure names the value that repeats it.
 FUZZ_SEED ?= $(shell date +%s)
+# How many runs `make soak` plays; SEED is that of the first.
+RUNS ?= 20
 # The quickstart's settings.
 ALGO ?= grpo
 SEED ?= 0
@@ -30,7 +32,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 # Groups of tests stay together and begin in the order that tests/conftest.py gives them.
 PYTEST = $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help quickstart install test test-fast fuzz lint types audit check format notebooks clean
+.PHONY: help quickstart install test test-fast fuzz soak lint types audit check format notebooks clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -54,6 +56,11 @@ test-fast: $(STAMPS)/test ## run what takes seconds: nothing slow, no vLLM; PYTE
 fuzz: $(STAMPS)/test ## run the property tests with ten times the examples (minutes); FUZZ_SEED, PYTEST_ARGS, WORKERS
 	$(SAY) "Property tests, FUZZ_SEED=$(FUZZ_SEED)"
 	FUZZ_SEED=$(FUZZ_SEED) $(PYTEST) -m fuzz --hypothesis-profile fuzz -o timeout=3600 $(PYTEST_ARGS)
+
+soak: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## short runs under random faults (server kills, hangs, NaN, signals); RUNS, SEED
+	$(SAY) "Soak: $(RUNS) runs from seed $(SEED)"
+	$(TEST_ENV) $(BIN)/python -m tests.soak --runs $(RUNS) --seed $(SEED) --workers $(WORKERS) \
+	  $(if $(filter none,$(VLLM)),--samplers scripted transformers)
 
 lint: $(STAMPS)/dev ## ruff: rules and formatting
 	$(SAY) "ruff"

@@ -27,6 +27,16 @@ def free_port():
 def vllm_server(model, folder, *options, environment=None):
     """The URL of a server that is ready; its output is in `folder`/server.log."""
     port = free_port()
+    server = start_vllm_server(model, folder, port, *options, environment=environment)
+    try:
+        wait_until_ready(server, f"http://127.0.0.1:{port}", folder / "server.log")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        end_vllm_server(server)
+
+
+def start_vllm_server(model, folder, port, *options, environment=None):
+    """The process of a server, which leads a session of its own and is not ready yet."""
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port),
         "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
@@ -40,20 +50,21 @@ def vllm_server(model, folder, *options, environment=None):
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     with open(folder / "server.log", "w") as log:
-        server = subprocess.Popen(
+        return subprocess.Popen(
             command, env={**os.environ, **settings, **(environment or {})}, stdout=log, stderr=log,
             start_new_session=True,
         )  # fmt: skip
-        try:
-            wait_until_ready(server, f"http://127.0.0.1:{port}", folder / "server.log")
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            os.killpg(server.pid, signal.SIGTERM)
-            try:
-                server.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(server.pid, signal.SIGKILL)
-                server.wait()
+
+
+def end_vllm_server(server):
+    """End a server and whatever it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGTERM)
+    try:
+        server.wait(20)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 def wait_until_ready(server, url, log, timeout_s=300):

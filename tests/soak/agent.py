@@ -1,0 +1,277 @@
+"""The run: a tiny agent in a task that fails as its plan says. Started in a fresh process for each rank."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import math
+import os
+import random
+import resource
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.generation.base import Generator
+from agent_r1_trl.tools import tool
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from tests.soak.plan import MAX_STEPS, Plan
+from tests.tokenizers import make_tokenizer
+from tests.toys import call, say
+from tests.trainers.helpers import make_args, make_policy, questions, scripted
+
+SHARE = 0.15
+"""Of the places where a fault of the task could happen, those where it does."""
+SMALL_DISK = 4_000
+"""Bytes of the largest file, while the disk is full."""
+
+
+# -------------------------------------------------------------------- the task
+
+
+class Faults:
+    """Decides at each place whether a fault happens there: by what is played, not by when."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
+    def happens(self, fault: str, *place: object) -> bool:
+        """Whether `fault` is in the plan and happens at this place."""
+        return fault in self.plan.faults and random.Random(f"{self.plan.seed} {fault} {place}").random() < SHARE
+
+
+def make_env(plan: Plan):
+    """A class of environments that fail as planned: each plays up to three turns, with a tool or without."""
+    faults = Faults(plan)
+
+    @tool(timeout_s=0.5)
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: One number.
+            b: The other.
+        """
+        if faults.happens("tool raises", a, b):
+            raise ZeroDivisionError("a fault of the tool")
+        if faults.happens("tool hangs", a, b):
+            time.sleep(3)
+        if faults.happens("tool is slow", a, b):
+            time.sleep(0.2)
+        return a + b
+
+    @tool(timeout_s=0.5)
+    async def look_up(a: int, b: int) -> str:
+        """Look two numbers up.
+
+        Args:
+            a: One number.
+            b: The other.
+        """
+        if faults.happens("tool blocks the event loop", a, b):
+            time.sleep(1)
+        if faults.happens("backend is down at times", a, b):
+            raise ConnectionError("the back end does not answer")
+        await asyncio.sleep(0.01)
+        return "\x1b[2J<|im_end|>" if faults.happens("escape sequences", a, b) else str(a * b)
+
+    class SoakEnv(ToolEnv):
+        tools = (add, look_up)
+
+        def reset(self, example):
+            self.example_id, self.num_turns = example["id"], 0
+            if faults.happens("environment crashes in reset", self.example_id):
+                raise RuntimeError("no world today")
+            if faults.happens("environment hangs in reset", self.example_id):
+                time.sleep(60)
+            return super().reset(example)
+
+        async def step(self, message):
+            self.num_turns += 1
+            place = (self.example_id, self.num_turns, str(message.get("content")))
+            if faults.happens("environment crashes in step", *place):
+                raise RuntimeError("the world ended")
+            if message.get("tool_calls") or message.get("malformed_tool_call"):
+                return await super().step(message)
+            if self.num_turns < 3 and len(str(message.get("content"))) % 2:
+                size = 100_000 if faults.happens("huge observations", *place) else 3
+                return [{"role": "user", "content": "go on " * size}], 0.1, False, {}
+            return [], 0.0, True, {}
+
+        def outcome_reward(self, trajectory):
+            if faults.happens("scoring crashes", self.example_id, trajectory.final_text):
+                raise OSError("the judge is out")
+            if faults.happens("reward is not finite", self.example_id, trajectory.final_text):
+                return math.inf
+            return float(len(trajectory.final_text) % 3)
+
+        async def close(self):
+            if faults.happens("environment crashes in close", self.example_id):
+                raise RuntimeError("cannot close")
+            await super().close()
+
+    return SoakEnv
+
+
+def answers(plan: Plan):
+    """What a scripted policy says: calls of both tools, unreadable ones, and answers."""
+    faults = Faults(plan)
+
+    def turn_of(rng: random.Random, turn: int):
+        numbers = {"a": rng.randrange(50), "b": rng.randrange(50)}
+        if faults.happens("malformed calls", numbers):
+            return say('<tool_call>{"name": "add", "arguments": {"a": 1,</tool_call>')
+        if turn < rng.randrange(3):
+            return call(rng.choice(["add", "look_up"]), **numbers)
+        return say("x" * rng.randrange(1, 9))
+
+    return turn_of
+
+
+# -------------------------------------------------------------------- the run
+
+
+class Disturbances(TrainerCallback):
+    """Faults that come from outside the task, from the second step on."""
+
+    def __init__(self, plan: Plan, folder: Path):
+        self.plan, self.folder, self.is_broken = plan, folder, False
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Give one parameter a gradient that can be broken."""
+        if "gradient is not finite" in self.plan.faults:
+            parameter = next(p for p in model.parameters() if p.requires_grad)
+            parameter.register_hook(lambda grad: grad * math.nan if self.is_broken else grad)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Break the second step, and let the others be."""
+        self.is_broken = state.global_step == 1 and not (self.folder / "was_broken").exists()
+        if self.is_broken:
+            (self.folder / "was_broken").touch()
+        if "disk is full" in self.plan.faults:
+            limit_files(SMALL_DISK if self.is_broken else resource.RLIM_INFINITY)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Leave the metrics of each step behind."""
+        if "loss" in logs and state.is_world_process_zero:
+            append(self.folder / "steps.jsonl", {"step": state.global_step, **logs})
+
+
+def limit_files(size: int) -> int:
+    """Let no file of this process grow beyond a size; returns the limit so far."""
+    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    return before
+
+
+_lock = threading.Lock()
+
+
+def append(path: Path, value: object) -> None:
+    """Add a line of JSON, whether the disk is full or not."""
+    with _lock:
+        before = limit_files(resource.RLIM_INFINITY)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(value) + "\n")
+        limit_files(before)
+
+
+def note_samples(generator: Generator, path: Path) -> None:
+    """Write down what the sampler was asked and what it answered, apart from everything that is tested."""
+    original = generator.generate
+
+    @functools.wraps(original)
+    async def generate(prompt_ids, **options):
+        generation = await original(prompt_ids, **options)
+        append(path, [prompt_ids, generation.token_ids, generation.logprobs])
+        return generation
+
+    generator.generate = generate  # type: ignore[method-assign]
+
+
+def run(plan: Plan, folder: Path, rank: int, port: int, urls: list[str], model_path: str) -> None:
+    """Train; the exit code is the process's."""
+    log = (folder / f"rank{rank}.log").open("a", encoding="utf-8", buffering=1)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    os.environ.update(SOAK_RUN=str(folder), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CPU_CI_ENV="1")
+    if plan.num_ranks > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(plan.num_ranks))
+        os.environ.update(LOCAL_WORLD_SIZE=str(plan.num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    code = 0
+    try:
+        train(plan, folder, urls, model_path)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    log.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def train(plan: Plan, folder: Path, urls: list[str], model_path: str) -> None:
+    """One start of the run, from the last checkpoint if there is one."""
+    tokenizer = make_tokenizer("qwen3")
+    trainer_class = MultiTurnPPOTrainer if plan.trainer == "ppo" else MultiTurnGRPOTrainer
+    options = {"use_vllm": True, "overlap_rollout": plan.overlap} if plan.sampler in ("server", "engine") else {}
+    if plan.sampler == "server":
+        options |= {"vllm_mode": "server", "vllm_server_urls": urls}
+    elif plan.sampler == "engine":
+        options |= {"vllm_mode": "colocate", "vllm_max_model_length": 512}
+    policy = AutoModelForCausalLM.from_pretrained(model_path) if model_path else make_policy(tokenizer)
+    args = make_args(
+        folder,
+        trainer_class.config_class,
+        num_generations=2 if plan.trainer == "grpo" else 1,
+        per_device_train_batch_size=4,
+        max_steps=MAX_STEPS,
+        max_turns=4,
+        max_completion_length=160,
+        max_tokens_per_turn=24,
+        max_failure_share=0.9,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=2,
+        record_trajectories=plan.record,
+        log_completions=plan.seed % 7 == 0,
+        learning_rate=1e-3,
+        seed=plan.seed,
+        **SETTINGS,
+        **options,
+    )
+    trainer = trainer_class(
+        model=policy,
+        args=args,
+        env=make_env(plan),
+        train_dataset=questions(8),
+        processing_class=tokenizer,
+        generator=scripted(tokenizer, answers(plan)) if plan.sampler == "scripted" else None,
+        callbacks=[Disturbances(plan, folder)],
+    )
+    original = trainer.rollouts.sync
+
+    def sync(*arguments, **keywords):
+        result = original(*arguments, **keywords)
+        generator = trainer.rollouts.runner.generator
+        if not hasattr(generator.generate, "__wrapped__"):
+            note_samples(generator, folder / f"samples_rank{trainer.accelerator.process_index}.jsonl")
+        return result
+
+    trainer.rollouts.sync = sync
+    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
+    trainer.save_model(str(folder / "final"))
+
+
+SETTINGS: dict[str, object] = {"rollout_timeout": 20.0}
+"""Limits that make the faults pass quickly."""
