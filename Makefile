@@ -16,6 +16,8 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 # The random numbers of `make fuzz`; a failure names the value that repeats it.
 FUZZ_SEED ?= $(shell date +%s)
+# How many times the usual number of examples it tries.
+FUZZ_FACTOR ?= 10
 # How many runs `make soak` plays; SEED is that of the first.
 RUNS ?= 20
 # The quickstart's settings.
@@ -53,9 +55,9 @@ test-fast: $(STAMPS)/test ## run what takes seconds: nothing slow, no vLLM; PYTE
 	$(SAY) "Fast tests"
 	$(PYTEST) -m "not slow and not vllm and not matrix" $(PYTEST_ARGS)
 
-fuzz: $(STAMPS)/test ## run the property tests with ten times the examples (minutes); FUZZ_SEED, PYTEST_ARGS, WORKERS
+fuzz: $(STAMPS)/test ## run the property tests with more examples (minutes); FUZZ_FACTOR, FUZZ_SEED, PYTEST_ARGS, WORKERS
 	$(SAY) "Property tests, FUZZ_SEED=$(FUZZ_SEED)"
-	FUZZ_SEED=$(FUZZ_SEED) $(PYTEST) -m fuzz --hypothesis-profile fuzz -o timeout=3600 $(PYTEST_ARGS)
+	FUZZ_SEED=$(FUZZ_SEED) FUZZ_FACTOR=$(FUZZ_FACTOR) $(PYTEST) -m fuzz --hypothesis-profile fuzz -o timeout=3600 $(PYTEST_ARGS)
 
 soak: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## short runs under random faults (server kills, hangs, NaN, signals); RUNS, SEED
 	$(SAY) "Soak: $(RUNS) runs from seed $(SEED)"

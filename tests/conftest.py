@@ -4,7 +4,8 @@ The tests of a file stay together, for the sake of the servers, engines and runs
 another group (`pytest.mark.xdist_group`). Slow tests begin first, so that neither process waits long for the other.
 
 Property tests draw new examples in each run. Those that failed are kept in `.hypothesis/examples` and come first in
-the next run; a failure prints what repeats it anywhere. The profile `fuzz` (`make fuzz`) asks for ten times as many.
+the next run; a failure prints what repeats it anywhere. The profile `fuzz` (`make fuzz`) asks for FUZZ_FACTOR
+times as many, 10 by default.
 """
 
 import os
@@ -24,7 +25,8 @@ settings.register_profile(
     derandomize=False,
     database=DirectoryBasedExampleDatabase(Path(__file__).parents[1] / ".hypothesis" / "examples"),
 )
-settings.register_profile("fuzz", settings.get_profile("tests"), max_examples=10 * PLAIN_EXAMPLES)
+FUZZ_FACTOR = int(os.environ.get("FUZZ_FACTOR", "10"))
+settings.register_profile("fuzz", settings.get_profile("tests"), max_examples=FUZZ_FACTOR * PLAIN_EXAMPLES)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tests"))  # `--hypothesis-profile` goes before it
 
 
