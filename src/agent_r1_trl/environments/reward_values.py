@@ -11,6 +11,26 @@ from typing import Any
 from agent_r1_trl.environments.base import RewardError
 
 Outcome = float | tuple[float, dict[str, float]]
+FLOAT32_MAX = 3.4028234663852886e38
+"""Rewards become float32."""
+
+
+def finite_number(value: Any) -> float | None:
+    """A finite float, in float32's range, out of a number, a boolean, or a numpy or torch scalar.
+
+    Returns:
+        None if the value is anything else: text, None, NaN, infinity, an array of several.
+
+    >>> finite_number(True), finite_number("1"), finite_number(1e39)
+    (1.0, None, None)
+    """
+    if value is None or isinstance(value, (str, bytes)):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's, for a tensor of several
+        return None
+    return number if abs(number) <= FLOAT32_MAX else None  # False for NaN
 
 
 def read_number(value: Any, source: str) -> float:
@@ -20,14 +40,9 @@ def read_number(value: Any, source: str) -> float:
         RewardError: the value is anything else; `source` names the method that returned it.
     """
     hint = " Does every path through it end in a return?" if value is None else ""
-    if value is None or isinstance(value, (str, bytes)):
+    number = finite_number(value)
+    if number is None:
         raise RewardError(f"{source} returned {value!r:.200}: must be a finite number.{hint}")
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RewardError(f"{source} returned {value!r:.200}: must be a finite number.") from error
-    if not math.isfinite(number):
-        raise RewardError(f"{source} returned {number}: must be a finite number.")
     return number
 
 

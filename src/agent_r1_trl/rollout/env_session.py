@@ -6,12 +6,12 @@ import asyncio
 import copy
 import inspect
 import logging
-import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from agent_r1_trl.environments.base import RewardError, StepResult
+from agent_r1_trl.environments.reward_values import finite_number
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.tools import ToolSchemaError, as_tool, shared_pool
@@ -118,7 +118,7 @@ class EnvSession:
         if isinstance(result, tuple):
             result, parts = result
         value = self._number(result, "outcome_reward")
-        return value, {str(name): float(part) for name, part in parts.items()}
+        return value, {str(name): self._number(part, "outcome_reward") for name, part in parts.items()}
 
     async def close(self) -> None:
         """Free what reset took. A failure to do so is not the trajectory's problem."""
@@ -164,12 +164,9 @@ class EnvSession:
             raise _as_exception(error) from error
 
     def _number(self, value: Any, method: str) -> float:
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise ValueError(
+        number = finite_number(value)
+        if number is None:
+            raise RewardError(
                 f"{self.name}.{method} returned the reward {value!r:.100}: it must be a finite number. Return a float."
             )
         return number

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agent_r1_trl.chat.format import ChatFormat
+from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.generation.base import Generation, Generator, SamplingParams
 from agent_r1_trl.rollout.draft import Draft, record_step
 from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession
@@ -69,6 +70,11 @@ async def run_trajectory(
             draft.phase = "outcome_reward"
             await _score(trajectory, session, limits)
         return trajectory
+    except RewardError as error:
+        request = draft.request
+        raise RewardError(
+            f"{error} It was in example {request.example_id!r}, generation {request.generation}."
+        ) from error
     finally:
         await session.close()
 

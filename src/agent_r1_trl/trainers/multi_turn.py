@@ -53,6 +53,7 @@ from agent_r1_trl.trainers.lookahead import ROW_INDEX, in_seeded_order
 from agent_r1_trl.trainers.metrics import gather_metrics
 from agent_r1_trl.trainers.publishing import Publishing, rows_not_logged
 from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint, accept_numbered_cpus
+from agent_r1_trl.trainers.reward_calls import RewardCalls
 from agent_r1_trl.trainers.rewards import Rewards
 from agent_r1_trl.trainers.rollouts import PlayedBatch, Position, Rollouts, trl_generation
 from agent_r1_trl.trainers.trl_logs import correct_trl_logs, drop_token_means
@@ -276,7 +277,8 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer):
     ) -> torch.Tensor:
         if self._played is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        with rows_not_logged():
+        calls = RewardCalls(self._played.trajectories)
+        with rows_not_logged(), calls.checked(self):
             values = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)  # (N, F), all ranks
         failed = [item.stop_reason.is_infrastructure_failure for item in self._played.trajectories]
         values[self.accelerator.gather(torch.tensor(failed, device=values.device))] = torch.nan  # earned nothing
@@ -284,6 +286,7 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer):
             self.evaluation.take_rewards(values)
         first = self.accelerator.process_index * len(inputs)
         self._played.reward_values = values[first : first + len(inputs)]
+        calls.settle(self._played.reward_values, self.reward_funcs, self.reward_func_names)
         return values
 
     def _advantages(self, output: dict[str, Any], played: PlayedBatch) -> dict[str, torch.Tensor]:

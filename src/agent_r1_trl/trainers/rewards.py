@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from agent_r1_trl.environments.factory import EnvForm
+from agent_r1_trl.environments.reward_values import finite_number
 from agent_r1_trl.tools.signature import unwrap_partial
+from agent_r1_trl.trainers.agreement import raised_everywhere
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.rollouts import PlayedBatch
 from agent_r1_trl.trajectory import Trajectory
@@ -90,7 +92,8 @@ class Rewards:
         """Before TRL calls its reward functions: the penalty for truncation, and the user's rewards for turns."""
         if self.truncated_trajectories == "penalise":
             penalise_truncated(trajectories, self.truncation_penalty)
-        scored = add_turn_rewards(trajectories, rows, self.turn_reward_funcs, self.turn_reward_weights)
+        with raised_everywhere():
+            scored = add_turn_rewards(trajectories, rows, self.turn_reward_funcs, self.turn_reward_weights)
         self._has_turn_reward = [self._pays_calls or item for item in scored]
 
     def place_on_outcomes(
@@ -110,20 +113,12 @@ class Rewards:
             functions: F of them; the trajectories hold already what those of `columns` returned.
             names: of the functions, for the metrics.
             weights: of the functions.
-
-        Raises:
-            ValueError: a function returned an infinite reward; names the function and the trajectory.
         """
         for trajectory, row in zip(trajectories, values.tolist(), strict=True):
             trajectory.is_scored = not all(math.isnan(value) for value in row)
             for function, name, weight, value in zip(functions, names, weights, row, strict=True):
                 if math.isnan(value) or function in self.columns:
                     continue
-                if math.isinf(value):
-                    raise ValueError(
-                        f"reward_funcs: {name} returned {value} for {trajectory!r}. Return finite numbers, or None "
-                        "for a trajectory that is not scored."
-                    )
                 trajectory.outcome_reward += weight * value
                 trajectory.reward_parts[name] = trajectory.reward_parts.get(name, 0.0) + weight * value
 
@@ -246,11 +241,8 @@ def _add(trajectory: Trajectory, per_turn: Sequence[float | None], *, weight: fl
     for turn, value in zip(trajectory.turns, per_turn, strict=True):
         if value is None:
             continue
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
+        number = finite_number(value)
+        if number is None:
             raise ValueError(
                 f"turn_reward_funcs: {name} returned {value!r} for {trajectory!r}. Return finite numbers, or None for "
                 "no reward."

@@ -29,6 +29,7 @@ from agent_r1_trl.rollout import (
     context_length,
     rollout_requests,
 )
+from agent_r1_trl.trainers.agreement import raised_everywhere
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.failures import FailureWatch, gather_failures
 from agent_r1_trl.trainers.lookahead import Lookahead
@@ -264,7 +265,8 @@ class Rollouts:
             self._rest()
         if self._accelerator.device.type == "cpu":
             release_free_memory()
-        played = PlayedBatch(rows, rollout.trajectories, rollout.environments)
+        with raised_everywhere():
+            played = PlayedBatch(rows, rollout.trajectories, rollout.environments)
         if position.is_training:
             self.failures.judge(gather_failures(played.trajectories), group_size=position.group_size)
         metrics["time/rollout_s"] = rollout.seconds

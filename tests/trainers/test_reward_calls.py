@@ -1,0 +1,147 @@
+"""Whatever a reward function returns or raises is named with the function and the trajectory before it is trained on."""
+
+import numpy as np
+import pytest
+import torch
+
+from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.environments.reward_values import finite_number
+from tests.toys import AddEnv
+from tests.trainers.helpers import make_trainer, questions, say
+
+NAN, INF = float("nan"), float("inf")
+
+
+def one_of_them(value):
+    """A reward function that returns `value` for the third trajectory."""
+
+    def scorer(completions, **columns):
+        return [value if row == 2 else float(row) for row in range(len(completions))]
+
+    return scorer
+
+
+def train(folder, **options):
+    trainer = make_trainer(folder, **options)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "value",
+    [INF, -INF, NAN, 1e39, np.float32("nan"), torch.tensor(INF), torch.ones(2), "1.5", b"1", [1.0], 1j, {}, object()],
+    ids=repr,
+)
+def test_what_is_no_reward_is_named_with_the_function_and_the_trajectory(tmp_path, value):
+    before = (trainer := make_trainer(tmp_path, reward_funcs=[one_of_them(value)])).model.state_dict()
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    with pytest.raises(ValueError, match=r"reward_funcs: scorer returned .* for Trajectory\(example_id='q\d', gen.*=2"):
+        trainer.train()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
+    assert trainer.reward_funcs[0].__name__ == "scorer", "the functions are the user's again"
+
+
+@pytest.mark.parametrize("value", [True, np.float32(1), np.bool_(True), torch.tensor(1.0), 1, None], ids=repr)
+def test_numbers_of_other_libraries_and_none_are_rewards(tmp_path, value):
+    assert train(tmp_path, reward_funcs=[one_of_them(value)]).state.global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [(None, "None"), (1.0, "1.0"), ([1.0] * 7, "7 values"), ([1.0] * 9, "9 values"), ({"a": 1}, "{'a': 1}")],
+    ids=repr,
+)
+def test_a_wrong_number_of_rewards_is_named(tmp_path, returned, said):
+    def scorer(completions, **columns):
+        return returned
+
+    with pytest.raises(ValueError, match=f"reward_funcs: scorer returned {said} for 8 trajectories"):
+        train(tmp_path, reward_funcs=[scorer])
+
+
+def test_an_async_function_is_checked_and_its_errors_are_its_own(tmp_path):
+    async def infinite(completions, **columns):
+        return [INF] * len(completions)
+
+    async def broken(completions, **columns):
+        raise KeyError("the judge is down")
+
+    with pytest.raises(ValueError, match="reward_funcs: infinite returned inf for Trajectory"):
+        train(tmp_path, reward_funcs=[infinite])
+    with pytest.raises(KeyError, match="the judge is down"):
+        train(tmp_path, reward_funcs=[broken])
+
+
+def test_what_a_function_makes_of_a_trajectory_that_failed_is_not_read(tmp_path):
+    class Broken(AddEnv):
+        def reset(self, example):
+            if example["id"] == "q1":
+                raise OSError("the server is down")
+            return super().reset(example)
+
+    def length(completions, trajectory, **columns):
+        return [NAN if item.stop_reason == "environment_error" else 1.0 for item in trajectory]
+
+    trainer = train(tmp_path, env=Broken, reward_funcs=[length], train_dataset=questions(2))
+    assert trainer.state.global_step == 1
+
+
+class OutcomeEnv(ToolEnv):
+    """Earns what its class says."""
+
+    value: object = 1.0
+
+    def outcome_reward(self, trajectory):
+        return self.value
+
+
+class BareEnv:
+    """The protocol without our base class."""
+
+    outcome: object = 1.0
+    reward: object = 0.0
+
+    def reset(self, example):
+        return example["prompt"]
+
+    def step(self, message):
+        return [], self.reward, True, {"reward_parts": {}}
+
+    def outcome_reward(self, trajectory):
+        return self.outcome
+
+
+@pytest.mark.parametrize(
+    ("base", "values", "method"),
+    [
+        (OutcomeEnv, {"value": INF}, "outcome_reward"),
+        (OutcomeEnv, {"value": (1.0, {"answer": NAN})}, "outcome_reward, part 'answer',"),
+        (BareEnv, {"outcome": INF}, "outcome_reward"),
+        (BareEnv, {"outcome": "1.0"}, "outcome_reward"),
+        (BareEnv, {"outcome": (1.0, {"answer": NAN})}, "outcome_reward"),
+        (BareEnv, {"reward": 1e39}, "step"),
+    ],
+    ids=repr,
+)
+def test_what_an_environment_earns_is_named_with_its_method_and_the_example(tmp_path, base, values, method):
+    env = type("Mine", (base,), values)
+    with pytest.raises(ValueError, match=rf"Mine\.{method} returned .* example 'q\d', generation \d"):
+        train(tmp_path, env=env, script=lambda rng, turn: say())
+
+
+def test_a_reward_model_that_returns_no_number_is_named(tmp_path):
+    class Judge(torch.nn.Module):
+        def forward(self, **inputs):
+            logits = torch.ones(len(inputs["input_ids"]), 1)
+            logits[3] = INF
+            return type("Output", (), {"logits": logits})
+
+    trainer = make_trainer(tmp_path, reward_funcs=[one_of_them(1.0)])
+    trainer.reward_funcs[0] = Judge()
+    trainer.reward_processing_classes[0] = trainer.processing_class
+    with pytest.raises(ValueError, match=r"reward_funcs: scorer returned inf for Trajectory\(.*generation=3"):
+        trainer.train()
+
+
+def test_only_numbers_that_float32_holds_are_finite():
+    assert [finite_number(value) for value in (3.4e38, -3.5e38, "1", None, False)] == [3.4e38, None, None, None, 0.0]
