@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tests.distributed import agreement, critics
+from tests.distributed import agreement, critics, nonfinite
 
 RESULTS_FILE = "results.pt"
 
@@ -20,6 +20,7 @@ def compute(folder):
     return {
         "critics": {case: critics.one_step(*case, folder) for case in critics.CASES},
         "losses": {policy: agreement.losses(policy, folder) for policy in agreement.POLICIES},
+        "nonfinite": nonfinite.skipped(folder),
         "credit": {case: agreement.credit(case, folder) for case in credit_cases},
     }
 

@@ -4,6 +4,8 @@ import inspect
 
 import pytest
 import trl
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from transformers import Trainer
@@ -114,7 +116,7 @@ def test_the_batch_has_the_tensors_that_are_replaced(tmp_path):
     expected = set(scored_batch(plain))
     assert {"advantages", "completion_mask", "num_items_in_batch", "prompt_ids", "completion_ids"} <= expected
     ours = set(scored_batch(make_trainer(tmp_path)))
-    assert ours == expected | {"tool_mask", "in_baseline", "row_scale", "micro_batch_scale"}
+    assert ours == expected | {"tool_mask", "in_baseline", "row_scale", "micro_batch_scale", "trajectory_row"}
 
 
 def test_attributes_that_are_read_exist(tmp_path):
@@ -168,6 +170,13 @@ def test_gradients_are_clipped_and_measured_right_before_the_optimizer_step():
     loop = inspect.getsource(Trainer._run_epoch)
     measured = loop.index("grad_norm = self._get_grad_norm(model, grad_norm=grad_norm)")
     assert loop.index("grad_norm = self._clip_grad_norm(model)") < measured < loop.index("self.optimizer.step()")
+
+
+def test_a_step_that_the_optimizer_skipped_leaves_the_schedule_alone():
+    assert "if not self.accelerator.optimizer_step_was_skipped:" in inspect.getsource(Trainer._run_epoch)
+    assert "return self._is_overflow" in inspect.getsource(AcceleratedOptimizer.step_was_skipped.fget)
+    assert "step_was_skipped" in inspect.getsource(Accelerator.optimizer_step_was_skipped.fget)
+    assert "compute_loss(model, inputs, num_items_in_batch=" in inspect.getsource(Trainer.training_step)
 
 
 def test_the_reference_is_synced_from_what_parameters_yields():

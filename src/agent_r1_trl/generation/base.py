@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -141,6 +142,25 @@ current_slot: ContextVar[TrajectorySlot | None] = ContextVar("current_slot", def
 
 class GenerationError(RuntimeError):
     """The generation back end failed, which is not the policy's fault. The cause is chained."""
+
+
+def check_generation(generation: Generation) -> None:
+    """Refuse what a back end answered if its log-probabilities are not one finite number per id.
+
+    Some answer NaN or None where their logits overflowed: such a token cannot be trained on.
+
+    Raises:
+        GenerationError: names the position, the id and the number.
+    """
+    if len(generation.logprobs) != len(generation.token_ids):
+        raise GenerationError(
+            f"{len(generation.token_ids)} ids came with {len(generation.logprobs)} log-probabilities; each needs one"
+        )
+    for position, value in enumerate(generation.logprobs):
+        if value is None or not math.isfinite(value):
+            raise GenerationError(
+                f"the log-probability of sampled token {position} (id {generation.token_ids[position]}) is {value!r}"
+            )
 
 
 def check_request(prompt_ids: list[int], max_tokens: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.environments.base import RewardError
-from agent_r1_trl.generation.base import Generation, Generator, SamplingParams
+from agent_r1_trl.generation.base import Generation, Generator, SamplingParams, check_generation
 from agent_r1_trl.rollout.draft import Draft, record_step
 from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession
 from agent_r1_trl.rollout.limits import RolloutLimits
@@ -148,7 +148,9 @@ async def _generate(
 ) -> Generation:
     seed = derive_seed(draft.request.seed, turn_index)
     try:
-        return await generator.generate(draft.context_ids, max_tokens=max_tokens, seed=seed, params=params)
+        generation = await generator.generate(draft.context_ids, max_tokens=max_tokens, seed=seed, params=params)
+        check_generation(generation)
+        return generation
     except (Exception, asyncio.CancelledError) as error:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():

@@ -28,6 +28,15 @@ class FaultSettings:
         metadata={"help": "Number of prompts over which `max_failure_share` is judged; fewer are not judged."},
     )
 
+    # ---- numbers that are not finite (`nonfinite.py`)
+    max_nonfinite_steps: int = field(
+        default=3,
+        metadata={
+            "help": "End the run after this many optimizer steps in a row whose loss or gradients are not finite. "
+            "Such steps are skipped: they change neither weights nor optimizer."
+        },
+    )
+
     def check_faults(self) -> None:
         """Check these settings.
 
@@ -36,3 +45,4 @@ class FaultSettings:
         """
         check_whole_number("failure_window", self.failure_window)
         check_share("max_failure_share", self.max_failure_share)
+        check_whole_number("max_nonfinite_steps", self.max_nonfinite_steps)

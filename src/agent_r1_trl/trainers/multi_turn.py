@@ -51,6 +51,7 @@ from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
 from agent_r1_trl.trainers.lookahead import ROW_INDEX, in_seeded_order
 from agent_r1_trl.trainers.metrics import gather_metrics
+from agent_r1_trl.trainers.nonfinite import LOG_PROBS, NumberWatch, NumberWatchingTrainer
 from agent_r1_trl.trainers.publishing import Publishing, rows_not_logged
 from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint, accept_numbered_cpus
 from agent_r1_trl.trainers.reward_calls import RewardCalls
@@ -65,7 +66,7 @@ from agent_r1_trl.update.live_rows import policy_scale
 from agent_r1_trl.update.losses import LossPass
 
 
-class MultiTurnTrainer(Publishing, EvaluatingTrainer):
+class MultiTurnTrainer(Publishing, EvaluatingTrainer, NumberWatchingTrainer):
     """Base of the multi-turn trainers: rollouts, rewards, masks, metrics, recording, checkpoints.
 
     One training step, with the method below and the file that does the work:
@@ -167,6 +168,7 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer):
         self.credit = CreditEstimator(self.args, self.accelerator)
         self.checkpoint = RolloutCheckpoint(self.args, self.accelerator)
         self.store = trajectory_store(self.args, rank)
+        self.numbers = NumberWatch(self.args.max_nonfinite_steps, self.args.output_dir)
         reference = [] if self.ref_model is None else [self.accelerator.unwrap_model(self.ref_model)]
         self.layout.prepare(self.model, *reference, has_router_loss=self.aux_loss_enabled)
 
@@ -255,6 +257,7 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer):
         output |= self._advantages(output, played)
         if self.args.overlap_rollout:
             output[ROW_INDEX] = torch.arange(len(trajectories))
+        self._number_rows(trajectories, output)
         self._rollout_s += time.perf_counter() - start
         self._log_and_record(trajectories, output)
         return output
@@ -377,6 +380,7 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer):
             )
         if loss_pass is not None:
             loss_pass.take(*result[:2])
+            self._watch_numbers(LOG_PROBS, result[0], loss_pass.mask)
         return result
 
     def extra_loss(self, inputs: dict[str, Any], log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:

@@ -28,6 +28,7 @@ from agent_r1_trl.critic import (
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.trainers.model_card import AGENT_R1
 from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
+from agent_r1_trl.trainers.nonfinite import VALUES
 from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
 from agent_r1_trl.trainers.ppo_optimizer import (
     SyncPolicyCallback,
@@ -178,6 +179,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         policy_loss = super()._compute_loss(collector, inputs)
         values = collector.values[:, -inputs["completion_ids"].shape[1] - 1 : -1]
         mask = inputs["value_mask"]
+        self._watch_numbers(VALUES, values, mask)
         total, num_clipped = value_loss(
             values, inputs["old_values"], inputs["returns"], mask, cliprange_value=self.args.cliprange_value
         )
@@ -220,6 +222,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
             return super()._get_grad_norm(model, grad_norm)
         policy_norm, critic_norm = clip_by_role(model, self.args, self.accelerator)
         self._add_metrics({"critic/grad_norm": critic_norm.item()})
+        self._judge_step(model, policy_norm, critic_norm)
         if self.is_warming_up:
             drop_policy_gradients(model)
         return policy_norm
