@@ -180,8 +180,12 @@ class Trajectory:
     generation: int = 0
     """Index of the trajectory in its group: the trajectories of one example."""
     seed: int = 0
+    is_group_too_small: bool = False
+    """Too few trajectories of its group are left (`min_group_size`), so this one is not in the baseline either."""
     error: str | None = None
     """Message of the infrastructure failure, if there was one."""
+    failed_tries: list[str] = field(default_factory=list)
+    """Stop reason and error of each earlier try that this one took the place of (`retry_failed`)."""
     info: dict[str, Any] = field(default_factory=dict)
     """JSON-serialisable extras from the environment (gold answer, prediction, scores, ...)."""
     duration_s: float = 0.0
@@ -226,8 +230,8 @@ class Trajectory:
 
     @property
     def in_baseline(self) -> bool:
-        """Whether the reward counts in the statistics of the group or batch: played, and scored by something."""
-        return self.is_scored and not self.stop_reason.is_infrastructure_failure
+        """Whether the reward counts in the statistics of the group or batch: played, scored, and not left alone."""
+        return self.is_scored and not self.is_group_too_small and not self.stop_reason.is_infrastructure_failure
 
     @property
     def num_action_tokens(self) -> int:

@@ -46,3 +46,25 @@ def test_every_row_of_an_evaluation_counts_once_and_draws_what_one_process_draws
 def test_a_checkpoint_that_lost_a_file_is_refused_by_both_ranks(found):
     first, second = (rank["torn"] for rank in found)
     assert first == second and "rollout_state_rank1.pt is missing. Resume from an earlier checkpoint" in first
+
+
+def test_what_is_wrong_on_one_rank_ends_both_with_its_words(found):
+    first, last = (rank["wrong_values"] for rank in found)
+    said = {
+        "infinite": "ValueError: reward_funcs: scorer returned inf for Trajectory(example_id='q",
+        "raising": "KeyError: 'the judge is down'",
+        "turns": "ValueError: turn_reward_funcs: <lambda> returned 5 for 4 trajectories",
+        "step": "ValueError: BadStep.step returned None",
+    }
+    for name, message in said.items():
+        assert last[name].startswith(message)
+        kind = "RuntimeError" if name == "raising" else "ValueError"
+        assert first[name].startswith(f"{kind}: Process 1 has stopped all others: {message}")
+
+
+def test_a_group_on_two_ranks_of_which_one_member_is_left_counts_nowhere(found):
+    assert [rank["lone_member"] for rank in found] == [[[False, False], [1.0]]] * 2
+
+
+def test_failures_that_are_played_again_on_one_rank_count_on_both(found):
+    assert [rank["replaced"] for rank in found] == [[[0.5, 0.0]] * failures.NUM_STEPS] * 2

@@ -196,6 +196,14 @@ TABLE = {
     "failure_window": ShownBy(
         "tests/trainers/test_failures.py::test_an_outage_ends_the_run_when_the_window_is_full_of_it"
     ),
+    "max_nonfinite_steps": ShownBy(
+        "tests/trainers/test_nonfinite.py::test_the_number_of_steps_is_the_users_and_a_healthy_step_begins_anew"
+    ),
+    "retry_failed": ShownBy("tests/trainers/test_lost_members.py::test_a_replaced_failure_changes_no_bit_of_the_run"),
+    "min_group_size": (
+        ShownBy("tests/trainers/test_lost_members.py::test_a_group_of_too_few_counts_nowhere"),
+        Refused(9, {"num_generations": 10, "per_device_train_batch_size": 10}),
+    ),
     # ---- ours: the critic
     "lam": Acts(effects.batch, 0.5, PPO),
     "lam_turn": (

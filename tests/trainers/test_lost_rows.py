@@ -101,7 +101,7 @@ def test_the_gradient_is_that_of_a_batch_without_the_lost_rows(tmp_path, loss_ty
 def test_the_entropy_bonus_is_the_mean_over_micro_batches_with_live_rows(tmp_path, adaptive):
     rows = [LOST] * 7 + ["xx"]
     bonus = {"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_max": 0.3} if adaptive else {}
-    trainer = trainer_of(tmp_path, rows, entropy_coef=0.3, **bonus, **ACCUMULATION)
+    trainer = trainer_of(tmp_path, rows, entropy_coef=0.3, min_group_size=1, **bonus, **ACCUMULATION)
     trainer._last_world_entropy = 0.0
     gradients, buffer = step_gradients(trainer)  # a group of one has advantage 0: what is left is the bonus
     (alone,) = [only(inputs, inputs["in_baseline"]) for inputs in buffer if inputs["in_baseline"].any()]

@@ -27,6 +27,8 @@ class RolloutRequest:
     """For the sampler (and random dynamics of the environment); differs between the members of a group."""
     reset_seed: int = 0
     """For the initial state; the same for all members of a group."""
+    attempt: int = 0
+    """Number of failed tries before this one. The seeds do not depend on it."""
 
 
 def rollout_requests(

@@ -11,18 +11,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.generation.base import Generator, SamplingParams, TrajectorySlot, current_slot
 from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.rollout.env_session import EnvSession
+from agent_r1_trl.rollout.failures import MAX_CAUSES, FailureCause, failure_of
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest
-from agent_r1_trl.trajectory import Trajectory
+from agent_r1_trl.trajectory import StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
+
+RETRY_WAIT_S = 0.5
+"""Seconds before a failed trajectory is played for the second time; doubled before each further try."""
 
 
 class RolloutRunner:
@@ -34,6 +39,7 @@ class RolloutRunner:
         chat: the model's chat format.
         limits: of every trajectory.
         params: how tokens are drawn, unless `run` is told otherwise.
+        retry_failed: how often a trajectory that failed for no fault of the policy is played again.
         watchdog_s: seconds without any progress after which a warning names what is being waited for.
         on_trajectory: called with each trajectory as it ends (from the event loop's thread).
     """
@@ -46,6 +52,7 @@ class RolloutRunner:
         limits: RolloutLimits | None = None,
         params: SamplingParams | None = None,
         *,
+        retry_failed: int = 0,
         watchdog_s: float = 120.0,
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> None:
@@ -54,10 +61,13 @@ class RolloutRunner:
         self.chat = chat
         self.limits = limits or RolloutLimits()
         self.params = params or SamplingParams()
+        self.retry_failed = retry_failed
         self.watchdog_s = watchdog_s
         self.on_trajectory = on_trajectory
         self.environments: list[Any] = []
         """The environments of the last run, in the order of its requests (None where none could be made)."""
+        self._retried: set[str] = set()
+        """Causes of failures that were reported."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None) -> list[Trajectory]:
@@ -89,18 +99,30 @@ class RolloutRunner:
         drafts = [Draft(request=request) for request in requests]
         sessions = [EnvSession(self.env_factory, truncate=self.chat.truncate) for _ in requests]
 
-        async def play(draft: Draft, session: EnvSession) -> Trajectory:
-            current_slot.set(TrajectorySlot())
+        async def play(index: int) -> Trajectory:
+            failed: list[str] = []
             async with places:
-                trajectory = await run_trajectory(
-                    draft, session, self.generator, self.chat, self.limits, params or self.params
-                )
-            draft.phase = "ended"
+                while True:
+                    current_slot.set(TrajectorySlot())
+                    draft, session = drafts[index], sessions[index]
+                    trajectory = await run_trajectory(
+                        draft, session, self.generator, self.chat, self.limits, params or self.params
+                    )
+                    cause = failure_of(trajectory)
+                    if cause is None or len(failed) == self.retry_failed or not may_pass(trajectory):
+                        break
+                    failed.append(f"{cause.stop_reason}: {cause.error}")
+                    self._warn_of_retry(cause)
+                    draft.phase = f"waiting for try {len(failed) + 1}"
+                    await asyncio.sleep(RETRY_WAIT_S * 2 ** (len(failed) - 1))
+                    drafts[index] = Draft(request=replace(draft.request, attempt=len(failed)))
+                    sessions[index] = EnvSession(self.env_factory, truncate=self.chat.truncate)
+            draft.phase, trajectory.failed_tries = "ended", failed
             if self.on_trajectory is not None:
                 self.on_trajectory(trajectory)
             return trajectory
 
-        tasks = [asyncio.ensure_future(play(*pair)) for pair in zip(drafts, sessions, strict=True)]
+        tasks = [asyncio.ensure_future(play(index)) for index in range(len(requests))]
         watchdog = asyncio.ensure_future(self._watch(drafts))
         try:
             trajectories = await asyncio.gather(*tasks)
@@ -137,6 +159,16 @@ class RolloutRunner:
                 )
                 since = time.monotonic()
 
+    def _warn_of_retry(self, cause: FailureCause) -> None:
+        if cause.key not in self._retried and len(self._retried) < MAX_CAUSES:
+            self._retried.add(cause.key)
+            logger.warning(
+                "A trajectory failed and is played again (retry_failed=%d): %s. This cause is reported once; "
+                "rollout/tries counts on.",
+                self.retry_failed,
+                cause,
+            )
+
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -148,6 +180,12 @@ class RolloutRunner:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
+
+
+def may_pass(trajectory: Trajectory) -> bool:
+    """Whether the trajectory failed for no fault of the policy, of something that may be over at the next try."""
+    reason = trajectory.stop_reason
+    return reason.is_infrastructure_failure and reason is not StopReason.PROMPT_TOO_LONG
 
 
 def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:

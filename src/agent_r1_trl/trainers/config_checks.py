@@ -173,6 +173,11 @@ def settle_estimator(config: MultiTurnConfig) -> None:
             f"num_generations=1 with advantage_estimator={row.name!r}, which compares the trajectories of a "
             f"group. Set num_generations >= 2, or one of {_names_where(lambda other: not other.needs_group)}."
         )
+    if config.min_group_size is not None and config.min_group_size > config.num_generations:
+        raise ValueError(
+            f"min_group_size={config.min_group_size} with num_generations={config.num_generations}: no group could "
+            "count. Set min_group_size to at most num_generations, or to None."
+        )
 
 
 def _names_where(is_meant: Callable[[Estimator], bool]) -> str:

@@ -28,6 +28,22 @@ class FaultSettings:
         metadata={"help": "Number of prompts over which `max_failure_share` is judged; fewer are not judged."},
     )
 
+    # ---- trajectories that fail (`rollouts.py`, `rewards.py`)
+    retry_failed: int = field(
+        default=0,
+        metadata={
+            "help": "How often a trajectory that failed for no fault of the policy (not prompt_too_long) is played "
+            "again in the same rollout, with the same row and the same seeds."
+        },
+    )
+    min_group_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "A prompt's trajectories count only if at least this many of them were played and scored; of a "
+            "smaller group none is in the baseline. None: 2 where the estimator compares them, else 1."
+        },
+    )
+
     # ---- numbers that are not finite (`nonfinite.py`)
     max_nonfinite_steps: int = field(
         default=3,
@@ -46,3 +62,5 @@ class FaultSettings:
         check_whole_number("failure_window", self.failure_window)
         check_share("max_failure_share", self.max_failure_share)
         check_whole_number("max_nonfinite_steps", self.max_nonfinite_steps)
+        check_whole_number("retry_failed", self.retry_failed, minimum=0)
+        check_whole_number("min_group_size", self.min_group_size, is_optional=True)

@@ -49,6 +49,9 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "stop": trajectory.stop_reason.value,
         "failed": trajectory.stop_reason.is_infrastructure_failure,
         "in_baseline": trajectory.in_baseline,
+        "too_small": trajectory.is_group_too_small,
+        "replaced": bool(trajectory.failed_tries) and not trajectory.stop_reason.is_infrastructure_failure,
+        "tries": 1 + len(trajectory.failed_tries),
         "truncated": trajectory.stop_reason.is_truncated,
         "generate_s": math.fsum(turn.generate_s for turn in trajectory.turns),
         "env_s": math.fsum(turn.env_s for turn in trajectory.turns),
@@ -80,6 +83,8 @@ def rollout_metrics(records: Sequence[dict[str, Any]], *, num_generations: int) 
     metrics["rollout/tool_calls"] = _mean([len(record["calls"]) for record in records])
     metrics["rollout/truncated_share"] = _mean([record["truncated"] for record in records])
     metrics["rollout/infrastructure_failure_share"] = _mean([record["failed"] for record in records])
+    metrics["rollout/replaced_share"] = _mean([record["replaced"] for record in records])
+    metrics["rollout/tries"] = _mean([record["tries"] for record in records])
     for reason in StopReason:
         metrics[f"stop/{reason.value}"] = sum(record["stop"] == reason.value for record in records) / num
     for author in Author:
@@ -119,9 +124,10 @@ def _reward_metrics(records: Sequence[dict[str, Any]], num_generations: int) -> 
     }
     for name in sorted({name for record in counted for name in record["parts"]}):
         metrics[f"reward_parts/{name}"] = _mean([record["parts"].get(name, 0.0) for record in counted])
+    groups = [records[start : start + num_generations] for start in range(0, len(records), num_generations)]
+    metrics["group/too_small_share"] = _mean([any(record["too_small"] for record in group) for group in groups])
     stds = []
-    for start in range(0, len(records), num_generations):
-        group = records[start : start + num_generations]
+    for group in groups:
         rewards = [record["reward"] for record in group if record["in_baseline"]]
         if len(rewards) > 1:
             stds.append((_std(rewards), max(abs(reward) for reward in rewards)))

@@ -249,8 +249,9 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer, NumberWatchingTrainer):
             output = super()._generate_and_score_completions(played.rows_with_prompts)
         finally:
             self._played = None
-        weights = self.reward_weights.tolist()
-        self.rewards.settle(played, functions=self.reward_funcs, names=self.reward_func_names, weights=weights)
+        functions: Any = {"functions": self.reward_funcs, "names": self.reward_func_names}
+        functions["weights"] = self.reward_weights.tolist()
+        self.rewards.settle(played, **functions, group_size=self._group_size if self.model.training else 1)
         if "importance_sampling_ratio" in output:
             self._add_metrics(weigh_mismatch(output, trajectories, self.args))
         settle_masks(output, trajectories, played.in_baseline, played.in_loss, self.args, self.accelerator)

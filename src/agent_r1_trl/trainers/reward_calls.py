@@ -116,4 +116,3 @@ class RewardCalls:
     def _fail(self, error: Exception) -> list[float | None]:
         self._error = self._error or error
         return [None] * len(self._trajectories)
-

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather
 
 from agent_r1_trl.environments.factory import EnvForm
 from agent_r1_trl.environments.reward_values import finite_number
@@ -74,6 +76,7 @@ class Rewards:
         self.turn_reward_weights = check_weights(args.turn_reward_weights, self.turn_reward_funcs)
         self.truncated_trajectories = args.truncated_trajectories
         self.truncation_penalty = args.truncation_penalty
+        self.min_group_size = args.min_group_size or (2 if args.estimator.needs_group else 1)
 
     def _columns(self, form: EnvForm) -> list[Callable]:
         if form.has_reward and form.reward_classes is None:
@@ -129,19 +132,30 @@ class Rewards:
         return not (trajectory.stop_reason.is_truncated and self.truncated_trajectories == "mask")
 
     def settle(
-        self, played: PlayedBatch, *, functions: Sequence[Callable], names: Sequence[str], weights: Sequence[float]
+        self,
+        played: PlayedBatch,
+        *,
+        functions: Sequence[Callable],
+        names: Sequence[str],
+        weights: Sequence[float],
+        group_size: int,
     ) -> None:
         """After TRL has called its reward functions: place their values, and say which rows count where.
+
+        All ranks must call it.
 
         Args:
             played: with its `reward_values`; gets `in_baseline` and `in_loss`.
             functions: as for `place_on_outcomes`, like `names` and `weights`.
             names: of the functions.
             weights: of the functions.
+            group_size: trajectories of one prompt, which are consecutive rows; 1 where groups do not matter.
         """
         trajectories, values = played.trajectories, played.reward_values
         self.place_on_outcomes(trajectories, values, functions=functions, names=names, weights=weights)
-        played.in_baseline = in_baseline(trajectories, values)
+        played.in_baseline = leave_small_groups(
+            trajectories, in_baseline(trajectories, values), group_size, min(self.min_group_size, group_size)
+        )
         trained = [self.in_loss(item) and bool(item.completion_ids) for item in trajectories]
         played.in_loss = played.in_baseline & torch.tensor(trained, device=values.device)
 
@@ -155,6 +169,27 @@ def in_baseline(trajectories: Sequence[Trajectory], values: torch.Tensor) -> tor
     """
     failed = torch.tensor([t.stop_reason.is_infrastructure_failure for t in trajectories], device=values.device)
     return ~(values.isnan().all(dim=1) | failed)
+
+
+def leave_small_groups(
+    trajectories: Sequence[Trajectory], in_baseline: torch.Tensor, group_size: int, min_size: int
+) -> torch.Tensor:
+    """(B,) bool: `in_baseline` without the trajectories of groups of which too few are left; these are marked.
+
+    Args:
+        trajectories: this rank's B.
+        in_baseline: (B,) bool.
+        group_size: trajectories of one prompt, which are consecutive rows of all ranks.
+        min_size: number of trajectories in the baseline that make a group.
+    """
+    if min_size <= 1:
+        return in_baseline
+    sizes = gather(in_baseline.int()).view(-1, group_size).sum(dim=1)  # a group may lie on several ranks
+    first = PartialState().process_index * len(trajectories)
+    is_small = (sizes < min_size).repeat_interleave(group_size)[first : first + len(trajectories)]
+    for trajectory, is_left in zip(trajectories, (is_small & in_baseline).tolist(), strict=True):
+        trajectory.is_group_too_small = is_left
+    return in_baseline & ~is_small
 
 
 def penalise_truncated(trajectories: Sequence[Trajectory], penalty: float) -> None:

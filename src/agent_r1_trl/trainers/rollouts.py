@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from agent_r1_trl.generation.base import Generator, as_generator
 from agent_r1_trl.generation.sync import sync_weights
 from agent_r1_trl.generation.vllm.build import build_vllm, check_vllm
 from agent_r1_trl.rollout import (
+    NothingPlayedError,
     RolloutRequest,
     RolloutRunner,
     context_length,
@@ -33,6 +35,7 @@ from agent_r1_trl.trainers.agreement import raised_everywhere
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.failures import FailureWatch, gather_failures
 from agent_r1_trl.trainers.lookahead import Lookahead
+from agent_r1_trl.trainers.nonfinite import last_checkpoint
 from agent_r1_trl.trajectory import Trajectory
 
 
@@ -268,7 +271,12 @@ class Rollouts:
         with raised_everywhere():
             played = PlayedBatch(rows, rollout.trajectories, rollout.environments)
         if position.is_training:
-            self.failures.judge(gather_failures(played.trajectories), group_size=position.group_size)
+            failures = gather_failures(played.trajectories)
+            try:
+                self.failures.judge(failures, group_size=position.group_size)
+            except NothingPlayedError as error:
+                path = last_checkpoint(Path(self.args.output_dir), position.optimizer_step)
+                raise NothingPlayedError(f"{error} The last checkpoint is {path or 'not written yet'}.") from error
         metrics["time/rollout_s"] = rollout.seconds
         if self.args.overlap_rollout:
             metrics["time/wait_s"] = time.perf_counter() - start
@@ -336,7 +344,9 @@ class Rollouts:
         """
         if self._runner is None:
             generator = self._generator if self._generator is not None else self._build(policy)
-            self._runner = RolloutRunner(self.env_factory, generator, self.chat, self.limits, self.params)
+            self._runner = RolloutRunner(
+                self.env_factory, generator, self.chat, self.limits, self.params, retry_failed=self.args.retry_failed
+            )
         if self.synced_step == step:
             return {}
         self.synced_step = step
