@@ -31,6 +31,11 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
             stop_token_ids=stop_token_ids,
             adapter_dir=Path(args.output_dir) / ADAPTER_FOLDER,
             startup_timeout_s=args.vllm_server_timeout,
+            request_timeout_s=args.vllm_request_timeout,
+            health_timeout_s=args.vllm_health_timeout,
+            retry_window_s=args.vllm_retry_window,
+            sync_timeout_s=args.vllm_sync_timeout,
+            may_restore=not args.overlap_rollout,  # else the update changes the weights during the rollout
             max_connections=args.max_concurrency,
             sync_port=args.vllm_group_port,
         )
