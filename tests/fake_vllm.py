@@ -27,9 +27,11 @@ class FakeServer:
     Args:
         adapters: serve LoRA (then whole weights cannot be sent).
         base: another number for another model.
+        host: address where it listens.
     """
 
-    def __init__(self, *, adapters=False, base=BASE):
+    def __init__(self, *, adapters=False, base=BASE, host="127.0.0.1"):
+        self.host = host
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.adapters = adapters
@@ -83,6 +85,7 @@ class FakeServer:
     async def _listen(self):
         app = web.Application(middlewares=[self._note])
         app.router.add_get("/health", self._health)
+        app.router.add_get("/is_sleeping", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/collective_rpc", self._rpc)
@@ -94,7 +97,7 @@ class FakeServer:
             app.router.add_post("/v1/load_lora_adapter", self._no_route)
         runner = web.AppRunner(app, shutdown_timeout=0.01, access_log=None)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True).start()
+        await web.TCPSite(runner, self.host, self.port, reuse_address=True).start()
         self._runner = runner
 
     async def _end(self, runner):

@@ -33,8 +33,8 @@ class FaultSettings:
     vllm_request_timeout: float = field(
         default=600.0,
         metadata={
-            "help": "Seconds that one turn may take on a vLLM server. One that takes longer is left out until it "
-            "answers again, and the request goes to another server."
+            "help": "Seconds that one turn may take on a vLLM server; the request then goes to another server. In "
+            "process: seconds that one step of the engine may take; its requests then fail."
         },
     )
     vllm_health_timeout: float = field(
@@ -56,6 +56,13 @@ class FaultSettings:
         metadata={
             "help": "Seconds that a vLLM server may take over one part (64 MiB, or one larger tensor) of a weight "
             "sync. One that takes longer is left out."
+        },
+    )
+
+    vllm_allow_public_servers: bool = field(
+        default=False,
+        metadata={
+            "help": "Use vLLM servers whose development routes, which have no password, are open at a public address."
         },
     )
 

@@ -29,7 +29,7 @@ from agent_r1_trl.generation.base import (
     check_request,
     current_slot,
 )
-from agent_r1_trl.generation.vllm.find_servers import check_urls, wait_for_servers
+from agent_r1_trl.generation.vllm.find_servers import check_exposure, check_urls, wait_for_servers
 from agent_r1_trl.generation.vllm.fleet import Fleet
 from agent_r1_trl.generation.vllm.http_client import HTTPClient
 from agent_r1_trl.generation.vllm.server_sync import ServerSync, own_rank
@@ -53,10 +53,11 @@ class VLLMServerGenerator(Generator):
         sync_timeout_s: seconds that a server may take over one part (64 MiB) of a transfer.
         may_restore: whether the model that was synced stays as it is until the next sync, so that a server that was
             restarted in a rollout can get its weights again.
+        allow_public: use servers whose development routes are open at a public address.
 
     Raises:
         ValueError: a URL is not one, or comes twice.
-        GenerationError: a server does not answer within `startup_timeout_s`.
+        GenerationError: a server does not answer within `startup_timeout_s`; see also `allow_public`.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class VLLMServerGenerator(Generator):
         sync_port: int = 0,
         sync_timeout_s: float = 120.0,
         may_restore: bool = False,
+        allow_public: bool = False,
     ) -> None:
         self.urls = check_urls(urls)
         self._stop_token_ids = sorted(stop_token_ids)
@@ -81,6 +83,8 @@ class VLLMServerGenerator(Generator):
         self._next_place = itertools.count(own_rank())  # ranks start at different servers
         try:
             models = self._http.run(wait_for_servers(self._http, self.urls, startup_timeout_s))
+            exposure = check_exposure(self._http, self.urls, allow_public=allow_public, may_warn=own_rank() == 0)
+            self._http.run(exposure)
         except GenerationError:
             self._http.close()
             raise
