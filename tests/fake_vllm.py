@@ -40,6 +40,9 @@ class FakeServer:
         """Seconds before each completion."""
         self.break_transfer = False
         """Die in the middle of the next weight transfer."""
+        self.may_receive = threading.Event()
+        """Unset it to stop reading in the middle of a weight transfer."""
+        self.may_receive.set()
         self.cache_is_held = 0
         """How many times the prefix cache refuses to be emptied."""
         self.calls = []
@@ -153,6 +156,7 @@ class FakeServer:
         self.weights, total = None, 0.0
         for _, value in receive_weights(host, port, token, rank=0, timeout_s=timeout_s):
             total += float(value.sum())
+            self.may_receive.wait(20)
             if self.break_transfer:
                 self.break_transfer = False
                 threading.Thread(target=self.kill).start()

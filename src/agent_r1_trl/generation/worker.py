@@ -7,11 +7,9 @@ does not return from a step. Not covered: how tokens are sampled (the subclasses
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import threading
 import time
-import weakref
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -67,7 +65,6 @@ class ThreadedGenerator(Generator):
         self._changed = threading.Condition()  # guards _waiting, _worker and _is_closed
         self._worker: threading.Thread | None = None
         self._is_closed = False
-        atexit.register(_join_worker, weakref.ref(self))
 
     async def generate(
         self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams
@@ -132,9 +129,10 @@ class ThreadedGenerator(Generator):
             self._waiting.append(request)
             if self._worker is None:
                 # A daemon, because the program must be able to end while a step hangs. One that is killed inside torch
-                # takes the process down with an abort, so the end of the program waits for the step in progress.
+                # takes the process down with an abort, so a thread that is none waits for the step in progress.
                 self._worker = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._worker.start()
+                threading.Thread(target=_outlive, args=(self._worker,), name="outlive", daemon=False).start()
             self._changed.notify_all()
 
     # ---------------------------------------------------------------- worker thread
@@ -195,8 +193,8 @@ class ThreadedGenerator(Generator):
                 request.done.set_exception(request.outcome or GenerationError("The request was cancelled."))
 
 
-def _join_worker(generator: weakref.ref[ThreadedGenerator]) -> None:
-    """Wait for a thread that sees that the program ends."""
-    worker = getattr(generator(), "_worker", None)
-    if worker is not None:
-        worker.join(_EXIT_S)
+def _outlive(worker: threading.Thread) -> None:
+    """Return when the worker has ended; at the end of the program, wait for it only as long as a step may take."""
+    while worker.is_alive() and threading.main_thread().is_alive():
+        worker.join(_POLL_S)
+    worker.join(_EXIT_S)

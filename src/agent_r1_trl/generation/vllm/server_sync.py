@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -123,7 +124,7 @@ class ServerSync:
             UnfitServerError: one server is unfit, before any sync has succeeded.
             GenerationError: no server could be reached within the retry window.
         """
-        deadline = asyncio.get_running_loop().time() + self._fleet.retry_window_s
+        deadline = time.monotonic() + self._fleet.retry_window_s
         while True:
             urls = list(self._fleet.servers)
             answers = await asyncio.gather(*(action(url) for url in urls), return_exceptions=True)
@@ -136,7 +137,7 @@ class ServerSync:
                 found[url] = (None, str(answer)) if is_expected else (answer, "")
             if any(answer is not None for answer, _ in found.values()):
                 return found
-            if asyncio.get_running_loop().time() > deadline:
+            if time.monotonic() > deadline:
                 raise GenerationError(self._fleet.explain({url: reason for url, (_, reason) in found.items()}))
             await asyncio.sleep(_POLL_S)
 
@@ -215,13 +216,19 @@ class ServerSync:
         return await hello(self._http, url, timeout_s=self._fleet.health_timeout_s)
 
     def _open_sender(self) -> WeightSender:
-        try:
-            return WeightSender(self._own_address, self._port, timeout_s=self._timeout_s)
-        except OSError as error:
-            raise GenerationError(
-                f"vllm_group_port={self._port}: the trainer cannot listen there, most likely because another run does "
-                f"({error}). Set vllm_group_port to a free port that the servers can reach, or to 0 for any."
-            ) from error
+        """Listen for workers. Two runs may share a port as long as they wait for one another; not from the start."""
+        deadline = time.monotonic() + (0.0 if self._fleet.weights is None else self._fleet.retry_window_s)
+        while True:
+            try:
+                return WeightSender(self._own_address, self._port, timeout_s=self._timeout_s)
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    raise GenerationError(
+                        f"vllm_group_port={self._port}: the trainer cannot listen there, most likely because another "
+                        f"run does ({error}). Set vllm_group_port to a free port that the servers can reach, or to 0 "
+                        "for any."
+                    ) from error
+            time.sleep(_POLL_S)
 
     @property
     def _own_address(self) -> str:
