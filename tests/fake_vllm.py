@@ -43,6 +43,8 @@ class FakeServer:
         self.may_receive = threading.Event()
         """Unset it to stop reading in the middle of a weight transfer."""
         self.may_receive.set()
+        self.knows_every_name = False
+        """Answer requests for unknown models with the base model."""
         self.cache_is_held = 0
         """How many times the prefix cache refuses to be emptied."""
         self.calls = []
@@ -127,7 +129,8 @@ class FakeServer:
 
     async def _complete(self, request):
         body = await request.json()
-        if body["model"] not in ("policy", *self.loaded):
+        is_known = body["model"] in ("policy", *self.loaded)
+        if not (is_known or self.knows_every_name):
             return web.json_response({"error": {"message": "The model does not exist."}}, status=404)
         value = self.loaded.get(body["model"], self.value)
         await asyncio.sleep(self.answer_s)
@@ -141,7 +144,7 @@ class FakeServer:
         if "prompt_logprobs" in body:
             score = {"logprob": -float(value)}
             choice["prompt_logprobs"] = [None, *({str(token): score} for token in body["prompt"][1:])]
-        return web.json_response({"model": body["model"], "choices": [choice]})
+        return web.json_response({"model": body["model"] if is_known else "policy", "choices": [choice]})
 
     async def _rpc(self, request):
         body = await request.json()

@@ -14,6 +14,7 @@ from torch import nn
 
 from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
 from agent_r1_trl.generation.base import TrajectorySlot, current_slot
+from agent_r1_trl.generation.vllm.weight_transfer import TransferError, receive_weights
 from tests.fake_vllm import BASE, FakeServer
 from tests.generation.helpers import SAMPLED, tiny_model
 
@@ -129,6 +130,36 @@ def test_a_server_that_came_back_as_another_model_stays_out(tmp_path):
         time.sleep(1.5)
         assert generator.metrics()["sampling/servers_left_out"] == 1
         assert server.loaded == {}, "it was not even given the adapter"
+
+
+def test_a_server_that_answers_for_any_name_is_found_out(tmp_path):
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
+    with FakeServer(adapters=True) as server, generator_on(server, adapter_dir=tmp_path) as generator:
+        generator.sync(model)
+        (before,) = turns(generator, 1)
+        server.knows_every_name = True
+        server.restart()
+        assert turns(generator, 1) == [before] != [BASE]
+        assert generator.metrics()["sampling/answers_discarded"] == 1
+
+
+def test_a_server_that_one_rank_restored_serves_the_other_ranks_too():
+    with FakeServer() as server, generator_on(server, may_restore=True) as first, generator_on(server) as second:
+        first.sync(policy(20))
+        ours, theirs = first._fleet, second._fleet
+        found = {server.url: (ours.servers[server.url].identity, "")}
+        theirs.may_be_restored = True
+        second._http.run(theirs.resume(ours.weights, found, is_adapter=False))
+        assert turns(second, 1) == [20]
+        server.restart()
+        answers = []
+        asking = threading.Thread(target=lambda: answers.extend(turns(second, 2)))
+        asking.start()
+        time.sleep(0.3)
+        assert answers == []
+        assert turns(first, 1) == [20]
+        asking.join()
+        assert answers == [20, 20]
 
 
 def test_without_a_sync_a_server_is_sampled_as_it_was_started():
@@ -300,3 +331,16 @@ def test_nobody_listens_after_a_transfer_and_only_where_it_is_needed():
     assert host == "127.0.0.1"
     with pytest.raises(OSError), socket.create_connection((host, port), timeout=1):
         pass
+
+
+def test_a_worker_takes_nothing_from_somebody_who_does_not_know_the_token():
+    def pretend(listener):
+        connection, _ = listener.accept()
+        connection.sendall(b"\0" * 200)
+        while connection.recv(100):
+            pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=pretend, args=(listener,), daemon=True).start()
+        with pytest.raises(TransferError, match="token"):
+            list(receive_weights("127.0.0.1", listener.getsockname()[1], "secret", rank=0, timeout_s=5))
