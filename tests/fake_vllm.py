@@ -70,7 +70,7 @@ class FakeServer:
     def start(self):
         """As a new process, with the weights it was started from."""
         self.process = uuid.uuid4().hex
-        self.value, self.weights, self.loaded = self.base, None, {}
+        self.value, self.weights, self.loaded, self.sums = self.base, None, {}, {}
         self.is_frozen = False
         self._run(self._listen())
 
@@ -156,15 +156,15 @@ class FakeServer:
         return {"rank": 0, "process": self.process, "weights": self.weights}
 
     def _receive(self, host, port, token, timeout_s, name, is_complete):
-        self.weights, total = None, 0.0
-        for _, value in receive_weights(host, port, token, rank=0, timeout_s=timeout_s):
-            total += float(value.sum())
+        self.weights = None
+        for key, value in receive_weights(host, port, token, rank=0, timeout_s=timeout_s):
+            self.sums[key] = float(value.sum())
             self.may_receive.wait(20)
             if self.break_transfer:
                 self.break_transfer = False
                 threading.Thread(target=self.kill).start()
                 raise ConnectionResetError("killed")
-        self.value, self.weights = round(total), name
+        self.value, self.weights = round(sum(self.sums.values())), name
         return self._hello()
 
     async def _reset(self, request):

@@ -170,6 +170,7 @@ class ServerSync:
         return self._led(serve)
 
     async def _load(self, url: str, name: str) -> str:
+        await self._fleet.check_model(self._fleet.servers[url])
         await load_adapter(self._http, url, name, str(self._folder(name)))
         if self._fleet.weights is not None:
             with contextlib.suppress(HTTPError):  # a server that was restarted does not have the old one
@@ -276,7 +277,7 @@ class ServerSync:
             GenerationError: it could not take them.
         """
         if self._fleet.is_adapter:
-            await self._fleet.check_model(server)
+            await self._fleet.check_model(server)  # before the other ranks, too, can sample from it
             name = str(self._fleet.weights)
             await load_adapter(self._http, server.url, name, str(self._folder(name)))
             return
