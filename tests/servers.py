@@ -67,6 +67,31 @@ def end_vllm_server(server):
         server.wait()
 
 
+class RealServer:
+    """A server at one port, which tests freeze, kill and start again."""
+
+    def __init__(self, model, folder):
+        self._model, self._folder, self._port = model, folder, free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.start()
+
+    def start(self):
+        """Start it, again after `signal(SIGKILL)`; it answers only some time later."""
+        self._process = start_vllm_server(self._model, self._folder, self._port)
+
+    def wait(self):
+        wait_until_ready(self._process, self.url, self._folder / "server.log")
+
+    def signal(self, number):
+        """Send a signal to all its processes."""
+        os.killpg(self._process.pid, number)
+        if number == signal.SIGKILL:
+            self._process.wait()
+
+    def end(self):
+        end_vllm_server(self._process)
+
+
 def wait_until_ready(server, url, log, timeout_s=300):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

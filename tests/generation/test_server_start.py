@@ -1,5 +1,6 @@
 """A trainer that finds no vLLM server at the address it was given, or an unfit one, says what is there instead."""
 
+import ipaddress
 import json
 import socket
 import threading
@@ -10,6 +11,8 @@ import pytest
 from torch import nn
 
 from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
+from agent_r1_trl.generation.vllm import find_servers
+from tests.fake_vllm import FakeServer
 from tests.servers import free_port, send_json
 
 
@@ -112,3 +115,30 @@ def test_a_server_without_the_worker_extension_says_how_to_start_it():
         with pytest.raises(GenerationError, match=r"VLLM_SERVER_DEV_MODE=1.*--worker-extension-cls"):
             generator.sync(nn.Linear(2, 2))
         generator.close()
+
+
+# -------------------------------------------------------------------- who else can reach the development routes
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_development_routes_that_are_open_to_the_network_are_warned_of(host, monkeypatch, caplog):
+    monkeypatch.setattr(find_servers, "outside_address", lambda: "127.0.0.2")  # stands for the network's
+    with FakeServer(host=host) as server:
+        start(server.url).close()
+    warned = [record.getMessage() for record in caplog.records if "development routes" in record.getMessage()]
+    assert len(warned) == (host == "0.0.0.0")
+    assert all("--host 127.0.0.1" in message for message in warned)
+
+
+def test_development_routes_at_a_public_address_are_refused_unless_asked_for(monkeypatch):
+    monkeypatch.setattr(find_servers, "_addresses_of", lambda host: [ipaddress.ip_address("8.8.8.8")])
+    with FakeServer() as server:
+        with pytest.raises(GenerationError, match="vllm_allow_public_servers=True"):
+            start(server.url)
+        start(server.url, allow_public=True).close()
+
+
+def test_a_public_server_of_adapters_without_development_routes_is_fine(monkeypatch):
+    monkeypatch.setattr(find_servers, "_addresses_of", lambda host: [ipaddress.ip_address("8.8.8.8")])
+    with Stub(READY, (404, {"detail": "Not Found"})) as server:
+        start(server.url).close()

@@ -366,8 +366,23 @@ def test_the_worker_outlives_the_daemon_that_asked(model):
     asking = threading.Thread(target=run, args=(generator, [PROMPTS[0]]), daemon=True)
     asking.start()
     asking.join()
-    assert not generator._worker.daemon
+    assert any(thread.name == "outlive" and not thread.daemon for thread in threading.enumerate())
     generator.close()
+
+
+def test_a_program_ends_although_a_step_hangs():
+    program = """
+import threading, time
+from agent_r1_trl.generation import worker
+class Hanging(worker.ThreadedGenerator):
+    def _serve(self):
+        time.sleep(1000)
+worker._EXIT_S = 0.5
+params = worker.SamplingParams()
+Hanging("hanging")._submit(worker.Request(prompt_ids=[5], max_tokens=1, seed=0, params=params))
+time.sleep(0.2)
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
 
 
 @pytest.mark.slow

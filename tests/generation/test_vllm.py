@@ -4,6 +4,8 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -213,6 +215,54 @@ def test_a_failing_step_fails_its_requests_with_the_cause_and_nothing_else(engin
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert len(run(engine, [PROMPTS[0]], params=GREEDY, max_tokens=3)[0].token_ids) <= 3
     assert engine._engine.get_num_unfinished_requests() == 0
+
+
+def test_an_engine_that_forgets_requests_fails_them(engine, policy, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._engine, "step", list)
+        patch.setattr(engine._engine, "has_unfinished_requests", lambda: False)
+        with pytest.raises(GenerationError, match="dropped requests"):
+            run(engine, PROMPTS[:2])
+    assert len(run(engine, [PROMPTS[0]], params=GREEDY, max_tokens=3)[0].token_ids) <= 3
+
+
+def test_a_step_that_hangs_fails_its_requests_and_the_next_sync(engine, policy, monkeypatch):
+    release, real = threading.Event(), engine._engine.step
+
+    def hanging():
+        release.wait(20)
+        return real()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._engine, "step", hanging)
+        patch.setattr(engine, "_step_timeout_s", 0.5)
+        start = time.monotonic()
+        for _ in range(2):  # the second request does not wait
+            with pytest.raises(GenerationError, match=r"hangs.*vllm_request_timeout=0.5"):
+                run(engine, [PROMPTS[0]])
+        with pytest.raises(GenerationError, match="hangs"):
+            engine.sync(policy)
+        assert time.monotonic() - start < 5
+        release.set()
+    assert len(run(engine, [PROMPTS[0]], params=GREEDY, max_tokens=3)[0].token_ids) <= 3, "it was only slow"
+
+
+def test_cancelling_does_not_wait_for_a_step_that_hangs(engine, policy, monkeypatch):
+    release, real = threading.Event(), engine._engine.step
+
+    async def cut():
+        request = engine.generate(PROMPTS[0], max_tokens=5, seed=0, params=SAMPLED)
+        await asyncio.wait_for(request, 0.2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._engine, "step", lambda: release.wait(20) and real())
+        patch.setattr(engine, "_step_timeout_s", 0.5)
+        start = time.monotonic()
+        with pytest.raises(TimeoutError):
+            asyncio.run(cut())
+        assert time.monotonic() - start < 5
+        release.set()
+    assert len(run(engine, [PROMPTS[0]], params=GREEDY, max_tokens=3)[0].token_ids) <= 3
 
 
 def test_scores_are_logprobs_at_temperature_one(engine, policy):

@@ -312,6 +312,12 @@ TABLE = {
     ),
     "vllm_server_timeout": (Acts(effects.engine, 9.0, **SERVER), Refused(9.0, SERVER, **ENGINE)),
     "vllm_group_port": (Acts(effects.engine, 9, **SERVER), Refused(9, SERVER, **ENGINE)),
+    **{
+        name: (Acts(effects.engine, 9.0, **SERVER), Refused(9.0, SERVER, **ENGINE))
+        for name in ("vllm_health_timeout", "vllm_retry_window", "vllm_sync_timeout")
+    },
+    "vllm_allow_public_servers": (Acts(effects.engine, True, **SERVER), Refused(True, SERVER, **ENGINE)),
+    "vllm_request_timeout": (Acts(effects.engine, 9.0, **SERVER), Acts(effects.engine, 9.0)),
     "vllm_gpu_memory_utilization": (Acts(effects.engine, 0.5), Refused(0.5, {"vllm_mode": "colocate"}, **SERVERS)),
     "vllm_max_model_length": (Acts(effects.engine, 99), Acts(effects.limits, 99, **SERVERS)),
     "vllm_tensor_parallel_size": Refused(2, {"use_vllm": False}, **ENGINE),

@@ -12,8 +12,9 @@ from agent_r1_trl.critic import critic_parameters
 from agent_r1_trl.environments import StepResult
 from agent_r1_trl.generation import VLLMGenerator, VLLMServerGenerator
 from agent_r1_trl.generation.sync import SyncError
-from agent_r1_trl.generation.vllm import server as vllm_server_module
+from agent_r1_trl.generation.vllm import server_sync
 from agent_r1_trl.generation.vllm.build import ADAPTER_FOLDER
+from agent_r1_trl.generation.vllm.server_sync import ServerSync
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import StopReason
@@ -126,7 +127,7 @@ def test_grpo_trains_with_a_server_that_gets_the_adapter_alone(tmp_path, lora_se
     def refuse(*args, **kwargs):
         raise AssertionError("whole weights were sent")
 
-    monkeypatch.setattr(VLLMServerGenerator, "_send", refuse)
+    monkeypatch.setattr(ServerSync, "_send", refuse)
     trainer = make_vllm_trainer(tmp_path, peft_config=LORA, **on(lora_server))
     check_two_steps(trainer)
     assert [folder.name.split("-")[-1] for folder in (tmp_path / ADAPTER_FOLDER).iterdir()] == ["2"]
@@ -139,14 +140,15 @@ def test_grpo_trains_with_a_server_that_gets_the_adapter_alone(tmp_path, lora_se
 PPO = {"trainer": MultiTurnPPOTrainer, "num_generations": 1}
 
 
-def spy_on(monkeypatch, owner, method):
-    """The names of the weights of every sync that goes through `owner.method(self, weights, *, is_complete)`."""
+def spy_on(monkeypatch, owner, method, place=0):
+    """The names of the weights of every sync that goes through `owner.method`, whose argument `place` they are."""
     real, syncs = getattr(owner, method), []
 
-    def spied(self, weights, **kwargs):
+    def spied(self, *args, **kwargs):
         names = []
         syncs.append(names)
-        return real(self, ((names.append(name), (name, value))[1] for name, value in weights), **kwargs)
+        noted = ((names.append(name), (name, value))[1] for name, value in args[place])
+        return real(self, *args[:place], noted, *args[place + 1 :], **kwargs)
 
     monkeypatch.setattr(owner, method, spied)
     return syncs
@@ -173,7 +175,7 @@ def test_ppo_trains_with_vllm_in_process_and_a_critic_in_an_adapter(tmp_path, mo
 
 
 def test_ppo_trains_with_a_server_and_a_critic_of_its_own(tmp_path, server, monkeypatch):
-    syncs = spy_on(monkeypatch, VLLMServerGenerator, "_send")
+    syncs = spy_on(monkeypatch, ServerSync, "_send", place=1)
     trainer = make_vllm_trainer(tmp_path, critic="model", **PPO, **on(server))
     check_two_steps(trainer)
     trainer.rollouts.close()
@@ -182,9 +184,9 @@ def test_ppo_trains_with_a_server_and_a_critic_of_its_own(tmp_path, server, monk
 
 def test_ppo_sends_the_policys_adapter_without_the_critics(tmp_path, lora_server, monkeypatch):
     written = []
-    real = vllm_server_module.write_adapter
+    real = server_sync.write_adapter
     monkeypatch.setattr(
-        vllm_server_module,
+        server_sync,
         "write_adapter",
         lambda model, adapter, tensors, folder: (written.append(tensors), real(model, adapter, tensors, folder)),
     )
@@ -237,7 +239,7 @@ def talk(lines, **limits):
     """The trajectories of six conversations with the servers at the end of these lines."""
     chat = ChatFormat(make_tokenizer("qwen3"))
     generator = VLLMServerGenerator(
-        [line.url for line in lines], stop_token_ids=chat.stop_token_ids, max_attempts=2, request_timeout_s=30
+        [line.url for line in lines], stop_token_ids=chat.stop_token_ids, retry_window_s=3, request_timeout_s=30
     )
     runner = RolloutRunner(Talk, generator, chat, RolloutLimits(max_tokens_per_turn=8, **limits))
     requests = [

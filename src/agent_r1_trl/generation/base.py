@@ -88,6 +88,10 @@ class Generator(ABC):
         """
         return False
 
+    def metrics(self) -> dict[str, float]:
+        """What to log about the engines behind this generator; asked for after every `sync`."""
+        return {}
+
     @property
     def can_score(self) -> bool:
         """Whether `scores` is implemented."""

@@ -45,8 +45,8 @@ def sync_weights(
         is_autocast: see `default_max_gap`.
 
     Returns:
-        Metrics: seconds of the sync, and the mean absolute difference where the sampler can score. Empty for a
-        sampler without weights of its own.
+        Metrics: seconds of the sync, those of the sampler, and the mean absolute difference where it can score. Empty
+        for a sampler without weights of its own.
 
     Raises:
         SyncError: sampler and trainer differ.
@@ -57,7 +57,7 @@ def sync_weights(
     gap = None
     if generator.can_score:
         gap = probe_sync(generator, model, probe_ids(tokenizer), max_gap=max_gap, is_autocast=is_autocast)
-    metrics = {"time/sync_s": time.perf_counter() - start}
+    metrics = {"time/sync_s": time.perf_counter() - start} | generator.metrics()
     return metrics if gap is None else metrics | {"sampling/sync_logprob_gap": gap}
 
 

@@ -1,7 +1,7 @@
 """A generator whose requests are served by one worker thread.
 
-Covered here: the path of a request from the event loop to the thread and back, cancellation, closing. Not covered: how
-tokens are sampled (the subclasses).
+Covered here: the path of a request from the event loop to the thread and back, cancellation, closing, a thread that
+does not return from a step. Not covered: how tokens are sampled (the subclasses).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from agent_r1_trl.generation.base import Generation, GenerationError, Generator,
 
 _IDLE_S = 2.0  # an idle worker thread ends, so a forgotten close() leaks nothing; the next request starts another
 _POLL_S = 0.1  # how soon an idle worker notices that the program ends
+_EXIT_S = 10.0  # how long the end of the program waits for a step in progress
 _GATHER_S = 0.001  # requests sent together arrive one by one: wait while more keep coming
 
 
@@ -35,7 +36,7 @@ class Request:
     """How it ended."""
     is_cancelled: bool = False
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """End with a `GenerationError` caused by `error`, unless it has ended already."""
         if self.outcome is None:
             self.outcome = GenerationError(f"{type(error).__name__}: {error}")
@@ -47,11 +48,18 @@ class ThreadedGenerator(Generator):
 
     Subclasses implement `_serve`, which takes requests from `_waiting` (guarded by `_changed`) until none is left,
     and `_fail_all`, for an error that escaped from it. Both put requests that have ended on `_ended`; `_deliver`
-    answers those.
+    answers those, and `_note_step` says that a step begins.
+
+    Args:
+        name: of the thread.
+        step_timeout_s: seconds after which a step counts as hanging; None waits for ever. Requests then fail, while
+            the thread stays where it is: nothing can end it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, step_timeout_s: float | None = None) -> None:
         self._name = name
+        self._step_timeout_s = step_timeout_s
+        self._step_began: float | None = None  # None while no step is under way
         self._ended: list[Request] = []
         self._waiting: deque[Request] = deque()
         self._changed = threading.Condition()  # guards _waiting, _worker and _is_closed
@@ -66,19 +74,43 @@ class ThreadedGenerator(Generator):
         Cancelling waits for the step in progress (milliseconds), after which the request no longer uses the model.
 
         Raises:
-            GenerationError: the back end failed (the cause is chained) or was closed.
+            GenerationError: the back end failed (the cause is chained), hangs or was closed.
         """
         check_request(prompt_ids, max_tokens)
         request = Request(prompt_ids=list(prompt_ids), max_tokens=max_tokens, seed=seed, params=params)
         self._submit(request)
         answer = asyncio.wrap_future(request.done)
         try:
-            return await asyncio.shield(answer)
+            return await self._unless_it_hangs(answer)
         except asyncio.CancelledError:
             request.is_cancelled = True
             with contextlib.suppress(Exception):
-                await asyncio.shield(answer)
+                await self._unless_it_hangs(answer)
             raise
+
+    async def _unless_it_hangs(self, answer: asyncio.Future[Generation]) -> Generation:
+        poll_s = None if self._step_timeout_s is None else min(1.0, self._step_timeout_s / 2)
+        while not answer.done():
+            await asyncio.wait({answer}, timeout=poll_s)
+            if not answer.done():
+                self._check_step()
+        return answer.result()
+
+    def _note_step(self) -> None:
+        self._step_began = time.monotonic()
+
+    def _check_step(self) -> None:
+        """Refuse to wait for a step that hangs.
+
+        Raises:
+            GenerationError: the worker thread has been in one step for longer than `step_timeout_s`.
+        """
+        began, limit = self._step_began, self._step_timeout_s
+        if began is not None and limit is not None and time.monotonic() - began > limit:
+            raise GenerationError(
+                f"{self._name} hangs: it has been in one step for more than vllm_request_timeout={limit:g} seconds. "
+                "If it is only slow, raise vllm_request_timeout."
+            )
 
     def close(self) -> None:
         """Fail the requests that are under way and refuse further ones."""
@@ -87,18 +119,20 @@ class ThreadedGenerator(Generator):
             worker = self._worker
             self._changed.notify_all()
         if worker is not None and worker is not threading.current_thread():
-            worker.join()
+            worker.join(self._step_timeout_s)
 
     def _submit(self, request: Request) -> None:
         with self._changed:
             if self._is_closed:
                 raise GenerationError("The generator is closed.")
+            self._check_step()
             self._waiting.append(request)
             if self._worker is None:
-                # Not a daemon: killed at exit inside torch, such a thread takes the process down with an abort. Set
-                # explicitly, because a thread started by a daemon (the rollout's loop) would otherwise be one as well.
-                self._worker = threading.Thread(target=self._work, name=self._name, daemon=False)
+                # A daemon, because the program must be able to end while a step hangs. One that is killed inside torch
+                # takes the process down with an abort, so a thread that is none waits for the step in progress.
+                self._worker = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._worker.start()
+                threading.Thread(target=_outlive, args=(self._worker,), name="outlive", daemon=False).start()
             self._changed.notify_all()
 
     # ---------------------------------------------------------------- worker thread
@@ -106,10 +140,12 @@ class ThreadedGenerator(Generator):
     def _work(self) -> None:
         """Serve whenever requests wait; end when idle or closed."""
         while self._wait_for_requests():
+            self._note_step()
             try:
                 self._serve()
-            except Exception as error:
+            except BaseException as error:  # a SystemExit too: the thread must not leave its requests waiting
                 self._fail_all(error)
+            self._step_began = None
             self._deliver()
 
     def _wait_for_requests(self) -> bool:
@@ -142,7 +178,7 @@ class ThreadedGenerator(Generator):
     def _rest(self) -> None:
         """Free what only helps while requests keep coming."""
 
-    def _fail_all(self, error: Exception) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         raise NotImplementedError
 
     def _deliver(self) -> None:
@@ -155,3 +191,10 @@ class ThreadedGenerator(Generator):
                 request.done.set_result(request.outcome)
             else:
                 request.done.set_exception(request.outcome or GenerationError("The request was cancelled."))
+
+
+def _outlive(worker: threading.Thread) -> None:
+    """Return when the worker has ended; at the end of the program, wait for it only as long as a step may take."""
+    while worker.is_alive() and threading.main_thread().is_alive():
+        worker.join(_POLL_S)
+    worker.join(_EXIT_S)

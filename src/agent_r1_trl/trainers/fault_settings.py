@@ -7,6 +7,7 @@ ends, with the cause, at what does not.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from agent_r1_trl.rollout.limits import check_share, check_whole_number
 
@@ -53,6 +54,42 @@ class FaultSettings:
         },
     )
 
+    # ---- vLLM servers (`generation/vllm/fleet.py`)
+    vllm_request_timeout: float = field(
+        default=600.0,
+        metadata={
+            "help": "Seconds that one turn may take on a vLLM server; the request then goes to another server. In "
+            "process: seconds that one step of the engine may take; its requests then fail."
+        },
+    )
+    vllm_health_timeout: float = field(
+        default=30.0,
+        metadata={
+            "help": "Seconds that a vLLM server may be silent to health checks while requests wait for it. A slow "
+            "server answers them; a frozen one is left out, and its requests go to other servers."
+        },
+    )
+    vllm_retry_window: float = field(
+        default=300.0,
+        metadata={
+            "help": "Seconds for which a request, or a weight sync, waits while no vLLM server can serve it. Set it "
+            "longer than a restart of your servers takes."
+        },
+    )
+    vllm_sync_timeout: float = field(
+        default=120.0,
+        metadata={
+            "help": "Seconds that a vLLM server may take over one part (64 MiB, or one larger tensor) of a weight "
+            "sync. One that takes longer is left out."
+        },
+    )
+    vllm_allow_public_servers: bool = field(
+        default=False,
+        metadata={
+            "help": "Use vLLM servers whose development routes, which have no password, are open at a public address."
+        },
+    )
+
     def check_faults(self) -> None:
         """Check these settings.
 
@@ -64,3 +101,15 @@ class FaultSettings:
         check_whole_number("max_nonfinite_steps", self.max_nonfinite_steps)
         check_whole_number("retry_failed", self.retry_failed, minimum=0)
         check_whole_number("min_group_size", self.min_group_size, is_optional=True)
+        for name in ("vllm_request_timeout", "vllm_health_timeout", "vllm_retry_window", "vllm_sync_timeout"):
+            check_seconds(name, getattr(self, name))
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Refuse what is no positive number of seconds.
+
+    Raises:
+        ValueError: names the value, the rule and the cure.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError(f"{name}={value!r} must be a number of seconds > 0. Set {name} to such a value.")

@@ -221,7 +221,7 @@ class TransformersGenerator(ThreadedGenerator):
         self._resuming[:0] = [row for row in self._rows if row.request.outcome is None]
         self._forget_rows()
 
-    def _fail_all(self, error: Exception) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         """End every row in the batch with the error as its cause; once closed, everything in line too."""
         if self._must_end:
             with self._changed:

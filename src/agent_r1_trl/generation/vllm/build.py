@@ -31,6 +31,12 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
             stop_token_ids=stop_token_ids,
             adapter_dir=Path(args.output_dir) / ADAPTER_FOLDER,
             startup_timeout_s=args.vllm_server_timeout,
+            request_timeout_s=args.vllm_request_timeout,
+            health_timeout_s=args.vllm_health_timeout,
+            retry_window_s=args.vllm_retry_window,
+            sync_timeout_s=args.vllm_sync_timeout,
+            allow_public=args.vllm_allow_public_servers,
+            may_restore=not args.overlap_rollout,  # else the update changes the weights during the rollout
             max_connections=args.max_concurrency,
             sync_port=args.vllm_group_port,
         )
@@ -47,6 +53,7 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
         max_num_seqs=min(args.max_concurrency, 256),
         model_impl=args.vllm_model_impl,
         trust_remote_code=args.trust_remote_code,
+        step_timeout_s=args.vllm_request_timeout,
         **(on_gpu if is_on_gpu else {}),
     )
 

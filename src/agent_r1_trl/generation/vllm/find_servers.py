@@ -1,8 +1,9 @@
-"""Check the addresses of vLLM servers, and wait until the servers answer."""
+"""Check the addresses of vLLM servers, wait until the servers answer, and see who else can reach them."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import socket
 from collections.abc import Sequence
@@ -87,3 +88,65 @@ def own_address(urls: Sequence[str]) -> str:
             probe.connect((urlsplit(url).hostname, 9))  # sends nothing, picks the route
             addresses.append(probe.getsockname()[0])
     return next((address for address in addresses if not address.startswith("127.")), addresses[0])
+
+
+async def check_exposure(http: HTTPClient, urls: Sequence[str], *, allow_public: bool, may_warn: bool = True) -> None:
+    """Look at who else can reach the development routes of the servers, which have no password.
+
+    Args:
+        http: client for the requests.
+        urls: of the servers.
+        allow_public: whether public addresses are meant.
+        may_warn: about addresses in a private network; False on all ranks but one.
+
+    Raises:
+        GenerationError: a server with these routes has a public address, and `allow_public` is off.
+    """
+    for url in urls:
+        try:
+            await http.request("GET", f"{url}/is_sleeping", timeout_s=10.0)
+        except HTTPError:
+            continue  # it has no such routes, as a server of adapters need not
+        host, port = str(urlsplit(url).hostname), urlsplit(url).port or (443 if url.startswith("https") else 80)
+        addresses = await asyncio.to_thread(_addresses_of, host)
+        if any(address.is_global for address in addresses) and not allow_public:
+            raise GenerationError(
+                f"vllm_server_urls: {url} has a public address and open development routes (VLLM_SERVER_DEV_MODE=1), "
+                "with which anybody can replace its weights. Reach it through a private network or an SSH tunnel, or "
+                "set vllm_allow_public_servers=True if a firewall keeps others out."
+            )
+        is_local = all(address.is_loopback for address in addresses)
+        if may_warn and (not is_local or await asyncio.to_thread(_answers_outside, port)):
+            logger.warning(
+                "The development routes of %s can be reached from its network, and have no password: whoever calls "
+                "them can replace the weights. %s",
+                url,
+                "Start the server with --host 127.0.0.1."
+                if is_local
+                else "docs/serving.md says how to keep others out.",
+            )
+
+
+def _addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    found = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
+    return [ipaddress.ip_address(address) for address in found]
+
+
+def _answers_outside(port: int) -> bool:
+    """Whether something on this machine listens at the port on more than the loopback address."""
+    try:
+        with socket.create_connection((outside_address(), port), timeout=1.0):
+            return True
+    except OSError:
+        return False
+
+
+def outside_address() -> str:
+    """The address under which other machines know this one.
+
+    Raises:
+        OSError: it has none.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("203.0.113.1", 9))  # sends nothing, picks the route; the address is reserved for examples
+        return str(probe.getsockname()[0])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ class VLLMGenerator(ThreadedGenerator):
         max_model_len: maximum number of tokens of a request, prompt included (None: what the model allows).
         max_num_seqs: maximum number of requests that run at the same time.
         cpu_kv_cache_gib: memory for the cache on a CPU, in GiB.
+        step_timeout_s: seconds after which a step of the engine counts as hanging, and its requests fail.
         **engine_options: of `vllm.EngineArgs`, such as `gpu_memory_utilization`, `dtype` or `enable_sleep_mode`.
     """
 
@@ -90,9 +91,10 @@ class VLLMGenerator(ThreadedGenerator):
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         cpu_kv_cache_gib: int = 1,
+        step_timeout_s: float = 600.0,
         **engine_options: Any,
     ) -> None:
-        super().__init__("vllm-generator")
+        super().__init__("The vLLM engine in this process", step_timeout_s=step_timeout_s)
         self._stop_token_ids = sorted(stop_token_ids)
         self._engine_lock = threading.RLock()
         self._running: dict[str, Request] = {}
@@ -132,12 +134,13 @@ class VLLMGenerator(ThreadedGenerator):
 
         Raises:
             ValueError: the engine's model lacks a weight, has it in another shape, or did not receive one it needs.
+            GenerationError: the engine is dead or hangs.
         """
 
         def load(engine_model: nn.Module) -> None:
             load_weights(engine_model, weights, is_complete=is_complete)
 
-        with self._engine_lock:
+        with self._engine_at_rest():
             if self._is_asleep:
                 self._engine.wake_up(tags=["weights"])
             try:
@@ -154,17 +157,37 @@ class VLLMGenerator(ThreadedGenerator):
         """See `Generator`; there is one engine, the one in this process."""
         from vllm import SamplingParams as EngineParams
 
-        with self._engine_lock:
+        with self._engine_at_rest():
             if self._is_asleep:
                 self._engine.wake_up(tags=["kv_cache"])
             params = EngineParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
             name = self._next_name()
             self._engine.add_request(name, {"prompt_token_ids": token_ids}, params)
-            while True:
+            while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     if output.request_id == name and output.finished:
                         pairs = zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
                         return {"the engine in this process": [entry[token_id].logprob for entry, token_id in pairs]}
+        raise GenerationError("The vLLM engine in this process dropped a request without an answer.")
+
+    @contextmanager
+    def _engine_at_rest(self) -> Iterator[None]:
+        """The engine, once no request is under way.
+
+        Raises:
+            GenerationError: a step hangs, or the engine has died.
+        """
+        if not self._engine_lock.acquire(timeout=self._step_timeout_s or -1):
+            self._check_step()
+            raise GenerationError("The vLLM engine in this process is busy with requests that do not end.")
+        try:
+            yield
+        except Exception as error:
+            if type(error).__name__ != "EngineDeadError":
+                raise
+            raise GenerationError(f"The vLLM engine has died ({error}). Start the run again.") from error
+        finally:
+            self._engine_lock.release()
 
     # ---------------------------------------------------------------- memory
 
@@ -174,19 +197,23 @@ class VLLMGenerator(ThreadedGenerator):
 
     def sleep(self) -> None:
         """Give the memory of weights and cache to the trainer; `sync` before the next request. GPU only."""
-        with self._engine_lock:
+        with self._engine_at_rest():
             self._engine.sleep(level=2)
             self._has_all_weights = False
 
     def close(self) -> None:
         """Fail the requests that are under way, refuse further ones and free the engine."""
         super().close()
-        with self._engine_lock:
+        if not self._engine_lock.acquire(blocking=False):
+            return  # a step hangs in it, and nothing can be freed
+        try:
             engine, self._engine = self._engine, None
             if self._is_owner and engine is not None:
                 from agent_r1_trl.generation.vllm.engine import shut_down
 
                 shut_down(engine, owns_process_group=not self._had_process_group)
+        finally:
+            self._engine_lock.release()
 
     # ---------------------------------------------------------------- worker thread
 
@@ -205,9 +232,12 @@ class VLLMGenerator(ThreadedGenerator):
                     self._add(request)
                 self._abort_cancelled()
                 if self._running:
+                    self._note_step()
                     for output in self._engine.step():
                         if output.finished and output.request_id in self._running:
                             self._finish(self._running.pop(output.request_id), output.outputs[0])
+                    if self._running and not self._engine.has_unfinished_requests():
+                        raise RuntimeError("the engine dropped requests without an answer")
                 with self._changed:
                     if not self._running and not self._waiting:
                         return
@@ -267,7 +297,7 @@ class VLLMGenerator(ThreadedGenerator):
             self._engine.abort_request(cancelled)
             self._ended.extend(self._running.pop(name) for name in cancelled)
 
-    def _fail_all(self, error: Exception) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         """End everything that runs or waits with the error as its cause."""
         with self._engine_lock, suppress(Exception):  # the engine may be beyond repair; the requests end all the same
             self._engine.abort_request(list(self._running))

@@ -1,4 +1,4 @@
-"""JSON over HTTP with pooled connections, timeouts and retries, on an event loop of its own.
+"""JSON over HTTP with pooled connections and timeouts, on an event loop of its own.
 
 A loop of its own lets one pool of connections serve every caller: the trajectories of a rollout, each rollout perhaps
 on another loop, and the trainer's thread, which has none.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
+_SPARE_CONNECTIONS = 4  # for checks of a server whose other connections all wait for it
 
 
 class HTTPError(RuntimeError):
@@ -41,13 +42,11 @@ class HTTPClient:
     Args:
         max_connections: maximum number of open connections to each server.
         timeout_s: seconds to wait for one answer.
-        max_attempts: for requests that may be repeated; waits of about 0.5, 1, 2, ... (at most 10) seconds between.
     """
 
-    def __init__(self, *, max_connections: int = 256, timeout_s: float = 600.0, max_attempts: int = 5):
+    def __init__(self, *, max_connections: int = 256, timeout_s: float = 600.0):
         self._max_connections = max_connections
         self._timeout_s = timeout_s
-        self._max_attempts = max_attempts
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: Any = None
@@ -64,8 +63,14 @@ class HTTPClient:
         """`start` and wait."""
         return self.start(coroutine).result()
 
-    async def request(self, method: str, url: str, body: Any = None) -> Any:
-        """One attempt: the answer's JSON (None if it is empty or, as from vLLM's LoRA routes, a plain sentence).
+    async def request(self, method: str, url: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
+        """The answer's JSON (None if it is empty or, as from vLLM's LoRA routes, a plain sentence).
+
+        Args:
+            method: GET or POST.
+            url: of the route.
+            body: JSON.
+            timeout_s: seconds to wait for the answer; None for the client's own.
 
         Raises:
             HTTPError: no answer in time, none at all, or one that is not 2xx.
@@ -73,43 +78,20 @@ class HTTPClient:
         import aiohttp
 
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, limit_per_host=self._max_connections),
-                timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=min(10.0, self._timeout_s)),
-            )
+            limit = self._max_connections + _SPARE_CONNECTIONS
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, limit_per_host=limit))
+        seconds = self._timeout_s if timeout_s is None else timeout_s
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=min(10.0, seconds))
         try:
-            async with self._session.request(method, url, json=body) as answer:
+            async with self._session.request(method, url, json=body, timeout=timeout) as answer:
                 if answer.status >= 300:
                     text = (await answer.text())[:500]
                     raise HTTPError(f"{method} {url} was answered with {answer.status}: {text}", answer.status)
                 return await answer.json() if answer.content_type == "application/json" else None
         except TimeoutError as error:
-            raise HTTPError(f"{method} {url} had no answer within {self._timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
+            raise HTTPError(f"{method} {url} had no answer within {seconds:g} s") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: what should be JSON is not
             raise HTTPError(f"{method} {url} failed: {type(error).__name__}: {error}") from error
-
-    async def retried(self, method: str, url_of: Callable[[int], str], body: Any = None) -> Any:
-        """`request`, repeated with growing waits while the failure may pass.
-
-        Args:
-            method: GET, or a POST that may be repeated.
-            url_of: attempt number (0, 1, ...) to URL: a retry may go to another server.
-            body: JSON.
-
-        Raises:
-            HTTPError: of the last attempt.
-        """
-        from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random
-
-        attempts = AsyncRetrying(
-            stop=stop_after_attempt(self._max_attempts),
-            wait=wait_exponential(multiplier=0.5, max=10.0) + wait_random(0.0, 0.5),
-            retry=retry_if_exception(lambda error: isinstance(error, HTTPError) and error.is_passing),
-            reraise=True,
-        )
-        async for attempt in attempts:
-            with attempt:
-                return await self.request(method, url_of(attempt.retry_state.attempt_number - 1), body)
 
     def close(self) -> None:
         """Close the connections; requests that are under way are cancelled."""

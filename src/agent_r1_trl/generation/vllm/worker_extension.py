@@ -9,11 +9,15 @@ kernels that repack weights can be kept out, so the import does it.
 from __future__ import annotations
 
 import sys
+import uuid
 from typing import Any
 
 from agent_r1_trl.generation.vllm.engine import keep_weights_loadable
 from agent_r1_trl.generation.vllm.generator import load_weights
-from agent_r1_trl.generation.vllm.gloo_transfer import open_group, open_store, receive_weights
+from agent_r1_trl.generation.vllm.weight_transfer import receive_weights
+
+PROCESS = uuid.uuid4().hex
+"""Names this process; a server that was restarted has others."""
 
 
 def _prepare() -> None:
@@ -38,31 +42,25 @@ class PolicyWorker:
     vllm_config: Any
 
     def agent_r1_hello(self) -> dict[str, Any]:
-        """Whether weights can be received: one answer per worker."""
-        return {"rank": self.rank}
+        """Which process this is, and the name of the weights that it received last (None: none, or not all)."""
+        return {"rank": self.rank, "process": PROCESS, "weights": getattr(self, "_agent_r1_weights", None)}
 
-    def agent_r1_connect(self, host: str, port: int, name: str, size: int, timeout_s: float) -> dict[str, Any]:
-        """Join the trainer's group `name` of `size` members at `host`:`port`."""
-        try:
-            self._agent_r1_store = open_store(host, port, is_server=False, timeout_s=timeout_s)
-            self._agent_r1_group = open_group(
-                self._agent_r1_store, name, rank=self.rank + 1, size=size, timeout_s=timeout_s
-            )
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
-        return {}
-
-    def agent_r1_receive(self, is_complete: bool) -> dict[str, Any]:
-        """Load what the trainer sends."""
+    def agent_r1_receive(
+        self, host: str, port: int, token: str, timeout_s: float, name: str, is_complete: bool
+    ) -> dict[str, Any]:
+        """Load what the trainer at `host`:`port` sends; from then on these are the weights `name`."""
         from vllm.config import set_current_vllm_config
 
-        weights = receive_weights(self._agent_r1_group)
+        self._agent_r1_weights = None  # if this breaks off, the model is neither the old one nor the new one
         try:
-            with set_current_vllm_config(self.vllm_config):
-                load_weights(self.model_runner.model, weights, is_complete=is_complete)
+            weights = receive_weights(host, port, token, rank=self.rank, timeout_s=timeout_s)
+            try:
+                with set_current_vllm_config(self.vllm_config):
+                    load_weights(self.model_runner.model, weights, is_complete=is_complete)
+            finally:
+                for _ in weights:  # what the model did not take must still be received
+                    pass
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
-        finally:
-            for _ in weights:  # what the model did not take must still be received
-                pass
-        return {}
+        self._agent_r1_weights = name
+        return self.agent_r1_hello()

@@ -1,0 +1,395 @@
+"""The vLLM servers of a run: which of them hold the policy's weights, and what happens to one that does not.
+
+A server that was restarted answers with the weights it was started from, without an error. So each answer must prove
+that it comes from the weights of the last sync. An adapter has a name of its own for each sync; the request names it,
+and a server without it refuses. Whole weights have no name that vLLM knows: the workers keep it, next to a number of
+their process, and are asked for both after each answer. What they say then also holds for the time of the answer,
+because a process that ended never comes back.
+
+A server that is gone, silent or without the weights is left out. It comes back once it holds the weights of the last
+sync: in the rollout if it can be given them there, else at the next sync.
+
+Everything here runs on the HTTP client's event loop, so there is nothing to lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent_r1_trl.generation.base import GenerationError, TrajectorySlot
+from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
+from agent_r1_trl.generation.vllm.server_routes import (
+    UnfitServerError,
+    hello,
+    identity_of,
+    read_scores,
+    score_request,
+)
+
+logger = logging.getLogger(__name__)
+
+Found = dict[str, tuple[str | None, str]]
+"""Result of a sync: URL -> which processes hold the weights (None: left out), and why not."""
+
+_AS_STARTED = "the weights it was started from"
+_POLL_S = 1.0
+_SAME_MODEL_GAP = 0.05  # of the mean log-probability before and after a restart: rounding, not another model
+
+
+class _UnprovenError(RuntimeError):
+    """An answer of which nobody can say which weights it came from."""
+
+
+@dataclass(eq=False)
+class Server:
+    """One vLLM server, as this rank knows it."""
+
+    url: str
+    model: str
+    """Name of its base model."""
+    identity: str | None = _AS_STARTED
+    """Which processes hold the weights of the last sync; None while it is left out."""
+    reason: str = ""
+    """Why it is left out."""
+    num_waiting: int = 0
+    """Number of requests that wait for its answer."""
+    silence: asyncio.Future[str] | None = field(default=None, repr=False)
+    watch: asyncio.Task[None] | None = field(default=None, repr=False)
+    checking: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
+    next_check: asyncio.Task[str | None] | None = field(default=None, repr=False)
+    comeback: asyncio.Task[None] | None = field(default=None, repr=False)
+    is_restoring: bool = False
+
+
+class Fleet:
+    """Answers requests with those servers that hold the weights of the last sync.
+
+    Args:
+        http: client for the requests.
+        models: URL -> name of the server's base model.
+        health_timeout_s: seconds that a server may be silent to a health check while requests wait for it.
+        retry_window_s: seconds for which a request is repeated while no server can serve it.
+    """
+
+    def __init__(self, http: HTTPClient, models: dict[str, str], *, health_timeout_s: float, retry_window_s: float):
+        self._http = http
+        self.servers = {url: Server(url, model) for url, model in models.items()}
+        self.weights: str | None = None
+        """Name of the weights of the last sync; None before the first, when servers answer as they were started."""
+        self.is_adapter = False
+        """Whether they are an adapter, which requests name."""
+        self.restore: Callable[[Server], Awaitable[None]] | None = None
+        """Gives a server the weights of the last sync; None where this rank cannot."""
+        self.may_be_restored = False
+        """Whether any rank can."""
+        self._num_losses = 0
+        self._num_discarded = 0
+        self.health_timeout_s = health_timeout_s
+        self.retry_window_s = retry_window_s
+        self._num_pending = 0
+        self._probe_ids: list[int] = []
+        self._reference: list[float] | None = None  # what a server answers to them under the name of its base model
+        self._lost_at = 0.0  # when the last server was left out
+        self._has_servers = asyncio.Event()
+        self._has_servers.set()
+        self._is_paused = False
+
+    # ---------------------------------------------------------------- requests
+
+    async def complete(self, body: dict[str, Any], slot: TrajectorySlot) -> Any:
+        """The answer of a server that provably held the weights; first asked is that of the trajectory's last turn.
+
+        Raises:
+            GenerationError: no server could serve the request within the retry window, or one refused it.
+        """
+        self._num_pending += 1
+        deadline, wait_s = None, 0.25
+        try:
+            while True:
+                server = await self._choose(slot)
+                identity = server.identity
+                try:
+                    return await self._ask(server, body)
+                except _UnprovenError as error:
+                    self._num_discarded += 1
+                    failure: Exception = error
+                except HTTPError as error:
+                    failure = error
+                    if not (error.is_passing or (error.status == 404 and self.is_adapter)):
+                        raise GenerationError(str(error)) from error
+                deadline = deadline or time.monotonic() + self.retry_window_s
+                if time.monotonic() > deadline:
+                    raise GenerationError(f"{server.url}: {failure}") from failure
+                if isinstance(failure, HTTPError) and failure.status not in (None, 404):
+                    await asyncio.sleep(wait_s)  # it is busy
+                    wait_s = min(2 * wait_s, 10.0)
+                else:
+                    self.leave_out(server, identity, str(failure))
+                assert slot.place is not None
+                slot.place += 1  # the next one may be better off
+        finally:
+            self._num_pending -= 1
+
+    async def _choose(self, slot: TrajectorySlot) -> Server:
+        """The trajectory's server, or the next one that is not left out."""
+        servers = list(self.servers.values())
+        assert slot.place is not None
+        while True:
+            for place in range(slot.place, slot.place + len(servers)):
+                if servers[place % len(servers)].identity is not None:
+                    slot.place = place
+                    return servers[place % len(servers)]
+            left_s = self._lost_at + self.retry_window_s - time.monotonic()
+            is_hopeless = all(server.comeback is None or server.comeback.done() for server in servers)
+            if is_hopeless or left_s <= 0:
+                raise GenerationError(self.explain())
+            try:
+                await asyncio.wait_for(self._has_servers.wait(), min(left_s, _POLL_S))
+            except TimeoutError:
+                continue
+
+    def explain(self, reasons_of: dict[str, str] | None = None) -> str:
+        """Why no server can be sampled from (URL -> reason; None: the servers' own reasons), and what to do."""
+        if reasons_of is None:
+            reasons_of = {server.url: server.reason for server in self.servers.values()}
+        reasons = "; ".join(f"{url}: {reason}" for url, reason in reasons_of.items())
+        return (
+            f"None of the vLLM servers can be sampled from ({reasons}). Start them again with the same command; they "
+            f"get the weights at the next sync. A request waits vllm_retry_window={self.retry_window_s:g} seconds for "
+            "a server to come back."
+        )
+
+    async def _ask(self, server: Server, body: dict[str, Any]) -> Any:
+        """One attempt at one server.
+
+        Raises:
+            HTTPError: the server did not answer, or not with 2xx.
+            _UnprovenError: it did, but perhaps not with the weights of the last sync.
+        """
+        identity, name = server.identity, self.model_of(server)
+        answer = await self._answer_of_the_living(server, body | {"model": name})
+        if self.weights is None:
+            return answer
+        if self.is_adapter:
+            if answer.get("model") != name:
+                raise _UnprovenError(f"it answered for the model {answer.get('model')!r} instead of {name!r}")
+            return answer
+        try:
+            found = await self._confirmed(server)
+        except (HTTPError, UnfitServerError) as error:
+            raise _UnprovenError(f"it could not be asked which weights its answer came from: {error}") from error
+        if found is None or found != identity:
+            raise _UnprovenError("it was restarted and no longer has the weights of the last sync")
+        return answer
+
+    def model_of(self, server: Server) -> str:
+        """The model that a request to the server names."""
+        return self.weights if self.is_adapter and self.weights is not None else server.model
+
+    async def _answer_of_the_living(self, server: Server, body: dict[str, Any]) -> Any:
+        """The answer, however long it takes while the server answers health checks."""
+        if server.watch is None or server.watch.done():
+            server.silence = asyncio.get_running_loop().create_future()
+            server.watch = asyncio.create_task(self._watch(server, server.silence))
+        silence = server.silence
+        assert silence is not None
+        request = asyncio.create_task(self._http.request("POST", f"{server.url}/v1/completions", body))
+        server.num_waiting += 1
+        try:
+            await asyncio.wait({request, silence}, return_when=asyncio.FIRST_COMPLETED)
+            if not request.done():
+                raise HTTPError(silence.result())
+            return request.result()
+        finally:
+            server.num_waiting -= 1
+            request.cancel()
+
+    async def _watch(self, server: Server, silence: asyncio.Future[str]) -> None:
+        """Tell the requests that wait for a server when it no longer answers health checks."""
+        while server.num_waiting:
+            await asyncio.sleep(self.health_timeout_s / 2)
+            if not server.num_waiting:
+                return
+            try:
+                await self._http.request("GET", f"{server.url}/health", timeout_s=self.health_timeout_s)
+            except HTTPError as error:
+                if error.status in (None, 503):  # any other answer comes from something that lives
+                    silence.set_result(f"the server does not answer its health check ({error})")
+                    return
+
+    async def _confirmed(self, server: Server) -> str | None:
+        """`find_identity`, by a check that begins from now on; answers that came together share one."""
+        if server.next_check is None:
+            server.next_check = asyncio.create_task(self._check_next(server))
+        return await asyncio.shield(server.next_check)
+
+    async def _check_next(self, server: Server) -> str | None:
+        async with server.checking:  # while one check runs, the next one gathers answers
+            server.next_check = None
+            return await self.find_identity(server)
+
+    # ---------------------------------------------------------------- who holds the weights
+
+    async def find_identity(self, server: Server, name: str | None = None) -> str | None:
+        """Which processes of the server hold the weights `name` (None: those of the last sync); None if not all do.
+
+        Raises:
+            HTTPError: it does not answer.
+            UnfitServerError: it lacks the routes.
+        """
+        name = self.weights if name is None else name
+        if name is None or self.is_adapter:
+            models = await self._http.request("GET", f"{server.url}/v1/models", timeout_s=self.health_timeout_s)
+            is_there = name is None or name in [entry["id"] for entry in models["data"]]
+            return (name or _AS_STARTED) if is_there else None
+        return identity_of(await hello(self._http, server.url, timeout_s=self.health_timeout_s), name)
+
+    # ---------------------------------------------------------------- losing servers, and getting them back
+
+    def leave_out(self, server: Server, identity: str | None, reason: str) -> None:
+        """Stop sampling from a server until it holds the weights again.
+
+        Args:
+            server: that failed.
+            identity: it had when it was asked; it may have come back since then.
+            reason: for the log.
+        """
+        if server.identity is None or server.identity != identity:
+            return
+        server.identity, server.reason = None, reason
+        self._num_losses += 1
+        self._note_servers()
+        logger.warning("The vLLM server %s is left out of the rollout: %s", server.url, reason)
+        server.comeback = asyncio.create_task(self._bring_back(server))
+
+    def _note_servers(self) -> None:
+        if any(server.identity is not None for server in self.servers.values()):
+            self._has_servers.set()
+        elif self._has_servers.is_set():
+            self._has_servers.clear()
+            self._lost_at = time.monotonic()
+
+    async def _bring_back(self, server: Server) -> None:
+        """Take the server in again as soon as it holds the weights; give up where nobody can give it any."""
+        while not self._is_paused:
+            try:
+                identity = await self.find_identity(server)
+                if identity is None and not self.may_be_restored:
+                    return
+                if identity is None and self.restore is not None and self._num_pending:
+                    server.is_restoring = True
+                    await self.restore(server)
+                    identity = await self.find_identity(server)
+                if identity is not None:
+                    await self.check_model(server)
+            except UnfitServerError as error:
+                server.reason = str(error)
+                return
+            except (HTTPError, GenerationError, OSError) as error:
+                server.reason = str(error)
+                identity = None
+            finally:
+                server.is_restoring = False
+            if identity is not None and not self._is_paused:
+                server.identity = identity
+                self._note_servers()
+                logger.warning("The vLLM server %s has the weights and takes part again.", server.url)
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def pause(self) -> None:
+        """End the attempts to bring servers back; one that is sending weights is waited for."""
+        self._is_paused = True
+        tasks = [server.comeback for server in self.servers.values() if server.comeback is not None]
+        for server in self.servers.values():
+            if server.comeback is not None and not server.is_restoring:
+                server.comeback.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def resume(self, weights: str, found: Found, *, is_adapter: bool) -> None:
+        """Sample from the servers that hold `weights` after a sync; the others may still come back."""
+        self.weights, self.is_adapter, self._is_paused = weights, is_adapter, False
+        if not is_adapter:
+            self._reference = None  # that of older weights
+        for server in self.servers.values():
+            was_in = server.identity is not None
+            server.identity, server.reason = found[server.url]
+            if server.identity is not None:
+                continue
+            if was_in:
+                self._num_losses += 1
+            logger.warning("The vLLM server %s is left out until the next sync: %s", server.url, server.reason)
+            server.comeback = asyncio.create_task(self._bring_back(server))
+        self._note_servers()
+
+    def take_counts(self) -> dict[str, float]:
+        """Metrics: servers left out now; servers lost and answers thrown away since the last call."""
+        counts = {
+            "sampling/servers_left_out": float(sum(server.identity is None for server in self.servers.values())),
+            "sampling/servers_lost": float(self._num_losses),
+            "sampling/answers_discarded": float(self._num_discarded),
+        }
+        self._num_losses = self._num_discarded = 0
+        return counts
+
+    # ---------------------------------------------------------------- scores
+
+    async def scores(self, token_ids: list[int]) -> dict[str, list[float]]:
+        """URL -> log-probabilities of each id after the first, (N - 1,), for the servers that are not left out.
+
+        Raises:
+            GenerationError: none is left.
+        """
+        self._probe_ids = token_ids
+        servers = [server for server in self.servers.values() if server.identity is not None]
+        answers = await asyncio.gather(*(self._score_or_leave_out(server, token_ids) for server in servers))
+        found = {server.url: scores for server, scores in zip(servers, answers, strict=True) if scores is not None}
+        if not found:
+            raise GenerationError(self.explain())
+        return found
+
+    async def _score_or_leave_out(self, server: Server, token_ids: list[int]) -> list[float] | None:
+        identity = server.identity
+        try:
+            scores = read_scores(await self._ask(server, score_request(token_ids)), token_ids)
+            if not self.is_adapter:
+                self._reference = scores
+            elif self._reference is None:
+                self._reference = await self._base_scores(server, token_ids)
+            return scores
+        except (HTTPError, _UnprovenError) as error:
+            if isinstance(error, HTTPError) and not (error.is_passing or error.status == 404):
+                raise GenerationError(str(error)) from error
+            self.leave_out(server, identity, str(error))
+            return None
+
+    async def _base_scores(self, server: Server, token_ids: list[int]) -> list[float]:
+        body = score_request(token_ids) | {"model": server.model}
+        url = f"{server.url}/v1/completions"
+        return read_scores(await self._http.request("POST", url, body, timeout_s=self.health_timeout_s), token_ids)
+
+    async def check_model(self, server: Server) -> None:
+        """Hold a server that came back against what the servers answered after the sync.
+
+        Raises:
+            HTTPError: it does not answer.
+            UnfitServerError: it is another model.
+        """
+        if self._reference is None:
+            return
+        try:
+            scores = await self._base_scores(server, self._probe_ids)
+        except HTTPError as error:
+            if error.is_passing:
+                raise
+            raise UnfitServerError(f"it came back with another model: {error}") from error
+        gap = sum(abs(a - b) for a, b in zip(scores, self._reference, strict=True)) / len(scores)
+        if not gap <= _SAME_MODEL_GAP:
+            raise UnfitServerError(
+                f"it came back with another model: its log-probabilities differ by {gap:.3g} from those before"
+            )

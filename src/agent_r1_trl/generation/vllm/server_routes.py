@@ -1,0 +1,141 @@
+"""What the trainer asks a vLLM server besides completions: its workers, adapters, cache and scores.
+
+Covered here: one request each, and what a refusal means. Not covered: which servers are used (`fleet.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from agent_r1_trl.generation.base import GenerationError
+from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
+
+_WORKER = "agent_r1_trl.generation.vllm.worker_extension.PolicyWorker"
+_SAME_MODEL = "It must run the policy's architecture, vocabulary size included: start it with the trainer's model."
+_ADAPTERS_ONLY = (
+    "It was started with --enable-lora and can take adapters only. For LoRA start every server with --enable-lora and "
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or none; for full fine-tuning, DoRA or modules_to_save start all without."
+)
+_RESET_ATTEMPTS = 5
+
+
+class UnfitServerError(GenerationError):
+    """A server answers, but cannot be used the way it was started."""
+
+
+class NoAdaptersError(UnfitServerError):
+    """A server without the route that loads adapters."""
+
+
+async def rpc(http: HTTPClient, url: str, method: str, *arguments: Any, timeout_s: float) -> list[dict[str, Any]]:
+    """Call a method of `PolicyWorker` on every worker of a server.
+
+    Raises:
+        HTTPError: no answer, or that of a server in trouble.
+        UnfitServerError: the server cannot take weights.
+    """
+    body = {"method": method, "args": arguments}
+    try:
+        answer = await http.request("POST", f"{url}/collective_rpc", body, timeout_s=timeout_s)
+    except HTTPError as error:
+        if error.is_passing and method not in str(error):
+            raise
+        raise UnfitServerError(
+            f"{error}. To take weights from a trainer the server must run with VLLM_SERVER_DEV_MODE=1 and "
+            f"--worker-extension-cls {_WORKER}; see docs/serving.md."
+        ) from error
+    results = [item if isinstance(item, dict) else json.loads(item) for item in (answer or {}).get("results", ())]
+    errors = sorted({item["error"] for item in results if "error" in item})
+    if errors or not results:
+        cure = _ADAPTERS_ONLY if ".base_layer." in "".join(errors) else _SAME_MODEL
+        raise UnfitServerError(
+            f"The server {url} could not load the policy's weights ({'; '.join(errors) or 'no answer'}). {cure}"
+        )
+    return results
+
+
+async def hello(http: HTTPClient, url: str, *, timeout_s: float) -> list[dict[str, Any]]:
+    """What each worker of a server says about itself; see `PolicyWorker.agent_r1_hello`.
+
+    Raises:
+        HTTPError: it does not answer.
+        UnfitServerError: it was started without the worker extension, or with that of another version.
+    """
+    workers = await rpc(http, url, "agent_r1_hello", timeout_s=timeout_s)
+    if not all("process" in worker for worker in workers):
+        raise UnfitServerError(f"{url} runs another version of agent-r1-trl. Install the trainer's version there.")
+    return workers
+
+
+def identity_of(workers: Iterable[dict[str, Any]], weights: str) -> str | None:
+    """The processes of the workers if all of them hold these weights, else None."""
+    workers = list(workers)
+    if any(worker["weights"] != weights for worker in workers):
+        return None
+    return "+".join(sorted(worker["process"] for worker in workers))
+
+
+async def reset_prefix_cache(http: HTTPClient, url: str, *, timeout_s: float) -> None:
+    """Forget what was computed with the old weights: it must not be continued with the new ones.
+
+    vLLM refuses while a request uses the cache. Only requests that nobody waits for can do so here; they get a moment
+    to end, and then compute anew.
+
+    Raises:
+        HTTPError: no answer, or the cache stays.
+    """
+    for attempt in range(_RESET_ATTEMPTS):
+        if attempt > 0:
+            await asyncio.sleep(0.5)
+        is_last = attempt == _RESET_ATTEMPTS - 1
+        option = "?reset_running_requests=true" if is_last else ""
+        answer = await http.request("POST", f"{url}/reset_prefix_cache{option}", timeout_s=timeout_s)
+        if not isinstance(answer, dict) or answer.get("success", True):
+            return
+    raise HTTPError(f"{url} keeps its prefix cache, which was computed with older weights")
+
+
+async def load_adapter(http: HTTPClient, url: str, name: str, folder: str) -> None:
+    """Have a server serve the adapter in `folder` as the model `name`.
+
+    Raises:
+        HTTPError: no answer.
+        NoAdaptersError: it has no route for that.
+        UnfitServerError: it could not load the adapter.
+    """
+    try:
+        await http.request("POST", f"{url}/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+    except HTTPError as error:
+        if error.status is None or (error.status == 400 and "already been loaded" in str(error)):
+            if error.status is None:
+                raise
+            return  # by another rank, after a restart
+        if error.status == 404 and '"Not Found"' in str(error):
+            raise NoAdaptersError(
+                f"{url} does not serve adapters. Start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
+            ) from error
+        raise UnfitServerError(
+            f"A server that serves LoRA did not load the adapter: {error}. It must see the folder {folder} under the "
+            "same path, and be started with --enable-lora and a --max-lora-rank of at least the adapter's."
+        ) from error
+
+
+def score_request(token_ids: list[int]) -> dict[str, Any]:
+    """A completion request whose answer `read_scores` reads."""
+    return {
+        "prompt": token_ids,
+        "max_tokens": 1,
+        "temperature": 0,
+        "prompt_logprobs": 0,
+        "return_token_ids": True,
+        "detokenize": False,
+    }
+
+
+def read_scores(answer: Any, token_ids: list[int]) -> list[float]:
+    """Log-probabilities of each id after the first, (N - 1,)."""
+    entries = answer["choices"][0]["prompt_logprobs"][1:]
+    return [entry[str(token_id)]["logprob"] for entry, token_id in zip(entries, token_ids[1:], strict=True)]

@@ -1,0 +1,185 @@
+"""A stand-in for a vLLM server with the routes that a trainer uses, which can die, freeze and come back as a new one.
+
+Its model is one number, the sum of the weights it received (`BASE` before), and each token that it "samples" is that
+number: an answer says which weights it came from.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import threading
+import uuid
+from pathlib import Path
+
+from aiohttp import web
+from safetensors.torch import load_file
+
+from agent_r1_trl.generation.vllm.weight_transfer import receive_weights
+from tests.servers import free_port
+
+BASE = 7
+"""What a server that was just started answers."""
+
+
+class FakeServer:
+    """One server; a context manager, and usable again after `kill`.
+
+    Args:
+        adapters: serve LoRA (then whole weights cannot be sent).
+        base: another number for another model.
+        host: address where it listens.
+    """
+
+    def __init__(self, *, adapters=False, base=BASE, host="127.0.0.1"):
+        self.host = host
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.adapters = adapters
+        self.base = base
+        self.answer_s = 0.0
+        """Seconds before each completion."""
+        self.break_transfer = False
+        """Die in the middle of the next weight transfer."""
+        self.may_receive = threading.Event()
+        """Unset it to stop reading in the middle of a weight transfer."""
+        self.may_receive.set()
+        self.knows_every_name = False
+        """Answer requests for unknown models with the base model."""
+        self.cache_is_held = 0
+        """How many times the prefix cache refuses to be emptied."""
+        self.calls = []
+        """Names of the routes that were called."""
+        self.num_answers = 0
+        self._loop = asyncio.new_event_loop()
+        self._runner = None
+
+    def __enter__(self):
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self.start()
+        return self
+
+    def __exit__(self, *error):
+        self.kill()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
+
+    # ---------------------------------------------------------------- what tests do to it
+
+    def start(self):
+        """As a new process, with the weights it was started from."""
+        self.process = uuid.uuid4().hex
+        self.value, self.weights, self.loaded, self.sums = self.base, None, {}, {}
+        self.is_frozen = False
+        self._run(self._listen())
+
+    def kill(self):
+        """Close every connection without an answer, and the port."""
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            self._run(self._end(runner))
+
+    def restart(self):
+        """`kill` and `start`, with nothing in between."""
+        self.kill()
+        self.start()
+
+    # ---------------------------------------------------------------- the server
+
+    async def _listen(self):
+        app = web.Application(middlewares=[self._note])
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/is_sleeping", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/collective_rpc", self._rpc)
+        app.router.add_post("/reset_prefix_cache", self._reset)
+        if self.adapters:
+            app.router.add_post("/v1/load_lora_adapter", self._load_adapter)
+            app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
+        else:
+            app.router.add_post("/v1/load_lora_adapter", self._no_route)
+        runner = web.AppRunner(app, shutdown_timeout=0.01, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, self.host, self.port, reuse_address=True).start()
+        self._runner = runner
+
+    async def _end(self, runner):
+        for connection in list(runner.server.connections):
+            with contextlib.suppress(AttributeError):
+                connection.transport.abort()
+        await runner.cleanup()
+
+    @web.middleware
+    async def _note(self, request, handler):
+        self.calls.append(request.path)
+        while self.is_frozen:
+            await asyncio.sleep(0.02)
+        return await handler(request)
+
+    async def _health(self, request):
+        return web.Response()
+
+    async def _no_route(self, request):
+        return web.json_response({"detail": "Not Found"}, status=404, dumps=lambda _: '{"detail":"Not Found"}')
+
+    async def _models(self, request):
+        return web.json_response({"data": [{"id": "policy"}, *({"id": name} for name in self.loaded)]})
+
+    async def _complete(self, request):
+        body = await request.json()
+        is_known = body["model"] in ("policy", *self.loaded)
+        if not (is_known or self.knows_every_name):
+            return web.json_response({"error": {"message": "The model does not exist."}}, status=404)
+        value = self.loaded.get(body["model"], self.value)
+        await asyncio.sleep(self.answer_s)
+        self.num_answers += 1
+        count = body["max_tokens"]
+        choice = {
+            "finish_reason": "length",
+            "token_ids": [value] * count,
+            "logprobs": {"token_logprobs": [-1.0] * count},
+        }
+        if "prompt_logprobs" in body:
+            score = {"logprob": -float(value)}
+            choice["prompt_logprobs"] = [None, *({str(token): score} for token in body["prompt"][1:])]
+        return web.json_response({"model": body["model"] if is_known else "policy", "choices": [choice]})
+
+    async def _rpc(self, request):
+        body = await request.json()
+        if body["method"] == "agent_r1_receive":
+            return web.json_response({"results": [await asyncio.to_thread(self._receive, *body["args"])]})
+        return web.json_response({"results": [self._hello()]})
+
+    def _hello(self):
+        return {"rank": 0, "process": self.process, "weights": self.weights}
+
+    def _receive(self, host, port, token, timeout_s, name, is_complete):
+        self.weights = None
+        for key, value in receive_weights(host, port, token, rank=0, timeout_s=timeout_s):
+            self.sums[key] = float(value.sum())
+            self.may_receive.wait(20)
+            if self.break_transfer:
+                self.break_transfer = False
+                threading.Thread(target=self.kill).start()
+                raise ConnectionResetError("killed")
+        self.value, self.weights = round(sum(self.sums.values())), name
+        return self._hello()
+
+    async def _reset(self, request):
+        if self.cache_is_held > 0 and "reset_running_requests" not in request.query:
+            self.cache_is_held -= 1
+            return web.json_response({"success": False})
+        return web.json_response({"success": True})
+
+    async def _load_adapter(self, request):
+        body = await request.json()
+        tensors = load_file(Path(body["lora_path"]) / "adapter_model.safetensors")
+        content = b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))
+        self.loaded[body["lora_name"]] = 1000 + int(hashlib.sha256(content).hexdigest()[:4], 16)
+        return web.Response(text="Success")
+
+    async def _unload_adapter(self, request):
+        self.loaded.pop((await request.json())["lora_name"], None)
+        return web.Response(text="Success")

@@ -1,0 +1,389 @@
+"""vLLM servers that die, freeze and come back: every answer comes from the weights of the last sync."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
+from agent_r1_trl.generation.base import TrajectorySlot, current_slot
+from agent_r1_trl.generation.vllm.weight_transfer import TransferError, receive_weights
+from tests.fake_vllm import BASE, FakeServer
+from tests.generation.helpers import SAMPLED, tiny_model
+
+QUICK = {"retry_window_s": 6, "health_timeout_s": 0.6, "sync_timeout_s": 5, "request_timeout_s": 20}
+
+
+def policy(value):
+    """A model whose weights add up to `value`."""
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.fill_(float(value) / 2)
+        model.bias.zero_()
+    return model
+
+
+@contextlib.contextmanager
+def generator_on(*servers, **options):
+    generator = VLLMServerGenerator([server.url for server in servers], stop_token_ids=[1], **(QUICK | options))
+    try:
+        yield generator
+    finally:
+        generator.close()
+
+
+async def turn(generator, slot=None, seed=0):
+    """The number of the weights that answered."""
+    current_slot.set(slot or TrajectorySlot())
+    answer = await generator.generate([5, 6], max_tokens=3, seed=seed, params=SAMPLED)
+    assert len(set(answer.token_ids)) == 1
+    return answer.token_ids[0]
+
+
+def turns(generator, count, slots=None):
+    """The numbers that answered `count` requests at once; an error is its text."""
+
+    async def gather():
+        given = slots or [None] * count
+        return await asyncio.gather(*(turn(generator, slot) for slot in given), return_exceptions=True)
+
+    return [str(item) if isinstance(item, Exception) else item for item in asyncio.run(gather())]
+
+
+# -------------------------------------------------------------------- every answer proves its weights
+
+
+def test_no_answer_of_a_restarted_server_gets_through():
+    with FakeServer() as server, generator_on(server) as generator:
+        generator.sync(policy(20))
+        assert turns(generator, 2) == [20, 20]
+        server.restart()
+        answers = turns(generator, 4)
+        assert all("None of the vLLM servers can be sampled from" in str(item) for item in answers)
+        assert server.value == BASE
+        generator.sync(policy(21))
+        assert turns(generator, 2) == [21, 21]
+
+
+def test_a_server_that_restarts_while_it_answers_is_found_out():
+    with FakeServer() as server, FakeServer() as other, generator_on(server, other) as generator:
+        generator.sync(policy(20))
+        server.process, server.value, server.weights = "another", BASE, None  # the very moment after the last check
+        slot = TrajectorySlot(place=0)
+        assert turns(generator, 1, [slot]) == [20]
+        assert slot.place == 1
+        assert generator.metrics()["sampling/answers_discarded"] == 1
+
+
+def test_weights_that_came_back_between_answer_and_check_do_not_vouch_for_the_answer():
+    class Repaired(FakeServer):
+        def _hello(self):
+            if self.num_answers:  # given its weights again, by another rank, after the first answer
+                self.value = 20
+            return super()._hello()
+
+    with Repaired() as server, generator_on(server) as generator:
+        generator.sync(policy(20))
+        server.process, server.value = "another", BASE
+        assert turns(generator, 1) == [20]
+        assert server.num_answers == 2
+        assert generator.metrics()["sampling/answers_discarded"] == 1
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["whole weights", "adapter"])
+def test_a_restarted_server_gets_its_weights_again_in_the_rollout(tmp_path, adapters):
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear")) if adapters else policy(20)
+    with (
+        FakeServer(adapters=adapters) as server,
+        generator_on(server, adapter_dir=tmp_path, may_restore=True) as generator,
+    ):
+        generator.sync(model)
+        generator.scores([3, 4, 5])
+        (before,) = turns(generator, 1)
+        assert before != BASE
+        server.kill()
+        threading.Timer(1.5, server.start).start()
+        assert turns(generator, 3) == [before] * 3
+        assert generator.metrics()["sampling/servers_left_out"] == 0
+
+
+def test_a_server_that_came_back_as_another_model_stays_out(tmp_path):
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
+    with (
+        FakeServer(adapters=True) as server,
+        FakeServer(adapters=True) as other,
+        generator_on(server, other, adapter_dir=tmp_path) as generator,
+    ):
+        generator.sync(model)
+        generator.scores([3, 4, 5])
+        (before,) = turns(generator, 1)
+        server.base = BASE + 1
+        server.restart()
+        assert turns(generator, 4) == [before] * 4
+        time.sleep(1.5)
+        assert generator.metrics()["sampling/servers_left_out"] == 1
+        assert server.loaded == {}, "it was not even given the adapter"
+
+
+def test_a_server_that_answers_for_any_name_is_found_out(tmp_path):
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
+    with FakeServer(adapters=True) as server, generator_on(server, adapter_dir=tmp_path) as generator:
+        generator.sync(model)
+        (before,) = turns(generator, 1)
+        server.knows_every_name = True
+        server.restart()
+        assert turns(generator, 1) == [before] != [BASE]
+        assert generator.metrics()["sampling/answers_discarded"] == 1
+
+
+def test_a_server_that_one_rank_restored_serves_the_other_ranks_too():
+    with FakeServer() as server, generator_on(server, may_restore=True) as first, generator_on(server) as second:
+        first.sync(policy(20))
+        ours, theirs = first._fleet, second._fleet
+        found = {server.url: (ours.servers[server.url].identity, "")}
+        theirs.may_be_restored = True
+        second._http.run(theirs.resume(ours.weights, found, is_adapter=False))
+        assert turns(second, 1) == [20]
+        server.restart()
+        answers = []
+        asking = threading.Thread(target=lambda: answers.extend(turns(second, 2)))
+        asking.start()
+        time.sleep(0.3)
+        assert answers == []
+        assert turns(first, 1) == [20]
+        asking.join()
+        assert answers == [20, 20]
+
+
+def test_answers_that_come_together_share_a_check():
+    with FakeServer() as server, generator_on(server) as generator:
+        generator.sync(policy(20))
+        server.answer_s = 0.2
+        before = server.calls.count("/collective_rpc")
+        assert turns(generator, 40) == [20] * 40
+        assert 1 <= server.calls.count("/collective_rpc") - before <= 20
+
+
+def test_without_a_sync_a_server_is_sampled_as_it_was_started():
+    with FakeServer() as server, generator_on(server) as generator:
+        assert turns(generator, 1) == [BASE]
+        server.restart()
+        assert turns(generator, 1) == [BASE]
+
+
+# -------------------------------------------------------------------- frozen, slow and busy servers
+
+
+def test_requests_of_a_frozen_server_move_on_and_it_may_come_back():
+    with FakeServer() as frozen, FakeServer() as other, generator_on(frozen, other) as generator:
+        generator.sync(policy(20))
+        frozen.is_frozen = True
+        start = time.monotonic()
+        assert turns(generator, 4) == [20] * 4
+        assert time.monotonic() - start < 5
+        assert generator.metrics()["sampling/servers_left_out"] == 1
+        frozen.is_frozen = False
+        deadline = time.monotonic() + 6
+        while generator.metrics()["sampling/servers_left_out"] and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert turns(generator, 1, [TrajectorySlot(place=0)]) == [20]
+
+
+def test_a_slow_server_is_waited_for():
+    with FakeServer() as server, generator_on(server) as generator:
+        generator.sync(policy(20))
+        server.answer_s = 2.0
+        assert turns(generator, 1) == [20]
+        assert generator.metrics()["sampling/servers_lost"] == 0
+        assert "/health" in server.calls
+
+
+def test_when_no_server_is_left_requests_end_after_the_window_and_name_it():
+    with FakeServer() as server, generator_on(server, retry_window_s=1.5) as generator:
+        generator.sync(policy(20))
+        server.kill()
+        start = time.monotonic()
+        (answer,) = turns(generator, 1)
+        assert 1 < time.monotonic() - start < 5
+        assert server.url in answer
+        assert "vllm_retry_window=1.5" in answer
+        start = time.monotonic()
+        turns(generator, 1)
+        assert time.monotonic() - start < 0.5, "the window was over already"
+
+
+# -------------------------------------------------------------------- weight syncs
+
+
+def test_a_dead_server_is_left_out_of_the_sync_and_taken_in_again_later(caplog):
+    with FakeServer() as dying, FakeServer() as other, generator_on(dying, other) as generator:
+        generator.sync(policy(20))
+        dying.kill()
+        generator.sync(policy(21))
+        assert any(dying.url in line.getMessage() for line in caplog.records if line.levelno == logging.WARNING)
+        assert generator.metrics() == {
+            "sampling/servers_left_out": 1,
+            "sampling/servers_lost": 1,
+            "sampling/answers_discarded": 0,
+        }
+        assert turns(generator, 4) == [21] * 4
+        dying.start()
+        generator.sync(policy(22))
+        assert (dying.value, other.value) == (22, 22)
+        assert generator.metrics()["sampling/servers_left_out"] == 0
+        assert turns(generator, 1, [TrajectorySlot(place=0)]) == [22]
+
+
+def test_a_server_that_was_restarted_between_two_syncs_gets_the_frozen_weights_too():
+    def partly_frozen(value):
+        model = policy(value)
+        model.bias.data.fill_(5)
+        model.bias.requires_grad_(False)
+        return model
+
+    with FakeServer() as server, FakeServer() as other, generator_on(server, other) as generator:
+        generator.sync(partly_frozen(20))
+        generator.sync(partly_frozen(21))
+        assert (server.value, other.value) == (26, 26)
+        server.restart()
+        generator.sync(partly_frozen(22))
+        assert (server.value, other.value) == (27, 27)
+
+
+def test_a_server_that_came_back_with_another_model_does_not_end_the_run_at_the_sync(tmp_path):
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
+    with (
+        FakeServer(adapters=True) as server,
+        FakeServer(adapters=True) as other,
+        generator_on(server, other, adapter_dir=tmp_path) as generator,
+    ):
+        generator.sync(model)
+        generator.scores([3, 4, 5])
+        server.base = BASE + 1
+        server.restart()
+        generator.sync(model)
+        assert list(generator.scores([3, 4, 5])) == [other.url]
+        assert generator.metrics()["sampling/servers_left_out"] == 1
+
+
+def test_a_server_that_dies_while_it_receives_does_not_harm_the_others():
+    with FakeServer() as dying, FakeServer() as other, generator_on(dying, other) as generator:
+        generator.sync(policy(20))
+        dying.break_transfer = True
+        generator.sync(policy(21))
+        assert turns(generator, 4) == [21] * 4
+        assert generator.metrics()["sampling/servers_left_out"] == 1
+
+
+def test_a_frozen_server_is_left_out_of_a_sync():
+    with FakeServer() as frozen, FakeServer() as other, generator_on(frozen, other) as generator:
+        generator.sync(policy(20))
+        frozen.is_frozen = True
+        start = time.monotonic()
+        generator.sync(policy(21))
+        assert time.monotonic() - start < 5
+        assert turns(generator, 2) == [21] * 2
+        frozen.is_frozen = False
+
+
+def test_a_server_that_freezes_while_it_receives_is_left_behind():
+    model = nn.ModuleList([nn.Linear(3000, 3000, bias=False) for _ in range(3)])  # more than the sockets buffer
+    with torch.no_grad():
+        for part in model:
+            part.weight.zero_()
+        model[0].weight[0, 0] = 20
+    with FakeServer() as frozen, FakeServer() as other, generator_on(frozen, other, sync_timeout_s=1) as generator:
+        generator.sync(model)
+        model[0].weight.data[0, 0] = 21
+        frozen.may_receive.clear()
+        start = time.monotonic()
+        generator.sync(model)
+        assert time.monotonic() - start < 6
+        assert generator.metrics()["sampling/servers_left_out"] == 1
+        assert turns(generator, 2) == [21] * 2
+        frozen.may_receive.set()
+
+
+def test_a_sync_waits_for_a_server_and_ends_with_a_clear_error_without_one():
+    with FakeServer() as server, generator_on(server, retry_window_s=2.5) as generator:
+        generator.sync(policy(20))
+        server.kill()
+        threading.Timer(0.5, server.start).start()
+        generator.sync(policy(21))
+        assert turns(generator, 1) == [21]
+        server.kill()
+        with pytest.raises(GenerationError, match="vllm_retry_window") as caught:
+            generator.sync(policy(22))
+        assert server.url in str(caught.value)
+
+
+def test_a_cache_of_older_weights_is_not_kept():
+    with FakeServer() as server, generator_on(server) as generator:
+        server.cache_is_held = 100
+        generator.sync(policy(20))
+        assert server.cache_is_held < 100
+        assert server.calls.count("/reset_prefix_cache") == 101 - server.cache_is_held
+        assert turns(generator, 1) == [20]
+
+
+# -------------------------------------------------------------------- who may join a transfer
+
+
+def test_strangers_get_no_weights_and_hold_nothing_up():
+    heard = []
+
+    def intrude(address):
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=3) as stranger:
+            stranger.sendall(b"\0" * 68)  # a rank, random numbers, and a proof that is none
+            while data := stranger.recv(4096):
+                heard.append(len(data))
+
+    class Open(FakeServer):
+        def _receive(self, host, port, *arguments):
+            socket.create_connection((host, port)).close()
+            threading.Thread(target=intrude, args=((host, port),)).start()
+            self.silent = socket.create_connection((host, port))
+            time.sleep(0.3)
+            return super()._receive(host, port, *arguments)
+
+    with Open() as server, generator_on(server) as generator:
+        generator.sync(policy(20))
+        assert turns(generator, 1) == [20]
+    assert sum(heard) == 32, "its own random numbers are all that a stranger hears"
+
+
+def test_nobody_listens_after_a_transfer_and_only_where_it_is_needed():
+    addresses = []
+
+    class Watching(FakeServer):
+        def _receive(self, host, port, *arguments):
+            addresses.append((host, port))
+            return super()._receive(host, port, *arguments)
+
+    with Watching() as server, generator_on(server) as generator:
+        generator.sync(policy(20))
+    ((host, port),) = addresses
+    assert host == "127.0.0.1"
+    with pytest.raises(OSError), socket.create_connection((host, port), timeout=1):
+        pass
+
+
+def test_a_worker_takes_nothing_from_somebody_who_does_not_know_the_token():
+    def pretend(listener):
+        connection, _ = listener.accept()
+        connection.sendall(b"\0" * 200)
+        with contextlib.suppress(OSError):
+            while connection.recv(100):
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=pretend, args=(listener,), daemon=True).start()
+        with pytest.raises(TransferError, match="token"):
+            list(receive_weights("127.0.0.1", listener.getsockname()[1], "secret", rank=0, timeout_s=5))
