@@ -15,6 +15,7 @@ from agent_r1_trl.environments.base import RewardError, StepResult
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.tools import ToolSchemaError, as_tool, shared_pool
+from agent_r1_trl.tools.faults import is_infrastructure_error
 from agent_r1_trl.trajectory import Message, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,10 @@ CLOSE_TIMEOUT_S = 60.0
 
 class EnvironmentFailure(Exception):
     """The environment itself raised, in a method whose failures are not the policy's fault."""
+
+
+class ToolFailure(Exception):
+    """A tool failed by the fault of its infrastructure, and the environment's `step` passed that on."""
 
 
 class EnvSession:
@@ -109,11 +114,20 @@ class EnvSession:
         return {**info, "reward_parts": {str(name): self._number(part, "step") for name, part in parts.items()}}
 
     async def outcome(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
-        """Score the finished trajectory. An exception is a bug in a reward function and propagates."""
+        """Score the finished trajectory. An exception is a bug in a reward function and propagates.
+
+        Raises:
+            EnvironmentFailure: the method raised an `InfrastructureError`: the judge behind it is down, for example.
+        """
         method = getattr(self.env, "outcome_reward", None)
         if method is None:
             return 0.0, {}
-        result = await self._call(method, trajectory)
+        try:
+            result = await self._call(method, trajectory)
+        except Exception as error:
+            if not is_infrastructure_error(error, has_backend=False):
+                raise
+            raise EnvironmentFailure(f"{self.name}.outcome_reward raised {type(error).__name__}: {error}") from error
         parts: Any = {}
         if isinstance(result, tuple):
             result, parts = result
@@ -146,6 +160,8 @@ class EnvSession:
         except (RewardError, ToolSchemaError):  # bugs in a reward function or in a tool must be heard
             raise
         except Exception as error:
+            if method == "step" and is_infrastructure_error(error, has_backend=False):
+                raise ToolFailure(f"{self.name}.step raised {type(error).__name__}: {error}") from error
             raise EnvironmentFailure(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
 
     async def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
