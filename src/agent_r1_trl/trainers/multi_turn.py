@@ -55,6 +55,7 @@ from agent_r1_trl.trainers.publishing import Publishing, rows_not_logged
 from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint, accept_numbered_cpus
 from agent_r1_trl.trainers.rewards import Rewards
 from agent_r1_trl.trainers.rollouts import PlayedBatch, Position, Rollouts, trl_generation
+from agent_r1_trl.trainers.tool_watch import ToolOutageError
 from agent_r1_trl.trainers.trl_logs import correct_trl_logs, drop_token_means
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import batch_trajectories, settle_masks, whole_rows
@@ -188,6 +189,11 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer):
             return super().train(*args, **kwargs)
         try:
             result = super().train(*args, **kwargs)
+        except ToolOutageError:  # nothing was trained on since, so the run can go on from here
+            is_at_step = self._step == self.state.global_step * self.args.gradient_accumulation_steps > 0
+            if is_at_step and self.args.save_strategy != "no":
+                self._save_checkpoint(self.model, None)
+            raise
         finally:
             self.rollouts.end_run()
         self.rollouts.failures.check_some_played()
