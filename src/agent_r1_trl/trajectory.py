@@ -120,7 +120,7 @@ class ToolResult:
     queue_s: float = 0.0
     """Seconds that the call waited for a free thread."""
     attempts: int = 1
-    """How often the tool was called; more than once after failures of its infrastructure."""
+    """How often the tool was called: more than once after failures of its infrastructure, 0 if it could not be."""
     is_truncated: bool = False
     """The content was cut to the tool's token limit."""
     is_models_mistake: bool | None = None
