@@ -1,6 +1,7 @@
 """The circuit breaker: a tool that is down is waited for, and no update is made from what was played meanwhile."""
 
 import logging
+import os
 
 import pytest
 import torch
@@ -195,3 +196,24 @@ def test_a_tool_that_does_not_come_back_ends_the_run_with_a_checkpoint(tmp_path)
     resumed = trainer_on(backend, tmp_path)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 3
+
+
+def test_a_relative_output_dir_does_not_follow_a_tool_that_changes_the_directory(tmp_path, monkeypatch):
+    (tmp_path / "start").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "start")
+
+    class Wandering(AddEnv):
+        def step(self, message):
+            os.chdir(tmp_path / "elsewhere")
+            return super().step(message)
+
+    trainer = make_trainer(
+        "out", env=Wandering, max_steps=1, save_strategy="steps", save_steps=1, record_trajectories="jsonl"
+    )
+    trainer.train()
+    trainer.save_model()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    saved = tmp_path / "start" / "out"
+    assert (saved / "checkpoint-1").is_dir() and (saved / "trajectories").is_dir()
+    assert list(saved.glob("*.safetensors"))

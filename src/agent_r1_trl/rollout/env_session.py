@@ -45,11 +45,14 @@ class EnvSession:
     def __init__(self, factory: Callable[[], Any], *, truncate: Callable[[str, int], str]) -> None:
         self._factory = factory
         self._truncate = truncate
+        self._lock = threading.Lock()
+        self._is_closed = False
         self.env: Any = None
 
     async def reset(self, request: RolloutRequest) -> tuple[list[Message], list[dict[str, Any]]]:
         """Make the environment and start the episode; returns prompt messages and tool schemas."""
-        self.env = await self._guard("__init__", self._factory)
+        made = await self._guard("__init__", self._make)
+        self.env = self.env if made is None else made
         missing = [name for name in ("reset", "step") if not callable(getattr(self.env, name, None))]
         if missing:
             raise ValueError(
@@ -70,6 +73,23 @@ class EnvSession:
             )
         schemas = [as_tool(item).schema for item in getattr(self.env, "tools", None) or ()]
         return [dict(item) for item in messages], schemas
+
+    def _make(self) -> Any:
+        """On a worker thread, which may come to an end when the trajectory was given up long ago.
+
+        Returns:
+            What remains to be awaited, of an async factory; else None.
+        """
+        env = self._factory()
+        if inspect.isawaitable(env):
+            return env
+        with self._lock:
+            self.env = None if self._is_closed else env
+        if self.env is None and callable(getattr(env, "close", None)):
+            closing = env.close()
+            if inspect.isawaitable(closing):
+                asyncio.run(_contained(lambda: closing))
+        return None
 
     async def step(self, message: Message) -> StepResult:
         """Take one assistant message.
@@ -136,6 +156,8 @@ class EnvSession:
 
     async def close(self) -> None:
         """Free what reset took. A failure to do so is not the trajectory's problem."""
+        with self._lock:
+            self._is_closed = True
         method = getattr(self.env, "close", None)
         if method is not None:
             closing = asyncio.ensure_future(self._call(method))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from agent_r1_trl.tools import directory
 from agent_r1_trl.tools.base import Tool, as_tool, check_timeout
 from agent_r1_trl.tools.calls import read_arguments, read_call
 from agent_r1_trl.tools.faults import InfrastructureError, is_infrastructure_error, is_models_mistake
@@ -108,7 +109,9 @@ class ToolExecutor:
         spent = _Spent()
         try:
             found, arguments = self._check(call)
-            content, is_cut = self._limit(found, _clean(await self._invoke(found, arguments, spent)))
+            with directory.guard.around(found.name):
+                text = await self._invoke(found, arguments, spent)
+            content, is_cut = self._limit(found, _clean(text))
         except _CallError as failure:
             content = _clean(f"Error: {_cut(failure.detail, MAX_DETAIL_CHARS)}\n{self._advise(failure)}")
             blame = failure.is_models_mistake

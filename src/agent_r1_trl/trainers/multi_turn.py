@@ -141,6 +141,7 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer):
         if self.env_factory is None:
             super().__init__(model, reward_funcs, config, train_dataset, eval_dataset, **kwargs)
             return
+        config.output_dir = str(Path(config.output_dir).absolute())  # a tool may change the process's directory
         config.check_supported(has_generator=generator is not None)
         check_rollout_func(kwargs.get("rollout_func"))
         form = read_form(self.env_factory)
