@@ -61,6 +61,12 @@ class World:
 HEALTHY = "." * 19 + "v"
 
 
+def test_the_cause_is_shown_without_control_characters():
+    trajectories, _ = rollout("c")
+    trajectories[0].turns[0].tool_results[0].content = "Error: \x1b[31mrefused"
+    assert count_calls(trajectories)["look"].first_cause == "␛[31mrefused (first in example 'q1')"
+
+
 def test_what_the_model_did_wrong_is_no_call_of_the_tool():
     counted = count_calls(rollout("..tvumci")[0])["look"]
     assert (counted.num, counted.num_failed, counted.num_suspect) == (6, 4, 3)

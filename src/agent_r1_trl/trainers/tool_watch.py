@@ -28,6 +28,7 @@ from accelerate.utils import gather_object
 from agent_r1_trl.rollout.failures import NothingPlayedError
 from agent_r1_trl.rollout.probe import RecordedCall, recorded_calls
 from agent_r1_trl.rollout.requests import RolloutRequest
+from agent_r1_trl.safe_text import shown
 from agent_r1_trl.trainers.failures import is_main_process
 from agent_r1_trl.trajectory import StopReason, ToolErrorKind, Trajectory
 
@@ -83,13 +84,13 @@ def count_calls(trajectories: Sequence[Trajectory]) -> dict[str, Calls]:
                 continue
             is_suspect = result.error in (ToolErrorKind.TIMEOUT, ToolErrorKind.INFRASTRUCTURE)
             is_suspect |= result.is_error and result.is_models_mistake is False
-            cause = f"{result.cause} (first in example {trajectory.example_id!r})" if result.is_error else ""
+            cause = f"{shown(result.cause)} (first in example {trajectory.example_id!r})" if result.is_error else ""
             one = Calls(num=1, num_failed=result.is_error, num_suspect=is_suspect, first_cause=cause)
             counts[result.call.name] = counts.get(result.call.name, Calls()) + one
         if trajectory.stop_reason is StopReason.TOOL_FAILURE and not trajectory.turns[-1].tool_results:
             for call in trajectory.turns[-1].message.get("tool_calls") or ():  # `step` itself raised
                 name = str(call.get("function", {}).get("name"))
-                one = Calls(num=1, num_failed=1, num_suspect=1, first_cause=trajectory.error or "")
+                one = Calls(num=1, num_failed=1, num_suspect=1, first_cause=shown(trajectory.error or ""))
                 counts[name] = counts.get(name, Calls()) + one
     return counts
 
