@@ -141,7 +141,9 @@ def test_each_stop_reason_is_the_policys_a_limits_or_nobodys():
     truncated = {reason for reason in StopReason if reason.is_truncated}
     failed = {reason for reason in StopReason if reason.is_infrastructure_failure}
     assert truncated == {StopReason.MAX_TURNS, StopReason.MAX_COMPLETION_LENGTH, StopReason.TIMEOUT}
-    assert failed == {StopReason.ENVIRONMENT_ERROR, StopReason.GENERATION_ERROR, StopReason.PROMPT_TOO_LONG}
+    assert failed == {
+        StopReason(f"{kind}") for kind in ("environment_error", "generation_error", "tool_failure", "prompt_too_long")
+    }
     assert set(StopReason) - truncated - failed == {StopReason.DONE, StopReason.INVALID_CALLS}
 
 

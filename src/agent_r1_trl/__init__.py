@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from agent_r1_trl.doctor.environment import check_env
     from agent_r1_trl.environments import Environment, SearchQAEnv, StepResult, ToolEnv
     from agent_r1_trl.evaluation import EvaluationResult, evaluate
-    from agent_r1_trl.tools import Tool, tool
+    from agent_r1_trl.tools import InfrastructureError, Tool, tool
     from agent_r1_trl.trainers import (
         MultiTurnGRPOConfig,
         MultiTurnGRPOTrainer,
@@ -32,6 +32,7 @@ __all__ = [
     "Author",
     "Environment",
     "EvaluationResult",
+    "InfrastructureError",
     "MultiTurnGRPOConfig",
     "MultiTurnGRPOTrainer",
     "MultiTurnPPOConfig",
@@ -57,6 +58,7 @@ _MODULE_OF = {
     "Author": "trajectory",
     "Environment": "environments",
     "EvaluationResult": "evaluation",
+    "InfrastructureError": "tools",
     "MultiTurnGRPOConfig": "trainers",
     "MultiTurnGRPOTrainer": "trainers",
     "MultiTurnPPOConfig": "trainers",

@@ -61,6 +61,8 @@ class StopReason(StrEnum):
     """The environment itself raised. Not the policy's fault."""
     GENERATION_ERROR = "generation_error"
     """The generation back end failed. Not the policy's fault."""
+    TOOL_FAILURE = "tool_failure"
+    """A tool failed by the fault of the infrastructure behind it. Not the policy's fault."""
 
     @property
     def is_truncated(self) -> bool:
@@ -70,7 +72,12 @@ class StopReason(StrEnum):
     @property
     def is_infrastructure_failure(self) -> bool:
         """Not the policy's fault: the trajectory is neither in the baseline nor in the loss."""
-        return self in (StopReason.ENVIRONMENT_ERROR, StopReason.GENERATION_ERROR, StopReason.PROMPT_TOO_LONG)
+        return self in (
+            StopReason.ENVIRONMENT_ERROR,
+            StopReason.GENERATION_ERROR,
+            StopReason.TOOL_FAILURE,
+            StopReason.PROMPT_TOO_LONG,
+        )
 
 
 class ToolErrorKind(StrEnum):
@@ -84,6 +91,8 @@ class ToolErrorKind(StrEnum):
     EXCEPTION = "exception"
     """The tool raised."""
     TIMEOUT = "timeout"
+    INFRASTRUCTURE = "infrastructure"
+    """The infrastructure behind the tool failed, as the tool declares; it ends the trajectory with `tool_failure`."""
 
 
 @dataclass(kw_only=True)
@@ -107,13 +116,31 @@ class ToolResult:
     error: ToolErrorKind | None = None
     """None for a call that succeeded."""
     latency_s: float = 0.0
+    """Seconds that the tool itself ran, all attempts together."""
+    queue_s: float = 0.0
+    """Seconds that the call waited for a free thread."""
+    attempts: int = 1
+    """How often the tool was called: more than once after failures of its infrastructure, 0 if it could not be."""
     is_truncated: bool = False
     """The content was cut to the tool's token limit."""
+    is_models_mistake: bool | None = None
+    """Of an exception: True if the tool declares it as its callers' (`user_errors`), False if wrong arguments do not
+    cause its type, None if that cannot be told."""
 
     @property
     def is_error(self) -> bool:
         """Whether the call failed."""
         return self.error is not None
+
+    @property
+    def is_infrastructure_failure(self) -> bool:
+        """Whether the call failed by the fault of the infrastructure, for which the policy is not charged."""
+        return self.error is ToolErrorKind.INFRASTRUCTURE
+
+    @property
+    def cause(self) -> str:
+        """What went wrong, in one line."""
+        return self.content.partition("\n")[0].removeprefix("Error: ").strip()
 
 
 @dataclass(kw_only=True)

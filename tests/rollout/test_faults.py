@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import math
+import threading
 import time
 
 import pytest
@@ -21,7 +22,7 @@ from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, e
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind, Trajectory
 from tests.effort import examples
-from tests.rollout.helpers import PROMPT, chat_of, sampled_ids
+from tests.rollout.helpers import PROMPT, chat_of, play, sampled_ids
 from tests.toys import AddEchoEnv, call, calls, echo, say
 
 GOOD, BAD = "good", "bad"
@@ -546,3 +547,19 @@ def test_a_sampler_that_fails_takes_no_other_trajectory_with_it(error):
     reasons = [t.stop_reason for t in runner.run([RolloutRequest(example={"prompt": PROMPT})] * 3)]
     runner.close()
     assert reasons == [StopReason.DONE, StopReason.GENERATION_ERROR, StopReason.DONE]
+
+
+def test_an_environment_that_is_made_after_its_trajectory_was_given_up_is_closed():
+    release, closed = threading.Event(), threading.Event()
+
+    class Late(AddEchoEnv):
+        def __init__(self):
+            release.wait(20)
+
+        def close(self):
+            closed.set()
+
+    trajectory, _ = play([say()], env=Late, limits={"rollout_timeout": 0.1})
+    assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and not closed.is_set()
+    release.set()
+    assert closed.wait(10)

@@ -50,6 +50,7 @@ def comparable(trajectory):
         del turn["generate_s"], turn["env_s"]
         for result in turn["tool_results"]:
             del result["latency_s"]
+            del result["queue_s"]
     return json.dumps(record)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -302,7 +303,18 @@ def test_the_tools_own_timeout_comes_before_the_executors():
 def test_waiting_for_a_free_worker_is_not_the_tools_time():
     results = run([make_tool(lambda: time.sleep(0.1))], *[("t", {})] * 6, max_workers=1, timeout_s=0.4)
     assert not any(result.is_error for result in results)
-    assert all(result.latency_s < 2 for result in results)
+    assert all(0.09 < result.latency_s < 0.4 for result in results), "their own time"
+    assert sorted(result.queue_s for result in results)[-1] > 0.45, "and, apart from it, that of five others"
+
+
+def test_a_call_that_gets_no_thread_is_not_the_models_fault():
+    release = threading.Event()
+    tools = [make_tool(lambda: release.wait(20)), echo]
+    results = run(tools, ("t", {}), ("echo", {"text": "a"}), max_workers=1, queue_timeout_s=0.1, timeout_s=0.5)
+    release.set()
+    assert [result.error for result in results] == [ToolErrorKind.TIMEOUT, ToolErrorKind.INFRASTRUCTURE]
+    assert "could not start: no thread was free for 0.1 s" in results[1].content
+    assert results[1].queue_s >= 0.1 and results[1].latency_s == 0.0
 
 
 def test_hanging_tools_do_not_use_up_the_workers():
@@ -434,3 +446,34 @@ def test_every_result_can_be_encoded_and_recorded():
     for result in run([echo], nasty, ToolCall(name="echo", arguments={"text": "\ud800"})):
         result.content.encode("utf-8")
         json.dumps(result.content)
+
+
+# -------------------------------------------------------------------- the process's directory
+
+
+def test_a_tool_that_changes_the_directory_is_named_and_the_directory_put_back(tmp_path, caplog):
+    home = os.getcwd()
+    results = run([make_tool(lambda: os.chdir(tmp_path)), echo], ("t", {}), ("t", {}), ("echo", {"text": "a"}))
+    assert not any(result.is_error for result in results) and os.getcwd() == home
+    assert caplog.text.count(f"left the process in the directory {tmp_path}; it was put back to {home}") == 1
+    gone = tmp_path / "gone"
+
+    def leave():
+        gone.mkdir()
+        os.chdir(gone)
+        gone.rmdir()
+
+    run([make_tool(leave)], ("t", {}))
+    assert os.getcwd() == home
+
+
+def test_a_directory_that_a_tool_is_in_for_a_while_is_not_taken_from_it(tmp_path):
+    home, seen = os.getcwd(), []
+
+    def visit():
+        with contextlib.chdir(tmp_path):
+            time.sleep(0.2)
+            seen.append(os.getcwd())
+
+    run([make_tool(visit), echo], ("t", {}), *[("echo", {"text": "a"})] * 5)
+    assert (seen, os.getcwd()) == ([str(tmp_path)], home)

@@ -141,3 +141,78 @@ def test_a_forked_child_gets_pools_with_live_threads():
     os.close(writer)
     os.waitpid(child, 0)
     assert os.read(reader, 10) == b"42"
+
+
+# -------------------------------------------------------------------- no threads, long waits
+
+
+def without_threads(monkeypatch, is_out):
+    start = threading.Thread.start
+
+    def start_or_not(thread):
+        if is_out() and thread.name.startswith("tool"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    monkeypatch.setattr("agent_r1_trl.tools.pool.POKE_S", 0.02)
+
+
+def test_jobs_wait_where_the_system_has_no_more_threads_and_run_when_it_has(monkeypatch):
+    state = {"out": True}
+    without_threads(monkeypatch, lambda: state["out"])
+
+    async def main():
+        pool = DaemonThreadPool(2)
+        jobs = [asyncio.create_task(pool.run(lambda number=number: number)) for number in range(20)]
+        await asyncio.sleep(0.1)
+        assert not any(job.done() for job in jobs)
+        state["out"] = False
+        return await asyncio.wait_for(asyncio.gather(*jobs), 10)
+
+    assert asyncio.run(main()) == list(range(20))
+
+
+def test_jobs_queue_for_the_threads_that_there_are(monkeypatch):
+    without_threads(monkeypatch, lambda: threading.active_count() > before)
+    before = threading.active_count()
+
+    async def main():
+        pool = DaemonThreadPool(8)
+        return await asyncio.wait_for(asyncio.gather(*[pool.run(lambda n=n: n) for n in range(50)]), 10)
+
+    assert asyncio.run(main()) == list(range(50))
+
+
+def test_the_wait_for_a_place_has_a_limit_of_its_own():
+    release = threading.Event()
+
+    async def main():
+        pool = DaemonThreadPool(1)
+        first = asyncio.create_task(pool.run(lambda: release.wait(20)))
+        await asyncio.sleep(0.05)
+        started = time.perf_counter()
+        with pytest.raises(PoolExhaustedError, match=r"no thread was free for 0.1 s"):
+            await pool.run(lambda: 1, queue_timeout_s=0.1)
+        assert time.perf_counter() - started < 5
+        release.set()
+        await first
+        assert await pool.run(lambda: 1, queue_timeout_s=5) == 1
+
+    asyncio.run(main())
+
+
+def test_hanging_jobs_without_a_timeout_lend_their_places_and_still_answer(monkeypatch):
+    monkeypatch.setattr("agent_r1_trl.tools.pool.POKE_S", 0.02)
+    monkeypatch.setattr("agent_r1_trl.tools.pool.PATIENCE_S", 0.1)
+    release = threading.Event()
+
+    async def main():
+        pool = DaemonThreadPool(2)
+        hanging = [asyncio.create_task(pool.run(lambda: release.wait(20))) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        quick = await asyncio.wait_for(asyncio.gather(*[pool.run(lambda: 1) for _ in range(10)]), 10)
+        release.set()
+        return quick, await asyncio.gather(*hanging)
+
+    assert asyncio.run(main()) == ([1] * 10, [True, True])

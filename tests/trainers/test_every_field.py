@@ -196,6 +196,11 @@ TABLE = {
     "failure_window": ShownBy(
         "tests/trainers/test_failures.py::test_an_outage_ends_the_run_when_the_window_is_full_of_it"
     ),
+    "max_tool_failure_rise": ShownBy("tests/trainers/test_tool_watch.py::test_few_calls_and_small_rises_are_no_sign"),
+    "min_tool_calls": ShownBy("tests/trainers/test_tool_watch.py::test_few_calls_and_small_rises_are_no_sign"),
+    "max_outage_wait": ShownBy(
+        "tests/trainers/test_tool_watch.py::test_a_tool_that_does_not_come_back_ends_the_run_with_a_checkpoint"
+    ),
     "max_nonfinite_steps": ShownBy(
         "tests/trainers/test_nonfinite.py::test_the_number_of_steps_is_the_users_and_a_healthy_step_begins_anew"
     ),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agent_r1_trl.chat.errors import ChatFormatError
-from agent_r1_trl.tools.base import NoTextError, spell_out
+from agent_r1_trl.tools.render import NoTextError, spell_out
 from agent_r1_trl.trajectory import Message
 
 _ROLES = {"system", "developer", "user", "assistant", "tool"}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.cli.errors import UsageError
+from agent_r1_trl.environments.factory import made_and_closed, makes_environments
 from agent_r1_trl.objects import did_you_mean, import_object, locate_error
 from agent_r1_trl.safe_text import rules
 
@@ -43,6 +44,12 @@ def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[
             "or a function that makes one."
         )
     rules().note(kwargs)
+    problem = makes_environments(target, named=True)
+    if problem is not None:
+        raise UsageError(
+            f"env={name!r} {problem}; it was not called. Name a class with reset and step (subclass "
+            "agent_r1_trl.ToolEnv), or a function in a module of yours that makes one (def make() -> MyEnv: ...)."
+        )
     try:
         inspect.signature(target).bind(**kwargs)
     except TypeError as error:
@@ -55,16 +62,17 @@ def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[
         pass
     factory: Callable[[], Any] = functools.partial(target, **kwargs) if kwargs else target
     try:
-        env = factory()
+        with made_and_closed(factory) as env:
+            made = type(env).__name__
+            missing = [method for method in ("reset", "step") if not callable(getattr(env, method, None))]
     except Exception as error:  # the user's class may raise anything
         raise UsageError(
             f"env={name!r} with env_kwargs={kwargs} cannot be created: {locate_error(error)}. Set env_kwargs "
             "accordingly, or correct the environment."
         ) from error
-    missing = [method for method in ("reset", "step") if not callable(getattr(env, method, None))]
     if missing:
         raise UsageError(
-            f"env={name!r} makes a {type(env).__name__}, which has no {' and no '.join(missing)} method. Subclass "
+            f"env={name!r} makes a {made}, which has no {' and no '.join(missing)} method. Subclass "
             "agent_r1_trl.ToolEnv, or give it the methods of agent_r1_trl.Environment."
         )
     return factory

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import logging
+import sys
+import sysconfig
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, SingleTurnEnv, TRLEnvAdapter, has_get_reward
 from agent_r1_trl.tools import as_tool
 
 EnvFactory = Callable[[], Any]
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 60.0
 
 
 def resolve_env_factory(
@@ -52,6 +62,12 @@ def _checked_env_factory(env: Any) -> EnvFactory:
         raise ValueError(
             f"env={name} instance: every trajectory needs its own environment, so env takes the class or a function "
             f"that makes one. Pass env={name}, or env=functools.partial({name}, ...) for arguments."
+        )
+    problem = makes_environments(env)
+    if problem is not None:
+        raise ValueError(
+            f"env={env!r:.100} {problem}. Pass a class with reset and step (subclass agent_r1_trl.ToolEnv), or a "
+            "function of your own that makes one."
         )
     try:
         inspect.signature(env).bind()
@@ -98,26 +114,52 @@ def read_form(factory: EnvFactory) -> EnvForm:
     """
     made_by = _class_or_function(factory)
     if made_by is TRLEnvAdapter:
-        adapter = factory()
-        _check_schemas(adapter.tools)
-        classes = dict.fromkeys(type(item) for item in adapter.instances if has_get_reward(item))
-        return EnvForm(
-            has_reward=bool(classes),
-            pays_calls=_pays_calls(adapter),
-            reward_classes=list(classes),
-            tools=adapter.functions,
-            names=adapter.names,
-        )
+        with made_and_closed(factory) as adapter:
+            _check_schemas(adapter.tools)
+            classes = dict.fromkeys(type(item) for item in adapter.instances if has_get_reward(item))
+            return EnvForm(
+                has_reward=bool(classes),
+                pays_calls=_pays_calls(adapter),
+                reward_classes=list(classes),
+                tools=adapter.functions,
+                names=adapter.names,
+            )
     if made_by is FunctionToolsEnv:
-        env = factory()
-        _check_schemas(env.tools)
-        tools = [item.fn for item in env.tools]
-        return EnvForm(has_reward=False, pays_calls=_pays_calls(env), tools=tools, hands_over_environments=False)
+        with made_and_closed(factory) as env:
+            _check_schemas(env.tools)
+            tools = [item.fn for item in env.tools]
+            return EnvForm(has_reward=False, pays_calls=_pays_calls(env), tools=tools, hands_over_environments=False)
     return EnvForm(
         has_reward=bool(getattr(made_by, "has_reward", True)),
         pays_calls=_pays_calls(made_by),
         hands_over_environments=made_by is not SingleTurnEnv,
     )
+
+
+@contextlib.contextmanager
+def made_and_closed(factory: EnvFactory) -> Iterator[Any]:
+    """An environment to look at, which is closed at the end; one that was never reset may fail to close."""
+    env = factory()
+    try:
+        yield env
+    finally:
+        try:
+            closing = env.close() if callable(getattr(env, "close", None)) else None
+            if inspect.isawaitable(closing):
+                _run_beside(closing)
+        except Exception as error:
+            logger.debug("%s.close raised %r before any reset", type(env).__name__, error)
+
+
+def _run_beside(awaitable: Awaitable[Any]) -> None:
+    """Await it on a thread of its own, since a loop may be running in this one (notebooks)."""
+
+    async def run() -> None:
+        await awaitable
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    thread.start()
+    thread.join(CLOSE_TIMEOUT_S)
 
 
 def _check_schemas(tools: Sequence[Any]) -> None:
@@ -139,6 +181,47 @@ def users_environments(environments: Sequence[Any]) -> list[Any] | None:
     return [item.environment if isinstance(item, TRLEnvAdapter) else item for item in environments]
 
 
+def makes_environments(target: Any, *, named: bool = False) -> str | None:
+    """None if an object may be called to make environments; else why not, before anything of it has run.
+
+    Classes have `reset` and `step`. Functions are written in Python and not part of the standard library, so that no
+    path to `os.system` is ever called.
+
+    Args:
+        target: what would be called.
+        named: whether a recipe or a command line names it. A function of an installed package must then say by its
+            return annotation that it makes environments, since the name is all that is known of it.
+    """
+    while isinstance(target, functools.partial):
+        target = target.func
+    if inspect.isclass(target):
+        missing = [name for name in ("reset", "step") if not callable(getattr(target, name, None))]
+        return f"is a class without {' and '.join(missing)}" if missing else None
+    called = inspect.unwrap(target) if inspect.isroutine(target) or hasattr(target, "__wrapped__") else type(target)
+    module = str(getattr(called, "__module__", None) or "")
+    if module.partition(".")[0] in sys.stdlib_module_names and module != "__main__":
+        return f"is {module}.{getattr(called, '__qualname__', called)}, which makes no environments"
+    if not inspect.isclass(called) and not inspect.isfunction(called) and not inspect.ismethod(called):
+        return "is not written in Python, so it makes no environments"
+    if named and _is_installed(called) and not _returns_environments(called):
+        return "is a function of an installed package, and its return annotation names no class with reset and step"
+    return None
+
+
+def _is_installed(obj: Any) -> bool:
+    file = getattr(sys.modules.get(obj.__module__), "__file__", None)
+    folders = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    return file is not None and any(Path(folder) in Path(file).parents for folder in folders)
+
+
+def _returns_environments(fn: Any) -> bool:
+    try:
+        made = get_type_hints(fn).get("return")
+    except Exception:  # names that are not defined
+        return False
+    return all(callable(getattr(made, name, None)) for name in ("reset", "step"))
+
+
 def env_name(factory: EnvFactory) -> str:
     """Name of the environment in metrics and in the model card."""
     made_by = _class_or_function(factory)
@@ -148,7 +231,8 @@ def env_name(factory: EnvFactory) -> str:
 def tool_schemas(factory: EnvFactory) -> list[dict[str, Any]]:
     """JSON schemas of the environment's tools, for the model card; none if they exist only after `reset`."""
     try:
-        return [as_tool(item).schema for item in getattr(factory(), "tools", None) or ()]
+        with made_and_closed(factory) as env:
+            return [as_tool(item).schema for item in getattr(env, "tools", None) or ()]
     except Exception:  # the card is written when the training is done, which must not be lost
         return []
 

@@ -29,7 +29,7 @@ from typing import Any
 from agent_r1_trl.environments.base import RewardError, StepResult
 from agent_r1_trl.environments.reward_values import is_bool, read_number, with_read_outcome
 from agent_r1_trl.environments.tool_list import ToolList
-from agent_r1_trl.tools import ToolExecutor, read_calls, shared_pool
+from agent_r1_trl.tools import InfrastructureError, ToolExecutor, read_calls, shared_pool
 from agent_r1_trl.trajectory import Message, ToolCall, ToolErrorKind, ToolResult, Trajectory
 
 _NOT_RUN = (ToolErrorKind.MALFORMED, ToolErrorKind.UNKNOWN_TOOL, ToolErrorKind.INVALID_ARGUMENTS)
@@ -54,6 +54,8 @@ class ToolEnv:
         failure_reward: the number that `False` from `outcome_reward` stands for.
         tool_timeout_s: maximum seconds per call of a tool that sets no limit itself; `math.inf` for no limit.
         max_tool_workers: maximum number of plain tools that run at once in the whole process.
+        tool_queue_timeout_s: maximum seconds that a plain tool waits for a free thread, which is not its own time;
+            `math.inf` for no limit. Then the trajectory ends with `tool_failure`.
 
     Raises:
         ValueError: a setting is out of range, or two tools have the same name.
@@ -68,6 +70,7 @@ class ToolEnv:
     failure_reward: float = -1.0
     tool_timeout_s: float | None = 30.0
     max_tool_workers: int = 128
+    tool_queue_timeout_s: float | None = 600.0
     has_reward = True
     truncate_text: Callable[[str, int], str] | None = None
     """`(text, max_tokens) -> text`, counted in the model's tokens; the rollout, which has the tokenizer, sets it."""
@@ -91,6 +94,7 @@ class ToolEnv:
         failure_reward: float | None = None,
         tool_timeout_s: float | None = None,
         max_tool_workers: int | None = None,
+        tool_queue_timeout_s: float | None = None,
     ) -> None:
         settings = {
             "system_prompt": system_prompt,
@@ -101,6 +105,7 @@ class ToolEnv:
             "failure_reward": failure_reward,
             "tool_timeout_s": tool_timeout_s,
             "max_tool_workers": max_tool_workers,
+            "tool_queue_timeout_s": tool_queue_timeout_s,
         }
         for name, value in settings.items():
             if value is not None:
@@ -217,6 +222,7 @@ class ToolEnv:
                 self.tools,
                 timeout_s=None if self.tool_timeout_s == math.inf else self.tool_timeout_s,
                 max_workers=self.max_tool_workers,
+                queue_timeout_s=None if self.tool_queue_timeout_s == math.inf else self.tool_queue_timeout_s,
             )
         return self._executor
 
@@ -226,6 +232,8 @@ class ToolEnv:
         """Process rewards of one turn by source, with positive rewards capped at `max_process_reward`."""
         parts: dict[str, float] = {}
         for result in results:
+            if result.is_infrastructure_failure:
+                continue  # not the model's fault; the rollout ends the trajectory
             if result.is_error:
                 parts["tool_error"] = parts.get("tool_error", 0.0) + self.tool_error_reward
                 continue
@@ -242,6 +250,8 @@ class ToolEnv:
         source = f"{type(self).__name__}.process_reward"
         try:
             value = await self._call_method("process_reward", result.call, result)
+        except InfrastructureError:
+            raise
         except Exception as error:
             raise RewardError(f"{source} raised {type(error).__name__}: {error}") from error
         if is_bool(value):
@@ -276,11 +286,11 @@ class ToolEnv:
                 f"{owner}.success_reward={self.success_reward} is below failure_reward={self.failure_reward}: "
                 "solving must not be worth less than failing."
             )
-        for name in ("max_process_reward", "tool_timeout_s"):
+        for name in ("max_process_reward", "tool_timeout_s", "tool_queue_timeout_s"):
             value = getattr(self, name)
             if value is not None and value != math.inf:
                 check_finite(owner, name, value)
-                if value < 0 or (value == 0 and name == "tool_timeout_s"):
+                if value < 0 or (value == 0 and name != "max_process_reward"):
                     raise ValueError(f"{owner}.{name}={value!r}: must be positive, or math.inf for no limit.")
 
 

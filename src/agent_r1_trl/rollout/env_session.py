@@ -15,6 +15,7 @@ from agent_r1_trl.environments.reward_values import finite_number
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.tools import ToolSchemaError, as_tool, shared_pool
+from agent_r1_trl.tools.faults import is_infrastructure_error
 from agent_r1_trl.trajectory import Message, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,10 @@ class EnvironmentFailure(Exception):
     """The environment itself raised, in a method whose failures are not the policy's fault."""
 
 
+class ToolFailure(Exception):
+    """A tool failed by the fault of its infrastructure, and the environment's `step` passed that on."""
+
+
 class EnvSession:
     """Drives an environment from the event loop.
 
@@ -40,11 +45,14 @@ class EnvSession:
     def __init__(self, factory: Callable[[], Any], *, truncate: Callable[[str, int], str]) -> None:
         self._factory = factory
         self._truncate = truncate
+        self._lock = threading.Lock()
+        self._is_closed = False
         self.env: Any = None
 
     async def reset(self, request: RolloutRequest) -> tuple[list[Message], list[dict[str, Any]]]:
         """Make the environment and start the episode; returns prompt messages and tool schemas."""
-        self.env = await self._guard("__init__", self._factory)
+        made = await self._guard("__init__", self._make)
+        self.env = self.env if made is None else made
         missing = [name for name in ("reset", "step") if not callable(getattr(self.env, name, None))]
         if missing:
             raise ValueError(
@@ -65,6 +73,23 @@ class EnvSession:
             )
         schemas = [as_tool(item).schema for item in getattr(self.env, "tools", None) or ()]
         return [dict(item) for item in messages], schemas
+
+    def _make(self) -> Any:
+        """On a worker thread, which may come to an end when the trajectory was given up long ago.
+
+        Returns:
+            What remains to be awaited, of an async factory; else None.
+        """
+        env = self._factory()
+        if inspect.isawaitable(env):
+            return env
+        with self._lock:
+            self.env = None if self._is_closed else env
+        if self.env is None and callable(getattr(env, "close", None)):
+            closing = env.close()
+            if inspect.isawaitable(closing):
+                asyncio.run(_contained(lambda: closing))
+        return None
 
     async def step(self, message: Message) -> StepResult:
         """Take one assistant message.
@@ -109,11 +134,20 @@ class EnvSession:
         return {**info, "reward_parts": {str(name): self._number(part, "step") for name, part in parts.items()}}
 
     async def outcome(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
-        """Score the finished trajectory. An exception is a bug in a reward function and propagates."""
+        """Score the finished trajectory. An exception is a bug in a reward function and propagates.
+
+        Raises:
+            EnvironmentFailure: the method raised an `InfrastructureError`: the judge behind it is down, for example.
+        """
         method = getattr(self.env, "outcome_reward", None)
         if method is None:
             return 0.0, {}
-        result = await self._call(method, trajectory)
+        try:
+            result = await self._call(method, trajectory)
+        except Exception as error:
+            if not is_infrastructure_error(error, has_backend=False):
+                raise
+            raise EnvironmentFailure(f"{self.name}.outcome_reward raised {type(error).__name__}: {error}") from error
         parts: Any = {}
         if isinstance(result, tuple):
             result, parts = result
@@ -122,6 +156,8 @@ class EnvSession:
 
     async def close(self) -> None:
         """Free what reset took. A failure to do so is not the trajectory's problem."""
+        with self._lock:
+            self._is_closed = True
         method = getattr(self.env, "close", None)
         if method is not None:
             closing = asyncio.ensure_future(self._call(method))
@@ -146,6 +182,8 @@ class EnvSession:
         except (RewardError, ToolSchemaError):  # bugs in a reward function or in a tool must be heard
             raise
         except Exception as error:
+            if method == "step" and is_infrastructure_error(error, has_backend=False):
+                raise ToolFailure(f"{self.name}.step raised {type(error).__name__}: {error}") from error
             raise EnvironmentFailure(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
 
     async def _call(self, fn: Callable[..., Any], *args: Any) -> Any:

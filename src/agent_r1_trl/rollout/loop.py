@@ -18,7 +18,7 @@ from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.generation.base import Generation, Generator, SamplingParams, check_generation
 from agent_r1_trl.rollout.draft import Draft, record_step
-from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession
+from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession, ToolFailure
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.requests import derive_seed
 from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
@@ -63,6 +63,8 @@ async def run_trajectory(
                 stop_reason, draft.error = StopReason.ENVIRONMENT_ERROR, _too_slow(session, "reset", limits)
         except EnvironmentFailure as failure:
             stop_reason, draft.error = StopReason.ENVIRONMENT_ERROR, str(failure)
+        except ToolFailure as failure:
+            stop_reason, draft.error = StopReason.TOOL_FAILURE, str(failure)
         except GenerationFailure as failure:
             stop_reason, draft.error = StopReason.GENERATION_ERROR, str(failure)
         trajectory = draft.finish(stop_reason, duration_s=time.perf_counter() - start)
@@ -110,6 +112,10 @@ async def _play(
         began = time.perf_counter()
         observations, reward, done, info = await session.step(message)
         record_step(turn, reward, info, env_s=time.perf_counter() - began)
+        failed = [result for result in turn.tool_results if result.is_infrastructure_failure]
+        if failed:
+            draft.error = f"tool {failed[0].cause} (attempts: {failed[0].attempts})"
+            return StopReason.TOOL_FAILURE
         if done:
             return StopReason.DONE
         num_invalid = num_invalid + 1 if turn.is_invalid else 0
@@ -133,7 +139,10 @@ async def _score(trajectory: Trajectory, session: EnvSession, limits: RolloutLim
     finally:
         scoring.cancel()
     if done:
-        trajectory.outcome_reward, trajectory.reward_parts = scoring.result()
+        try:
+            trajectory.outcome_reward, trajectory.reward_parts = scoring.result()
+        except EnvironmentFailure as failure:
+            trajectory.stop_reason, trajectory.error = StopReason.ENVIRONMENT_ERROR, str(failure)
     else:
         trajectory.stop_reason = StopReason.ENVIRONMENT_ERROR
         trajectory.error = _too_slow(session, "outcome_reward", limits)

@@ -9,10 +9,10 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.generation.base import Generator, SamplingParams, TrajectorySlot, current_slot
@@ -24,6 +24,7 @@ from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.trajectory import StopReason, Trajectory
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 RETRY_WAIT_S = 0.5
@@ -90,6 +91,10 @@ class RolloutRunner:
     ) -> Future[list[Trajectory]]:
         """`run` that returns at once; cancelling the future stops the trajectories."""
         return asyncio.run_coroutine_threadsafe(self.run_async(requests, params=params), self._event_loop())
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine that runs where the trajectories run."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._event_loop()).result()
 
     async def run_async(
         self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None

@@ -14,20 +14,17 @@ Args:
 from __future__ import annotations
 
 import copy
-import dataclasses
-import enum
 import functools
 import inspect
 import itertools
-import json
 import math
-import re
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
 from agent_r1_trl.tools.foreign import read_foreign
 from agent_r1_trl.tools.hints import Schema, make_converter
+from agent_r1_trl.tools.render import render_result
 from agent_r1_trl.tools.schema import (
     argument_schema,
     build_schema,
@@ -39,6 +36,7 @@ from agent_r1_trl.tools.schema import (
 from agent_r1_trl.tools.signature import ToolSchemaError, check_name, function_name, read_arguments, unwrap_partial
 
 DEFAULT_MAX_RESULT_CHARS = 20_000
+DEFAULT_ATTEMPTS = 3
 
 
 class Tool:
@@ -58,6 +56,14 @@ class Tool:
         schema: schema in the form of OpenAI, MCP or Anthropic, instead of the one made from hints and docstring. The
             function then receives the JSON values as they are, whatever its hints say.
         render: function that turns the return value into the text that the model reads.
+        backend: True for a tool that needs a server of its author's choice. Its timeouts, lost connections and answers
+            such as 503 are then the infrastructure's fault, not the model's. `backend = True` on the function, or on
+            the class whose method the tool is, says the same.
+        attempts: how often a call is made that fails by the infrastructure's fault, with growing waits. None for the
+            default: 1 for sequential tools, since a call may have changed the state before it failed, else 3. A call
+            that was given up after `timeout_s` may still be running and is not repeated.
+        retry_wait_s: seconds before the second attempt; each further wait is twice as long.
+        user_errors: exceptions with which the tool answers wrong arguments. They never count as a sign of an outage.
 
     Raises:
         ToolSchemaError: the function's hints or docstring are incomplete, `schema` does not fit the function, or `fn`
@@ -77,6 +83,10 @@ class Tool:
         sequential: bool | None = None,
         schema: Schema | None = None,
         render: Callable[[Any], str] | None = None,
+        backend: bool = False,
+        attempts: int | None = None,
+        retry_wait_s: float = 0.5,
+        user_errors: Iterable[type[BaseException]] = (),
     ) -> None:
         self._binds_to_class = isinstance(fn, classmethod)
         self._is_static = isinstance(fn, staticmethod)
@@ -90,9 +100,13 @@ class Tool:
             schema = read_schema(schema, name)
             check_fit(fn, schema)
             name = schema["function"]["name"]
-        for label, limit in (("max_result_chars", max_result_chars), ("max_result_tokens", max_result_tokens)):
+        for label, limit in (
+            ("max_result_chars", max_result_chars),
+            ("max_result_tokens", max_result_tokens),
+            ("attempts", attempts),
+        ):
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-                raise ValueError(f"{label}={limit!r}: must be an integer >= 1, or None for no limit.")
+                raise ValueError(f"{label}={limit!r}: must be an integer >= 1, or None.")
         functools.update_wrapper(self, fn)
         self.fn = fn
         self.name = check_name(name or function_name(fn))
@@ -101,6 +115,10 @@ class Tool:
         self.max_result_tokens = max_result_tokens
         self.sequential = sequential
         self.render = render or render_result
+        self.backend = backend or _declares_backend(fn)
+        self.attempts = attempts
+        self.retry_wait_s = check_timeout(retry_wait_s, "retry_wait_s") or 0.0
+        self.user_errors = check_exceptions(user_errors)
         self._description = description
         # Shared by bound copies and by every Tool of the same function, because each trajectory makes an environment.
         self._cache: dict[str, Any] = _cache_of(fn, self.name, description)
@@ -132,6 +150,11 @@ class Tool:
         """Whether the function is awaited on the event loop."""
         return is_async_callable(self.fn)
 
+    @property
+    def max_attempts(self) -> int:
+        """How often a call is made at most."""
+        return self.attempts or (1 if self.sequential else DEFAULT_ATTEMPTS)
+
     def bind(self, instance: Any) -> Tool:
         """The same tool with `self` filled in."""
         bound = copy.copy(self)
@@ -139,6 +162,7 @@ class Tool:
         if inspect.isfunction(self.fn):
             bound.fn = self.fn.__get__(instance)
         bound._binds_to_class = False
+        bound.backend = self.backend or _declares_backend(bound.fn)
         if bound.sequential is None:
             bound.sequential = True
         return bound
@@ -244,18 +268,32 @@ def tool(
     sequential: bool | None = None,
     schema: Schema | None = None,
     render: Callable[[Any], str] | None = None,
+    backend: bool = False,
+    attempts: int | None = None,
+    retry_wait_s: float = 0.5,
+    user_errors: Iterable[type[BaseException]] = (),
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 
 
 def tool(fn: Any = None, **settings: Any) -> Any:
-    """Make a function a tool: `@tool`, or `@tool(timeout_s=5, max_result_tokens=300)`; settings as in `Tool`."""
+    """Make a function a tool: `@tool`, or `@tool(timeout_s=5, max_result_tokens=300)`; settings as in `Tool`.
+
+    A tool of another library takes settings as well: `tool(backend=True)(their_tool)`.
+    """
     if fn is None:
         return functools.partial(tool, **settings)
     if isinstance(fn, Tool):
         raise ValueError(f"Tool {fn.name!r} is decorated twice: keep one @tool.")
-    if not callable(fn) and not isinstance(fn, (staticmethod, classmethod)):
+    if not read_foreign(fn) and not callable(fn) and not isinstance(fn, (staticmethod, classmethod)):
         raise ValueError(f"@tool({fn!r}): pass settings by name, as in @tool(timeout_s=5).")
-    return Tool(fn, **settings)
+    return _make_tool(fn, **settings)
+
+
+def _make_tool(obj: Any, **settings: Any) -> Tool:
+    found = read_foreign(obj)
+    if found is None:
+        return Tool(obj, **settings)
+    return Tool(found[0], **{"schema": found[1], "backend": _declares_backend(obj), **settings})
 
 
 def as_tool(obj: Any) -> Tool:
@@ -266,64 +304,11 @@ def as_tool(obj: Any) -> Tool:
     """
     if isinstance(obj, Tool):
         return obj
-    found = read_foreign(obj)
-    if found is not None:
-        return Tool(found[0], schema=found[1])
-    if callable(obj) or isinstance(obj, (staticmethod, classmethod)):
-        return Tool(obj)
+    if read_foreign(obj) or callable(obj) or isinstance(obj, (staticmethod, classmethod)):
+        return _make_tool(obj)
     raise ValueError(
         f"tools: {obj!r} is no tool: pass a function with hints and a docstring, or Tool(fn, schema=...)."
     )
-
-
-def render_result(value: Any) -> str:
-    """Text of a return value: a string as it is, JSON for what JSON can express (objects by field), else `str`.
-
-    Raises:
-        NoTextError: an image or another object whose `str` is only its address in memory.
-    """
-    if isinstance(value, enum.Enum):
-        value = value.value
-    if isinstance(value, str):
-        return str(value)
-    if value is None:
-        return "(no output)"
-    if isinstance(value, bytes):
-        return value.decode("utf-8", errors="replace")
-    try:
-        value = _as_json(value)
-        if isinstance(value, (dict, list, tuple, bool, int, float)):
-            return json.dumps(value, ensure_ascii=False, default=lambda part: _as_json(part, otherwise=spell_out))
-    except (TypeError, ValueError, RecursionError):
-        return str(value)
-    return spell_out(value)
-
-
-class NoTextError(Exception):
-    """An object that has no text a model could read."""
-
-
-def spell_out(value: Any) -> str:
-    """`str` of an object, unless that is only its address in memory (`<PIL.Image.Image ... at 0x7f...>`)."""
-    text = str(value)
-    if re.fullmatch(r"<.* at 0x[0-9a-fA-F]+>", text, re.DOTALL):
-        raise NoTextError(f"an object of type {type(value).__name__}, which is neither text nor JSON")
-    return text
-
-
-def _as_json(value: Any, *, otherwise: Callable[[Any], Any] = lambda value: value) -> Any:
-    """Plain values for a dataclass, a pydantic model, an `Enum` member, a set or an array."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, (set, frozenset)):
-        return sorted(value, key=repr)  # str would give another order in every process
-    if hasattr(value, "model_dump") and not isinstance(value, type):
-        return value.model_dump(mode="json")
-    if hasattr(value, "tolist") and hasattr(value, "dtype") and not hasattr(value, "index"):  # numpy's, torch's
-        return value.tolist()  # str leaves out the middle of a long array
-    return otherwise(value)
 
 
 def check_timeout(timeout_s: Any, flag: str = "timeout_s") -> float | None:
@@ -338,6 +323,28 @@ def check_timeout(timeout_s: Any, flag: str = "timeout_s") -> float | None:
     if not is_number or not math.isfinite(timeout_s) or timeout_s <= 0:
         raise ValueError(f"{flag}={timeout_s!r}: must be a number of seconds > 0, or None.")
     return float(timeout_s)
+
+
+def check_exceptions(classes: Any, flag: str = "user_errors") -> tuple[type[BaseException], ...]:
+    """Check that `classes` are exception classes, and return a tuple of them.
+
+    Raises:
+        ValueError: they are not; the message names `flag`.
+    """
+    listed = (classes,) if isinstance(classes, type) else tuple(classes)
+    if not all(isinstance(item, type) and issubclass(item, BaseException) for item in listed):
+        raise ValueError(f"{flag}={classes!r}: must be exception classes, as in {flag}=(KeyError,).")
+    return listed
+
+
+def _declares_backend(fn: Any) -> bool:
+    """Whether a function, its class or the object that it belongs to has `backend = True`."""
+    owners = (
+        unwrap_partial(fn),
+        getattr(fn, "__self__", None),
+        *(fn.args if isinstance(fn, functools.partial) else ()),
+    )
+    return any(getattr(owner, "backend", None) is True for owner in owners)
 
 
 def takes_self(fn: Callable[..., Any]) -> bool:

@@ -9,20 +9,25 @@ import asyncio
 import difflib
 import inspect
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from agent_r1_trl.tools import directory
 from agent_r1_trl.tools.base import Tool, as_tool, check_timeout
 from agent_r1_trl.tools.calls import read_arguments, read_call
+from agent_r1_trl.tools.faults import InfrastructureError, is_infrastructure_error, is_models_mistake
 from agent_r1_trl.tools.pool import JobTimeoutError, PoolExhaustedError, shared_pool
 from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolResult
 
 MAX_DETAIL_CHARS = 500
 MAX_SCHEMA_CHARS = 1500
 CHARS_PER_TOKEN = 4
+MAX_RETRY_WAIT_S = 30.0
+DEFAULT_QUEUE_TIMEOUT_S = 600.0
 
 
 class ToolExecutor:
@@ -32,6 +37,8 @@ class ToolExecutor:
         tools: functions or `Tool`s with different names.
         timeout_s: maximum seconds per call of a tool that sets no limit itself; None for no limit.
         max_workers: maximum number of plain (not async) tools that run at once; the whole process shares the threads.
+        queue_timeout_s: maximum seconds that a plain tool waits for a free thread, before it runs; None for no limit.
+            The wait is not the tool's time, and a call that waited in vain is an infrastructure failure.
         truncate: `(text, max_tokens) -> text`, counted in the model's tokens; by default 4 characters are one token.
 
     Raises:
@@ -44,6 +51,7 @@ class ToolExecutor:
         *,
         timeout_s: float | None = 30.0,
         max_workers: int = 32,
+        queue_timeout_s: float | None = DEFAULT_QUEUE_TIMEOUT_S,
         truncate: Callable[[str, int], str] | None = None,
     ) -> None:
         self.tools: dict[str, Tool] = {}
@@ -53,6 +61,7 @@ class ToolExecutor:
                 raise ValueError(f"tools: two are called {candidate.name!r}: rename one with @tool(name=...).")
             self.tools[candidate.name] = candidate
         self.timeout_s = check_timeout(timeout_s)
+        self.queue_timeout_s = check_timeout(queue_timeout_s, "queue_timeout_s")
         self.truncate = truncate
         self._pool = shared_pool(max_workers)
 
@@ -97,15 +106,17 @@ class ToolExecutor:
         return bool(found and found.sequential)
 
     async def _run(self, call: ToolCall) -> ToolResult:
-        started = time.perf_counter()
+        spent = _Spent()
         try:
             found, arguments = self._check(call)
-            started = time.perf_counter()
-            content, is_cut = self._limit(found, _clean(await self._invoke(found, arguments)))
+            with directory.guard.around(found.name):
+                text = await self._invoke(found, arguments, spent)
+            content, is_cut = self._limit(found, _clean(text))
         except _CallError as failure:
             content = _clean(f"Error: {_cut(failure.detail, MAX_DETAIL_CHARS)}\n{self._advise(failure)}")
-            return ToolResult(call=call, content=content, error=failure.kind, latency_s=time.perf_counter() - started)
-        return ToolResult(call=call, content=content, latency_s=time.perf_counter() - started, is_truncated=is_cut)
+            blame = failure.is_models_mistake
+            return ToolResult(call=call, content=content, error=failure.kind, is_models_mistake=blame, **asdict(spent))
+        return ToolResult(call=call, content=content, is_truncated=is_cut, **asdict(spent))
 
     def _check(self, call: ToolCall) -> tuple[Tool, dict[str, Any]]:
         """The tool and the checked arguments of a call.
@@ -135,15 +146,33 @@ class ToolExecutor:
             raise _CallError(ToolErrorKind.INVALID_ARGUMENTS, detail, found)
         return found, checked
 
-    async def _invoke(self, found: Tool, arguments: dict[str, Any]) -> str:
-        """The rendered result of a tool.
+    async def _invoke(self, found: Tool, arguments: dict[str, Any], spent: _Spent) -> str:
+        """The rendered result of a tool, which is called again if its infrastructure failed.
 
         Raises:
             _CallError: the tool raised, took too long, or could not be started.
         """
+        if found.max_attempts == 1:
+            return await self._attempt(found, arguments, spent)
+        from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random
+
+        wait_s = found.retry_wait_s
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(lambda error: isinstance(error, _CallError) and error.is_repeatable),
+            stop=stop_after_attempt(found.max_attempts),
+            wait=wait_exponential(wait_s, max=MAX_RETRY_WAIT_S) + wait_random(0, wait_s / 2),
+            reraise=True,
+        )
+        return await retrying(self._attempt, found, arguments, spent)
+
+    async def _attempt(self, found: Tool, arguments: dict[str, Any], spent: _Spent) -> str:
         timeout_s = found.timeout_s if found.timeout_s is not None else self.timeout_s
+        submitted = began = time.perf_counter()
+        spent.attempts += 1
 
         def work() -> _Outcome:
+            nonlocal began
+            began = time.perf_counter()
             try:
                 value = found.fn(**arguments)
                 return _Outcome(value=value) if inspect.isawaitable(value) else _Outcome(text=found.render(value))
@@ -154,17 +183,25 @@ class ToolExecutor:
             if found.is_async:
                 outcome = await _await_tool(found, work(), timeout_s)
             else:
-                outcome = await self._pool.run(work, timeout_s=timeout_s)
+                outcome = await self._pool.run(work, timeout_s=timeout_s, queue_timeout_s=self.queue_timeout_s)
                 if outcome.value is not None:  # a plain function that returned a coroutine
                     outcome = await _await_tool(found, outcome, timeout_s)
         except JobTimeoutError as error:
             detail = f"{found.name!r} took longer than {timeout_s:g} s and was given up."
-            raise _CallError(ToolErrorKind.TIMEOUT, detail, found) from error
+            kind = ToolErrorKind.INFRASTRUCTURE if found.backend else ToolErrorKind.TIMEOUT
+            raise _CallError(kind, detail, found) from error
         except PoolExhaustedError as error:
-            raise _CallError(ToolErrorKind.TIMEOUT, f"{found.name!r} could not start: {error}.", found) from error
+            spent.queue_s += time.perf_counter() - submitted
+            began = math.inf
+            raise _CallError(
+                ToolErrorKind.INFRASTRUCTURE, f"{found.name!r} could not start: {error}.", found
+            ) from error
+        finally:
+            if began < math.inf:
+                spent.queue_s += began - submitted
+                spent.latency_s += time.perf_counter() - began
         if outcome.error is not None:
-            detail = f"{found.name!r} failed: {_describe_error(outcome.error)}"
-            raise _CallError(ToolErrorKind.EXCEPTION, detail, found)
+            raise _failed_call(found, outcome.error)
         return str(outcome.text)
 
     # ---------------------------------------------------------------- texts
@@ -215,6 +252,30 @@ class _CallError(Exception):
         self.kind = kind
         self.detail = detail
         self.tool = tool
+        self.is_models_mistake: bool | None = None
+        self.is_repeatable = False
+
+
+def _failed_call(found: Tool, error: BaseException) -> _CallError:
+    """The failure of a call whose tool raised."""
+    is_infrastructure = is_infrastructure_error(error, has_backend=found.backend)
+    is_mistake = is_models_mistake(error, found.user_errors)
+    if is_mistake and not isinstance(error, InfrastructureError):
+        is_infrastructure = False  # the tool's own word counts more than the rule for lost connections
+    kind = ToolErrorKind.INFRASTRUCTURE if is_infrastructure else ToolErrorKind.EXCEPTION
+    failure = _CallError(kind, f"{found.name!r} failed: {_describe_error(error)}", found)
+    failure.is_models_mistake = None if is_infrastructure else is_mistake
+    failure.is_repeatable = is_infrastructure
+    return failure
+
+
+@dataclass
+class _Spent:
+    """What a call has taken so far; the names are those of `ToolResult`."""
+
+    latency_s: float = 0.0
+    queue_s: float = 0.0
+    attempts: int = 0
 
 
 @dataclass

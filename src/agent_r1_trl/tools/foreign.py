@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from agent_r1_trl.tools.faults import raised_inside
 from agent_r1_trl.tools.hints import Schema, as_helper_writes, inline_references
 
 
@@ -67,6 +68,11 @@ def _openai_agents(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
         text = json.dumps(arguments)
         made_by = importlib.import_module("agents.tool_context").ToolContext
         context = made_by(context=None, tool_name=obj.name, tool_call_id=obj.name, tool_arguments=text)
-        return await obj.on_invoke_tool(context, text)
+        with raised_inside() as raised:
+            result = await obj.on_invoke_tool(context, text)
+        for error in raised:  # by default that library makes a text of every error
+            if str(error) in str(result):
+                raise error
+        return result
 
     return call, parameters

@@ -2,7 +2,8 @@
 
 `concurrent.futures` joins its threads when the interpreter exits, and a hanging job occupies its worker for ever. Here
 a job that took too long is *abandoned*: its thread goes on (Python cannot stop it), but it no longer holds one of the
-`max_workers` places and does not keep the process alive.
+`max_workers` places and does not keep the process alive. A job that runs for long while others wait for a place lends
+its place to them, so jobs without a timeout cannot hold up the others either.
 """
 
 from __future__ import annotations
@@ -10,13 +11,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+POKE_S = 1.0
+"""Seconds after which a job that waits for a place looks whether one can be made."""
+PATIENCE_S = 30.0
+"""Seconds that a job may hold its place while others wait."""
 
 
 class JobTimeoutError(RuntimeError):
@@ -24,7 +32,7 @@ class JobTimeoutError(RuntimeError):
 
 
 class PoolExhaustedError(RuntimeError):
-    """Abandoned jobs that never returned hold every place and every spare thread."""
+    """No thread was free: jobs that never returned hold them all, or the wait for one was too long."""
 
 
 class Job(Generic[T]):
@@ -36,6 +44,7 @@ class Job(Generic[T]):
         self.is_running = False
         self.is_abandoned = False
         self.holds_place = False
+        self.start_time = math.inf
         self._fn = fn
         self._loop = loop
         self._context = contextvars.copy_context()
@@ -67,8 +76,8 @@ class DaemonThreadPool:
 
     Args:
         max_workers: number of places; further jobs wait in the order of their submission.
-        max_abandoned: maximum number of running abandoned jobs whose places are given to others (default: 8 times
-            `max_workers`). It bounds the number of threads of a process whose tools hang.
+        max_abandoned: maximum number of running jobs, abandoned or slow, whose places are given to others (default: 8
+            times `max_workers`). It bounds the number of threads of a process whose tools hang.
         name: prefix of the threads' names.
 
     Raises:
@@ -88,17 +97,24 @@ class DaemonThreadPool:
         self._num_places = 0  # worker threads that hold a place, idle ones included
         self._num_abandoned = 0
 
-    async def run(self, fn: Callable[[], T], *, timeout_s: float | None = None) -> T:
-        """Run `fn` on a thread and return its value. Waiting for a place does not count towards the timeout.
+    async def run(
+        self, fn: Callable[[], T], *, timeout_s: float | None = None, queue_timeout_s: float | None = None
+    ) -> T:
+        """Run `fn` on a thread and return its value.
+
+        Args:
+            fn: function to call.
+            timeout_s: maximum seconds that it may run, not counting its wait for a place; None for no limit.
+            queue_timeout_s: maximum seconds that it may wait for a place; None for no limit.
 
         Raises:
             JobTimeoutError: the job ran for longer than `timeout_s` and was abandoned.
-            PoolExhaustedError: no place will become free.
+            PoolExhaustedError: no place became free in time, or none ever will.
             BaseException: whatever `fn` raised.
         """
         job = self.submit(fn)
         try:
-            await job.started
+            await self._wait_for_place(job, queue_timeout_s)
             done, _ = await asyncio.wait({job.finished}, timeout=timeout_s)
             if not done:
                 raise JobTimeoutError
@@ -111,6 +127,27 @@ class DaemonThreadPool:
             if job.started.done() and not job.started.cancelled():
                 job.started.exception()
 
+    async def _wait_for_place(self, job: Job[Any], queue_timeout_s: float | None) -> None:
+        end = math.inf if queue_timeout_s is None else time.monotonic() + queue_timeout_s
+        while not job.started.done():
+            wait_s = min(POKE_S, max(0.0, end - time.monotonic()))
+            await asyncio.wait({job.started}, timeout=wait_s)
+            if job.started.done():
+                break
+            if time.monotonic() >= end:
+                raise PoolExhaustedError(f"no thread was free for {queue_timeout_s:g} s")
+            self._make_room()
+        job.started.result()
+
+    def _make_room(self) -> None:
+        """Start a thread that could not be started before, and lend the place of a job that has run for long."""
+        with self._condition:
+            if self._num_places >= self.max_workers:
+                slow = [job for job in self._running if time.monotonic() - job.start_time >= PATIENCE_S]
+                for job in slow[: len(self._queue) - self._num_idle]:
+                    self._give_place_away(job)
+            self._start_worker()
+
     def submit(self, fn: Callable[[], T]) -> Job[T]:
         """Queue `fn`; must be called from a running event loop."""
         job = Job(fn, asyncio.get_running_loop())
@@ -121,9 +158,8 @@ class DaemonThreadPool:
             self._queue.append(job)
             if self._num_idle >= len(self._queue):
                 self._condition.notify()
-            elif self._num_places < self.max_workers:
-                self._num_places += 1
-                threading.Thread(target=self._work, name=f"{self._name}-worker", daemon=True).start()
+            else:
+                self._start_worker()
         return job
 
     def abandon(self, job: Job[Any]) -> None:
@@ -136,18 +172,35 @@ class DaemonThreadPool:
                 if job in self._queue:
                     self._queue.remove(job)
                 return
-            if job in self._running and self._num_abandoned < self.max_abandoned:
-                self._running.discard(job)
-                job.holds_place = False
-                self._num_abandoned += 1
-                self._num_places -= 1
-                if self._queue and self._num_idle == 0:
-                    self._num_places += 1
-                    threading.Thread(target=self._work, name=f"{self._name}-worker", daemon=True).start()
-            elif self._is_exhausted():
+            if not self._give_place_away(job) and self._is_exhausted():
                 waiting, self._queue = list(self._queue), deque()
                 for other in waiting:
                     other.fail(PoolExhaustedError(self._exhausted_message()))
+
+    def _give_place_away(self, job: Job[Any]) -> bool:
+        """Let another job have the place of one that goes on running; False if no spare thread is left."""
+        if job not in self._running or self._num_abandoned >= self.max_abandoned:
+            return False
+        self._running.discard(job)
+        job.holds_place = False
+        self._num_abandoned += 1
+        self._num_places -= 1
+        self._start_worker()
+        return True
+
+    def _start_worker(self) -> None:
+        """Start a thread if a job waits for one and a place is free.
+
+        Where the system has no more threads, the job stays in the queue: for a thread that becomes idle, or for
+        `_make_room`.
+        """
+        if self._num_idle >= len(self._queue) or self._num_places >= self.max_workers:
+            return
+        try:
+            threading.Thread(target=self._work, name=f"{self._name}-worker", daemon=True).start()
+        except (RuntimeError, MemoryError):  # can't start new thread
+            return
+        self._num_places += 1  # after the start: the new thread waits for the lock that is held here
 
     def _is_exhausted(self) -> bool:
         return len(self._running) >= self.max_workers and all(job.is_abandoned for job in self._running)
@@ -164,6 +217,7 @@ class DaemonThreadPool:
                 self._num_idle -= 1
                 job = self._queue.popleft()
                 job.is_running = job.holds_place = True
+                job.start_time = time.monotonic()
                 self._running.add(job)
             job.run()
             with self._condition:

@@ -6,6 +6,7 @@ ends, with the cause, at what does not.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +91,25 @@ class FaultSettings:
         },
     )
 
+    # ---- tools that are down (`tool_watch.py`)
+    max_tool_failure_rise: float = field(
+        default=0.3,
+        metadata={
+            "help": "How much the share of a tool's calls that fail may rise above that of its past, before the tool "
+            "is asked whether it is down. The model's own mistakes do not count. 1.0: as much as it likes."
+        },
+    )
+    min_tool_calls: int = field(
+        default=8, metadata={"help": "Number of calls, on all processes, over which a tool is judged at least."}
+    )
+    max_outage_wait: float = field(
+        default=1800.0,
+        metadata={
+            "help": "Seconds that the run waits for a tool that is down, before it ends. What was played in the "
+            "meantime is not trained on. 0: it ends at once."
+        },
+    )
+
     def check_faults(self) -> None:
         """Check these settings.
 
@@ -103,6 +123,13 @@ class FaultSettings:
         check_whole_number("min_group_size", self.min_group_size, is_optional=True)
         for name in ("vllm_request_timeout", "vllm_health_timeout", "vllm_retry_window", "vllm_sync_timeout"):
             check_seconds(name, getattr(self, name))
+        check_share("max_tool_failure_rise", self.max_tool_failure_rise)
+        check_whole_number("min_tool_calls", self.min_tool_calls)
+        wait = self.max_outage_wait
+        if isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 <= wait < math.inf:
+            raise ValueError(
+                f"max_outage_wait={wait!r} must be a number of seconds >= 0. Set max_outage_wait to such a value."
+            )
 
 
 def check_seconds(name: str, value: Any) -> None:

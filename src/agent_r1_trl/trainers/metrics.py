@@ -42,7 +42,10 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "parts": dict(parts),
         "turns": len(trajectory.turns),
         "invalid_turns": sum(turn.is_invalid for turn in trajectory.turns),
-        "calls": [(result.call.name, result.latency_s, result.is_truncated) for result in trajectory.tool_results],
+        "calls": [
+            (result.call.name, result.latency_s, result.queue_s, result.is_truncated)
+            for result in trajectory.tool_results
+        ],
         "known_tools": [result.call.name for result in trajectory.tool_results if not _is_unknown(result)],
         "errors": [result.error.value for result in trajectory.tool_results if result.error],
         "tokens": {author.value: authors.get(author.value, 0) for author in Author},
@@ -148,11 +151,12 @@ def _tool_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     for kind, count in sorted(errors.items()):
         metrics[f"tools/failures/{kind}"] = count / len(records)
     for name in sorted(known):
-        latencies = [latency for call, latency, _ in calls if call == name]
+        latencies = [latency for call, latency, _, _ in calls if call == name]
         metrics[f"tools/{name}/calls"] = len(latencies) / len(records)
         metrics[f"tools/{name}/latency_s"] = _mean(latencies)
         metrics[f"tools/{name}/latency_max_s"] = max(latencies)
-        metrics[f"tools/{name}/truncated_share"] = _mean([cut for call, _, cut in calls if call == name])
+        metrics[f"tools/{name}/queue_s"] = _mean([queue for call, _, queue, _ in calls if call == name])
+        metrics[f"tools/{name}/truncated_share"] = _mean([cut for call, _, _, cut in calls if call == name])
     return metrics
 
 

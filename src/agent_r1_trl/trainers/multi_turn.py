@@ -57,6 +57,7 @@ from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint, accept_n
 from agent_r1_trl.trainers.reward_calls import RewardCalls
 from agent_r1_trl.trainers.rewards import Rewards
 from agent_r1_trl.trainers.rollouts import PlayedBatch, Position, Rollouts, trl_generation
+from agent_r1_trl.trainers.tool_watch import ToolOutageError
 from agent_r1_trl.trainers.trl_logs import correct_trl_logs, drop_token_means
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import batch_trajectories, settle_masks, whole_rows
@@ -142,6 +143,7 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer, NumberWatchingTrainer):
         if self.env_factory is None:
             super().__init__(model, reward_funcs, config, train_dataset, eval_dataset, **kwargs)
             return
+        config.output_dir = str(Path(config.output_dir).absolute())  # a tool may change the process's directory
         config.check_supported(has_generator=generator is not None)
         check_rollout_func(kwargs.get("rollout_func"))
         form = read_form(self.env_factory)
@@ -191,6 +193,11 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer, NumberWatchingTrainer):
             return super().train(*args, **kwargs)
         try:
             result = super().train(*args, **kwargs)
+        except ToolOutageError:  # nothing was trained on since, so the run can go on from here
+            is_at_step = self._step == self.state.global_step * self.args.gradient_accumulation_steps > 0
+            if is_at_step and self.args.save_strategy != "no":
+                self._save_checkpoint(self.model, None)
+            raise
         finally:
             self.rollouts.end_run()
         self.rollouts.failures.check_some_played()

@@ -31,11 +31,13 @@ from agent_r1_trl.rollout import (
     context_length,
     rollout_requests,
 )
+from agent_r1_trl.rollout.probe import RecordedCall, succeeds
 from agent_r1_trl.trainers.agreement import raised_everywhere
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.failures import FailureWatch, gather_failures
 from agent_r1_trl.trainers.lookahead import Lookahead
 from agent_r1_trl.trainers.nonfinite import last_checkpoint
+from agent_r1_trl.trainers.tool_watch import ToolWatch
 from agent_r1_trl.trajectory import Trajectory
 
 
@@ -70,6 +72,7 @@ class Rollout:
         self, runner: RolloutRunner, requests: Sequence[RolloutRequest], params: SamplingParams, *, synced_step: int
     ):
         self.synced_step = synced_step
+        self.requests = requests
         self.environments: list[Any] | None = None
         """The trajectories' environments once they have ended, as `users_environments` gives them."""
         self.seconds = 0.0
@@ -222,6 +225,9 @@ class Rollouts:
         self.upcoming: Rollout | None = None
         """The next batch's rollout, played while the update trains on this one (`overlap_rollout`)."""
         self.failures = FailureWatch(args.max_failure_share, args.failure_window)
+        self.tools = ToolWatch(
+            args.max_tool_failure_rise, args.min_tool_calls, args.max_outage_wait, ask=self._ask_tool
+        )
         self.synced_step = -1
         """Number of optimizer steps behind the generator's weights; -1 before the first sync."""
         self._generator = None if generator is None else as_generator(generator)
@@ -247,6 +253,7 @@ class Rollouts:
 
         Raises:
             NothingPlayedError: too many trajectories of the training have failed; lists the causes.
+            ToolOutageError: a tool was down for too long.
             SyncError: generator and trainer give different log-probabilities after a weight sync.
         """
         start = time.perf_counter()
@@ -263,6 +270,9 @@ class Rollouts:
             else:
                 rollout = self._start(rows, position.micro_step, position)
                 rollout.wait()
+            while position.is_training and self.tools.has_outage(rollout.trajectories, rollout.requests):
+                rollout = self._start(rows, position.micro_step, position)
+                rollout.wait()
             if self.args.overlap_rollout and position.is_training:
                 self._start_upcoming(position)
             self._rest()
@@ -271,6 +281,7 @@ class Rollouts:
         with raised_everywhere():
             played = PlayedBatch(rows, rollout.trajectories, rollout.environments)
         if position.is_training:
+            metrics |= self.tools.metrics
             failures = gather_failures(played.trajectories)
             try:
                 self.failures.judge(failures, group_size=position.group_size)
@@ -282,6 +293,9 @@ class Rollouts:
             metrics["time/wait_s"] = time.perf_counter() - start
             metrics["sampling/staleness"] = position.optimizer_step - rollout.synced_step
         return played, metrics
+
+    def _ask_tool(self, call: RecordedCall) -> bool:
+        return self.runner.wait_for(succeeds(call, self.env_factory, self.chat.truncate))
 
     def _start(self, rows: Sequence[dict[str, Any]], micro_step: int, position: Position) -> Rollout:
         requests = rollout_requests(

@@ -1,0 +1,139 @@
+"""Whose fault a failed call is: the model's, the tool's own, or that of the infrastructure behind the tool.
+
+No library is imported to recognise its errors: lost connections and timeouts are known by the names of their classes,
+which the clients of HTTP, databases and RPC choose alike, and by the status codes that they carry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+_raised: ContextVar[list[InfrastructureError] | None] = ContextVar("raised", default=None)
+
+
+class InfrastructureError(Exception):
+    """A tool or an environment could not do its work, and the model has no part in that.
+
+    Raise it anywhere below a tool, `step` or a reward method. A tool's call may be repeated (`Tool(attempts=)`); if it
+    still fails, the trajectory ends with `tool_failure`, neither in the baseline nor in the loss.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        raised = _raised.get()
+        if raised is not None:
+            raised.append(self)
+
+
+@contextlib.contextmanager
+def raised_inside() -> Iterator[list[InfrastructureError]]:
+    """List the `InfrastructureError`s that are made inside, also those that another library swallows."""
+    raised: list[InfrastructureError] = []
+    token = _raised.set(raised)
+    try:
+        yield raised
+    finally:
+        _raised.reset(token)
+
+
+OVERLOADED_OR_GONE = (429, 502, 503, 504)
+"""Status codes of HTTP with which a server says that it cannot answer now."""
+_GRPC_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
+_CONNECTION_NAMES = re.compile(
+    "Timeout|TimedOut|Connect|Disconnect|Network|Transport|Unavailable|ProtocolError|ClientPayload|ChunkedEncoding"
+    "|IncompleteRead|BadStatusLine|gaierror|herror|SSLError|MaxRetry|RateLimit"
+)
+_OTHER_NAMES = ("UnsupportedProtocol", "LocalProtocolError", "TimeoutExpired")
+"""Classes with such a name, or such a base class, that report a wrong address or a program that ran too long."""
+_CONNECTION_NUMBERS = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETRESET)
+
+_WRONG_ARGUMENTS = (
+    ValueError, LookupError, TypeError, ArithmeticError, AssertionError, SyntaxError, RecursionError,
+    FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError,
+)  # fmt: skip
+"""What functions raise that look at their arguments; wrong arguments are one cause of several."""
+_TOOLS_OWN = (OSError, NameError, AttributeError, ImportError, NotImplementedError, MemoryError)
+"""What is raised for other reasons than wrong arguments: missing resources and mistakes in the code."""
+
+
+def is_infrastructure_error(error: BaseException, *, has_backend: bool) -> bool:
+    """Whether the error says that the infrastructure failed.
+
+    Args:
+        error: what the tool raised, with the errors that led to it.
+        has_backend: whether the tool declares that it needs a back end; lost connections and timeouts then count.
+    """
+    errors = list(_with_causes(error))
+    return any(isinstance(item, InfrastructureError) or (has_backend and is_lost_connection(item)) for item in errors)
+
+
+def is_models_mistake(error: BaseException, user_errors: tuple[type[BaseException], ...]) -> bool | None:
+    """True for an error that the tool declares as one of its callers', False for one that arguments do not cause.
+
+    None: it cannot be told.
+    """
+    if isinstance(error, user_errors):
+        return True
+    if any(map(is_lost_connection, _with_causes(error))):
+        return False
+    if isinstance(error, _WRONG_ARGUMENTS):
+        return None
+    return False if isinstance(error, _TOOLS_OWN) else None
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether the error is a lost or refused connection, a timeout, or an answer such as 503.
+
+    Of Python itself, `urllib`, `requests`, `httpx`, `aiohttp`, gRPC and other libraries that name their errors so.
+    """
+    names = [base.__name__ for base in type(error).__mro__]
+    if any(name in _OTHER_NAMES for name in names):
+        return False
+    reason = _read(error, "reason")  # urllib's URLError
+    return (
+        any(map(_CONNECTION_NAMES.search, names))
+        or _read(error, "errno") in _CONNECTION_NUMBERS
+        or _status(error) in (*OVERLOADED_OR_GONE, *_GRPC_CODES)
+        or (isinstance(reason, BaseException) and reason is not error and is_lost_connection(reason))
+    )
+
+
+def _status(error: BaseException) -> Any:
+    """Status code of HTTP, or the name of gRPC's; None if the error carries none."""
+    response = _read(error, "response")
+    for owner in (error, response):
+        for name in ("status_code", "status", "code"):
+            value = _read(owner, name)
+            if callable(value):  # gRPC's
+                with contextlib.suppress(Exception):
+                    value = value()
+            if isinstance(value, int) or _read(value, "name") in _GRPC_CODES:
+                return value if isinstance(value, int) else value.name
+    return None
+
+
+def _read(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name, None)
+    except Exception:  # a property of a foreign class
+        return None
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, those that it was raised from, and the members of groups."""
+    waiting, seen = [error], set()
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        yield item
+        if isinstance(item, BaseExceptionGroup):
+            waiting += item.exceptions
+        cause = item.__cause__ or (None if item.__suppress_context__ else item.__context__)
+        waiting += [cause] if cause is not None else []
