@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from agent_r1_trl.doctor.environment import check_env
     from agent_r1_trl.environments import Environment, SearchQAEnv, StepResult, ToolEnv
     from agent_r1_trl.evaluation import EvaluationResult, evaluate
-    from agent_r1_trl.tools import InfrastructureError, Tool, tool
+    from agent_r1_trl.sandbox import SandboxLimits
+    from agent_r1_trl.tools import InfrastructureError, PythonTool, ShellTool, Tool, tool
     from agent_r1_trl.trainers import (
         MultiTurnGRPOConfig,
         MultiTurnGRPOTrainer,
@@ -38,7 +39,10 @@ __all__ = [
     "MultiTurnPPOConfig",
     "MultiTurnPPOTrainer",
     "MultiTurnTrainer",
+    "PythonTool",
+    "SandboxLimits",
     "SearchQAEnv",
+    "ShellTool",
     "StepResult",
     "StopReason",
     "Tool",
@@ -64,7 +68,10 @@ _MODULE_OF = {
     "MultiTurnPPOConfig": "trainers",
     "MultiTurnPPOTrainer": "trainers",
     "MultiTurnTrainer": "trainers",
+    "PythonTool": "tools",
+    "SandboxLimits": "sandbox",
     "SearchQAEnv": "environments",
+    "ShellTool": "tools",
     "StepResult": "environments",
     "StopReason": "trajectory",
     "Tool": "tools",

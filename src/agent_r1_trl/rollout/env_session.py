@@ -14,7 +14,7 @@ from agent_r1_trl.environments.base import RewardError, StepResult
 from agent_r1_trl.environments.reward_values import finite_number
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.rollout.requests import RolloutRequest
-from agent_r1_trl.tools import ToolSchemaError, as_tool, shared_pool
+from agent_r1_trl.tools import Tool, ToolSchemaError, as_tool, shared_pool
 from agent_r1_trl.tools.faults import is_infrastructure_error
 from agent_r1_trl.trajectory import Message, Trajectory
 
@@ -155,18 +155,25 @@ class EnvSession:
         return value, {str(name): self._number(part, "outcome_reward") for name, part in parts.items()}
 
     async def close(self) -> None:
-        """Free what reset took. A failure to do so is not the trajectory's problem."""
+        """Free what reset and the tools took. A failure to do so is not the trajectory's problem."""
         with self._lock:
             self._is_closed = True
-        method = getattr(self.env, "close", None)
+        await self._close("close", getattr(self.env, "close", None))
+        for item in getattr(self.env, "tools", None) or ():
+            if isinstance(item, Tool) and type(item).close is not Tool.close:
+                await self._close(f"tools: {item.name!r}", item.close)
+
+    async def _close(self, name: str, method: Callable[[], Any] | None) -> None:
         if method is not None:
             closing = asyncio.ensure_future(self._call(method))
             done, _ = await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
             if not done:
                 closing.cancel()
-                logger.warning("%s.close has not returned after %g s; going on without it", self.name, CLOSE_TIMEOUT_S)
+                logger.warning(
+                    "%s.%s has not returned after %g s; going on without it", self.name, name, CLOSE_TIMEOUT_S
+                )
             elif error := closing.exception():
-                logger.warning("%s.close raised %r", self.name, error)
+                logger.warning("%s.%s raised %r", self.name, name, error)
 
     @property
     def name(self) -> str:

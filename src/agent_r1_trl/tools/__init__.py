@@ -4,10 +4,12 @@ from agent_r1_trl.tools.base import Tool, as_tool, render_result, tool
 from agent_r1_trl.tools.calculator import calculator
 from agent_r1_trl.tools.calls import read_call, read_calls
 from agent_r1_trl.tools.executor import ToolExecutor
-from agent_r1_trl.tools.faults import InfrastructureError
+from agent_r1_trl.tools.faults import InfrastructureError, ReportedError
 from agent_r1_trl.tools.pool import DaemonThreadPool, shared_pool
+from agent_r1_trl.tools.python import PythonTool, SandboxTool
 from agent_r1_trl.tools.schema import describe_signature
 from agent_r1_trl.tools.search import Passage, SearchIndex, make_search_tool
+from agent_r1_trl.tools.shell import ShellTool
 from agent_r1_trl.tools.signature import ToolSchemaError
 from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolResult
 
@@ -15,7 +17,11 @@ __all__ = [
     "DaemonThreadPool",
     "InfrastructureError",
     "Passage",
+    "PythonTool",
+    "ReportedError",
+    "SandboxTool",
     "SearchIndex",
+    "ShellTool",
     "Tool",
     "ToolCall",
     "ToolErrorKind",

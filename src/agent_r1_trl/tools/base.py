@@ -167,6 +167,9 @@ class Tool:
             bound.sequential = True
         return bound
 
+    def close(self) -> None:
+        """Free what the tool took for one trajectory; called when that ends. By default there is nothing."""
+
     # ---------------------------------------------------------------- as the model sees it
 
     @property

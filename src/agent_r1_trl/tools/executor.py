@@ -19,7 +19,7 @@ from typing import Any
 from agent_r1_trl.tools import directory
 from agent_r1_trl.tools.base import Tool, as_tool, check_timeout
 from agent_r1_trl.tools.calls import read_arguments, read_call
-from agent_r1_trl.tools.faults import InfrastructureError, is_infrastructure_error, is_models_mistake
+from agent_r1_trl.tools.faults import InfrastructureError, ReportedError, is_infrastructure_error, is_models_mistake
 from agent_r1_trl.tools.pool import JobTimeoutError, PoolExhaustedError, shared_pool
 from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolResult
 
@@ -113,9 +113,15 @@ class ToolExecutor:
                 text = await self._invoke(found, arguments, spent)
             content, is_cut = self._limit(found, _clean(text))
         except _CallError as failure:
-            content = _clean(f"Error: {_cut(failure.detail, MAX_DETAIL_CHARS)}\n{self._advise(failure)}")
-            blame = failure.is_models_mistake
-            return ToolResult(call=call, content=content, error=failure.kind, is_models_mistake=blame, **asdict(spent))
+            content, is_cut = self._describe(failure)
+            return ToolResult(
+                call=call,
+                content=content,
+                error=failure.kind,
+                is_models_mistake=failure.is_models_mistake,
+                is_truncated=is_cut,
+                **asdict(spent),
+            )
         return ToolResult(call=call, content=content, is_truncated=is_cut, **asdict(spent))
 
     def _check(self, call: ToolCall) -> tuple[Tool, dict[str, Any]]:
@@ -206,6 +212,12 @@ class ToolExecutor:
 
     # ---------------------------------------------------------------- texts
 
+    def _describe(self, failure: _CallError) -> tuple[str, bool]:
+        """What the model reads about a failure, and whether it was cut to the tool's limits."""
+        if failure.is_reported and failure.tool is not None:
+            return self._limit(failure.tool, _clean(failure.detail))
+        return _clean(f"Error: {_cut(failure.detail, MAX_DETAIL_CHARS)}\n{self._advise(failure)}"), False
+
     def _advise(self, failure: _CallError) -> str:
         if failure.tool is None:
             return self._how_to_call()
@@ -254,10 +266,15 @@ class _CallError(Exception):
         self.tool = tool
         self.is_models_mistake: bool | None = None
         self.is_repeatable = False
+        self.is_reported = False
 
 
 def _failed_call(found: Tool, error: BaseException) -> _CallError:
     """The failure of a call whose tool raised."""
+    if isinstance(error, ReportedError):
+        failure = _CallError(ToolErrorKind.EXCEPTION, str(error), found)
+        failure.is_models_mistake = failure.is_reported = True
+        return failure
     is_infrastructure = is_infrastructure_error(error, has_backend=found.backend)
     is_mistake = is_models_mistake(error, found.user_errors)
     if is_mistake and not isinstance(error, InfrastructureError):

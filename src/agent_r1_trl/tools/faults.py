@@ -30,6 +30,13 @@ class InfrastructureError(Exception):
             raised.append(self)
 
 
+class ReportedError(Exception):
+    """The model's call failed by the model's own doing, and the text is all that it should read about that.
+
+    Its own traceback, for example, from the tool that runs its code.
+    """
+
+
 @contextlib.contextmanager
 def raised_inside() -> Iterator[list[InfrastructureError]]:
     """List the `InfrastructureError`s that are made inside, also those that another library swallows."""

@@ -1,0 +1,113 @@
+"""The interpreter of one sandbox: reads requests (one JSON object per line), runs them, answers.
+
+It runs inside the cage, in the process of the model's code. It is forked from the supervisor, or started from its
+source text, so it stands alone. Requests come in on descriptor 0 and answers leave on 1; before any code runs, both
+move out of its way, and what the code prints goes to descriptor 2.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import fcntl
+import json
+import linecache
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+import types
+from typing import Any
+
+MAX_FRAMES = 6
+MAX_ERROR_CHARS = 3000
+
+
+def serve() -> None:
+    """Answer requests until the supervisor closes the pipe."""
+    requests = os.fdopen(fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 40), "rb")
+    answers = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, 40)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    streams = [
+        open(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)  # noqa: SIM115
+        for number in (1, 2)
+    ]
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    sys.argv = [""]
+    own_pid = os.getpid()
+    for number, line in enumerate(requests, start=1):
+        sys.stdout, sys.stderr = streams
+        request = json.loads(line)
+        if request["language"] == "ping":
+            answer: dict[str, Any] = {}
+        elif request["language"] == "shell":
+            answer = run_shell(request["code"])
+        else:
+            answer = run_python(request["code"], main.__dict__, f"<call {number - 1}>", request["max_chars"])
+        for stream in streams:
+            with contextlib.suppress(Exception):
+                stream.flush()
+        if os.getpid() != own_pid:  # the code forked, and this is the child
+            os._exit(0)
+        write_all(answers, json.dumps(answer).encode() + b"\n")
+
+
+def run_python(code: str, namespace: dict[str, Any], name: str, max_chars: int) -> dict[str, Any]:
+    """Run statements in `namespace`; the value of a last expression is shown, as at a prompt."""
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    try:
+        tree = ast.parse(code, name)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, name, "exec"), namespace)
+        if not isinstance(last, ast.Expr):
+            return {}
+        value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
+        if value is None:
+            return {}
+        namespace["_"] = value
+        shown = repr(value)
+        return {"value": shown if len(shown) <= max_chars else f"{shown[:max_chars]}... [{len(shown)} characters]"}
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too
+        return {"error": describe(error)}
+
+
+def describe(error: BaseException) -> str:
+    """A short traceback: the frames of the model's code, without this file's."""
+    try:
+        frames = traceback.extract_tb(error.__traceback__)
+        first = next((index for index, frame in enumerate(frames) if frame.filename.startswith("<call ")), len(frames))
+        shown = traceback.format_list(frames[first:][-MAX_FRAMES:])
+        text = "".join(["Traceback (most recent call last):\n", *shown] if shown else [])
+        text = (text + "".join(traceback.format_exception_only(type(error), error))).strip()
+    except BaseException:
+        text = type(error).__name__
+    return text if len(text) <= MAX_ERROR_CHARS else f"[...]{text[-MAX_ERROR_CHARS:]}"
+
+
+def run_shell(code: str) -> dict[str, Any]:
+    """Run a command line with bash (or sh) in the private directory."""
+    shell = shutil.which("bash") or "/bin/sh"
+    try:
+        ended = subprocess.run([shell, "-c", code], stdin=subprocess.DEVNULL, cwd=os.environ["HOME"])
+    except OSError as error:
+        return {"error": f"The shell could not be started: {error}"}
+    if ended.returncode == 0:
+        return {}
+    if ended.returncode < 0:
+        return {"error": f"killed by signal {-ended.returncode}"}
+    return {"error": f"exit code {ended.returncode}"}
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of `data`."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+if __name__ == "__main__":
+    serve()

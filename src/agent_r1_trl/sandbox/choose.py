@@ -1,0 +1,74 @@
+"""From a name, or a class of the user's own, to a function that makes sandboxes."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from agent_r1_trl.sandbox.base import Language, Sandbox, SandboxLimits
+from agent_r1_trl.sandbox.local import LocalSandbox
+from agent_r1_trl.sandbox.monty import MontySandbox
+
+BACKENDS = ("subprocess", "sandlock", "monty")
+INSTALL = "pip install 'agent-r1-trl[sandbox]'"
+
+
+def make_sandbox_factory(sandbox: Any, limits: SandboxLimits, language: Language) -> Callable[[], Sandbox]:
+    """A function that makes the sandbox of one trajectory.
+
+    Raises:
+        ValueError: the backend is unknown, not installed, cannot run here, or cannot run the language.
+    """
+    if not isinstance(sandbox, str):
+        if not callable(sandbox) or (isinstance(sandbox, Sandbox) and not isinstance(sandbox, type)):
+            raise ValueError(
+                f"sandbox={sandbox!r:.200}: every trajectory needs a sandbox of its own, so pass a name "
+                f"({', '.join(map(repr, BACKENDS))}), a class, or a function that makes one."
+            )
+        return sandbox
+    if sandbox not in BACKENDS:
+        raise ValueError(
+            f"sandbox={sandbox!r}: unknown. Choose one of {', '.join(map(repr, BACKENDS))}, or pass a class of your "
+            "own."
+        )
+    if sandbox == "monty":
+        if language != "python":
+            raise ValueError('sandbox="monty" runs Python only. Use sandbox="sandlock" or "subprocess" for a shell.')
+        _require("pydantic_monty", sandbox)
+        return functools.partial(MontySandbox, limits)
+    if sys.platform != "linux":
+        raise ValueError(
+            f'sandbox={sandbox!r} needs Linux, and this is {sys.platform}. Use sandbox="monty" for Python, run in a '
+            "Linux container, or pass a class of your own that sends the code elsewhere (docs/sandbox.md)."
+        )
+    if sandbox == "sandlock":
+        check_sandlock()
+        return functools.partial(LocalSandbox, "sandlock", limits)
+    return functools.partial(LocalSandbox, "subprocess", limits)
+
+
+def check_sandlock() -> None:
+    """Check that sandlock is installed and that the kernel has what it stands on.
+
+    Raises:
+        ValueError: it is not, or it has not; the message names the cure.
+    """
+    _require("sandlock", "sandlock")
+    import sandlock
+
+    found, needed = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
+    if found < needed:
+        has = f"version {found}" if found > 0 else "none (is 'landlock' missing from the kernel's lsm= list?)"
+        raise ValueError(
+            f'sandbox="sandlock" needs Landlock version {needed} or newer (Linux 6.12), and this kernel has {has}. '
+            'Run on such a kernel, or use sandbox="monty" (a subset of Python), or sandbox="subprocess" inside a '
+            "container or virtual machine of your own."
+        )
+
+
+def _require(module: str, sandbox: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(f"sandbox={sandbox!r} needs a package that is not installed. Install it: {INSTALL}")
