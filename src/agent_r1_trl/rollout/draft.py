@@ -29,6 +29,11 @@ class Draft:
     error: str | None = None
 
     @property
+    def name(self) -> str:
+        """The trajectory, and what it is waiting for."""
+        return f"example {self.request.example_id!r} generation {self.request.generation}, {self.phase}"
+
+    @property
     def context_ids(self) -> list[int]:
         """Everything so far."""
         return self.prompt_ids + self.completion_ids

@@ -15,6 +15,7 @@ from agent_r1_trl.environments.base import RewardError, StepResult
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.tools import ToolSchemaError, as_tool, shared_pool
+from agent_r1_trl.tools.holding import LoopCall
 from agent_r1_trl.trajectory import Message, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class EnvSession:
         self._factory = factory
         self._truncate = truncate
         self.env: Any = None
+        self._is_closed = False
 
     async def reset(self, request: RolloutRequest) -> tuple[list[Message], list[dict[str, Any]]]:
         """Make the environment and start the episode; returns prompt messages and tool schemas."""
@@ -58,10 +60,14 @@ class EnvSession:
             await self._guard("seed", lambda: self.env.seed(reset_seed=request.reset_seed, dynamics_seed=request.seed))
         # A copy all the way down: the members of a group share the row.
         messages = await self._guard("reset", self.env.reset, copy.deepcopy(dict(request.example)))
-        if not isinstance(messages, list) or not all(isinstance(item, dict) and "role" in item for item in messages):
+        if (
+            not isinstance(messages, list)
+            or not messages
+            or not all(isinstance(item, dict) and "role" in item for item in messages)
+        ):
             raise ValueError(
-                f"{self.name}.reset returned {type(messages).__name__}: it must return the prompt as a list of "
-                "messages such as [{'role': 'user', 'content': '...'}]. Return that list."
+                f"{self.name}.reset returned {messages if messages == [] else type(messages).__name__}: it must return the "
+                "prompt as a list of messages such as [{'role': 'user', 'content': '...'}]. Return that list."
             )
         schemas = [as_tool(item).schema for item in getattr(self.env, "tools", None) or ()]
         return [dict(item) for item in messages], schemas
@@ -123,7 +129,8 @@ class EnvSession:
     async def close(self) -> None:
         """Free what reset took. A failure to do so is not the trajectory's problem."""
         method = getattr(self.env, "close", None)
-        if method is not None:
+        if method is not None and not self._is_closed:
+            self._is_closed = True  # the watchdog closes the sessions of a loop that it gives up
             closing = asyncio.ensure_future(self._call(method))
             done, _ = await asyncio.wait({closing}, timeout=CLOSE_TIMEOUT_S)
             if not done:
@@ -150,7 +157,8 @@ class EnvSession:
 
     async def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run a plain or async method as a task of its own, which may refuse to be cancelled."""
-        task = asyncio.ensure_future(_contained(fn, *args))
+        call = LoopCall(f"{self.name}.{getattr(fn, '__name__', 'call')}")
+        task = asyncio.ensure_future(call.timed(_contained(fn, *args)))
         task.add_done_callback(_look_at)
         try:
             await asyncio.wait({task})
