@@ -423,6 +423,8 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer):
         # A rollout has the number of the first step that trains on it, under which its metrics are logged.
         step = self.state.global_step + (1 if self.model.training else 0)
         self.store.write(step, trajectories, split=mode)
+        if self.store.num_lost:
+            self._metrics[mode]["recording/lost_trajectories"] = [self.store.num_lost]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
