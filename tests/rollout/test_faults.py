@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import math
+import re
 import time
 
 import pytest
@@ -547,3 +548,43 @@ def test_a_sampler_that_fails_takes_no_other_trajectory_with_it(error):
     reasons = [t.stop_reason for t in runner.run([RolloutRequest(example={"prompt": PROMPT})] * 3)]
     runner.close()
     assert reasons == [StopReason.DONE, StopReason.GENERATION_ERROR, StopReason.DONE]
+
+
+# -------------------------------------------------------------------- the chat format
+
+
+IMAGE = [{"type": "image", "image": "a.png"}]
+
+
+@pytest.mark.parametrize(
+    ("methods", "named"),
+    [
+        ({"reset": returning([{"role": "user", "content": IMAGE}])}, "image"),
+        ({"reset": returning([{"role": "wizard", "content": "x"}])}, "wizard"),
+        ({"step": returning(([{"role": "user", "content": IMAGE}], 0.0, False, {}))}, "image"),
+        ({"step": returning(([{"role": "user", "content": 7}], 0.0, False, {}))}, "7|int"),
+    ],
+    ids=["image in a prompt", "unknown role", "image in an observation", "number in an observation"],
+)
+def test_what_the_chat_format_cannot_write_ends_its_trajectory_alone(methods, named):
+    trajectory = bad_among_good(bad_env(**methods), [say("ok"), say("ok")])
+    if trajectory.error is None:  # a template may take what others refuse
+        assert trajectory.stop_reason is not StopReason.ENVIRONMENT_ERROR
+        return
+    assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR
+    assert re.search(named, trajectory.error)
+
+
+def test_ids_that_cannot_be_read_end_their_trajectory_alone(monkeypatch):
+    chat = chat_of()
+
+    def unreadable(*args):
+        raise OverflowError("no such id")
+
+    monkeypatch.setattr(chat.encoder, "decode", unreadable)
+    generator = ScriptedGenerator([chat.encode_reply(say())], stop_token_ids=chat.stop_token_ids)
+    runner = RolloutRunner(AddEchoEnv, generator, chat)
+    (trajectory,) = runner.run([RolloutRequest(example={"prompt": "x"})])
+    runner.close()
+    assert trajectory.stop_reason is StopReason.GENERATION_ERROR
+    assert "OverflowError: no such id" in trajectory.error

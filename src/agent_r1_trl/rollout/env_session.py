@@ -65,9 +65,10 @@ class EnvSession:
             or not messages
             or not all(isinstance(item, dict) and "role" in item for item in messages)
         ):
+            shown = "[]" if messages == [] else type(messages).__name__
             raise ValueError(
-                f"{self.name}.reset returned {messages if messages == [] else type(messages).__name__}: it must return the "
-                "prompt as a list of messages such as [{'role': 'user', 'content': '...'}]. Return that list."
+                f"{self.name}.reset returned {shown}: it must return the prompt as a list of "
+                "messages such as [{'role': 'user', 'content': '...'}]. Return that list."
             )
         schemas = [as_tool(item).schema for item in getattr(self.env, "tools", None) or ()]
         return [dict(item) for item in messages], schemas

@@ -58,7 +58,7 @@ async def run_trajectory(
             play = _play(draft, session, generator, chat, limits, params)
             stop_reason = await asyncio.wait_for(play, limits.rollout_timeout)
         except TimeoutError:
-            stop_reason = StopReason.TIMEOUT
+            stop_reason, draft.cut_in = StopReason.TIMEOUT, draft.phase
             if draft.phase == "reset":  # the policy has not had its turn
                 stop_reason, draft.error = (
                     StopReason.ENVIRONMENT_ERROR,

@@ -66,6 +66,7 @@ class RolloutRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread = threading.current_thread()
         """Runs the loop, if there is one."""
+        self._has_reported_timeout = False
         self._under_way: set[asyncio.Task[Any]] = set()
 
     def run(self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None) -> list[Trajectory]:
@@ -182,6 +183,7 @@ class RolloutRunner:
                     each.draft, each.session, self.generator, self.chat, self.limits, params or self.params
                 )
             each.draft.phase = "ended"
+            self._report_timeout(each)
             if self.on_trajectory is not None:
                 self.on_trajectory(each.trajectory)
             return each.trajectory
@@ -196,6 +198,17 @@ class RolloutRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
             self.environments = [each.session.env for each in plays]
         return list(trajectories)
+
+    def _report_timeout(self, play: _Play) -> None:
+        if play.draft.cut_in and play.draft.error is None and not self._has_reported_timeout:
+            self._has_reported_timeout = True
+            logger.warning(
+                "rollout_timeout=%g s has stopped a trajectory (example %r, in %s), which counts as truncated. If "
+                "your model or your tools need longer, raise rollout_timeout. Said once; stop/timeout counts on.",
+                self.limits.rollout_timeout,
+                play.draft.request.example_id,
+                play.draft.cut_in,
+            )
 
     def _give_up(self, plays: Sequence[_Play], answer: Future[list[Trajectory]], error: Exception) -> None:
         """Answer for a loop that will not go on; called by the watchdog. The next run gets a fresh loop.

@@ -242,6 +242,8 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
         if all(getattr(self, name) == self.max_completion_length for name in UNKNOWN_TO_TRL):
             for name in UNKNOWN_TO_TRL:  # they end nothing
                 del defaults[name]
+            if self.rollout_timeout is None:
+                del defaults["rollout_timeout"]
         return [name for name, default in defaults.items() if getattr(self, name) != default]
 
     def rollout_limits(self, max_model_length: int | None = None) -> RolloutLimits:
@@ -283,6 +285,7 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
         for item in fields(cls):
             if not hasattr(config, item.name):
                 setattr(config, item.name, item.default)
+        config.rollout_timeout = None  # nor does it know this one
         config.check_multi_turn()
         return config
 
