@@ -444,7 +444,7 @@ FLOODS = {  # what is written again and again, per family
     ],
     "llama3": ['{"name": "search", "parameters": {}}; ', "<|python_tag|>", '{"name":'],
     "gemma4": ["<|tool_call>call:search{}<tool_call|>", "<|tool_call>call:"],
-    "qwen3_5": ["<tool_call><function=", "<function=a><parameter=", "<tool_call><function=a>", "<parameter=a>"],
+    "qwen3_5": ["<function=", "<function=a><parameter=", "<tool_call><function=a>", "<parameter=a>"],
     "mistral_small_3_2": ["[TOOL_CALLS]", "[TOOL_CALLS]search[ARGS]{}", "[THINK]"],
     "deepseek_v3_1": ["<｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n{}", " ", "```"],
     "minimax_m2": ["<minimax:tool_call><invoke name=", "<minimax:tool_call><invoke name=a><parameter name="],
@@ -463,19 +463,16 @@ def family_chat(family: str) -> ChatFormat:
     ("family", "flood"), [(family, flood) for family, floods in FLOODS.items() for flood in floods]
 )
 def test_reading_a_turn_takes_time_in_proportion_to_its_length(family, flood):
-    """Four times the text may take at most ten times as long; a quadratic reader needs sixteen times."""
+    """Five times the text may take at most twelve times as long; a quadratic reader needs 25 times."""
     chat = family_chat(family)
-    opened = "<tool_call>" if family == "qwen3_5" else ""
+    opened, closed = ("<tool_call>", "</tool_call>") if family == "qwen3_5" else ("", "")
 
     def seconds(length):
-        text = opened + flood * (length // len(flood))
+        text = opened + flood * (length // len(flood)) + closed
         ids = chat.tokenizer(text, add_special_tokens=False)["input_ids"]
-        times = []
-        for _ in range(2):
-            began = time.process_time()
-            chat.parse(ids, [], TOOLS)
-            times.append(time.process_time() - began)
-        return min(times)
+        began = time.process_time()
+        chat.parse(ids, [], TOOLS)
+        return time.process_time() - began
 
     seconds(1000)
-    assert seconds(40_000) < 10 * max(seconds(10_000), 0.02)
+    assert seconds(100_000) < 12 * max(seconds(20_000), 0.01)

@@ -106,17 +106,17 @@ def kimi_calls(body: str, tools: Any) -> list[Call]:
 def function_calls(body: str, tools: Any) -> list[Call]:
     """`<function=name><parameter=key>value</parameter></function>`; the newlines around a value are markup."""
     return [
-        _from_tags(name, inside, r"<parameter=(?P<key>[^>\n]{1,256})>", "</parameter>", tools, _without_wrapping)
-        for name, inside in _blocks(body, r"<function=(?P<name>[^>\n]{1,256})>", "</function>")
+        _from_tags(name, inside, r"<parameter=(?P<key>[^>\n]{1,128})>", "</parameter>", tools, _without_wrapping)
+        for name, inside in _blocks(body, r"<function=(?P<name>[^>\n]{1,128})>", "</function>")
     ]
 
 
 def invoke_calls(body: str, tools: Any) -> list[Call]:
     """`<invoke name="name"><parameter name="key">value</parameter></invoke>`; a value is taken as it stands."""
-    key = r"<parameter name=(?P<q>[\"']?)(?P<key>[^>\n]{1,256}?)(?P=q)>"
+    key = r"<parameter name=(?P<q>[\"']?)(?P<key>[^>\n]{1,128}?)(?P=q)>"
     return [
         _from_tags(name, inside, key, "</parameter>", tools, str)
-        for name, inside in _blocks(body, r"<invoke name=[\"']?(?P<name>[^>\n]{1,256}?)[\"']?>", "</invoke>")
+        for name, inside in _blocks(body, r"<invoke name=[\"']?(?P<name>[^>\n]{1,128}?)[\"']?>", "</invoke>")
     ]
 
 

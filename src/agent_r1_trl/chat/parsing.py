@@ -22,7 +22,7 @@ from agent_r1_trl.trajectory import Message
 # The length of a name is bounded wherever a name is searched for: reading stays linear, whatever the text.
 # GPT-OSS may name the recipient before or after the channel, with or without <|constrain|>; one spelling is enough.
 _HARMONY_CALL = re.compile(
-    r"(?:<\|channel\|>commentary\s*)?to=functions\.(?P<name>[^\s<]{1,256})\s*(?:<\|channel\|>commentary\s*)?"
+    r"(?:<\|channel\|>commentary\s*)?to=functions\.(?P<name>[^\s<]{1,128})\s*(?:<\|channel\|>commentary\s*)?"
     r"(?:<\|constrain\|>\s*)?(?:json\s*)?<\|message\|>"
 )
 _SEPARATORS = re.compile(r"[; \n\t,]*")
@@ -101,7 +101,7 @@ class TurnParser:
         self._is_bare_json = opening.startswith('{"name"')
         self._is_harmony = "to=functions" in opening
         if self._is_harmony:
-            bounded = self._opens["tool_calls"].pattern.replace(r"\S+?", r"\S{1,256}?")
+            bounded = self._opens["tool_calls"].pattern.replace(r"\S+?", r"\S{1,128}?")
             self._opens["tool_calls"] = re.compile(bounded, re.DOTALL)
 
     def parse(self, text: str, *, prefix: str = "", tools: list[dict[str, Any]] | None = None) -> Message:
