@@ -47,6 +47,10 @@ TINY = {
             "all_tools_s",
         },
     ),
+    "rollout_scale.py": (
+        ["--at-once", "4", "--queue", "8", "--latency", "0.01", "--workers", "4"],
+        {"rows"},
+    ),
     "rollout_throughput.py": (
         ["--trajectories", "2", "--median", "0.01", "--turns", "1", "2", "--repeats", "1"],
         {"rows"},
