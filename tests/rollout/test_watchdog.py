@@ -15,6 +15,7 @@ import pytest
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import LoopLostError, RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.rollout.watchdog import reported
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import StopReason, ToolErrorKind
 from tests.rollout.helpers import PROMPT, chat_of
@@ -217,6 +218,15 @@ def test_an_interpreter_that_never_gives_up_its_lock_ends_the_process_with_all_s
     assert done.returncode == 1
     assert "Timeout" in done.stderr
     assert "in catastrophic" in done.stderr
+
+
+def test_reward_functions_that_take_long_are_reported_with_their_stack(caplog):
+    with reported("The reward functions have been running", 0.1):
+        time.sleep(0.35)
+    time.sleep(0.15)
+    assert 1 <= len(caplog.messages) <= 3
+    assert "The reward functions have been running for 0 s" in caplog.messages[0]
+    assert "time.sleep(0.35)" in caplog.messages[0]
 
 
 def test_a_rollout_that_waits_for_the_sampler_alone_is_reported_less_often(caplog):

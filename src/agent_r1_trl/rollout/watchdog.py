@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.tools.holding import holder_of
@@ -179,9 +179,35 @@ class Watchdog:
         return "A callback or the chat format" if call is None else call.name
 
     def _stack(self) -> str:
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        lines = traceback.format_stack(frame) if frame is not None else []
-        return "".join(lines[-MAX_STACK_LINES:]).rstrip()
+        return _stack_of(self._thread)
+
+
+@contextlib.contextmanager
+def reported(what: str, interval_s: float | None) -> Iterator[None]:
+    """Say again and again that what this thread does in the meantime has not ended, with its stack.
+
+    Args:
+        what: begins the message.
+        interval_s: seconds between two messages; None for no messages.
+    """
+    thread, has_ended, began = threading.current_thread(), threading.Event(), time.monotonic()
+
+    def watch() -> None:
+        while not has_ended.wait(interval_s):
+            logger.warning("%s for %.0f s. Stack:\n%s", what, time.monotonic() - began, _stack_of(thread))
+
+    if interval_s is not None:
+        threading.Thread(target=watch, name="watchdog", daemon=True).start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+
+
+def _stack_of(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    lines = traceback.format_stack(frame) if frame is not None else []
+    return "".join(lines[-MAX_STACK_LINES:]).rstrip()
 
 
 def _progress(drafts: Sequence[Draft]) -> list[tuple[str, int]]:

@@ -33,6 +33,7 @@ from agent_r1_trl.advantages.scan import carry_forward
 from agent_r1_trl.environments.factory import EnvFactory, read_form, resolve_env_factory
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.generation.adapters import check_adapters
+from agent_r1_trl.rollout.watchdog import reported
 from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.construction import (
     TRL_CHANGES,
@@ -276,7 +277,8 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer):
     ) -> torch.Tensor:
         if self._played is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        with rows_not_logged():
+        interval = self.args.watchdog_interval and 6 * self.args.watchdog_interval  # judges take their time
+        with rows_not_logged(), reported("The reward functions have been running", interval):
             values = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)  # (N, F), all ranks
         failed = [item.stop_reason.is_infrastructure_failure for item in self._played.trajectories]
         values[self.accelerator.gather(torch.tensor(failed, device=values.device))] = torch.nan  # earned nothing
