@@ -55,28 +55,28 @@ class RolloutSettings:
         default=256, metadata={"help": "Maximum number of trajectories that are played at once, per process."}
     )
     rollout_timeout: float | None = field(
-        default=3600.0,
+        default=3600,
         metadata={
             "help": "Seconds after which a trajectory is stopped, not counting its wait for a free place and its "
             "scoring. None: no limit."
         },
     )
     reset_timeout: float | None = field(
-        default=600.0,
+        default=600,
         metadata={"help": "Seconds that making and resetting an environment may take. None: no limit of its own."},
     )
     scoring_timeout: float | None = field(
-        default=600.0, metadata={"help": "Seconds that `outcome_reward` may take. None: no limit."}
+        default=600, metadata={"help": "Seconds that `outcome_reward` may take. None: no limit."}
     )
     watchdog_interval: float | None = field(
-        default=10.0,
+        default=10,
         metadata={
             "help": "Seconds without any progress after which a warning names the trajectories, turns and tools that "
             "the rollout waits for; repeated as often. None: no warnings."
         },
     )
     stall_timeout: float | None = field(
-        default=600.0,
+        default=600,
         metadata={
             "help": "Seconds for which one call may hold up all trajectories: by blocking their event loop, which is "
             "then given up, or by keeping the interpreter's lock, which ends the process with exit code 1. None: no "

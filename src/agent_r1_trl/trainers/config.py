@@ -281,11 +281,10 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
             return config
         config.__class__ = cls
         if isinstance(config.max_completion_length, int):
-            vars(config).update(dict.fromkeys(UNKNOWN_TO_TRL, config.max_completion_length))
+            vars(config).update(dict.fromkeys(UNKNOWN_TO_TRL, config.max_completion_length), rollout_timeout=None)
         for item in fields(cls):
             if not hasattr(config, item.name):
                 setattr(config, item.name, item.default)
-        config.rollout_timeout = None  # nor does it know this one
         config.check_multi_turn()
         return config
 
