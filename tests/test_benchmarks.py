@@ -47,6 +47,10 @@ TINY = {
             "all_tools_s",
         },
     ),
+    "rollout_scale.py": (
+        ["--at-once", "4", "--queue", "8", "--latency", "0.01", "--workers", "4"],
+        {"rows"},
+    ),
     "rollout_throughput.py": (
         ["--trajectories", "2", "--median", "0.01", "--turns", "1", "2", "--repeats", "1"],
         {"rows"},
@@ -96,7 +100,7 @@ def test_a_benchmark_prints_a_table_and_its_figures_as_one_line_of_json(name):
     figures = json.loads(last)
     assert set(figures) == names
     rows = figures.get("rows", [figures])
-    assert len(rows) == (2 if "rows" in figures else 1)
+    assert len(rows) == {"rollout_scale.py": 4, "rollout_throughput.py": 2}.get(name, 1)
     for row in rows:
         assert all(math.isfinite(value) for value in row.values())
 

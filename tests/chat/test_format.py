@@ -458,3 +458,25 @@ def test_markers_that_are_words_keep_their_ids_in_prompts_and_lose_them_in_obser
     told = [{"role": "system", "content": "Think inside <think></think>."}, {"role": "user", "content": "q"}]
     assert think in chat.encode_prompt(told)
     assert think not in chat.encode_observations(assistant(content="x"), [{"role": "user", "content": "<think>"}])[0]
+
+
+def test_a_prompt_is_rendered_once_for_all_members_of_its_group(monkeypatch):
+    chat = ChatFormat(make_tokenizer("qwen3"))
+    rendered = []
+    render = chat._renderer.template.render
+    monkeypatch.setattr(
+        chat._renderer.template, "render", lambda *args, **options: rendered.append(args) or render(*args, **options)
+    )
+    messages = [{"role": "user", "content": "Hi"}]
+    ids = chat.encode_prompt(messages)
+    ids.append(-1)  # what a caller does to its list is its own business
+    assert chat.encode_prompt([dict(messages[0])]) == ids[:-1]
+    assert len(rendered) == 1
+    tools = [{"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": {}}}}]
+    with_tools = chat.encode_prompt(messages, tools)
+    assert with_tools != ids[:-1] and chat.encode_prompt(messages, tools) == with_tools
+    assert chat.encode_prompt([{"role": "user", "content": "Ho"}]) != ids[:-1]
+    assert len(rendered) == 3
+    for number in range(1000):
+        chat.encode_prompt([{"role": "user", "content": str(number)}])
+    assert len(chat._prompts) <= 256

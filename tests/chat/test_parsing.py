@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from agent_r1_trl.chat.format import ChatFormat
 from tests.effort import examples
+from tests.families import FAMILIES as FAMILIES_OF_MODELS
 from tests.tokenizers import make_tokenizer
 
 FAMILIES = ("qwen3", "qwen2_5", "llama3", "llama3_2", "gemma4", "gemma4_v5", "gptoss")
@@ -419,3 +421,58 @@ def test_a_forced_thought_is_read_after_a_tool_result_too():
         prompt = chat.encode_observations(asked, [observation])[0]
         message = chat.parse(chat.encoder.encode("so\n</think>\n\nParis<|im_end|>"), prompt)
         assert message == {"role": "assistant", "content": "Paris", "reasoning_content": "so"}
+
+
+# -------------------------------------------------------------------- time
+
+
+FLOODS = {  # what is written again and again, per family
+    "qwen3": [
+        "<tool_call>",
+        "<think>",
+        '<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>\n',
+        "{",
+        "[",
+        "<",
+    ],
+    "gptoss": [
+        "to=functions.",
+        "to=functions.search ",
+        "<|channel|>commentary to=functions.search <|constrain|>json<|message|>{}<|call|>",
+        "<|start|>assistant<|channel|>final<|message|>",
+        "<|channel|>commentary",
+    ],
+    "llama3": ['{"name": "search", "parameters": {}}; ', "<|python_tag|>", '{"name":'],
+    "gemma4": ["<|tool_call>call:search{}<tool_call|>", "<|tool_call>call:"],
+    "qwen3_5": ["<function=", "<function=a><parameter=", "<tool_call><function=a>", "<parameter=a>"],
+    "mistral_small_3_2": ["[TOOL_CALLS]", "[TOOL_CALLS]search[ARGS]{}", "[THINK]"],
+    "deepseek_v3_1": ["<｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n{}", " ", "```"],
+    "minimax_m2": ["<minimax:tool_call><invoke name=", "<minimax:tool_call><invoke name=a><parameter name="],
+    "glm_4_5": ["<arg_key>", "<tool_call>a<arg_key>b</arg_key><arg_value>c", "<tool_call>"],
+    "kimi_k2": ["<|tool_call_begin|>functions.a:0<|tool_call_argument_begin|>{}<|tool_call_end|>"],
+    "lfm2": ["<|tool_call_start|>[a(b='c')]<|tool_call_end|>", "a'", "f(a='"],
+}
+
+
+@functools.lru_cache
+def family_chat(family: str) -> ChatFormat:
+    return ChatFormat(FAMILIES_OF_MODELS[family]() if family in FAMILIES_OF_MODELS else make_tokenizer(family))
+
+
+@pytest.mark.parametrize(
+    ("family", "flood"), [(family, flood) for family, floods in FLOODS.items() for flood in floods]
+)
+def test_reading_a_turn_takes_time_in_proportion_to_its_length(family, flood):
+    """Five times the text may take at most twelve times as long; a quadratic reader needs 25 times."""
+    chat = family_chat(family)
+    opened, closed = ("<tool_call>", "</tool_call>") if family == "qwen3_5" else ("", "")
+
+    def seconds(length):
+        text = opened + flood * (length // len(flood)) + closed
+        ids = chat.tokenizer(text, add_special_tokens=False)["input_ids"]
+        began = time.process_time()
+        chat.parse(ids, [], TOOLS)
+        return time.process_time() - began
+
+    seconds(1000)
+    assert seconds(100_000) < 12 * max(seconds(20_000), 0.01)

@@ -1,8 +1,10 @@
 """Trajectories to disk and back: losslessness, names, several writes, processes and starts."""
 
+import contextlib
 import json
 import logging
 import math
+import resource
 
 import numpy as np
 import pytest
@@ -164,3 +166,44 @@ def test_every_stop_reason_survives(tmp_path, reason):
     TrajectoryStore(tmp_path).write(0, [empty(reason)])
     (back,) = read_trajectories(tmp_path)
     assert back.stop_reason is reason
+
+
+@contextlib.contextmanager
+def full_disk(num_bytes):
+    """No file can grow beyond this size: a write stops in the middle, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@FORMATS
+def test_on_a_full_disk_what_is_lost_is_counted_and_said_once_and_recording_goes_on_when_there_is_space(
+    tmp_path, format, caplog
+):
+    store = TrajectoryStore(tmp_path, format)
+    first = store.write(1, [two_turns()])
+    with full_disk(first.stat().st_size + 100):
+        assert store.write(1, [two_turns()] * 40) is None
+        assert store.write(2, [two_turns()] * 40) is None
+    assert store.num_lost == 80
+    assert [record.levelname for record in caplog.records] == ["ERROR"], "one cause is reported once"
+    assert "40 trajectories of process 0 could not be recorded" in caplog.text
+    assert store.write(1, [two_turns(), two_turns()]) is not None
+    assert store.write(2, [two_turns()]) is not None
+    assert "recorded again; 80 were not" in caplog.text
+    assert [record.step for record in read_records(tmp_path)] == [1, 1, 1, 2]
+    assert {path.suffix for path in (tmp_path / "trajectories").iterdir()} == {f".{format}"}, "nothing else is left"
+    with full_disk(10):
+        store.write(3, [two_turns()])
+    assert caplog.records[-1].levelname == "ERROR", "it is said again once it had worked in between"
+
+
+def test_a_folder_that_cannot_be_made_ends_no_training(tmp_path, caplog):
+    (tmp_path / "trajectories").write_text("a file")
+    store = TrajectoryStore(tmp_path)
+    assert store.write(0, [two_turns()]) is None
+    assert store.num_lost == 1
+    assert "trajectories" in caplog.text

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import math
+import re
 import threading
 import time
 
@@ -391,14 +392,15 @@ def test_an_environment_that_hangs_is_given_up_after_the_timeout(method, hang):
 
     began = time.monotonic()
     env = bad_env(**{method: plain if hang is blocked else asynchronous})
-    trajectory = bad_among_good(env, [say("ok")], rollout_timeout=0.4)
+    limits = {"step": "rollout_timeout", "reset": "reset_timeout", "outcome_reward": "scoring_timeout"}
+    trajectory = bad_among_good(env, [say("ok")], **{limits[method]: 0.4})
     assert time.monotonic() - began < 5
     if method == "step":
         assert trajectory.stop_reason is StopReason.TIMEOUT
         assert trajectory.outcome_reward in (1.0, -1.0)
     else:
         assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR
-        assert f"Bad.{method} had not returned after rollout_timeout=0.4 s" in trajectory.error
+        assert f"Bad.{method} had not returned after {limits[method]}=0.4 s" in trajectory.error
 
 
 @pytest.mark.parametrize("hang", [never, stubborn, blocked], ids=lambda fn: fn.__name__)
@@ -563,3 +565,43 @@ def test_an_environment_that_is_made_after_its_trajectory_was_given_up_is_closed
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and not closed.is_set()
     release.set()
     assert closed.wait(10)
+
+
+# -------------------------------------------------------------------- the chat format
+
+
+IMAGE = [{"type": "image", "image": "a.png"}]
+
+
+@pytest.mark.parametrize(
+    ("methods", "named"),
+    [
+        ({"reset": returning([{"role": "user", "content": IMAGE}])}, "image"),
+        ({"reset": returning([{"role": "wizard", "content": "x"}])}, "wizard"),
+        ({"step": returning(([{"role": "user", "content": IMAGE}], 0.0, False, {}))}, "image"),
+        ({"step": returning(([{"role": "user", "content": 7}], 0.0, False, {}))}, "7|int"),
+    ],
+    ids=["image in a prompt", "unknown role", "image in an observation", "number in an observation"],
+)
+def test_what_the_chat_format_cannot_write_ends_its_trajectory_alone(methods, named):
+    trajectory = bad_among_good(bad_env(**methods), [say("ok"), say("ok")])
+    if trajectory.error is None:  # a template may take what others refuse
+        assert trajectory.stop_reason is not StopReason.ENVIRONMENT_ERROR
+        return
+    assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR
+    assert re.search(named, trajectory.error)
+
+
+def test_ids_that_cannot_be_read_end_their_trajectory_alone(monkeypatch):
+    chat = chat_of()
+
+    def unreadable(*args):
+        raise OverflowError("no such id")
+
+    monkeypatch.setattr(chat.encoder, "decode", unreadable)
+    generator = ScriptedGenerator([chat.encode_reply(say())], stop_token_ids=chat.stop_token_ids)
+    runner = RolloutRunner(AddEchoEnv, generator, chat)
+    (trajectory,) = runner.run([RolloutRequest(example={"prompt": "x"})])
+    runner.close()
+    assert trajectory.stop_reason is StopReason.GENERATION_ERROR
+    assert "OverflowError: no such id" in trajectory.error

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1_trl.rollout import RolloutLimits
+from agent_r1_trl.rollout.limits import TIMES
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind
 from tests.effort import examples
 from tests.rollout.helpers import Script, chat_of, play, sampled_ids, scene
@@ -38,15 +39,18 @@ def test_a_limit_is_a_whole_number_from_its_least_value_up_or_none_where_that_me
             RolloutLimits(**{name: value})
 
 
+@pytest.mark.parametrize("name", TIMES)
 @pytest.mark.parametrize("value", [0, -1, -0.5, math.nan, math.inf, "60", True])
-def test_a_timeout_is_a_positive_number_of_seconds(value):
-    with pytest.raises(ValueError, match="rollout_timeout="):
-        RolloutLimits(rollout_timeout=value)
+def test_a_timeout_is_a_positive_number_of_seconds(name, value):
+    with pytest.raises(ValueError, match=f"{name}="):
+        RolloutLimits(**{name: value})
 
 
-@pytest.mark.parametrize("value", [1, 0.01, None])
-def test_seconds_may_be_whole_or_not(value):
-    assert RolloutLimits(rollout_timeout=value).rollout_timeout == value
+@pytest.mark.parametrize("name", TIMES)
+def test_every_wait_is_limited_by_default_and_seconds_may_be_whole_or_not(name):
+    assert getattr(RolloutLimits(), name) > 0
+    for value in (1, 0.01, None):
+        assert getattr(RolloutLimits(**{name: value}), name) == value
 
 
 def test_limits_cannot_be_changed_while_they_are_in_use():

@@ -391,7 +391,7 @@ def test_the_watchdog_names_what_is_waited_for(runner_of, caplog):
                 await asyncio.sleep(0.05)
             return await super().step(message)
 
-    runner = runner_of([chat_of().encode_reply(call())], env=Stuck, limits={"max_turns": 1}, watchdog_s=0.2)
+    runner = runner_of([chat_of().encode_reply(call())], env=Stuck, limits={"max_turns": 1, "watchdog_interval": 0.2})
     with caplog.at_level(logging.WARNING):
         runner.run(requests_for(7))
     message = heard()[0]
@@ -408,7 +408,7 @@ def test_the_watchdog_is_quiet_while_something_moves(runner_of, caplog):
             return await super().step(message)
 
     script = [chat_of().encode_reply(call())] * 13
-    runner = runner_of(script, env=Steady, limits={"max_turns": 13}, watchdog_s=1.0)
+    runner = runner_of(script, env=Steady, limits={"max_turns": 13, "watchdog_interval": 1.0})
     began = time.monotonic()
     runner.run(requests_for(2))
     assert time.monotonic() - began > 1.0

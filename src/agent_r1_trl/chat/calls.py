@@ -82,7 +82,7 @@ def deepseek_calls(body: str, tools: Any) -> list[Call]:
     if not found:
         raise ValueError("the call has no <｜tool▁sep｜> between its name and its arguments")
     if name.strip() == "function":
-        fenced = re.fullmatch(r"\s*(\S+)\s*```json\s*(.*?)\s*```\s*", arguments, re.DOTALL)
+        fenced = re.fullmatch(r"\s*(\S+)\s*```json(.*)```\s*", arguments, re.DOTALL)
         if fenced is None:
             raise ValueError("the arguments are not in a fence of JSON")
         name, arguments = fenced.groups()
@@ -106,17 +106,17 @@ def kimi_calls(body: str, tools: Any) -> list[Call]:
 def function_calls(body: str, tools: Any) -> list[Call]:
     """`<function=name><parameter=key>value</parameter></function>`; the newlines around a value are markup."""
     return [
-        _from_tags(name, inside, r"<parameter=(?P<key>[^>\n]+)>", "</parameter>", tools, _without_wrapping)
-        for name, inside in _blocks(body, r"<function=(?P<name>[^>\n]+)>", "</function>")
+        _from_tags(name, inside, r"<parameter=(?P<key>[^>\n]{1,128})>", "</parameter>", tools, _without_wrapping)
+        for name, inside in _blocks(body, r"<function=(?P<name>[^>\n]{1,128})>", "</function>")
     ]
 
 
 def invoke_calls(body: str, tools: Any) -> list[Call]:
     """`<invoke name="name"><parameter name="key">value</parameter></invoke>`; a value is taken as it stands."""
-    key = r"<parameter name=(?P<q>[\"']?)(?P<key>[^>\n]+?)(?P=q)>"
+    key = r"<parameter name=(?P<q>[\"']?)(?P<key>[^>\n]{1,128}?)(?P=q)>"
     return [
         _from_tags(name, inside, key, "</parameter>", tools, str)
-        for name, inside in _blocks(body, r"<invoke name=[\"']?(?P<name>[^>\n]+?)[\"']?>", "</invoke>")
+        for name, inside in _blocks(body, r"<invoke name=[\"']?(?P<name>[^>\n]{1,128}?)[\"']?>", "</invoke>")
     ]
 
 

@@ -11,7 +11,10 @@ drop earlier thoughts; TRL's training templates keep them, and those are used.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -37,6 +40,8 @@ Schema = dict[str, Any]
 
 # More tokens than any template writes between a message and the next turn of the policy.
 _PREFIX_TOKENS = 64
+# Prompts whose ids are kept; the groups of one rollout are played side by side.
+_KEPT_PROMPTS = 256
 
 
 class ChatFormat:
@@ -98,6 +103,8 @@ class ChatFormat:
         self.response_template = read_response_template(response_template)
         """The grammar that was asked for, or None."""
         self._parser = self._make_parser(trl)
+        self._prompts: OrderedDict[bytes, list[int]] = OrderedDict()
+        """Digest of messages and tools -> ids: the members of a group have one prompt, which is rendered once."""
         self._prompt_ends = sorted(self._renderer.prompt_ends(), key=len, reverse=True)
 
     @property
@@ -135,6 +142,18 @@ class ChatFormat:
                 f"{suggestion(self.tokenizer, self.chat_template)} Or use a model whose template can, or describe the "
                 "tools in the prompt and read the calls in your environment.",
             )
+        key = _key_of(messages, tools)
+        if key is not None and key in self._prompts:
+            self._prompts.move_to_end(key)
+            return list(self._prompts[key])
+        ids = self._encode_prompt(messages, tools)
+        if key is not None:
+            self._prompts[key] = ids
+            while len(self._prompts) > _KEPT_PROMPTS:
+                self._prompts.popitem(last=False)
+        return list(ids)
+
+    def _encode_prompt(self, messages: Sequence[Message], tools: Sequence[Schema] | None) -> list[int]:
         messages = readable(messages, self.chat_template, where="prompt")
         safe = [
             message if message.get("role") == "assistant" else self.encoder.hide(message, special_only=True)
@@ -322,3 +341,12 @@ class ChatFormat:
 
     def _id(self, spelling: str) -> int:
         return self.encoder.control_ids[spelling]
+
+
+def _key_of(messages: Sequence[Message], tools: Sequence[Schema] | None) -> bytes | None:
+    """Digest of what a prompt is rendered from, in its order; None for what JSON cannot hold."""
+    try:
+        text = json.dumps([list(messages), list(tools or ())])
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -19,11 +19,13 @@ from typing import Any
 from agent_r1_trl.chat.calls import READERS, Reader, strict_decoder, strict_json
 from agent_r1_trl.trajectory import Message
 
+# The length of a name is bounded wherever a name is searched for: reading stays linear, whatever the text.
 # GPT-OSS may name the recipient before or after the channel, with or without <|constrain|>; one spelling is enough.
 _HARMONY_CALL = re.compile(
-    r"(?:<\|channel\|>commentary\s*)?to=functions\.(?P<name>[^\s<]+)\s*(?:<\|channel\|>commentary\s*)?"
+    r"(?:<\|channel\|>commentary\s*)?to=functions\.(?P<name>[^\s<]{1,128})\s*(?:<\|channel\|>commentary\s*)?"
     r"(?:<\|constrain\|>\s*)?(?:json\s*)?<\|message\|>"
 )
+_SEPARATORS = re.compile(r"[; \n\t,]*")
 _ARGUMENTS_KEY = re.compile(r'"(?:parameters|arguments)"\s*:')
 # Deeper than any tool's arguments; shallow enough for everything downstream that recurses.
 _MAX_DEPTH = 64
@@ -47,6 +49,21 @@ class _Region:
     raw: str
     body: str
     is_closed: bool = True
+
+
+class _Scan:
+    """The matches of a pattern from growing positions on, so that a text is read once and not once per region."""
+
+    def __init__(self, pattern: re.Pattern[str], text: str) -> None:
+        self._pattern = pattern
+        self._text = text
+        self._found = pattern.search(text)
+
+    def next(self, position: int) -> re.Match[str] | None:
+        """The first match that starts at `position` or later; no position may be before that of an earlier call."""
+        if self._found is not None and self._found.start() < position:
+            self._found = self._pattern.search(self._text, position)
+        return self._found
 
 
 class TurnParser:
@@ -83,6 +100,9 @@ class TurnParser:
         self._is_strict_json = call.get("content") == "json" and not call.get("content_args")
         self._is_bare_json = opening.startswith('{"name"')
         self._is_harmony = "to=functions" in opening
+        if self._is_harmony:
+            bounded = self._opens["tool_calls"].pattern.replace(r"\S+?", r"\S{1,128}?")
+            self._opens["tool_calls"] = re.compile(bounded, re.DOTALL)
 
     def parse(self, text: str, *, prefix: str = "", tools: list[dict[str, Any]] | None = None) -> Message:
         """The message that `text` spells.
@@ -148,22 +168,24 @@ class TurnParser:
         return literal if self._thinks and closed and not is_open and literal[:1] in ("<", "[") else ""
 
     def _regions(self, text: str) -> Iterator[_Region]:
+        opens = {name: _Scan(pattern, text) for name, pattern in self._opens.items()}
+        closes = {name: _Scan(pattern, text) for name, pattern in self._closes.items()}
         position = outside = 0
         while True:
             opened = [
                 (match.start(), -len(match[0]), name, match)
-                for name, pattern in self._opens.items()
-                if (match := pattern.search(text, position))
+                for name, scan in opens.items()
+                if (match := scan.next(position))
             ]
             if not opened:
                 break
             _, _, name, match = min(opened)
             yield from self._outside(text[outside : match.start()])
-            close = self._closes[name].search(text, match.end()) if name in self._closes else None
+            close = closes[name].next(match.end()) if name in closes else None
             end = close.end() if close else len(text)
-            if close is None and name == self._thought and "tool_calls" in self._opens:
+            if close is None and name == self._thought and "tool_calls" in opens:
                 # A call ends a thought that was never closed, as it does in vLLM.
-                close = self._opens["tool_calls"].search(text, match.end())
+                close = opens["tool_calls"].next(match.end())
                 end = close.start() if close else end
             body = text[match.end() : close.start() if close else end]
             yield _Region(name, text[match.start() : end], body, close is not None)
@@ -227,9 +249,10 @@ class TurnParser:
         try:
             if not rest.startswith("{"):
                 raise ValueError('the call is not a JSON object with "name" and "parameters"')
-            while rest:
-                value, end = decoder.raw_decode(rest)
-                rest = rest[end:].lstrip("; \n\t,")
+            position = 0
+            while position < len(rest):
+                value, end = decoder.raw_decode(rest, position)
+                position = _SEPARATORS.match(rest, end).end()  # type: ignore[union-attr]
                 calls.append(_well_formed(_as_function(value)))
         except Exception as error:
             return calls, _reason(error)

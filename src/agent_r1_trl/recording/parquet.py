@@ -59,8 +59,11 @@ def write_parquet(path: Path, trajectories: Sequence[Trajectory], extra: dict[st
     types |= {name: pa.list_(pa.type_for_alias(alias)) for name, alias in _LISTS.items()}
     table = pa.table({name: pa.array(column, types.get(name, pa.string())) for name, column in columns.items()})
     temporary = path.with_name(path.name + ".tmp")
-    pq.write_table(table, temporary, compression="zstd")
-    os.replace(temporary, path)
+    try:
+        pq.write_table(table, temporary, compression="zstd")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:

@@ -81,9 +81,15 @@ class TrajectoryStore:
         self.rank = rank
         self._parts: dict[tuple[str, int], int] = {}
         """(split, step) -> number of writes so far."""
+        self.num_lost = 0
+        """Number of trajectories that could not be written."""
+        self._causes: set[str] = set()
+        """Why trajectories are being lost, as far as it was said."""
 
     def write(self, step: int, trajectories: Sequence[Trajectory], split: str = "train") -> Path | None:
-        """Append the trajectories of one rollout; returns the file (None if there are no trajectories).
+        """Append the trajectories of one rollout; returns the file (None if nothing was written).
+
+        What cannot be written, as on a full disk, is counted in `num_lost` and said in the log.
 
         Raises:
             ValueError: for an unknown split or a negative step.
@@ -94,23 +100,47 @@ class TrajectoryStore:
             raise ValueError(f"step={step}: must be >= 0. Pass such a number.")
         if not trajectories:
             return None
+        try:
+            path = self._write(step, trajectories, split)
+        except OSError as error:  # a full disk, as a rule: not worth a training run
+            self._lose(len(trajectories), error)
+            return None
+        if self._causes:
+            logger.warning("Trajectories are recorded again; %d were not, so far.", self.num_lost)
+            self._causes.clear()
+        return path
+
+    def _write(self, step: int, trajectories: Sequence[Trajectory], split: str) -> Path:
         part = self._parts.get((split, step), 0)
         self.folder.mkdir(parents=True, exist_ok=True)
-        if part == 0:
+        if (split, step) not in self._parts:
             self._supersede(split, step)
-        self._parts[(split, step)] = part + 1
+            self._parts[(split, step)] = 0
         extra = {"step": step, "split": split, "rank": self.rank}
         if self.format == "parquet":
             from agent_r1_trl.recording.parquet import write_parquet
 
             path = self._path(split, step, part)
             write_parquet(path, trajectories, extra)
-            return path
-        path = self._path(split, step)
-        data = b"".join(encode_line(trajectory, extra) for trajectory in trajectories)
-        with path.open("ab") as file:
-            file.write(data)
+        else:
+            path = self._path(split, step)
+            _append(path, b"".join(encode_line(trajectory, extra) for trajectory in trajectories))
+        self._parts[(split, step)] = part + 1
         return path
+
+    def _lose(self, count: int, error: OSError) -> None:
+        self.num_lost += count
+        cause = f"{type(error).__name__} {error.errno}"
+        if cause not in self._causes:
+            self._causes.add(cause)
+            logger.error(
+                "%d trajectories of process %d could not be recorded under %s: %s. The run goes on without them. Free "
+                "some space, and recording goes on by itself. This cause is reported once.",
+                count,
+                self.rank,
+                self.folder,
+                error,
+            )
 
     def _path(self, split: str, step: int, part: int = 0) -> Path:
         prefix = "eval_" if split == "eval" else ""
@@ -129,6 +159,19 @@ class TrajectoryStore:
             while (target := attic / f"{path.stem}.{number}{path.suffix}").exists():
                 number += 1
             os.replace(path, target)
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Append lines completely or not at all."""
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 # ---------------------------------------------------------------- reading

@@ -11,11 +11,13 @@ from agent_r1_trl.rollout.limits import RolloutLimits, context_length
 from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest, derive_seed, example_key, rollout_requests
 from agent_r1_trl.rollout.runner import RolloutRunner
+from agent_r1_trl.rollout.watchdog import LoopLostError
 
 __all__ = [
     "Draft",
     "EnvSession",
     "EnvironmentFailure",
+    "LoopLostError",
     "NothingPlayedError",
     "RolloutLimits",
     "RolloutRequest",

@@ -27,6 +27,13 @@ class Draft:
     phase: str = "waiting"
     """What the trajectory is waiting for; the watchdog reports it."""
     error: str | None = None
+    cut_in: str | None = None
+    """The phase in which `rollout_timeout` passed."""
+
+    @property
+    def name(self) -> str:
+        """The trajectory, and what it is waiting for."""
+        return f"example {self.request.example_id!r} generation {self.request.generation}, {self.phase}"
 
     @property
     def context_ids(self) -> list[int]:

@@ -16,6 +16,7 @@ from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.tools import Tool, ToolSchemaError, as_tool, shared_pool
 from agent_r1_trl.tools.faults import is_infrastructure_error
+from agent_r1_trl.tools.holding import LoopCall
 from agent_r1_trl.trajectory import Message, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -66,9 +67,14 @@ class EnvSession:
             await self._guard("seed", lambda: self.env.seed(reset_seed=request.reset_seed, dynamics_seed=request.seed))
         # A copy all the way down: the members of a group share the row.
         messages = await self._guard("reset", self.env.reset, copy.deepcopy(dict(request.example)))
-        if not isinstance(messages, list) or not all(isinstance(item, dict) and "role" in item for item in messages):
+        if (
+            not isinstance(messages, list)
+            or not messages
+            or not all(isinstance(item, dict) and "role" in item for item in messages)
+        ):
+            shown = "[]" if messages == [] else type(messages).__name__
             raise ValueError(
-                f"{self.name}.reset returned {type(messages).__name__}: it must return the prompt as a list of "
+                f"{self.name}.reset returned {shown}: it must return the prompt as a list of "
                 "messages such as [{'role': 'user', 'content': '...'}]. Return that list."
             )
         schemas = [as_tool(item).schema for item in getattr(self.env, "tools", None) or ()]
@@ -157,7 +163,9 @@ class EnvSession:
     async def close(self) -> None:
         """Free what reset and the tools took. A failure to do so is not the trajectory's problem."""
         with self._lock:
-            self._is_closed = True
+            if self._is_closed:
+                return
+            self._is_closed = True  # the watchdog closes the sessions of a loop that it gives up
         await self._close("close", getattr(self.env, "close", None))
         for item in getattr(self.env, "tools", None) or ():
             if isinstance(item, Tool) and type(item).close is not Tool.close:
@@ -195,7 +203,8 @@ class EnvSession:
 
     async def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run a plain or async method as a task of its own, which may refuse to be cancelled."""
-        task = asyncio.ensure_future(_contained(fn, *args))
+        call = LoopCall(f"{self.name}.{getattr(fn, '__name__', 'call')}")
+        task = asyncio.ensure_future(call.timed(_contained(fn, *args)))
         task.add_done_callback(_look_at)
         try:
             await asyncio.wait({task})

@@ -9,6 +9,9 @@ import math
 from dataclasses import FrozenInstanceError, dataclass, field, fields
 from typing import Any
 
+TIMES = ("rollout_timeout", "reset_timeout", "scoring_timeout", "watchdog_interval", "stall_timeout")
+"""The limits that are seconds."""
+
 
 @dataclass(kw_only=True)
 class RolloutSettings:
@@ -52,10 +55,32 @@ class RolloutSettings:
         default=256, metadata={"help": "Maximum number of trajectories that are played at once, per process."}
     )
     rollout_timeout: float | None = field(
-        default=None,
+        default=3600,
         metadata={
-            "help": "Seconds after which a trajectory is stopped, not counting its wait for a free place; scoring it "
-            "may take as long again. None: no limit."
+            "help": "Seconds after which a trajectory is stopped, not counting its wait for a free place and its "
+            "scoring. None: no limit."
+        },
+    )
+    reset_timeout: float | None = field(
+        default=600,
+        metadata={"help": "Seconds that making and resetting an environment may take. None: no limit of its own."},
+    )
+    scoring_timeout: float | None = field(
+        default=600, metadata={"help": "Seconds that `outcome_reward` may take. None: no limit."}
+    )
+    watchdog_interval: float | None = field(
+        default=10,
+        metadata={
+            "help": "Seconds without any progress after which a warning names the trajectories, turns and tools that "
+            "the rollout waits for; repeated as often. None: no warnings."
+        },
+    )
+    stall_timeout: float | None = field(
+        default=600,
+        metadata={
+            "help": "Seconds for which one call may hold up all trajectories: by blocking their event loop, which is "
+            "then given up, or by keeping the interpreter's lock, which ends the process with exit code 1. None: no "
+            "limit."
         },
     )
 
@@ -73,17 +98,8 @@ class RolloutSettings:
         check_whole_number("max_completion_length", self.max_completion_length, is_optional=is_length_optional)
         check_whole_number("max_invalid_calls", self.max_invalid_calls, minimum=0)
         check_whole_number("max_tokens_per_turn", self.max_tokens_per_turn, is_optional=True)
-        timeout = self.rollout_timeout
-        if timeout is not None and (
-            isinstance(timeout, bool)
-            or not isinstance(timeout, int | float)
-            or not math.isfinite(timeout)
-            or timeout <= 0
-        ):
-            raise ValueError(
-                f"rollout_timeout={timeout!r} must be a number of seconds > 0. Set rollout_timeout to one, or to None "
-                "for no limit."
-            )
+        for name in TIMES:
+            check_seconds(name, getattr(self, name))
 
     def rollout_limits(self, max_model_length: int | None = None) -> RolloutLimits:
         """These limits, with that of the model."""
@@ -141,6 +157,20 @@ def check_whole_number(name: str, value: Any, *, minimum: int = 1, is_optional: 
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         none = ", or None" if is_optional else ""
         raise ValueError(f"{name}={value!r} must be a whole number >= {minimum}{none}. Set {name} to such a value.")
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Refuse what is neither a number of seconds above 0 nor None.
+
+    Raises:
+        ValueError: names the value, the rule and the cure.
+    """
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ValueError(
+            f"{name}={value!r} must be a number of seconds > 0. Set {name} to one, or to None for no limit."
+        )
 
 
 def check_share(name: str, value: Any) -> None:

@@ -10,8 +10,9 @@ Covered here: the order of events and every way a trajectory can end. Not covere
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from agent_r1_trl.chat.format import ChatFormat
@@ -58,9 +59,12 @@ async def run_trajectory(
             play = _play(draft, session, generator, chat, limits, params)
             stop_reason = await asyncio.wait_for(play, limits.rollout_timeout)
         except TimeoutError:
-            stop_reason = StopReason.TIMEOUT
+            stop_reason, draft.cut_in = StopReason.TIMEOUT, draft.phase
             if draft.phase == "reset":  # the policy has not had its turn
-                stop_reason, draft.error = StopReason.ENVIRONMENT_ERROR, _too_slow(session, "reset", limits)
+                stop_reason, draft.error = (
+                    StopReason.ENVIRONMENT_ERROR,
+                    _too_slow(session, "reset", "rollout_timeout", limits),
+                )
         except EnvironmentFailure as failure:
             stop_reason, draft.error = StopReason.ENVIRONMENT_ERROR, str(failure)
         except ToolFailure as failure:
@@ -90,8 +94,9 @@ async def _play(
     params: SamplingParams,
 ) -> StopReason:
     draft.phase = "reset"
-    draft.prompt_messages, tools = await session.reset(draft.request)
-    draft.prompt_ids = chat.encode_prompt(draft.prompt_messages, tools or None)
+    draft.prompt_messages, tools = await _reset(draft, session, limits)
+    with _chat_failures():
+        draft.prompt_ids = chat.encode_prompt(draft.prompt_messages, tools or None)
     if limits.turn_budget(len(draft.prompt_ids), 0) < 1:
         return StopReason.PROMPT_TOO_LONG
     num_invalid = 0
@@ -100,7 +105,8 @@ async def _play(
         draft.phase = f"turn {turn_index}: generation"
         began = time.perf_counter()
         generation = await _generate(draft, generator, params, max_tokens, turn_index)
-        message = chat.parse(generation.token_ids, draft.context_ids, tools or None)
+        with _chat_failures(GenerationFailure):
+            message = chat.parse(generation.token_ids, draft.context_ids, tools or None)
         if generation.stop == "length":
             message = _cut_message(message, max_tokens)
         turn = draft.add_turn(generation, message, generate_s=time.perf_counter() - began)
@@ -121,9 +127,10 @@ async def _play(
         num_invalid = num_invalid + 1 if turn.is_invalid else 0
         if num_invalid > limits.max_invalid_calls:
             return StopReason.INVALID_CALLS
-        observations = _shortened(observations, chat, limits.max_observation_tokens)
-        closing = chat.encode_turn_end(generation.token_ids, stopped=generation.stop == "stop")
-        ids, authors = chat.encode_observations(message, observations, tools or None)
+        with _chat_failures():
+            observations = _shortened(observations, chat, limits.max_observation_tokens)
+            closing = chat.encode_turn_end(generation.token_ids, stopped=generation.stop == "stop")
+            ids, authors = chat.encode_observations(message, observations, tools or None)
         if len(closing) + len(ids) >= limits.room(len(draft.prompt_ids), len(draft.completion_ids)):
             break  # no room to go on, whatever turns are left
         turn.observations = observations
@@ -131,11 +138,30 @@ async def _play(
     return StopReason.MAX_TURNS if len(draft.turns) == limits.max_turns else StopReason.MAX_COMPLETION_LENGTH
 
 
+@contextlib.contextmanager
+def _chat_failures(failure: type[Exception] = EnvironmentFailure) -> Iterator[None]:
+    """What the chat format cannot write or read ends this trajectory alone."""
+    try:
+        yield
+    except Exception as error:
+        raise failure(f"{type(error).__name__}: {error}") from error
+
+
+async def _reset(
+    draft: Draft, session: EnvSession, limits: RolloutLimits
+) -> tuple[list[Message], list[dict[str, Any]]]:
+    try:
+        async with asyncio.timeout(limits.reset_timeout):
+            return await session.reset(draft.request)
+    except TimeoutError as error:
+        raise EnvironmentFailure(_too_slow(session, "reset", "reset_timeout", limits)) from error
+
+
 async def _score(trajectory: Trajectory, session: EnvSession, limits: RolloutLimits) -> None:
-    """Add the outcome reward; scoring may take as long as the trajectory itself."""
+    """Add the outcome reward."""
     scoring = asyncio.ensure_future(session.outcome(trajectory))
     try:
-        done, _ = await asyncio.wait({scoring}, timeout=limits.rollout_timeout)
+        done, _ = await asyncio.wait({scoring}, timeout=limits.scoring_timeout)
     finally:
         scoring.cancel()
     if done:
@@ -145,11 +171,11 @@ async def _score(trajectory: Trajectory, session: EnvSession, limits: RolloutLim
             trajectory.stop_reason, trajectory.error = StopReason.ENVIRONMENT_ERROR, str(failure)
     else:
         trajectory.stop_reason = StopReason.ENVIRONMENT_ERROR
-        trajectory.error = _too_slow(session, "outcome_reward", limits)
+        trajectory.error = _too_slow(session, "outcome_reward", "scoring_timeout", limits)
 
 
-def _too_slow(session: EnvSession, method: str, limits: RolloutLimits) -> str:
-    return f"{session.name}.{method} had not returned after rollout_timeout={limits.rollout_timeout:g} s"
+def _too_slow(session: EnvSession, method: str, limit: str, limits: RolloutLimits) -> str:
+    return f"{session.name}.{method} had not returned after {limit}={getattr(limits, limit):g} s"
 
 
 async def _generate(

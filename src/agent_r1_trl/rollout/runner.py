@@ -1,27 +1,31 @@
 """Many trajectories at once, each at its own pace.
 
-Covered here: concurrency, the event loop's thread, the watchdog. Not covered: what happens inside a trajectory.
+Covered here: concurrency, the event loop's thread and its replacement. Not covered: what happens inside a trajectory
+(`loop.py`), how a standstill is noticed (`watchdog.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.generation.base import Generator, SamplingParams, TrajectorySlot, current_slot
 from agent_r1_trl.rollout.draft import Draft
-from agent_r1_trl.rollout.env_session import EnvSession
+from agent_r1_trl.rollout.env_session import CLOSE_TIMEOUT_S, EnvSession
 from agent_r1_trl.rollout.failures import MAX_CAUSES, FailureCause, failure_of
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest
+from agent_r1_trl.rollout.watchdog import LoopLostError, Watchdog
+from agent_r1_trl.tools.holding import owner_name, timed_task
 from agent_r1_trl.trajectory import StopReason, Trajectory
 
 T = TypeVar("T")
@@ -29,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_WAIT_S = 0.5
 """Seconds before a failed trajectory is played for the second time; doubled before each further try."""
+STOP_TIMEOUT_S = CLOSE_TIMEOUT_S + 10.0
+"""Seconds that `stop` waits for environments to be closed."""
 
 
 class RolloutRunner:
@@ -41,7 +47,6 @@ class RolloutRunner:
         limits: of every trajectory.
         params: how tokens are drawn, unless `run` is told otherwise.
         retry_failed: how often a trajectory that failed for no fault of the policy is played again.
-        watchdog_s: seconds without any progress after which a warning names what is being waited for.
         on_trajectory: called with each trajectory as it ends (from the event loop's thread).
     """
 
@@ -54,7 +59,6 @@ class RolloutRunner:
         params: SamplingParams | None = None,
         *,
         retry_failed: int = 0,
-        watchdog_s: float = 120.0,
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> None:
         self.env_factory = env_factory
@@ -63,13 +67,16 @@ class RolloutRunner:
         self.limits = limits or RolloutLimits()
         self.params = params or SamplingParams()
         self.retry_failed = retry_failed
-        self.watchdog_s = watchdog_s
         self.on_trajectory = on_trajectory
         self.environments: list[Any] = []
         """The environments of the last run, in the order of its requests (None where none could be made)."""
         self._retried: set[str] = set()
         """Causes of failures that were reported."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread = threading.current_thread()
+        """Runs the loop, if there is one."""
+        self._has_reported_timeout = False
+        self._under_way: set[asyncio.Task[Any]] = set()
 
     def run(self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None) -> list[Trajectory]:
         """Play one trajectory per request and return them in the order of the requests.
@@ -77,20 +84,68 @@ class RolloutRunner:
         Works where a loop is already running (notebooks): the trajectories run on a thread of their own.
 
         Raises:
+            LoopLostError: the thread on which the trajectories were played has ended.
             Exception: what an environment's author or a reward function got wrong; see `run_trajectory`.
         """
         future = self.start(requests, params=params)
         try:
             return future.result()
         except BaseException:  # KeyboardInterrupt as well: stop what is running
-            future.cancel()
+            self.stop()
             raise
 
     def start(
         self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None
     ) -> Future[list[Trajectory]]:
-        """`run` that returns at once; cancelling the future stops the trajectories."""
-        return asyncio.run_coroutine_threadsafe(self.run_async(requests, params=params), self._event_loop())
+        """`run` that returns at once; `stop` ends it early, and the future is then cancelled."""
+        plays, answer = self._plays(requests), Future[list[Trajectory]]()
+        loop = self._event_loop()
+
+        async def play() -> list[Trajectory]:
+            task = asyncio.current_task()
+            assert task is not None
+            self._under_way.add(task)
+            try:
+                return await self._play_all(plays, params)
+            finally:
+                self._under_way.discard(task)
+
+        watchdog = self._watchdog(plays, loop, self._thread, functools.partial(self._give_up, plays, answer))
+        answer.add_done_callback(lambda _: watchdog.stop())
+        watchdog.start()
+        played = asyncio.run_coroutine_threadsafe(play(), loop)
+        played.add_done_callback(functools.partial(_copy_outcome, to=answer))
+        return answer
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
+        """Cut the trajectories that are under way, and wait until their environments are closed.
+
+        May be called from any thread, and more than once at a time.
+
+        Args:
+            timeout_s: the longest wait.
+
+        Returns:
+            Whether all environments are closed, or were given up by their own time limit.
+        """
+        loop = self._loop
+        if loop is None:
+            return True
+        stopping = asyncio.run_coroutine_threadsafe(self._stop(), loop)
+        try:
+            stopping.result(timeout_s)
+        except TimeoutError:
+            logger.warning("The rollout has not ended %g s after it was cut; environments may be open.", timeout_s)
+            return False
+        return True
+
+    async def _stop(self) -> None:
+        tasks = [*self._under_way]
+        for task in tasks:
+            if not task.cancelling():  # a second time would interrupt its closing
+                task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine that runs where the trajectories run."""
@@ -99,70 +154,75 @@ class RolloutRunner:
     async def run_async(
         self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None
     ) -> list[Trajectory]:
-        """`run` for a caller with an event loop of its own."""
-        places = asyncio.Semaphore(self.limits.max_concurrency)
-        drafts = [Draft(request=request) for request in requests]
-        sessions = [EnvSession(self.env_factory, truncate=self.chat.truncate) for _ in requests]
+        """`run` for a caller with an event loop of its own, which the watchdog names but cannot replace."""
+        plays = self._plays(requests)
+        watchdog = self._watchdog(plays, asyncio.get_running_loop(), threading.current_thread(), lambda error: None)
+        watchdog.start()
+        try:
+            return await self._play_all(plays, params)
+        finally:
+            watchdog.stop()
 
-        async def play(index: int) -> Trajectory:
+    def _watchdog(
+        self,
+        plays: Sequence[_Play],
+        loop: asyncio.AbstractEventLoop,
+        thread: threading.Thread,
+        give_up: Callable[[Exception], None],
+    ) -> Watchdog:
+        return Watchdog(
+            lambda: [each.draft for each in plays],
+            loop,
+            thread,
+            interval_s=self.limits.watchdog_interval,
+            stall_timeout_s=self.limits.stall_timeout,
+            give_up=give_up,
+        )
+
+    def _plays(self, requests: Sequence[RolloutRequest]) -> list[_Play]:
+        return [
+            _Play(Draft(request=request), EnvSession(self.env_factory, truncate=self.chat.truncate))
+            for request in requests
+        ]
+
+    async def _play_all(self, plays: Sequence[_Play], params: SamplingParams | None) -> list[Trajectory]:
+        places = asyncio.Semaphore(self.limits.max_concurrency)
+
+        async def play(each: _Play) -> Trajectory:
+            owner_name.set(lambda: each.draft.name)
             failed: list[str] = []
             async with places:
                 while True:
                     current_slot.set(TrajectorySlot())
-                    draft, session = drafts[index], sessions[index]
                     trajectory = await run_trajectory(
-                        draft, session, self.generator, self.chat, self.limits, params or self.params
+                        each.draft, each.session, self.generator, self.chat, self.limits, params or self.params
                     )
                     cause = failure_of(trajectory)
                     if cause is None or len(failed) == self.retry_failed or not may_pass(trajectory):
                         break
                     failed.append(f"{cause.stop_reason}: {cause.error}")
                     self._warn_of_retry(cause)
-                    draft.phase = f"waiting for try {len(failed) + 1}"
+                    each.draft.phase = f"waiting for try {len(failed) + 1}"
                     await asyncio.sleep(RETRY_WAIT_S * 2 ** (len(failed) - 1))
-                    drafts[index] = Draft(request=replace(draft.request, attempt=len(failed)))
-                    sessions[index] = EnvSession(self.env_factory, truncate=self.chat.truncate)
-            draft.phase, trajectory.failed_tries = "ended", failed
+                    each.draft = Draft(request=replace(each.draft.request, attempt=len(failed)))
+                    each.session = EnvSession(self.env_factory, truncate=self.chat.truncate)
+            each.trajectory, trajectory.failed_tries = trajectory, failed
+            each.draft.phase = "ended"
+            self._report_timeout(each)
             if self.on_trajectory is not None:
                 self.on_trajectory(trajectory)
             return trajectory
 
-        tasks = [asyncio.ensure_future(play(index)) for index in range(len(requests))]
-        watchdog = asyncio.ensure_future(self._watch(drafts))
+        tasks = [asyncio.ensure_future(play(each)) for each in plays]
         try:
             trajectories = await asyncio.gather(*tasks)
         finally:
-            watchdog.cancel()
             for task in tasks:
                 if not task.cancelling():  # a second time would interrupt its closing
                     task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self.environments = [session.env for session in sessions]
+            self.environments = [each.session.env for each in plays]
         return list(trajectories)
-
-    async def _watch(self, drafts: Sequence[Draft]) -> None:
-        """Warn when nothing has moved for `watchdog_s`."""
-        last, since = _progress(drafts), time.monotonic()
-        while True:
-            await asyncio.sleep(min(1.0, self.watchdog_s / 2))
-            now = _progress(drafts)
-            if now != last:
-                last, since = now, time.monotonic()
-            elif time.monotonic() - since >= self.watchdog_s:
-                running = [draft for draft in drafts if draft.phase not in ("waiting", "ended")]
-                names = "; ".join(
-                    f"example {draft.request.example_id!r} generation {draft.request.generation}, {draft.phase}"
-                    for draft in running[:5]
-                )
-                logger.warning(
-                    "No trajectory has moved for %.0f s. %d running: %s.%s Set rollout_timeout or the tool's "
-                    "timeout_s to bound the wait.",
-                    time.monotonic() - since,
-                    len(running),
-                    names,
-                    " ..." if len(running) > 5 else "",
-                )
-                since = time.monotonic()
 
     def _warn_of_retry(self, cause: FailureCause) -> None:
         if cause.key not in self._retried and len(self._retried) < MAX_CAUSES:
@@ -174,17 +234,74 @@ class RolloutRunner:
                 cause,
             )
 
+    def _report_timeout(self, play: _Play) -> None:
+        if play.draft.cut_in and play.draft.error is None and not self._has_reported_timeout:
+            self._has_reported_timeout = True
+            logger.warning(
+                "rollout_timeout=%g s has stopped a trajectory (example %r, in %s), which counts as truncated. If "
+                "your model or your tools need longer, raise rollout_timeout. Said once; stop/timeout counts on.",
+                self.limits.rollout_timeout,
+                play.draft.request.example_id,
+                play.draft.cut_in,
+            )
+
+    def _give_up(self, plays: Sequence[_Play], answer: Future[list[Trajectory]], error: Exception) -> None:
+        """Answer for a loop that will not go on; called by the watchdog. The next run gets a fresh loop.
+
+        Trajectories that have ended are kept, and the others are infrastructure failures; but a loop whose thread is
+        gone ends the run with the error.
+        """
+        lost, self._loop = self._loop, None
+        self._under_way.clear()
+        trajectories = []
+        for each in plays:
+            if each.trajectory is None:
+                each.draft.error = str(error)
+                each.trajectory = each.draft.finish(StopReason.ENVIRONMENT_ERROR, duration_s=0.0)
+            trajectories.append(each.trajectory)
+        closing = asyncio.run_coroutine_threadsafe(_close_all(plays), self._event_loop())
+        with contextlib.suppress(Exception):  # said in the log; what is lost must not hold up the rest
+            closing.result(timeout=2 * CLOSE_TIMEOUT_S)
+        self.environments = [each.session.env for each in plays]
+        with contextlib.suppress(RuntimeError):  # it is closed
+            if lost is not None:  # if it ever wakes up, it ends what it played, and then itself
+                asyncio.run_coroutine_threadsafe(_end_loop(), lost)
+        if isinstance(error, LoopLostError):
+            answer.set_exception(error)
+        else:
+            answer.set_result(trajectories)
+
     def _event_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_run_until_stopped, args=(self._loop,), name="rollout", daemon=True).start()
+        if self._loop is None or not self._thread.is_alive():
+            loop = self._loop = asyncio.new_event_loop()
+            loop.set_task_factory(timed_task)
+            self._thread = threading.Thread(target=self._run_loop, args=(loop,), name="rollout", daemon=True)
+            self._thread.start()
         return self._loop
 
+    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.run_forever()
+        while self._loop is loop:
+            logger.warning("A tool or environment stopped the event loop that plays the trajectories; it goes on.")
+            loop.run_forever()
+        loop.close()
+
     def close(self) -> None:
-        """End the event loop's thread."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
+        """Stop what is running, and end the event loop's thread."""
+        self.stop()
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+
+@dataclass(eq=False)
+class _Play:
+    """A trajectory of a run."""
+
+    draft: Draft
+    session: EnvSession
+    trajectory: Trajectory | None = None
+    """Once it has ended."""
 
 
 def may_pass(trajectory: Trajectory) -> bool:
@@ -193,10 +310,25 @@ def may_pass(trajectory: Trajectory) -> bool:
     return reason.is_infrastructure_failure and reason is not StopReason.PROMPT_TOO_LONG
 
 
-def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
-    loop.close()
+async def _end_loop() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
+    asyncio.get_running_loop().stop()
 
 
-def _progress(drafts: Sequence[Draft]) -> list[tuple[str, int]]:
-    return [(draft.phase, len(draft.completion_ids)) for draft in drafts]
+async def _close_all(plays: Sequence[_Play]) -> None:
+    await asyncio.gather(*(each.session.close() for each in plays), return_exceptions=True)
+
+
+def _copy_outcome(played: Future[Any], *, to: Future[Any]) -> None:
+    if to.done():  # the loop was given up
+        return
+    if played.cancelled():
+        to.cancel()
+    elif error := played.exception():
+        to.set_exception(error)
+    else:
+        to.set_result(played.result())

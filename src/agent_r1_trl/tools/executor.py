@@ -20,6 +20,7 @@ from agent_r1_trl.tools import directory
 from agent_r1_trl.tools.base import Tool, as_tool, check_timeout
 from agent_r1_trl.tools.calls import read_arguments, read_call
 from agent_r1_trl.tools.faults import InfrastructureError, ReportedError, is_infrastructure_error, is_models_mistake
+from agent_r1_trl.tools.holding import LoopCall
 from agent_r1_trl.tools.pool import JobTimeoutError, PoolExhaustedError, shared_pool
 from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolResult
 
@@ -307,10 +308,11 @@ class _Outcome:
 async def _await_tool(found: Tool, outcome: _Outcome, timeout_s: float | None) -> _Outcome:
     if outcome.value is None:
         return outcome
+    call = LoopCall(f"tool {found.name!r}")
 
     async def guarded() -> _Outcome:
         try:
-            return _Outcome(text=found.render(await outcome.value))
+            return _Outcome(text=found.render(await call.timed(outcome.value)))
         except asyncio.CancelledError as error:
             return _Outcome(error=error)
         except KeyboardInterrupt as error:
@@ -327,7 +329,8 @@ async def _await_tool(found: Tool, outcome: _Outcome, timeout_s: float | None) -
     except BaseException:
         task.cancel()
         raise
-    if not done:
+    # A tool that holds the loop keeps its own timeout from being noticed.
+    if not done or (timeout_s is not None and call.held_s > timeout_s):
         task.cancel()
         raise JobTimeoutError
     return task.result()

@@ -45,6 +45,8 @@ class Job(Generic[T]):
         self.is_abandoned = False
         self.holds_place = False
         self.start_time = math.inf
+        self.seconds = 0.0
+        """How long the function ran."""
         self._fn = fn
         self._loop = loop
         self._context = contextvars.copy_context()
@@ -52,8 +54,12 @@ class Job(Generic[T]):
     def run(self) -> None:
         """Run the function; called by the worker thread."""
         self._notify(_resolve, self.started, None)
+        began = time.monotonic()
         try:
-            value = self._context.run(self._fn)
+            try:
+                value = self._context.run(self._fn)
+            finally:
+                self.seconds = time.monotonic() - began
         except BaseException as error:  # SystemExit too: it would end the worker and leave the caller waiting
             self.fail(error)
         else:
@@ -116,7 +122,8 @@ class DaemonThreadPool:
         try:
             await self._wait_for_place(job, queue_timeout_s)
             done, _ = await asyncio.wait({job.finished}, timeout=timeout_s)
-            if not done:
+            # A function that keeps the interpreter's lock keeps its own timeout from being noticed.
+            if not done or (timeout_s is not None and job.seconds > timeout_s):
                 raise JobTimeoutError
             return job.finished.result()
         finally:

@@ -242,6 +242,8 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
         if all(getattr(self, name) == self.max_completion_length for name in UNKNOWN_TO_TRL):
             for name in UNKNOWN_TO_TRL:  # they end nothing
                 del defaults[name]
+            if self.rollout_timeout is None:
+                del defaults["rollout_timeout"]
         return [name for name, default in defaults.items() if getattr(self, name) != default]
 
     def rollout_limits(self, max_model_length: int | None = None) -> RolloutLimits:
@@ -279,7 +281,7 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
             return config
         config.__class__ = cls
         if isinstance(config.max_completion_length, int):
-            vars(config).update(dict.fromkeys(UNKNOWN_TO_TRL, config.max_completion_length))
+            vars(config).update(dict.fromkeys(UNKNOWN_TO_TRL, config.max_completion_length), rollout_timeout=None)
         for item in fields(cls):
             if not hasattr(config, item.name):
                 setattr(config, item.name, item.default)

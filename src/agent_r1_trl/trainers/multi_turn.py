@@ -33,6 +33,7 @@ from agent_r1_trl.advantages.scan import carry_forward
 from agent_r1_trl.environments.factory import EnvFactory, read_form, resolve_env_factory
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.generation.adapters import check_adapters
+from agent_r1_trl.rollout.watchdog import reported
 from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.construction import (
     TRL_CHANGES,
@@ -289,7 +290,9 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer, NumberWatchingTrainer):
         if self._played is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         calls = RewardCalls(self._played.trajectories)
-        with rows_not_logged(), calls.checked(self):
+        interval = self.args.watchdog_interval and 6 * self.args.watchdog_interval  # judges take their time
+        waiting = reported("The reward functions have been running", interval)
+        with rows_not_logged(), waiting, calls.checked(self):
             values = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)  # (N, F), all ranks
         failed = [item.stop_reason.is_infrastructure_failure for item in self._played.trajectories]
         values[self.accelerator.gather(torch.tensor(failed, device=values.device))] = torch.nan  # earned nothing
@@ -438,6 +441,8 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer, NumberWatchingTrainer):
         # A rollout has the number of the first step that trains on it, under which its metrics are logged.
         step = self.state.global_step + (1 if self.model.training else 0)
         self.store.write(step, trajectories, split=mode)
+        if self.store.num_lost:
+            self._metrics[mode]["recording/lost_trajectories"] = [self.store.num_lost]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

@@ -20,6 +20,7 @@ from trl.models import unwrap_model_for_generation
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments.factory import users_environments
+from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.generation import SamplingParams, TransformersGenerator
 from agent_r1_trl.generation.base import Generator, as_generator
 from agent_r1_trl.generation.sync import sync_weights
@@ -215,6 +216,8 @@ class Rollouts:
             extra_stop_token_ids=eos_token_ids,
         )
         self.limits = args.rollout_limits(context_length(policy.config))
+        if env_factory is SingleTurnEnv and args.rollout_timeout == args.default_of("rollout_timeout"):
+            self.limits = replace(self.limits, rollout_timeout=None)  # as in TRL, tokens alone end a reply
         self.params = SamplingParams(
             temperature=args.temperature,
             top_p=args.top_p,

@@ -1,0 +1,255 @@
+"""Watches a rollout from a thread of its own, and says what it waits for.
+
+Four things can hold up a rollout. A trajectory that waits for its tool, its environment or the sampler is named. A
+call that holds the event loop (`time.sleep` in an async tool) stops every trajectory: it is named with its stack, and
+after `stall_timeout` the loop is given up. A C call that keeps Python's global lock stops this thread as well; for it,
+`faulthandler` prints all stacks and ends the process. A loop whose thread has ended is reported as such.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+
+from agent_r1_trl.rollout.draft import Draft
+from agent_r1_trl.tools.holding import holder_of
+
+logger = logging.getLogger(__name__)
+
+SAMPLING_INTERVALS = 12
+"""A rollout in which all that run wait for the sampler is reported this many times less often: a turn takes long."""
+MAX_NAMED = 5
+"""Trajectories that a message names."""
+MAX_STACK_LINES = 24
+GRACE_S = 30.0
+"""How much longer than the loop the whole interpreter may stand still: a busy machine is no reason to end."""
+
+
+class LoopLostError(RuntimeError):
+    """The thread of the rollout's event loop ended while trajectories were being played."""
+
+
+class Watchdog:
+    """Watches the drafts of one rollout and the event loop that plays them.
+
+    Args:
+        drafts: gives those of the rollout; one that is played again has a new one.
+        loop: plays them.
+        thread: on which the loop runs.
+        interval_s: seconds without any progress between two messages; None for no messages.
+        stall_timeout_s: seconds for which one call may hold the event loop, or the interpreter; None for no limit.
+        give_up: called once, with the reason, from the watchdog's thread, when the loop will not go on.
+    """
+
+    def __init__(
+        self,
+        drafts: Callable[[], Sequence[Draft]],
+        loop: asyncio.AbstractEventLoop,
+        thread: threading.Thread,
+        *,
+        interval_s: float | None,
+        stall_timeout_s: float | None,
+        give_up: Callable[[Exception], None],
+    ) -> None:
+        self._drafts = drafts
+        self._loop = loop
+        self._thread = thread
+        self._interval_s = interval_s
+        self._stall_timeout_s = stall_timeout_s
+        self._give_up = give_up
+        limits = [limit for limit in (interval_s, stall_timeout_s) if limit is not None]
+        self._tick_s = min(1.0, *(limit / 4 for limit in limits)) if limits else 1.0
+        self._has_ended = threading.Event()
+        self._timer = _Timer(stall_timeout_s)
+
+        self._asked_at: float | None = None
+        """When the loop was asked to answer; None once it has."""
+        self._said_at = self._moved_at = time.monotonic()
+        self._seen = _progress(drafts())
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._timer.start()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def stop(self) -> None:
+        """The rollout has ended."""
+        self._has_ended.set()
+        self._timer.stop()
+
+    # ---------------------------------------------------------------- the watchdog's thread
+
+    def _watch(self) -> None:
+        looked_at = time.monotonic()
+        while not self._has_ended.wait(self._tick_s):
+            now = time.monotonic()
+            self._report_pause(now - looked_at - self._tick_s)
+            looked_at = now
+            self._timer.postpone()
+            try:
+                if self._is_lost(now):
+                    return
+                self._report(now)
+            except Exception:  # a message is not worth a rollout
+                logger.exception("The rollout's watchdog failed; it goes on.")
+
+    def _is_lost(self, now: float) -> bool:
+        """Ask the loop to answer; give it up if its thread has ended or if it has not answered for too long."""
+        if not self._thread.is_alive() or self._loop.is_closed():
+            self._give_up(
+                LoopLostError(
+                    "The rollout's event loop ended while trajectories were being played. A tool or environment has "
+                    f"closed its file descriptors or ended its thread. {self._names()} Correct that tool."
+                )
+            )
+            return True
+        if self._asked_at is None:
+            self._asked_at = now
+            with contextlib.suppress(RuntimeError):  # it is being closed: found at the next look
+                self._loop.call_soon_threadsafe(self._answer)
+        elif self._stall_timeout_s is not None and now - self._asked_at >= self._stall_timeout_s:
+            held_by = self._holder()
+            logger.error("The event loop is given up: %s.\n%s", held_by, self._stack())
+            self._give_up(
+                TimeoutError(
+                    f"{held_by} held the event loop for longer than stall_timeout={self._stall_timeout_s:g} s, so the "
+                    "rollout was given up. The stack is in the log"
+                )
+            )
+            return True
+        return False
+
+    def _answer(self) -> None:
+        self._asked_at = None
+
+    def _report(self, now: float) -> None:
+        seen = _progress(self._drafts())
+        if seen != self._seen:
+            self._seen, self._moved_at, self._said_at = seen, now, now
+        asked_at = self._asked_at
+        if self._interval_s is None or now - self._said_at < self._interval_s:
+            return
+        if asked_at is not None and now - asked_at >= self._interval_s:
+            self._said_at = now
+            logger.warning(
+                "%s has held the event loop for %.0f s, and every trajectory waits for it. Async code must await what "
+                "takes long; make a tool that cannot a plain function, which runs on a thread. Stack of the loop:\n%s",
+                self._holder(),
+                now - asked_at,
+                self._stack(),
+            )
+        elif now - self._said_at >= self._interval_s * (SAMPLING_INTERVALS if self._is_sampling() else 1):
+            self._said_at = now
+            logger.warning(
+                "No trajectory has moved for %.0f s. %s The limits of a wait are rollout_timeout, reset_timeout, "
+                "scoring_timeout and a tool's timeout_s.",
+                now - self._moved_at,
+                self._names(),
+            )
+
+    def _report_pause(self, paused_s: float) -> None:
+        if self._interval_s is not None and paused_s > self._interval_s:
+            logger.warning(
+                "Python stood still for %.0f s: a call into C kept the interpreter's lock (a regular expression, a "
+                "large power), or the process was stopped. %s",
+                paused_s,
+                self._names(),
+            )
+
+    def _is_sampling(self) -> bool:
+        return all(draft.phase.endswith("generation") for draft in self._running())
+
+    def _running(self) -> list[Draft]:
+        return [draft for draft in self._drafts() if draft.phase not in ("waiting", "ended")]
+
+    def _names(self) -> str:
+        running = self._running()
+        more = " ..." if len(running) > MAX_NAMED else "."
+        return f"{len(running)} running: {'; '.join(draft.name for draft in running[:MAX_NAMED])}{more}"
+
+    def _holder(self) -> str:
+        call = holder_of(self._thread.ident or 0)
+        return "A callback or the chat format" if call is None else call.name
+
+    def _stack(self) -> str:
+        return _stack_of(self._thread)
+
+
+@contextlib.contextmanager
+def reported(what: str, interval_s: float | None) -> Iterator[None]:
+    """Say again and again that what this thread does in the meantime has not ended, with its stack.
+
+    Args:
+        what: begins the message.
+        interval_s: seconds between two messages; None for no messages.
+    """
+    thread, has_ended, began = threading.current_thread(), threading.Event(), time.monotonic()
+
+    def watch() -> None:
+        while not has_ended.wait(interval_s):
+            logger.warning("%s for %.0f s. Stack:\n%s", what, time.monotonic() - began, _stack_of(thread))
+
+    if interval_s is not None:
+        threading.Thread(target=watch, name="watchdog", daemon=True).start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+
+
+def _stack_of(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    lines = traceback.format_stack(frame) if frame is not None else []
+    return "".join(lines[-MAX_STACK_LINES:]).rstrip()
+
+
+def _progress(drafts: Sequence[Draft]) -> list[tuple[str, int]]:
+    return [(draft.phase, len(draft.completion_ids)) for draft in drafts]
+
+
+# ---------------------------------------------------------------- the interpreter's lock
+
+
+class _Timer:
+    """Prints all stacks and ends the process unless it is postponed again and again.
+
+    It is `faulthandler`'s, which needs no Python to run; its exit code is 1. A process has one: the first rollout that
+    is watched takes it.
+
+    Args:
+        limit_s: seconds that the interpreter may stand still, with `GRACE_S` on top; None for no limit.
+    """
+
+    _lock = threading.Lock()
+    _holder: _Timer | None = None
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._limit_s = limit_s
+
+    def start(self) -> None:
+        try:
+            has_output = sys.__stderr__ is not None and sys.__stderr__.fileno() >= 0
+        except (OSError, ValueError):  # no output to print the stacks to
+            has_output = False
+        with self._lock:
+            if self._limit_s is not None and has_output and _Timer._holder is None:
+                _Timer._holder = self
+        self.postpone()
+
+    def postpone(self) -> None:
+        with self._lock:
+            if _Timer._holder is self and self._limit_s is not None and sys.__stderr__ is not None:
+                faulthandler.dump_traceback_later(self._limit_s + GRACE_S, exit=True, file=sys.__stderr__)
+
+    def stop(self) -> None:
+        with self._lock:
+            if _Timer._holder is self:
+                _Timer._holder = None
+                faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,238 @@
+"""A rollout that stands still: who holds it up is said, and it ends within its limits."""
+
+import asyncio
+import logging
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.rollout import LoopLostError, RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.rollout.watchdog import reported
+from agent_r1_trl.tools import tool
+from agent_r1_trl.trajectory import StopReason, ToolErrorKind
+from tests.rollout.helpers import PROMPT, chat_of
+from tests.toys import AddEchoEnv, call, calls, say
+
+
+def requests_for(count):
+    return [RolloutRequest(example={"prompt": PROMPT}, example_id=f"q{i}", seed=i) for i in range(count)]
+
+
+def run_with(tools, *, wait_for=None, count=4, turns=None, **limits):
+    """Trajectory q0 calls the first tool, the others the second (if there is one), then all answer."""
+    chat = chat_of()
+    names = [item.name for item in tools]
+
+    class Env(ToolEnv):
+        def reset(self, example):
+            self.closed = False
+            return super().reset(example)
+
+        def close(self):
+            closed.append(self)
+
+    Env.tools = tuple(tools)
+    closed = []
+
+    def script(request):
+        if request.turn:
+            return chat.encode_reply(say("done"))
+        return chat.encode_reply(calls((names[0] if request.index == 0 else names[-1], {})))
+
+    runner = RolloutRunner(
+        Env, ScriptedGenerator(script, stop_token_ids=chat.stop_token_ids), chat, RolloutLimits(**limits)
+    )
+    try:
+        return runner.run(requests_for(count)), closed, runner
+    finally:
+        runner.close()
+
+
+@tool
+async def quick() -> str:
+    """Answer at once."""
+    await asyncio.sleep(0.01)
+    return "ok"
+
+
+def sleeping(seconds, *, inside=lambda sleep: sleep(), timeout_s=30.0):
+    @tool(timeout_s=timeout_s)
+    async def naps() -> str:
+        """Sleep, as no async tool should."""
+
+        async def sleep():
+            time.sleep(seconds)
+
+        await inside(sleep)
+        return "slept"
+
+    return naps
+
+
+def test_a_tool_that_blocks_the_event_loop_is_named_with_its_trajectory_and_stack_while_it_does(caplog):
+    with caplog.at_level(logging.WARNING):
+        trajectories, _, _ = run_with([sleeping(1.2), quick], watchdog_interval=0.3)
+    assert {trajectory.stop_reason for trajectory in trajectories} == {StopReason.DONE}
+    message = next(text for text in caplog.messages if "has held the event loop" in text)
+    assert "tool 'naps' of example 'q0' generation 0, turn 0: tools naps" in message
+    assert "time.sleep(seconds)" in message
+    assert "make a tool that cannot a plain function" in message
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        lambda sleep: sleep(),
+        lambda sleep: asyncio.gather(sleep(), sleep()),
+        lambda sleep: asyncio.wait_for(sleep(), 9),
+    ],
+    ids=["itself", "gather", "wait_for"],
+)
+def test_a_tool_that_blocked_the_loop_for_longer_than_its_timeout_has_timed_out_and_no_other(inside):
+    trajectories, _, _ = run_with([sleeping(0.5, inside=inside, timeout_s=0.2), quick], watchdog_interval=None)
+    first, *others = [trajectory.turns[0].tool_results[0] for trajectory in trajectories]
+    assert first.error is ToolErrorKind.TIMEOUT
+    assert "'naps' took longer than 0.2 s" in first.content
+    assert [result.error for result in others] == [None] * 3
+
+
+def test_a_plain_tool_that_kept_the_interpreter_for_longer_than_its_timeout_has_timed_out():
+    @tool(timeout_s=0.05)
+    def matches() -> str:
+        """Match a regular expression that takes for ever."""
+        began = time.monotonic()
+        length = 18
+        while time.monotonic() - began < 0.3:  # the last match alone takes longer than all before it
+            re.match(r"(a+)+$", "a" * length + "b")
+            length += 1
+        return "no match"
+
+    trajectories, _, _ = run_with([matches], count=1)
+    assert trajectories[0].turns[0].tool_results[0].error is ToolErrorKind.TIMEOUT
+
+
+def test_a_loop_that_a_tool_never_gives_back_is_given_up_and_the_next_rollout_has_another(caplog):
+    release = threading.Event()
+
+    @tool
+    async def stuck() -> str:
+        """Never return."""
+        release.wait(30)
+        return "at last"
+
+    chat = chat_of()
+    closed = []
+
+    class Env(AddEchoEnv):
+        tools = (*AddEchoEnv.tools, stuck)
+
+        def close(self):
+            closed.append(self.example["place"])
+
+    def script(request):
+        is_stuck = request.index == 1 and not caplog.messages
+        return chat.encode_reply(
+            calls(("stuck", {})) if is_stuck else say("done") if request.index % 2 == 0 else call()
+        )
+
+    limits = RolloutLimits(stall_timeout=0.5, watchdog_interval=None, max_concurrency=2, max_turns=1)
+    runner = RolloutRunner(Env, ScriptedGenerator(script, stop_token_ids=chat.stop_token_ids), chat, limits)
+    requests = [RolloutRequest(example={"prompt": PROMPT, "place": i}, example_id=f"q{i}") for i in range(3)]
+    began = time.monotonic()
+    trajectories = runner.run(requests)
+    assert time.monotonic() - began < 5
+    assert trajectories[1].stop_reason is StopReason.ENVIRONMENT_ERROR
+    assert (
+        "tool 'stuck' of example 'q1' generation 0, turn 0: tools stuck held the event loop" in trajectories[1].error
+    )
+    assert "stall_timeout=0.5 s" in trajectories[1].error
+    assert "release.wait(30)" in caplog.text, "the stack"
+    assert {t.stop_reason for t in trajectories} <= {StopReason.ENVIRONMENT_ERROR, StopReason.DONE}
+    assert 1 in closed, "the environments of a lost loop are closed"
+    again = runner.run(requests)
+    assert StopReason.ENVIRONMENT_ERROR not in {trajectory.stop_reason for trajectory in again}
+    release.set()
+    time.sleep(0.2)
+    runner.close()
+    assert sorted(closed) == [0, 0, 1, 1, 2, 2][-len(closed) :] or closed.count(1) == 2, "each once per rollout"
+
+
+def test_a_tool_that_stops_the_event_loop_stops_nothing(caplog):
+    @tool
+    async def stopper() -> str:
+        """Stop the loop."""
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0)
+        return "stopped"
+
+    trajectories, _, _ = run_with([stopper, quick])
+    assert {trajectory.stop_reason for trajectory in trajectories} == {StopReason.DONE}
+    assert "stopped the event loop" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_loop_whose_thread_ends_is_a_named_error():
+    @tool
+    async def closer() -> str:
+        """Take the file descriptor of the loop's selector away, as a tool that closes all of them does."""
+        null = os.open(os.devnull, os.O_RDONLY)  # a closed one would be handed to the next file, and closed again
+        os.dup2(null, asyncio.get_running_loop()._selector.fileno())
+        os.close(null)
+        await asyncio.sleep(0.01)
+        return "closed"
+
+    began = time.monotonic()
+    with pytest.raises(LoopLostError, match="tools closer"):
+        run_with([closer], count=1)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.slow
+def test_an_interpreter_that_never_gives_up_its_lock_ends_the_process_with_all_stacks(tmp_path):
+    script = textwrap.dedent(
+        """
+        import re
+        from agent_r1_trl.rollout import watchdog
+        from agent_r1_trl.tools import tool
+        from tests.rollout.test_watchdog import run_with
+
+        @tool
+        def catastrophic() -> str:
+            "Match for ever."
+            return str(re.match(r"(a+)+$", "a" * 60 + "b"))
+
+        watchdog.GRACE_S = 0.5
+        run_with([catastrophic], count=1, stall_timeout=2.0, watchdog_interval=0.5)
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert "in catastrophic" in done.stderr
+
+
+def test_reward_functions_that_take_long_are_reported_with_their_stack(caplog):
+    with reported("The reward functions have been running", 0.1):
+        time.sleep(0.35)
+    time.sleep(0.15)
+    assert 1 <= len(caplog.messages) <= 3
+    assert "The reward functions have been running for 0 s" in caplog.messages[0]
+    assert "time.sleep(0.35)" in caplog.messages[0]
+
+
+def test_a_rollout_that_waits_for_the_sampler_alone_is_reported_less_often(caplog):
+    chat = chat_of()
+    generator = ScriptedGenerator([chat.encode_reply(say())], stop_token_ids=chat.stop_token_ids, delay_s=0.8)
+    runner = RolloutRunner(AddEchoEnv, generator, chat, RolloutLimits(watchdog_interval=0.1))
+    runner.run(requests_for(1))
+    runner.close()
+    assert caplog.messages == []
