@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from agent_r1_trl.rollout.limits import check_share, check_whole_number
 
+RESUME_PARTS = ("optimizer", "rng", "rollout", "data")
+
 
 @dataclass(kw_only=True)
 class FaultSettings:
@@ -27,6 +29,18 @@ class FaultSettings:
         default=32,
         metadata={"help": "Number of prompts over which `max_failure_share` is judged; fewer are not judged."},
     )
+    # ---- checkpoints that fail (`saving.py`)
+    max_failed_saves: int = field(
+        default=3,
+        metadata={"help": "End the run when this many checkpoints in a row could not be written (disk full)."},
+    )
+    resume_without: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "What a resumed run does without: 'optimizer' (with its learning-rate schedule), 'rng', 'rollout' "
+            "(under way) begin anew, 'data' goes on at the same place in other rows or another order."
+        },
+    )
 
     def check_faults(self) -> None:
         """Check these settings.
@@ -36,3 +50,10 @@ class FaultSettings:
         """
         check_whole_number("failure_window", self.failure_window)
         check_share("max_failure_share", self.max_failure_share)
+        check_whole_number("max_failed_saves", self.max_failed_saves)
+        unknown = set(self.resume_without or []) - set(RESUME_PARTS)
+        if unknown:
+            raise ValueError(
+                f"resume_without={self.resume_without}: {sorted(unknown)} are not among {', '.join(RESUME_PARTS)}. "
+                "Name some of these, or remove resume_without."
+            )
