@@ -50,6 +50,14 @@ class FaultSettings:
         """
         check_whole_number("failure_window", self.failure_window)
         check_share("max_failure_share", self.max_failure_share)
+        self.check_saving()
+
+    def check_saving(self) -> None:
+        """Check the settings that TRL's own rollout has as well.
+
+        Raises:
+            ValueError: names the option, its value, the rule and the cure.
+        """
         check_whole_number("max_failed_saves", self.max_failed_saves)
         unknown = set(self.resume_without or []) - set(RESUME_PARTS)
         if unknown:

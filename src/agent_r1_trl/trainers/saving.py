@@ -79,6 +79,7 @@ class Saving:
 
     def _prepare_run(self, stack: contextlib.ExitStack, value: Any) -> str | None:
         """Lock `output_dir`, tidy it up and choose the checkpoint; on the main process alone."""
+        self.args.check_saving()
         output_dir = Path(self.args.output_dir)
         stack.enter_context(output_lock(output_dir))
         clear_unfinished(output_dir)
