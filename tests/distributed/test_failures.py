@@ -45,4 +45,15 @@ def test_every_row_of_an_evaluation_counts_once_and_draws_what_one_process_draws
 
 def test_a_checkpoint_that_lost_a_file_is_refused_by_both_ranks(found):
     first, second = (rank["torn"] for rank in found)
-    assert first == second and "rollout_state_rank1.pt is missing. Resume from an earlier checkpoint" in first
+    assert first == second and first.startswith("CheckpointError: resume_from_checkpoint=")
+    assert "rollout_state_rank1.pt is missing. Set resume_from_checkpoint=" in first and "run/checkpoint-4'" in first
+
+
+def test_what_one_rank_cannot_write_is_no_checkpoint_of_either(found):
+    expected = {"whole": ["checkpoint-1", "checkpoint-3"], "longer": [1, 4], "finished": [1, 1]}
+    assert [rank["saving"] for rank in found] == [expected, expected]
+
+
+def test_both_ranks_are_refused_where_another_run_trains(found):
+    first, second = (rank["locked"] for rank in found)
+    assert first == second and first.startswith("CheckpointError: output_dir=") and "is in use by process" in first
