@@ -135,7 +135,7 @@ def choose_checkpoint(
             passed = "; ".join(passed_over)
             logger.warning("Resuming from %s, the newest whole checkpoint. Passed over: %s.", whole, passed)
         return whole
-    folder = Path(os.fspath(value)).absolute()
+    folder = Path(str(value)).absolute()
     problem = problem_of(folder, without, num_processes)
     if problem is not None:
         whole, _ = _newest_whole(folder.parent, without, num_processes)
@@ -191,7 +191,7 @@ def lacks_rollout(folder: Path) -> bool:
 def _newest_whole(output_dir: Path, without: Collection[str], num_processes: int) -> tuple[Path | None, list[str]]:
     """The whole checkpoint of the highest step, and why those of higher steps were passed over."""
     steps = {int(path.name[11:]): path for path in output_dir.glob("checkpoint-*") if path.name[11:].isdecimal()}
-    passed_over = []
+    passed_over: list[str] = []
     for _, folder in sorted(steps.items(), reverse=True):
         problem = problem_of(folder, without, num_processes)
         if problem is None:
