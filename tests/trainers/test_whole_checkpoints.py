@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
@@ -30,7 +30,8 @@ from agent_r1_trl.trainers.checkpoints import (
 )
 from agent_r1_trl.trainers.output_lock import LOCK_FILE, output_lock
 from agent_r1_trl.trainers.publishing import Publishing
-from agent_r1_trl.trainers.saving import SaveError
+from agent_r1_trl.trainers.saving import SaveError, _kept
+from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_args, make_trainer, questions
 
 STEPS = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 4, "max_completion_length": 300,
@@ -326,6 +327,24 @@ def test_a_run_whose_last_checkpoint_fails_ends_with_an_error(tmp_path, full_dis
     with pytest.raises(SaveError, match="The last checkpoint could not be written: checkpoint-2: "):
         trainer.train()
     assert choose_checkpoint(True, tmp_path).name == "checkpoint-1"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: torch.save(torch.zeros(5000), path),
+        lambda path: save_file({"a": torch.zeros(5000)}, str(path)),
+        lambda path: make_tokenizer("qwen3").save_pretrained(str(path)),
+        lambda path: path.write_bytes(b"0" * 5000),
+    ],
+    ids=["torch", "safetensors", "tokenizers", "python"],
+)
+def test_a_full_disk_is_known_in_the_words_of_every_library(tmp_path, full_disk, write):
+    problems = []
+    full_disk.limit(1000)
+    with _kept(problems):
+        write(tmp_path / "file")
+    assert len(problems) == 1
 
 
 def test_a_mistake_in_the_code_is_no_full_disk(tmp_path, monkeypatch):
