@@ -70,6 +70,7 @@ class Saving:
             CheckpointError: the checkpoint cannot be used, or another run trains in `output_dir`.
             SaveError: the last checkpoint could not be written, or `max_failed_saves` in a row.
         """
+        self._num_failed_saves, self._save_problem = 0, None
         with contextlib.ExitStack() as stack:
             checkpoint = self._on_main_process(lambda: self._prepare_run(stack, resume_from_checkpoint))
             result = super().train(checkpoint, *args, **kwargs)  # type: ignore[misc]
