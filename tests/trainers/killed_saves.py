@@ -1,4 +1,4 @@
-"""A save that is killed (SIGKILL) at every one of its moments, for a process of its own."""
+"""A save that is killed (SIGKILL) at one of its moments after the other, for a process of its own."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def kill_at(folder, moment):
 
 
 def run(folder, kind):
-    """Train one step; then kill the save of the second one at its 1st, 2nd, ... moment until it gets through.
+    """Train one step; then kill the save of the second one at its 1st, 4th, 7th, ... moment until it gets through.
 
     `folder/killed.json` says what a resumed run would have taken after each.
     """
@@ -44,7 +44,7 @@ def run(folder, kind):
     while True:
         process = os.fork()
         if process == 0:
-            kill_at(run_dir, moment=len(taken) + 1)
+            kill_at(run_dir, moment=3 * len(taken) + 1)
             trainer._save_checkpoint(trainer.model, None)
             os._exit(0)
         _, status = os.waitpid(process, 0)

@@ -211,7 +211,8 @@ _NO_PROMPT = [{"role": "user", "content": ""}]
 
 def is_placeholder(dataset: Any) -> bool:
     """Whether the rows are those of `trl_dataset`, where the environment owns the data."""
-    return getattr(dataset, "column_names", None) == ["prompt"] and dataset[0]["prompt"] == _NO_PROMPT
+    is_one = isinstance(dataset, Dataset) and dataset.column_names == ["prompt"]
+    return is_one and dataset.with_format(None)[0]["prompt"] == _NO_PROMPT
 
 
 def check_rollout_func(rollout_func: Any) -> None:
