@@ -105,6 +105,6 @@ def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path,
     finish(processes(tmp_path, kind, target=killed_saves.run))
     *killed, last = json.loads((tmp_path / "killed.json").read_text(encoding="utf-8"))
     assert last == [0, "checkpoint-2"]
-    assert len(killed) > 20 and {code for code, _ in killed} == {-signal.SIGKILL}
+    assert len(killed) > 10 and {code for code, _ in killed} == {-signal.SIGKILL}
     names = [name for _, name in killed]
     assert names == sorted(names) and set(names) == {"checkpoint-1", "checkpoint-2"}
