@@ -15,6 +15,7 @@ from accelerate.utils import gather_object
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.rollout import runner
 from agent_r1_trl.trainers.resume import ROLLOUT_STATE
+from tests.distributed import saving
 from tests.toys import say
 from tests.trainers.helpers import make_trainer, questions, scored_batch
 
@@ -98,11 +99,11 @@ def scores(value=None, error=None):
     return scorer
 
 
-def trainer_of(folder, env, **options):
+def trainer_of(folder, env=NumberEnv, *, max_steps=NUM_STEPS, **options):
     """One prompt on each rank and step."""
     return make_trainer(
         folder, env=env, script=lambda rng, turn: say("x" * rng.randrange(1, 9)), train_dataset=questions(4),
-        eval_dataset=questions(NUM_EVAL_ROWS), num_generations=4, max_steps=NUM_STEPS, num_generations_eval=1,
+        eval_dataset=questions(NUM_EVAL_ROWS), num_generations=4, max_steps=max_steps, num_generations_eval=1,
         per_device_eval_batch_size=2, **{"per_device_train_batch_size": 4, **options},
     )  # fmt: skip
 
@@ -192,6 +193,8 @@ def compute(folder):
         "outage": error_of(trainer_of(folder / "outage", Outage).train),
         "evaluation": evaluation(folder / "evaluation"),
         "torn": torn(folder / "run"),
+        "saving": saving.full_and_torn(folder / "saving", trainer_of),
+        "locked": saving.locked(folder / "locked", trainer_of),
     }
 
 

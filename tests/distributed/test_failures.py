@@ -45,7 +45,8 @@ def test_every_row_of_an_evaluation_counts_once_and_draws_what_one_process_draws
 
 def test_a_checkpoint_that_lost_a_file_is_refused_by_both_ranks(found):
     first, second = (rank["torn"] for rank in found)
-    assert first == second and "rollout_state_rank1.pt is missing. Resume from an earlier checkpoint" in first
+    assert first == second and first.startswith("CheckpointError: resume_from_checkpoint=")
+    assert "rollout_state_rank1.pt is missing. Set resume_from_checkpoint=" in first and "run/checkpoint-4'" in first
 
 
 def test_what_is_wrong_on_one_rank_ends_both_with_its_words(found):
@@ -68,3 +69,13 @@ def test_a_group_on_two_ranks_of_which_one_member_is_left_counts_nowhere(found):
 
 def test_failures_that_are_played_again_on_one_rank_count_on_both(found):
     assert [rank["replaced"] for rank in found] == [[[0.5, 0.0]] * failures.NUM_STEPS] * 2
+
+
+def test_what_one_rank_cannot_write_is_no_checkpoint_of_either(found):
+    expected = {"whole": ["checkpoint-1", "checkpoint-3"], "longer": [1, 4], "finished": [1, 1]}
+    assert [rank["saving"] for rank in found] == [expected, expected]
+
+
+def test_both_ranks_are_refused_where_another_run_trains(found):
+    first, second = (rank["locked"] for rank in found)
+    assert first == second and first.startswith("CheckpointError: output_dir=") and "is in use by process" in first

@@ -200,6 +200,12 @@ TABLE = {
     "failure_window": ShownBy(
         "tests/trainers/test_failures.py::test_an_outage_ends_the_run_when_the_window_is_full_of_it"
     ),
+    "max_failed_saves": ShownBy(
+        "tests/trainers/test_whole_checkpoints.py::test_many_failed_checkpoints_in_a_row_end_the_run"
+    ),
+    "resume_without": ShownBy(
+        "tests/trainers/test_whole_checkpoints.py::test_a_damaged_part_is_left_out_where_that_is_asked_for"
+    ),
     "max_tool_failure_rise": ShownBy("tests/trainers/test_tool_watch.py::test_few_calls_and_small_rises_are_no_sign"),
     "min_tool_calls": ShownBy("tests/trainers/test_tool_watch.py::test_few_calls_and_small_rises_are_no_sign"),
     "max_outage_wait": ShownBy(

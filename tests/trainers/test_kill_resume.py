@@ -1,4 +1,7 @@
-"""A PPO run that is killed (SIGKILL: no handler, no clean-up) goes on from its checkpoint as if never stopped."""
+"""What SIGKILL (no handler, no clean-up) leaves of a run.
+
+A PPO run goes on from its checkpoint as if never stopped, and a killed save leaves the checkpoint before it.
+"""
 
 import json
 import multiprocessing
@@ -9,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.critic import CRITIC_FILE
+from tests.trainers import killed_saves
 from tests.trainers.ppo_run import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,8 +35,8 @@ def processes(monkeypatch):
     context.set_forkserver_preload([run.__module__])
     started = []
 
-    def start(*arguments):
-        started.append(context.Process(target=run, args=arguments, daemon=True))
+    def start(*arguments, target=run):
+        started.append(context.Process(target=target, args=arguments, daemon=True))
         started[-1].start()
         return started[-1]
 
@@ -93,3 +97,14 @@ def test_a_killed_ppo_run_goes_on_where_its_checkpoint_stands(tmp_path, processe
         for name in reference.keys() - {"prompts", "completions"}:  # losses, gradient norm, weights, values
             if "time" not in name:
                 assert entry[name] == pytest.approx(reference[name], rel=1e-5, abs=1e-5), (entry["step"], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path, processes, kind):
+    finish(processes(tmp_path, kind, target=killed_saves.run))
+    *killed, last = json.loads((tmp_path / "killed.json").read_text(encoding="utf-8"))
+    assert last == [0, "checkpoint-2"]
+    assert len(killed) > 10 and {code for code, _ in killed} == {-signal.SIGKILL}
+    names = [name for _, name in killed]
+    assert names == sorted(names) and set(names) == {"checkpoint-1", "checkpoint-2"}

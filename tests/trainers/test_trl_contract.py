@@ -58,6 +58,12 @@ def test_overridden_methods_keep_their_signature(name, parameters):
         ("save_model", ["self", "output_dir", "_internal_call"]),
         ("_load_from_checkpoint", ["self", "resume_from_checkpoint", "model"]),
         ("_push_from_checkpoint", ["self", "checkpoint_folder"]),
+        ("_get_output_dir", ["self", "trial"]),
+        ("_load_rng_state", ["self", "checkpoint"]),
+        (
+            "_init_training_state",
+            ["self", "max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint", "trial"],
+        ),
     ],
 )
 def test_what_is_overridden_of_transformers_keeps_its_signature(name, parameters):
@@ -187,3 +193,18 @@ def test_the_reference_is_synced_from_what_parameters_yields():
 def test_the_trainer_saves_and_loads_where_the_overrides_stand():
     for name in ("_save_checkpoint", "_load_from_checkpoint", "create_optimizer", "save_model"):
         assert callable(getattr(Trainer, name)), name
+
+
+def test_a_checkpoint_is_written_by_the_methods_that_are_contained():
+    """Each of `saving.py`'s is called on the trainer; nothing after the last collective is missed."""
+    body = inspect.getsource(Trainer._save_checkpoint)
+    for name in ("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"):
+        assert f"self.{name}(output_dir" in body, name
+    assert "self.create_model_card(" in source("_save_checkpoint")
+    assert "self._save(output_dir" in inspect.getsource(Trainer.save_model)
+    assert "run_dir = self._get_output_dir(trial=trial)" in body
+    assert "rotate_checkpoints(\n                output_dir=run_dir," in body
+
+
+def test_a_finished_run_is_one_without_epochs():
+    assert "for epoch in range(epochs_trained, num_train_epochs):" in inspect.getsource(Trainer._inner_training_loop)

@@ -17,8 +17,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from agent_r1_trl.cli.errors import UsageError
 from agent_r1_trl.objects import did_you_mean
 
-# TRL also takes true and false for these, which its annotations leave out.
-_ALSO_BOOL = ("scale_rewards", "fsdp")
+# TRL and `train` also take true and false for these, which the annotations leave out.
+_ALSO_BOOL = ("scale_rewards", "fsdp", "resume_from_checkpoint")
 
 
 def split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -213,11 +213,15 @@ def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
     from agent_r1_trl.generation import GenerationError
     from agent_r1_trl.generation.sync import SyncError
     from agent_r1_trl.rollout import NothingPlayedError
+    from agent_r1_trl.trainers.checkpoints import CheckpointError
+    from agent_r1_trl.trainers.saving import SaveError
 
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-    except NothingPlayedError as error:  # on all processes alike
+    except (NothingPlayedError, CheckpointError) as error:  # on all processes alike
         raise UsageError(str(error)) from error
+    except SaveError as error:  # of a full disk, so that its exit code is not that of a mistake
+        sys.exit(f"error: {error}" if is_main_process() else 1)
     except (GenerationError, SyncError) as error:
         if not is_main_process():  # its message would not be printed, and the error may be its alone
             raise
@@ -243,20 +247,29 @@ def _show_progress(trainer: Any, args: Any, console: Console) -> Any:
 
 def _checkpoint(args: Any) -> str | bool | None:
     """The value of `resume_from_checkpoint`: a path, or True for the last checkpoint if there is one."""
+    from agent_r1_trl.trainers.checkpoints import MANIFEST, UNFINISHED, CheckpointError, choose_checkpoint
+
     value = args.resume_from_checkpoint
     if value is None or str(value).lower() in ("false", "none", ""):
         return None
+    folder = Path(args.output_dir)
     if str(value).lower() in ("true", "last"):
-        folder = Path(args.output_dir)
-        return True if any(folder.glob("checkpoint-*")) else None
+        saved = [*folder.glob("checkpoint-*"), *folder.glob(f"{UNFINISHED}/*/{MANIFEST}")]
+        return True if saved else None
     if not (Path(value) / "trainer_state.json").is_file():
-        inside = sorted(map(str, Path(value).glob("checkpoint-*")))
+        inside = [str(path) for path in Path(value).glob("checkpoint-*") if path.name[11:].isdecimal()]
         problem = "not a checkpoint (it has no trainer_state.json)" if Path(value).is_dir() else "no such directory"
-        hint = f" Did you mean {inside[-1]!r}?" if inside else ""
+        newest = max(inside, key=lambda path: int(path.rpartition("-")[2]), default=None)
+        hint = f" Did you mean {newest!r}?" if newest else ""
         raise UsageError(
             f"resume_from_checkpoint={value!r}: {problem}. Pass a checkpoint-... directory, or true for the last one "
             f"of output_dir.{hint}"
         )
+    try:
+        without = args.resume_without or ()
+        choose_checkpoint(value, folder, without=without, num_processes=args.world_size)
+    except CheckpointError as error:
+        raise UsageError(str(error)) from error
     return str(value)
 
 

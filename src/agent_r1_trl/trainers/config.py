@@ -239,6 +239,8 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
             del defaults["truncated_trajectories"]
         if self.record_trajectories == "none":
             del defaults["record_trajectories"]
+        for name in ("max_failed_saves", "resume_without"):  # serve TRL's rollout as well
+            del defaults[name]
         if all(getattr(self, name) == self.max_completion_length for name in UNKNOWN_TO_TRL):
             for name in UNKNOWN_TO_TRL:  # they end nothing
                 del defaults[name]

@@ -192,7 +192,7 @@ def trl_dataset(train_dataset: Any, config: MultiTurnConfig, eval_dataset: Any =
                 f"train_dataset=None with max_steps={config.max_steps}: without a data set the environment makes its "
                 "own prompts and max_steps sets the length of the run. Pass train_dataset=, or set max_steps > 0."
             )
-        return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * num_prompts})
+        return Dataset.from_dict({"prompt": [_NO_PROMPT] * num_prompts})
     # TRL drops what does not fill a batch; of too few rows nothing is left, and the run would end without a step.
     num_rows = len(train_dataset) if hasattr(train_dataset, "__len__") else num_prompts
     if num_rows < num_prompts:
@@ -204,6 +204,15 @@ def trl_dataset(train_dataset: Any, config: MultiTurnConfig, eval_dataset: Any =
             f"{num_rows * config.num_generations}."
         )
     return train_dataset
+
+
+_NO_PROMPT = [{"role": "user", "content": ""}]
+
+
+def is_placeholder(dataset: Any) -> bool:
+    """Whether the rows are those of `trl_dataset`, where the environment owns the data."""
+    is_one = isinstance(dataset, Dataset) and dataset.column_names == ["prompt"]
+    return is_one and dataset.with_format(None)[0]["prompt"] == _NO_PROMPT
 
 
 def check_rollout_func(rollout_func: Any) -> None:

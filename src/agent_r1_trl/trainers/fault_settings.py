@@ -12,6 +12,8 @@ from typing import Any
 
 from agent_r1_trl.rollout.limits import check_share, check_whole_number
 
+RESUME_PARTS = ("optimizer", "rng", "rollout", "data")
+
 
 @dataclass(kw_only=True)
 class FaultSettings:
@@ -110,6 +112,19 @@ class FaultSettings:
         },
     )
 
+    # ---- checkpoints that fail (`saving.py`)
+    max_failed_saves: int = field(
+        default=3,
+        metadata={"help": "End the run when this many checkpoints in a row could not be written (disk full)."},
+    )
+    resume_without: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "What a resumed run does without: 'optimizer' (with its learning-rate schedule), 'rng', 'rollout' "
+            "(under way) begin anew, 'data' goes on at the same place in other rows or another order."
+        },
+    )
+
     def check_faults(self) -> None:
         """Check these settings.
 
@@ -129,6 +144,21 @@ class FaultSettings:
         if isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 <= wait < math.inf:
             raise ValueError(
                 f"max_outage_wait={wait!r} must be a number of seconds >= 0. Set max_outage_wait to such a value."
+            )
+        self.check_saving()
+
+    def check_saving(self) -> None:
+        """Check the settings that TRL's own rollout has as well.
+
+        Raises:
+            ValueError: names the option, its value, the rule and the cure.
+        """
+        check_whole_number("max_failed_saves", self.max_failed_saves)
+        unknown = set(self.resume_without or []) - set(RESUME_PARTS)
+        if unknown:
+            raise ValueError(
+                f"resume_without={self.resume_without}: {sorted(unknown)} are not among {', '.join(RESUME_PARTS)}. "
+                "Name some of these, or remove resume_without."
             )
 
 

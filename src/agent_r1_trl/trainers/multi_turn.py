@@ -6,9 +6,10 @@ collaborator which can be read and tested alone; no TRL method body is copied.
 TRL 1.16 names that this file touches (`tests/trainers/test_trl_contract.py` checks each):
 
 - overridden: `__init__`, `_set_signature_columns_if_needed`, `_get_train_sampler` (its `seed`, `shuffle` and
-  `generator`), `train`, `_load_optimizer_and_scheduler`, `get_batch_samples`, `training_step`, `_prepare_inputs`,
-  `_generate_and_score_completions`, `_generate`, `_calculate_rewards`, `_get_per_token_logps_and_entropies`,
-  `_compute_loss`, `_save_checkpoint`; in `publishing.py` `create_model_card`, `push_to_hub`, `_push_from_checkpoint`
+  `generator`), `train`, `get_batch_samples`, `training_step`, `_prepare_inputs`, `_generate_and_score_completions`,
+  `_generate`, `_calculate_rewards`, `_get_per_token_logps_and_entropies`, `_compute_loss`; in `publishing.py`
+  `create_model_card`, `push_to_hub`, `_push_from_checkpoint`; in `saving.py` `train`, `_init_training_state`,
+  `_load_optimizer_and_scheduler`, `_load_rng_state`, `_get_output_dir`, `_push_from_checkpoint`, `_save_checkpoint`
 - read: `_metrics`, `_logs`, `_tokenizer`, `_is_vlm`, `eos_token_ids`, `num_generations`, `num_generations_eval`,
   `num_iterations`, `reward_funcs`, `reward_weights`, `reward_func_names`, `model_wrapped`, `ref_model`,
   `aux_loss_enabled`, `current_gradient_accumulation_steps`, `accelerator`, `state`
@@ -54,10 +55,11 @@ from agent_r1_trl.trainers.lookahead import ROW_INDEX, in_seeded_order
 from agent_r1_trl.trainers.metrics import gather_metrics
 from agent_r1_trl.trainers.nonfinite import LOG_PROBS, NumberWatch, NumberWatchingTrainer
 from agent_r1_trl.trainers.publishing import Publishing, rows_not_logged
-from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint, accept_numbered_cpus
+from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint
 from agent_r1_trl.trainers.reward_calls import RewardCalls
 from agent_r1_trl.trainers.rewards import Rewards
 from agent_r1_trl.trainers.rollouts import PlayedBatch, Position, Rollouts, trl_generation
+from agent_r1_trl.trainers.saving import Saving
 from agent_r1_trl.trainers.tool_watch import ToolOutageError
 from agent_r1_trl.trainers.trl_logs import correct_trl_logs, drop_token_means
 from agent_r1_trl.trajectory import Trajectory
@@ -68,7 +70,7 @@ from agent_r1_trl.update.live_rows import policy_scale
 from agent_r1_trl.update.losses import LossPass
 
 
-class MultiTurnTrainer(Publishing, EvaluatingTrainer, NumberWatchingTrainer):
+class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrainer):
     """Base of the multi-turn trainers: rollouts, rewards, masks, metrics, recording, checkpoints.
 
     One training step, with the method below and the file that does the work:
@@ -83,7 +85,7 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer, NumberWatchingTrainer):
     6. The estimator turns rewards into advantages, (B, T), over the rows of all ranks (`credit.py`, `advantages/`).
     7. Metrics are logged (`metrics.py`) and trajectories recorded (`recording/`).
     8. Micro-batches are laid out (`update/layout.py`), and `_compute_loss` computes TRL's loss over the masked tokens.
-    9. The Trainer makes the optimizer step; a checkpoint holds the rollout under way (`resume.py`).
+    9. The Trainer makes the optimizer step; a checkpoint holds the rollout under way (`saving.py`).
 
     Args:
         env: environment class or zero-argument factory; each trajectory gets a fresh one.
@@ -203,12 +205,6 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer, NumberWatchingTrainer):
             self.rollouts.end_run()
         self.rollouts.failures.check_some_played()
         return result
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and self.env_factory is not None:
-            self._step, self._buffered_inputs = self.checkpoint.load(Path(checkpoint), self.state.global_step)
-        accept_numbered_cpus()
-        super()._load_optimizer_and_scheduler(checkpoint)
 
     # ---------------------------------------------------------------- a micro-batch
 
@@ -422,7 +418,7 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer, NumberWatchingTrainer):
             normaliser = normaliser * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         return normaliser
 
-    # ---------------------------------------------------------------- metrics, records, checkpoints
+    # ---------------------------------------------------------------- metrics, records
 
     def _log_and_record(self, trajectories: list[Trajectory], output: dict[str, Any]) -> None:
         mode, size = self._mode, self._group_size
@@ -443,13 +439,6 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer, NumberWatchingTrainer):
         self.store.write(step, trajectories, split=mode)
         if self.store.num_lost:
             self._metrics[mode]["recording/lost_trajectories"] = [self.store.num_lost]
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        if self.env_factory is None:
-            return
-        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        self.checkpoint.save(folder, self._step, self._buffered_inputs)
 
     # ---------------------------------------------------------------- where the run stands
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
-import os
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from datasets import Dataset
 from torch.utils.data import Sampler
+
+from agent_r1_trl.trainers.checkpoints import CheckpointError
+from agent_r1_trl.trainers.construction import is_placeholder
 
 ROLLOUT_STATE = "rollout_state_rank{rank}.pt"
 """File of each rank in a checkpoint."""
@@ -44,7 +48,7 @@ class RolloutCheckpoint:
         self._settings |= {name: getattr(args, name) for name in (*SHAPE, *ROLLOUT)}
 
     def save(self, folder: Path, step: int, buffered_inputs: Any) -> None:
-        """Write this rank's file, completely or not at all.
+        """Write this rank's file.
 
         Args:
             folder: of the checkpoint.
@@ -54,12 +58,10 @@ class RolloutCheckpoint:
         if step % self._steps_per_rollout == 0:
             buffered_inputs = None
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / ROLLOUT_STATE.format(rank=self._accelerator.process_index)
         state = {"step": step, "buffered_inputs": buffered_inputs, "settings": self._settings}
-        torch.save(state, path.with_suffix(".tmp"))
-        os.replace(path.with_suffix(".tmp"), path)
+        torch.save(state, folder / ROLLOUT_STATE.format(rank=self._accelerator.process_index))
 
-    def load(self, folder: Path, global_step: int) -> tuple[int, Any]:
+    def load(self, folder: Path, global_step: int, *, with_new_rollout: bool = False) -> tuple[int, Any]:
         """`step` and `buffered_inputs` as they were saved. All ranks must call it.
 
         A checkpoint of another trainer has no such file: then there is no rollout, and the next step begins with one.
@@ -67,10 +69,13 @@ class RolloutCheckpoint:
         Args:
             folder: of the checkpoint.
             global_step: optimizer steps that the run has made.
+            with_new_rollout: read no file.
 
         Raises:
-            ValueError: on all ranks alike: a file is missing or damaged, or the run has other settings.
+            CheckpointError: on all ranks alike: a file is missing or damaged, or the run has other settings.
         """
+        if with_new_rollout:
+            return global_step * self._gradient_accumulation_steps, None
         accept_numbered_cpus()
         state, problem = None, None
         try:
@@ -79,9 +84,9 @@ class RolloutCheckpoint:
             problem = str(error)
         problems = [text for text in gather_object([problem]) if text is not None]
         if problems:
-            raise ValueError(
-                f"resume_from_checkpoint={str(folder)!r}: {problems[0]}. Or delete {ROLLOUT_STATE.format(rank='*')} "
-                "in that directory: the run then goes on from its weights and its optimizer with a new rollout."
+            raise CheckpointError(
+                f"resume_from_checkpoint={str(folder)!r}: {problems[0]}. Or set resume_without: [rollout]: the run "
+                "then goes on from its weights and its optimizer with a new rollout."
             )
         if state is None:
             return global_step * self._gradient_accumulation_steps, None
@@ -113,6 +118,58 @@ class RolloutCheckpoint:
         if path != own:
             raise ValueError(f"{own.name} is missing. Resume from an earlier checkpoint")
         return state
+
+
+# -------------------------------------------------------------------- data
+
+
+def describe_run(args: Any, train_dataset: Any) -> dict[str, Any]:
+    """What decides which rows a place in the data stands for; a checkpoint's manifest holds it.
+
+    Args:
+        args: of the trainer.
+        train_dataset: of the trainer.
+    """
+    return {"seed": args.seed, "shuffle_dataset": args.shuffle_dataset, "train_dataset": _describe(train_dataset)}
+
+
+def check_same_data(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to go on where the place of the checkpoint would fall on other rows.
+
+    Args:
+        folder: of the checkpoint.
+        saved: by `describe_run`, of the run that wrote it.
+        now: of this run.
+
+    Raises:
+        CheckpointError: the seed or the data differ.
+    """
+    for name in ("seed", "shuffle_dataset", "train_dataset"):
+        before, present = saved.get(name), now[name]
+        if before is None or present is None or before == present:
+            continue
+        if name == "train_dataset":
+            was, given, cure = f"{before['rows']} rows", f"{present['rows']} rows", "Pass the same rows in their order"
+            given += " with other contents or in another order" if was == given else ""
+        else:
+            was, given, cure = f"{before}", f"{present}", f"Start it with {name}={before}"
+        raise CheckpointError(
+            f"resume_from_checkpoint={str(folder)!r}: the run was saved with {name}={was} and cannot go on with "
+            f"{name}={given}, where its place in the data falls on other rows. {cure}, or set resume_without: [data] "
+            "to go on at that place in the new order."
+        )
+
+
+def _describe(dataset: Any) -> dict[str, int] | None:
+    """Number of rows, and a checksum of up to 64 of them with their places; None where rows cannot be counted."""
+    if not hasattr(dataset, "__len__") or is_placeholder(dataset):
+        return None
+    count = len(dataset)
+    if not isinstance(dataset, Dataset):
+        return {"rows": count}
+    places = sorted({index * (count - 1) // 63 for index in range(64)})
+    rows = dataset.with_format("arrow")[places].to_pylist()  # no transform runs, no image is decoded
+    return {"rows": count, "crc32": zlib.crc32(repr([sorted(row.items()) for row in rows]).encode())}
 
 
 @functools.cache

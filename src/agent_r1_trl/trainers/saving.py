@@ -1,0 +1,272 @@
+"""The Trainer's saving and resuming: whole checkpoints or none, on all ranks alike, and one run per `output_dir`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list, gather_object
+from transformers.trainer_utils import rotate_checkpoints
+
+from agent_r1_trl.trainers.checkpoints import (
+    MANIFEST,
+    STATE,
+    UNFINISHED,
+    CheckpointError,
+    choose_checkpoint,
+    clear_unfinished,
+    finish,
+    lacks_rollout,
+    read_manifest,
+)
+from agent_r1_trl.trainers.output_lock import output_lock
+from agent_r1_trl.trainers.resume import RolloutCheckpoint, accept_numbered_cpus, check_same_data, describe_run
+
+logger = logging.getLogger(__name__)
+
+_WRITERS = (
+    "create_model_card", "save_model", "_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state",
+)  # fmt: skip
+"""Methods of the Trainer that write a part of a checkpoint."""
+_WRITE_ERRORS = re.compile(r"PytorchStreamWriter|inline_container|iostream error|\(os error \d+\)")
+"""In messages of torch's C++, and of Rust (safetensors, tokenizers), which raises a plain Exception."""
+
+_GO_ON = "Free space there, and go on with resume_from_checkpoint: true, which takes the newest whole checkpoint."
+
+
+class SaveError(RuntimeError):
+    """Checkpoints cannot be written; names the cause and the last whole one."""
+
+
+class Saving:
+    """The Trainer's methods that save and resume; see `docs/checkpoints.md`.
+
+    A checkpoint is written below `UNFINISHED`, and gets its place when every rank has written its part. Old ones are
+    deleted, and the new one is uploaded, after that.
+    """
+
+    args: Any
+    state: Any
+    accelerator: Any
+    env_factory: Any
+    train_dataset: Any
+    checkpoint: RolloutCheckpoint
+    _is_saving = False
+    _num_failed_saves = 0
+    """In a row, up to now."""
+    _save_problem: str | None = None
+    """Why the last checkpoint was not written; None if it was."""
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's loop, from the newest whole checkpoint (True), from that of a path, or from the start (None).
+
+        Raises:
+            CheckpointError: the checkpoint cannot be used, or another run trains in `output_dir`.
+            SaveError: the last checkpoint could not be written, or `max_failed_saves` in a row.
+        """
+        self._num_failed_saves, self._save_problem = 0, None
+        with contextlib.ExitStack() as stack:
+            checkpoint = self._on_main_process(lambda: self._prepare_run(stack, resume_from_checkpoint))
+            result = super().train(checkpoint, *args, **kwargs)  # type: ignore[misc]
+        if self._save_problem is not None:
+            raise SaveError(f"The last checkpoint could not be written: {self._save_problem}. {_GO_ON}")
+        return result
+
+    def _prepare_run(self, stack: contextlib.ExitStack, value: Any) -> str | None:
+        """Lock `output_dir`, tidy it up and choose the checkpoint; on the main process alone."""
+        self.args.check_saving()
+        output_dir = Path(self.args.output_dir)
+        stack.enter_context(output_lock(output_dir))
+        clear_unfinished(output_dir)
+        if value is None or value is False:
+            return None
+        without = self._without
+        if "optimizer" in without and self.is_deepspeed_enabled:  # type: ignore[attr-defined]
+            raise CheckpointError(
+                f"resume_without={without}: DeepSpeed loads weights and optimizer together. Remove 'optimizer', or "
+                "start a new run with the saved model as model_name_or_path."
+            )
+        folder = choose_checkpoint(value, output_dir, without=without, num_processes=self.args.world_size)
+        manifest = read_manifest(folder)
+        if manifest is None:
+            logger.warning(
+                "%s has no %s: it was written by TRL or by an earlier version. Its files were searched for those that "
+                "are missing or cut off; seed and data were not compared.%s",
+                folder,
+                MANIFEST,
+                " It holds no rollout under way: the next step begins with a new one." * lacks_rollout(folder),
+            )
+        elif "data" not in without and not self.args.ignore_data_skip:
+            check_same_data(folder, manifest["run"], describe_run(self.args, self.train_dataset))
+        return str(folder)
+
+    # ---------------------------------------------------------------- resuming
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, *args: Any
+    ) -> tuple[int, int]:
+        """The Trainer's place in the data; behind the last epoch where the checkpoint is that of a finished run."""
+        place = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args)  # type: ignore[misc]
+        step = self.state.global_step
+        if step == 0 or step < max_steps:
+            return place
+        if self.accelerator.is_main_process:
+            logger.warning(
+                "The run is finished: its checkpoint stands at step %d of %d, so that no step is trained. To go on, "
+                "raise max_steps=%s, or num_train_epochs=%g where max_steps is not set.",
+                step,
+                max_steps,
+                self.args.max_steps,
+                self.args.num_train_epochs,
+            )
+        return num_train_epochs, 0
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self.env_factory is not None:
+            self._step, self._buffered_inputs = self.checkpoint.load(
+                Path(checkpoint), self.state.global_step, with_new_rollout="rollout" in self._without
+            )
+        accept_numbered_cpus()
+        super()._load_optimizer_and_scheduler(None if "optimizer" in self._without else checkpoint)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(None if "rng" in self._without else checkpoint)  # type: ignore[misc]
+
+    @property
+    def _without(self) -> list[str]:
+        return self.args.resume_without or []
+
+    # ---------------------------------------------------------------- saving
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)  # type: ignore[misc]
+        return str(Path(folder) / UNFINISHED) if self._is_saving else folder
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self._is_saving:  # else it is pushed when it has its place
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """The Trainer's checkpoint with the rollout under way, whole or not at all.
+
+        Raises:
+            SaveError: `max_failed_saves` in a row could not be written.
+        """
+        run_dir = Path(self._get_output_dir(trial))
+        target = run_dir / f"checkpoint-{self.state.global_step}"
+        folder = run_dir / UNFINISHED / target.name
+        best = self.state.best_model_checkpoint
+        with self._writing_beside() as problems:
+            with _kept(problems):
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            if self.env_factory is not None:
+                with _kept(problems):
+                    self.checkpoint.save(folder, self._step, self._buffered_inputs)
+        if self.state.best_model_checkpoint == str(folder):
+            self.state.best_model_checkpoint = str(target)
+        problems = gather_object(problems)
+        if not problems:
+            problems = gather_object(self._finish(folder, target))
+        if problems:
+            self.state.best_model_checkpoint = best
+            self._give_up(folder, target.name, problems[0])
+            return
+        self._num_failed_saves, self._save_problem = 0, None
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(target))
+        if self.args.should_save:
+            best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+            rotate_checkpoints(str(run_dir), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+
+    def _finish(self, folder: Path, target: Path) -> list[str]:
+        """Give the checkpoint its place; where nodes share no disk, each does that with its own files."""
+        problems: list[str] = []
+        with self.accelerator.main_process_first():
+            if self.accelerator.is_local_main_process and folder.is_dir():
+                with _kept(problems):
+                    if self.args.should_save:
+                        self.state.save_to_json(str(folder / STATE))  # with the place of the best checkpoint
+                    finish(folder, target, describe_run(self.args, self.train_dataset))
+        return problems
+
+    def _give_up(self, folder: Path, name: str, problem: str) -> None:
+        """Tidy up after a checkpoint that could not be written, say so, and count it."""
+        if self.accelerator.is_local_main_process:
+            shutil.rmtree(folder.parent, ignore_errors=True)
+        self._num_failed_saves += 1
+        free = shutil.disk_usage(self.args.output_dir).free / 2**30
+        self._save_problem = f"{name}: {problem} ({free:.2f} GiB are free in output_dir)"
+        self._metrics["train"]["checkpoint/failed_saves"].append(self._num_failed_saves)  # type: ignore[attr-defined]
+        limit = self.args.max_failed_saves
+        if self._num_failed_saves >= limit:
+            raise SaveError(
+                f"max_failed_saves={limit} checkpoints in a row could not be written, the last one "
+                f"{self._save_problem}. {_GO_ON}"
+            )
+        if self.accelerator.is_main_process:
+            logger.warning(
+                "A checkpoint could not be written, and training goes on without it: %s. The earlier ones are whole. "
+                "This is failure %d in a row; max_failed_saves=%d of them end the run.",
+                self._save_problem,
+                self._num_failed_saves,
+                limit,
+            )
+
+    @contextlib.contextmanager
+    def _writing_beside(self) -> Iterator[list[str]]:
+        """While it lasts, the Trainer writes below `UNFINISHED`, and what cannot be written is yielded, not raised.
+
+        Every rank has to reach the Trainer's collectives, whatever happened on one of them.
+        """
+        problems: list[str] = []
+        before = {name: vars(self)[name] for name in _WRITERS if name in vars(self)}
+        for name in _WRITERS:
+            setattr(self, name, _contained(getattr(self, name), problems))
+        self._is_saving = True
+        try:
+            yield problems
+        finally:
+            self._is_saving = False
+            for name in _WRITERS:
+                delattr(self, name)
+            vars(self).update(before)
+
+    def _on_main_process(self, function: Callable[[], Any]) -> Any:
+        """What the function returns on the main process, on every rank; so is its refusal."""
+        result, problem = None, None
+        try:
+            result = function() if self.accelerator.is_main_process else None
+        except Exception as error:
+            problem = str(error)
+            raise
+        finally:
+            result, problem = broadcast_object_list([result, problem])
+        if problem is not None:
+            raise CheckpointError(problem)
+        return result
+
+
+def _contained(write: Callable[..., Any], problems: list[str]) -> Callable[..., Any]:
+    @functools.wraps(write)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _kept(problems):
+            return write(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _kept(problems: list[str]) -> Iterator[None]:
+    """Keep errors of the disk for later; whatever else is raised is a mistake in the code."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and not _WRITE_ERRORS.search(str(error)):
+            raise
+        problems.append(" ".join(f"{type(error).__name__}: {error}".split()))

@@ -1,0 +1,476 @@
+"""A checkpoint is whole or is not taken; what cannot be written does not end a run; a resumed run is the same run.
+
+Kills during a save: test_kill_resume.py. Two ranks: tests/distributed/test_saving.py.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
+
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from agent_r1_trl.trainers.checkpoints import (
+    MANIFEST,
+    UNFINISHED,
+    CheckpointError,
+    choose_checkpoint,
+    clear_unfinished,
+    problem_of,
+)
+from agent_r1_trl.trainers.output_lock import LOCK_FILE, output_lock
+from agent_r1_trl.trainers.publishing import Publishing
+from agent_r1_trl.trainers.saving import SaveError, _kept
+from tests.tokenizers import make_tokenizer
+from tests.trainers.helpers import make_args, make_trainer, questions
+
+STEPS = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 4, "max_completion_length": 300,
+         "lr_scheduler_type": "constant"}  # fmt: skip
+TRAINERS = {"grpo": MultiTurnGRPOTrainer, "ppo": MultiTurnPPOTrainer}
+
+
+def make(folder, kind="grpo", **options):
+    ppo = {"trainer": MultiTurnPPOTrainer, "critic": "head", "num_generations": 1} if kind == "ppo" else {}
+    return make_trainer(folder, **(STEPS | ppo | options))
+
+
+@pytest.fixture(scope="module", params=TRAINERS)
+def saved(request, tmp_path_factory):
+    """A run's folder with checkpoint-1 and checkpoint-2; each rollout is trained on twice."""
+    folder = tmp_path_factory.mktemp(request.param)
+    make(folder, request.param, max_steps=2, steps_per_generation=2).train()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def grpo_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("grpo")
+    make(folder, max_steps=2).train()
+    return folder
+
+
+@pytest.fixture
+def run_copy(grpo_run, tmp_path):
+    return shutil.copytree(grpo_run, tmp_path / "run")
+
+
+def files_of(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def weights(trainer):
+    return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+
+
+def is_equal(left, right):
+    return all(torch.equal(value, right[name]) for name, value in left.items())
+
+
+# -------------------------------------------------------------------- whole or not taken
+
+
+def test_a_checkpoint_lists_every_file_and_nothing_is_left_beside_it(saved):
+    for step in (1, 2):
+        folder = saved / f"checkpoint-{step}"
+        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        assert sorted([*listed, MANIFEST]) == files_of(folder)
+        assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout_state_rank0.pt"} <= set(
+            listed
+        )
+        assert all(entry["bytes"] == (folder / name).stat().st_size for name, entry in listed.items())
+    assert not (saved / UNFINISHED).exists()
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def remove(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize("harm", [cut, flip, remove])
+def test_whichever_file_is_harmed_is_named_and_the_checkpoint_passed_over(saved, tmp_path, caplog, harm):
+    run = shutil.copytree(saved, tmp_path / "run")
+    newest = run / "checkpoint-2"
+    assert choose_checkpoint(True, run) == newest
+    for name in files_of(newest):
+        if name == MANIFEST and harm is not cut:
+            continue  # without it the checkpoint is that of an earlier version; nothing holds its checksum
+        whole = (newest / name).read_bytes()
+        harm(newest / name)
+        caplog.clear()
+        assert choose_checkpoint(True, run) == run / "checkpoint-1", name
+        assert f"Passed over: checkpoint-2: {name} " in caplog.text, name
+        with pytest.raises(CheckpointError, match="resume_from_checkpoint=") as caught:
+            choose_checkpoint(newest, run)
+        assert f"{name} " in str(caught.value)
+        assert f"Set resume_from_checkpoint={str(run / 'checkpoint-1')!r}, the newest whole one" in str(caught.value)
+        (newest / name).write_bytes(whole)
+    assert choose_checkpoint(True, run) == newest
+
+
+def test_a_file_cut_to_nothing_after_the_last_whole_one_is_found_without_a_manifest(saved, tmp_path):
+    """Checkpoints of earlier versions and of TRL: what has an end in its format is checked for it."""
+    newest = shutil.copytree(saved / "checkpoint-2", tmp_path / "checkpoint-2")
+    (newest / MANIFEST).unlink()
+    assert problem_of(newest) is None
+    for name in files_of(newest):
+        if not name.endswith((".json", ".safetensors", ".pt", ".pth", ".bin")):
+            continue
+        whole = (newest / name).read_bytes()
+        cut(newest / name)
+        assert problem_of(newest).startswith(f"{name} "), name
+        (newest / name).write_bytes(whole)
+    for name in ("trainer_state.json", "model.safetensors", "scheduler.pt"):
+        (newest / name).rename(tmp_path / "away")
+        assert "is missing" in problem_of(newest) and name in problem_of(newest)
+        (tmp_path / "away").rename(newest / name)
+    (newest / "optimizer.pt").unlink(), (newest / "scheduler.pt").unlink(), (newest / "rng_state.pth").unlink()
+    assert problem_of(newest).startswith("it holds no optimizer and no rng state")
+
+
+def test_a_missing_shard_and_a_missing_rank_are_found_without_a_manifest(saved, tmp_path):
+    folder = shutil.copytree(saved / "checkpoint-2", tmp_path / "checkpoint-2")
+    (folder / MANIFEST).unlink()
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    assert problem_of(folder) == "model-00001-of-00002.safetensors is missing"
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
+    assert problem_of(folder, num_processes=1) is None, "another number of processes is refused by its name"
+    assert problem_of(folder, num_processes=2) == "rng_state_1.pth is missing"
+
+
+def test_a_checkpoint_without_a_manifest_is_taken_and_said_to_be_one(run_copy, caplog):
+    (run_copy / "checkpoint-2" / MANIFEST).unlink()
+    (run_copy / "checkpoint-2" / "rollout_state_rank0.pt").unlink()
+    trainer = make(run_copy, max_steps=3)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 3 and trainer._step == 3
+    assert f"checkpoint-2 has no {MANIFEST}: it was written by TRL or by an earlier version" in caplog.text
+    assert "holds no rollout under way: the next step begins with a new one" in caplog.text
+
+
+def test_a_run_without_a_whole_checkpoint_says_which_it_has(run_copy):
+    for step in (1, 2):
+        (run_copy / f"checkpoint-{step}" / "optimizer.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"resume_from_checkpoint=True: .* no whole checkpoint") as caught:
+        make(run_copy, max_steps=3).train(resume_from_checkpoint=True)
+    assert "checkpoint-2: optimizer.pt is missing; checkpoint-1: optimizer.pt is missing" in str(caught.value)
+    with pytest.raises(
+        CheckpointError, match=r"resume_from_checkpoint='none': there is no such directory\. There is no"
+    ):
+        choose_checkpoint("none", run_copy)
+
+
+def test_a_resumed_run_takes_the_newest_whole_one_and_ends_like_one_that_never_stopped(run_copy, caplog):
+    straight = make(run_copy.parent / "straight", max_steps=3, save_strategy="no")
+    straight.train()
+    cut(run_copy / "checkpoint-2" / "optimizer.pt")
+    resumed = make(run_copy, max_steps=3)
+    resumed.train(resume_from_checkpoint=True)
+    assert "checkpoint-1, the newest whole checkpoint. Passed over: checkpoint-2: optimizer.pt has" in caplog.text
+    assert is_equal(weights(resumed), weights(straight))
+    assert choose_checkpoint(True, run_copy) == run_copy / "checkpoint-3"
+
+
+# -------------------------------------------------------------------- parts that are not there
+
+
+def test_a_checkpoint_of_the_model_alone_is_resumed_only_where_that_is_asked_for(tmp_path, caplog):
+    make(tmp_path, max_steps=1, save_only_model=True).train()
+    assert "optimizer.pt" not in files_of(tmp_path / "checkpoint-1")
+    with pytest.raises(CheckpointError, match="holds no optimizer and no rng state") as caught:
+        make(tmp_path, max_steps=2).train(resume_from_checkpoint=True)
+    assert "save_only_model=True saves none; resume_without: [optimizer, rng] goes on" in str(caught.value)
+    trainer = make(tmp_path, max_steps=2, resume_without=["optimizer", "rng"])
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 2
+
+
+def test_a_damaged_part_is_left_out_where_that_is_asked_for(run_copy):
+    folder = run_copy / "checkpoint-2"
+    for name in ("optimizer.pt", "rng_state.pth", "rollout_state_rank0.pt"):
+        cut(folder / name)
+    trainer = make(run_copy, max_steps=3, resume_without=["optimizer", "rng", "rollout"])
+    trainer.train(resume_from_checkpoint=str(folder))
+    assert trainer.state.global_step == 3
+    (state,) = {int(value["step"]) for value in trainer.optimizer.state.values()}
+    assert state == 1, "the optimizer began anew"
+
+
+def test_an_unknown_part_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"resume_without=\['weights'\]: .*not among optimizer, rng, rollout, data"):
+        make_args(tmp_path, resume_without=["weights"]).check_supported()
+    with pytest.raises(ValueError, match="max_failed_saves=0"):
+        make_args(tmp_path, max_failed_saves=0).check_supported()
+
+
+# -------------------------------------------------------------------- another run, a finished run
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": 8}, "saved with seed=7 and cannot go on with seed=8, .* Start it with seed=7, or"),
+        ({"shuffle_dataset": False}, "saved with shuffle_dataset=True and cannot go on with shuffle_dataset=False"),
+        ({"train_dataset": questions(9)}, "train_dataset=8 rows and cannot go on with train_dataset=9 rows"),
+        (
+            {"train_dataset": questions(8).select(range(7, -1, -1))},
+            "8 rows and cannot go on with train_dataset=8 rows with other contents or in another order",
+        ),
+    ],
+    ids=["seed", "shuffle", "rows", "order"],
+)
+def test_a_run_whose_place_in_the_data_would_be_another_is_refused(run_copy, options, message):
+    with pytest.raises(CheckpointError, match=message) as caught:
+        make(run_copy, max_steps=3, **options).train(resume_from_checkpoint=True)
+    assert "set resume_without: [data] to go on at that place in the new order" in str(caught.value)
+    if "seed" in options:
+        trainer = make(run_copy, max_steps=3, resume_without=["data"], **options)
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 2}, {"max_steps": -1, "num_train_epochs": 0.25}], ids=str)
+def test_a_finished_run_trains_no_further_and_says_how_to_go_on(run_copy, caplog, length):
+    trainer, before = make(run_copy, **length), files_of(run_copy)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 2 and not trainer.last_trajectories
+    saved = load_file(run_copy / "checkpoint-2" / "model.safetensors")
+    assert all(torch.equal(value, trainer.model.state_dict()[name]) for name, value in saved.items())
+    assert files_of(run_copy) == before, "nothing was written"
+    assert "The run is finished: its checkpoint stands at step 2 of 2" in caplog.text
+    assert f"raise max_steps={trainer.args.max_steps}, or num_train_epochs=" in caplog.text
+    if "num_train_epochs" in length:
+        longer = make(run_copy, **(length | {"num_train_epochs": 0.375}))
+        longer.train(resume_from_checkpoint=True)
+        assert longer.state.global_step == 3
+
+
+# -------------------------------------------------------------------- a disk that is full
+
+
+class FullDisk(TrainerCallback):
+    """No file of this process can grow beyond `size` bytes while checkpoints of these steps are written, once each."""
+
+    def __init__(self, *steps, size=20_000):
+        self.steps, self.size = set(steps), size
+        self.metrics, self.newest = [], []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step in self.steps:
+            self.steps.remove(state.global_step)
+            self.limit(self.size)
+
+    def on_save(self, args, *others, **kwargs):
+        self.limit(resource.RLIM_INFINITY)
+        newest = max(Path(args.output_dir).glob("checkpoint-*"), default=None)
+        self.newest.append(newest and newest.name)
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        self.metrics.append(logs.get("checkpoint/failed_saves"))
+
+    @staticmethod
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.fixture
+def full_disk():
+    yield FullDisk
+    FullDisk.limit(resource.RLIM_INFINITY)
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_a_full_disk_costs_one_checkpoint_and_the_run_goes_on(tmp_path, caplog, full_disk, kind):
+    disk = full_disk(2)
+    trainer = make(tmp_path, kind, max_steps=3, save_total_limit=1, callbacks=[disk])
+    trainer.train()
+    assert disk.newest == ["checkpoint-1", "checkpoint-1", "checkpoint-3"]
+    assert "A checkpoint could not be written, and training goes on without it: checkpoint-2: " in caplog.text
+    assert "max_failed_saves=3" in caplog.text
+    assert disk.metrics == [None, None, 1.0, None], "logged with the next step, and then the run's summary"
+    assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-3"]
+    assert not (tmp_path / UNFINISHED).exists()
+
+
+def test_many_failed_checkpoints_in_a_row_end_the_run(tmp_path, full_disk):
+    trainer = make(tmp_path, max_steps=9, max_failed_saves=2, callbacks=[full_disk(1, 2)])
+    with pytest.raises(SaveError, match="max_failed_saves=2 checkpoints in a row could not be written") as caught:
+        trainer.train()
+    assert "checkpoint-2: " in str(caught.value)
+    assert trainer.state.global_step == 2
+
+
+def test_a_run_whose_last_checkpoint_fails_ends_with_an_error(tmp_path, full_disk):
+    trainer = make(tmp_path, max_steps=2, callbacks=[full_disk(2)])
+    with pytest.raises(SaveError, match="The last checkpoint could not be written: checkpoint-2: ") as caught:
+        trainer.train()
+    assert "Free space there, and go on with resume_from_checkpoint: true" in str(caught.value)
+    assert choose_checkpoint(True, tmp_path).name == "checkpoint-1"
+    trainer.train(resume_from_checkpoint=True)
+    assert choose_checkpoint(True, tmp_path).name == "checkpoint-2"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: torch.save(torch.zeros(5000), path),
+        lambda path: save_file({"a": torch.zeros(5000)}, str(path)),
+        lambda path: make_tokenizer("qwen3").save_pretrained(str(path)),
+        lambda path: path.write_bytes(b"0" * 5000),
+    ],
+    ids=["torch", "safetensors", "tokenizers", "python"],
+)
+def test_a_full_disk_is_known_in_the_words_of_every_library(tmp_path, full_disk, write):
+    problems = []
+    full_disk.limit(1000)
+    with _kept(problems):
+        write(tmp_path / "file")
+    assert len(problems) == 1
+
+
+def test_a_mistake_in_the_code_is_no_full_disk(tmp_path, monkeypatch):
+    trainer = make(tmp_path, max_steps=1)
+
+    def save(*args, **kwargs):
+        raise RuntimeError("these weights cannot be saved")
+
+    monkeypatch.setattr(trainer.model, "save_pretrained", save)
+    with pytest.raises(RuntimeError, match="these weights cannot be saved"):
+        trainer.train()
+
+
+# -------------------------------------------------------------------- places
+
+
+def test_leftovers_of_a_killed_save_are_removed_and_a_whole_one_gets_its_place(run_copy, caplog):
+    torn = shutil.copytree(run_copy / "checkpoint-2", run_copy / UNFINISHED / "checkpoint-4")
+    cut(torn / "optimizer.pt")
+    (run_copy / "checkpoint-2").rename(run_copy / UNFINISHED / "checkpoint-3")
+    clear_unfinished(run_copy)
+    assert sorted(path.name for path in run_copy.glob("*check*")) == ["checkpoint-1", "checkpoint-3"]
+    assert not (run_copy / UNFINISHED).exists()
+    assert "checkpoint-4 was interrupted; what it had written is removed" in caplog.text
+    assert problem_of(run_copy / "checkpoint-3") is None
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "rollout_state_rank7.pt").write_text("of an earlier run", encoding="utf-8")
+    make(tmp_path, max_steps=1).train()
+    assert problem_of(tmp_path / "checkpoint-1") is None
+    assert "rollout_state_rank7.pt" not in files_of(tmp_path / "checkpoint-1")
+
+
+def test_the_best_checkpoint_is_known_by_its_place(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1,
+               "metric_for_best_model": "reward",
+               "eval_dataset": questions(2), "per_device_eval_batch_size": 4}  # fmt: skip
+    trainer = make(tmp_path, max_steps=2, **options)
+    trainer.train()
+    best = trainer.state.best_model_checkpoint
+    assert best == str(tmp_path / f"checkpoint-{trainer.state.best_global_step}")
+    state = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text(encoding="utf-8"))
+    assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-1")
+
+
+def test_a_checkpoint_is_pushed_when_it_has_its_place(tmp_path, monkeypatch):
+    trainer, pushed = make(tmp_path, max_steps=1), []
+    monkeypatch.setattr(
+        Publishing, "_push_from_checkpoint", lambda self, folder: pushed.append((folder, problem_of(Path(folder))))
+    )
+    trainer.args.push_to_hub = True
+    trainer.train()
+    assert pushed == [(str(tmp_path / "checkpoint-1"), None)]
+
+
+def test_trls_own_rollout_is_saved_and_resumed_in_the_same_way(tmp_path, caplog):
+    options = {
+        "env": None,
+        "script": None,
+        "max_completion_length": 4,
+        "reward_funcs": lambda completions, **_: [1.0] * 4,
+    }
+    trainer = make(tmp_path, max_steps=2, resume_without=["data"], **options)
+    assert trainer.env_factory is None
+    trainer.train()
+    cut(tmp_path / "checkpoint-2" / "optimizer.pt")
+    resumed = make(tmp_path, max_steps=3, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3 and "Passed over: checkpoint-2: optimizer.pt" in caplog.text
+
+
+# -------------------------------------------------------------------- one run at a time
+
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from agent_r1_trl.trainers.output_lock import output_lock
+with output_lock(Path(sys.argv[1])):
+    tool = os.fork()  # what a tool of the run starts, which outlives it
+    if tool:
+        print(tool, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def other_run(tmp_path):
+    """A process that trains in `tmp_path`, and one that it has forked."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    tool = int(process.stdout.readline())
+    yield process, tool
+    for pid in (process.pid, tool):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_second_run_is_refused_while_the_first_lives_and_never_after(tmp_path, other_run):
+    process, tool = other_run
+    trainer = make(tmp_path, max_steps=1)
+    with pytest.raises(
+        CheckpointError, match=f"output_dir={str(tmp_path)!r} is in use by process {process.pid} on"
+    ) as caught:
+        trainer.train()
+    assert f"end it (kill {process.pid};" in str(caught.value) and "set another output_dir" in str(caught.value)
+    assert trainer.state.global_step == 0
+    process.kill()
+    process.wait()
+    os.kill(tool, 0)  # it lives, and has the file open
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert (tmp_path / LOCK_FILE).read_text(encoding="utf-8") == "", "a run that has ended names nobody"
+
+
+def test_a_file_system_without_locks_is_only_warned_of(tmp_path, monkeypatch, caplog):
+    def no_locks(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", no_locks)
+    with output_lock(tmp_path / "run"):
+        assert (
+            f"output_dir={tmp_path / 'run'} cannot be locked ([Errno {errno.ENOLCK}] No locks available)"
+            in caplog.text
+        )
