@@ -16,13 +16,16 @@ from typing import Any
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.generation.base import Generator, SamplingParams, TrajectorySlot, current_slot
 from agent_r1_trl.rollout.draft import Draft
-from agent_r1_trl.rollout.env_session import EnvSession
+from agent_r1_trl.rollout.env_session import CLOSE_TIMEOUT_S, EnvSession
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = CLOSE_TIMEOUT_S + 10.0
+"""Seconds that `stop` waits for environments to be closed."""
 
 
 class RolloutRunner:
@@ -59,6 +62,7 @@ class RolloutRunner:
         self.environments: list[Any] = []
         """The environments of the last run, in the order of its requests (None where none could be made)."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._under_way: set[asyncio.Task[Any]] = set()
 
     def run(self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None) -> list[Trajectory]:
         """Play one trajectory per request and return them in the order of the requests.
@@ -72,14 +76,54 @@ class RolloutRunner:
         try:
             return future.result()
         except BaseException:  # KeyboardInterrupt as well: stop what is running
-            future.cancel()
+            self.stop()
             raise
 
     def start(
         self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None
     ) -> Future[list[Trajectory]]:
-        """`run` that returns at once; cancelling the future stops the trajectories."""
-        return asyncio.run_coroutine_threadsafe(self.run_async(requests, params=params), self._event_loop())
+        """`run` that returns at once; `stop` ends it early, and the future is then cancelled."""
+
+        async def play() -> list[Trajectory]:
+            task = asyncio.current_task()
+            assert task is not None
+            self._under_way.add(task)
+            try:
+                return await self.run_async(requests, params=params)
+            finally:
+                self._under_way.discard(task)
+
+        return asyncio.run_coroutine_threadsafe(play(), self._event_loop())
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
+        """Cut the trajectories that are under way, and wait until their environments are closed.
+
+        May be called from any thread, and more than once at a time.
+
+        Args:
+            timeout_s: the longest wait.
+
+        Returns:
+            Whether all environments are closed, or were given up by their own time limit.
+        """
+        loop = self._loop
+        if loop is None:
+            return True
+        stopping = asyncio.run_coroutine_threadsafe(self._stop(), loop)
+        try:
+            stopping.result(timeout_s)
+        except TimeoutError:
+            logger.warning("The rollout has not ended %g s after it was cut; environments may be open.", timeout_s)
+            return False
+        return True
+
+    async def _stop(self) -> None:
+        tasks = [*self._under_way]
+        for task in tasks:
+            if not task.cancelling():  # a second time would interrupt its closing
+                task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     async def run_async(
         self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None
@@ -144,10 +188,11 @@ class RolloutRunner:
         return self._loop
 
     def close(self) -> None:
-        """End the event loop's thread."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
+        """Stop what is running, and end the event loop's thread."""
+        self.stop()
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
 
 
 def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:

@@ -6,8 +6,7 @@ trajectory (`agent_r1_trl.rollout`), which rows count and what they earn (`rewar
 
 from __future__ import annotations
 
-import ctypes
-import sys
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +28,15 @@ from agent_r1_trl.rollout import (
     context_length,
     rollout_requests,
 )
+from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.failures import FailureWatch, gather_failures
+from agent_r1_trl.trainers.host_memory import release_free_memory
 from agent_r1_trl.trainers.lookahead import Lookahead
 from agent_r1_trl.trajectory import Trajectory
+
+CUT_TIMEOUT_S = 15.0
+"""Seconds that environments have to close when a run is told to end: launchers kill 30 s after a signal."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -78,6 +82,7 @@ class Rollout:
             self._has_ended.set()
 
         self._has_ended = threading.Event()
+        self._runner = runner
         self._future = runner.start(requests, params=params)
         self._future.add_done_callback(finish)
 
@@ -95,12 +100,13 @@ class Rollout:
 
         Raises:
             Exception: what an environment's author or a reward function got wrong; see `run_trajectory`.
+            CancelledError: it was cut.
         """
         return self._future.result()
 
-    def cancel(self) -> None:
-        """Stop the trajectories."""
-        self._future.cancel()
+    def cancel(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
+        """Stop the trajectories; returns when their environments are closed, or False when time is up."""
+        return self._runner.stop(timeout_s) or not self._future.cancel()  # whoever waits goes on
 
 
 @dataclass
@@ -223,6 +229,10 @@ class Rollouts:
         self._generator = None if generator is None else as_generator(generator)
         self._runner: RolloutRunner | None = None
         self._window = Lookahead()
+        self._is_cut = self._is_stuck = False
+        self._last: Rollout | None = None
+        self.together: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        """Inside it, what one rank gets wrong is raised on all of them (`signals.py`)."""
 
     # ---------------------------------------------------------------- playing
 
@@ -250,6 +260,7 @@ class Rollouts:
             self.upcoming.wait()  # its generator must not change weights on the way
         gather = self.args.ds3_gather_for_generation and not self.args.use_vllm
         with (
+            self.together(),
             torch.no_grad(),
             unwrap_model_for_generation(model, self._accelerator, gather_deepspeed3_params=gather) as policy,
         ):
@@ -259,12 +270,13 @@ class Rollouts:
             else:
                 rollout = self._start(rows, position.micro_step, position)
                 rollout.wait()
+            trajectories = rollout.trajectories
             if self.args.overlap_rollout and position.is_training:
                 self._start_upcoming(position)
             self._rest()
         if self._accelerator.device.type == "cpu":
             release_free_memory()
-        played = PlayedBatch(rows, rollout.trajectories, rollout.environments)
+        played = PlayedBatch(rows, trajectories, rollout.environments)
         if position.is_training:
             self.failures.judge(gather_failures(played.trajectories), group_size=position.group_size)
         metrics["time/rollout_s"] = rollout.seconds
@@ -284,7 +296,20 @@ class Rollouts:
         params = self.params
         if not position.is_training and self.args.eval_temperature is not None:
             params = replace(params, temperature=self.args.eval_temperature)
-        return Rollout(self.runner, requests, params, synced_step=self.synced_step)
+        rollout = self._last = Rollout(self.runner, requests, params, synced_step=self.synced_step)
+        if self._is_cut:
+            rollout.cancel(CUT_TIMEOUT_S)
+        return rollout
+
+    def cut(self) -> None:
+        """End the rollout under way, and every further one until `end_run`; from any thread.
+
+        Whoever waits for a rollout gets a `CancelledError`. The environments are closed when this returns, or have had
+        `CUT_TIMEOUT_S` for it.
+        """
+        self._is_cut = True
+        under_way = [rollout for rollout in (self._last, self.upcoming) if rollout is not None]
+        self._is_stuck = not all([rollout.cancel(CUT_TIMEOUT_S) for rollout in under_way])
 
     def _start_upcoming(self, position: Position) -> None:
         """Begin the next generation batch, if the run gets that far."""
@@ -307,7 +332,7 @@ class Rollouts:
         if self.upcoming is not None:
             self.upcoming.cancel()
             self.upcoming = None
-        self.synced_step = -1
+        self.synced_step, self._is_cut, self._last = -1, False, None
 
     @property
     def runner(self) -> RolloutRunner:
@@ -368,17 +393,7 @@ class Rollouts:
             return
         if self._generator is None:
             self._runner.generator.close()
-        self._runner.close()
-        self._runner = None
+        if not self._is_stuck:  # else its thread ends with the process
+            self._runner.close()
+        self._runner, self._is_stuck = None, False
         self.synced_step = -1
-
-
-def release_free_memory() -> None:
-    """Give freed memory between live blocks back to the system; does nothing where the C library cannot (glibc can).
-
-    Trajectories differ in length, so every step asks for blocks of other sizes, and from several threads: glibc keeps
-    the holes, and a long run on the CPU would grow from step to step. Takes a fraction of a second.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
