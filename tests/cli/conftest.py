@@ -88,14 +88,14 @@ def recipe(tmp_path, monkeypatch, model_folder):
 
 @pytest.fixture
 def refusal(capsys):
-    """`refusal("train", "--config", ...)` is the one message of a command that must end with exit code 2.
+    """`refusal("train", "--config", ...)` is the one message of a command that must end with exit code 2, or `code`.
 
     The law for all of them: no traceback, one line, and a cure.
     """
 
-    def run(*arguments):
+    def run(*arguments, code=2):
         capsys.readouterr()
-        assert main(list(map(str, arguments))) == 2
+        assert main(list(map(str, arguments))) == code
         errors = capsys.readouterr().err
         assert "Traceback" not in errors
         (message,) = [line for line in errors.splitlines() if line.startswith("error: ")]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.cli import main
+from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE
 from agent_r1_trl.recording import TrajectoryStore, read_records
 from tests.recording.examples import two_turns
 
@@ -137,7 +138,7 @@ def test_where_nothing_can_be_played_every_cause_is_said(recipe, refusal, monkey
     flags = ["--config", path, *break_rows(path, "test0", "test1"), "--num_generations", "3"]
     assert "cannot start on the first rows" in refusal("eval", *flags)
     monkeypatch.setattr("agent_r1_trl.cli.resolve.check_first_row", lambda *args: None)
-    message = refusal("eval", *flags)
+    message = refusal("eval", *flags, code=EXIT_INFRASTRUCTURE)
     assert "All 6 trajectories failed: 6 x environment_error: BrokenEnv.reset raised OSError: the server is" in message
     assert "example 'test0'" in message
 

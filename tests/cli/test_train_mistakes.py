@@ -16,6 +16,7 @@ import pytest
 from transformers.trainer_utils import IntervalStrategy
 
 from agent_r1_trl.cli import main
+from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE
 from agent_r1_trl.cli.recipe import read_value
 from agent_r1_trl.generation import TransformersGenerator
 from agent_r1_trl.generation.sync import SyncError
@@ -235,7 +236,7 @@ def test_a_mistake_ends_train_before_it_starts(recipe, refusal, model_folder, se
 def test_prompts_that_leave_no_room_end_train_with_the_cure(recipe, refusal):
     path = recipe(dataset_name="long.jsonl", eval_dataset_name=None)
     Path("long.jsonl").write_text((json.dumps({"prompt": "Who? " * 1000}) + "\n") * 2)
-    message = refusal("train", "--config", path)
+    message = refusal("train", "--config", path, code=EXIT_INFRASTRUCTURE)
     assert "prompt_too_long" in message and "agent-r1-trl doctor" in message
 
 
@@ -250,7 +251,8 @@ def test_a_sampler_with_other_weights_is_no_traceback(recipe, refusal, monkeypat
         raise SyncError("The log-probabilities differ. Restart the server.")
 
     monkeypatch.setattr(TransformersGenerator, "sync", stale, raising=False)
-    assert refusal("train", "--config", recipe()) == "The log-probabilities differ. Restart the server."
+    message = refusal("train", "--config", recipe(), code=EXIT_INFRASTRUCTURE)
+    assert message == "The log-probabilities differ. Restart the server."
 
 
 def test_vllm_that_is_not_installed_is_told_before_training(recipe, refusal, monkeypatch):

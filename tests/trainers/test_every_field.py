@@ -200,6 +200,12 @@ TABLE = {
     "failure_window": ShownBy(
         "tests/trainers/test_failures.py::test_an_outage_ends_the_run_when_the_window_is_full_of_it"
     ),
+    "save_on_signal": ShownBy(
+        "tests/trainers/test_signals.py::test_without_save_on_signal_everything_is_closed_and_nothing_is_written"
+    ),
+    "rank_timeout": ShownBy(
+        "tests/distributed/test_endings.py::test_a_rank_without_a_sign_of_life_ends_the_other_after_rank_timeout"
+    ),
     "max_failed_saves": ShownBy(
         "tests/trainers/test_whole_checkpoints.py::test_many_failed_checkpoints_in_a_row_end_the_run"
     ),

@@ -1,4 +1,4 @@
-"""Mistakes of a user, reported without a traceback.
+"""Mistakes of a user and failures of the infrastructure, reported without a traceback; the exit codes.
 
 Every message names the flag, its value, the rule and the cure. AGENT_R1_TRL_DEBUG=1 shows the traceback as well.
 """
@@ -14,7 +14,11 @@ from collections.abc import Callable, Sequence
 from agent_r1_trl.safe_text import shown
 
 EXIT_USAGE = 2
+"""A mistake in the recipe, on the command line or in a file that one of them names; do not try again."""
+EXIT_INFRASTRUCTURE = 3
+"""A server, a tool, an environment or another rank failed; the same command may succeed later, or resumed."""
 EXIT_INTERRUPTED = 130
+"""Ctrl-C; 128 + the signal's number for any other signal. 1 is what nobody foresaw, with a traceback."""
 
 _WRONG_TYPE = re.compile(r"argument (?P<flag>--\w+)\S*: invalid (?P<kind>\S+) value: (?P<value>.*)", re.DOTALL)
 _WRONG_CHOICE = re.compile(r"argument (?P<flag>--\w+)\S*: invalid choice: (?P<value>.*) \(choose from (?P<names>.*)\)")
@@ -37,8 +41,25 @@ class UsageError(ValueError):
     """A mistake in a recipe, on the command line, or in a file that one of them names."""
 
 
+class InfrastructureError(RuntimeError):
+    """Something that the run depends on has failed, which no change of the recipe need cure."""
+
+
+def infrastructure_errors() -> tuple[type[Exception], ...]:
+    """What ends a run through no mistake of its recipe."""
+    from agent_r1_trl.generation import GenerationError
+    from agent_r1_trl.generation.sync import SyncError
+    from agent_r1_trl.rollout import NothingPlayedError
+    from agent_r1_trl.rollout.watchdog import LoopLostError
+    from agent_r1_trl.trainers.nonfinite import NonFiniteError
+    from agent_r1_trl.trainers.ranks import RankLostError
+    from agent_r1_trl.trainers.saving import SaveError
+
+    return GenerationError, SyncError, NothingPlayedError, LoopLostError, NonFiniteError, RankLostError, SaveError
+
+
 def run_command(function: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
-    """Run a command and report a `UsageError`; returns the exit code, 2 for such an error.
+    """Run a command and report a `UsageError` or an `InfrastructureError`; returns the exit code, 2 or 3 for these.
 
     Args:
         function: takes the arguments and returns an exit code.
@@ -46,14 +67,15 @@ def run_command(function: Callable[[Sequence[str]], int], argv: Sequence[str] | 
     """
     try:
         return function(sys.argv[1:] if argv is None else argv)
-    except UsageError as error:
+    except (UsageError, InfrastructureError) as error:
         if os.environ.get("AGENT_R1_TRL_DEBUG"):
             traceback.print_exc()
         if is_main_process():  # a launcher starts several processes, which all find the same mistake
             print(shown(f"error: {error}"), file=sys.stderr)
-        return EXIT_USAGE
+        return EXIT_USAGE if isinstance(error, UsageError) else EXIT_INFRASTRUCTURE
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if is_main_process():
+            print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # `agent-r1-trl view ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

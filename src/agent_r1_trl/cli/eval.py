@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent_r1_trl.cli.errors import UsageError, model_problem, run_command
+from agent_r1_trl.cli.errors import (
+    InfrastructureError,
+    UsageError,
+    infrastructure_errors,
+    model_problem,
+    run_command,
+)
 from agent_r1_trl.cli.recipe import read_recipe, split_config
 from agent_r1_trl.safe_text import set_rules
 
@@ -76,14 +82,15 @@ def run_evaluation(arguments: EvalArguments, console: Console, *, description: s
     """Load data, environment and model, and evaluate with a progress bar.
 
     Raises:
-        UsageError: the environment, the data or the model cannot be loaded, or no trajectory could be played.
+        UsageError: the environment, the data or the model cannot be loaded.
+        InfrastructureError: no trajectory could be played, or the engine failed.
     """
     from agent_r1_trl.cli.progress import trajectory_progress
     from agent_r1_trl.cli.resolve import check_first_row, make_folder, resolve_env
     from agent_r1_trl.evaluation import evaluate_model
     from agent_r1_trl.evaluation.loading import check_model_folder
-    from agent_r1_trl.generation import GenerationError, SamplingParams
-    from agent_r1_trl.rollout import NothingPlayedError
+    from agent_r1_trl.generation import SamplingParams
+    from agent_r1_trl.trainers.signals import signals_raise
 
     set_rules(arguments.secret_names, arguments.secret_patterns)
     env_factory = resolve_env(arguments.env, arguments.env_kwargs)  # type: ignore[arg-type]
@@ -94,7 +101,8 @@ def run_evaluation(arguments: EvalArguments, console: Console, *, description: s
         make_folder("output_dir", arguments.output_dir)
     try:
         check_model_folder(arguments.model_name_or_path, flag="model_name_or_path")  # type: ignore[arg-type]
-        with trajectory_progress(console, description, len(rows) * arguments.num_generations_eval) as on_trajectory:
+        num_trajectories = len(rows) * arguments.num_generations_eval
+        with signals_raise(), trajectory_progress(console, description, num_trajectories) as on_trajectory:
             return evaluate_model(
                 arguments.model_name_or_path,
                 env_factory,
@@ -115,7 +123,9 @@ def run_evaluation(arguments: EvalArguments, console: Console, *, description: s
             )
     except OSError as error:
         raise UsageError(model_problem(arguments.model_name_or_path, error)) from error
-    except (ValueError, NothingPlayedError, GenerationError) as error:  # limits, template, engine, environment
+    except infrastructure_errors() as error:
+        raise InfrastructureError(str(error)) from error
+    except ValueError as error:  # limits, template, environment
         raise UsageError(str(error)) from error
 
 

@@ -121,7 +121,10 @@ def make_progress(console: Console) -> Progress:
 
 @contextlib.contextmanager
 def trajectory_progress(console: Console, description: str, total: int) -> Iterator[Callable[[Any], None]]:
-    """A bar that advances with every finished trajectory; yields the `on_trajectory` of `evaluate`."""
+    """A bar that advances with every finished trajectory; yields the `on_trajectory` of `evaluate`.
+
+    An interruption is reported with the number of trajectories that were finished.
+    """
     num_solved = 0.0
     num_done = 0
     start = time.monotonic()
@@ -136,7 +139,13 @@ def trajectory_progress(console: Console, description: str, total: int) -> Itera
             note = f"exact match {num_solved / num_done:.3f}" if score is not None else ""
             progress.update(task, advance=1, note=note)
 
-        yield advance
+        try:
+            yield advance
+        except (KeyboardInterrupt, SystemExit):
+            console.print(
+                f"{description} interrupted: {num_done} of {total} trajectories finished, nothing is written"
+            )
+            raise
     if not console.is_terminal:
         seconds = time.monotonic() - start
         console.print(f"{description}: {num_done} trajectories in {seconds:.0f} s")

@@ -13,9 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent_r1_trl.cli.errors import UsageError, is_main_process, model_problem, run_command, with_cure
+from agent_r1_trl.cli.errors import (
+    InfrastructureError,
+    UsageError,
+    infrastructure_errors,
+    is_main_process,
+    model_problem,
+    run_command,
+    with_cure,
+)
 from agent_r1_trl.cli.launch import check_launcher, check_num_processes, device_defaults, use_one_gpu
 from agent_r1_trl.cli.recipe import read_recipe, split_config
+from agent_r1_trl.safe_text import shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -177,7 +186,6 @@ def _data(script_args: TrainArguments, args: Any) -> tuple[Any, Any]:
 
 def _make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **parts: Any) -> Any:
     from agent_r1_trl.evaluation.loading import check_model_folder
-    from agent_r1_trl.generation import GenerationError
     from agent_r1_trl.trainers.trl_arguments import get_peft_config, get_quantization_config
 
     options = {
@@ -200,7 +208,9 @@ def _make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **par
         )
     except OSError as error:
         raise UsageError(model_problem(model_args.model_name_or_path, error)) from error
-    except (ValueError, ImportError, GenerationError) as error:  # wrong settings, missing packages, no server
+    except infrastructure_errors() as error:  # no server
+        raise InfrastructureError(str(error)) from error
+    except (ValueError, ImportError) as error:  # wrong settings, missing packages
         raise UsageError(with_cure(str(error))) from error
     except RuntimeError as error:  # from a tracker that is not installed; any other is not the recipe's fault
         message = with_cure(str(error))
@@ -210,22 +220,16 @@ def _make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **par
 
 
 def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
-    from agent_r1_trl.generation import GenerationError
-    from agent_r1_trl.generation.sync import SyncError
-    from agent_r1_trl.rollout import NothingPlayedError
     from agent_r1_trl.trainers.checkpoints import CheckpointError
-    from agent_r1_trl.trainers.saving import SaveError
 
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-    except (NothingPlayedError, CheckpointError) as error:  # on all processes alike
+    except CheckpointError as error:  # on all processes alike
         raise UsageError(str(error)) from error
-    except SaveError as error:  # of a full disk, so that its exit code is not that of a mistake
-        sys.exit(f"error: {error}" if is_main_process() else 1)
-    except (GenerationError, SyncError) as error:
+    except infrastructure_errors() as error:
         if not is_main_process():  # its message would not be printed, and the error may be its alone
-            raise
-        raise UsageError(str(error)) from error
+            print(shown(f"error on rank {os.environ.get('RANK')}: {error}"), file=sys.stderr)
+        raise InfrastructureError(str(error)) from error
     finally:
         progress.stop()
         if trainer.env_factory is not None:

@@ -12,6 +12,8 @@ from typing import Any
 
 from agent_r1_trl.rollout.limits import check_share, check_whole_number
 
+MIN_RANK_TIMEOUT_S = 5.0
+
 RESUME_PARTS = ("optimizer", "rng", "rollout", "data")
 
 
@@ -125,6 +127,22 @@ class FaultSettings:
         },
     )
 
+    # ---- the end of a run from outside (`signals.py`, `ranks.py`)
+    save_on_signal: bool = field(
+        default=True,
+        metadata={
+            "help": "Write a checkpoint when SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 ends the run. Environments "
+            "and engines are closed either way."
+        },
+    )
+    rank_timeout: float = field(
+        default=120.0,
+        metadata={
+            "help": "Seconds without a sign of life from a rank after which the others end the run with a message "
+            "that names it. A killed rank of the same machine is noticed within 2 seconds."
+        },
+    )
+
     def check_faults(self) -> None:
         """Check these settings.
 
@@ -146,6 +164,12 @@ class FaultSettings:
                 f"max_outage_wait={wait!r} must be a number of seconds >= 0. Set max_outage_wait to such a value."
             )
         self.check_saving()
+        is_number = isinstance(self.rank_timeout, int | float) and not isinstance(self.rank_timeout, bool)
+        if not is_number or not self.rank_timeout >= MIN_RANK_TIMEOUT_S:
+            raise ValueError(
+                f"rank_timeout={self.rank_timeout!r}: must be a number >= {MIN_RANK_TIMEOUT_S:g} (seconds), because "
+                "signs of life are a second apart. Set it to 120, say."
+            )
 
     def check_saving(self) -> None:
         """Check the settings that TRL's own rollout has as well.

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -60,6 +61,7 @@ from agent_r1_trl.trainers.reward_calls import RewardCalls
 from agent_r1_trl.trainers.rewards import Rewards
 from agent_r1_trl.trainers.rollouts import PlayedBatch, Position, Rollouts, trl_generation
 from agent_r1_trl.trainers.saving import Saving
+from agent_r1_trl.trainers.signals import RunGuard
 from agent_r1_trl.trainers.tool_watch import ToolOutageError
 from agent_r1_trl.trainers.trl_logs import correct_trl_logs, drop_token_means
 from agent_r1_trl.trajectory import Trajectory
@@ -168,6 +170,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
         policy, rank = self.accelerator.unwrap_model(self.model), self.accelerator.process_index
         parts: Any = (self.args, self.accelerator, policy, self._tokenizer, self.env_factory)
         self.rollouts = Rollouts(*parts, generator=generator, eos_token_ids=self.eos_token_ids)
+        self.guard = RunGuard(self)
         self.chat, self.limits = self.rollouts.chat, self.rollouts.limits
         self.chat.write_to(self._tokenizer)  # what is trained with is saved
         self.credit = CreditEstimator(self.args, self.accelerator)
@@ -191,11 +194,11 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
         return sampler if is_trls else EpochOrder(sampler, lambda: int(self.state.epoch or 0))
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's loop; a rollout that no update waits for any more ends with it."""
+        """The Trainer's loop, under guard: what a signal or a lost rank does is in `signals.py`."""
         if self.env_factory is None:
             return super().train(*args, **kwargs)
         try:
-            result = super().train(*args, **kwargs)
+            result = self.guard.run(partial(super().train, *args, **kwargs))
         except ToolOutageError:  # nothing was trained on since, so the run can go on from here
             is_at_step = self._step == self.state.global_step * self.args.gradient_accumulation_steps > 0
             if is_at_step and self.args.save_strategy != "no":

@@ -6,8 +6,7 @@ trajectory (`agent_r1_trl.rollout`), which rows count and what they earn (`rewar
 
 from __future__ import annotations
 
-import ctypes
-import sys
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,13 +32,17 @@ from agent_r1_trl.rollout import (
     rollout_requests,
 )
 from agent_r1_trl.rollout.probe import RecordedCall, succeeds
-from agent_r1_trl.trainers.agreement import raised_everywhere
+from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.failures import FailureWatch, gather_failures
+from agent_r1_trl.trainers.host_memory import release_free_memory
 from agent_r1_trl.trainers.lookahead import Lookahead
 from agent_r1_trl.trainers.nonfinite import last_checkpoint
 from agent_r1_trl.trainers.tool_watch import ToolWatch
 from agent_r1_trl.trajectory import Trajectory
+
+CUT_TIMEOUT_S = 15.0
+"""Seconds that environments have to close when a run is told to end: launchers kill 30 s after a signal."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -86,6 +89,7 @@ class Rollout:
             self._has_ended.set()
 
         self._has_ended = threading.Event()
+        self._runner = runner
         self._future = runner.start(requests, params=params)
         self._future.add_done_callback(finish)
 
@@ -103,12 +107,13 @@ class Rollout:
 
         Raises:
             Exception: what an environment's author or a reward function got wrong; see `run_trajectory`.
+            CancelledError: it was cut.
         """
         return self._future.result()
 
-    def cancel(self) -> None:
-        """Stop the trajectories."""
-        self._future.cancel()
+    def cancel(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
+        """Stop the trajectories; returns when their environments are closed, or False when time is up."""
+        return self._runner.stop(timeout_s) or not self._future.cancel()  # whoever waits goes on
 
 
 @dataclass
@@ -228,14 +233,18 @@ class Rollouts:
         self.upcoming: Rollout | None = None
         """The next batch's rollout, played while the update trains on this one (`overlap_rollout`)."""
         self.failures = FailureWatch(args.max_failure_share, args.failure_window)
-        self.tools = ToolWatch(
-            args.max_tool_failure_rise, args.min_tool_calls, args.max_outage_wait, ask=self._ask_tool
-        )
+        self._is_cut = threading.Event()
+        rules = (args.max_tool_failure_rise, args.min_tool_calls, args.max_outage_wait)
+        self.tools = ToolWatch(*rules, ask=self._ask_tool, sleep=self._is_cut.wait)
         self.synced_step = -1
         """Number of optimizer steps behind the generator's weights; -1 before the first sync."""
         self._generator = None if generator is None else as_generator(generator)
         self._runner: RolloutRunner | None = None
         self._window = Lookahead()
+        self._is_stuck = False
+        self._last: Rollout | None = None
+        self.together: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        """Inside it, what one rank gets wrong is raised on all of them (`signals.py`)."""
 
     # ---------------------------------------------------------------- playing
 
@@ -263,26 +272,27 @@ class Rollouts:
         if self.upcoming is not None:
             self.upcoming.wait()  # its generator must not change weights on the way
         gather = self.args.ds3_gather_for_generation and not self.args.use_vllm
-        with (
-            torch.no_grad(),
-            unwrap_model_for_generation(model, self._accelerator, gather_deepspeed3_params=gather) as policy,
-        ):
-            metrics = self.sync(policy, position.optimizer_step)
-            if self.upcoming is not None and position.is_training:
-                rollout, self.upcoming = self.upcoming, None
-            else:
-                rollout = self._start(rows, position.micro_step, position)
-                rollout.wait()
-            while position.is_training and self.tools.has_outage(rollout.trajectories, rollout.requests):
-                rollout = self._start(rows, position.micro_step, position)
-                rollout.wait()
-            if self.args.overlap_rollout and position.is_training:
-                self._start_upcoming(position)
-            self._rest()
+        while True:
+            with (
+                self.together(),
+                torch.no_grad(),
+                unwrap_model_for_generation(model, self._accelerator, gather_deepspeed3_params=gather) as policy,
+            ):
+                metrics = self.sync(policy, position.optimizer_step)
+                if self.upcoming is not None and position.is_training:
+                    rollout, self.upcoming = self.upcoming, None
+                else:
+                    rollout = self._start(rows, position.micro_step, position)
+                    rollout.wait()
+                trajectories = rollout.trajectories
+            if not (position.is_training and self.tools.has_outage(trajectories, rollout.requests)):
+                break
+        if self.args.overlap_rollout and position.is_training:
+            self._start_upcoming(position)
+        self._rest()
         if self._accelerator.device.type == "cpu":
             release_free_memory()
-        with raised_everywhere():
-            played = PlayedBatch(rows, rollout.trajectories, rollout.environments)
+        played = PlayedBatch(rows, trajectories, rollout.environments)
         if position.is_training:
             metrics |= self.tools.metrics
             failures = gather_failures(played.trajectories)
@@ -311,7 +321,20 @@ class Rollouts:
         params = self.params
         if not position.is_training and self.args.eval_temperature is not None:
             params = replace(params, temperature=self.args.eval_temperature)
-        return Rollout(self.runner, requests, params, synced_step=self.synced_step)
+        rollout = self._last = Rollout(self.runner, requests, params, synced_step=self.synced_step)
+        if self._is_cut.is_set():
+            rollout.cancel(CUT_TIMEOUT_S)
+        return rollout
+
+    def cut(self) -> None:
+        """End the rollout under way, and every further one until `end_run`; from any thread.
+
+        Whoever waits for a rollout gets a `CancelledError`. The environments are closed when this returns, or have had
+        `CUT_TIMEOUT_S` for it.
+        """
+        self._is_cut.set()
+        under_way = [rollout for rollout in (self._last, self.upcoming) if rollout is not None]
+        self._is_stuck = not all([rollout.cancel(CUT_TIMEOUT_S) for rollout in under_way])
 
     def _start_upcoming(self, position: Position) -> None:
         """Begin the next generation batch, if the run gets that far."""
@@ -334,7 +357,8 @@ class Rollouts:
         if self.upcoming is not None:
             self.upcoming.cancel()
             self.upcoming = None
-        self.synced_step = -1
+        self.synced_step, self._last = -1, None
+        self._is_cut.clear()
 
     @property
     def runner(self) -> RolloutRunner:
@@ -397,17 +421,7 @@ class Rollouts:
             return
         if self._generator is None:
             self._runner.generator.close()
-        self._runner.close()
-        self._runner = None
+        if not self._is_stuck:  # else its thread ends with the process
+            self._runner.close()
+        self._runner, self._is_stuck = None, False
         self.synced_step = -1
-
-
-def release_free_memory() -> None:
-    """Give freed memory between live blocks back to the system; does nothing where the C library cannot (glibc can).
-
-    Trajectories differ in length, so every step asks for blocks of other sizes, and from several threads: glibc keeps
-    the holes, and a long run on the CPU would grow from step to step. Takes a fraction of a second.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)

@@ -103,7 +103,7 @@ class ToolWatch:
         min_calls: calls that are judged at least.
         max_wait_s: seconds that the run waits for a tool.
         ask: makes a recorded call again and says whether it succeeded.
-        sleep: waits for some seconds.
+        sleep: waits for some seconds, or less and returns True if the run is told to end.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ToolWatch:
         max_wait_s: float,
         *,
         ask: Callable[[RecordedCall], bool],
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], bool | None] = time.sleep,
     ) -> None:
         self.max_rise, self.min_calls, self.max_wait_s = max_rise, min_calls, max_wait_s
         self.metrics: dict[str, float] = {}
@@ -238,7 +238,8 @@ class ToolWatch:
             if is_main_process():
                 logger.warning("The run waits %.0f s: the tool %r is down. %s.", wait_s, name, share)
             start = time.monotonic()
-            self._sleep(wait_s)
+            if any(gather_object([bool(self._sleep(wait_s))])):
+                return  # the rollout that follows is cut
             answer = self._answer(calls, num=1)
             if answer:
                 answer = self._answer(calls)

@@ -1,0 +1,70 @@
+"""Processes that tools and environments start: recognised by a mark in their environment, ended when a run is cut.
+
+A tool that is cut off in the middle of `subprocess.run` leaves its process behind, and a shell's background jobs lose
+their parent, so they cannot be found as children. Whatever is started while trajectories are played inherits the
+variable `MARK`. Not covered: a process that was given an environment of its own, and one that was forked without a new
+program; both belong to the environment's `close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import uuid
+from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
+
+MARK = "AGENT_R1_TRL_ROLLOUT"
+"""Environment variable; its value names the process that played."""
+GRACE_S = 2.0
+"""Seconds between SIGTERM and SIGKILL."""
+
+_RUN = uuid.uuid4().hex
+
+
+def _mark() -> str:
+    return f"{os.getpid()}-{_RUN}"  # a forked process plays under a mark of its own
+
+
+@contextlib.contextmanager
+def marked_processes() -> Iterator[None]:
+    """Processes that are started while it lasts are found by `end_marked_processes`."""
+    before = os.environ.get(MARK)
+    os.environ[MARK] = _mark()
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(MARK, None)
+        else:
+            os.environ[MARK] = before
+
+
+def end_marked_processes(grace_s: float = GRACE_S) -> int:
+    """End what this process's rollouts have started and what is still there: SIGTERM, then SIGKILL.
+
+    Args:
+        grace_s: seconds between the two; 0 kills at once.
+
+    Returns:
+        Number of processes that were there.
+    """
+    import psutil
+
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and process.environ().get(MARK) == _mark():
+                found.append(process)
+    for process in found if grace_s else ():
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    alive = psutil.wait_procs(found, timeout=grace_s)[1] if grace_s else found
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    if found:
+        logger.warning("Ended %d processes that tools or environments had left behind.", len(found))
+    return len(found)

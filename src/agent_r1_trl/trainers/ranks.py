@@ -1,0 +1,259 @@
+"""The processes of a run, called ranks: they agree on when to end, and each notices that another one has died.
+
+A collective operation waits for a rank that never comes: gloo until a connection breaks, NCCL until `ddp_timeout`. So
+a thread of each rank writes a sign of life into the process group's key-value store every second and reads those of
+the others. Covered here: agreement, signs of life, a launcher that is gone. Not covered: what a run does then
+(`signals.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+"""Seconds between two signs of life."""
+EXPLAIN_S = 6.0
+"""Seconds that a broken collective operation waits for the reason."""
+RUNNING, LEFT, FAILED = "running", "left", "failed"
+_BROKEN = ("gloo", "nccl", "connection", "timed out", "peer", "socket")
+_LAUNCHED = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
+"""Environment variables that launchers set; a process that none has started may outlive its parent."""
+
+
+class RankLostError(RuntimeError):
+    """Another rank has died or failed; the message names it."""
+
+
+@dataclass(kw_only=True)
+class Sign:
+    """What one rank tells the others."""
+
+    host: str
+    pid: int
+    machine: str
+    """Equal for processes that see each other's process ids."""
+    beat: int = 0
+    phase: str = "start"
+    signum: int = 0
+    """The signal that it received; 0 for none."""
+    state: str = RUNNING
+    error: str = ""
+    """What went wrong in this rank's rollout; the others need not play theirs to the end."""
+
+
+def num_ranks() -> int:
+    """Number of ranks that train together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def set_gloo_timeout(timeout: timedelta) -> None:
+    """Give gloo the time limit of `ddp_timeout`, which transformers passes on to GPUs alone."""
+    if num_ranks() > 1 and "gloo" in dist.get_backend():
+        dist.distributed_c10d._set_pg_timeout(timeout)
+
+
+class Agreement:
+    """Small collective operations on the CPU, which make no GPU wait.
+
+    Args:
+        timeout: of each operation.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._group: Any = None
+
+    def largest(self, signum: int, error: Exception | None) -> tuple[int, list[str]]:
+        """The largest `signum` of all ranks, and what has gone wrong on them. All ranks must call it.
+
+        Args:
+            signum: number of the signal that this rank has received; 0 for none.
+            error: what went wrong on this rank.
+        """
+        texts = [] if error is None else [f"{type(error).__name__}: {error}"]
+        if num_ranks() == 1:
+            return signum, texts
+        if self._group is None:
+            has_gloo = "gloo" in dist.get_backend()
+            self._group = dist.group.WORLD if has_gloo else dist.new_group(backend="gloo", timeout=self._timeout)
+        both = torch.tensor([signum, len(texts)])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+        if both[1]:
+            gathered: list[Any] = [None] * num_ranks()
+            dist.all_gather_object(gathered, texts, group=self._group)
+            texts = [f"rank {rank}: {text}" for rank, found in enumerate(gathered) for text in found]
+        return int(both[0]), texts
+
+
+class RankWatch:
+    """A thread that watches the other ranks and the launcher while a run lasts.
+
+    Args:
+        timeout_s: seconds without a sign of life after which a rank counts as dead; one of this machine whose process
+            is gone does so at once.
+        on_signal: called with the number of a signal that another rank received, or with SIGTERM's and a reason when
+            the launcher is gone; from the thread.
+        on_error: called when a rollout of another rank went wrong; from the thread.
+        on_lost: called once with a message that names the rank; from the thread.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        *,
+        on_signal: Callable[[int, str], None],
+        on_error: Callable[[], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self.lost: str | None = None
+        """What happened to another rank; None as long as all live."""
+        self.own = Sign(host=socket.gethostname(), pid=os.getpid(), machine=this_machine())
+        self._timeout_s = timeout_s
+        self._on_signal, self._on_error, self._on_lost = on_signal, on_error, on_lost
+        self._parent = os.getppid() if is_launched(os.environ) else None
+        self._stopped, self._awake = False, threading.Event()
+        self._found = threading.Event()
+        self._seen: dict[int, tuple[int, float]] = {}  # rank -> its last beat and when it was new
+        self._last: dict[int, Sign] = {}
+        self._store: Any = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, run: int) -> None:
+        """Begin to watch; all ranks must call it.
+
+        Args:
+            run: number of the run in this process, the same on all ranks.
+        """
+        if num_ranks() > 1:
+            store: Any = dist.distributed_c10d._get_default_store()
+            store = store.clone()  # the main thread may block that one
+            self._store = dist.PrefixStore(f"agent_r1_trl/{run}", store)
+            self._tell()
+        elif self._parent is None:
+            return
+        self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._thread.start()
+
+    def tell(self, **changes: Any) -> None:
+        """Change this rank's sign, which the others see within about a second."""
+        for name, value in changes.items():
+            setattr(self.own, name, value)
+        self._awake.set()
+
+    def stop(self, state: str, error: str = "") -> None:
+        """Say how this rank ends, and stop watching."""
+        self._stopped = True
+        self.tell(state=state, error=error)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(BEAT_S)
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # its host may have ended before
+                self._tell()
+
+    def explain(self, error: BaseException) -> RankLostError | None:
+        """The reason for a broken collective operation, if another rank was lost; waits for the thread to find it."""
+        words = str(error).lower()
+        is_broken = isinstance(error, dist.DistError) or any(word in words for word in _BROKEN)
+        if num_ranks() == 1 or not isinstance(error, RuntimeError) or not is_broken:
+            return None
+        self._found.wait(EXPLAIN_S)
+        return None if self.lost is None else RankLostError(self.lost)
+
+    # ---------------------------------------------------------------- the thread
+
+    def _watch(self) -> None:
+        while not self._stopped:
+            self._awake.wait(BEAT_S)
+            self._awake.clear()
+            if self._parent is not None and os.getppid() != self._parent:
+                self._parent = None
+                self._on_signal(signal.SIGTERM, "its launcher is gone")
+            if self._store is not None and self.lost is None and not self._stopped:
+                self._look_around()
+
+    def _look_around(self) -> None:
+        try:
+            self._tell()
+            texts = self._store.multi_get([str(rank) for rank in range(num_ranks())])
+        except RuntimeError:
+            time.sleep(BEAT_S / 2)  # a process that is killed closes its connections before it is gone
+            if is_launched(os.environ) and os.getppid() != self._parent:
+                self._store = None  # the launcher held it; the next round acts on that
+                return
+            self._lose("Rank 0 or the launcher is gone: the process group's key-value store does not answer any more")
+            return
+        for rank, text in enumerate(texts):
+            if rank != dist.get_rank():
+                self._judge(rank, Sign(**json.loads(text)))
+
+    def _judge(self, rank: int, sign: Sign) -> None:
+        now = time.monotonic()
+        name = f"Rank {rank} (process {sign.pid} on {sign.host})"
+        if rank not in self._seen or self._seen[rank][0] != sign.beat:
+            self._seen[rank] = (sign.beat, now)
+        if sign.signum:
+            self._on_signal(sign.signum, f"rank {rank} received it")
+        if sign.error and sign.state == RUNNING:
+            self._on_error()
+        silent_s = now - self._seen[rank][1]
+        if sign.state == FAILED:
+            self._lose(f"{name} failed in its {sign.phase}: {sign.error}")
+        elif sign.state == RUNNING and sign.machine == self.own.machine and not is_alive(sign.pid):
+            self._lose(f"{name} has died in its {sign.phase} without a word: killed, out of memory, or crashed")
+        elif sign.state == RUNNING and silent_s > self._timeout_s:
+            self._lose(
+                f"{name} has given no sign of life for {silent_s:.0f} s (rank_timeout={self._timeout_s:g}); its last "
+                f"phase was: {sign.phase}"
+            )
+
+    def _lose(self, message: str) -> None:
+        if self._stopped:
+            return
+        self.lost = message
+        self._found.set()
+        self._on_lost(message)
+
+    def _tell(self) -> None:
+        self.own.beat += 1
+        self._store.set(str(dist.get_rank()), json.dumps(asdict(self.own)))
+
+
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process, which then must not outlive it."""
+    return any(name in environment for name in _LAUNCHED)
+
+
+def this_machine() -> str:
+    """A name of this machine, and of the container in it where process ids are its own."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # Linux
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return " ".join(parts)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine runs."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return True

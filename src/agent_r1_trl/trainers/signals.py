@@ -1,0 +1,395 @@
+"""What a training run does when it is told to end, and when another rank or the launcher has died.
+
+A signal lets the update under way finish and cuts a rollout, whose trajectories are lost. Then a checkpoint is
+written, environments and engines are closed, what tools have started is ended, and `train` raises KeyboardInterrupt
+or SystemExit. Signals are received on a thread of their own, because the main thread may wait for another rank in a
+collective operation. Covered here: the order of these events. Not covered: agreement of ranks and their signs of life
+(`ranks.py`), processes of tools (`rollout/processes.py`).
+
+transformers 5.17 names that this file touches: `_save_checkpoint`, `callback_handler`, `control`, `state`; of TRL
+`_step` and `_buffered_inputs`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+from agent_r1_trl.rollout.processes import end_marked_processes, marked_processes
+from agent_r1_trl.safe_text import shown
+from agent_r1_trl.trainers.ranks import FAILED, LEFT, Agreement, RankLostError, RankWatch, set_gloo_timeout
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
+"""What users, schedulers and closed terminals send; SIGUSR1 is a common warning before preemption."""
+REPEAT_S = 2.0
+"""Seconds in which signals count as one: schedulers send them to launcher and workers, and launchers pass them on."""
+EXIT_RANK_LOST = 3
+"""`cli/errors.py` lists the exit codes."""
+LOST_GRACE_S = 10.0
+"""Seconds between the news that a rank is lost and the end of a process whose main thread does not come back."""
+
+_runs = itertools.count()
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The `Rollouts` of all trainers, whose engines and connections end with the program."""
+
+
+@atexit.register
+def _close_all() -> None:
+    for rollouts in [*_open]:
+        rollouts.close()
+
+
+class Interruption(BaseException):
+    """All ranks have agreed to end; it never leaves `train`."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+def exit_code(signum: int) -> int:
+    """The exit code of a process that a signal ended, by the shells' convention: 130 for SIGINT, 143 for SIGTERM."""
+    return 128 + signum
+
+
+def raise_signal(signum: int) -> NoReturn:
+    """Raise what ends a program in Python's way, `finally` blocks included.
+
+    Raises:
+        KeyboardInterrupt: for SIGINT.
+        SystemExit: with `exit_code` for any other.
+    """
+    if signum == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(exit_code(signum))
+
+
+def end_at_once(code: int, message: str) -> NoReturn:
+    """End this process without any cleanup but that of the tools' processes."""
+    print(shown(message), file=sys.stderr, flush=True)
+    with contextlib.suppress(Exception):
+        end_marked_processes(grace_s=0)
+    os._exit(code)
+
+
+def open_signals() -> list[int]:
+    """The signals to handle here: none in a thread or a notebook, and none that the program handles itself."""
+    is_interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    if threading.current_thread() is not threading.main_thread() or is_interactive:
+        return []
+    unhandled = (signal.SIG_DFL, signal.default_int_handler)
+    return [number for number in SIGNALS if signal.getsignal(number) in unhandled]
+
+
+class SignalListener:
+    """Passes signals to a function on a thread of its own; a second one ends the process at once.
+
+    Does nothing where signals cannot be handled (`open_signals`). The handlers that were there before come back.
+
+    Args:
+        on_signal: called with the number of the first signal.
+    """
+
+    def __init__(self, on_signal: Callable[[int], None]) -> None:
+        self._on_signal = on_signal
+        self._before: dict[int, Any] = {}
+        self._first_at: float | None = None
+
+    def __enter__(self) -> SignalListener:
+        numbers = open_signals()
+        if not numbers:
+            return self
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._others_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in numbers:
+            self._before[number] = signal.signal(number, _do_nothing)  # the byte in the socket says it all
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if not self._before:
+            return
+        signal.set_wakeup_fd(self._others_fd)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+        self._writer.close()
+
+    def _listen(self) -> None:
+        while number := self._reader.recv(1):
+            if self._others_fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.write(self._others_fd, number)
+            if number[0] in self._before:
+                self._take(number[0])
+        self._reader.close()
+
+    def _take(self, signum: int) -> None:
+        now = time.monotonic()
+        if self._first_at is None:
+            self._first_at = now
+            self._on_signal(signum)
+        elif now - self._first_at >= REPEAT_S:
+            name = signal.Signals(signum).name
+            end_at_once(exit_code(signum), f"{name} for the second time: ending without a checkpoint.")
+
+
+def _do_nothing(signum: int, frame: Any) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def signals_raise() -> Iterator[None]:
+    """For programs without state to save: signals raise as in `raise_signal`, and tools' processes are ended.
+
+    The second signal ends the process at once.
+    """
+    received = []
+
+    def handle(signum: int, frame: Any) -> None:
+        received.append(time.monotonic())
+        if len(received) == 1:
+            raise_signal(signum)
+        if received[-1] - received[0] >= REPEAT_S:
+            end_at_once(exit_code(signum), f"{signal.Signals(signum).name} for the second time: ending at once.")
+
+    before = {number: signal.signal(number, handle) for number in open_signals()}
+    try:
+        with marked_processes():
+            yield
+    except BaseException:
+        end_marked_processes()
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class RunGuard(TrainerCallback):
+    """Ends a training run in good order; see the top of this file.
+
+    Args:
+        trainer: a multi-turn trainer with an environment.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._agreement = Agreement(trainer.args.ddp_timeout_delta)
+        self._watch: RankWatch | None = None
+        self._received = 0
+        """The number of the signal that this or another rank has received."""
+        self._agreed = 0
+        """The same once all ranks know it."""
+        self._saved_step = -1
+        self._boundary: tuple[int, Any] = (0, None)
+        """TRL's `_step` and `_buffered_inputs` after the last optimizer step."""
+        self._random_states: list[Any] = []
+        """Of the same moment."""
+        set_gloo_timeout(trainer.args.ddp_timeout_delta)
+        trainer.rollouts.together = self.together
+        trainer.add_callback(self)
+        _open.add(trainer.rollouts)
+
+    def run(self, train: Callable[[], T]) -> T:
+        """Call `train` and see to its end.
+
+        Raises:
+            KeyboardInterrupt: SIGINT was received, a checkpoint written, everything closed.
+            SystemExit: the same for another signal, with `exit_code`.
+            RankLostError: another rank has died or failed.
+        """
+        self._received = self._agreed = 0
+        self._saved_step = -1
+        watch = RankWatch(
+            self._trainer.args.rank_timeout, on_signal=self._on_signal, on_error=self._cut, on_lost=self._on_lost
+        )
+        self._watch = watch
+        state, error_text = FAILED, "it was interrupted"
+        try:
+            overlap = self._trainer.args.overlap_rollout  # trajectories are played all the time
+            with (
+                SignalListener(lambda signum: self._on_signal(signum, "")),
+                marked_processes() if overlap else contextlib.nullcontext(),
+            ):
+                watch.start(next(_runs))
+                result = self._run(train)
+            state = LEFT
+            return result
+        except (KeyboardInterrupt, SystemExit):
+            state = LEFT if self._agreed else FAILED
+            raise
+        except Exception as error:
+            error_text = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            watch.stop(state, error_text if state == FAILED else "")
+            self._watch = None
+
+    def _run(self, train: Callable[[], T]) -> T:
+        has_best = False  # the model is no longer that of the last step
+        try:
+            result = train()
+            has_best = self._trainer.args.load_best_model_at_end
+            if not self._agreed:
+                self._agree()  # one that came after the very last step
+            if not self._agreed:
+                return result
+        except Interruption:
+            pass
+        except BaseException as error:
+            self._trainer.rollouts.cut()
+            end_marked_processes()
+            lost = None if self._watch is None else self._watch.explain(error)
+            if lost is None:
+                raise
+            raise lost from error
+        self._save(may_save=not has_best)
+        self._trainer.rollouts.close()
+        end_marked_processes()
+        self._agreement.largest(0, None)  # the first rank to end would have the launcher kill the others
+        raise_signal(self._agreed)
+
+    # ---------------------------------------------------------------- from other threads
+
+    def _on_signal(self, signum: int, why: str) -> None:
+        if self._received:
+            return
+        self._received = signum
+        if self._watch is not None:
+            self._watch.tell(signum=signum)
+        logger.warning(
+            "%s%s: the update under way is finished, a rollout is cut, %s everything is closed. A second signal, at "
+            "least %g s after the first, ends at once.",
+            signal.Signals(signum).name,
+            f" ({why})" if why else "",
+            "a checkpoint is written and"
+            if self._trainer.args.save_on_signal
+            else "no checkpoint is written (save_on_signal=False) and",
+            REPEAT_S,
+        )
+        self._cut()
+
+    def _on_lost(self, message: str) -> None:
+        logger.error("%s. This rank ends within %g s.", shown(message), LOST_GRACE_S)
+        self._cut()
+        timer = threading.Timer(LOST_GRACE_S, self._end_if_stuck, (self._watch, message))
+        timer.daemon = True
+        timer.start()
+
+    def _end_if_stuck(self, watch: RankWatch, message: str) -> None:
+        if self._watch is watch:
+            end_at_once(EXIT_RANK_LOST, f"error: {message}")
+
+    def _cut(self) -> None:
+        threading.Thread(target=self._trainer.rollouts.cut, name="cut", daemon=True).start()
+
+    # ---------------------------------------------------------------- where all ranks meet
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around a rollout: all ranks call it, and what goes wrong on one of them is raised on all.
+
+        Raises:
+            Interruption: a rank has received a signal.
+            RankLostError: another rank has failed; the message holds its error.
+            Exception: what went wrong on this rank.
+        """
+        phase = f"rollout of step {self._trainer.state.global_step + 1}"
+        self._tell(phase)
+        failure = None
+        with marked_processes():
+            try:
+                yield
+            except Exception as error:
+                failure = error
+                if not isinstance(error, CancelledError):
+                    self._tell(phase, error=f"{type(error).__name__}: {error}")
+        self._agree(failure)
+        self._tell(phase.replace("rollout", "update"))
+
+    def _agree(self, failure: Exception | None = None) -> None:
+        if self._watch is not None and self._watch.lost is not None:
+            raise RankLostError(self._watch.lost) from failure
+        own = None if isinstance(failure, CancelledError) else failure  # it was cut, for a reason that lies elsewhere
+        signum, texts = self._agreement.largest(self._received, own)
+        self._agreed = signum
+        if signum and self._watch is not None:
+            raise Interruption(signum) from failure
+        if own is None and texts:
+            raise RankLostError(f"Another rank failed: {'; '.join(texts)}") from failure
+        if failure is not None:
+            raise failure
+
+    def _tell(self, phase: str, error: str = "") -> None:
+        if self._watch is not None:
+            self._watch.tell(phase=phase, error=error)
+
+    # ---------------------------------------------------------------- the Trainer's events
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A resumed run begins where its checkpoint stands."""
+        self._remember()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Between two optimizer steps: the place to end and to save."""
+        self._remember()
+        if self._watch is None:
+            return
+        try:
+            self._agree()
+        except Interruption:
+            control.should_training_stop = True
+            control.should_evaluate = False
+            control.should_save |= args.save_on_signal
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What is saved need not be saved again."""
+        self._saved_step = state.global_step
+
+    def _remember(self) -> None:
+        trainer = self._trainer
+        is_used_up = trainer._step % (trainer.args.steps_per_generation * trainer.args.num_iterations) == 0
+        self._boundary = (trainer._step, None if is_used_up else trainer._buffered_inputs)
+        self._random_states = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+        if torch.cuda.is_available():
+            self._random_states.append(torch.cuda.get_rng_state())
+
+    # ---------------------------------------------------------------- the end
+
+    def _save(self, *, may_save: bool) -> None:
+        """A checkpoint of the last optimizer step, unless there is one."""
+        trainer = self._trainer
+        step = trainer.state.global_step
+        if trainer.args.save_on_signal and may_save and step > 0 and step != self._saved_step:
+            trainer._step, trainer._buffered_inputs = self._boundary
+            setters: tuple[Callable[[Any], Any], ...]
+            setters = (random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state)
+            for restore, state in zip(setters, self._random_states, strict=False):
+                restore(state)
+            trainer._save_checkpoint(trainer.model, trial=None)
+            trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+        if trainer.is_world_process_zero():
+            has_all = step == self._saved_step
+            folder = f"checkpoint-{step} in {trainer.args.output_dir}" if has_all else "no checkpoint"
+            logger.warning("Ended by a signal after %d steps; %s holds the last one.", step, folder)

@@ -1,0 +1,110 @@
+"""The exit codes of commands that end early; docs/faults.md lists them. 2, mistakes: in the tests of each command."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from agent_r1_trl.cli import errors, main
+from agent_r1_trl.trainers import signals
+
+HANGING = '''
+
+class HangingEnv(AddEnv):
+    """Waits in its step as long as there is a file `hang`."""
+
+    def reset(self, example):
+        Path(f"open-{id(self)}").touch()
+        return super().reset(example)
+
+    async def step(self, message):
+        Path("stepping").touch()
+        while Path("hang").exists():
+            await asyncio.sleep(0.01)
+        return await super().step(message)
+
+    def close(self):
+        Path(f"open-{id(self)}").unlink()
+'''
+
+
+@pytest.fixture
+def interrupted(recipe):
+    """`interrupted(signum, command, ...)`: the exit code of a command that gets a signal in its first rollout."""
+
+    def run(signum, command, *flags):
+        path = recipe(max_steps=1)
+        task = Path("task.py")
+        task.write_text("import asyncio\nfrom pathlib import Path\n" + task.read_text() + HANGING)
+        Path("hang").touch()
+
+        def interrupt():
+            deadline = time.monotonic() + 60
+            while not Path("stepping").exists():
+                if time.monotonic() > deadline or ended.is_set():
+                    return
+                time.sleep(0.01)
+            time.sleep(0.2)
+            if not ended.is_set():
+                os.kill(os.getpid(), signum)
+
+        ended = threading.Event()
+        threading.Thread(target=interrupt, daemon=True).start()
+        try:
+            return main([command, "--config", path, "--env", "task.py:HangingEnv", *flags])
+        except SystemExit as end:
+            return end.code
+        finally:
+            ended.set()
+
+    return run
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_evaluation_closes_its_environments_and_says_what_was_finished(interrupted, capsys, signum):
+    assert interrupted(signum, "eval", "--output_dir", "scores") == 128 + signum
+    assert "interrupted: 0 of 2 trajectories finished" in capsys.readouterr().out
+    assert not list(Path().glob("open-*"))
+    assert not Path("scores/evaluation.json").exists()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_training_closes_its_environments(interrupted, signum):
+    assert interrupted(signum, "train") == 128 + signum
+    assert not list(Path().glob("open-*"))
+
+
+def test_a_training_in_which_nothing_can_be_played_ends_with_the_code_of_the_infrastructure(
+    recipe, refusal, monkeypatch
+):
+    path = recipe(eval_dataset_name=None)
+    with Path("task.py").open("a", encoding="utf-8") as task:
+        task.write(
+            "\n\nclass Down(AddEnv):\n    def reset(self, example):\n        raise OSError('the server is down')\n"
+        )
+    monkeypatch.setattr("agent_r1_trl.cli.resolve.check_first_row", lambda *args: None)
+    message = refusal("train", "--config", path, "--env", "task.py:Down", code=errors.EXIT_INFRASTRUCTURE)
+    assert "All 4 trajectories failed" in message
+
+
+def test_a_surprise_ends_with_a_traceback_which_python_gives_the_code_1(recipe):
+    path = recipe(eval_dataset_name=None)
+    with Path("task.py").open("a", encoding="utf-8") as task:
+        task.write(
+            "\n\nclass Wrong(AddEnv):\n    def outcome_reward(self, trajectory):\n        raise LookupError('oh')\n"
+        )
+    with pytest.raises(LookupError, match="oh"):
+        main(["train", "--config", path, "--env", "task.py:Wrong"])
+
+
+def test_the_codes_are_those_of_the_documentation():
+    codes = {errors.EXIT_USAGE: 2, errors.EXIT_INFRASTRUCTURE: 3, errors.EXIT_INTERRUPTED: 130}
+    assert all(value == code for value, code in codes.items())
+    assert errors.EXIT_INFRASTRUCTURE == signals.EXIT_RANK_LOST
+    assert signals.exit_code(signal.SIGTERM) == 143 and signals.exit_code(signal.SIGINT) == errors.EXIT_INTERRUPTED
+    text = (Path(__file__).resolve().parents[2] / "docs" / "faults.md").read_text(encoding="utf-8")
+    for code in (0, 1, 2, 3, 130, 138, 143):
+        assert f"| {code} |" in text

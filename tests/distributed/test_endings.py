@@ -1,0 +1,138 @@
+"""However one rank ends, the others end as well: soon, for a reason that they name, with everything closed."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from agent_r1_trl.trainers.ranks import is_alive
+from tests.distributed import endings
+from tests.distributed.launch import ROOT, free_port
+
+pytestmark = pytest.mark.slow
+TIMEOUT_S = 90
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """`start(function, *arguments)` in a process forked from a server that has imported everything."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([endings.__name__, "tests.trainers.helpers"])
+    started = []
+
+    def start(function, *arguments):
+        started.append(context.Process(target=function, args=arguments))
+        started[-1].start()
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+@pytest.fixture
+def end(processes, tmp_path):
+    """`end(ending)`: exit codes and messages of two ranks, and the seconds until the second one had ended, too."""
+
+    def play(ending, num_ended=2):
+        port = free_port()
+        ranks = [processes(endings.play, tmp_path, rank, ending, 2, port) for rank in range(2)]
+        deadline = time.monotonic() + TIMEOUT_S
+        ended = {}
+        while len(ended) < num_ended and time.monotonic() < deadline:
+            for process in ranks:
+                if not process.is_alive():
+                    ended.setdefault(process.pid, time.monotonic())
+            time.sleep(0.05)
+        logs = [(tmp_path / f"log-{rank}.txt").read_text(encoding="utf-8") for rank in range(2)]
+        assert len(ended) == num_ended, "\n".join(logs)
+        apart = max(ended.values()) - min(ended.values())
+        return [process.exitcode for process in ranks], logs, apart
+
+    return play
+
+
+def still_open(folder, rank="*"):
+    return len(list(folder.glob(f"open-{rank}-*")))
+
+
+def test_a_signal_to_one_rank_saves_a_whole_checkpoint_and_ends_both(end, tmp_path):
+    codes, logs, _ = end("signal")
+    assert codes == [143, 143], logs
+    assert {path.name for path in (tmp_path / "run" / "checkpoint-1").glob("rollout_state*")} == {
+        "rollout_state_rank0.pt", "rollout_state_rank1.pt",
+    }  # fmt: skip
+    assert "rank 1 received it" in logs[0]
+    assert still_open(tmp_path) == 0
+    assert [(tmp_path / f"finally-{rank}").read_text() for rank in range(2)] == ["77.0"] * 2, "ddp_timeout"
+
+
+def test_an_error_of_one_ranks_environment_ends_both_and_is_named_on_both(end, tmp_path):
+    codes, logs, apart = end("environment")
+    assert codes == [1, 1]
+    assert "ValueError: Env.step returned 'nonsense'" in logs[1]
+    assert "Another rank failed: rank 1: ValueError: Env.step returned 'nonsense'" in logs[0]
+    assert apart < 15
+    assert still_open(tmp_path) == 0
+
+
+def test_an_error_of_one_ranks_reward_function_ends_both_and_is_named_on_both(end, tmp_path):
+    codes, logs, apart = end("reward")
+    assert codes[1] == 1 and codes[0] in (1, 3), logs
+    assert "LookupError: a mistake of the reward function" in logs[1]
+    assert "Rank 1 (process" in logs[0] and "LookupError: a mistake of the reward function" in logs[0]
+    assert apart < 15
+    assert still_open(tmp_path) == 0
+
+
+def test_a_killed_rank_is_named_by_the_survivor_which_closes_everything_and_ends(end, tmp_path):
+    codes, logs, apart = end("kill")
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] in (1, 3), logs
+    assert "has died in its rollout of step 2" in logs[0] and "Rank 1 (process" in logs[0]
+    assert apart < 15
+    assert still_open(tmp_path, rank=0) == 0
+
+
+def test_a_rank_without_a_sign_of_life_ends_the_other_after_rank_timeout(end, tmp_path):
+    (code, _), logs, _ = end("stop", num_ended=1)
+    assert code in (1, 3)
+    assert "Rank 1 (process" in logs[0] and "has given no sign of life for" in logs[0]
+    assert "its last phase was: rollout of step 2" in logs[0]
+    assert still_open(tmp_path, rank=0) == 0
+
+
+def test_a_second_signal_ends_at_once(processes, tmp_path):
+    process = processes(endings.two_signals, tmp_path)
+    start = time.monotonic()
+    process.join(30)
+    assert process.exitcode == 143
+    assert (tmp_path / "first").read_text() == "15"
+    assert time.monotonic() - start < 20
+
+
+def test_a_worker_whose_launcher_was_killed_saves_and_ends(processes, tmp_path):
+    launcher = processes(endings.play_under_a_launcher, tmp_path, 0, "hang")
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(list(tmp_path.glob("open-*"))) < 4 or not (tmp_path / "run").exists():
+        assert time.monotonic() < deadline and launcher.is_alive()
+        time.sleep(0.05)
+    worker = psutil.Process(int((tmp_path / "pid").read_text()))
+    try:
+        os.kill(launcher.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while is_alive(worker.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        if worker.is_running():
+            worker.kill()
+    log = (tmp_path / "log-0.txt").read_text(encoding="utf-8")
+    assert "its launcher is gone" in log
+    assert (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").exists(), log
+    assert (tmp_path / "finally-0").exists() and still_open(tmp_path) == 0

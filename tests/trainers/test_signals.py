@@ -1,0 +1,223 @@
+"""A signal ends a run in good order: what was trained is saved, everything is closed, nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from agent_r1_trl.rollout import processes
+from agent_r1_trl.tools import tool
+from agent_r1_trl.trainers import signals
+from tests.toys import AddEnv, call, say
+from tests.trainers.helpers import make_args, make_trainer
+
+NUM_ROWS = 8
+SLEEP_S = "1000.25"  # no other process sleeps for so long
+
+
+class Watched(AddEnv):
+    """Counts environments that are open; the tool hangs in a process of its own once `hang` is set."""
+
+    opened, closed = [], []
+    hang = threading.Event()
+
+    def reset(self, example):
+        self.opened.append(id(self))
+        return super().reset(example)
+
+    def close(self):
+        time.sleep(0.05)
+        self.closed.append(id(self))
+
+    @classmethod
+    def begin(cls):
+        cls.opened.clear(), cls.closed.clear(), cls.hang.clear()
+
+
+@tool
+def wait(a: int, b: int) -> int:
+    """Wait in a shell's background job.
+
+    Args:
+        a: One number.
+        b: The other.
+    """
+    if Watched.hang.is_set():
+        subprocess.run(f"setsid sleep {SLEEP_S} & wait", shell=True, check=False)
+    return a + b
+
+
+Watched.tools = (wait,)
+
+
+def two_turns(rng, turn):
+    return call("wait", a=1, b=rng.randrange(9)) if turn == 0 else say("x" * rng.randrange(1, 9))
+
+
+def sleepers():
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if SLEEP_S in (process.info["cmdline"] or []):
+            found.append(process)
+    return found
+
+
+class At(TrainerCallback):
+    """Calls a function when a step begins, or before its optimizer step."""
+
+    def __init__(self, step, function, event="on_step_begin"):
+        self.step, self.function = step, function
+        setattr(self, event, self._call)
+
+    def _call(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.step:
+            self.function()
+
+
+def send_when(condition, signum):
+    """Send a signal to this process from another thread, once there is a reason."""
+
+    def wait_and_send():
+        deadline = time.monotonic() + 60
+        while not condition():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
+        os.kill(os.getpid(), signum)
+
+    threading.Thread(target=wait_and_send, daemon=True).start()
+
+
+@pytest.fixture
+def trainer_of(tmp_path):
+    def make(name="run", **options):
+        Watched.begin()
+        return make_trainer(tmp_path / name, env=Watched, script=two_turns, max_steps=3, **options)
+
+    yield make
+    Watched.hang.clear()
+    for process in sleepers():
+        process.kill()
+
+
+@pytest.fixture
+def whole_weights(trainer_of):
+    """`whole_weights(**options)`: of a run that nothing interrupts."""
+
+    def train(**options):
+        trainer = trainer_of("whole", **options)
+        trainer.train()
+        return weights(trainer)
+
+    return train
+
+
+def weights(trainer):
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+
+
+@pytest.mark.slow
+def test_sigterm_in_a_rollout_saves_closes_and_leaves_no_process(trainer_of, whole_weights, tmp_path):
+    handlers = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    trainer = trainer_of(callbacks=[At(3, Watched.hang.set)])
+    send_when(lambda: len(sleepers()) == NUM_ROWS, signal.SIGTERM)
+    start = time.monotonic()
+    with pytest.raises(SystemExit) as ended:
+        trainer.train()
+    assert ended.value.code == 143
+    assert time.monotonic() - start < 60
+    assert len(Watched.opened) == 3 * NUM_ROWS
+    assert sorted(Watched.closed) == sorted(Watched.opened)
+    assert not sleepers()
+    assert {number: signal.getsignal(number) for number in signals.SIGNALS} == handlers
+    assert not [thread for thread in threading.enumerate() if thread.name in ("signals", "ranks", "rollout")]
+    assert processes.MARK not in os.environ
+
+    resumed = trainer_of("resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert torch.equal(weights(resumed), whole_weights())
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_step_that_was_cut_between_two_of_its_rollouts_is_that_of_the_step_before(
+    trainer_of, whole_weights, tmp_path
+):
+    accumulate = {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
+    trainer = trainer_of(callbacks=[At(2, Watched.hang.set, "on_substep_end")], **accumulate)
+    send_when(lambda: len(sleepers()) == NUM_ROWS, signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert len(Watched.opened) == len(Watched.closed) == 4 * NUM_ROWS
+    resumed = trainer_of("resumed", **accumulate)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert torch.equal(weights(resumed), whole_weights(**accumulate))
+
+
+def test_ctrl_c_in_an_update_finishes_and_saves_it(trainer_of, tmp_path):
+    interrupt = At(2, lambda: os.kill(os.getpid(), signal.SIGINT), "on_pre_optimizer_step")
+    trainer = trainer_of(callbacks=[interrupt], gradient_accumulation_steps=2, per_device_train_batch_size=4)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert (tmp_path / "run" / "checkpoint-2" / "trainer_state.json").exists()
+    assert len(Watched.closed) == len(Watched.opened) == 2 * NUM_ROWS
+
+
+def test_without_save_on_signal_everything_is_closed_and_nothing_is_written(trainer_of, tmp_path, caplog):
+    trainer = trainer_of(callbacks=[At(2, Watched.hang.set)], save_on_signal=False)
+    send_when(lambda: len(sleepers()) == NUM_ROWS, signal.SIGUSR1)
+    with pytest.raises(SystemExit) as ended:
+        trainer.train()
+    assert ended.value.code == 128 + signal.SIGUSR1
+    assert sorted(Watched.closed) == sorted(Watched.opened)
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+    assert "save_on_signal=False" in caplog.text and "no checkpoint holds the last one" in caplog.text
+
+
+def test_a_handler_that_a_program_has_set_itself_stays(trainer_of):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    try:
+        trainer_of(callbacks=[At(2, lambda: os.kill(os.getpid(), signal.SIGTERM))]).train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [1]
+
+
+def test_training_works_in_a_thread_where_no_signal_can_be_handled(trainer_of):
+    trainer = trainer_of()
+    thread = threading.Thread(target=trainer.train)
+    thread.start()
+    thread.join()
+    assert trainer.state.global_step == 3
+
+
+def test_an_error_in_one_trajectory_closes_all_environments_and_ends_what_tools_have_started(trainer_of):
+    trainer = trainer_of(callbacks=[At(2, Watched.hang.set)])
+
+    class Wrong(Watched):
+        def step(self, message):
+            if self.hang.is_set() and len(self.opened) == 2 * NUM_ROWS and id(self) == self.opened[-1]:
+                while len(sleepers()) < NUM_ROWS - 1:
+                    time.sleep(0.05)
+                return None
+            return super().step(message)
+
+    trainer.rollouts.env_factory = Wrong
+    with pytest.raises(ValueError, match=r"Wrong\.step returned None"):
+        trainer.train()
+    assert sorted(Watched.closed) == sorted(Watched.opened)
+    assert not sleepers()
+
+
+@pytest.mark.parametrize("value", [0, 4.9, True, "long", float("nan")])
+def test_a_rank_timeout_shorter_than_a_few_signs_of_life_is_refused_and_the_cure_works(tmp_path, value):
+    with pytest.raises(ValueError, match=r"rank_timeout=.* must be a number >= 5 .* Set it to 120"):
+        make_args(tmp_path, rank_timeout=value).check_supported()
+    make_args(tmp_path, rank_timeout=120).check_supported()
