@@ -69,6 +69,8 @@ class ToolEnv:
     tool_timeout_s: float | None = 30.0
     max_tool_workers: int = 128
     has_reward = True
+    on_resume: str | None = None
+    """How the environment of a killed run comes back: "replay", "restart" or "restore"; None: as suits its tools."""
     truncate_text: Callable[[str, int], str] | None = None
     """`(text, max_tokens) -> text`, counted in the model's tokens; the rollout, which has the tokenizer, sets it."""
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.generation.base import Generator, SamplingParams, TrajectorySlot, current_slot
@@ -23,6 +23,19 @@ from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
+
+
+class Journal(Protocol):
+    """Keeps a rollout on disk, and knows what a killed run has played of it; see `agent_r1_trl.journal`."""
+
+    def finished(self, request: RolloutRequest) -> Trajectory | None:
+        """A trajectory that has been played before."""
+
+    def open(self, request: RolloutRequest, *parts: Any) -> tuple[Draft, EnvSession, Generator]:
+        """What plays a trajectory: made of the environment's factory, `truncate` and the generator."""
+
+    def end(self, request: RolloutRequest, trajectory: Trajectory) -> None:
+        """A trajectory has been played."""
 
 
 class RolloutRunner:
@@ -60,7 +73,13 @@ class RolloutRunner:
         """The environments of the last run, in the order of its requests (None where none could be made)."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def run(self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None) -> list[Trajectory]:
+    def run(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        params: SamplingParams | None = None,
+        journal: Journal | None = None,
+    ) -> list[Trajectory]:
         """Play one trajectory per request and return them in the order of the requests.
 
         Works where a loop is already running (notebooks): the trajectories run on a thread of their own.
@@ -68,7 +87,7 @@ class RolloutRunner:
         Raises:
             Exception: what an environment's author or a reward function got wrong; see `run_trajectory`.
         """
-        future = self.start(requests, params=params)
+        future = self.start(requests, params=params, journal=journal)
         try:
             return future.result()
         except BaseException:  # KeyboardInterrupt as well: stop what is running
@@ -76,31 +95,44 @@ class RolloutRunner:
             raise
 
     def start(
-        self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        params: SamplingParams | None = None,
+        journal: Journal | None = None,
     ) -> Future[list[Trajectory]]:
         """`run` that returns at once; cancelling the future stops the trajectories."""
-        return asyncio.run_coroutine_threadsafe(self.run_async(requests, params=params), self._event_loop())
+        running = self.run_async(requests, params=params, journal=journal)
+        return asyncio.run_coroutine_threadsafe(running, self._event_loop())
 
     async def run_async(
-        self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        params: SamplingParams | None = None,
+        journal: Journal | None = None,
     ) -> list[Trajectory]:
         """`run` for a caller with an event loop of its own."""
         places = asyncio.Semaphore(self.limits.max_concurrency)
-        drafts = [Draft(request=request) for request in requests]
-        sessions = [EnvSession(self.env_factory, truncate=self.chat.truncate) for _ in requests]
+        players = [self._player(request, journal) for request in requests]
+        drafts, sessions = [draft for draft, *_ in players], [session for _, session, _ in players]
 
-        async def play(draft: Draft, session: EnvSession) -> Trajectory:
+        async def play(draft: Draft, session: EnvSession, generator: Generator) -> Trajectory:
             current_slot.set(TrajectorySlot())
-            async with places:
-                trajectory = await run_trajectory(
-                    draft, session, self.generator, self.chat, self.limits, params or self.params
-                )
+            trajectory = None if journal is None else journal.finished(draft.request)
+            if trajectory is None:
+                async with places:
+                    trajectory = await run_trajectory(
+                        draft, session, generator, self.chat, self.limits, params or self.params
+                    )
+                if journal is not None:
+                    journal.end(draft.request, trajectory)
             draft.phase = "ended"
             if self.on_trajectory is not None:
                 self.on_trajectory(trajectory)
             return trajectory
 
-        tasks = [asyncio.ensure_future(play(*pair)) for pair in zip(drafts, sessions, strict=True)]
+        tasks = [asyncio.ensure_future(play(*player)) for player in players]
         watchdog = asyncio.ensure_future(self._watch(drafts))
         try:
             trajectories = await asyncio.gather(*tasks)
@@ -112,6 +144,12 @@ class RolloutRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
             self.environments = [session.env for session in sessions]
         return list(trajectories)
+
+    def _player(self, request: RolloutRequest, journal: Journal | None) -> tuple[Draft, EnvSession, Generator]:
+        if journal is not None:
+            return journal.open(request, self.env_factory, self.chat.truncate, self.generator)
+        session = EnvSession(self.env_factory, truncate=self.chat.truncate)
+        return Draft(request=request), session, self.generator
 
     async def _watch(self, drafts: Sequence[Draft]) -> None:
         """Warn when nothing has moved for `watchdog_s`."""
