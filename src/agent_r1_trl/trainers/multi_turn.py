@@ -161,6 +161,7 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer):
         policy, rank = self.accelerator.unwrap_model(self.model), self.accelerator.process_index
         parts: Any = (self.args, self.accelerator, policy, self._tokenizer, self.env_factory)
         self.rollouts = Rollouts(*parts, generator=generator, eos_token_ids=self.eos_token_ids)
+        self.rollouts.journal.attach(self)
         self.chat, self.limits = self.rollouts.chat, self.rollouts.limits
         self.chat.write_to(self._tokenizer)  # what is trained with is saved
         self.credit = CreditEstimator(self.args, self.accelerator)
@@ -196,6 +197,7 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self.env_factory is not None:
             self._step, self._buffered_inputs = self.checkpoint.load(Path(checkpoint), self.state.global_step)
+            self.rollouts.journal.resume()
         accept_numbered_cpus()
         super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -430,6 +432,7 @@ class MultiTurnTrainer(Publishing, EvaluatingTrainer):
             return
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         self.checkpoint.save(folder, self._step, self._buffered_inputs)
+        self.rollouts.journal.saved(self._step)
 
     # ---------------------------------------------------------------- where the run stands
 

@@ -37,7 +37,8 @@ def class_reward(environment_class: type) -> Callable[..., list[float | None]]:
     def column(
         environments: list[Any], trajectory: list[Trajectory] | None = None, **kwargs: Any
     ) -> list[float | None]:
-        of_class = [type(environment) is environment_class for environment in environments]
+        # A trajectory out of the journal has no environment; its parts name the class that scored it.
+        of_class = [environment is None or type(environment) is environment_class for environment in environments]
         if trajectory is None:
             pairs = zip(environments, of_class, strict=True)
             return [environment.get_reward() if is_one else None for environment, is_one in pairs]

@@ -23,14 +23,11 @@ from agent_r1_trl.generation import SamplingParams, TransformersGenerator
 from agent_r1_trl.generation.base import Generator, as_generator
 from agent_r1_trl.generation.sync import sync_weights
 from agent_r1_trl.generation.vllm.build import build_vllm, check_vllm
-from agent_r1_trl.rollout import (
-    RolloutRequest,
-    RolloutRunner,
-    context_length,
-    rollout_requests,
-)
+from agent_r1_trl.journal import RolloutLog
+from agent_r1_trl.rollout import RolloutRequest, RolloutRunner, context_length, rollout_requests
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.failures import FailureWatch, gather_failures
+from agent_r1_trl.trainers.journal import ReplayedRollout, TrainingJournal
 from agent_r1_trl.trainers.lookahead import Lookahead
 from agent_r1_trl.trajectory import Trajectory
 
@@ -60,10 +57,17 @@ class Rollout:
         requests: one per trajectory.
         params: how tokens are drawn.
         synced_step: number of optimizer steps behind the generator's weights.
+        journal: keeps it on disk.
     """
 
     def __init__(
-        self, runner: RolloutRunner, requests: Sequence[RolloutRequest], params: SamplingParams, *, synced_step: int
+        self,
+        runner: RolloutRunner,
+        requests: Sequence[RolloutRequest],
+        params: SamplingParams,
+        *,
+        synced_step: int,
+        journal: RolloutLog | None = None,
     ):
         self.synced_step = synced_step
         self.environments: list[Any] | None = None
@@ -74,11 +78,11 @@ class Rollout:
 
         def finish(_: Any) -> None:
             self.seconds = time.perf_counter() - start
-            self.environments = users_environments(runner.environments)
+            self.environments = users_environments(runner.environments, runner.env_factory)
             self._has_ended.set()
 
         self._has_ended = threading.Event()
-        self._future = runner.start(requests, params=params)
+        self._future = runner.start(requests, params=params, journal=journal)
         self._future.add_done_callback(finish)
 
     def wait(self) -> None:
@@ -197,7 +201,7 @@ class Rollouts:
         self.env_factory = env_factory
         self._accelerator = accelerator
         self._is_on_gpu = accelerator.device.type == "cuda"
-        if args.use_vllm and generator is None:
+        if args.use_vllm and generator is None and args.replay is None:
             check_vllm(args, policy, is_on_gpu=self._is_on_gpu)
         self.chat = ChatFormat(
             tokenizer,
@@ -215,7 +219,7 @@ class Rollouts:
             min_p=args.min_p or 0.0,
             repetition_penalty=args.repetition_penalty,
         )
-        self.upcoming: Rollout | None = None
+        self.upcoming: Rollout | ReplayedRollout | None = None
         """The next batch's rollout, played while the update trains on this one (`overlap_rollout`)."""
         self.failures = FailureWatch(args.max_failure_share, args.failure_window)
         self.synced_step = -1
@@ -223,6 +227,7 @@ class Rollouts:
         self._generator = None if generator is None else as_generator(generator)
         self._runner: RolloutRunner | None = None
         self._window = Lookahead()
+        self.journal = TrainingJournal(args, accelerator, self.limits, self.chat.chat_template, env_factory)
 
     # ---------------------------------------------------------------- playing
 
@@ -254,6 +259,7 @@ class Rollouts:
             unwrap_model_for_generation(model, self._accelerator, gather_deepspeed3_params=gather) as policy,
         ):
             metrics = self.sync(policy, position.optimizer_step)
+            self.journal.take_weights(policy, position)
             if self.upcoming is not None and position.is_training:
                 rollout, self.upcoming = self.upcoming, None
             else:
@@ -273,7 +279,7 @@ class Rollouts:
             metrics["sampling/staleness"] = position.optimizer_step - rollout.synced_step
         return played, metrics
 
-    def _start(self, rows: Sequence[dict[str, Any]], micro_step: int, position: Position) -> Rollout:
+    def _start(self, rows: Sequence[dict[str, Any]], micro_step: int, position: Position) -> Rollout | ReplayedRollout:
         requests = rollout_requests(
             rows,
             first_row=position.first_row + self._accelerator.process_index * len(rows),
@@ -281,10 +287,14 @@ class Rollouts:
             seed=self.args.seed,
             step=micro_step if position.is_training else None,
         )
+        replayed = self.journal.replay(requests, micro_step, position.optimizer_step)
+        if replayed is not None:
+            return replayed
         params = self.params
         if not position.is_training and self.args.eval_temperature is not None:
             params = replace(params, temperature=self.args.eval_temperature)
-        return Rollout(self.runner, requests, params, synced_step=self.synced_step)
+        journal = self.journal.open(requests, params, micro_step, self.synced_step) if position.is_training else None
+        return Rollout(self.runner, requests, params, synced_step=self.synced_step, journal=journal)
 
     def _start_upcoming(self, position: Position) -> None:
         """Begin the next generation batch, if the run gets that far."""
@@ -307,6 +317,7 @@ class Rollouts:
         if self.upcoming is not None:
             self.upcoming.cancel()
             self.upcoming = None
+        self.journal.end_run()
         self.synced_step = -1
 
     @property
@@ -332,6 +343,8 @@ class Rollouts:
         Raises:
             SyncError: generator and trainer give different log-probabilities.
         """
+        if self.journal.is_replay:
+            return {}
         if self._runner is None:
             generator = self._generator if self._generator is not None else self._build(policy)
             self._runner = RolloutRunner(self.env_factory, generator, self.chat, self.limits, self.params)
