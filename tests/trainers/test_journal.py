@@ -65,6 +65,14 @@ def test_a_resumed_run_samples_nothing_that_lies_behind_its_checkpoint(tmp_path)
     ]
 
 
+def test_with_overlap_the_rollout_that_was_begun_before_the_checkpoint_is_used_too(tmp_path, caplog):
+    overlap = {"overlap_rollout": True, "use_vllm": True}  # the scripted generator plays
+    whole = train(tmp_path, **overlap)
+    resumed = train(tmp_path, checkpoint=str(tmp_path / "checkpoint-2"), **overlap)
+    assert resumed.num_sampled == 0 and all(map(is_same, resumed.batches, whole.batches[2:]))
+    assert "played anew" not in caplog.text
+
+
 def test_other_weights_play_anew_and_say_why(tmp_path, caplog):
     train(tmp_path)
     trainer = make_trainer(tmp_path, env=CountedEnv, max_steps=4, **SAVING)
