@@ -20,6 +20,8 @@ FUZZ_SEED ?= $(shell date +%s)
 FUZZ_FACTOR ?= 10
 # How many runs `make soak` plays; SEED is that of the first.
 RUNS ?= 20
+# The kills of each run of `make kills`.
+KILLS ?= 30
 # The quickstart's settings.
 ALGO ?= grpo
 SEED ?= 0
@@ -34,7 +36,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 # Groups of tests stay together and begin in the order that tests/conftest.py gives them.
 PYTEST = $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help quickstart install test test-fast fuzz soak lint types audit check format notebooks clean
+.PHONY: help quickstart install test test-fast fuzz soak kills lint types audit check format notebooks clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -63,6 +65,11 @@ soak: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## short runs under random faults (s
 	$(SAY) "Soak: $(RUNS) runs from seed $(SEED)"
 	$(TEST_ENV) $(BIN)/python -m tests.soak --runs $(RUNS) --seed $(SEED) --workers $(WORKERS) \
 	  $(if $(filter none,$(VLLM)),--samplers scripted transformers)
+
+kills: $(STAMPS)/test ## kill and resume training runs, GRPO and PPO, one and two ranks (an hour); KILLS, JOURNAL_SEED
+	$(SAY) "$(KILLS) kills of each run"
+	JOURNAL_KILLS=$(KILLS) $(TEST_ENV) $(BIN)/python -m pytest -s -o timeout=7200 -m "slow or matrix" \
+	  tests/trainers/test_journal_kills.py
 
 lint: $(STAMPS)/dev ## ruff: rules and formatting
 	$(SAY) "ruff"

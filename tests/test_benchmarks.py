@@ -17,6 +17,10 @@ BENCHMARKS = ROOT / "benchmarks"
 # file -> (arguments of a run that takes seconds, names of its JSON line)
 TINY = {
     "critic_memory.py": (["--layers", "1", "--rank", "2"], {"adapter_over_grpo", "model_over_grpo"}),
+    "journal_cost.py": (
+        ["--trajectories", "2", "--turns", "2", "--tokens", "2", "--repeats", "1"],
+        {"share", "ratio", "rollout_s", "with_journal_s", "resume_s", "bytes_per_token", "megabytes"},
+    ),
     "overlap.py": (
         ["--trajectories", "16", "--steps", "4", "--tokens", "2"],
         {

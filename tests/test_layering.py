@@ -22,6 +22,7 @@ ORDER = [
     {"chat"},
     {"generation"},
     {"rollout"},
+    {"journal"},
     {"advantages"},
     {"update", "critic"},
     {"trainers"},

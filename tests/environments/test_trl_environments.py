@@ -403,5 +403,5 @@ def test_a_tool_that_cannot_be_described_is_refused_before_anything_is_played():
 def test_reward_functions_receive_the_users_instances_and_no_adapters():
     adapter, mine = TRLEnvAdapter(SilentEnv), ToolEnv()
     mine.environment = "an attribute of the user's"
-    assert users_environments([adapter, mine, None]) == [adapter.environment, mine, None]
-    assert users_environments([FunctionToolsEnv([multiply]), None]) is None
+    assert users_environments([adapter, mine, None], TRLEnvAdapter) == [adapter.environment, mine, None]
+    assert users_environments([FunctionToolsEnv([multiply]), None], FunctionToolsEnv) is None

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.generation.scripted import ScriptedTurn
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.trainers.played import PlayedBatch
 from agent_r1_trl.trainers.rewards import environment_reward
-from agent_r1_trl.trainers.rollouts import PlayedBatch
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory
 from agent_r1_trl.update.batching import batch_trajectories, pad_right
 from tests.effort import examples

@@ -200,6 +200,17 @@ TABLE = {
     "failure_window": ShownBy(
         "tests/trainers/test_failures.py::test_an_outage_ends_the_run_when_the_window_is_full_of_it"
     ),
+    "journal": ShownBy(
+        "tests/trainers/test_journal.py::test_without_a_journal_nothing_is_written_and_everything_is_played_again"
+    ),
+    "journal_keep": (
+        ShownBy("tests/trainers/test_journal.py::test_rollouts_before_the_last_checkpoint_go_but_for_journal_keep"),
+        Refused(-1, {"journal_keep": 0}),
+    ),
+    "replay": ShownBy(
+        "tests/trainers/test_journal.py::"
+        "test_a_replay_trains_on_the_same_batches_without_sampler_tools_and_environment"
+    ),
     "save_on_signal": ShownBy(
         "tests/trainers/test_signals.py::test_without_save_on_signal_everything_is_closed_and_nothing_is_written"
     ),

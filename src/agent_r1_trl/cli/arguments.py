@@ -112,6 +112,16 @@ class EvalArguments(RolloutSettings, TaskArguments):
         default=None,
         metadata={"help": "Directory for evaluation.json and trajectories. Not set: only print the table."},
     )
+    journal: bool = field(
+        default=True, metadata={"help": "Keep every turn in output_dir/journal, for replay. Needs output_dir."}
+    )
+    replay: str | None = field(
+        default=None,
+        metadata={
+            "help": "Take the trajectories from the journal of another evaluation (its output_dir) instead of playing "
+            "them: no model, no tools, no environment."
+        },
+    )
     use_vllm: bool = field(default=False, metadata={"help": "Generate with vLLM, in this process."})
     dtype: str | None = field(
         default=None,

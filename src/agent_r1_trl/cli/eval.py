@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
 
     from agent_r1_trl.cli.tables import result_table
 
-    title = f"{arguments.model_name_or_path}, {result.num_examples} examples"
+    title = f"{arguments.model_name_or_path or arguments.replay}, {result.num_examples} examples"
     PlainConsole().print(result_table(result, title=title))
     if arguments.output_dir:
         folder = write_result(result, arguments.output_dir)
@@ -71,7 +71,7 @@ def read_arguments(argv: Sequence[str]) -> EvalArguments:
         elsewhere=(TrainArguments, MultiTurnGRPOConfig, MultiTurnPPOConfig, ModelConfig),
     )
     (arguments,) = parser.parse(argv)
-    if not arguments.model_name_or_path:
+    if not arguments.model_name_or_path and not arguments.replay:
         raise UsageError("--model: not set. Pass the directory or the Hub id of the model to evaluate.")
     if not (arguments.eval_dataset_name or arguments.dataset_name):
         raise UsageError("--dataset: not set. Pass a data file, a directory or a Hub id to evaluate on.")
@@ -90,9 +90,12 @@ def run_evaluation(arguments: EvalArguments, console: Console, *, description: s
     from agent_r1_trl.evaluation import evaluate_model
     from agent_r1_trl.evaluation.loading import check_model_folder
     from agent_r1_trl.generation import SamplingParams
+    from agent_r1_trl.journal import eval_journal
     from agent_r1_trl.trainers.signals import signals_raise
 
     set_rules(arguments.secret_names, arguments.secret_patterns)
+    if arguments.replay:
+        return _replay(arguments, _load(arguments))
     env_factory = resolve_env(arguments.env, arguments.env_kwargs)  # type: ignore[arg-type]
     rows = _load(arguments)
     data = arguments.eval_dataset_name or arguments.dataset_name
@@ -120,12 +123,25 @@ def run_evaluation(arguments: EvalArguments, console: Console, *, description: s
                 num_generations=arguments.num_generations_eval,
                 seed=arguments.seed,
                 on_trajectory=on_trajectory,
+                journal=eval_journal(arguments.output_dir) if arguments.output_dir and arguments.journal else None,
             )
     except OSError as error:
         raise UsageError(model_problem(arguments.model_name_or_path, error)) from error
     except infrastructure_errors() as error:
         raise InfrastructureError(str(error)) from error
     except ValueError as error:  # limits, template, environment
+        raise UsageError(str(error)) from error
+
+
+def _replay(arguments: EvalArguments, rows: Any) -> EvaluationResult:
+    from agent_r1_trl.evaluation.evaluator import replay_evaluation
+    from agent_r1_trl.rollout import NothingPlayedError
+
+    try:
+        return replay_evaluation(
+            str(arguments.replay), rows, num_generations=arguments.num_generations_eval, seed=arguments.seed
+        )
+    except (ValueError, NothingPlayedError) as error:
         raise UsageError(str(error)) from error
 
 

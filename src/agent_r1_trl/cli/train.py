@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
     train_dataset, eval_dataset = _data(script_args, args)
     checkpoint = _checkpoint(args)
     make_folder("output_dir", args.output_dir)
-    _check_start(script_args, task, train_dataset, eval_dataset)
+    _check_start(script_args, args, task, train_dataset, eval_dataset)
     console.print(_plan(script_args, args, model_args, train_dataset, eval_dataset))
     trainer = _make_trainer(
         script_args,
@@ -140,11 +140,13 @@ def _task(script_args: TrainArguments) -> dict[str, Any]:
     return task
 
 
-def _check_start(script_args: TrainArguments, task: dict[str, Any], train: Any, evaluation: Any) -> None:
+def _check_start(script_args: TrainArguments, args: Any, task: dict[str, Any], train: Any, evaluation: Any) -> None:
     """Find mistakes that would end the run in its first step before the model is loaded."""
     from agent_r1_trl.cli.resolve import check_first_row
     from agent_r1_trl.environments.factory import resolve_env_factory
 
+    if args.replay:  # nothing is played
+        return
     factory = resolve_env_factory(task["env"], task["tools"])
     env = f"env={script_args.env!r}" if script_args.env else f"tools={script_args.tools}"
     for flag, rows in {"dataset_name": train, "eval_dataset_name": evaluation}.items():
@@ -220,11 +222,12 @@ def _make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **par
 
 
 def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
+    from agent_r1_trl.journal import ReplayError
     from agent_r1_trl.trainers.checkpoints import CheckpointError
 
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-    except CheckpointError as error:  # on all processes alike
+    except (CheckpointError, ReplayError) as error:  # on all processes alike
         raise UsageError(str(error)) from error
     except infrastructure_errors() as error:
         if not is_main_process():  # its message would not be printed, and the error may be its alone

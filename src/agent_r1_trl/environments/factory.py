@@ -171,12 +171,12 @@ def _pays_calls(env: Any) -> bool:
     return any(getattr(env, name, 0.0) != 0.0 for name in ("tool_call_reward", "tool_error_reward"))
 
 
-def users_environments(environments: Sequence[Any]) -> list[Any] | None:
+def users_environments(environments: Sequence[Any], factory: EnvFactory) -> list[Any] | None:
     """What reward functions receive as `environments`: of TRL's classes the user's own instances, as in TRL.
 
     None for `tools=` alone and for no form at all: no environment is the user's there.
     """
-    if any(type(item) in (FunctionToolsEnv, SingleTurnEnv) for item in environments):
+    if _class_or_function(factory) in (FunctionToolsEnv, SingleTurnEnv):
         return None
     return [item.environment if isinstance(item, TRLEnvAdapter) else item for item in environments]
 

@@ -55,6 +55,7 @@ class SearchQAEnv(ToolEnv):
         ValueError: there is no index, or a setting is unknown or out of range.
     """
 
+    on_resume = "replay"  # searching again finds the same
     system_prompt = (
         "Answer the question. Use the search tool to find the facts you need, one step at a time. When you know the "
         "answer, give it as short as possible between <answer> and </answer>, for example <answer>Paris</answer>."

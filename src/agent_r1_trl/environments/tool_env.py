@@ -72,6 +72,8 @@ class ToolEnv:
     max_tool_workers: int = 128
     tool_queue_timeout_s: float | None = 600.0
     has_reward = True
+    on_resume: str | None = None
+    """How the environment of a killed run comes back: "replay", "restart" or "restore"; None: as suits its tools."""
     truncate_text: Callable[[str, int], str] | None = None
     """`(text, max_tokens) -> text`, counted in the model's tokens; the rollout, which has the tokenizer, sets it."""
 

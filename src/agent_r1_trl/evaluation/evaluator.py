@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.chat import ChatFormat
@@ -19,7 +20,15 @@ from agent_r1_trl.environments.rows import warn_of_added_keys
 from agent_r1_trl.evaluation.loading import load_agent
 from agent_r1_trl.evaluation.result import EvaluationResult, example_sums
 from agent_r1_trl.generation.base import Generator, SamplingParams
-from agent_r1_trl.rollout import RolloutLimits, RolloutRunner, check_some_played, context_length, rollout_requests
+from agent_r1_trl.journal import Cassette, RolloutLog
+from agent_r1_trl.rollout import (
+    RolloutLimits,
+    RolloutRequest,
+    RolloutRunner,
+    check_some_played,
+    context_length,
+    rollout_requests,
+)
 from agent_r1_trl.rollout.failures import count_causes, describe_causes, failure_of
 from agent_r1_trl.trajectory import Trajectory
 
@@ -39,6 +48,7 @@ def evaluate(
     num_generations: int = 1,
     seed: int = 0,
     on_trajectory: Callable[[Trajectory], None] | None = None,
+    journal: str | Path | None = None,
 ) -> EvaluationResult:
     """Play every example and score what happened.
 
@@ -52,26 +62,61 @@ def evaluate(
         num_generations: attempts per example; a metric is averaged over them first.
         seed: for sampling, environments and bootstrap.
         on_trajectory: called with each trajectory as it ends, from another thread.
+        journal: file that keeps every turn, from which `replay_evaluation` evaluates again.
 
     Raises:
         ValueError: no examples, or `num_generations` below 1.
         NothingPlayedError: no trajectory could be played; the message lists the causes.
     """
+    requests = _requests(examples, num_generations, seed)
+    limits = limits or RolloutLimits()
+    log = None if journal is None else RolloutLog(Path(journal), {"size": len(requests), "params": asdict(params)})
+    start = time.perf_counter()
+    runner = RolloutRunner(env_factory, generator, chat, limits, params, on_trajectory=on_trajectory)
+    try:
+        trajectories = runner.run(requests, journal=log)
+    finally:
+        runner.close()
+        if log is not None:
+            log.close()
+    settings = {"temperature": params.temperature, "seed": seed, "limits": vars(limits).copy()}
+    return _result(trajectories, num_generations, seed, settings, start)
+
+
+def replay_evaluation(
+    replay: str | Path, examples: Iterable[Mapping[str, Any]], *, num_generations: int = 1, seed: int = 0
+) -> EvaluationResult:
+    """An evaluation from its journal, without model, tools and environment: the same trajectories, scores and figures.
+
+    Args:
+        replay: the journal, or the output directory that holds it.
+        examples: rows of the data set; they and what follows must be those of the recorded evaluation.
+        num_generations: attempts per example.
+        seed: of the evaluation.
+
+    Raises:
+        ReplayError: there is no journal, or it is that of another evaluation; names what differs first.
+    """
+    requests = _requests(examples, num_generations, seed)
+    start = time.perf_counter()
+    trajectories = Cassette(replay).play(requests)
+    return _result(trajectories, num_generations, seed, {"replay": str(replay), "seed": seed}, start)
+
+
+def _requests(examples: Iterable[Mapping[str, Any]], num_generations: int, seed: int) -> list[RolloutRequest]:
     warn_of_added_keys(examples, "examples")
     rows = [dict(example) for example in examples]
     if not rows:
         raise ValueError("examples is empty: there is nothing to evaluate. Pass at least one row.")
     if isinstance(num_generations, bool) or not isinstance(num_generations, int) or num_generations < 1:
         raise ValueError(f"num_generations={num_generations!r}: must be a whole number >= 1.")
-    limits = limits or RolloutLimits()
     attempts = [row for row in rows for _ in range(num_generations)]
-    requests = rollout_requests(attempts, first_row=0, group_size=num_generations, seed=seed, step=None)
-    start = time.perf_counter()
-    runner = RolloutRunner(env_factory, generator, chat, limits, params, on_trajectory=on_trajectory)
-    try:
-        trajectories = runner.run(requests)
-    finally:
-        runner.close()
+    return rollout_requests(attempts, first_row=0, group_size=num_generations, seed=seed, step=None)
+
+
+def _result(
+    trajectories: list[Trajectory], num_generations: int, seed: int, settings: dict[str, Any], start: float
+) -> EvaluationResult:
     check_some_played(trajectories)
     if causes := count_causes(map(failure_of, trajectories)):
         logger.warning(
@@ -83,12 +128,12 @@ def evaluate(
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     return EvaluationResult.from_rows(
         [example_sums(group) for group in groups],
-        example_ids=[request.example_id for request in requests[::num_generations]],
+        example_ids=[trajectory.example_id for trajectory in trajectories[::num_generations]],
         seed=seed,
         num_generations=num_generations,
         trajectories=trajectories,
         duration_s=time.perf_counter() - start,
-        settings={"temperature": params.temperature, "seed": seed, "limits": vars(limits).copy()},
+        settings=settings,
     )
 
 
@@ -125,7 +170,7 @@ def evaluate_model(
         thinking: see `ChatFormat`.
         max_batch_size: maximum number of rows per forward pass (transformers only).
         trust_remote_code: run code that comes with the model.
-        **settings: `params`, `num_generations`, `seed`, `on_trajectory` of `evaluate`.
+        **settings: `params`, `num_generations`, `seed`, `on_trajectory`, `journal` of `evaluate`.
 
     Raises:
         ValueError: there is no such model, a loaded model comes without `tokenizer`, or as for `evaluate`.

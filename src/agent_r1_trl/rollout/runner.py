@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.generation.base import Generator, SamplingParams, TrajectorySlot, current_slot
@@ -35,6 +35,19 @@ RETRY_WAIT_S = 0.5
 """Seconds before a failed trajectory is played for the second time; doubled before each further try."""
 STOP_TIMEOUT_S = CLOSE_TIMEOUT_S + 10.0
 """Seconds that `stop` waits for environments to be closed."""
+
+
+class Journal(Protocol):
+    """Keeps a rollout on disk, and knows what a killed run has played of it; see `agent_r1_trl.journal`."""
+
+    def finished(self, request: RolloutRequest) -> Trajectory | None:
+        """A trajectory that has been played before."""
+
+    def open(self, request: RolloutRequest, *parts: Any) -> tuple[Draft, EnvSession, Generator]:
+        """What plays a trajectory: made of the environment's factory, `truncate` and the generator."""
+
+    def end(self, request: RolloutRequest, trajectory: Trajectory) -> None:
+        """A trajectory has been played."""
 
 
 class RolloutRunner:
@@ -78,7 +91,13 @@ class RolloutRunner:
         self._has_reported_timeout = False
         self._under_way: set[asyncio.Task[Any]] = set()
 
-    def run(self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None) -> list[Trajectory]:
+    def run(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        params: SamplingParams | None = None,
+        journal: Journal | None = None,
+    ) -> list[Trajectory]:
         """Play one trajectory per request and return them in the order of the requests.
 
         Works where a loop is already running (notebooks): the trajectories run on a thread of their own.
@@ -87,7 +106,7 @@ class RolloutRunner:
             LoopLostError: the thread on which the trajectories were played has ended.
             Exception: what an environment's author or a reward function got wrong; see `run_trajectory`.
         """
-        future = self.start(requests, params=params)
+        future = self.start(requests, params=params, journal=journal)
         try:
             return future.result()
         except BaseException:  # KeyboardInterrupt as well: stop what is running
@@ -95,10 +114,14 @@ class RolloutRunner:
             raise
 
     def start(
-        self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        params: SamplingParams | None = None,
+        journal: Journal | None = None,
     ) -> Future[list[Trajectory]]:
         """`run` that returns at once; `stop` ends it early, and the future is then cancelled."""
-        plays, answer = self._plays(requests), Future[list[Trajectory]]()
+        plays, answer = self._plays(requests, journal), Future[list[Trajectory]]()
         loop = self._event_loop()
 
         async def play() -> list[Trajectory]:
@@ -106,7 +129,7 @@ class RolloutRunner:
             assert task is not None
             self._under_way.add(task)
             try:
-                return await self._play_all(plays, params)
+                return await self._play_all(plays, params, journal)
             finally:
                 self._under_way.discard(task)
 
@@ -152,14 +175,18 @@ class RolloutRunner:
         return asyncio.run_coroutine_threadsafe(coroutine, self._event_loop()).result()
 
     async def run_async(
-        self, requests: Sequence[RolloutRequest], *, params: SamplingParams | None = None
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        params: SamplingParams | None = None,
+        journal: Journal | None = None,
     ) -> list[Trajectory]:
         """`run` for a caller with an event loop of its own, which the watchdog names but cannot replace."""
-        plays = self._plays(requests)
+        plays = self._plays(requests, journal)
         watchdog = self._watchdog(plays, asyncio.get_running_loop(), threading.current_thread(), lambda error: None)
         watchdog.start()
         try:
-            return await self._play_all(plays, params)
+            return await self._play_all(plays, params, journal)
         finally:
             watchdog.stop()
 
@@ -179,13 +206,18 @@ class RolloutRunner:
             give_up=give_up,
         )
 
-    def _plays(self, requests: Sequence[RolloutRequest]) -> list[_Play]:
-        return [
-            _Play(Draft(request=request), EnvSession(self.env_factory, truncate=self.chat.truncate))
-            for request in requests
-        ]
+    def _plays(self, requests: Sequence[RolloutRequest], journal: Journal | None) -> list[_Play]:
+        return [_Play(*self._player(request, journal)) for request in requests]
 
-    async def _play_all(self, plays: Sequence[_Play], params: SamplingParams | None) -> list[Trajectory]:
+    def _player(self, request: RolloutRequest, journal: Journal | None) -> tuple[Draft, EnvSession, Generator]:
+        if journal is not None:
+            return journal.open(request, self.env_factory, self.chat.truncate, self.generator)
+        session = EnvSession(self.env_factory, truncate=self.chat.truncate)
+        return Draft(request=request), session, self.generator
+
+    async def _play_all(
+        self, plays: Sequence[_Play], params: SamplingParams | None, journal: Journal | None
+    ) -> list[Trajectory]:
         places = asyncio.Semaphore(self.limits.max_concurrency)
 
         async def play(each: _Play) -> Trajectory:
@@ -193,10 +225,7 @@ class RolloutRunner:
             failed: list[str] = []
             async with places:
                 while True:
-                    current_slot.set(TrajectorySlot())
-                    trajectory = await run_trajectory(
-                        each.draft, each.session, self.generator, self.chat, self.limits, params or self.params
-                    )
+                    trajectory = await self._try(each, params or self.params, journal)
                     cause = failure_of(trajectory)
                     if cause is None or len(failed) == self.retry_failed or not may_pass(trajectory):
                         break
@@ -204,8 +233,8 @@ class RolloutRunner:
                     self._warn_of_retry(cause)
                     each.draft.phase = f"waiting for try {len(failed) + 1}"
                     await asyncio.sleep(RETRY_WAIT_S * 2 ** (len(failed) - 1))
-                    each.draft = Draft(request=replace(each.draft.request, attempt=len(failed)))
-                    each.session = EnvSession(self.env_factory, truncate=self.chat.truncate)
+                    request = replace(each.draft.request, attempt=len(failed))
+                    each.draft, each.session, each.generator = self._player(request, journal)
             each.trajectory, trajectory.failed_tries = trajectory, failed
             each.draft.phase = "ended"
             self._report_timeout(each)
@@ -223,6 +252,16 @@ class RolloutRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
             self.environments = [each.session.env for each in plays]
         return list(trajectories)
+
+    async def _try(self, each: _Play, params: SamplingParams, journal: Journal | None) -> Trajectory:
+        current_slot.set(TrajectorySlot())
+        request = each.draft.request
+        trajectory = None if journal is None else journal.finished(request)
+        if trajectory is None:
+            trajectory = await run_trajectory(each.draft, each.session, each.generator, self.chat, self.limits, params)
+            if journal is not None:
+                journal.end(request, trajectory)
+        return trajectory
 
     def _warn_of_retry(self, cause: FailureCause) -> None:
         if cause.key not in self._retried and len(self._retried) < MAX_CAUSES:
@@ -300,6 +339,7 @@ class _Play:
 
     draft: Draft
     session: EnvSession
+    generator: Generator
     trajectory: Trajectory | None = None
     """Once it has ended."""
 

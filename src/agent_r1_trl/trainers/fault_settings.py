@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.rollout.limits import check_share, check_whole_number
@@ -143,6 +144,29 @@ class FaultSettings:
         },
     )
 
+    # ---- the journal (`journal.py`)
+    journal: bool = field(
+        default=True,
+        metadata={
+            "help": "Write every turn of a rollout to output_dir/journal as it happens. A run that is killed and "
+            "resumed then repeats nothing but the turn that was under way."
+        },
+    )
+    journal_keep: int = field(
+        default=4,
+        metadata={
+            "help": "Number of rollouts whose journal is kept, per process, although a checkpoint has made it "
+            "unnecessary. What lies behind the last checkpoint is always kept (nothing, with save_strategy='no')."
+        },
+    )
+    replay: str | None = field(
+        default=None,
+        metadata={
+            "help": "Take the rollouts from the journal of another run (its output_dir, or the folder `journal`) "
+            "instead of playing them: no sampler, no tools, no environment. For debugging reward functions and losses."
+        },
+    )
+
     def check_faults(self) -> None:
         """Check these settings.
 
@@ -170,6 +194,8 @@ class FaultSettings:
                 f"rank_timeout={self.rank_timeout!r}: must be a number >= {MIN_RANK_TIMEOUT_S:g} (seconds), because "
                 "signs of life are a second apart. Set it to 120, say."
             )
+        check_whole_number("journal_keep", self.journal_keep, minimum=0)
+        check_replay(self)
 
     def check_saving(self) -> None:
         """Check the settings that TRL's own rollout has as well.
@@ -194,3 +220,23 @@ def check_seconds(name: str, value: Any) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise ValueError(f"{name}={value!r} must be a number of seconds > 0. Set {name} to such a value.")
+
+
+def check_replay(config: Any) -> None:
+    """Check what stands beside `replay`.
+
+    Raises:
+        ValueError: names the option, its value, the rule and the cure.
+    """
+    if config.replay is None:
+        return
+    if Path(config.replay).absolute().is_relative_to(Path(config.output_dir).absolute()):
+        raise ValueError(
+            f"replay={config.replay!r} lies in output_dir={config.output_dir!r}, whose checkpoints the replay would "
+            "overwrite. Set output_dir to another folder."
+        )
+    if config.eval_strategy != "no":
+        raise ValueError(
+            f"replay={config.replay!r} with eval_strategy={str(config.eval_strategy)!r}: the journal of a training "
+            "run holds no evaluations. Set eval_strategy to 'no'."
+        )

@@ -55,11 +55,12 @@ from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
 from agent_r1_trl.trainers.lookahead import ROW_INDEX, in_seeded_order
 from agent_r1_trl.trainers.metrics import gather_metrics
 from agent_r1_trl.trainers.nonfinite import LOG_PROBS, NumberWatch, NumberWatchingTrainer
+from agent_r1_trl.trainers.played import PlayedBatch, trl_generation
 from agent_r1_trl.trainers.publishing import Publishing, rows_not_logged
 from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint
 from agent_r1_trl.trainers.reward_calls import RewardCalls
 from agent_r1_trl.trainers.rewards import Rewards
-from agent_r1_trl.trainers.rollouts import PlayedBatch, Position, Rollouts, trl_generation
+from agent_r1_trl.trainers.rollouts import Position, Rollouts
 from agent_r1_trl.trainers.saving import Saving
 from agent_r1_trl.trainers.signals import RunGuard
 from agent_r1_trl.trainers.tool_watch import ToolOutageError
@@ -171,6 +172,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
         parts: Any = (self.args, self.accelerator, policy, self._tokenizer, self.env_factory)
         self.rollouts = Rollouts(*parts, generator=generator, eos_token_ids=self.eos_token_ids)
         self.guard = RunGuard(self)
+        self.rollouts.journal.attach(self)
         self.chat, self.limits = self.rollouts.chat, self.rollouts.limits
         self.chat.write_to(self._tokenizer)  # what is trained with is saved
         self.credit = CreditEstimator(self.args, self.accelerator)

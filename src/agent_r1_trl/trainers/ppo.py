@@ -29,6 +29,7 @@ from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.trainers.model_card import AGENT_R1
 from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 from agent_r1_trl.trainers.nonfinite import VALUES
+from agent_r1_trl.trainers.played import PlayedBatch
 from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
 from agent_r1_trl.trainers.ppo_optimizer import (
     SyncPolicyCallback,
@@ -39,7 +40,6 @@ from agent_r1_trl.trainers.ppo_optimizer import (
     policy_rate_at_zero,
     split_by_role,
 )
-from agent_r1_trl.trainers.rollouts import PlayedBatch
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import whole_rows
 from agent_r1_trl.update.losses import explained_variance, value_loss

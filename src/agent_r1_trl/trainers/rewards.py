@@ -22,7 +22,7 @@ from agent_r1_trl.environments.reward_values import finite_number
 from agent_r1_trl.tools.signature import unwrap_partial
 from agent_r1_trl.trainers.agreement import raised_everywhere
 from agent_r1_trl.trainers.config import MultiTurnConfig
-from agent_r1_trl.trainers.rollouts import PlayedBatch
+from agent_r1_trl.trainers.played import PlayedBatch
 from agent_r1_trl.trajectory import Trajectory
 
 
@@ -41,7 +41,8 @@ def class_reward(environment_class: type) -> Callable[..., list[float | None]]:
     def column(
         environments: list[Any], trajectory: list[Trajectory] | None = None, **kwargs: Any
     ) -> list[float | None]:
-        of_class = [type(environment) is environment_class for environment in environments]
+        # A trajectory out of the journal has no environment; its parts name the class that scored it.
+        of_class = [environment is None or type(environment) is environment_class for environment in environments]
         if trajectory is None:
             pairs = zip(environments, of_class, strict=True)
             return [environment.get_reward() if is_one else None for environment, is_one in pairs]

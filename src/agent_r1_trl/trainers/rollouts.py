@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from agent_r1_trl.generation import SamplingParams, TransformersGenerator
 from agent_r1_trl.generation.base import Generator, as_generator
 from agent_r1_trl.generation.sync import sync_weights
 from agent_r1_trl.generation.vllm.build import build_vllm, check_vllm
+from agent_r1_trl.journal import RolloutLog
 from agent_r1_trl.rollout import (
     NothingPlayedError,
     RolloutRequest,
@@ -36,8 +37,10 @@ from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.failures import FailureWatch, gather_failures
 from agent_r1_trl.trainers.host_memory import release_free_memory
+from agent_r1_trl.trainers.journal import ReplayedRollout, TrainingJournal
 from agent_r1_trl.trainers.lookahead import Lookahead
 from agent_r1_trl.trainers.nonfinite import last_checkpoint
+from agent_r1_trl.trainers.played import PlayedBatch
 from agent_r1_trl.trainers.tool_watch import ToolWatch
 from agent_r1_trl.trajectory import Trajectory
 
@@ -70,10 +73,17 @@ class Rollout:
         requests: one per trajectory.
         params: how tokens are drawn.
         synced_step: number of optimizer steps behind the generator's weights.
+        journal: keeps it on disk.
     """
 
     def __init__(
-        self, runner: RolloutRunner, requests: Sequence[RolloutRequest], params: SamplingParams, *, synced_step: int
+        self,
+        runner: RolloutRunner,
+        requests: Sequence[RolloutRequest],
+        params: SamplingParams,
+        *,
+        synced_step: int,
+        journal: RolloutLog | None = None,
     ):
         self.synced_step = synced_step
         self.requests = requests
@@ -85,12 +95,12 @@ class Rollout:
 
         def finish(_: Any) -> None:
             self.seconds = time.perf_counter() - start
-            self.environments = users_environments(runner.environments)
+            self.environments = users_environments(runner.environments, runner.env_factory)
             self._has_ended.set()
 
         self._has_ended = threading.Event()
         self._runner = runner
-        self._future = runner.start(requests, params=params)
+        self._future = runner.start(requests, params=params, journal=journal)
         self._future.add_done_callback(finish)
 
     def wait(self) -> None:
@@ -114,67 +124,6 @@ class Rollout:
     def cancel(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
         """Stop the trajectories; returns when their environments are closed, or False when time is up."""
         return self._runner.stop(timeout_s) or not self._future.cancel()  # whoever waits goes on
-
-
-@dataclass
-class PlayedBatch:
-    """One generation batch on this rank: B rows of the data set and what became of them."""
-
-    rows: Sequence[dict[str, Any]]
-    trajectories: list[Trajectory]
-    environments: list[Any] | None
-    reward_values: torch.Tensor = field(init=False)
-    """(B, F) what each of F reward functions returned, once they ran; NaN for rows that a function did not score."""
-    in_baseline: torch.Tensor = field(init=False)
-    """(B,) bool: whose reward counts in statistics, once the reward functions ran."""
-    in_loss: torch.Tensor = field(init=False)
-    """(B,) bool: whose tokens get gradients; these rows are all in the baseline."""
-
-    @property
-    def rows_with_prompts(self) -> list[dict[str, Any]]:
-        """The rows as TRL and reward functions see them: with the prompt that the environment made."""
-        pairs = zip(self.rows, self.trajectories, strict=True)
-        return [{**row, "prompt": trajectory.prompt_messages} for row, trajectory in pairs]
-
-
-def trl_generation(
-    played: PlayedBatch,
-    *,
-    tokenizer: Any,
-    in_loss: Callable[[Trajectory], bool],
-    has_logprobs: bool,
-    is_single_turn: bool,
-) -> tuple:
-    """The 8-tuple that TRL's `_generate` returns, for the trajectories of a rollout.
-
-    Args:
-        played: B trajectories.
-        tokenizer: of the policy; its padding token stands for an empty prompt or completion, on which TRL crashes.
-        in_loss: whether a trajectory's action tokens enter the loss.
-        has_logprobs: whether TRL compares the sampler's log-probs with the trainer's (`use_vllm`).
-        is_single_turn: whether prompts are answered without environment and tools. TRL then hands a reply to the
-            reward functions as one text, reasoning included, unless the tokenizer says how replies are parsed.
-    """
-    trajectories, pad_token_id = played.trajectories, tokenizer.pad_token_id
-    completion_ids = [trajectory.completion_ids or [pad_token_id] for trajectory in trajectories]
-    completions = [trajectory.answered_messages for trajectory in trajectories]
-    if is_single_turn and not any(getattr(tokenizer, f"response_{kind}", None) for kind in ("template", "schema")):
-        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        completions = [[{"role": "assistant", "content": text}] for text in texts]
-    tool_mask = [
-        trajectory.action_mask or [0] if in_loss(trajectory) else [0] * len(ids)
-        for trajectory, ids in zip(trajectories, completion_ids, strict=True)
-    ]
-    return (
-        [trajectory.prompt_ids or [pad_token_id] for trajectory in trajectories],
-        completion_ids,
-        tool_mask,
-        completions,
-        [trajectory.logprobs or [0.0] for trajectory in trajectories] if has_logprobs else None,
-        {"trajectory": trajectories},
-        None,
-        [],
-    )
 
 
 class Rollouts:
@@ -210,7 +159,7 @@ class Rollouts:
         self.env_factory = env_factory
         self._accelerator = accelerator
         self._is_on_gpu = accelerator.device.type == "cuda"
-        if args.use_vllm and generator is None:
+        if args.use_vllm and generator is None and args.replay is None:
             check_vllm(args, policy, is_on_gpu=self._is_on_gpu)
         self.chat = ChatFormat(
             tokenizer,
@@ -230,7 +179,7 @@ class Rollouts:
             min_p=args.min_p or 0.0,
             repetition_penalty=args.repetition_penalty,
         )
-        self.upcoming: Rollout | None = None
+        self.upcoming: Rollout | ReplayedRollout | None = None
         """The next batch's rollout, played while the update trains on this one (`overlap_rollout`)."""
         self.failures = FailureWatch(args.max_failure_share, args.failure_window)
         self._is_cut = threading.Event()
@@ -245,6 +194,7 @@ class Rollouts:
         self._last: Rollout | None = None
         self.together: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         """Inside it, what one rank gets wrong is raised on all of them (`signals.py`)."""
+        self.journal = TrainingJournal(args, accelerator, self.limits, self.chat.chat_template, env_factory)
 
     # ---------------------------------------------------------------- playing
 
@@ -272,6 +222,7 @@ class Rollouts:
         if self.upcoming is not None:
             self.upcoming.wait()  # its generator must not change weights on the way
         gather = self.args.ds3_gather_for_generation and not self.args.use_vllm
+        is_void = False  # a tool was down
         while True:
             with (
                 self.together(),
@@ -279,13 +230,16 @@ class Rollouts:
                 unwrap_model_for_generation(model, self._accelerator, gather_deepspeed3_params=gather) as policy,
             ):
                 metrics = self.sync(policy, position.optimizer_step)
+                self.journal.take_weights(policy, position)
                 if self.upcoming is not None and position.is_training:
                     rollout, self.upcoming = self.upcoming, None
                 else:
-                    rollout = self._start(rows, position.micro_step, position)
+                    rollout = self._start(rows, position.micro_step, position, is_void=is_void)
                     rollout.wait()
                 trajectories = rollout.trajectories
-            if not (position.is_training and self.tools.has_outage(trajectories, rollout.requests)):
+            is_watched = position.is_training and not self.journal.is_replay
+            is_void = is_watched and self.tools.has_outage(trajectories, rollout.requests)
+            if not is_void:
                 break
         if self.args.overlap_rollout and position.is_training:
             self._start_upcoming(position)
@@ -310,7 +264,9 @@ class Rollouts:
     def _ask_tool(self, call: RecordedCall) -> bool:
         return self.runner.wait_for(succeeds(call, self.env_factory, self.chat.truncate))
 
-    def _start(self, rows: Sequence[dict[str, Any]], micro_step: int, position: Position) -> Rollout:
+    def _start(
+        self, rows: Sequence[dict[str, Any]], micro_step: int, position: Position, *, is_void: bool = False
+    ) -> Rollout | ReplayedRollout:
         requests = rollout_requests(
             rows,
             first_row=position.first_row + self._accelerator.process_index * len(rows),
@@ -318,10 +274,17 @@ class Rollouts:
             seed=self.args.seed,
             step=micro_step if position.is_training else None,
         )
+        replayed = self.journal.replay(requests, micro_step, position.optimizer_step)
+        if replayed is not None:
+            return replayed
         params = self.params
         if not position.is_training and self.args.eval_temperature is not None:
             params = replace(params, temperature=self.args.eval_temperature)
-        rollout = self._last = Rollout(self.runner, requests, params, synced_step=self.synced_step)
+        journal = None
+        if position.is_training:
+            journal = self.journal.open(requests, params, micro_step, self.synced_step, is_void=is_void)
+        rollout = Rollout(self.runner, requests, params, synced_step=self.synced_step, journal=journal)
+        self._last = rollout
         if self._is_cut.is_set():
             rollout.cancel(CUT_TIMEOUT_S)
         return rollout
@@ -359,6 +322,7 @@ class Rollouts:
             self.upcoming = None
         self.synced_step, self._last = -1, None
         self._is_cut.clear()
+        self.journal.end_run()
 
     @property
     def runner(self) -> RolloutRunner:
@@ -383,6 +347,8 @@ class Rollouts:
         Raises:
             SyncError: generator and trainer give different log-probabilities.
         """
+        if self.journal.is_replay:
+            return {}
         if self._runner is None:
             generator = self._generator if self._generator is not None else self._build(policy)
             self._runner = RolloutRunner(

@@ -57,6 +57,7 @@ class Saving:
     env_factory: Any
     train_dataset: Any
     checkpoint: RolloutCheckpoint
+    rollouts: Any
     _is_saving = False
     _num_failed_saves = 0
     """In a row, up to now."""
@@ -132,6 +133,7 @@ class Saving:
             self._step, self._buffered_inputs = self.checkpoint.load(
                 Path(checkpoint), self.state.global_step, with_new_rollout="rollout" in self._without
             )
+            self.rollouts.journal.resume()
         accept_numbered_cpus()
         super()._load_optimizer_and_scheduler(None if "optimizer" in self._without else checkpoint)  # type: ignore[misc]
 
@@ -178,6 +180,8 @@ class Saving:
             self._give_up(folder, target.name, problems[0])
             return
         self._num_failed_saves, self._save_problem = 0, None
+        if self.env_factory is not None:
+            self.rollouts.journal.saved(self._step)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(target))
         if self.args.should_save:

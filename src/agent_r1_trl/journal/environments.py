@@ -1,0 +1,139 @@
+"""How an environment comes back to where it stood when the run was killed.
+
+Its class says so in the attribute `on_resume`:
+
+- `"replay"`: a fresh environment gets the recorded messages again, for the sake of its state; the policy reads what
+  was recorded. The tools of a `ToolEnv` that are plain functions are not called: their results are in the journal.
+- `"restart"`: a fresh environment gets the messages again, tools are called again, and what it says now counts. What
+  the policy said is taken from the journal as long as it reads the same as then.
+- `"restore"`: after `reset`, `restore(state)` receives what `snapshot()` returned after the last whole turn.
+
+Without the attribute, a `ToolEnv` whose tools are plain functions and whose turns are `ToolEnv`'s own is replayed, and
+everything else is restarted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+from agent_r1_trl.environments.tool_env import ToolEnv
+from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
+from agent_r1_trl.tools import Tool
+from agent_r1_trl.trajectory import ToolCall, ToolResult
+
+_COUNTED = ("_num_turns", "_paid_process_reward", "_seen_calls")
+
+
+class ResumeMode(StrEnum):
+    """How an environment comes back; see the module."""
+
+    REPLAY = "replay"
+    RESTART = "restart"
+    RESTORE = "restore"
+
+
+def resume_mode(env: Any) -> ResumeMode:
+    """What the environment declares, or the default for its kind.
+
+    Raises:
+        ValueError: the attribute has another value, or `restore` is declared without both methods.
+    """
+    users = users_object(env)
+    declared = getattr(users, "on_resume", None)
+    if declared is None:
+        return ResumeMode.REPLAY if _has_no_state(env) else ResumeMode.RESTART
+    owner = type(users).__name__
+    if declared not in list(ResumeMode):
+        known = ", ".join(repr(mode.value) for mode in ResumeMode)
+        raise ValueError(f"{owner}.on_resume={declared!r}: must be one of {known}. Set it to one of them.")
+    if declared == ResumeMode.RESTORE:
+        missing = [name for name in ("snapshot", "restore") if not callable(getattr(users, name, None))]
+        if missing:
+            raise ValueError(
+                f"{owner}.on_resume='restore' needs the method {' and '.join(missing)}: snapshot() returns the state "
+                "as JSON data, restore(state) takes it over. Add both, or set on_resume to 'replay' or 'restart'."
+            )
+    return ResumeMode(declared)
+
+
+def users_object(env: Any) -> Any:
+    """The object that the user wrote: of TRL's form the instance behind the adapter."""
+    return env.environment if isinstance(env, TRLEnvAdapter) else env
+
+
+def _has_no_state(env: Any) -> bool:
+    """Whether nothing but `ToolEnv`'s own code and plain functions decides what the environment says."""
+    own = ("step", "next_user_message")
+    is_plain = isinstance(env, ToolEnv) and all(getattr(type(env), name) is getattr(ToolEnv, name) for name in own)
+    return is_plain and not any(is_method(item, env) for item in env.tools)
+
+
+def is_method(item: Any, env: Any) -> bool:
+    """Whether a tool is a method of the environment, whose state it may change."""
+    fn = item.fn if isinstance(item, Tool) else item
+    owners = [getattr(fn, "__self__", None), *getattr(fn, "args", ())]  # a bound method, a partial
+    environments = [env, users_object(env)]
+    return any(owner is each for owner in owners for each in environments)
+
+
+def snapshot_record(env: Any, state: Any) -> dict[str, Any]:
+    """The state that `snapshot` returned, checked, and beside it what `ToolEnv` itself counts.
+
+    Raises:
+        ValueError: it is not JSON data.
+    """
+    counted = {name: getattr(env, name) for name in _COUNTED} if isinstance(env, ToolEnv) else {}
+    if "_seen_calls" in counted:
+        counted["_seen_calls"] = sorted(counted["_seen_calls"])
+    return {"state": _checked(users_object(env), state), "counted": counted}
+
+
+def restore_counted(env: Any, record: dict[str, Any]) -> None:
+    """Give a `ToolEnv` what it had counted."""
+    for name, value in record["counted"].items():
+        setattr(env, name, frozenset(value) if name == "_seen_calls" else value)
+
+
+def _checked(env: Any, state: Any) -> Any:
+    try:
+        if json.loads(json.dumps(state)) == state:
+            return state
+        problem = "it comes back from JSON as something else"
+    except (TypeError, ValueError, RecursionError) as error:
+        problem = str(error)
+    raise ValueError(
+        f"{type(env).__name__}.snapshot returned {state!r:.200}, which the journal cannot hold ({problem}): it must "
+        "be JSON data (dicts with string keys, lists, strings, numbers). Return such data, or set on_resume to "
+        "'replay' or 'restart'."
+    )
+
+
+class RecordedResults:
+    """Stands in for the executor of a `ToolEnv` during one recorded turn.
+
+    Methods of the environment are called again, because they may change its state; functions are not. Either way the
+    results are those of the journal.
+
+    Args:
+        executor: the environment's own.
+        env: the environment.
+        results: one per call of the turn.
+    """
+
+    def __init__(self, executor: Any, env: Any, results: Sequence[ToolResult]) -> None:
+        self._executor = executor
+        self._env = env
+        self._results = results
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    async def execute(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """The recorded results; see `ToolExecutor.execute`."""
+        methods = [call for call in calls if is_method(self._executor.tools.get(call.name), self._env)]
+        if methods:
+            await self._executor.execute(methods)
+        return list(self._results[: len(calls)])

@@ -1,0 +1,132 @@
+"""The journal of one rollout of one process: written while it is played, read again after a kill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from agent_r1_trl.generation.base import Generator
+from agent_r1_trl.journal.players import JournaledDraft, JournaledGenerator, JournaledSession, TrajectoryLog
+from agent_r1_trl.journal.reader import (
+    RecordedRollout,
+    RecordedTrajectory,
+    describe_request,
+    read_trajectory,
+    trajectory_record,
+)
+from agent_r1_trl.journal.records import Appender, Record, dump
+from agent_r1_trl.rollout import Draft, EnvSession, RolloutRequest
+from agent_r1_trl.trajectory import Trajectory
+
+FOLDER = "journal"
+"""In `output_dir`."""
+EVAL_FILE = "eval.journal"
+VERSION = 1
+
+
+def eval_journal(output_dir: str | Path) -> Path:
+    """The journal of `agent-r1-trl eval`."""
+    return Path(output_dir).absolute() / FOLDER / EVAL_FILE
+
+
+def rank_folder(output_dir: str | Path, rank: int) -> Path:
+    """Where a process keeps the rollouts of a training run."""
+    return Path(output_dir).absolute() / FOLDER / f"rank{rank}"
+
+
+def rollout_file(micro_step: int) -> str:
+    """Name of the file of the rollout that a micro-step begins to train on."""
+    return f"rollout_{micro_step:09d}.journal"
+
+
+class RolloutLog:
+    """Writes the trajectories of one rollout and hands out what an earlier start of the run has recorded of them.
+
+    Args:
+        path: of the file.
+        header: what the rollout depends on besides its requests; `size` is the number of its trajectories.
+        recorded: of an earlier start, if it may be used; the file is continued. None begins a new file.
+        plays_finished: play finished trajectories again, for reward functions that look at the environments. What the
+            policy said is still taken from the journal.
+    """
+
+    def __init__(
+        self, path: Path, header: Record, *, recorded: RecordedRollout | None = None, plays_finished: bool = False
+    ) -> None:
+        self._recorded: dict[str, RecordedTrajectory] = {}
+        self._numbers: dict[str, int] = {}
+        self._is_complete = recorded is not None and recorded.is_complete
+        self._plays_finished = plays_finished
+        self.num_reused = 0
+        """Finished trajectories that were handed out."""
+        self._appender = Appender(path, size=recorded.num_bytes if recorded else 0)
+        if recorded is None:
+            self._appender.append({"kind": "rollout", "version": VERSION, **header})
+            return
+        for item in recorded.trajectories:
+            self._recorded[dump(item.request)] = item
+            self._numbers[dump(item.request)] = item.number
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something could not be written."""
+        return self._appender.has_failed
+
+    @property
+    def num_bytes(self) -> int:
+        """Written by this object."""
+        return self._appender.num_bytes
+
+    def close(self) -> None:
+        """Close the file."""
+        self._appender.close()
+
+    # ---------------------------------------------------------------- for the runner
+
+    def finished(self, request: RolloutRequest) -> Trajectory | None:
+        """The recorded trajectory, if it has ended.
+
+        A failure that was not the policy's fault counts only if the rollout went on to its end: one that came with
+        the kill is played again.
+        """
+        recorded = self._recorded.get(_key(request))
+        if recorded is None or recorded.end is None or self._plays_finished:
+            return None
+        trajectory = read_trajectory(recorded.end)
+        if trajectory.stop_reason.is_infrastructure_failure and not self._is_complete:
+            return None
+        self.num_reused += 1
+        return trajectory
+
+    def open(
+        self,
+        request: RolloutRequest,
+        factory: Callable[[], Any],
+        truncate: Callable[[str, int], str],
+        generator: Generator,
+    ) -> tuple[Draft, EnvSession, Generator]:
+        """Draft, session and generator of a trajectory: they repeat what is recorded and write what comes after it."""
+        key = _key(request)
+        recorded = self._recorded.get(key)
+        if key not in self._numbers:
+            self._numbers[key] = len(self._numbers)
+            self._append(self._numbers[key], {"kind": "start", "request": describe_request(request)})
+        number = self._numbers[key]
+        turns = list(recorded.turns) if recorded else []
+        log = TrajectoryLog(lambda record: self._append(number, record), turns)
+        draft = JournaledDraft(request=request, log=log)
+        session = JournaledSession(factory, truncate=truncate, log=log, draft=draft)
+        return draft, session, JournaledGenerator(generator, log=log, draft=draft)
+
+    def end(self, request: RolloutRequest, trajectory: Trajectory) -> None:
+        """Write down that a trajectory has ended."""
+        record = {"kind": "end", "trajectory": trajectory_record(trajectory)}
+        self._append(self._numbers[_key(request)], record)
+
+    def _append(self, number: int, record: Record) -> None:
+        self._appender.append({"t": number, **record})
+
+
+def _key(request: RolloutRequest) -> str:
+    return dump(describe_request(request))

@@ -1,0 +1,195 @@
+"""What the records of one rollout say about its trajectories.
+
+Records of a file, by their `kind`; all but the first name their trajectory by its number `t`:
+
+    rollout   whose rollout this is: micro-step, weights, sampling settings, number of trajectories
+    start     a trajectory begins: example, place in its group, seeds
+    turn      the policy spoke: ids, log-probabilities, message; and what the request was (seed, limit, context)
+    step      the environment answered: messages, reward, whether it is over, info with tool calls and results
+    context   what the turn added to the tokens: ids and their authors
+    end       the finished trajectory, whole
+
+A trajectory that a resumed run played on may have a turn twice: the later record counts, and with it all that follows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agent_r1_trl.environments.base import StepResult
+from agent_r1_trl.generation.base import Generation
+from agent_r1_trl.journal.records import (
+    Record,
+    dump,
+    pack_floats,
+    pack_ids,
+    read_file,
+    unpack_floats,
+    unpack_ids,
+)
+from agent_r1_trl.rollout.requests import RolloutRequest
+from agent_r1_trl.trajectory import Author, ToolCall, ToolErrorKind, ToolResult, Trajectory
+
+_AUTHORS = tuple(Author)
+
+
+@dataclass(kw_only=True)
+class RecordedTurn:
+    """A turn of an unfinished trajectory."""
+
+    sampled: Record
+    step: Record | None = None
+    """None if the run ended before the environment had answered."""
+
+    @property
+    def generation(self) -> Generation:
+        """What the sampler returned."""
+        ids, logprobs = unpack_ids(self.sampled["ids"]), unpack_floats(self.sampled["logprobs"])
+        return Generation(token_ids=ids, logprobs=logprobs, stop=self.sampled["stop"])
+
+
+@dataclass(kw_only=True)
+class RecordedTrajectory:
+    """What is known of one trajectory."""
+
+    number: int
+    """In its file."""
+    request: Record
+    turns: list[RecordedTurn] = field(default_factory=list)
+    end: Record | None = None
+    """The finished trajectory; None if the run ended before."""
+
+
+@dataclass(kw_only=True)
+class RecordedRollout:
+    """What is known of one rollout."""
+
+    header: Record
+    trajectories: list[RecordedTrajectory]
+    """In the order of their requests."""
+    num_bytes: int
+    """Of the records that were read."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every trajectory has ended."""
+        ended = [item for item in self.trajectories if item.end is not None]
+        return len(ended) == len(self.trajectories) >= self.header["size"]
+
+
+def read_rollout(path: Path) -> RecordedRollout | None:
+    """The rollout in a file; None if there is no such file or not even its first record is whole."""
+    if not path.is_file():
+        return None
+    records, num_bytes = read_file(path)
+    if not records or records[0].get("kind") != "rollout":
+        return None
+    trajectories: list[RecordedTrajectory] = []
+    for record in records[1:]:
+        if record["kind"] == "start":
+            trajectories.append(RecordedTrajectory(number=record["t"], request=record["request"]))
+        else:
+            _add(trajectories[record["t"]], record)
+    return RecordedRollout(header=records[0], trajectories=trajectories, num_bytes=num_bytes)
+
+
+def _add(trajectory: RecordedTrajectory, record: Record) -> None:
+    kind = record["kind"]
+    if kind == "end":
+        trajectory.end = record["trajectory"]
+        return
+    if kind == "turn":
+        del trajectory.turns[record["turn"] :]
+        trajectory.turns.append(RecordedTurn(sampled=record))
+    elif kind == "step":
+        del trajectory.turns[record["turn"] + 1 :]
+        trajectory.turns[record["turn"]].step = record
+    trajectory.end = None
+
+
+# ---------------------------------------------------------------- requests
+
+
+def describe_request(request: RolloutRequest) -> Record:
+    """What identifies a trajectory: two runs that ask for the same one give the same record."""
+    # A row may hold what has another repr in every process, so only its kind counts.
+    row = json.dumps(request.example, sort_keys=True, default=lambda value: type(value).__name__, skipkeys=True)
+    return {
+        "example_id": request.example_id,
+        "row": hashlib.blake2b(row.encode(), digest_size=8).hexdigest(),
+        "generation": request.generation,
+        "seed": request.seed,
+        "reset_seed": request.reset_seed,
+        "attempt": getattr(request, "attempt", 0),
+    }
+
+
+# ---------------------------------------------------------------- steps
+
+
+def step_record(result: StepResult) -> Record:
+    """The environment's answer as JSON."""
+    results = result.info.get("tool_results") or []
+    info = {**result.info, "tool_results": [_result_record(item) for item in results if isinstance(item, ToolResult)]}
+    return {"observations": result.observations, "reward": result.reward, "done": result.done, "info": info}
+
+
+def read_step(record: Record) -> StepResult:
+    """The inverse of `step_record`, for what the rollout reads of an answer."""
+    info = {**record["info"], "tool_results": [_read_result(item) for item in record["info"]["tool_results"]]}
+    observations = [dict(message) for message in record["observations"]]
+    return StepResult(observations, record["reward"], record["done"], info)
+
+
+def is_same_answer(result: StepResult, record: Record) -> bool:
+    """Whether an answer has the messages, reward and end of the recorded one."""
+    now = {"observations": result.observations, "reward": result.reward, "done": result.done}
+    return json.loads(dump(now)) == {name: record[name] for name in now}
+
+
+def _result_record(result: ToolResult) -> Record:
+    record = {**vars(result), "call": vars(result.call)}
+    return record | {"error": result.error.value if result.error else None}
+
+
+def _read_result(record: Record) -> ToolResult:
+    error = ToolErrorKind(record["error"]) if record["error"] else None
+    return ToolResult(**{**record, "call": ToolCall(**record["call"]), "error": error})
+
+
+# ---------------------------------------------------------------- finished trajectories
+
+
+def trajectory_record(trajectory: Trajectory) -> Record:
+    """A finished trajectory as JSON, its token lists packed."""
+    record = trajectory.to_dict()
+    for name in ("action_mask", "turn_ids"):  # follow from the turns
+        del record[name]
+    return record | {
+        "prompt_ids": pack_ids(trajectory.prompt_ids),
+        "completion_ids": pack_ids(trajectory.completion_ids),
+        "logprobs": pack_floats(trajectory.logprobs),
+        "authors": "".join(str(_AUTHORS.index(author)) for author in trajectory.authors),
+    }
+
+
+def read_trajectory(record: Record) -> Trajectory:
+    """The inverse of `trajectory_record`."""
+    ids = unpack_ids(record["completion_ids"])
+    turn_ids = [-1] * len(ids)
+    for index, turn in enumerate(record["turns"]):
+        turn_ids[turn["start"] : turn["end"]] = [index] * (turn["end"] - turn["start"])
+    return Trajectory.from_dict(
+        record
+        | {
+            "prompt_ids": unpack_ids(record["prompt_ids"]),
+            "completion_ids": ids,
+            "logprobs": unpack_floats(record["logprobs"]),
+            "authors": [_AUTHORS[int(digit)] for digit in record["authors"]],
+            "turn_ids": turn_ids,
+            "action_mask": [int(turn_id >= 0) for turn_id in turn_ids],
+        }
+    )

@@ -1,0 +1,72 @@
+"""One generation batch that has been played, and the form in which TRL's trainer takes it over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from agent_r1_trl.trajectory import Trajectory
+
+
+@dataclass
+class PlayedBatch:
+    """One generation batch on this rank: B rows of the data set and what became of them."""
+
+    rows: Sequence[dict[str, Any]]
+    trajectories: list[Trajectory]
+    environments: list[Any] | None
+    reward_values: torch.Tensor = field(init=False)
+    """(B, F) what each of F reward functions returned, once they ran; NaN for rows that a function did not score."""
+    in_baseline: torch.Tensor = field(init=False)
+    """(B,) bool: whose reward counts in statistics, once the reward functions ran."""
+    in_loss: torch.Tensor = field(init=False)
+    """(B,) bool: whose tokens get gradients; these rows are all in the baseline."""
+
+    @property
+    def rows_with_prompts(self) -> list[dict[str, Any]]:
+        """The rows as TRL and reward functions see them: with the prompt that the environment made."""
+        pairs = zip(self.rows, self.trajectories, strict=True)
+        return [{**row, "prompt": trajectory.prompt_messages} for row, trajectory in pairs]
+
+
+def trl_generation(
+    played: PlayedBatch,
+    *,
+    tokenizer: Any,
+    in_loss: Callable[[Trajectory], bool],
+    has_logprobs: bool,
+    is_single_turn: bool,
+) -> tuple:
+    """The 8-tuple that TRL's `_generate` returns, for the trajectories of a rollout.
+
+    Args:
+        played: B trajectories.
+        tokenizer: of the policy; its padding token stands for an empty prompt or completion, on which TRL crashes.
+        in_loss: whether a trajectory's action tokens enter the loss.
+        has_logprobs: whether TRL compares the sampler's log-probs with the trainer's (`use_vllm`).
+        is_single_turn: whether prompts are answered without environment and tools. TRL then hands a reply to the
+            reward functions as one text, reasoning included, unless the tokenizer says how replies are parsed.
+    """
+    trajectories, pad_token_id = played.trajectories, tokenizer.pad_token_id
+    completion_ids = [trajectory.completion_ids or [pad_token_id] for trajectory in trajectories]
+    completions = [trajectory.answered_messages for trajectory in trajectories]
+    if is_single_turn and not any(getattr(tokenizer, f"response_{kind}", None) for kind in ("template", "schema")):
+        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        completions = [[{"role": "assistant", "content": text}] for text in texts]
+    tool_mask = [
+        trajectory.action_mask or [0] if in_loss(trajectory) else [0] * len(ids)
+        for trajectory, ids in zip(trajectories, completion_ids, strict=True)
+    ]
+    return (
+        [trajectory.prompt_ids or [pad_token_id] for trajectory in trajectories],
+        completion_ids,
+        tool_mask,
+        completions,
+        [trajectory.logprobs or [0.0] for trajectory in trajectories] if has_logprobs else None,
+        {"trajectory": trajectories},
+        None,
+        [],
+    )
