@@ -9,6 +9,7 @@ times as many, 10 by default.
 """
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from tests.effort import PLAIN_EXAMPLES
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores Ctrl-C for what it runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "tests",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.cli import main
+from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE
 from agent_r1_trl.trainers.saving import SaveError, Saving
 
 
@@ -38,10 +39,10 @@ def test_another_seed_is_refused_with_the_cure(recipe_of_run, refusal):
     assert "Start it with seed=3, or set resume_without: [data]" in refusal(*recipe_of_run, "--seed", "4")
 
 
-def test_a_disk_that_is_full_at_the_end_is_an_error_but_no_mistake(recipe_of_run, monkeypatch):
+def test_a_disk_that_is_full_at_the_end_is_an_error_but_no_mistake(recipe_of_run, monkeypatch, capsys):
     def train(self, *args, **kwargs):
         raise SaveError("The last checkpoint could not be written")
 
     monkeypatch.setattr(Saving, "train", train)
-    with pytest.raises(SystemExit, match="error: The last checkpoint could not be written"):
-        main([*recipe_of_run])
+    assert main([*recipe_of_run]) == EXIT_INFRASTRUCTURE
+    assert "error: The last checkpoint could not be written" in capsys.readouterr().err

@@ -169,5 +169,5 @@ def without_times(trajectory):
     for turn in record["turns"]:
         del turn["generate_s"], turn["env_s"]
         for result in turn["tool_results"]:
-            del result["latency_s"]
+            del result["latency_s"], result["queue_s"]
     return record

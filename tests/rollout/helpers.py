@@ -8,6 +8,7 @@ from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.tools import InfrastructureError
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEchoEnv, add, call, echo, say
 
@@ -77,7 +78,7 @@ class Recorder:
         return [logprob for generation in self.handed for logprob in generation.logprobs]
 
 
-def scene(*, rewards=(), outcome=0.0, ends_at=None, fails_at=None, hangs_at=None):
+def scene(*, rewards=(), outcome=0.0, ends_at=None, fails_at=None, down_at=None, hangs_at=None):
     """An environment class with the tools above that does what it is told at a turn (-1: in `reset`)."""
 
     class Scene(ToolEnv):
@@ -100,6 +101,8 @@ def scene(*, rewards=(), outcome=0.0, ends_at=None, fails_at=None, hangs_at=None
         def act(self):
             if self.turn == fails_at:
                 raise RuntimeError(f"turn {self.turn} broke")
+            if self.turn == down_at:
+                raise InfrastructureError("the back end is down")
 
         def is_done(self, message):
             return self.turn == ends_at

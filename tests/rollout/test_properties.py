@@ -118,6 +118,8 @@ def conversations(draw, family, reason, min_turns=1):
             limits["max_model_length"] = draw(st.integers(2, prompt_length(family)))
         case StopReason.ENVIRONMENT_ERROR:
             acts["fails_at"] = draw(st.integers(-1 if min_turns == 1 else 0, last))
+        case StopReason.TOOL_FAILURE:
+            acts["down_at"] = draw(st.integers(0, last))
         case StopReason.GENERATION_ERROR:
             turns = [*turns, RuntimeError("engine gone")]
     return Conversation(turns, scene(**acts), limits)
@@ -263,7 +265,8 @@ def test_the_environments_words_are_the_environments_tokens(family):
 
 @functools.cache
 def trainer_of(family, folder):
-    trainer = make_trainer(folder, family=family, script=None, env=scene())
+    sizes = {"per_device_train_batch_size": len(StopReason), "num_generations": 3}
+    trainer = make_trainer(folder, family=family, script=None, env=scene(), **sizes)
     trainer.rollouts.play = lambda rows, *_: (PlayedBatch(rows, trainer.given, None), {})
     return trainer
 

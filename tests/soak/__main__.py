@@ -37,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--samplers", nargs="*", help="Only the runs with these samplers.")
     parser.add_argument("--keep", action="store_true", help="Keep what good runs wrote, too.")
     options = parser.parse_args(argv)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     plans = [draw_plan(seed) for seed in range(options.seed, options.seed + options.runs)]
     if options.samplers:
         plans = [plan for plan in plans if plan.sampler in options.samplers]

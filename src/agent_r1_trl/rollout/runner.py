@@ -25,6 +25,7 @@ from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.rollout.watchdog import LoopLostError, Watchdog
+from agent_r1_trl.tools import directory
 from agent_r1_trl.tools.holding import owner_name, timed_task
 from agent_r1_trl.trajectory import StopReason, Trajectory
 
@@ -292,6 +293,7 @@ class RolloutRunner:
         """
         lost, self._loop = self._loop, None
         self._under_way.clear()
+        directory.guard.forget()
         trajectories = []
         for each in plays:
             if each.trajectory is None:
