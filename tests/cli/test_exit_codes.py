@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.cli import errors, main
-from agent_r1_trl.trainers import signals
+from agent_r1_trl.trainers import signal_handlers, signals
 
 HANGING = '''
 
@@ -104,7 +104,10 @@ def test_the_codes_are_those_of_the_documentation():
     codes = {errors.EXIT_USAGE: 2, errors.EXIT_INFRASTRUCTURE: 3, errors.EXIT_INTERRUPTED: 130}
     assert all(value == code for value, code in codes.items())
     assert errors.EXIT_INFRASTRUCTURE == signals.EXIT_RANK_LOST
-    assert signals.exit_code(signal.SIGTERM) == 143 and signals.exit_code(signal.SIGINT) == errors.EXIT_INTERRUPTED
+    assert (
+        signal_handlers.exit_code(signal.SIGTERM) == 143
+        and signal_handlers.exit_code(signal.SIGINT) == errors.EXIT_INTERRUPTED
+    )
     text = (Path(__file__).resolve().parents[2] / "docs" / "faults.md").read_text(encoding="utf-8")
     for code in (0, 1, 2, 3, 130, 138, 143):
         assert f"| {code} |" in text

@@ -105,7 +105,7 @@ def play_under_a_launcher(folder, rank, ending):
 
 def two_signals(folder):
     """Send three signals to this process, of which the first two count as one."""
-    from agent_r1_trl.trainers.signals import SignalListener
+    from agent_r1_trl.trainers.signal_handlers import SignalListener
 
     with SignalListener(lambda signum: (folder / "first").write_text(str(signum))):
         os.kill(os.getpid(), signal.SIGTERM)

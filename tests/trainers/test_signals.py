@@ -1,5 +1,6 @@
 """A signal ends a run in good order: what was trained is saved, everything is closed, nothing is left behind."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from transformers import TrainerCallback
 
 from agent_r1_trl.rollout import processes
 from agent_r1_trl.tools import tool
-from agent_r1_trl.trainers import signals
+from agent_r1_trl.trainers.signal_handlers import SIGNALS, SignalListener
 from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import make_args, make_trainer
 
@@ -122,9 +123,24 @@ def weights(trainer):
     return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
+def test_a_tool_may_terminate_what_it_has_forked():
+    received = []
+    with SignalListener(received.append):
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        time.sleep(0.1)
+        child.terminate()
+        child.join(10)
+        assert child.exitcode == -signal.SIGTERM
+        assert not received, "the signal was the child's"
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+    assert received == [signal.SIGTERM]
+
+
 @pytest.mark.slow
 def test_sigterm_in_a_rollout_saves_closes_and_leaves_no_process(trainer_of, whole_weights, tmp_path):
-    handlers = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     trainer = trainer_of(callbacks=[At(3, Watched.hang.set)])
     send_when(lambda: len(sleepers()) == NUM_ROWS, signal.SIGTERM)
     start = time.monotonic()
@@ -135,7 +151,7 @@ def test_sigterm_in_a_rollout_saves_closes_and_leaves_no_process(trainer_of, who
     assert len(Watched.opened) == 3 * NUM_ROWS
     assert sorted(Watched.closed) == sorted(Watched.opened)
     assert not sleepers()
-    assert {number: signal.getsignal(number) for number in signals.SIGNALS} == handlers
+    assert {number: signal.getsignal(number) for number in SIGNALS} == handlers
     assert not [thread for thread in threading.enumerate() if thread.name in ("signals", "ranks", "rollout")]
     assert processes.MARK not in os.environ
 

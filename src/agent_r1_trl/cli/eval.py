@@ -91,7 +91,7 @@ def run_evaluation(arguments: EvalArguments, console: Console, *, description: s
     from agent_r1_trl.evaluation.loading import check_model_folder
     from agent_r1_trl.generation import SamplingParams
     from agent_r1_trl.journal import eval_journal
-    from agent_r1_trl.trainers.signals import signals_raise
+    from agent_r1_trl.trainers.signal_handlers import signals_raise
 
     set_rules(arguments.secret_names, arguments.secret_patterns)
     if arguments.replay:

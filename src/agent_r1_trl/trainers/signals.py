@@ -16,17 +16,13 @@ import atexit
 import contextlib
 import itertools
 import logging
-import os
 import random
 import signal
-import socket
-import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,14 +31,11 @@ from transformers import TrainerCallback
 from agent_r1_trl.rollout.processes import end_marked_processes, marked_processes
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.trainers.ranks import FAILED, LEFT, Agreement, RankLostError, RankWatch, set_gloo_timeout
+from agent_r1_trl.trainers.signal_handlers import REPEAT_S, SignalListener, end_at_once, raise_signal
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-"""What users, schedulers and closed terminals send; SIGUSR1 is a common warning before preemption."""
-REPEAT_S = 2.0
-"""Seconds in which signals count as one: schedulers send them to launcher and workers, and launchers pass them on."""
 EXIT_RANK_LOST = 3
 """`cli/errors.py` lists the exit codes."""
 LOST_GRACE_S = 10.0
@@ -65,125 +58,6 @@ class Interruption(BaseException):
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.signum = signum
-
-
-def exit_code(signum: int) -> int:
-    """The exit code of a process that a signal ended, by the shells' convention: 130 for SIGINT, 143 for SIGTERM."""
-    return 128 + signum
-
-
-def raise_signal(signum: int) -> NoReturn:
-    """Raise what ends a program in Python's way, `finally` blocks included.
-
-    Raises:
-        KeyboardInterrupt: for SIGINT.
-        SystemExit: with `exit_code` for any other.
-    """
-    if signum == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise SystemExit(exit_code(signum))
-
-
-def end_at_once(code: int, message: str) -> NoReturn:
-    """End this process without any cleanup but that of the tools' processes."""
-    print(shown(message), file=sys.stderr, flush=True)
-    with contextlib.suppress(Exception):
-        end_marked_processes(grace_s=0)
-    os._exit(code)
-
-
-def open_signals() -> list[int]:
-    """The signals to handle here: none in a thread or a notebook, and none that the program handles itself."""
-    is_interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
-    if threading.current_thread() is not threading.main_thread() or is_interactive:
-        return []
-    unhandled = (signal.SIG_DFL, signal.default_int_handler)
-    return [number for number in SIGNALS if signal.getsignal(number) in unhandled]
-
-
-class SignalListener:
-    """Passes signals to a function on a thread of its own; a second one ends the process at once.
-
-    Does nothing where signals cannot be handled (`open_signals`). The handlers that were there before come back.
-
-    Args:
-        on_signal: called with the number of the first signal.
-    """
-
-    def __init__(self, on_signal: Callable[[int], None]) -> None:
-        self._on_signal = on_signal
-        self._before: dict[int, Any] = {}
-        self._first_at: float | None = None
-
-    def __enter__(self) -> SignalListener:
-        numbers = open_signals()
-        if not numbers:
-            return self
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
-        self._others_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in numbers:
-            self._before[number] = signal.signal(number, _do_nothing)  # the byte in the socket says it all
-        threading.Thread(target=self._listen, name="signals", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if not self._before:
-            return
-        signal.set_wakeup_fd(self._others_fd)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
-        self._writer.close()
-
-    def _listen(self) -> None:
-        while number := self._reader.recv(1):
-            if self._others_fd >= 0:
-                with contextlib.suppress(OSError):
-                    os.write(self._others_fd, number)
-            if number[0] in self._before:
-                self._take(number[0])
-        self._reader.close()
-
-    def _take(self, signum: int) -> None:
-        now = time.monotonic()
-        if self._first_at is None:
-            self._first_at = now
-            self._on_signal(signum)
-        elif now - self._first_at >= REPEAT_S:
-            name = signal.Signals(signum).name
-            end_at_once(exit_code(signum), f"{name} for the second time: ending without a checkpoint.")
-
-
-def _do_nothing(signum: int, frame: Any) -> None:
-    pass
-
-
-@contextlib.contextmanager
-def signals_raise() -> Iterator[None]:
-    """For programs without state to save: signals raise as in `raise_signal`, and tools' processes are ended.
-
-    The second signal ends the process at once.
-    """
-    received = []
-
-    def handle(signum: int, frame: Any) -> None:
-        received.append(time.monotonic())
-        if len(received) == 1:
-            raise_signal(signum)
-        if received[-1] - received[0] >= REPEAT_S:
-            end_at_once(exit_code(signum), f"{signal.Signals(signum).name} for the second time: ending at once.")
-
-    before = {number: signal.signal(number, handle) for number in open_signals()}
-    try:
-        with marked_processes():
-            yield
-    except BaseException:
-        end_marked_processes()
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class RunGuard(TrainerCallback):
