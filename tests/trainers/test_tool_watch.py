@@ -1,13 +1,18 @@
 """The circuit breaker: a tool that is down is waited for, and no update is made from what was played meanwhile."""
 
+import asyncio
 import logging
 import os
+import threading
+import time
+import types
 
 import pytest
 import torch
 
 from agent_r1_trl import InfrastructureError, tool
 from agent_r1_trl.rollout import RolloutRequest
+from agent_r1_trl.rollout.probe import RecordedCall
 from agent_r1_trl.trainers import MultiTurnGRPOConfig
 from agent_r1_trl.trainers.tool_watch import ToolOutageError, ToolWatch, count_calls
 from agent_r1_trl.trajectory import StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
@@ -190,18 +195,58 @@ def test_a_run_waits_for_a_tool_and_trains_on_nothing_that_was_played_meanwhile(
         assert torch.equal(ours, theirs), "the outage leaves no trace"
 
 
-def test_a_tool_that_does_not_come_back_ends_the_run_with_a_checkpoint(tmp_path):
-    backend = Backend(ConnectionRefusedError("refused"), 9, 10**9)
-    trainer = trainer_on(backend, tmp_path, max_outage_wait=0.0)
-    with pytest.raises(
-        ToolOutageError, match=r"'look' is down: 8 of its last 8 calls failed .*ConnectionRefusedError"
-    ):
+@pytest.mark.parametrize("error", [ConnectionRefusedError("refused"), RuntimeError("?")])
+def test_a_tool_that_does_not_come_back_ends_the_run_with_a_checkpoint(tmp_path, error):
+    backend = Backend(error, 9, 10**9)
+    trainer = trainer_on(backend, tmp_path / "outage", max_outage_wait=0.0)
+    match = rf"'look' is down: 8 of its last 8 calls failed .*{type(error).__name__}"
+    with pytest.raises(ToolOutageError, match=match):
         trainer.train()
     assert trainer.state.global_step == 1
     backend.last = 0
-    resumed = trainer_on(backend, tmp_path)
+    resumed = trainer_on(backend, tmp_path / "outage")
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 3
+    healthy = trainer_on(backend, tmp_path / "healthy")
+    healthy.train()
+    for ours, theirs in zip(resumed.model.parameters(), healthy.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs), "the journal brings nothing back that was played during the outage"
+
+
+def hanging(backend, *, on_loop):
+    """An environment whose tool does not return while `is_hanging`."""
+
+    @tool
+    async def look() -> str:
+        """Look."""
+        while backend.is_hanging:
+            time.sleep(0.05) if on_loop else await asyncio.sleep(0.05)
+        return "found"
+
+    return type("Hanging", (AddEnv,), {"tools": (look,)})
+
+
+@pytest.mark.parametrize("on_loop", [False, True])
+def test_a_tool_that_hangs_when_it_is_asked_holds_up_neither_signal_nor_run(tmp_path, on_loop, monkeypatch):
+    backend = types.SimpleNamespace(is_hanging=False)
+    trainer = make_trainer(tmp_path, script=look_once, env=hanging(backend, on_loop=on_loop))
+    trainer.train()
+    rollouts, asked = trainer.rollouts, RolloutRequest(example=trainer.train_dataset[0])
+    call = RecordedCall(tool="look", request=asked, messages=[look_once(None, 0)])
+    assert rollouts._ask_tool(call)
+    backend.is_hanging = True
+    if on_loop:
+        monkeypatch.setattr("agent_r1_trl.trainers.rollouts.ASK_TIMEOUT_S", 0.3)
+    else:
+        threading.Timer(0.3, lambda: (rollouts._is_cut.set(), rollouts.runner.stop())).start()
+    start = time.monotonic()
+    assert not rollouts._ask_tool(call)
+    assert on_loop or not rollouts._ask_tool(call), "once the run is told to end, nothing is asked"
+    assert time.monotonic() - start < 10
+    backend.is_hanging = False
+    rollouts.end_run()
+    assert rollouts._ask_tool(call), "the next one is asked as before"
+    rollouts.close()
 
 
 def test_a_relative_output_dir_does_not_follow_a_tool_that_changes_the_directory(tmp_path, monkeypatch):

@@ -54,6 +54,7 @@ class RolloutLog:
     def __init__(
         self, path: Path, header: Record, *, recorded: RecordedRollout | None = None, plays_finished: bool = False
     ) -> None:
+        self.path = path
         self._recorded: dict[str, RecordedTrajectory] = {}
         self._numbers: dict[str, int] = {}
         self._is_complete = recorded is not None and recorded.is_complete

@@ -11,8 +11,8 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -126,13 +126,8 @@ class RolloutRunner:
         loop = self._event_loop()
 
         async def play() -> list[Trajectory]:
-            task = asyncio.current_task()
-            assert task is not None
-            self._under_way.add(task)
-            try:
+            with self._tracked():
                 return await self._play_all(plays, params, journal)
-            finally:
-                self._under_way.discard(task)
 
         watchdog = self._watchdog(plays, loop, self._thread, functools.partial(self._give_up, plays, answer))
         answer.add_done_callback(lambda _: watchdog.stop())
@@ -171,9 +166,34 @@ class RolloutRunner:
         if tasks:
             await asyncio.wait(tasks)
 
-    def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine that runs where the trajectories run."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._event_loop()).result()
+    def wait_for(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T | None:
+        """The result of a coroutine that runs where the trajectories run; None if `stop` or the time limit cut it."""
+
+        async def tracked() -> T:
+            with self._tracked():
+                return await coroutine
+
+        loop = self._event_loop()
+        try:
+            return asyncio.run_coroutine_threadsafe(tracked(), loop).result(timeout_s)
+        except CancelledError:
+            return None
+        except TimeoutError:  # the coroutine holds the loop; what comes next gets another one
+            self._loop = None
+            self._under_way.clear()
+            asyncio.run_coroutine_threadsafe(_end_loop(), loop)
+            return None
+
+    @contextlib.contextmanager
+    def _tracked(self) -> Iterator[None]:
+        """The task that runs this is one that `stop` ends."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._under_way.add(task)
+        try:
+            yield
+        finally:
+            self._under_way.discard(task)
 
     async def run_async(
         self,

@@ -155,8 +155,6 @@ class TrainingJournal:
         params: SamplingParams,
         micro_step: int,
         optimizer_step: int,
-        *,
-        is_void: bool = False,
     ) -> RolloutLog | None:
         """The journal of a rollout; None if there is none (any more).
 
@@ -165,7 +163,6 @@ class TrainingJournal:
             params: how tokens are drawn.
             micro_step: that trains first on it.
             optimizer_step: number of optimizer steps behind the weights.
-            is_void: whether what is recorded of it must not be used again.
         """
         self._is_on = self._is_on and not any(log.has_failed for log in self._logs)
         if not self._is_on:
@@ -183,14 +180,22 @@ class TrainingJournal:
             "params": asdict(params),
             **self._settings,
         }
-        may_use = self._is_resumed and not is_void
-        recorded = self._usable(read_rollout(path), header) if may_use else None
+        recorded = self._usable(read_rollout(path), header) if self._is_resumed else None
         self._is_first = False
         log = RolloutLog(path, header, recorded=recorded, plays_finished=self._plays_finished)
         for old in self._logs[:-1]:
             old.close()
         self._logs = [*self._logs[-1:], log]
         return log
+
+    def discard(self, micro_step: int) -> None:
+        """Remove the journal of a rollout that nothing may be trained on, now or by a resumed run."""
+        path = self._folder / rollout_file(micro_step)
+        for log in self._logs:
+            if log.path == path:
+                log.close()
+        if self._is_on:
+            self._delete([path])
 
     def saved(self, micro_step: int) -> None:
         """A checkpoint is whole: with the next rollout, what lies before it goes."""

@@ -63,7 +63,6 @@ from agent_r1_trl.trainers.rewards import Rewards
 from agent_r1_trl.trainers.rollouts import Position, Rollouts
 from agent_r1_trl.trainers.saving import Saving
 from agent_r1_trl.trainers.signals import RunGuard
-from agent_r1_trl.trainers.tool_watch import ToolOutageError
 from agent_r1_trl.trainers.trl_logs import correct_trl_logs, drop_token_means
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import batch_trajectories, settle_masks, whole_rows
@@ -201,11 +200,6 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
             return super().train(*args, **kwargs)
         try:
             result = self.guard.run(partial(super().train, *args, **kwargs))
-        except ToolOutageError:  # nothing was trained on since, so the run can go on from here
-            is_at_step = self._step == self.state.global_step * self.args.gradient_accumulation_steps > 0
-            if is_at_step and self.args.save_strategy != "no":
-                self._save_checkpoint(self.model, None)
-            raise
         finally:
             self.rollouts.end_run()
         self.rollouts.failures.check_some_played()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from agent_r1_trl.rollout import (
     context_length,
     rollout_requests,
 )
-from agent_r1_trl.rollout.probe import RecordedCall, succeeds
+from agent_r1_trl.rollout.probe import PROBE_TIMEOUT_S, RecordedCall, succeeds
+from agent_r1_trl.rollout.processes import marked_processes
 from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.failures import FailureWatch, gather_failures
@@ -46,6 +48,8 @@ from agent_r1_trl.trajectory import Trajectory
 
 CUT_TIMEOUT_S = 15.0
 """Seconds that environments have to close when a run is told to end: launchers kill 30 s after a signal."""
+ASK_TIMEOUT_S = PROBE_TIMEOUT_S + STOP_TIMEOUT_S
+"""Seconds after which a tool that is asked, and holds the event loop, is left alone."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -222,7 +226,7 @@ class Rollouts:
         if self.upcoming is not None:
             self.upcoming.wait()  # its generator must not change weights on the way
         gather = self.args.ds3_gather_for_generation and not self.args.use_vllm
-        is_void = False  # a tool was down
+        discard = partial(self.journal.discard, position.micro_step)
         while True:
             with (
                 self.together(),
@@ -234,13 +238,12 @@ class Rollouts:
                 if self.upcoming is not None and position.is_training:
                     rollout, self.upcoming = self.upcoming, None
                 else:
-                    rollout = self._start(rows, position.micro_step, position, is_void=is_void)
+                    rollout = self._start(rows, position.micro_step, position)
                     rollout.wait()
                 trajectories = rollout.trajectories
             is_watched = position.is_training and not self.journal.is_replay
-            is_void = is_watched and self.tools.has_outage(trajectories, rollout.requests)
-            if not is_void:
-                break
+            if not is_watched or not self.tools.has_outage(trajectories, rollout.requests, on_void=discard):
+                break  # else a tool was down, and the rollout is played anew
         if self.args.overlap_rollout and position.is_training:
             self._start_upcoming(position)
         self._rest()
@@ -262,11 +265,12 @@ class Rollouts:
         return played, metrics
 
     def _ask_tool(self, call: RecordedCall) -> bool:
-        return self.runner.wait_for(succeeds(call, self.env_factory, self.chat.truncate))
+        if self._is_cut.is_set():
+            return False
+        with marked_processes():
+            return self.runner.wait_for(succeeds(call, self.env_factory, self.chat.truncate), ASK_TIMEOUT_S) is True
 
-    def _start(
-        self, rows: Sequence[dict[str, Any]], micro_step: int, position: Position, *, is_void: bool = False
-    ) -> Rollout | ReplayedRollout:
+    def _start(self, rows: Sequence[dict[str, Any]], micro_step: int, position: Position) -> Rollout | ReplayedRollout:
         requests = rollout_requests(
             rows,
             first_row=position.first_row + self._accelerator.process_index * len(rows),
@@ -282,7 +286,7 @@ class Rollouts:
             params = replace(params, temperature=self.args.eval_temperature)
         journal = None
         if position.is_training:
-            journal = self.journal.open(requests, params, micro_step, self.synced_step, is_void=is_void)
+            journal = self.journal.open(requests, params, micro_step, self.synced_step)
         rollout = Rollout(self.runner, requests, params, synced_step=self.synced_step, journal=journal)
         self._last = rollout
         if self._is_cut.is_set():

@@ -32,6 +32,7 @@ from agent_r1_trl.rollout.processes import end_marked_processes, marked_processe
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.trainers.ranks import FAILED, LEFT, Agreement, RankLostError, RankWatch, set_gloo_timeout
 from agent_r1_trl.trainers.signal_handlers import REPEAT_S, SignalListener, end_at_once, raise_signal
+from agent_r1_trl.trainers.tool_watch import ToolOutageError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -134,11 +135,15 @@ class RunGuard(TrainerCallback):
         except BaseException as error:
             self._trainer.rollouts.cut()
             end_marked_processes()
+            if isinstance(error, ToolOutageError) and self._trainer.args.save_strategy != "no":
+                self._save()  # on all ranks alike; nothing was trained on since
             lost = None if self._watch is None else self._watch.explain(error)
             if lost is None:
                 raise
             raise lost from error
-        self._save(may_save=not has_best)
+        if self._trainer.args.save_on_signal and not has_best:
+            self._save()
+        self._say_what_is_saved()
         self._trainer.rollouts.close()
         end_marked_processes()
         self._agreement.largest(0, None)  # the first rank to end would have the launcher kill the others
@@ -252,19 +257,23 @@ class RunGuard(TrainerCallback):
 
     # ---------------------------------------------------------------- the end
 
-    def _save(self, *, may_save: bool) -> None:
+    def _save(self) -> None:
         """A checkpoint of the last optimizer step, unless there is one."""
         trainer = self._trainer
         step = trainer.state.global_step
-        if trainer.args.save_on_signal and may_save and step > 0 and step != self._saved_step:
-            trainer._step, trainer._buffered_inputs = self._boundary
-            setters: tuple[Callable[[Any], Any], ...]
-            setters = (random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state)
-            for restore, state in zip(setters, self._random_states, strict=False):
-                restore(state)
-            trainer._save_checkpoint(trainer.model, trial=None)
-            trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
-        if trainer.is_world_process_zero():
+        if step in (0, self._saved_step):
+            return
+        trainer._step, trainer._buffered_inputs = self._boundary
+        setters: tuple[Callable[[Any], Any], ...]
+        setters = (random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state)
+        for restore, state in zip(setters, self._random_states, strict=False):
+            restore(state)
+        trainer._save_checkpoint(trainer.model, trial=None)
+        trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+
+    def _say_what_is_saved(self) -> None:
+        step = self._trainer.state.global_step
+        if self._trainer.is_world_process_zero():
             has_all = step == self._saved_step
-            folder = f"checkpoint-{step} in {trainer.args.output_dir}" if has_all else "no checkpoint"
+            folder = f"checkpoint-{step} in {self._trainer.args.output_dir}" if has_all else "no checkpoint"
             logger.warning("Ended by a signal after %d steps; %s holds the last one.", step, folder)

@@ -121,18 +121,26 @@ class ToolWatch:
         self._ask, self._sleep = ask, sleep
         self._past: dict[str, deque[Calls]] = {}
         self._succeeded: dict[str, list[RecordedCall]] = {}
+        self._on_void: Callable[[], None] = lambda: None
         self._waited_s = 0.0
         self._num_replays = 0
         self._has_recovered = False
         """Whether the rollout is already the second one in which a tool failed that works when it is asked."""
         self._warned_of: set[str] = set()
 
-    def has_outage(self, trajectories: Sequence[Trajectory], requests: Sequence[RolloutRequest]) -> bool:
+    def has_outage(
+        self,
+        trajectories: Sequence[Trajectory],
+        requests: Sequence[RolloutRequest],
+        *,
+        on_void: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Judge a rollout, and wait for tools that are down. All ranks must call it.
 
         Args:
             trajectories: this rank's.
             requests: theirs.
+            on_void: called before the wait, which a run may not survive, when the rollout must not be used.
 
         Returns:
             Whether the rollout must be played anew; the tools work again.
@@ -143,11 +151,12 @@ class ToolWatch:
         counts = _merge(gather_object([count_calls(trajectories)]))
         newest = recorded_calls(trajectories, requests, that_failed=False, limit=NUM_RECORDED)
         failed = recorded_calls(trajectories, requests, that_failed=True, limit=NUM_RECORDED)
-        is_void = False
+        is_void, self._on_void = False, on_void
         for name in sorted(counts):
             if self._is_suspected(name, counts[name], "num_failed"):
                 is_void |= self._examine(name, counts[name], newest.get(name, []), failed.get(name, []))
         if is_void:
+            on_void()
             self._num_replays += 1
             return True
         self._accept(counts, newest)
@@ -225,6 +234,7 @@ class ToolWatch:
             f"first with: {window.first_cause}"
         )
         self._has_recovered = False
+        self._on_void()
         for attempt in itertools.count(self._num_replays):
             wait_s = min(MAX_WAIT_S, 2.0**attempt, self.max_wait_s - self._waited_s)
             if wait_s <= 0:
