@@ -222,3 +222,22 @@ def test_an_update_on_failures_alone_changes_nothing(tmp_path, trainer_class, la
         if value == 1.0:
             assert (entry["loss"], entry["grad_norm"], changed) == (0.0, 0.0, False)
     assert any(is_changed)
+
+
+def test_a_second_training_begins_without_the_failures_of_the_first(tmp_path):
+    state = {"played": 0, "is_down": True}
+
+    class Fragile(AddEnv):
+        def reset(self, example):
+            state["played"] += 1
+            if state["is_down"] and state["played"] > 8:
+                raise RuntimeError("the server is gone")
+            return super().reset(example)
+
+    trainer = make_trainer(tmp_path, env=Fragile, max_steps=8, train_dataset=questions(16), failure_window=8)
+    with pytest.raises(NothingPlayedError, match="24 of the last 32"):
+        trainer.train()
+    state["is_down"] = False
+    trainer.args.max_steps = 2
+    trainer.train()
+    assert trainer.state.global_step == 2

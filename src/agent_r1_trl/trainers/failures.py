@@ -75,6 +75,11 @@ class FailureWatch:
         self._has_played = False
         self._warned_of: set[str] = set()
 
+    def begin_run(self) -> None:
+        """Forget the rollouts of an earlier run, whose cause may have been cured since."""
+        self._rollouts.clear()
+        self._num_prompts, self._has_played = 0, False
+
     def judge(self, failures: Sequence[FailureCause | None], *, group_size: int) -> None:
         """Take in a rollout of training.
 

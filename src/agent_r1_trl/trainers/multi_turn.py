@@ -198,6 +198,9 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
         """The Trainer's loop, under guard: what a signal or a lost rank does is in `signals.py`."""
         if self.env_factory is None:
             return super().train(*args, **kwargs)
+        watches: Any = (self.rollouts.failures, self.rollouts.tools, self.numbers)
+        for watch in watches:
+            watch.begin_run()
         try:
             result = self.guard.run(partial(super().train, *args, **kwargs))
         finally:

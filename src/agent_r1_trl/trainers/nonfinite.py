@@ -73,6 +73,11 @@ class NumberWatch:
         self._found: list[torch.Tensor] = []
         """Per micro-batch of the step (B, 1 + Q + 1): number of the row, whether each quantity is broken, the loss."""
 
+    def begin_run(self) -> None:
+        """Forget the steps of an earlier run."""
+        self.num_skipped = self._in_a_row = self._last_healthy_step = 0
+        self._pending, self._found = {}, []
+
     def begin_rollout(self, trajectories: Sequence[Trajectory]) -> None:
         """Remember whose rows the next micro-batches hold."""
         self._names = [f"example {item.example_id!r}, generation {item.generation}" for item in trajectories]

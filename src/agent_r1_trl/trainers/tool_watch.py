@@ -128,6 +128,10 @@ class ToolWatch:
         """Whether the rollout is already the second one in which a tool failed that works when it is asked."""
         self._warned_of: set[str] = set()
 
+    def begin_run(self) -> None:
+        """Wait as long as ever, whatever an earlier run has waited; what is known of the tools stays."""
+        self._num_replays, self._waited_s, self._has_recovered = 0, 0.0, False
+
     def has_outage(
         self,
         trajectories: Sequence[Trajectory],
