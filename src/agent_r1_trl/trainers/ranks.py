@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 """Seconds between two signs of life."""
+PAUSE_S = 4.0
+"""Seconds without a look at the others after which their silence is counted from now on."""
 EXPLAIN_S = 6.0
 """Seconds that a broken collective operation waits for the reason."""
 RUNNING, LEFT, FAILED = "running", "left", "failed"
@@ -132,7 +134,7 @@ class RankWatch:
         self._stopped, self._awake = False, threading.Event()
         self._found = threading.Event()
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> its last beat and when it was new
-        self._last: dict[int, Sign] = {}
+        self._looked_at = time.monotonic()
         self._store: Any = None
         self._thread: threading.Thread | None = None
 
@@ -200,12 +202,15 @@ class RankWatch:
                 return
             self._lose("Rank 0 or the launcher is gone: the process group's key-value store does not answer any more")
             return
+        now = time.monotonic()
+        if now - self._looked_at > PAUSE_S:  # this process stood still; with it, perhaps, all the others (Ctrl-Z)
+            self._seen = {rank: (beat, now) for rank, (beat, _) in self._seen.items()}
+        self._looked_at = now
         for rank, text in enumerate(texts):
             if rank != dist.get_rank():
-                self._judge(rank, Sign(**json.loads(text)))
+                self._judge(rank, Sign(**json.loads(text)), now)
 
-    def _judge(self, rank: int, sign: Sign) -> None:
-        now = time.monotonic()
+    def _judge(self, rank: int, sign: Sign, now: float) -> None:
         name = f"Rank {rank} (process {sign.pid} on {sign.host})"
         if rank not in self._seen or self._seen[rank][0] != sign.beat:
             self._seen[rank] = (sign.beat, now)

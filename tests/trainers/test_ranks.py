@@ -1,0 +1,34 @@
+"""What one rank makes of the silence of another."""
+
+import json
+import time
+from dataclasses import asdict
+
+from agent_r1_trl.trainers import ranks
+
+
+class Store:
+    """Rank 1, on another machine, gives no new sign of life."""
+
+    def set(self, key, value):
+        pass
+
+    def multi_get(self, keys):
+        return ["", json.dumps(asdict(ranks.Sign(host="far", pid=1, machine="another")))]
+
+
+def test_a_run_whose_processes_all_stood_still_together_goes_on(monkeypatch):
+    monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
+    monkeypatch.setattr(ranks.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(ranks, "PAUSE_S", 0.2)
+    lost = []
+    watch = ranks.RankWatch(0.4, on_signal=None, on_error=None, on_lost=lost.append)
+    watch._store = Store()
+    watch._look_around()
+    time.sleep(0.5)  # as in a process that was stopped (Ctrl-Z)
+    watch._look_around()
+    assert not lost, "silence counts from the pause on"
+    for _ in range(12):
+        time.sleep(0.05)
+        watch._look_around()
+    assert "no sign of life" in lost[0] and "rank_timeout=0.4" in lost[0]
