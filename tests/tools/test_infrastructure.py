@@ -98,6 +98,20 @@ def test_other_errors_of_such_a_tool_are_read_by_the_model(error):
     assert run(failing(error, backend=True)).error is ToolErrorKind.EXCEPTION
 
 
+@pytest.mark.parametrize(
+    ("status", "is_mistake"), [(400, None), (404, None), (401, False), (408, False), (500, False)]
+)
+@pytest.mark.parametrize("client", [requests.HTTPError, urllib.error.HTTPError])
+def test_a_refused_request_may_be_the_models_mistake(client, status, is_mistake):
+    assert run(failing(with_status(client, status))).is_models_mistake is is_mistake
+
+
+@pytest.mark.parametrize("code", ["undefined_name", "(1).nothing", "__import__('no_such_package')"])
+def test_what_evaluated_code_raises_may_be_the_models_mistake(code):
+    assert run(Tool(lambda: eval(code), schema=SCHEMA, attempts=1)).is_models_mistake is None
+    assert run(failing(NameError("x"))).is_models_mistake is False, "in the tool's own code it is the tool's"
+
+
 def test_the_error_counts_wherever_it_stands_in_the_chain():
     def wrapped():
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
+import traceback
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -50,6 +51,8 @@ def raised_inside() -> Iterator[list[InfrastructureError]]:
 
 OVERLOADED_OR_GONE = (429, 502, 503, 504)
 """Status codes of HTTP with which a server says that it cannot answer now."""
+_NOT_THE_REQUESTS = (401, 402, 407, 408, 429)
+"""Refusals that have other reasons than what was asked for: keys, payment, haste."""
 _GRPC_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
 _CONNECTION_NAMES = re.compile(
     "Timeout|TimedOut|Connect|Disconnect|Network|Transport|Unavailable|ProtocolError|ClientPayload|ChunkedEncoding"
@@ -88,7 +91,7 @@ def is_models_mistake(error: BaseException, user_errors: tuple[type[BaseExceptio
         return True
     if any(map(is_lost_connection, _with_causes(error))):
         return False
-    if isinstance(error, _WRONG_ARGUMENTS):
+    if isinstance(error, _WRONG_ARGUMENTS) or _is_refusal(error) or _is_from_evaluated_code(error):
         return None
     return False if isinstance(error, _TOOLS_OWN) else None
 
@@ -108,6 +111,18 @@ def is_lost_connection(error: BaseException) -> bool:
         or _status(error) in (*OVERLOADED_OR_GONE, *_GRPC_CODES)
         or (isinstance(reason, BaseException) and reason is not error and is_lost_connection(reason))
     )
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether a server refused the request: 404 for an address that the model made up, for example."""
+    status = _status(error)
+    return isinstance(status, int) and 400 <= status < 500 and status not in _NOT_THE_REQUESTS
+
+
+def _is_from_evaluated_code(error: BaseException) -> bool:
+    """Whether `eval` or `exec` was at work, which run what the model wrote: a NameError is its own then."""
+    names = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(name.startswith("<") and not name.startswith("<frozen") for name in names)
 
 
 def _status(error: BaseException) -> Any:
