@@ -1,5 +1,6 @@
 """A signal ends a run in good order: what was trained is saved, everything is closed, nothing is left behind."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -14,6 +15,7 @@ from transformers import TrainerCallback
 
 from agent_r1_trl.rollout import processes
 from agent_r1_trl.tools import tool
+from agent_r1_trl.trainers.output_lock import LOCK_FILE
 from agent_r1_trl.trainers.signal_handlers import SIGNALS, SignalListener
 from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import make_args, make_trainer
@@ -123,6 +125,11 @@ def weights(trainer):
     return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
+def lock_owner(output_dir):
+    text = (output_dir / LOCK_FILE).read_text()
+    return json.loads(text)["pid"] if text else None
+
+
 def test_a_tool_may_terminate_what_it_has_forked():
     received = []
     with SignalListener(received.append):
@@ -143,10 +150,16 @@ def test_sigterm_in_a_rollout_saves_closes_and_leaves_no_process(trainer_of, who
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     trainer = trainer_of(callbacks=[At(3, Watched.hang.set)])
     send_when(lambda: len(sleepers()) == NUM_ROWS, signal.SIGTERM)
+    save, owners = trainer._save_checkpoint, []
+    trainer._save_checkpoint = lambda *args, **kwargs: (
+        owners.append(lock_owner(tmp_path / "run")),
+        save(*args, **kwargs),
+    )
     start = time.monotonic()
     with pytest.raises(SystemExit) as ended:
         trainer.train()
     assert ended.value.code == 143
+    assert owners == [os.getpid()], "another run could not begin before the checkpoint was written"
     assert time.monotonic() - start < 60
     assert len(Watched.opened) == 3 * NUM_ROWS
     assert sorted(Watched.closed) == sorted(Watched.opened)

@@ -6,7 +6,7 @@ collaborator which can be read and tested alone; no TRL method body is copied.
 TRL 1.16 names that this file touches (`tests/trainers/test_trl_contract.py` checks each):
 
 - overridden: `__init__`, `_set_signature_columns_if_needed`, `_get_train_sampler` (its `seed`, `shuffle` and
-  `generator`), `train`, `get_batch_samples`, `training_step`, `_prepare_inputs`, `_generate_and_score_completions`,
+  `generator`), `get_batch_samples`, `training_step`, `_prepare_inputs`, `_generate_and_score_completions`,
   `_generate`, `_calculate_rewards`, `_get_per_token_logps_and_entropies`, `_compute_loss`; in `publishing.py`
   `create_model_card`, `push_to_hub`, `_push_from_checkpoint`; in `saving.py` `train`, `_init_training_state`,
   `_load_optimizer_and_scheduler`, `_load_rng_state`, `_get_output_dir`, `_push_from_checkpoint`, `_save_checkpoint`
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -194,15 +193,15 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
         is_trls = self.env_factory is None
         return sampler if is_trls else EpochOrder(sampler, lambda: int(self.state.epoch or 0))
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, train: Callable[[], Any]) -> Any:
         """The Trainer's loop, under guard: what a signal or a lost rank does is in `signals.py`."""
         if self.env_factory is None:
-            return super().train(*args, **kwargs)
+            return super()._run(train)
         watches: Any = (self.rollouts.failures, self.rollouts.tools, self.numbers)
         for watch in watches:
             watch.begin_run()
         try:
-            result = self.guard.run(partial(super().train, *args, **kwargs))
+            result = self.guard.run(train)
         finally:
             self.rollouts.end_run()
         self.rollouts.failures.check_some_played()

@@ -74,10 +74,14 @@ class Saving:
         self._num_failed_saves, self._save_problem = 0, None
         with contextlib.ExitStack() as stack:
             checkpoint = self._on_main_process(lambda: self._prepare_run(stack, resume_from_checkpoint))
-            result = super().train(checkpoint, *args, **kwargs)  # type: ignore[misc]
+            result = self._run(functools.partial(super().train, checkpoint, *args, **kwargs))  # type: ignore[misc]
         if self._save_problem is not None:
             raise SaveError(f"The last checkpoint could not be written: {self._save_problem}. {_GO_ON}")
         return result
+
+    def _run(self, train: Callable[[], Any]) -> Any:
+        """Call the Trainer's loop; inside the lock of `output_dir`, whatever else this saves."""
+        return train()
 
     def _prepare_run(self, stack: contextlib.ExitStack, value: Any) -> str | None:
         """Lock `output_dir`, tidy it up and choose the checkpoint; on the main process alone."""
@@ -165,10 +169,10 @@ class Saving:
         folder = run_dir / UNFINISHED / target.name
         best = self.state.best_model_checkpoint
         with self._writing_beside() as problems:
-            with _kept(problems):
+            with write_errors_kept(problems):
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
             if self.env_factory is not None:
-                with _kept(problems):
+                with write_errors_kept(problems):
                     self.checkpoint.save(folder, self._step, self._buffered_inputs)
         if self.state.best_model_checkpoint == str(folder):
             self.state.best_model_checkpoint = str(target)
@@ -193,7 +197,7 @@ class Saving:
         problems: list[str] = []
         with self.accelerator.main_process_first():
             if self.accelerator.is_local_main_process and folder.is_dir():
-                with _kept(problems):
+                with write_errors_kept(problems):
                     if self.args.should_save:
                         self.state.save_to_json(str(folder / STATE))  # with the place of the best checkpoint
                     finish(folder, target, describe_run(self.args, self.train_dataset))
@@ -259,14 +263,14 @@ class Saving:
 def _contained(write: Callable[..., Any], problems: list[str]) -> Callable[..., Any]:
     @functools.wraps(write)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _kept(problems):
+        with write_errors_kept(problems):
             return write(*args, **kwargs)
 
     return call
 
 
 @contextlib.contextmanager
-def _kept(problems: list[str]) -> Iterator[None]:
+def write_errors_kept(problems: list[str]) -> Iterator[None]:
     """Keep errors of the disk for later; whatever else is raised is a mistake in the code."""
     try:
         yield
