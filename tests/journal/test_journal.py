@@ -3,6 +3,7 @@
 import logging
 import os
 import struct
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.environments.search_qa import SearchQAEnv
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, TRLEnvAdapter
 from agent_r1_trl.journal import RolloutLog, resume_mode
-from agent_r1_trl.journal.reader import read_rollout, read_trajectory, trajectory_record
+from agent_r1_trl.journal.reader import describe_request, read_rollout, read_trajectory, trajectory_record
 from agent_r1_trl.journal.records import Appender, dump, pack, read_file
 from tests.journal.helpers import CALLS, CASES, HEADER, Counter, Game, Shop, requests, roll_out, shopper, without_times
 from tests.toys import AddEnv, add
@@ -230,6 +231,14 @@ def test_a_failure_that_came_with_the_kill_is_played_again_and_one_of_a_whole_ro
     assert [item.stop_reason for item in trajectories].count("environment_error") == 1
     ends = [index for index, record in enumerate(read_file(path)[0]) if record["kind"] == "end"]
     others = [record for index, record in enumerate(read_file(path)[0]) if index != ends[-1]]
+    (failed,) = [item for item in requests() if item.example["number"] == 1]
+    again = {"kind": "start", "t": len(requests()), "request": describe_request(replace(failed, attempt=1))}
+    for records, counts in ((others, False), ([*others, again], True)):
+        path.write_bytes(b"".join(map(pack, records)))
+        log = RolloutLog(path, HEADER, recorded=read_rollout(path))
+        assert (log.finished(failed) is not None) == counts, (
+            "one that was followed by another try did not come with it"
+        )
     Failing.is_down = False
     path.write_bytes(b"".join(map(pack, others)))
     trajectories, _ = roll_out(path, Failing, shopper)

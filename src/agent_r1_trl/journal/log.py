@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +89,15 @@ class RolloutLog:
     def finished(self, request: RolloutRequest) -> Trajectory | None:
         """The recorded trajectory, if it has ended.
 
-        A failure that was not the policy's fault counts only if the rollout went on to its end: one that came with
-        the kill is played again.
+        A failure that was not the policy's fault counts only if the rollout went on to its end or to another try
+        (`retry_failed`): one that came with the kill is played again.
         """
         recorded = self._recorded.get(_key(request))
         if recorded is None or recorded.end is None or self._plays_finished:
             return None
         trajectory = read_trajectory(recorded.end)
-        if trajectory.stop_reason.is_infrastructure_failure and not self._is_complete:
+        has_gone_on = self._is_complete or _key(replace(request, attempt=request.attempt + 1)) in self._recorded
+        if trajectory.stop_reason.is_infrastructure_failure and not has_gone_on:
             return None
         self.num_reused += 1
         return trajectory
