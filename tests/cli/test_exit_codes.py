@@ -4,12 +4,14 @@ import os
 import signal
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
 
-from agent_r1_trl.cli import errors, main
+from agent_r1_trl.cli import errors, main, train
 from agent_r1_trl.trainers import signal_handlers, signals
+from agent_r1_trl.trainers.nonfinite import NonFiniteError
 
 HANGING = '''
 
@@ -111,3 +113,15 @@ def test_the_codes_are_those_of_the_documentation():
     text = (Path(__file__).resolve().parents[2] / "docs" / "faults.md").read_text(encoding="utf-8")
     for code in (0, 1, 2, 3, 130, 138, 143):
         assert f"| {code} |" in text
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(OSError(28, "No space left on device"), "cannot be written"), (NonFiniteError("hold NaN"), "hold NaN")],
+)
+def test_a_model_that_cannot_be_saved_at_the_end_is_the_infrastructures_failure(error, words, tmp_path):
+    def save_model(output_dir):
+        raise error
+
+    with pytest.raises(errors.InfrastructureError, match=words):
+        train._save(types.SimpleNamespace(save_model=save_model), str(tmp_path))

@@ -60,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
         eval_dataset=eval_dataset,
     )
     _train(trainer, checkpoint, _show_progress(trainer, args, console))
-    trainer.save_model(args.output_dir)
+    _save(trainer, args.output_dir)
     if trainer.is_world_process_zero():
         trainer.save_state()
     if args.push_to_hub:
@@ -237,6 +237,23 @@ def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
         progress.stop()
         if trainer.env_factory is not None:
             trainer.rollouts.close()
+
+
+def _save(trainer: Any, output_dir: str) -> None:
+    from agent_r1_trl.trainers.nonfinite import NonFiniteError
+    from agent_r1_trl.trainers.saving import write_errors_kept
+
+    problems: list[str] = []
+    try:
+        with write_errors_kept(problems):
+            trainer.save_model(output_dir)
+    except NonFiniteError as error:
+        raise InfrastructureError(str(error)) from error
+    if problems:
+        raise InfrastructureError(
+            f"output_dir={output_dir!r}: the trained model cannot be written ({problems[0]}). Free space there, and "
+            "resume from the last checkpoint (resume_from_checkpoint: true); the model is then written again."
+        )
 
 
 def _show_progress(trainer: Any, args: Any, console: Console) -> Any:
