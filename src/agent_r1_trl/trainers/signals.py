@@ -1,10 +1,11 @@
 """What a training run does when it is told to end, and when another rank or the launcher has died.
 
-A signal lets the update under way finish and cuts a rollout, whose trajectories are lost. Then a checkpoint is
-written, environments and engines are closed, what tools have started is ended, and `train` raises KeyboardInterrupt
-or SystemExit. Signals are received on a thread of their own, because the main thread may wait for another rank in a
-collective operation. Covered here: the order of these events. Not covered: agreement of ranks and their signs of life
-(`ranks.py`), processes of tools (`rollout/processes.py`).
+A signal lets the update under way finish and cuts a rollout, of which the journal keeps the whole turns. Then a
+checkpoint is written, environments and engines are closed, what tools have started is ended, and `train` raises
+KeyboardInterrupt or SystemExit. Signals are received on a thread of their own, because the main thread may wait for
+another rank in a collective operation. Covered here: the order of these events. Not covered: handlers
+(`signal_handlers.py`), agreement of ranks and their signs of life (`ranks.py`), processes of tools
+(`rollout/processes.py`).
 
 transformers 5.17 names that this file touches: `_save_checkpoint`, `callback_handler`, `control`, `state`; of TRL
 `_step` and `_buffered_inputs`.
