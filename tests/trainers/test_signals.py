@@ -30,13 +30,17 @@ class Watched(AddEnv):
     opened, closed = [], []
     hang = threading.Event()
 
+    is_open = False
+
     def reset(self, example):
+        self.is_open = True
         self.opened.append(id(self))
         return super().reset(example)
 
     def close(self):
         time.sleep(0.05)
-        self.closed.append(id(self))
+        if self.is_open:  # the trainer and the model card make one that they only look at
+            self.closed.append(id(self))
 
     @classmethod
     def begin(cls):
