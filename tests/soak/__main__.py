@@ -13,10 +13,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE
 from tests.servers import end_vllm_server, free_port, start_vllm_server, wait_until_ready
 from tests.soak.agent import run
 from tests.soak.check import problems_of
@@ -53,9 +54,10 @@ def main(argv: list[str] | None = None) -> int:
         # Runs that disturb the servers must not disturb each other.
         shared = [plan for plan in plans if plan.sampler not in ("server", "engine")]
         alone = [plan for plan in plans if plan.sampler in ("server", "engine")]
-        with ThreadPoolExecutor(options.workers) as pool:
+        with ThreadPoolExecutor(options.workers) as pool, ThreadPoolExecutor(1) as one_by_one:
             results = [pool.submit(_play, context, plan, base, servers) for plan in shared]
-            for future in [*results, *(_done(_play(context, plan, base, servers)) for plan in alone)]:
+            results += [one_by_one.submit(_play, context, plan, base, servers) for plan in alone]
+            for future in as_completed(results):
                 plan, problems, seconds, story = future.result()
                 outcomes["bad" if problems else "good"] += 1
                 print(f"{'FAIL' if problems else 'ok  '} {plan} ({story}; {seconds:.0f} s)", flush=True)
@@ -69,12 +71,6 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if outcomes["bad"] else 0
 
 
-def _done(result: Any) -> Any:
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return future
-
-
 def _servers(plans: list[Plan], base: Path, stack: contextlib.ExitStack) -> tuple[list[Any], str]:
     """Two servers of one model, if a run needs them."""
     from tests.tokenizers import make_tokenizer
@@ -84,7 +80,7 @@ def _servers(plans: list[Plan], base: Path, stack: contextlib.ExitStack) -> tupl
         return [], ""
     model = base / "model"
     tokenizer = make_tokenizer("qwen3")
-    make_policy(tokenizer).save_pretrained(model)
+    make_policy(tokenizer, hidden_size=64).save_pretrained(model)
     tokenizer.save_pretrained(model)
     if not any(plan.sampler == "server" for plan in plans):
         return [], str(model)
@@ -157,11 +153,13 @@ def _play(context: Any, plan: Plan, base: Path, servers: tuple[list[Any], str]) 
             problems.append(f"start {attempt} hung: it ran for more than {TIME_LIMIT_S:g} s")
             break
         if codes == [0] * plan.num_ranks:
+            problems += ["it ended well, and should have failed"] if plan.must_fail else []
             break
         expected = EXIT_CODES.get(plan.signal or "")
         if attempt == 0 and interrupted and all(code in (expected, 0) for code in codes):
             continue  # resumed
-        if not plan.must_fail:
+        # The rank whose reward it is ends with an error of the task, the others with that or with a lost rank.
+        if not plan.must_fail or not {1} <= set(codes) <= {1, EXIT_INFRASTRUCTURE}:
             problems.append(f"start {attempt} ended with {codes}")
         break
     problems += problems_of(plan, folder)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import math
 import os
 import random
 import resource
+import subprocess
 import sys
 import threading
 import time
@@ -17,6 +19,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE, InfrastructureError, infrastructure_errors
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation.base import Generator
 from agent_r1_trl.tools import tool
@@ -30,6 +33,10 @@ SHARE = 0.15
 """Of the places where a fault of the task could happen, those where it does."""
 SMALL_DISK = 4_000
 """Bytes of the largest file, while the disk is full."""
+OUTAGE_S = 2.0
+"""How long a back end is down, from its first call after the first step on."""
+FIRST_STEP_DONE = "first_step_done"
+"""A file of the run: there once its first step is made."""
 
 
 # -------------------------------------------------------------------- the task
@@ -38,17 +45,34 @@ SMALL_DISK = 4_000
 class Faults:
     """Decides at each place whether a fault happens there: by what is played, not by when."""
 
-    def __init__(self, plan: Plan):
-        self.plan = plan
+    def __init__(self, plan: Plan, folder: Path):
+        self.plan, self.folder = plan, folder
 
     def happens(self, fault: str, *place: object) -> bool:
         """Whether `fault` is in the plan and happens at this place."""
         return fault in self.plan.faults and random.Random(f"{self.plan.seed} {fault} {place}").random() < SHARE
 
+    def strikes(self, fault: str, example_id: str | None) -> bool:
+        """Whether `fault` is in the plan and this is the example that it always meets: one of the eight."""
+        return fault in self.plan.faults and example_id == f"q{self.plan.seed % 8}"
 
-def make_env(plan: Plan):
+    def happens_later(self, fault: str) -> bool:
+        """Whether `fault` is in the plan and the first step is made."""
+        return fault in self.plan.faults and (self.folder / FIRST_STEP_DONE).exists()
+
+    def is_out(self, fault: str) -> bool:
+        """Whether `fault` is going on: for some seconds after it is asked for the first time after the first step."""
+        if not self.happens_later(fault):
+            return False
+        begin = self.folder / "outage"
+        if not begin.exists():
+            begin.touch()
+        return time.time() < begin.stat().st_mtime + OUTAGE_S
+
+
+def make_env(plan: Plan, folder: Path):
     """A class of environments that fail as planned: each plays up to three turns, with a tool or without."""
-    faults = Faults(plan)
+    faults = Faults(plan, folder)
 
     @tool(timeout_s=0.5)
     def add(a: int, b: int) -> int:
@@ -66,7 +90,7 @@ def make_env(plan: Plan):
             time.sleep(0.2)
         return a + b
 
-    @tool(timeout_s=0.5)
+    @tool(timeout_s=0.5, backend=True, retry_wait_s=0.1)
     async def look_up(a: int, b: int) -> str:
         """Look two numbers up.
 
@@ -76,7 +100,7 @@ def make_env(plan: Plan):
         """
         if faults.happens("tool blocks the event loop", a, b):
             time.sleep(1)
-        if faults.happens("backend is down at times", a, b):
+        if faults.is_out("backend is down at times") or faults.happens("backend is down at times", a, b):
             raise ConnectionError("the back end does not answer")
         await asyncio.sleep(0.01)
         return "\x1b[2J<|im_end|>" if faults.happens("escape sequences", a, b) else str(a * b)
@@ -86,9 +110,9 @@ def make_env(plan: Plan):
 
         def reset(self, example):
             self.example_id, self.num_turns = example["id"], 0
-            if faults.happens("environment crashes in reset", self.example_id):
+            if faults.strikes("environment crashes in reset", self.example_id):
                 raise RuntimeError("no world today")
-            if faults.happens("environment hangs in reset", self.example_id):
+            if faults.strikes("environment hangs in reset", self.example_id):
                 time.sleep(60)
             return super().reset(example)
 
@@ -97,6 +121,8 @@ def make_env(plan: Plan):
             place = (self.example_id, self.num_turns, str(message.get("content")))
             if faults.happens("environment crashes in step", *place):
                 raise RuntimeError("the world ended")
+            if plan.sampler != "scripted" and not faults.happens("malformed calls", *place):
+                message = with_call(message)
             if message.get("tool_calls") or message.get("malformed_tool_call"):
                 return await super().step(message)
             if self.num_turns < 3 and len(str(message.get("content"))) % 2:
@@ -107,21 +133,33 @@ def make_env(plan: Plan):
         def outcome_reward(self, trajectory):
             if faults.happens("scoring crashes", self.example_id, trajectory.final_text):
                 raise OSError("the judge is out")
-            if faults.happens("reward is not finite", self.example_id, trajectory.final_text):
+            if faults.strikes("scoring hangs", self.example_id):
+                time.sleep(60)
+            if faults.happens_later("reward is not finite"):
                 return math.inf
             return float(len(trajectory.final_text) % 3)
 
         async def close(self):
-            if faults.happens("environment crashes in close", self.example_id):
+            if faults.strikes("environment crashes in close", getattr(self, "example_id", None)):
                 raise RuntimeError("cannot close")
-            await super().close()
+            super().close()
 
     return SoakEnv
 
 
-def answers(plan: Plan):
+def with_call(message):
+    """The message of a random policy, which calls no tool, as one that calls tools every other time."""
+    rng = random.Random(str(message.get("content")))
+    if rng.random() < 0.5:
+        return message
+    numbers = {"a": rng.randrange(50), "b": rng.randrange(50)}
+    calls = call(rng.choice(["add", "look_up"]), **numbers)["tool_calls"]
+    return {"role": "assistant", "content": message.get("content"), "tool_calls": calls}
+
+
+def answers(plan: Plan, folder: Path):
     """What a scripted policy says: calls of both tools, unreadable ones, and answers."""
-    faults = Faults(plan)
+    faults = Faults(plan, folder)
 
     def turn_of(rng: random.Random, turn: int):
         numbers = {"a": rng.randrange(50), "b": rng.randrange(50)}
@@ -157,6 +195,10 @@ class Disturbances(TrainerCallback):
         if "disk is full" in self.plan.faults:
             limit_files(SMALL_DISK if self.is_broken else resource.RLIM_INFINITY)
 
+    def on_step_end(self, args, state, control, **kwargs):
+        """Say that the first step is made."""
+        (self.folder / FIRST_STEP_DONE).touch()
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Leave the metrics of each step behind."""
         if "loss" in logs and state.is_world_process_zero:
@@ -178,7 +220,7 @@ def append(path: Path, value: object) -> None:
     with _lock:
         before = limit_files(resource.RLIM_INFINITY)
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(value) + "\n")
+            file.write("\n" + json.dumps(value))  # the line before may be torn: its writer was killed
         limit_files(before)
 
 
@@ -197,9 +239,12 @@ def note_samples(generator: Generator, path: Path) -> None:
 
 def run(plan: Plan, folder: Path, rank: int, port: int, urls: list[str], model_path: str) -> None:
     """Train; the exit code is the process's."""
-    log = (folder / f"rank{rank}.log").open("a", encoding="utf-8", buffering=1)
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
+    # Another process writes the log, so that the full disk of this one leaves it alone.
+    with (folder / f"rank{rank}.log").open("a") as log:
+        writer = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log, start_new_session=True)
+    os.dup2(writer.stdin.fileno(), 1)
+    os.dup2(writer.stdin.fileno(), 2)
+    writer.stdin.close()
     os.environ.update(SOAK_RUN=str(folder), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CPU_CI_ENV="1")
     if plan.num_ranks > 1:
@@ -212,11 +257,18 @@ def run(plan: Plan, folder: Path, rank: int, port: int, urls: list[str], model_p
         code = int(end.code or 0)
     except KeyboardInterrupt:
         code = 130
+    except (InfrastructureError, *infrastructure_errors()):
+        traceback.print_exc()
+        code = EXIT_INFRASTRUCTURE
     except BaseException:
         traceback.print_exc()
         code = 1
-    log.flush()
+    sys.stdout.flush()
     sys.stderr.flush()
+    os.close(1)
+    os.close(2)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        writer.wait(2)
     os._exit(code)
 
 
@@ -226,7 +278,7 @@ def train(plan: Plan, folder: Path, urls: list[str], model_path: str) -> None:
     trainer_class = MultiTurnPPOTrainer if plan.trainer == "ppo" else MultiTurnGRPOTrainer
     options = {"use_vllm": True, "overlap_rollout": plan.overlap} if plan.sampler in ("server", "engine") else {}
     if plan.sampler == "server":
-        options |= {"vllm_mode": "server", "vllm_server_urls": urls}
+        options |= {"vllm_mode": "server", "vllm_server_urls": urls, **SERVER_SETTINGS}
     elif plan.sampler == "engine":
         options |= {"vllm_mode": "colocate", "vllm_max_model_length": 512}
     policy = AutoModelForCausalLM.from_pretrained(model_path) if model_path else make_policy(tokenizer)
@@ -237,12 +289,12 @@ def train(plan: Plan, folder: Path, urls: list[str], model_path: str) -> None:
         per_device_train_batch_size=4,
         max_steps=MAX_STEPS,
         max_turns=4,
-        max_completion_length=160,
-        max_tokens_per_turn=24,
-        max_failure_share=0.9,
+        max_completion_length=200 if model_path else 320,
+        max_tokens_per_turn=48 if plan.sampler == "scripted" else 24,
         save_strategy="steps",
         save_steps=1,
         save_total_limit=2,
+        retry_failed=plan.seed % 2,
         record_trajectories=plan.record,
         log_completions=plan.seed % 7 == 0,
         learning_rate=1e-3,
@@ -253,10 +305,10 @@ def train(plan: Plan, folder: Path, urls: list[str], model_path: str) -> None:
     trainer = trainer_class(
         model=policy,
         args=args,
-        env=make_env(plan),
+        env=make_env(plan, folder),
         train_dataset=questions(8),
         processing_class=tokenizer,
-        generator=scripted(tokenizer, answers(plan)) if plan.sampler == "scripted" else None,
+        generator=scripted(tokenizer, answers(plan, folder)) if plan.sampler == "scripted" else None,
         callbacks=[Disturbances(plan, folder)],
     )
     original = trainer.rollouts.sync
@@ -273,5 +325,19 @@ def train(plan: Plan, folder: Path, urls: list[str], model_path: str) -> None:
     trainer.save_model(str(folder / "final"))
 
 
-SETTINGS: dict[str, object] = {"rollout_timeout": 20.0}
+SETTINGS: dict[str, object] = {
+    "rollout_timeout": 20.0,
+    "reset_timeout": 2.0,
+    "scoring_timeout": 2.0,
+    "watchdog_interval": 1.0,
+    "max_failure_share": 0.9,
+    "min_tool_calls": 2,
+    "max_outage_wait": 60.0,
+    "rank_timeout": 30.0,
+}
 """Limits that make the faults pass quickly."""
+SERVER_SETTINGS: dict[str, object] = {
+    "vllm_health_timeout": 1.0,
+    "vllm_sync_timeout": 20.0,
+    "vllm_retry_window": 120.0,
+}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 from safetensors.torch import load_file
 
+from agent_r1_trl.journal.reader import read_rollout
+from agent_r1_trl.journal.records import checksum_ids
 from agent_r1_trl.recording import read_records
 from tests.soak.plan import MAX_STEPS, Plan
 
@@ -32,29 +34,37 @@ def problems_of(plan: Plan, folder: Path) -> list[str]:
 
 def _corrupted(folder: Path) -> Iterator[str]:
     """Turns that were trained on and that the sampler did not answer after exactly these ids."""
-    answers: dict[str, list[Any]] = defaultdict(list)
+    answers: dict[int, list[Any]] = defaultdict(list)
     for path in folder.glob("samples_rank*.jsonl"):
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 prompt_ids, token_ids, logprobs = json.loads(line)
             except ValueError:  # the process was killed while it wrote
                 continue
-            answers[_key(prompt_ids)].append((token_ids, logprobs))
+            answers[checksum_ids(prompt_ids)].append((token_ids, logprobs))
     for record in _records(folder):
         item = record.trajectory
         for index, turn in enumerate(item.turns):
             sampled = (item.completion_ids[turn.start : turn.end], item.logprobs[turn.start : turn.end])
-            known = answers[_key([*item.prompt_ids, *item.completion_ids[: turn.start]])]
-            if not any(sampled[0] == ids and _close(sampled[1], logprobs) for ids, logprobs in known):
+            known = answers[checksum_ids([*item.prompt_ids, *item.completion_ids[: turn.start]])]
+            if not _is_known(sampled, known):
                 yield f"step {record.step}, trajectory {record.index}, turn {index}: the sampler never said this"
+    for path in folder.glob("journal/rank*/*.journal"):
+        rollout = read_rollout(path)
+        for trajectory in rollout.trajectories if rollout else ():
+            for index, turn in enumerate(trajectory.turns):
+                sampled = (turn.generation.token_ids, turn.generation.logprobs)
+                if not _is_known(sampled, answers[turn.sampled["context"]]):
+                    where = f"{path.relative_to(folder)}, trajectory {trajectory.number}, turn {index}"
+                    yield f"{where}: the sampler never said this"
     for entry in _steps(folder):
         gap = entry.get("sampling/sampling_logp_difference/max", 0.0)
         if gap > MAX_GAP:
             yield f"step {entry['step']}: sampler and trainer differ by {gap:g}"
 
 
-def _key(ids: Iterable[int]) -> str:
-    return ",".join(map(str, ids))
+def _is_known(sampled: tuple[list[int], list[float]], answers: list[Any]) -> bool:
+    return any(sampled[0] == ids and _close(sampled[1], logprobs) for ids, logprobs in answers)
 
 
 def _close(found: list[float], expected: list[float]) -> bool:
@@ -71,6 +81,8 @@ def _lost(plan: Plan, folder: Path) -> Iterator[str]:
     entries = {entry["step"]: entry for entry in _steps(folder)}
     if sorted(entries) != list(range(1, MAX_STEPS + 1)):
         yield f"logged steps: {sorted(entries)}"
+    if "gradient is not finite" in plan.faults and not any(e.get("nonfinite/skipped_steps") for e in entries.values()):
+        yield "the step whose gradient was not finite is not counted as skipped"
     failed: dict[int, list[bool]] = defaultdict(list)
     for record in _records(folder):
         failed[record.step].append(record.trajectory.stop_reason.is_infrastructure_failure)
@@ -121,7 +133,7 @@ def _steps(folder: Path) -> list[dict[str, Any]]:
     """What was logged of each step; a step that was made again replaces its first line."""
     path = folder / "steps.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return list({entry["step"]: entry for entry in map(json.loads, lines)}.values())
+    return list({entry["step"]: entry for entry in map(json.loads, filter(None, lines))}.values())
 
 
 def _log(folder: Path) -> str:

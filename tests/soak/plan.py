@@ -18,6 +18,7 @@ IN_THE_TASK = (
     "environment crashes in step",
     "environment crashes in close",
     "scoring crashes",
+    "scoring hangs",
     "malformed calls",
     "huge observations",
     "escape sequences",
