@@ -52,6 +52,15 @@ def test_environments_that_are_made_to_be_looked_at_are_closed(counted):
     assert Counted.is_open == 0
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_environment_that_cannot_close_before_a_reset_prints_no_traceback():
+    class NeverReset(AddEnv):
+        async def close(self):
+            raise AttributeError("reset would have made it")
+
+    assert tool_schemas(NeverReset)
+
+
 def test_environments_of_trls_forms_are_closed_when_their_form_was_read(monkeypatch):
     closed = []
     monkeypatch.setattr(ToolEnv, "close", lambda self: closed.append(type(self).__name__))

@@ -146,16 +146,19 @@ def made_and_closed(factory: EnvFactory) -> Iterator[Any]:
         try:
             closing = env.close() if callable(getattr(env, "close", None)) else None
             if inspect.isawaitable(closing):
-                _run_beside(closing)
+                _run_beside(closing, type(env).__name__)
         except Exception as error:
             logger.debug("%s.close raised %r before any reset", type(env).__name__, error)
 
 
-def _run_beside(awaitable: Awaitable[Any]) -> None:
+def _run_beside(closing: Awaitable[Any], name: str) -> None:
     """Await it on a thread of its own, since a loop may be running in this one (notebooks)."""
 
     async def run() -> None:
-        await awaitable
+        try:
+            await closing
+        except Exception as error:
+            logger.debug("%s.close raised %r before any reset", name, error)
 
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
