@@ -299,6 +299,19 @@ def full_disk():
     FullDisk.limit(resource.RLIM_INFINITY)
 
 
+def test_a_full_disk_costs_the_table_of_completions_and_the_run_goes_on(tmp_path, caplog, full_disk):
+    disk = full_disk(1, size=500)
+    make(tmp_path, max_steps=2, log_completions=True, callbacks=[disk]).train()
+    assert sorted(path.name for path in (tmp_path / "completions").iterdir()) == ["completions_00002.parquet"]
+    assert "The completions of step 1 could not be written" in caplog.text
+
+
+def test_a_table_of_completions_that_may_not_be_written_ends_the_run(tmp_path):
+    (tmp_path / "completions").write_text("a file, not a folder")
+    with pytest.raises(OSError, match="completions"):
+        make(tmp_path, max_steps=1, log_completions=True).train()
+
+
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_a_full_disk_costs_one_checkpoint_and_the_run_goes_on(tmp_path, caplog, full_disk, kind):
     disk = full_disk(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import re
@@ -36,6 +37,8 @@ _WRITERS = (
 """Methods of the Trainer that write a part of a checkpoint."""
 _WRITE_ERRORS = re.compile(r"PytorchStreamWriter|inline_container|iostream error|\(os error \d+\)")
 """In messages of torch's C++, and of Rust (safetensors, tokenizers), which raises a plain Exception."""
+
+_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _GO_ON = "Free space there, and go on with resume_from_checkpoint: true, which takes the newest whole checkpoint."
 
@@ -110,6 +113,18 @@ class Saving:
         elif "data" not in without and not self.args.ignore_data_skip:
             check_same_data(folder, manifest["run"], describe_run(self.args, self.train_dataset))
         return str(folder)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's log; the table of `log_completions` that does not fit on the disk is left out, and the run goes on."""
+        try:
+            super().log(logs, start_time)  # type: ignore[misc]
+        except OSError as error:
+            if not self.args.log_completions or error.errno not in _DISK_IS_FULL:
+                raise
+            step = self.state.global_step
+            path = Path(self.args.output_dir, "completions", f"completions_{step:05d}.parquet")  # TRL's name
+            path.unlink(missing_ok=True)
+            logger.warning("The completions of step %d could not be written to %s: %s. Free space.", step, path, error)
 
     # ---------------------------------------------------------------- resuming
 
