@@ -21,7 +21,7 @@ from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE
 from tests.servers import end_vllm_server, free_port, start_vllm_server, wait_until_ready
 from tests.soak.agent import run
 from tests.soak.check import problems_of
-from tests.soak.plan import Plan, draw_plan
+from tests.soak.plan import MODEL_LENGTH, Plan, draw_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT_S = 240.0
@@ -101,11 +101,16 @@ class RestartableServer:
         self.process: Any = None
 
     def __enter__(self) -> RestartableServer:
-        self.process = start_vllm_server(self.model, self.folder, self.port)
+        self.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         end_vllm_server(self.process)
+
+    def start(self) -> None:
+        """Start it; it is ready some time later."""
+        options = ("--max-model-len", str(MODEL_LENGTH))
+        self.process = start_vllm_server(self.model, self.folder, self.port, *options)
 
     def wait(self) -> None:
         """Return when it is ready."""
@@ -115,7 +120,7 @@ class RestartableServer:
         """Kill it without warning, and start it again; it is ready some time later."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self.process = start_vllm_server(self.model, self.folder, self.port)
+        self.start()
 
     def freeze(self, seconds: float) -> None:
         """Let it answer nothing for a while."""

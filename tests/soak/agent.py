@@ -19,12 +19,13 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE, InfrastructureError, infrastructure_errors
+from agent_r1_trl import InfrastructureError
+from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE, infrastructure_errors
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation.base import Generator
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from tests.soak.plan import MAX_STEPS, Plan
+from tests.soak.plan import MAX_STEPS, MODEL_LENGTH, Plan
 from tests.tokenizers import make_tokenizer
 from tests.toys import call, say
 from tests.trainers.helpers import make_args, make_policy, questions, scripted
@@ -132,7 +133,7 @@ def make_env(plan: Plan, folder: Path):
 
         def outcome_reward(self, trajectory):
             if faults.happens("scoring crashes", self.example_id, trajectory.final_text):
-                raise OSError("the judge is out")
+                raise InfrastructureError("the judge is out")
             if faults.strikes("scoring hangs", self.example_id):
                 time.sleep(60)
             if faults.happens_later("reward is not finite"):
@@ -257,7 +258,7 @@ def run(plan: Plan, folder: Path, rank: int, port: int, urls: list[str], model_p
         code = int(end.code or 0)
     except KeyboardInterrupt:
         code = 130
-    except (InfrastructureError, *infrastructure_errors()):
+    except infrastructure_errors():
         traceback.print_exc()
         code = EXIT_INFRASTRUCTURE
     except BaseException:
@@ -280,7 +281,7 @@ def train(plan: Plan, folder: Path, urls: list[str], model_path: str) -> None:
     if plan.sampler == "server":
         options |= {"vllm_mode": "server", "vllm_server_urls": urls, **SERVER_SETTINGS}
     elif plan.sampler == "engine":
-        options |= {"vllm_mode": "colocate", "vllm_max_model_length": 512}
+        options |= {"vllm_mode": "colocate", "vllm_max_model_length": MODEL_LENGTH}
     policy = AutoModelForCausalLM.from_pretrained(model_path) if model_path else make_policy(tokenizer)
     args = make_args(
         folder,
@@ -289,7 +290,7 @@ def train(plan: Plan, folder: Path, urls: list[str], model_path: str) -> None:
         per_device_train_batch_size=4,
         max_steps=MAX_STEPS,
         max_turns=4,
-        max_completion_length=200 if model_path else 320,
+        max_completion_length=320,
         max_tokens_per_turn=48 if plan.sampler == "scripted" else 24,
         save_strategy="steps",
         save_steps=1,

@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass
 
 MAX_STEPS = 3
+MODEL_LENGTH = 1024
+"""Tokens that a vLLM sampler takes: the prompts of the task with its tools have about 400."""
 
 IN_THE_TASK = (
     "tool raises",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from agent_r1_trl.journal.records import Appender, checksum_ids, pack_floats, pack_ids
 from agent_r1_trl.recording import TrajectoryStore
 from agent_r1_trl.trajectory import StopReason
 from tests.recording.examples import two_turns
@@ -54,6 +55,18 @@ def test_nothing_is_wrong_with_a_good_run(folder):
 def test_a_trajectory_that_was_not_sampled_like_this_is_found(folder, change):
     TrajectoryStore(folder, rank=1).write(1, [two_turns(**change)])
     assert any("the sampler never said this" in problem for problem in problems_of(PLAN, folder))
+
+
+def test_a_turn_of_the_journal_that_was_not_sampled_like_this_is_found(folder):
+    turn = {"t": 0, "kind": "turn", "turn": 0, "seed": 1, "max_tokens": 9, "context": checksum_ids([5, 6, 7])}
+    turn |= {"ids": pack_ids([11, 12]), "logprobs": pack_floats([-0.1, -1 / 3]), "stop": True}
+    journal = Appender(folder / "journal" / "rank0" / "rollout_000000000.journal")
+    for record in ({"kind": "rollout", "size": 1}, {"t": 0, "kind": "start", "request": {}}, turn):
+        journal.append(record)
+    assert problems_of(PLAN, folder) == []
+    journal.append(turn | {"turn": 1, "context": checksum_ids([5, 6, 8])})
+    (problem,) = problems_of(PLAN, folder)
+    assert problem.endswith("trajectory 0, turn 1: the sampler never said this")
 
 
 def test_a_trajectory_that_is_not_recorded_is_found_unless_the_run_says_so(folder):
