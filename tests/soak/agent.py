@@ -10,6 +10,7 @@ import math
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -246,6 +247,7 @@ def run(plan: Plan, folder: Path, rank: int, port: int, urls: list[str], model_p
     os.dup2(writer.stdin.fileno(), 1)
     os.dup2(writer.stdin.fileno(), 2)
     writer.stdin.close()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     os.environ.update(SOAK_RUN=str(folder), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CPU_CI_ENV="1")
     if plan.num_ranks > 1:
