@@ -324,6 +324,18 @@ def test_a_sync_waits_for_a_server_and_ends_with_a_clear_error_without_one():
         assert server.url in str(caught.value)
 
 
+def test_a_sync_waits_for_no_server_once_the_run_is_told_to_end():
+    with FakeServer() as server, generator_on(server, retry_window_s=60) as generator:
+        generator.sync(policy(20))
+        server.kill()
+        generator.is_cut = threading.Event()
+        threading.Timer(0.5, generator.is_cut.set).start()
+        start = time.monotonic()
+        with pytest.raises(GenerationError, match=server.url):
+            generator.sync(policy(21))
+        assert time.monotonic() - start < 30
+
+
 def test_a_cache_of_older_weights_is_not_kept():
     with FakeServer() as server, generator_on(server) as generator:
         server.cache_is_held = 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -42,6 +43,9 @@ class Generator(ABC):
 
     `generate` never blocks the event loop, and many calls run at once.
     """
+
+    is_cut: threading.Event | None = None
+    """Set when the run is told to end: `sync` need not wait for anything any more. The trainer gives it."""
 
     @abstractmethod
     async def generate(

@@ -355,6 +355,7 @@ class Rollouts:
             return {}
         if self._runner is None:
             generator = self._generator if self._generator is not None else self._build(policy)
+            generator.is_cut = self._is_cut
             self._runner = RolloutRunner(
                 self.env_factory, generator, self.chat, self.limits, self.params, retry_failed=self.args.retry_failed
             )

@@ -96,6 +96,7 @@ class VLLMServerGenerator(Generator):
             address=(sync_host, sync_port),
             timeout_s=sync_timeout_s,
             may_restore=may_restore,
+            may_wait=lambda: self.is_cut is None or not self.is_cut.is_set(),
         )
 
     # ---------------------------------------------------------------- requests

@@ -56,6 +56,7 @@ class ServerSync:
         address: host (None finds it) and port (0: any) where this machine sends weights.
         timeout_s: seconds that a server may take over one part of a transfer.
         may_restore: see `VLLMServerGenerator`.
+        may_wait: whether it is still worth waiting for servers.
     """
 
     def __init__(
@@ -67,13 +68,14 @@ class ServerSync:
         address: tuple[str | None, int],
         timeout_s: float,
         may_restore: bool,
+        may_wait: Callable[[], bool] = lambda: True,
     ):
         self._http = http
         self._fleet = fleet
         self._adapter_dir = adapter_dir
         self._host, self._port = address
         self._timeout_s = timeout_s
-        self._may_restore = may_restore
+        self._may_restore, self._may_wait = may_restore, may_wait
         self._rank = own_rank()
         self._run_name = agreed(f"agent-r1-{uuid.uuid4().hex[:8]}")
         self._num_syncs = 0
@@ -137,7 +139,7 @@ class ServerSync:
                 found[url] = (None, str(answer)) if is_expected else (answer, "")
             if any(answer is not None for answer, _ in found.values()):
                 return found
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or not self._may_wait():
                 raise GenerationError(self._fleet.explain({url: reason for url, (_, reason) in found.items()}))
             await asyncio.sleep(_POLL_S)
 
@@ -223,7 +225,7 @@ class ServerSync:
             try:
                 return WeightSender(self._own_address, self._port, timeout_s=self._timeout_s)
             except OSError as error:
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= deadline or not self._may_wait():
                     raise GenerationError(
                         f"vllm_group_port={self._port}: the trainer cannot listen there, most likely because another "
                         f"run does ({error}). Set vllm_group_port to a free port that the servers can reach, or to 0 "
