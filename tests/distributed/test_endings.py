@@ -86,7 +86,7 @@ def test_an_error_of_one_ranks_reward_function_ends_both_and_is_named_on_both(en
     codes, logs, apart = end("reward")
     assert codes[1] == 1 and codes[0] in (1, 3), logs
     assert "LookupError: a mistake of the reward function" in logs[1]
-    assert "Rank 1 (process" in logs[0] and "LookupError: a mistake of the reward function" in logs[0]
+    assert "Rank 1 has stopped all others: LookupError: a mistake of the reward function" in logs[0]
     assert apart < 15
     assert still_open(tmp_path) == 0
 

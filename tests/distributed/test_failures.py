@@ -59,8 +59,8 @@ def test_what_is_wrong_on_one_rank_ends_both_with_its_words(found):
     }
     for name, message in said.items():
         assert last[name].startswith(message)
-        kind = "RuntimeError" if name == "raising" else "ValueError"
-        assert first[name].startswith(f"{kind}: Process 1 has stopped all others: {message}")
+        kind = {"raising": "RuntimeError", "step": "RankLostError"}.get(name, "ValueError")
+        assert first[name].startswith(f"{kind}: Rank 1 has stopped all others: {message}")
 
 
 def test_a_group_on_two_ranks_of_which_one_member_is_left_counts_nowhere(found):

@@ -30,7 +30,7 @@ from agent_r1_trl.trainers.checkpoints import (
 )
 from agent_r1_trl.trainers.output_lock import LOCK_FILE, output_lock
 from agent_r1_trl.trainers.publishing import Publishing
-from agent_r1_trl.trainers.saving import SaveError, _kept
+from agent_r1_trl.trainers.saving import SaveError, write_errors_kept
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_args, make_trainer, questions
 
@@ -356,7 +356,7 @@ def test_a_run_whose_last_checkpoint_fails_ends_with_an_error(tmp_path, full_dis
 def test_a_full_disk_is_known_in_the_words_of_every_library(tmp_path, full_disk, write):
     problems = []
     full_disk.limit(1000)
-    with _kept(problems):
+    with write_errors_kept(problems):
         write(tmp_path / "file")
     assert len(problems) == 1
 

@@ -34,7 +34,7 @@ def raise_everywhere(error: Exception | None) -> None:
         if found is not None:
             is_value, message = found
             kind = ValueError if is_value else RuntimeError
-            raise kind(f"Process {rank} has stopped all others: {message}")
+            raise kind(f"Rank {rank} has stopped all others: {message}")
 
 
 @contextlib.contextmanager

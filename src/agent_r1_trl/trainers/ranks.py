@@ -101,7 +101,9 @@ class Agreement:
         if both[1]:
             gathered: list[Any] = [None] * num_ranks()
             dist.all_gather_object(gathered, texts, group=self._group)
-            texts = [f"rank {rank}: {text}" for rank, found in enumerate(gathered) for text in found]
+            texts = [
+                f"Rank {rank} has stopped all others: {text}" for rank, found in enumerate(gathered) for text in found
+            ]
         return int(both[0]), texts
 
 

@@ -217,7 +217,7 @@ class RunGuard(TrainerCallback):
         if signum and self._watch is not None:
             raise Interruption(signum) from failure
         if own is None and texts:
-            raise RankLostError(f"Another rank failed: {'; '.join(texts)}") from failure
+            raise RankLostError("; ".join(texts)) from failure
         if failure is not None:
             raise failure
 
