@@ -77,7 +77,7 @@ def test_an_error_of_one_ranks_environment_ends_both_and_is_named_on_both(end, t
     codes, logs, apart = end("environment")
     assert codes == [1, 1]
     assert "ValueError: Env.step returned 'nonsense'" in logs[1]
-    assert "Another rank failed: rank 1: ValueError: Env.step returned 'nonsense'" in logs[0]
+    assert "Rank 1 has stopped all others: ValueError: Env.step returned 'nonsense'" in logs[0]
     assert apart < 15
     assert still_open(tmp_path) == 0
 

@@ -449,7 +449,7 @@ def test_a_database_connection_of_another_thread_is_found():
     ("returned", "word"),
     [
         (None, "reset returned NoneType"),
-        ([], "an empty prompt"),
+        ([], "reset returned []"),
         ("go", "reset returned str"),
         ({"role": "user", "content": "go"}, "reset returned dict"),
         (["go"], "reset returned list"),

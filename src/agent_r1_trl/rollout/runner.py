@@ -181,6 +181,7 @@ class RolloutRunner:
         except TimeoutError:  # the coroutine holds the loop; what comes next gets another one
             self._loop = None
             self._under_way.clear()
+            directory.guard.forget()
             asyncio.run_coroutine_threadsafe(_end_loop(), loop)
             return None
 
