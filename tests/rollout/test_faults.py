@@ -327,6 +327,7 @@ def blocked():
 @pytest.mark.parametrize("hang", [never, stubborn, blocked], ids=lambda fn: fn.__name__)
 def test_a_tool_that_hangs_is_a_failed_call_after_its_timeout(hang):
     env = env_with(lambda text: hang(), timeout_s=0.1)
+    good_alone()  # loads the tokenizer
     began = time.monotonic()
     trajectory = bad_among_good(env, [call("echo", text="x"), say("ok")])
     assert time.monotonic() - began < 3
@@ -390,6 +391,7 @@ def test_an_environment_that_hangs_is_given_up_after_the_timeout(method, hang):
     async def asynchronous(self, *args):
         await hang()
 
+    good_alone()  # loads the tokenizer
     began = time.monotonic()
     env = bad_env(**{method: plain if hang is blocked else asynchronous})
     limits = {"step": "rollout_timeout", "reset": "reset_timeout", "outcome_reward": "scoring_timeout"}
@@ -514,6 +516,7 @@ MISTAKES = [  # an environment's methods, and what the message names
 def test_a_mistake_is_raised_by_name_and_everything_is_closed(methods, named):
     endless, waiting = waiting_pair()
     envs = [endless, type("Bad", (waiting,), methods), endless]
+    good_alone()  # loads the tokenizer
     began = time.monotonic()
     with pytest.raises((ValueError, RuntimeError), match=named):
         roll_out(envs, [call(), say("ok")], max_concurrency=3, rollout_timeout=10)
