@@ -21,7 +21,7 @@ from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import make_args, make_trainer
 
 NUM_ROWS = 8
-SLEEP_S = "1000.25"  # no other process sleeps for so long
+SLEEP_S = f"{10_000_000 + os.getpid()}"  # of this process alone
 
 
 class Watched(AddEnv):
