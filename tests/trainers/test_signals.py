@@ -87,15 +87,19 @@ class At(TrainerCallback):
             self.function()
 
 
+over = threading.Event()
+"""Set at the end of each test: a signal that came later would end the whole suite."""
+
+
 def send_when(condition, signum):
     """Send a signal to this process from another thread, once there is a reason."""
+    over.clear()
 
     def wait_and_send():
         deadline = time.monotonic() + 60
         while not condition():
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or over.wait(0.02):
                 return
-            time.sleep(0.02)
         os.kill(os.getpid(), signum)
 
     threading.Thread(target=wait_and_send, daemon=True).start()
@@ -108,6 +112,7 @@ def trainer_of(tmp_path):
         return make_trainer(tmp_path / name, env=Watched, script=two_turns, max_steps=3, **options)
 
     yield make
+    over.set()
     Watched.hang.clear()
     for process in sleepers():
         process.kill()
