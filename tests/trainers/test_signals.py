@@ -174,7 +174,10 @@ def test_sigterm_in_a_rollout_saves_closes_and_leaves_no_process(trainer_of, who
     assert sorted(Watched.closed) == sorted(Watched.opened)
     assert not sleepers()
     assert {number: signal.getsignal(number) for number in SIGNALS} == handlers
-    assert not [thread for thread in threading.enumerate() if thread.name in ("signals", "ranks", "rollout")]
+    for thread in threading.enumerate():
+        if thread.name in ("signals", "ranks", "rollout"):
+            thread.join(10)
+            assert not thread.is_alive()
     assert processes.MARK not in os.environ
 
     resumed = trainer_of("resumed")
