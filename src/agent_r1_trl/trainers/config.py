@@ -19,6 +19,7 @@ from agent_r1_trl.safe_text import SECRET_NAMES, SECRET_NAMES_HELP, SECRET_PATTE
 from agent_r1_trl.trainers.config_checks import check_config
 from agent_r1_trl.trainers.fault_settings import FaultSettings
 from agent_r1_trl.trainers.rollout_checks import check_rollout
+from agent_r1_trl.trainers.stability_settings import StabilitySettings
 
 UNKNOWN_TO_TRL = ("max_turns", "max_invalid_calls", "max_observation_tokens")
 """Limits that do not exist in TRL; a plain `GRPOConfig` is not held to them."""
@@ -29,10 +30,11 @@ def _readers(option: str) -> str:
 
 
 @dataclass
-class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
+class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOConfig):
     """What both multi-turn trainers share. A plain `GRPOConfig` is accepted too: see `from_grpo_config`."""
 
-    # ---- rollout (and the limits of `RolloutSettings`; what faults do to a run: `FaultSettings`)
+    # ---- rollout (and the limits of `RolloutSettings`; what faults do to a run: `FaultSettings`;
+    # what keeps it stable: `StabilitySettings`)
     max_completion_length: int | None = field(  # the default is TRL's
         default=512, metadata=RolloutSettings.__dataclass_fields__["max_completion_length"].metadata
     )

@@ -47,6 +47,7 @@ def check_config(config: MultiTurnConfig) -> None:
     config.check_limits(is_length_optional=True)
     check_whole_number("generation_batch_rows", config.generation_batch_rows)
     config.check_faults()
+    config.check_stability()
     check_serving(config)
     check_overlap(config)
     settle_truncated_trajectories(config)
