@@ -17,9 +17,12 @@ from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from tests.effort import PLAIN_EXAMPLES
+from tests.own_process import forbid_ends
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores Ctrl-C for what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+forbid_ends()
 
 settings.register_profile(
     "tests",

@@ -1,6 +1,5 @@
 """The exit codes of commands that end early; docs/faults.md lists them. 2, mistakes: in the tests of each command."""
 
-import os
 import signal
 import threading
 import time
@@ -12,6 +11,7 @@ import pytest
 from agent_r1_trl.cli import errors, main, train
 from agent_r1_trl.trainers import signal_handlers, signals
 from agent_r1_trl.trainers.nonfinite import NonFiniteError
+from tests.own_process import signal_this_process
 
 HANGING = '''
 
@@ -51,7 +51,7 @@ def interrupted(recipe):
                 time.sleep(0.01)
             time.sleep(0.2)
             if not ended.is_set():
-                os.kill(os.getpid(), signum)
+                signal_this_process(signum)
 
         ended = threading.Event()
         threading.Thread(target=interrupt, daemon=True).start()

@@ -5,8 +5,10 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
+import types
 
 import psutil
 import pytest
@@ -16,7 +18,8 @@ from transformers import TrainerCallback
 from agent_r1_trl.rollout import processes
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trainers.output_lock import LOCK_FILE
-from agent_r1_trl.trainers.signal_handlers import SIGNALS, SignalListener
+from agent_r1_trl.trainers.signal_handlers import SIGNALS, SignalListener, open_signals
+from tests.own_process import signal_this_process
 from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import make_args, make_trainer
 
@@ -87,22 +90,26 @@ class At(TrainerCallback):
             self.function()
 
 
-over = threading.Event()
-"""Set at the end of each test: a signal that came later would end the whole suite."""
+@pytest.fixture
+def send_when():
+    """`send_when(condition, signum)`: a signal to this process from another thread, once there is a reason."""
+    over, senders = threading.Event(), []  # a signal that came after the test would be the next one's
 
+    def start(condition, signum):
+        def wait_and_send():
+            while not condition():
+                if over.wait(0.02):
+                    return
+            if not over.is_set():
+                signal_this_process(signum)
 
-def send_when(condition, signum):
-    """Send a signal to this process from another thread, once there is a reason."""
-    over.clear()
+        senders.append(threading.Thread(target=wait_and_send, daemon=True))
+        senders[-1].start()
 
-    def wait_and_send():
-        deadline = time.monotonic() + 60
-        while not condition():
-            if time.monotonic() > deadline or over.wait(0.02):
-                return
-        os.kill(os.getpid(), signum)
-
-    threading.Thread(target=wait_and_send, daemon=True).start()
+    yield start
+    over.set()
+    for sender in senders:
+        sender.join()
 
 
 @pytest.fixture
@@ -112,7 +119,6 @@ def trainer_of(tmp_path):
         return make_trainer(tmp_path / name, env=Watched, script=two_turns, max_steps=3, **options)
 
     yield make
-    over.set()
     Watched.hang.clear()
     for process in sleepers():
         process.kill()
@@ -142,20 +148,33 @@ def lock_owner(output_dir):
 def test_a_tool_may_terminate_what_it_has_forked():
     received = []
     with SignalListener(received.append):
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        fork = multiprocessing.get_context("fork")
+        is_running = fork.Event()
+        child = fork.Process(target=lambda: (is_running.set(), time.sleep(60)))
         child.start()
-        time.sleep(0.1)
+        assert is_running.wait(30)
         child.terminate()
         child.join(10)
         assert child.exitcode == -signal.SIGTERM
         assert not received, "the signal was the child's"
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.1)
+        signal_this_process(signal.SIGTERM)
+        deadline = time.monotonic() + 30
+        while not received and time.monotonic() < deadline:
+            time.sleep(0.01)
     assert received == [signal.SIGTERM]
 
 
+def test_signals_are_handled_where_notebooks_are_only_started_and_not_inside_of_one(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))  # papermill imports it
+    shells = [None]
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shells[-1]))
+    assert open_signals() == list(SIGNALS)
+    shells.append(object())
+    assert open_signals() == []
+
+
 @pytest.mark.slow
-def test_sigterm_in_a_rollout_saves_closes_and_leaves_no_process(trainer_of, whole_weights, tmp_path):
+def test_sigterm_in_a_rollout_saves_closes_and_leaves_no_process(trainer_of, send_when, whole_weights, tmp_path):
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     trainer = trainer_of(callbacks=[At(3, Watched.hang.set)])
     send_when(lambda: len(sleepers()) == NUM_ROWS, signal.SIGTERM)
@@ -187,7 +206,7 @@ def test_sigterm_in_a_rollout_saves_closes_and_leaves_no_process(trainer_of, who
 
 @pytest.mark.slow
 def test_a_checkpoint_of_a_step_that_was_cut_between_two_of_its_rollouts_is_that_of_the_step_before(
-    trainer_of, whole_weights, tmp_path
+    trainer_of, send_when, whole_weights, tmp_path
 ):
     accumulate = {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
     trainer = trainer_of(callbacks=[At(2, Watched.hang.set, "on_substep_end")], **accumulate)
@@ -201,7 +220,7 @@ def test_a_checkpoint_of_a_step_that_was_cut_between_two_of_its_rollouts_is_that
 
 
 def test_ctrl_c_in_an_update_finishes_and_saves_it(trainer_of, tmp_path):
-    interrupt = At(2, lambda: os.kill(os.getpid(), signal.SIGINT), "on_pre_optimizer_step")
+    interrupt = At(2, lambda: signal_this_process(signal.SIGINT), "on_pre_optimizer_step")
     trainer = trainer_of(callbacks=[interrupt], gradient_accumulation_steps=2, per_device_train_batch_size=4)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
@@ -210,7 +229,7 @@ def test_ctrl_c_in_an_update_finishes_and_saves_it(trainer_of, tmp_path):
     assert len(Watched.closed) == len(Watched.opened) == 2 * NUM_ROWS
 
 
-def test_without_save_on_signal_everything_is_closed_and_nothing_is_written(trainer_of, tmp_path, caplog):
+def test_without_save_on_signal_everything_is_closed_and_nothing_is_written(trainer_of, send_when, tmp_path, caplog):
     trainer = trainer_of(callbacks=[At(2, Watched.hang.set)], save_on_signal=False)
     send_when(lambda: len(sleepers()) == NUM_ROWS, signal.SIGUSR1)
     with pytest.raises(SystemExit) as ended:
@@ -225,7 +244,7 @@ def test_a_handler_that_a_program_has_set_itself_stays(trainer_of):
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
     try:
-        trainer_of(callbacks=[At(2, lambda: os.kill(os.getpid(), signal.SIGTERM))]).train()
+        trainer_of(callbacks=[At(2, lambda: signal_this_process(signal.SIGTERM))]).train()
     finally:
         signal.signal(signal.SIGTERM, before)
     assert heard == [1]

@@ -55,11 +55,16 @@ def end_at_once(code: int, message: str) -> NoReturn:
 
 def open_signals() -> list[int]:
     """The signals to handle here: none in a thread or a notebook, and none that the program handles itself."""
-    is_interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
-    if threading.current_thread() is not threading.main_thread() or is_interactive:
+    if threading.current_thread() is not threading.main_thread() or hasattr(sys, "ps1") or _is_in_notebook():
         return []
     unhandled = (signal.SIG_DFL, signal.default_int_handler)
     return [number for number in SIGNALS if signal.getsignal(number) in unhandled]
+
+
+def _is_in_notebook() -> bool:
+    # Not `ipykernel`: a program that only starts notebooks (papermill, nbclient) imports it, too.
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and ipython.get_ipython() is not None
 
 
 class SignalListener:
