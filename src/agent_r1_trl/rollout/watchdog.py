@@ -90,26 +90,26 @@ class Watchdog:
         looked_at = time.monotonic()
         while not self._has_ended.wait(self._tick_s):
             now = time.monotonic()
-            self._report_pause(now - looked_at - self._tick_s)
-            looked_at = now
             self._timer.postpone()
             try:
-                if self._is_lost(now):
+                self._report_pause(now - looked_at - self._tick_s)
+                looked_at = now
+                lost = self._lost(now)
+                if lost is not None:
+                    self._timer.stop()  # closing may take longer than it waits
+                    self._give_up(lost)
                     return
                 self._report(now)
             except Exception:  # a message is not worth a rollout
                 logger.exception("The rollout's watchdog failed; it goes on.")
 
-    def _is_lost(self, now: float) -> bool:
-        """Ask the loop to answer; give it up if its thread has ended or if it has not answered for too long."""
+    def _lost(self, now: float) -> Exception | None:
+        """Ask the loop to answer; why it must be given up, if its thread has ended or it has not answered for long."""
         if not self._thread.is_alive() or self._loop.is_closed():
-            self._give_up(
-                LoopLostError(
-                    "The rollout's event loop ended while trajectories were being played. A tool or environment has "
-                    f"closed its file descriptors or ended its thread. {self._names()} Correct that tool."
-                )
+            return LoopLostError(
+                "The rollout's event loop ended while trajectories were being played. A tool or environment has "
+                f"closed its file descriptors or ended its thread. {self._names()} Correct that tool."
             )
-            return True
         if self._asked_at is None:
             self._asked_at = now
             with contextlib.suppress(RuntimeError):  # it is being closed: found at the next look
@@ -117,14 +117,11 @@ class Watchdog:
         elif self._stall_timeout_s is not None and now - self._asked_at >= self._stall_timeout_s:
             held_by = self._holder()
             logger.error("The event loop is given up: %s.\n%s", held_by, self._stack())
-            self._give_up(
-                TimeoutError(
-                    f"{held_by} held the event loop for longer than stall_timeout={self._stall_timeout_s:g} s, so the "
-                    "rollout was given up. The stack is in the log"
-                )
+            return TimeoutError(
+                f"{held_by} held the event loop for longer than stall_timeout={self._stall_timeout_s:g} s, so the "
+                "rollout was given up. The stack is in the log"
             )
-            return True
-        return False
+        return None
 
     def _answer(self) -> None:
         self._asked_at = None
