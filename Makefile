@@ -33,8 +33,9 @@ INSTALL := $(PIP) install $(if $(V),,-qq) -c $(CONSTRAINTS)
 STAMPS := $(VENV)/.stamps
 SAY := @printf '\n\033[1m==> %s\033[0m\n'
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
-# Groups of tests stay together and begin in the order that tests/conftest.py gives them.
-PYTEST = $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+# Groups of tests stay together and begin in the order that tests/conftest.py gives them. A process of the tests that ends
+# early ends the run: another in its place would wait for ever.
+PYTEST = $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: help quickstart install test test-fast fuzz soak kills lint types audit check format notebooks clean
 .DEFAULT_GOAL := help

@@ -48,3 +48,9 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
     items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("slow", "vllm")))
+
+
+def pytest_runtest_logreport(report):
+    """Print each failure at once: a run that is cut short says nothing at its end."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid} ({report.when}):\n{report.longreprtext}\n", flush=True)
