@@ -176,6 +176,7 @@ def test_signals_are_handled_where_notebooks_are_only_started_and_not_inside_of_
 @pytest.mark.slow
 def test_sigterm_in_a_rollout_saves_closes_and_leaves_no_process(trainer_of, send_when, whole_weights, tmp_path):
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    others = set(threading.enumerate())
     trainer = trainer_of(callbacks=[At(3, Watched.hang.set)])
     send_when(lambda: len(sleepers()) == NUM_ROWS, signal.SIGTERM)
     save, owners = trainer._save_checkpoint, []
@@ -193,7 +194,7 @@ def test_sigterm_in_a_rollout_saves_closes_and_leaves_no_process(trainer_of, sen
     assert sorted(Watched.closed) == sorted(Watched.opened)
     assert not sleepers()
     assert {number: signal.getsignal(number) for number in SIGNALS} == handlers
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - others:
         if thread.name in ("signals", "ranks", "rollout"):
             thread.join(10)
             assert not thread.is_alive()
