@@ -1,6 +1,7 @@
 """Infrastructure failures: one bad row never ends a run, and an outage does, with its reasons."""
 
 import itertools
+import json
 import logging
 import math
 
@@ -41,10 +42,15 @@ def test_a_message_lists_five_causes_and_counts_the_others():
 # -------------------------------------------------------------------- the watch
 
 
-def watch(rollouts, *, max_share=0.5, window=4, group_size=2):
+def watch(rollouts, *, max_share=0.5, window=4, group_size=2, resumed_before=None):
     """Judge rollouts written as strings (`x` failed, `.` was played); returns the number of the one that ends it."""
     watch = FailureWatch(max_share, window)
     for number, rollout in enumerate(rollouts, start=1):
+        if number == resumed_before:
+            history = json.loads(json.dumps(watch.history()))
+            watch = FailureWatch(max_share, window)
+            watch.begin_run()
+            watch.restore_history(history)
         try:
             watch.judge([failed() if letter == "x" else None for letter in rollout], group_size=group_size)
         except NothingPlayedError:
@@ -68,6 +74,12 @@ def watch(rollouts, *, max_share=0.5, window=4, group_size=2):
 )  # fmt: skip
 def test_a_run_ends_where_more_than_the_share_of_the_last_prompts_failed(rollouts, ends_in):
     assert watch(rollouts) == ends_in
+
+
+@pytest.mark.parametrize("resumed_before", [None, 2, 3])
+def test_a_resumed_run_judges_with_the_rollouts_before_its_checkpoint(resumed_before):
+    assert watch(["..", "xx"], resumed_before=resumed_before) is None, "not a whole first rollout"
+    assert watch([".." "..", "x." "xx", "xx" "x."], resumed_before=resumed_before) == 3
 
 
 def test_share_and_window_are_the_users():

@@ -71,6 +71,8 @@ def test_with_overlap_the_rollout_that_was_begun_before_the_checkpoint_is_used_t
     resumed = train(tmp_path, checkpoint=str(tmp_path / "checkpoint-2"), **overlap)
     assert resumed.num_sampled == 0 and all(map(is_same, resumed.batches, whole.batches[2:]))
     assert "played anew" not in caplog.text
+    staleness = [entry["sampling/staleness"] for entry in resumed.state.log_history if "sampling/staleness" in entry]
+    assert staleness[-2:] == [1, 1], "the turns out of the journal were sampled before the checkpoint's last update"
 
 
 def test_other_weights_play_anew_and_say_why(tmp_path, caplog):

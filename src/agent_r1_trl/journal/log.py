@@ -59,6 +59,8 @@ class RolloutLog:
         self._recorded: dict[str, RecordedTrajectory] = {}
         self._numbers: dict[str, int] = {}
         self._is_complete = recorded is not None and recorded.is_complete
+        self.optimizer_step = (header if recorded is None else recorded.header).get("optimizer_step")
+        """Number of optimizer steps behind the oldest weights that a turn was sampled from."""
         self._plays_finished = plays_finished
         self.num_reused = 0
         """Finished trajectories that were handed out."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -76,9 +77,22 @@ class FailureWatch:
         self._warned_of: set[str] = set()
 
     def begin_run(self) -> None:
-        """Forget the rollouts of an earlier run, whose cause may have been cured since."""
+        """Forget the rollouts of an earlier run; one that is resumed is told of them by `restore_history`."""
         self._rollouts.clear()
         self._num_prompts, self._has_played = 0, False
+
+    def history(self) -> dict[str, Any]:
+        """What is known of the rollouts, in plain values for a checkpoint."""
+        rollouts = [asdict(tally) for tally in self._rollouts]
+        return {"rollouts": rollouts, "num_prompts": self._num_prompts, "has_played": self._has_played}
+
+    def restore_history(self, record: dict[str, Any]) -> None:
+        """Judge with what `history` gave, as if the run had not been interrupted."""
+        self._rollouts = deque(
+            Tally(**{**tally, "causes": [FailureCause(**cause) for cause in tally["causes"]]})
+            for tally in record["rollouts"]
+        )
+        self._num_prompts, self._has_played = record["num_prompts"], record["has_played"]
 
     def judge(self, failures: Sequence[FailureCause | None], *, group_size: int) -> None:
         """Take in a rollout of training.

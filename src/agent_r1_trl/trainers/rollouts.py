@@ -76,7 +76,7 @@ class Rollout:
         runner: plays them.
         requests: one per trajectory.
         params: how tokens are drawn.
-        synced_step: number of optimizer steps behind the generator's weights.
+        synced_step: number of optimizer steps behind the oldest weights that turns are sampled from.
         journal: keeps it on disk.
     """
 
@@ -287,7 +287,8 @@ class Rollouts:
         journal = None
         if position.is_training:
             journal = self.journal.open(requests, params, micro_step, self.synced_step)
-        rollout = Rollout(self.runner, requests, params, synced_step=self.synced_step, journal=journal)
+        sampled_step = self.synced_step if journal is None else journal.optimizer_step
+        rollout = Rollout(self.runner, requests, params, synced_step=sampled_step, journal=journal)
         self._last = rollout
         if self._is_cut.is_set():
             rollout.cancel(CUT_TIMEOUT_S)
@@ -394,5 +395,4 @@ class Rollouts:
             self._runner.generator.close()
         if not self._is_stuck:  # else its thread ends with the process
             self._runner.close()
-        self._runner, self._is_stuck = None, False
-        self.synced_step = -1
+        self._runner, self._is_stuck, self.synced_step = None, False, -1
