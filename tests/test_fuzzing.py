@@ -2,6 +2,7 @@
 
 import ast
 import os
+import shutil
 import random
 import subprocess
 import sys
@@ -90,10 +91,9 @@ def test_by_hand():
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_failure_prints_what_repeats_it_and_comes_first_in_the_next_run(tmp_path, workers):
-    conftest = (TESTS / "conftest.py").read_text(encoding="utf-8")
     (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "conftest.py").write_text(conftest, encoding="utf-8")
-    (tmp_path / "tests" / "effort.py").write_text((TESTS / "effort.py").read_text(encoding="utf-8"), encoding="utf-8")
+    for name in ("conftest.py", "effort.py", "own_process.py"):
+        shutil.copy(TESTS / name, tmp_path / "tests" / name)
     (tmp_path / "tests" / "test_failing.py").write_text(FAILING, encoding="utf-8")
     (tmp_path / "pyproject.toml").write_text(
         '[tool.pytest.ini_options]\npythonpath = ["."]\naddopts = ["--import-mode=importlib"]\nmarkers = ["fuzz"]\n',
