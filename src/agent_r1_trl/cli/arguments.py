@@ -69,6 +69,13 @@ class TrainArguments(TaskArguments):
     turn_reward_funcs: list[str] | None = field(
         default=None, metadata={"help": "Import paths of functions that return one reward for each turn."}
     )
+    reward_options: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Options of reward functions by the name of the function, on the command line as "
+            "'{overlong_penalty: {max_tokens: 900}}'."
+        },
+    )
     num_processes_expected: int | None = field(
         default=None,
         metadata={
@@ -78,6 +85,7 @@ class TrainArguments(TaskArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.reward_options = read_mapping("reward_options", self.reward_options)
         check_trainer(self.trainer)
         check_positive("num_processes_expected", self.num_processes_expected)
         check_env_or_tools(self.env, self.tools)

@@ -131,13 +131,13 @@ def _console() -> Console:
 
 
 def _task(script_args: TrainArguments) -> dict[str, Any]:
-    from agent_r1_trl.cli.resolve import resolve_env, resolve_function
+    from agent_r1_trl.cli.resolve import resolve_env, resolve_function, with_reward_options
 
     env = resolve_env(script_args.env, script_args.env_kwargs) if script_args.env else None  # type: ignore[arg-type]
     task: dict[str, Any] = {"env": env}
     for name in ("tools", "reward_funcs", "turn_reward_funcs"):
         task[name] = [resolve_function(name, path) for path in getattr(script_args, name) or []] or None
-    return task
+    return task | with_reward_options(task, script_args.reward_options)  # type: ignore[arg-type]
 
 
 def _check_start(script_args: TrainArguments, args: Any, task: dict[str, Any], train: Any, evaluation: Any) -> None:

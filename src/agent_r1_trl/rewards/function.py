@@ -59,8 +59,8 @@ class RewardFunction:
         for name in options:
             if name not in known:
                 raise ValueError(
-                    f"{self.__name__}: there is no option {name!r}.{did_you_mean(name, known)} It has "
-                    f"{', '.join(known)}."
+                    f"{self.__name__}: there is no option {name!r}.{did_you_mean(name, known)} Set one "
+                    f"of {', '.join(known)}."
                 )
         changed = RewardFunction(self.score, {**self.options, **options})
         changed([_NOTHING])  # where the values are checked
