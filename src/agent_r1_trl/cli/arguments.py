@@ -236,6 +236,13 @@ class MemoryArguments:
     steps_per_generation: int | None = field(
         default=None, metadata={"help": "Forward passes per rollout. None: gradient_accumulation_steps."}
     )
+    prompts_per_rollout: int | None = field(
+        default=None, metadata={"help": "Prompts of one rollout, instead of steps_per_generation."}
+    )
+    updates_per_rollout: int | None = field(default=None, metadata={"help": "Optimizer steps on one rollout."})
+    num_generations: int | None = field(
+        default=None, metadata={"help": "Trajectories per prompt. None: 8, and 1 for PPO."}
+    )
     max_completion_length: int = field(default=512, metadata={"help": "Tokens of the whole trajectory."})
     gradient_checkpointing: bool = field(default=True, metadata={"help": "Recompute the layers in the backward pass."})
     bf16: bool | None = field(default=None, metadata={"help": "Compute in bfloat16. None: true unless fp16 is set."})
