@@ -13,7 +13,6 @@ from agent_r1_trl.rewards.turns import (
     need_trajectory,
     read_message,
     text_of,
-    values_of,
     words_in,
     written_words,
 )
@@ -119,17 +118,16 @@ def new_information(trajectory: Any, *, max_total: float = 1.0, tag: str = THINK
 def _finds(turn: Turn, said_there: str, observed: str, known: set[str], done: set[str]) -> float | None:
     """Mean over the turn's calls of the share that is new; adds to `known` and `done`."""
     tried = [
-        (fingerprint(result.call.name, result.call.arguments), values_of(result.call.arguments), result.content)
+        (fingerprint(result.call.name, result.call.arguments), result.content)
         for result in turn.tool_results
         if not result.is_error
     ]
     if not turn.tool_results and observed and not turn.is_invalid:
-        tried = [(said_there, [], observed)]
+        tried = [(said_there, observed)]
     if not tried:
         return None
     found = 0.0
-    for key, values, content in tried:
-        known.update(words_in(values))
+    for key, content in tried:
         words = words_of(content)
         told = set(content_words(words)) or {" ".join(content.split())}
         if key not in done:
