@@ -92,7 +92,8 @@ def new_information(trajectory: Any, *, max_total: float = 1.0, tag: str = THINK
     observation that follows, unless it said the same after the same observation before.
 
     Failure modes: calls that return arbitrary text (random numbers, the time of day, unrelated pages) are paid until
-    `max_total`; new is not relevant. Keep `max_total` times the weight below what solving the task earns.
+    `max_total`; new is not relevant. A call that is right to make again, because the state behind it has changed (a
+    page to reload, a game), earns nothing. Keep `max_total` times the weight below what solving the task earns.
 
     Args:
         trajectory: a `Trajectory`.

@@ -56,7 +56,7 @@ def thinking_format(
 
     Failure modes: the content of the thought is not judged, so any sentence of `min_words` words earns it
     (`grounded_thinking` looks at what it says). Where the chat grammar reads thoughts into a field of their own, two
-    thoughts in one turn arrive as one.
+    thoughts in one turn arrive as one, and an opening tag that was left out is added.
 
     Args:
         trajectory: a `Trajectory`, a list of messages, or a text.
