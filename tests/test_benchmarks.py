@@ -59,6 +59,10 @@ TINY = {
         ["--trajectories", "2", "--median", "0.01", "--turns", "1", "2", "--repeats", "1"],
         {"rows"},
     ),
+    "shaping.py": (
+        ["--rollouts", "1", "--seeds", "0", "--shapes", "2x4x2", "--examples", "2"],
+        {"rows"},
+    ),
     "train_step.py": (
         [
             *("--model", "tiny", "--groups", "2", "--group-size", "2", "--micro-batch", "2", "--prompt", "16"),

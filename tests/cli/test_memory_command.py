@@ -51,9 +51,18 @@ def write_recipe(folder, **settings) -> str:
     return str(path)
 
 
+def test_the_rows_of_a_rollout_follow_from_prompts_or_updates_as_in_train(model):
+    few = ["--per_device_train_batch_size", "4"]
+    assert setup_of(model, *few).rollout_rows == 4
+    assert setup_of(model, *few, "--updates_per_rollout", "3").rollout_rows == 12
+    assert setup_of(model, *few, "--prompts_per_rollout", "6", "--num_processes", "2").rollout_rows == 24
+    assert setup_of(model, *few, "--prompts_per_rollout", "6", "--trainer", "ppo").rollout_rows == 6
+
+
 def test_the_defaults_are_the_trainers():
     theirs = {item.name: item.default for item in dataclasses.fields(MultiTurnPPOConfig)}
     ours = {item.name: item.default for item in dataclasses.fields(MemoryArguments) if item.name in theirs}
+    assert ours.pop("num_generations") is None  # each trainer has a default of its own
     assert len(ours) >= 14
     assert ours == {name: theirs[name] for name in ours}
 

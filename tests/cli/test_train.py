@@ -44,6 +44,20 @@ def test_without_an_environment_completions_are_scored_as_in_trl(recipe):
     assert "reward" in json.loads(Path("out/trainer_state.json").read_text())["log_history"][0]
 
 
+def test_rewards_for_reasoning_are_named_in_a_recipe_with_their_options(recipe):
+    path = recipe(
+        reward_funcs=["agent_r1_trl.rewards.overlong_penalty", "task.py:word_count_reward"],
+        turn_reward_funcs=["agent_r1_trl.rewards.thinking_format_penalty"],
+        reward_options={"overlong_penalty": {"max_tokens": 2, "buffer": 1}, "thinking_format_penalty": {"penalty": 3}},
+        max_steps=1, max_turns=1, eval_dataset_name=None,
+    )  # fmt: skip
+    assert main(["train", "--config", path]) == 0
+    for record in read_records("out"):
+        (turn,) = record.trajectory.turns
+        assert turn.reward_parts["thinking_format_penalty"] == -3.0
+        assert record.trajectory.reward_parts["overlong_penalty"] == (0.0 if turn.end == 1 else -1.0)
+
+
 @pytest.mark.slow
 def test_accelerate_launch_trains_one_step_from_a_recipe(recipe):
     path = recipe(max_steps=1, eval_dataset_name=None)

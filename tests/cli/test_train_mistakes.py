@@ -180,6 +180,23 @@ TRAIN = {
         {"reward_funcs": ["task.py:word_reward"]},
         "reward_funcs='task.py:word_reward'.*mean 'word_count_reward'",
     ),
+    "options of a reward that is not there": (
+        {"turn_reward_funcs": ["agent_r1_trl.rewards.new_information"], "reward_options": {"new_info": {}}},
+        "reward_options=.*mean 'new_information'",
+    ),
+    "an option that a reward does not have": (
+        {"turn_reward_funcs": ["agent_r1_trl.rewards.new_information"],
+         "reward_options": {"new_information": {"total": 1}}},
+        "reward_options=.*mean 'max_total'",
+    ),
+    "an option that a function would swallow": (
+        {"reward_funcs": ["task.py:word_count_reward"], "reward_options": {"word_count_reward": {"completion": 1}}},
+        "reward_options=.*mean 'completions'",
+    ),
+    "a number for options": (
+        {"reward_funcs": ["task.py:word_count_reward"], "reward_options": {"word_count_reward": 3}},
+        "reward_options: word_count_reward=3",
+    ),
     "no model folder": ({"model_name_or_path": "./nowhere"}, "model_name_or_path='./nowhere'"),
     "no model on the Hub": ({"model_name_or_path": "no/where"}, "model_name_or_path='no/where'"),
     "a folder without a model": ({"model_name_or_path": "empty"}, "model_name_or_path='empty'.*config.json"),

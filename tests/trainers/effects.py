@@ -61,6 +61,10 @@ def limits(folder, config_class, **options):
     return config_class(**CPU, **options).rollout_limits(4096)
 
 
+def shape(folder, config_class, **options):
+    return config_class(**CPU, **options).rollout_shape
+
+
 def chat(folder, config_class, **options):
     return make(folder, config_class, **options).chat.encode_prompt(MESSAGES)
 

@@ -132,6 +132,9 @@ TABLE = {
         ShownBy("tests/trainers/test_overlap.py::test_it_trains_on_what_the_synchronous_run_trains_on"),
         Refused(True, ENGINE),
     ),
+    # ---- ours: the shape of a rollout
+    "prompts_per_rollout": (Acts(effects.shape, 4), Refused(4, {"steps_per_generation": 4}, steps_per_generation=3)),
+    "updates_per_rollout": (Acts(effects.shape, 4), Refused(4, {"num_iterations": 2}, num_iterations=3)),
     # ---- ours: rewards, advantages, loss
     "truncated_trajectories": Acts(effects.batch, "mask", **ONE_TURN),
     "truncation_penalty": (

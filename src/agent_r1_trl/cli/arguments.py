@@ -69,6 +69,13 @@ class TrainArguments(TaskArguments):
     turn_reward_funcs: list[str] | None = field(
         default=None, metadata={"help": "Import paths of functions that return one reward for each turn."}
     )
+    reward_options: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Options of reward functions by the name of the function, on the command line as "
+            "'{overlong_penalty: {max_tokens: 900}}'."
+        },
+    )
     num_processes_expected: int | None = field(
         default=None,
         metadata={
@@ -78,6 +85,7 @@ class TrainArguments(TaskArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.reward_options = read_mapping("reward_options", self.reward_options)
         check_trainer(self.trainer)
         check_positive("num_processes_expected", self.num_processes_expected)
         check_env_or_tools(self.env, self.tools)
@@ -227,6 +235,13 @@ class MemoryArguments:
     gradient_accumulation_steps: int = field(default=1, metadata={"help": "Forward passes per optimizer step."})
     steps_per_generation: int | None = field(
         default=None, metadata={"help": "Forward passes per rollout. None: gradient_accumulation_steps."}
+    )
+    prompts_per_rollout: int | None = field(
+        default=None, metadata={"help": "Prompts of one rollout, instead of steps_per_generation."}
+    )
+    updates_per_rollout: int | None = field(default=None, metadata={"help": "Optimizer steps on one rollout."})
+    num_generations: int | None = field(
+        default=None, metadata={"help": "Trajectories per prompt. None: 8, and 1 for PPO."}
     )
     max_completion_length: int = field(default=512, metadata={"help": "Tokens of the whole trajectory."})
     gradient_checkpointing: bool = field(default=True, metadata={"help": "Recompute the layers in the backward pass."})

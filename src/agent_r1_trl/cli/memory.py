@@ -9,6 +9,7 @@ Exit code 0: the run fits. 1: it does not. 2: it could not be estimated.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -114,7 +115,7 @@ def make_setup(arguments: MemoryArguments, model_args: Any) -> MemorySetup:
     launch = read_accelerate_config(arguments.accelerate_config)
     is_ppo, is_full = arguments.trainer == "ppo", not model_args.use_peft
     mixed = (arguments.bf16 if arguments.bf16 is not None else not arguments.fp16) or arguments.fp16
-    forwards = arguments.steps_per_generation or arguments.gradient_accumulation_steps
+    num_processes = arguments.num_processes or launch["num_processes"]
     vllm = "server" if arguments.vllm_mode == "server" else "vllm"
     return MemorySetup(
         dtype=model_args.dtype,
@@ -122,7 +123,7 @@ def make_setup(arguments: MemoryArguments, model_args: Any) -> MemorySetup:
         quantization="4bit" if model_args.load_in_4bit else "8bit" if model_args.load_in_8bit else None,
         nested_quantization=model_args.use_bnb_nested_quant,
         optimizer_bytes=2 if "8bit" in arguments.optim else 8,
-        num_processes=arguments.num_processes or launch["num_processes"],
+        num_processes=num_processes,
         micro_batch=arguments.per_device_train_batch_size,
         prompt_tokens=arguments.prompt_tokens,
         completion_tokens=arguments.max_completion_length,
@@ -131,7 +132,7 @@ def make_setup(arguments: MemoryArguments, model_args: Any) -> MemorySetup:
         reference_model=arguments.beta != 0 and is_full,
         critic=(arguments.critic or ("model" if is_full else "adapter")) if is_ppo else None,
         generator=vllm if arguments.use_vllm else "transformers",
-        rollout_rows=min(arguments.generation_batch_rows, arguments.per_device_train_batch_size * forwards),
+        rollout_rows=min(arguments.generation_batch_rows, _rollout_rows(arguments, num_processes)),
         vllm_share=arguments.vllm_gpu_memory_utilization,
         vllm_sleeps=arguments.vllm_enable_sleep_mode,
         gpu_memory_gb=arguments.gpu_memory_gb or _gpu_memory_gb(),
@@ -139,6 +140,17 @@ def make_setup(arguments: MemoryArguments, model_args: Any) -> MemorySetup:
         offload_optimizer=launch["offload_optimizer"],
         offload_parameters=launch["offload_parameters"],
     )
+
+
+def _rollout_rows(arguments: MemoryArguments, num_processes: int) -> int:
+    """Trajectories of one rollout that are one process's."""
+    if arguments.prompts_per_rollout is not None:
+        responses = arguments.num_generations or (1 if arguments.trainer == "ppo" else 8)
+        return math.ceil(arguments.prompts_per_rollout * responses / num_processes)
+    forwards = arguments.steps_per_generation
+    if forwards is None:
+        forwards = arguments.gradient_accumulation_steps * (arguments.updates_per_rollout or 1)
+    return arguments.per_device_train_batch_size * forwards
 
 
 def read_accelerate_config(path: str | None) -> dict[str, Any]:

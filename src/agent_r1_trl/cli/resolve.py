@@ -14,7 +14,9 @@ from typing import Any
 from agent_r1_trl.cli.errors import UsageError
 from agent_r1_trl.environments.factory import made_and_closed, makes_environments
 from agent_r1_trl.objects import did_you_mean, import_object, locate_error
+from agent_r1_trl.rewards import RewardFunction
 from agent_r1_trl.safe_text import rules
+from agent_r1_trl.tools.signature import function_name
 
 BUILT_IN_ENVS = {"search_qa": "agent_r1_trl.environments.SearchQAEnv"}
 FILE_FORMATS = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -129,6 +131,58 @@ def resolve_function(flag: str, path: str) -> Callable[..., Any]:
             "my_module.my_function."
         )
     return function
+
+
+def with_reward_options(task: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """`reward_funcs` and `turn_reward_funcs` with their options.
+
+    Args:
+        task: the functions, or None, under these two names.
+        options: mappings from option to value, by the name of the function.
+
+    Raises:
+        UsageError: no function has the name, or the function does not take the option.
+    """
+    functions = {flag: task[flag] for flag in ("reward_funcs", "turn_reward_funcs")}
+    names = [function_name(function) for listed in functions.values() for function in listed or ()]
+    for name, given in options.items():
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise UsageError(
+                f"reward_options={dict(options)}: {name!r} is none of the reward functions "
+                f"({', '.join(names) or 'there are none'}).{hint} Correct the name, or remove it."
+            )
+        if not isinstance(given, dict):
+            raise UsageError(
+                f"reward_options: {name}={given!r} must be a mapping from option to value. Write it as "
+                f"{{{name}: {{option: value}}}}."
+            )
+    return {
+        flag: listed and [_with_options(function, options.get(function_name(function))) for function in listed]
+        for flag, listed in functions.items()
+    }
+
+
+def _with_options(function: Callable[..., Any], options: dict[str, Any] | None) -> Callable[..., Any]:
+    if not options:
+        return function
+    name = function_name(function)
+    if isinstance(function, RewardFunction):
+        try:
+            return function.with_options(**options)
+        except ValueError as error:
+            raise UsageError(f"reward_options={{{name}: {options}}}: {error}") from error
+    # A function that takes **kwargs, as most do, would swallow a misspelt option.
+    known = [
+        item.name for item in inspect.signature(function).parameters.values() if item.kind is not item.VAR_KEYWORD
+    ]
+    for option in options:
+        if option not in known:
+            raise UsageError(
+                f"reward_options={{{name}: {options}}}: {name} takes no {option!r}.{did_you_mean(option, known)} Set "
+                f"one of its arguments ({', '.join(known)})."
+            )
+    return functools.partial(function, **options)
 
 
 def resolve_object(flag: str, path: str) -> Any:

@@ -131,13 +131,13 @@ def _console() -> Console:
 
 
 def _task(script_args: TrainArguments) -> dict[str, Any]:
-    from agent_r1_trl.cli.resolve import resolve_env, resolve_function
+    from agent_r1_trl.cli.resolve import resolve_env, resolve_function, with_reward_options
 
     env = resolve_env(script_args.env, script_args.env_kwargs) if script_args.env else None  # type: ignore[arg-type]
     task: dict[str, Any] = {"env": env}
     for name in ("tools", "reward_funcs", "turn_reward_funcs"):
         task[name] = [resolve_function(name, path) for path in getattr(script_args, name) or []] or None
-    return task
+    return task | with_reward_options(task, script_args.reward_options)  # type: ignore[arg-type]
 
 
 def _check_start(script_args: TrainArguments, args: Any, task: dict[str, Any], train: Any, evaluation: Any) -> None:
@@ -309,14 +309,16 @@ def _plan(script_args: TrainArguments, args: Any, model_args: Any, train: Any, e
     estimator = "" if args.advantage_estimator == script_args.trainer else f" ({args.advantage_estimator})"
     method = f"{script_args.trainer}{estimator}, learning rate {args.learning_rate:g}"
     adapter = f", LoRA r={model_args.lora_r}" if model_args.use_peft else ""
-    prompts = args.generation_batch_size // args.num_generations
+    shape = args.rollout_shape
     lines = {
         "model": f"{model_args.model_name_or_path}{adapter} on {device}, {args.world_size} process(es)",
         "environment": script_args.env or ", ".join(script_args.tools or []) or "none",
         "data": rows,
         "method": method,
-        "rollout": f"{prompts} prompts x {args.num_generations} trajectories, at most {args.max_turns} turns and "
-        f"{args.max_completion_length} tokens each, by {'vLLM' if args.use_vllm else 'transformers'}",
+        "rollout": f"{shape.prompts_per_rollout} prompts x {shape.responses_per_prompt} trajectories, at most "
+        f"{args.max_turns} turns and {args.max_completion_length} tokens each, by "
+        f"{'vLLM' if args.use_vllm else 'transformers'}",
+        "updates": f"{shape.updates_per_rollout:g} per rollout, of {shape.trajectories_per_update} trajectories each",
         "output": args.output_dir,
     }
     return "\n".join(f"{name:12} {value}" for name, value in lines.items())

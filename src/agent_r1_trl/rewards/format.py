@@ -14,7 +14,7 @@ THINK_TAG = "think"
 _TAG_NAME = re.compile(r"[^<>/\s]+")
 _INVISIBLE = {"Zs", "Zl", "Zp", "Cc", "Cf", "Cs", "Mn", "Me"}
 """Unicode categories of characters that show nothing by themselves: spaces, controls, marks on another character."""
-_FILLERS = "\u115f\u1160\u3164\uffa0\u2800"
+FILLERS = "\u115f\u1160\u3164\uffa0\u2800"
 """Letters and a symbol that are drawn as a space."""
 
 
@@ -27,7 +27,7 @@ def strip_reasoning(text: str, tag: str = THINK_TAG) -> str:
     >>> strip_reasoning("<think>Oslo? No.</think>Bergen")
     'Bergen'
     """
-    _check(text, tag)
+    check_tag(text, tag)
     return "".join(_outside(text, tag)).strip()
 
 
@@ -43,7 +43,7 @@ def extract_answer(text: str, tag: str = "answer") -> str | None:
     >>> extract_answer("It is <answer> Paris </answer>.")
     'Paris'
     """
-    _check_answer_tag(text, tag)
+    check_answer_tag(text, tag)
     gap = f"<{THINK_TAG}>"  # stands in no part of the text that is left, so no tag is made where parts meet
     visible = gap.join(_outside(text, THINK_TAG))
     opener, closer = f"<{tag}>", f"</{tag}>"
@@ -73,10 +73,10 @@ def format_reward(text: str, *, tag: str | None = "answer", require_reasoning: b
     0.0
     """
     if tag is None:
-        _check(text, THINK_TAG)
+        check_tag(text, THINK_TAG)
     else:
-        _check_answer_tag(text, tag)
-    parts = _split(text, THINK_TAG)
+        check_answer_tag(text, tag)
+    parts = split_tags(text, THINK_TAG)
     match parts[1::2]:
         case []:
             before, reasoning, after = "", "", text
@@ -86,19 +86,19 @@ def format_reward(text: str, *, tag: str | None = "answer", require_reasoning: b
             before, reasoning, after = parts[0], parts[2], parts[4]
         case _:
             return 0.0
-    if require_reasoning and _is_empty(reasoning):
+    if require_reasoning and is_empty(reasoning):
         return 0.0
     if tag is None:
-        return float(not _is_empty(before + after))
+        return float(not is_empty(before + after))
     opener, closer = f"<{tag}>", f"</{tag}>"
     has_one = before.count(opener) + after.count(opener) == 1 == before.count(closer) + after.count(closer)
     start = after.find(opener)
     if not has_one or start < 0 or not after.rstrip().endswith(closer):
         return 0.0
-    return float(not _is_empty(after[start + len(opener) :].rstrip().removesuffix(closer)))
+    return float(not is_empty(after[start + len(opener) :].rstrip().removesuffix(closer)))
 
 
-def _split(text: str, tag: str) -> list[str]:
+def split_tags(text: str, tag: str) -> list[str]:
     """Text and tags in turn: the tags are at the odd places."""
     return re.split(f"(</?{re.escape(tag)}>)", text)
 
@@ -107,7 +107,7 @@ def _outside(text: str, tag: str) -> list[str]:
     """The parts of a text that are outside the blocks of a tag."""
     kept: list[str] = []
     depth = 0
-    for part in _split(text, tag):
+    for part in split_tags(text, tag):
         if part == f"<{tag}>":
             depth += 1
         elif part == f"</{tag}>":
@@ -119,18 +119,29 @@ def _outside(text: str, tag: str) -> list[str]:
     return kept
 
 
-def _is_empty(text: str) -> bool:
-    return all(unicodedata.category(letter) in _INVISIBLE or letter in _FILLERS for letter in text)
+def is_empty(text: str) -> bool:
+    """Whether a text shows nothing: white space, invisible characters, marks on nothing."""
+    return all(unicodedata.category(letter) in _INVISIBLE or letter in FILLERS for letter in text)
 
 
-def _check(text: object, tag: object) -> None:
+def check_tag(text: object, tag: object) -> None:
+    """Refuse what is no text, and a tag that is not the bare name of one.
+
+    Raises:
+        ValueError: names what is wrong.
+    """
     if not isinstance(text, str):
         raise ValueError(f"text={text!r:.200}: must be a string.")
     if not isinstance(tag, str) or not _TAG_NAME.fullmatch(tag):
         raise ValueError(f"tag={tag!r:.200}: must be the bare name of a tag, such as 'answer' for <answer>.")
 
 
-def _check_answer_tag(text: object, tag: object) -> None:
-    _check(text, tag)
+def check_answer_tag(text: object, tag: object) -> None:
+    """Refuse the tag of the reasoning, too.
+
+    Raises:
+        ValueError: names what is wrong.
+    """
+    check_tag(text, tag)
     if tag == THINK_TAG:
         raise ValueError(f"tag={tag!r}: reasoning is never an answer; choose another tag, such as 'answer'.")

@@ -19,6 +19,7 @@ from agent_r1_trl.safe_text import SECRET_NAMES, SECRET_NAMES_HELP, SECRET_PATTE
 from agent_r1_trl.trainers.config_checks import check_config
 from agent_r1_trl.trainers.fault_settings import FaultSettings
 from agent_r1_trl.trainers.rollout_checks import check_rollout
+from agent_r1_trl.trainers.shaping import settle_shape
 from agent_r1_trl.trainers.stability_settings import StabilitySettings
 
 UNKNOWN_TO_TRL = ("max_turns", "max_invalid_calls", "max_observation_tokens")
@@ -210,6 +211,7 @@ class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOCon
         values: dict[str, Any] = self.__dict__
         if self.bf16 is None and not torch.accelerator.is_available():
             values["bf16"] = False  # TRL's default is for GPUs; without one it would be refused
+        settle_shape(self)
         is_single = values["num_generations"] == 1
         if is_single:
             values["num_generations"] = _Single(1)  # TRL asks for groups, which some estimators do without
@@ -241,8 +243,8 @@ class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOCon
             del defaults["truncated_trajectories"]
         if self.record_trajectories == "none":
             del defaults["record_trajectories"]
-        for name in ("max_failed_saves", "resume_without"):  # serve TRL's rollout as well
-            del defaults[name]
+        for name in ("max_failed_saves", "resume_without", "prompts_per_rollout", "updates_per_rollout"):
+            del defaults[name]  # serve TRL's rollout as well
         if all(getattr(self, name) == self.max_completion_length for name in UNKNOWN_TO_TRL):
             for name in UNKNOWN_TO_TRL:  # they end nothing
                 del defaults[name]

@@ -45,6 +45,7 @@ ROLLOUT_SETTINGS = (
     "loss_mask",
     "advantage_mask",
     "num_generations",
+    "rollout_shape",
     "temperature",
     "learning_rate",
     "beta",

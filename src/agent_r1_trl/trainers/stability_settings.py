@@ -7,7 +7,9 @@ Source: RAGEN (arXiv 2504.20073, section 4) and RAGEN-2 (arXiv 2604.06268).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from agent_r1_trl.trainers.shaping import RolloutShape, check_shape
 
 
 @dataclass(kw_only=True)
@@ -22,7 +24,26 @@ class StabilitySettings:
 
     # ---- what is done about them (`echo_guard.py`)
 
-    # ---- rollout shaping
+    # ---- rollout shaping (`shaping.py`)
+    prompts_per_rollout: int | None = field(
+        default=None,
+        metadata={
+            "help": "Prompts (initial states) of one rollout, over all processes; `steps_per_generation` follows from "
+            "it. None: as TRL's settings say."
+        },
+    )
+    updates_per_rollout: int | None = field(
+        default=None,
+        metadata={
+            "help": "Optimizer steps on one rollout, all `num_iterations` passes together; "
+            "`gradient_accumulation_steps` follows from it. None: as TRL's settings say."
+        },
+    )
+
+    @property
+    def rollout_shape(self) -> RolloutShape:
+        """Prompts, responses and updates per rollout, as they follow from all settings."""
+        return RolloutShape.of(self)
 
     def check_stability(self) -> None:
         """Check these settings.
@@ -30,3 +51,4 @@ class StabilitySettings:
         Raises:
             ValueError: names the option, its value, the rule and the cure.
         """
+        check_shape(self)

@@ -1,0 +1,227 @@
+"""Rewards for reasoning: whether there is a thought in its place, what it says about what was read, how long it is.
+
+RAGEN (arXiv 2504.20073, section 4) finds that reasoning fades in multi-turn training unless the reward looks at it.
+All of them read the policy's own text alone, but for `grounded_thinking`, which compares it with what was observed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agent_r1_trl.rewards.format import THINK_TAG, check_answer_tag, check_tag, format_reward, is_empty
+from agent_r1_trl.rewards.function import RewardFunction, check_count, check_number, up_to
+from agent_r1_trl.rewards.turns import (
+    assistant_messages,
+    need_trajectory,
+    read_message,
+    text_of,
+    words_in,
+    written_words,
+)
+from agent_r1_trl.rewards.words import content_words, n_grams, words_of
+from agent_r1_trl.trajectory import Message
+
+CHARACTERS_PER_WORD = 8
+"""A text counts at least one word for so many characters, whatever they are."""
+
+
+def is_well_formed_turn(
+    message: Message, *, tag: str, answer_tag: str | None, min_words: int, opened_by_template: bool
+) -> bool:
+    """Whether a message thinks first and then acts; the arguments are those of `thinking_format`."""
+    said = read_message(message, tag=tag, opened_by_template=opened_by_template)
+    if not said.is_well_formed or len(set(words_of(said.thought))) < min_words:
+        return False
+    if message.get("malformed_tool_call") or message.get("cut_off"):
+        return False
+    if message.get("tool_calls"):
+        return True
+    return format_reward(said.visible, tag=answer_tag) == 1.0
+
+
+@RewardFunction
+def thinking_format(
+    trajectory: Any,
+    *,
+    tag: str = THINK_TAG,
+    answer_tag: str | None = "answer",
+    min_words: int = 3,
+    opened_by_template: bool = False,
+) -> float:
+    """Share of turns that think first and then act, in [0, 1]. An outcome, for `reward_funcs`.
+
+    A turn counts if it has exactly one thought, closed and before everything else, with at least `min_words` different
+    words, and after it a tool call or the text's only `<answer>...</answer>`. It is a share, so that more turns
+    earn no more.
+
+    Failure modes: the content of the thought is not judged, so any sentence of `min_words` words earns it
+    (`grounded_thinking` looks at what it says). Where the chat grammar reads thoughts into a field of their own, two
+    thoughts in one turn arrive as one, and an opening tag that was left out is added.
+
+    Args:
+        trajectory: a `Trajectory`, a list of messages, or a text.
+        tag: of a thought that stands in the text; a thought in a field of its own needs none.
+        answer_tag: of an answer without a call; None: any visible text is an answer.
+        min_words: number of different words below which a thought is empty.
+        opened_by_template: the chat template writes the opening tag, so that turns begin inside the thought.
+    """
+    options = _format_options(tag, answer_tag, min_words, opened_by_template)
+    turns = [is_well_formed_turn(message, **options) for message in assistant_messages(trajectory)]
+    return sum(turns) / len(turns) if turns else 0.0
+
+
+@RewardFunction
+def thinking_format_penalty(
+    trajectory: Any,
+    *,
+    penalty: float = 0.1,
+    tag: str = THINK_TAG,
+    answer_tag: str | None = "answer",
+    min_words: int = 3,
+    opened_by_template: bool = False,
+) -> list[float | None]:
+    """-`penalty` for each turn that `thinking_format` would not count. For `turn_reward_funcs`; RAGEN's is 0.1.
+
+    It is a penalty and no bonus, so that a turn is never made for its sake.
+
+    Failure modes: those of `thinking_format`; and a policy that is penalised in every turn may learn to end early
+    before it learns the format, so keep it small beside the outcome.
+
+    Args:
+        trajectory: a `Trajectory`.
+        penalty: what a turn loses.
+        tag: as for `thinking_format`, like the others.
+        answer_tag: of an answer without a call.
+        min_words: number of different words below which a thought is empty.
+        opened_by_template: the chat template writes the opening tag.
+    """
+    check_number("penalty", penalty)
+    options = _format_options(tag, answer_tag, min_words, opened_by_template)
+    turns = need_trajectory(trajectory, "thinking_format_penalty").turns
+    return [0.0 if is_well_formed_turn(turn.message, **options) else -penalty for turn in turns]
+
+
+def _format_options(tag: str, answer_tag: str | None, min_words: int, opened_by_template: bool) -> dict[str, Any]:
+    check_tag("", tag)
+    if answer_tag is not None:
+        check_answer_tag("", answer_tag)
+    check_count("min_words", min_words)
+    return {"tag": tag, "answer_tag": answer_tag, "min_words": min_words, "opened_by_template": opened_by_template}
+
+
+@RewardFunction
+def grounded_thinking(
+    trajectory: Any,
+    *,
+    target: int = 3,
+    max_run: int = 8,
+    max_words: int = 256,
+    max_total: float = 1.0,
+    tag: str = THINK_TAG,
+    opened_by_template: bool = False,
+) -> list[float | None]:
+    """Whether a thought takes up what was just observed, in [0, 1] per turn. For `turn_reward_funcs`.
+
+    New are the content words and numbers of the observation before the turn that stood nowhere earlier: not in the
+    prompt, not in what the policy wrote, not in earlier observations. With n of them in the observation and m in the
+    thought, the turn earns min(m, own, target) / min(n, target), where `own` counts the different content words of
+    the thought that are not in the observation. None where nothing new was observed, as before the first turn.
+
+    A pasted observation earns nothing: words inside a verbatim run of more than `max_run` content words are not
+    counted, and a thought that only repeats has no words of its own. Observations alone earn nothing either; what
+    they say can raise the reward only through words that the thought repeats.
+
+    Failure modes: shuffled excerpts with `target` words of the policy's own are paid; a thought may mention what is
+    beside the point; where observations come from a closed vocabulary (a grid of symbols), nothing is new after a few
+    turns. Words are compared as written: inflected forms and translations are different words.
+
+    Args:
+        trajectory: a `Trajectory`.
+        target: number of new words that earns the whole reward.
+        max_run: longest verbatim run, in content words, that still counts as mentioning.
+        max_words: number of content words of a thought that are read, so that a word list does not pay.
+        max_total: what one trajectory can earn; turns are paid in order.
+        tag: of a thought that stands in the text.
+        opened_by_template: the chat template writes the opening tag.
+    """
+    for name, value in {"target": target, "max_run": max_run, "max_words": max_words}.items():
+        check_count(name, value)
+    check_number("max_total", max_total)
+    played = need_trajectory(trajectory, "grounded_thinking")
+    known = set(words_in(text_of(message.get("content")) for message in played.prompt_messages))
+    observed: list[str] = []
+    scores: list[float | None] = []
+    for turn in played.turns:
+        thought = read_message(turn.message, tag=tag, opened_by_template=opened_by_template).thought
+        said = content_words(words_of(thought))[:max_words]
+        scores.append(_share_taken_up(said, observed, known, target=target, max_run=max_run))
+        known.update(observed, written_words(turn.message))
+        observed = content_words(words_in(text_of(message.get("content")) for message in turn.observations))
+    return up_to(max_total, scores)
+
+
+def _share_taken_up(
+    said: list[str], observed: list[str], known: set[str], *, target: int, max_run: int
+) -> float | None:
+    new = set(observed) - known
+    if not new:
+        return None
+    runs = set(n_grams(said, max_run + 1)).intersection(n_grams(observed, max_run + 1))
+    copied_to = 0  # words before this position belong to a verbatim run
+    mentioned = set()
+    for position, run in enumerate(n_grams(said, max_run + 1)):
+        if run in runs:
+            copied_to = position + max_run + 1
+        elif position >= copied_to:
+            mentioned.add(said[position])
+    mentioned.update(said[max(copied_to, len(said) - max_run) :])
+    num_own = len(set(said) - set(observed))
+    return min(len(mentioned & new), num_own, target) / min(len(new), target)
+
+
+@RewardFunction
+def thinking_length(
+    trajectory: Any,
+    *,
+    low: int = 10,
+    high: int = 200,
+    tag: str = THINK_TAG,
+    opened_by_template: bool = False,
+) -> float:
+    """How near the thoughts are to a length of `low` to `high` words, in [0, 1]. An outcome, for `reward_funcs`.
+
+    The mean over turns of: 1 inside the band, below it length / low, above it falling to 0 at twice `high`. Below the
+    band only different runs of three words count, so that repetition does not lengthen a thought; above it every word
+    counts, and every 8 characters count as a word at least, so that padding does. No thought: 0.
+
+    Failure modes: any text that does not repeat itself fills the band. Set `low` no higher than a good thought needs,
+    and keep the weight small beside the outcome.
+
+    Args:
+        trajectory: a `Trajectory`, a list of messages, or a text.
+        low: shortest length in words that earns 1.
+        high: longest length in words that earns 1.
+        tag: of a thought that stands in the text.
+        opened_by_template: the chat template writes the opening tag.
+
+    Raises:
+        ValueError: `low` is above `high`, or one of them is no whole number >= 1.
+    """
+    check_count("low", low)
+    check_count("high", high)
+    if low > high:
+        raise ValueError(f"low={low} is above high={high}: no thought could be right. Set low to at most {high}.")
+    said = [
+        read_message(message, tag=tag, opened_by_template=opened_by_template).thought
+        for message in assistant_messages(trajectory)
+    ]
+    return sum(_share_of_band(thought, low, high) for thought in said) / len(said) if said else 0.0
+
+
+def _share_of_band(thought: str, low: int, high: int) -> float:
+    if is_empty(thought):
+        return 0.0
+    words = words_of(thought)
+    different = len(set(n_grams(words, 3))) + 2 if len(words) > 2 else len(set(words))
+    length = max(len(words), len(thought) / CHARACTERS_PER_WORD)
+    return max(0.0, min(1.0, different / low, 2.0 - length / high))

@@ -1,0 +1,443 @@
+"""Rewards for reasoning: what earns them, what does not, and that observations never do."""
+
+import pickle
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_r1_trl.rewards import (
+    RewardFunction,
+    grounded_thinking,
+    new_information,
+    overlong_penalty,
+    repetition_penalty,
+    thinking_format,
+    thinking_format_penalty,
+    thinking_length,
+)
+from agent_r1_trl.rewards.words import content_words, words_of
+from tests.effort import examples
+from tests.rewards.helpers import played, searches, thinks, turn
+
+FACT = "Oslo is the capital of Norway and has 700,000 inhabitants."
+PAGE = (
+    "The Viking ship museum burned in 1957, reopened under architect Sverre Fehn, moved its collection of oars, "
+    "sledges and textiles to Bygdøy, charges 120 kroner admission, closes on Mondays, and welcomed 412,000 visitors "
+    "last summer from Sweden, Finland, Denmark, Iceland, Estonia and Latvia."
+)
+
+
+def say(text):
+    return {"role": "assistant", "content": text}
+
+
+# -------------------------------------------------------------------- the form of a thought
+
+
+@pytest.mark.parametrize(
+    ("message", "value"),
+    [
+        (thinks("Two facts agree here."), 1.0),
+        (thinks("Two facts agree here.") | searches("oslo") | {"content": "<think>Look it up.</think>"}, 1.0),
+        (searches("oslo", thought="I should look it up."), 1.0),
+        (say("<answer>yes</answer>") | {"reasoning_content": "Two facts agree here."}, 1.0),
+        (say("<answer>yes</answer>") | {"thinking": "Two facts agree here."}, 1.0),
+        (say([{"type": "text", "text": "<think>Two facts agree.</think><answer>yes</answer>"}]), 1.0),
+        # no thought, or an empty one
+        (say("<answer>yes</answer>"), 0.0),
+        (searches("oslo"), 0.0),
+        (thinks(""), 0.0),
+        (thinks(" \n\u200b\u3164\ufeff "), 0.0),
+        (thinks("..... !!!"), 0.0),
+        (thinks("think think think think"), 0.0),
+        (thinks("T\u200bhink thin\u00adk TH\u0130NK ｔｈｉｎｋ"), 0.0),
+        # nested, doubled, unordered, open
+        (thinks("<think>Two facts agree.</think>"), 0.0),
+        (thinks("Two facts <think>really agree here."), 0.0),
+        (say("<think>One of these.</think><think>Two of these.</think><answer>yes</answer>"), 0.0),
+        (say("<answer>yes</answer><think>Two facts agree here.</think>"), 0.0),
+        (say("</think>Two facts agree here.<think><answer>yes</answer>"), 0.0),
+        (say("<think>Two facts agree here. <answer>yes</answer>"), 0.0),
+        (say("Two facts agree here.</think><answer>yes</answer>"), 0.0),
+        (say("First.<think>Two facts agree here.</think><answer>yes</answer>"), 0.0),
+        (thinks("Two facts agree here.") | {"reasoning_content": "Two facts agree here."}, 0.0),
+        (searches("oslo", thought="Look <think>it up now."), 0.0),
+        # the answer
+        (thinks("Two facts agree here.", "yes"), 0.0),
+        (thinks("Two facts agree here.", "<answer></answer>"), 0.0),
+        (thinks("Two facts agree here.", "<answer>yes</answer><answer>no</answer>"), 0.0),
+        (thinks("Two facts agree here.", malformed_tool_call="the call is not valid JSON"), 0.0),
+        (thinks("Two facts agree here.", cut_off="max_tokens_per_turn"), 0.0),
+    ],
+)
+def test_a_turn_thinks_once_and_says_something_before_it_acts(message, value):
+    assert thinking_format([played(message)]) == [value]
+    assert thinking_format_penalty([played(message)]) == [[0.0 if value else -0.1]]
+
+
+def test_the_form_is_a_share_of_turns_so_that_further_turns_earn_no_more():
+    good, bad = searches(thought="I should look it up."), searches()
+    assert thinking_format([played(good), played(good, good, good), played(good, bad, bad, bad), played()]) == [
+        1.0,
+        1.0,
+        0.25,
+        0.0,
+    ]
+    assert thinking_format_penalty([played(good, bad, good)]) == [[0.0, -0.1, 0.0]]
+
+
+def test_tags_in_prompts_tool_results_and_arguments_are_no_thoughts():
+    tagged = "<think>Two facts agree here.</think><answer>yes</answer>"
+    trajectory = played(turn(searches(tagged), tagged), say("yes"), prompt=tagged)
+    assert thinking_format([trajectory]) == [0.0]
+    assert thinking_format(completions=[[say("yes"), {"role": "tool", "content": tagged}]]) == [0.0]
+    assert thinking_length([trajectory]) == [0.0]
+
+
+def test_a_template_that_opens_the_thought_is_named_by_an_option_and_not_guessed():
+    closed = say("Two facts agree here.</think><answer>yes</answer>")
+    assert thinking_format([played(closed)]) == [0.0]
+    assert thinking_format.with_options(opened_by_template=True)([played(closed)]) == [1.0]
+
+
+def test_tags_can_be_chosen_and_the_answer_need_not_have_any():
+    message = say("<plan>Two facts agree here.</plan>yes")
+    assert thinking_format.with_options(tag="plan", answer_tag=None)([played(message)]) == [1.0]
+    assert thinking_format.with_options(tag="plan")([played(message)]) == [0.0]
+
+
+# -------------------------------------------------------------------- what a thought says
+
+
+def test_a_thought_that_takes_up_three_new_words_earns_the_whole():
+    # New in the observation: oslo, norway, 700,000, inhabitants. Target 3; "so", "the" and "capital" say nothing new.
+    search = turn(searches("capital"), FACT)
+    for thought, value in {
+        "Oslo belongs to Norway with 700,000 people, matching my guess": 1.0,
+        "Oslo in Norway seems right, matching my guess": 2 / 3,
+        "OSLO, seems right, matching my guess": 1 / 3,
+        "the capital seems right, matching my guess": 0.0,
+        "": 0.0,
+    }.items():
+        assert grounded_thinking([played(search, thinks(thought))]) == [[None, pytest.approx(value)]], thought
+
+
+def test_what_is_known_from_the_prompt_from_the_own_words_or_from_before_is_not_new():
+    good = thinks("Oslo, Norway and 700,000 seem plausible after checking")
+    assert grounded_thinking([played(turn(searches("capital"), FACT), good, prompt=FACT)]) == [[None, None]]
+    assert grounded_thinking([played(turn(searches(FACT), FACT), good)]) == [[None, None]]
+    twice = played(turn(searches("capital"), FACT), turn(searches("again", thought=good["content"][7:70]), FACT), good)
+    assert grounded_thinking([twice])[0][2] is None
+
+
+@pytest.mark.parametrize(
+    "thought",
+    [
+        FACT,
+        PAGE,
+        PAGE.upper().replace(" ", "\u200b \n"),
+        PAGE.replace(" ", " the "),
+        "So the answer is: " + PAGE,
+        "Plausible interesting remarkable wonderful conclusion. " + PAGE,
+        "I should think carefully, step by step, and then give my answer.",
+    ],
+)
+def test_a_pasted_observation_and_filler_words_earn_nothing(thought):
+    observed = FACT if thought == FACT else PAGE
+    assert grounded_thinking([played(turn(searches("museum"), observed), thinks(thought))]) == [[None, 0.0]]
+
+
+def test_a_list_of_likely_words_is_read_up_to_a_limit():
+    names = " ".join(f"guess{number}" for number in range(300)) + " Oslo Norway 700,000"
+    trajectory = played(turn(searches("capital"), FACT), thinks(names))
+    assert grounded_thinking([trajectory]) == [[None, 0.0]]
+    assert grounded_thinking.with_options(max_words=400)([trajectory]) == [[None, 1.0]]
+
+
+def test_what_a_trajectory_earns_by_grounded_thinking_is_capped():
+    turns = []
+    for number in range(4):
+        thought = f"city{number - 1} river{number - 1} lake{number - 1} matter for my conclusion regarding geography"
+        turns.append(turn(searches(f"query{number}", thought=thought), f"city{number} river{number} lake{number}"))
+    assert grounded_thinking([played(*turns)]) == [[None, 1.0, 0.0, 0.0]]
+    assert grounded_thinking.with_options(max_total=2.5)([played(*turns)]) == [[None, 1.0, 1.0, 0.5]]
+
+
+def test_scripts_without_spaces_are_compared_by_pairs_of_characters():
+    assert words_of("東京都 Tower") == ["東京", "京都", "tower"]
+    search = turn(searches("首都"), "奥斯陆是挪威的首都")
+    thoughts = {"奥斯陆属于挪威,因此我选择它": True, "我不知道,只好随便猜一个": False}
+    for thought, is_grounded in thoughts.items():
+        (scores,) = grounded_thinking([played(search, thinks(thought))])
+        assert (scores[1] > 0) is is_grounded
+
+
+# -------------------------------------------------------------------- length
+
+
+def test_a_thought_inside_the_band_earns_one_and_less_outside():
+    band = thinking_length.with_options(low=4, high=8)
+    for num_words, value in {0: 0.0, 2: 0.5, 4: 1.0, 8: 1.0, 12: 0.5, 16: 0.0, 100: 0.0}.items():
+        thought = " ".join(f"w{number}" for number in range(num_words))
+        assert band([played(thinks(thought))]) == [pytest.approx(value)], num_words
+
+
+def test_repeating_and_padding_do_not_lengthen_a_thought_into_the_band():
+    band = thinking_length.with_options(low=20, high=40)
+    assert band([played(thinks("so " * 30))]) == [pytest.approx(3 / 20)]
+    assert band([played(thinks("I see it. " * 10))]) == [pytest.approx(5 / 20)]
+    assert band([played(thinks("a" + "\u200b" * 30 + " ."))]) == [pytest.approx(1 / 20)]
+    text = " ".join(f"w{number}" for number in range(30))
+    assert band([played(thinks(text))]) == [1.0]
+    for padding in ("\n", "\u200b", " \u3164", "=", "ha"):
+        assert band([played(thinks(text + padding * 1000))]) == [0.0], repr(padding)
+
+
+def test_only_sampled_tokens_make_a_trajectory_overlong():
+    penalty = overlong_penalty.with_options(max_tokens=20, buffer=10)
+    for num_tokens, value in {1: 0.0, 10: 0.0, 15: -0.5, 20: -1.0, 30: -1.0}.items():
+        trajectory = played(turn(say("x"), "seen", num_tokens=num_tokens), num_observation_tokens=100)
+        assert penalty([trajectory]) == [value]
+
+
+# -------------------------------------------------------------------- repetition
+
+
+def test_what_a_turn_repeats_of_itself_and_of_earlier_turns_costs():
+    text = "we will look at one more fact now"  # 8 words, 5 runs of 4
+    exact = repetition_penalty.with_options(tolerated=0)
+    assert exact([played(say(text), say(text), say("a b c d e f"))]) == [[0.0, -1.0, 0.0]]
+    # 16 words, 13 runs, of which 5 + 3 (over the seam) are different
+    assert exact([played(say(f"{text} {text}"))]) == [[pytest.approx(-(1 - 8 / 13))]]
+    assert repetition_penalty([played(say(f"{text} {text}"))]) == [[pytest.approx(-(1 - 8 / 13 - 0.25) / 0.75)]]
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        "We will  look at ONE more\u200b fact, now!",
+        "<think>we will look at one more fact now</think>",
+        "ｗｅ will lóok at one more fact now",
+    ],
+)
+def test_spelling_spacing_and_tags_do_not_hide_a_repetition(again):
+    (scores,) = repetition_penalty([played(say("we will look at one more fact now"), say(again))])
+    assert scores[0] == 0.0 and scores[1] < -0.3
+
+
+def test_an_endless_word_or_ornament_is_a_repetition():
+    for text in ("a" * 5000, "ha" * 5000, "=" * 5000, "哈" * 5000):
+        (scores,) = repetition_penalty([played(say(text))])
+        assert scores[0] < -0.9, text[:5]
+
+
+def test_quoting_what_was_observed_twice_is_no_repetition_of_the_observation():
+    assert repetition_penalty([played(turn(searches("a b"), PAGE), turn(searches("c d"), PAGE), say(PAGE))]) == [
+        [0.0, 0.0, 0.0]
+    ]
+
+
+def test_a_call_that_is_made_again_is_a_repetition_and_its_name_and_keys_are_not():
+    long, other = "population of the largest city", "height of the tallest tower"
+    assert repetition_penalty([played(searches(long), searches(other), searches(long))]) == [[0.0, 0.0, -1.0]]
+
+
+# -------------------------------------------------------------------- new information
+
+
+def test_a_call_that_was_not_made_before_earns_the_share_of_its_result_that_is_new():
+    # content words: oslo capital norway 700,000 inhabitants; the prompt has "capital"
+    first, second = turn(searches("a"), FACT), turn(searches("b"), f"{FACT} Bergen rains.")
+    assert new_information.with_options(max_total=9)([played(first, second, say("Oslo"))]) == [
+        [pytest.approx(4 / 5), pytest.approx(2 / 7), None]
+    ]
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        searches("museum"),
+        searches(query=" Museum\n"),
+        searches(query="mu\u200bseum", name="search "),
+        searches(query="MUSEUM", k=None),
+    ],
+)
+def test_the_same_call_spelled_otherwise_earns_nothing_whatever_it_returns(again):
+    first = turn(searches("museum"), FACT)
+    assert new_information([played(first, turn(again, PAGE))])[0][1] == 0.0
+
+
+def test_arguments_in_another_order_make_no_other_call():
+    first = turn(searches(query="museum", k=3), FACT)
+    assert new_information([played(first, turn(searches(k="3", query="museum"), PAGE))])[0][1] == 0.0
+    assert new_information([played(first, turn(searches(k=4, query="museum"), PAGE))])[0][1] > 0.0
+
+
+def test_a_paraphrased_call_that_finds_the_same_earns_nothing():
+    first = turn(searches("where is the museum"), PAGE)
+    assert new_information([played(first, turn(searches("location of the museum"), PAGE))])[0][1] == 0.0
+
+
+def test_echoes_errors_and_unusable_turns_earn_nothing():
+    words = "completely unheard of vocabulary"
+    assert new_information([played(turn(searches(words), words))]) == [[0.0]]
+    assert new_information([played(turn(searches("x"), words, is_error=True))]) == [[None]]
+    assert new_information([played(turn(say("hello"), words, is_invalid=True))]) == [[None]]
+
+
+def test_a_turn_of_many_calls_earns_their_mean_and_a_trajectory_no_more_than_the_cap():
+    fresh = turn(searches("a"), "alpha beta")
+    fresh.tool_results += turn(searches("a"), "gamma delta").tool_results
+    assert new_information([played(fresh)]) == [[0.5]]
+    many = [turn(searches(f"query{number}"), f"fact{number}") for number in range(5)]
+    assert sum(new_information([played(*many)])[0]) == 1.0
+
+
+def test_without_calls_the_observation_that_follows_an_action_counts():
+    grids = ["_ _ P", "_ P _", "_ _ P"]
+    up = thinks("Going up is best.", "<answer>Up</answer>")
+    walk = played(turn(up, grids[0]), turn(up, grids[1]), turn(up, grids[2]))
+    assert new_information.with_options(max_total=9)([walk]) == [[1.0, 1.0, 0.0]]
+
+
+# -------------------------------------------------------------------- what all of them have in common
+
+ALL = [
+    grounded_thinking,
+    new_information,
+    overlong_penalty,
+    repetition_penalty,
+    thinking_format,
+    thinking_format_penalty,
+    thinking_length,
+]
+READ_NO_OBSERVATION = [item for item in ALL if item not in (grounded_thinking, new_information)]
+PIECES = [
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+    "<tool_call>",
+    "oslo ",
+    "we look it up ",
+    "\u200b",
+    "7 ",
+    "\n",
+]
+texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=12).map("".join)
+messages = st.one_of(
+    st.builds(thinks, texts, texts),
+    st.builds(say, texts),
+    st.builds(searches, texts, thought=texts),
+)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.lists(st.tuples(messages, texts, texts), min_size=1, max_size=4), texts)
+def test_what_observations_and_prompts_say_changes_no_form_length_or_repetition(turns, prompt):
+    one = played(*(turn(message, seen, num_tokens=9) for message, seen, _ in turns), num_observation_tokens=3)
+    other = played(
+        *(turn(message, more, num_tokens=9) for message, _, more in turns), prompt=prompt, num_observation_tokens=50
+    )
+    for function in READ_NO_OBSERVATION:
+        assert function([one]) == function([other]), function
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.lists(st.tuples(messages, texts), min_size=1, max_size=4))
+def test_observations_alone_are_never_taken_for_thoughts_and_a_call_made_again_finds_nothing(turns):
+    silent = played(*(turn({**message, "content": "", "reasoning_content": ""}, seen) for message, seen in turns))
+    assert not any(score for score in grounded_thinking([silent])[0])
+    same = played(*(turn(searches("museum"), seen) for _, seen in turns))
+    first, *rest = new_information([same])[0]
+    assert 0 <= first <= 1 and not any(rest)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.lists(st.tuples(messages, texts), max_size=4))
+def test_every_value_is_in_its_range(turns):
+    trajectory = played(*(turn(message, seen, num_tokens=200) for message, seen in turns))
+    for function in ALL:
+        (value,) = function([trajectory])
+        values = [item for item in value if item is not None] if isinstance(value, list) else [value]
+        assert not isinstance(value, list) or len(value) == len(turns)
+        low, high = (-1, 0) if "penalty" in function.__name__ else (0, 1)
+        assert all(low <= item <= high for item in values), function
+
+
+MEGABYTE = 1_000_000
+
+
+@pytest.mark.parametrize("function", ALL, ids=lambda item: item.__name__)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>" * (MEGABYTE // 7),
+        "<think>" + "ab cde " * (MEGABYTE // 7) + "</think><answer>x</answer>",
+        "<think>" + "1." * (MEGABYTE // 2),
+        "<think>" + " " * MEGABYTE + "</think>",
+        "<think>" + "\u0315\u0300" * (MEGABYTE // 4) + "</think>",
+        "<think>" + "京" * (MEGABYTE // 3) + "</think><answer>x</answer>",
+    ],
+    ids=["openers", "words", "numbers", "spaces", "marks", "han"],
+)
+def test_time_grows_no_faster_than_the_text(function, text):
+    """A megabyte takes up to 0.5 s on an idle core; half of one, on a busy core, stands for it."""
+    quarter = text[: len(text) // 4]
+    trajectory = played(turn(searches("x"), quarter), say(quarter))
+    start = time.process_time()
+    function([trajectory])
+    assert time.process_time() - start < 0.5
+
+
+def test_columns_of_the_data_set_never_change_an_option():
+    message = thinks("Two facts agree here.")
+    assert thinking_format(trajectory=[played(message)], answer_tag=["final"], min_words=[99], prompts=[1]) == [1.0]
+
+
+def test_completions_of_trl_are_read_where_no_trajectory_is_given():
+    conversation = [searches("oslo", thought="I should look it up."), {"role": "tool", "content": FACT}, say("Oslo")]
+    assert thinking_format(completions=[conversation], prompts=["?"]) == [0.5]
+    for function in (grounded_thinking, overlong_penalty, repetition_penalty, new_information):
+        with pytest.raises(ValueError, match=rf"{function.__name__} .*trajectory="):
+            function(completions=[conversation])
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "named"),
+    [
+        (thinking_format, {"min_wrds": 2}, "min_words"),
+        (thinking_format, {"tag": "<think>"}, "tag"),
+        (thinking_format, {"answer_tag": "think"}, "tag"),
+        (thinking_format, {"min_words": 0}, "min_words"),
+        (thinking_format_penalty, {"penalty": -1}, "penalty"),
+        (grounded_thinking, {"target": 0}, "target"),
+        (grounded_thinking, {"max_total": float("nan")}, "max_total"),
+        (thinking_length, {"low": 9, "high": 3}, "low"),
+        (overlong_penalty, {"buffer": 600}, "buffer"),
+        (repetition_penalty, {"tolerated": 1.0}, "tolerated"),
+        (repetition_penalty, {"n": 2.5}, "n"),
+        (new_information, {"max_total": True}, "max_total"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_by_name_when_it_is_set(function, options, named):
+    with pytest.raises(ValueError, match=rf"\b{named}\b"):
+        function.with_options(**options)
+
+
+def test_a_reward_with_options_keeps_its_name_and_can_be_pickled():
+    changed = thinking_length.with_options(low=2).with_options(high=4)
+    copy = pickle.loads(pickle.dumps(changed))
+    assert isinstance(copy, RewardFunction)
+    assert (copy.__name__, copy.options) == ("thinking_length", {"low": 2, "high": 4})
+    assert copy([played(thinks("one two three"))]) == [1.0]
+
+
+def test_filler_words_say_nothing_and_numbers_do():
+    assert content_words(words_of("Okay, let me think: first I need to look at 42 and 3.5, US and Oslo.")) == [
+        "42",
+        "3.5",
+        "oslo",
+    ]
