@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import struct
+import threading
+import time
 import zlib
 from dataclasses import replace
 
@@ -13,11 +15,16 @@ import pytest
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.environments.search_qa import SearchQAEnv
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, TRLEnvAdapter
-from agent_r1_trl.journal import RolloutLog, resume_mode
+from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.journal import Cassette, RolloutLog, resume_mode
 from agent_r1_trl.journal.reader import describe_request, read_rollout, read_trajectory, trajectory_record
 from agent_r1_trl.journal.records import Appender, dump, pack, pack_floats, read_file, unpack_floats
+from agent_r1_trl.rollout import RolloutLimits, RolloutRunner
+from agent_r1_trl.tools import tool
+from agent_r1_trl.trajectory import StopReason
 from tests.journal.helpers import CALLS, CASES, HEADER, Counter, Game, Shop, requests, roll_out, shopper, without_times
-from tests.toys import AddEnv, add
+from tests.rollout.helpers import chat_of
+from tests.toys import AddEchoEnv, AddEnv, add, calls
 
 RECORDS = [
     {"kind": "a", "text": "é\ud800"},
@@ -258,6 +265,36 @@ def test_another_row_under_the_same_name_is_not_taken_from_the_journal(tmp_path)
     (request, *_) = requests()
     assert log.finished(request) is not None
     assert log.finished(replace(request, example={**request.example, "number": "changed"})) is None
+
+
+def test_trajectories_of_a_loop_that_was_given_up_have_ended_and_nothing_follows(tmp_path):
+    started, release, back = (threading.Event() for _ in range(3))
+
+    @tool
+    async def stuck() -> str:
+        """Never return."""
+        started.set()
+        release.wait(30)
+        back.set()
+        return "at last"
+
+    class Stuck(AddEchoEnv):
+        tools = (*AddEchoEnv.tools, stuck)
+
+    chat, path = chat_of(), tmp_path / "file"
+    generator = ScriptedGenerator(
+        lambda request: chat.encode_reply(calls(("stuck", {}))), stop_token_ids=chat.stop_token_ids
+    )
+    runner = RolloutRunner(Stuck, generator, chat, RolloutLimits(stall_timeout=0.3, watchdog_interval=None))
+    played = runner.run(requests()[:2], journal=RolloutLog(path, HEADER | {"size": 2}))
+    assert {trajectory.stop_reason for trajectory in played} == {StopReason.ENVIRONMENT_ERROR}
+    release.set()
+    assert back.wait(10) or not started.is_set()  # a busy machine may hold the loop before
+    time.sleep(0.2)  # the loop that was given up writes what it would have written
+    runner.close()
+    again = Cassette(path).play(requests()[:2])
+    assert [item.to_json() for item in again] == [item.to_json() for item in played]
+    assert "held the event loop" in again[0].error
 
 
 def test_a_failure_that_came_with_the_kill_is_played_again_and_one_of_a_whole_rollout_is_not(tmp_path):

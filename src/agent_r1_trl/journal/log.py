@@ -63,6 +63,8 @@ class RolloutLog:
         """By the request's `id`, which is unique as long as the request is held here."""
         self._is_complete = recorded is not None and recorded.is_complete
         self._plays_finished = plays_finished
+        self._ended: set[int] = set()
+        """Numbers of trajectories of which nothing more is written, though the loop that was given up may go on."""
         self.num_reused = 0
         """Finished trajectories that were handed out."""
         self._appender = Appender(path, size=recorded.num_bytes if recorded else 0)
@@ -128,10 +130,13 @@ class RolloutLog:
     def end(self, request: RolloutRequest, trajectory: Trajectory) -> None:
         """Write down that a trajectory has ended."""
         record = {"kind": "end", "trajectory": trajectory_record(trajectory)}
-        self._append(self._numbers[self._key(request)], record)
+        number = self._numbers[self._key(request)]
+        self._append(number, record)
+        self._ended.add(number)
 
     def _append(self, number: int, record: Record) -> None:
-        self._appender.append({"t": number, **record})
+        if number not in self._ended:
+            self._appender.append({"t": number, **record})
 
     def _key(self, request: RolloutRequest) -> str:
         if id(request) not in self._keys:

@@ -129,7 +129,7 @@ class RolloutRunner:
             with self._tracked():
                 return await self._play_all(plays, params, journal)
 
-        watchdog = self._watchdog(plays, loop, self._thread, functools.partial(self._give_up, plays, answer))
+        watchdog = self._watchdog(plays, loop, self._thread, functools.partial(self._give_up, plays, answer, journal))
         answer.add_done_callback(lambda _: watchdog.stop())
         watchdog.start()
         played = asyncio.run_coroutine_threadsafe(play(), loop)
@@ -306,7 +306,9 @@ class RolloutRunner:
                 play.draft.cut_in,
             )
 
-    def _give_up(self, plays: Sequence[_Play], answer: Future[list[Trajectory]], error: Exception) -> None:
+    def _give_up(
+        self, plays: Sequence[_Play], answer: Future[list[Trajectory]], journal: Journal | None, error: Exception
+    ) -> None:
         """Answer for a loop that will not go on; called by the watchdog. The next run gets a fresh loop.
 
         Trajectories that have ended are kept, and the others are infrastructure failures; but a loop whose thread is
@@ -320,6 +322,8 @@ class RolloutRunner:
             if each.trajectory is None:
                 each.draft.error = str(error)
                 each.trajectory = each.draft.finish(StopReason.ENVIRONMENT_ERROR, duration_s=0.0)
+                if journal is not None and not isinstance(error, LoopLostError):
+                    journal.end(each.draft.request, each.trajectory)
             trajectories.append(each.trajectory)
         closing = asyncio.run_coroutine_threadsafe(_close_all(plays), self._event_loop())
         with contextlib.suppress(Exception):  # said in the log; what is lost must not hold up the rest
