@@ -227,12 +227,12 @@ def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
 
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-    except (CheckpointError, ReplayError) as error:  # on all processes alike
-        raise UsageError(str(error)) from error
     except infrastructure_errors() as error:
         if not is_main_process():  # its message would not be printed, and the error may be its alone
             print(shown(f"error on rank {os.environ.get('RANK')}: {error}"), file=sys.stderr)
         raise InfrastructureError(str(error)) from error
+    except (CheckpointError, ReplayError) as error:  # on all processes alike
+        raise UsageError(str(error)) from error
     finally:
         progress.stop()
         if trainer.env_factory is not None:
