@@ -137,8 +137,9 @@ def test_the_codes_are_those_of_the_documentation():
     [(OSError(28, "No space left on device"), "cannot be written"), (NonFiniteError("hold NaN"), "hold NaN")],
 )
 def test_a_model_that_cannot_be_saved_at_the_end_is_the_infrastructures_failure(error, words, tmp_path):
-    def save_model(output_dir):
+    def save_model(output_dir, _internal_call):
         raise error
 
+    accelerator = types.SimpleNamespace(is_local_main_process=True, wait_for_everyone=lambda: None)
     with pytest.raises(errors.InfrastructureError, match=words):
-        train._save(types.SimpleNamespace(save_model=save_model), str(tmp_path))
+        train._save(types.SimpleNamespace(save_model=save_model, accelerator=accelerator), str(tmp_path))
