@@ -226,8 +226,9 @@ def hanging(backend, *, on_loop):
     return type("Hanging", (AddEnv,), {"tools": (look,)})
 
 
-@pytest.mark.parametrize("on_loop", [False, True])
-def test_a_tool_that_hangs_when_it_is_asked_holds_up_neither_signal_nor_run(tmp_path, on_loop, monkeypatch):
+@pytest.mark.parametrize("how", ["awaits", "held for long", "held"])
+def test_a_tool_that_hangs_when_it_is_asked_holds_up_neither_signal_nor_run(tmp_path, how, monkeypatch):
+    on_loop = how != "awaits"
     backend = types.SimpleNamespace(is_hanging=False)
     trainer = make_trainer(tmp_path, script=look_once, env=hanging(backend, on_loop=on_loop))
     trainer.train()
@@ -235,13 +236,16 @@ def test_a_tool_that_hangs_when_it_is_asked_holds_up_neither_signal_nor_run(tmp_
     call = RecordedCall(tool="look", request=asked, messages=[look_once(None, 0)])
     assert rollouts._ask_tool(call)
     backend.is_hanging = True
-    if on_loop:
+    monkeypatch.setattr("agent_r1_trl.rollout.waiting.CLOSE_TIMEOUT_S", 1.0)  # 15: launchers wait 30 s
+    if how == "held for long":
         monkeypatch.setattr("agent_r1_trl.trainers.rollouts.ASK_TIMEOUT_S", 0.3)
+    elif how == "held":
+        threading.Timer(0.3, rollouts.cut).start()  # a signal
     else:
         threading.Timer(0.3, lambda: (rollouts._is_cut.set(), rollouts.runner.stop())).start()
     start = time.monotonic()
     assert not rollouts._ask_tool(call)
-    assert on_loop or not rollouts._ask_tool(call), "once the run is told to end, nothing is asked"
+    assert how == "held for long" or not rollouts._ask_tool(call), "once the run is told to end, nothing is asked"
     assert time.monotonic() - start < 10
     backend.is_hanging = False
     rollouts.end_run()

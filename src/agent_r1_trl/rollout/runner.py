@@ -24,6 +24,7 @@ from agent_r1_trl.rollout.failures import MAX_CAUSES, FailureCause, failure_of
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest
+from agent_r1_trl.rollout.waiting import copy_outcome, end_loop, result_in_time
 from agent_r1_trl.rollout.watchdog import LoopLostError, Watchdog
 from agent_r1_trl.tools import directory
 from agent_r1_trl.tools.holding import owner_name, timed_task
@@ -78,7 +79,7 @@ class RolloutRunner:
         self.env_factory = env_factory
         self.generator = generator
         self.chat = chat
-        self.limits = limits or RolloutLimits()
+        self.limits = (limits or RolloutLimits()).within(generator.max_model_length)
         self.params = params or SamplingParams()
         self.retry_failed = retry_failed
         self.on_trajectory = on_trajectory
@@ -133,7 +134,7 @@ class RolloutRunner:
         answer.add_done_callback(lambda _: watchdog.stop())
         watchdog.start()
         played = asyncio.run_coroutine_threadsafe(play(), loop)
-        played.add_done_callback(functools.partial(_copy_outcome, to=answer))
+        played.add_done_callback(functools.partial(copy_outcome, to=answer))
         return answer
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
@@ -166,8 +167,8 @@ class RolloutRunner:
         if tasks:
             await asyncio.wait(tasks)
 
-    def wait_for(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T | None:
-        """The result of a coroutine that runs where the trajectories run; None if `stop` or the time limit cut it."""
+    def wait_for(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, is_cut: threading.Event) -> T | None:
+        """The result of a coroutine that runs where the trajectories run; None if it was cut (`result_in_time`)."""
 
         async def tracked() -> T:
             with self._tracked():
@@ -175,14 +176,14 @@ class RolloutRunner:
 
         loop = self._event_loop()
         try:
-            return asyncio.run_coroutine_threadsafe(tracked(), loop).result(timeout_s)
+            return result_in_time(asyncio.run_coroutine_threadsafe(tracked(), loop), timeout_s, is_cut)
         except CancelledError:
             return None
         except TimeoutError:  # the coroutine holds the loop; what comes next gets another one
             self._loop = None
             self._under_way.clear()
             directory.guard.forget()
-            asyncio.run_coroutine_threadsafe(_end_loop(), loop)
+            asyncio.run_coroutine_threadsafe(end_loop(), loop)
             return None
 
     @contextlib.contextmanager
@@ -249,7 +250,7 @@ class RolloutRunner:
                 while True:
                     trajectory = await self._try(each, params or self.params, journal)
                     cause = failure_of(trajectory)
-                    if cause is None or len(failed) == self.retry_failed or not may_pass(trajectory):
+                    if cause is None or len(failed) == self.retry_failed or not may_pass(trajectory, each.draft):
                         break
                     failed.append(f"{cause.stop_reason}: {cause.error}")
                     self._warn_of_retry(cause)
@@ -331,7 +332,7 @@ class RolloutRunner:
         self.environments = [each.session.env for each in plays]
         with contextlib.suppress(RuntimeError):  # it is closed
             if lost is not None:  # if it ever wakes up, it ends what it played, and then itself
-                asyncio.run_coroutine_threadsafe(_end_loop(), lost)
+                asyncio.run_coroutine_threadsafe(end_loop(), lost)
         if isinstance(error, LoopLostError):
             answer.set_exception(error)
         else:
@@ -371,31 +372,11 @@ class _Play:
     """Once it has ended."""
 
 
-def may_pass(trajectory: Trajectory) -> bool:
+def may_pass(trajectory: Trajectory, draft: Draft) -> bool:
     """Whether the trajectory failed for no fault of the policy, of something that may be over at the next try."""
     reason = trajectory.stop_reason
-    return reason.is_infrastructure_failure and reason is not StopReason.PROMPT_TOO_LONG
-
-
-async def _end_loop() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
-    asyncio.get_running_loop().stop()
+    return reason.is_infrastructure_failure and reason is not StopReason.PROMPT_TOO_LONG and not draft.is_refused
 
 
 async def _close_all(plays: Sequence[_Play]) -> None:
     await asyncio.gather(*(each.session.close() for each in plays), return_exceptions=True)
-
-
-def _copy_outcome(played: Future[Any], *, to: Future[Any]) -> None:
-    if to.done():  # the loop was given up
-        return
-    if played.cancelled():
-        to.cancel()
-    elif error := played.exception():
-        to.set_exception(error)
-    else:
-        to.set_result(played.result())

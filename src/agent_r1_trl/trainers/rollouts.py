@@ -268,7 +268,8 @@ class Rollouts:
         if self._is_cut.is_set():
             return False
         with marked_processes():
-            return self.runner.wait_for(succeeds(call, self.env_factory, self.chat.truncate), ASK_TIMEOUT_S) is True
+            asked = succeeds(call, self.env_factory, self.chat.truncate)
+            return self.runner.wait_for(asked, ASK_TIMEOUT_S, self._is_cut) is True
 
     def _start(self, rows: Sequence[dict[str, Any]], micro_step: int, position: Position) -> Rollout | ReplayedRollout:
         requests = rollout_requests(
@@ -394,5 +395,4 @@ class Rollouts:
             self._runner.generator.close()
         if not self._is_stuck:  # else its thread ends with the process
             self._runner.close()
-        self._runner, self._is_stuck = None, False
-        self.synced_step = -1
+        self._runner, self._is_stuck, self.synced_step = None, False, -1
