@@ -249,6 +249,8 @@ class Rollouts:
         self._rest()
         if self._accelerator.device.type == "cpu":
             release_free_memory()
+        if not position.is_training and not self.journal.is_replay:
+            self.tools.note_evaluation(trajectories, rollout.requests)
         played = PlayedBatch(rows, trajectories, rollout.environments)
         if position.is_training:
             metrics |= self.tools.metrics
