@@ -21,18 +21,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent_r1_trl.generation.base import (
-    GenerationError,
-    RefusedRequestError,
-    RequestTooLongError,
-    TrajectorySlot,
-)
+from agent_r1_trl.generation.base import GenerationError, TrajectorySlot
 from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
 from agent_r1_trl.generation.vllm.server_routes import (
     UnfitServerError,
     hello,
     identity_of,
     read_scores,
+    refusal_of,
     score_request,
 )
 
@@ -42,20 +38,12 @@ Found = dict[str, tuple[str | None, str]]
 """Result of a sync: URL -> which processes hold the weights (None: left out), and why not."""
 
 _AS_STARTED = "the weights it was started from"
-_TOO_LONG = ("maximum context length", "maximum model length")  # of vLLM's messages, from 0.6 on
 _POLL_S = 1.0
 _SAME_MODEL_GAP = 0.05  # of the mean log-probability before and after a restart: rounding, not another model
 
 
 class _UnprovenError(RuntimeError):
     """An answer of which nobody can say which weights it came from."""
-
-
-def _refusal(error: HTTPError) -> GenerationError:
-    """What it means that a server will not serve a request."""
-    if error.status == 400 and any(words in str(error) for words in _TOO_LONG):
-        return RequestTooLongError(str(error))
-    return RefusedRequestError(f"{error}. It would refuse the request again: correct what it names")
 
 
 @dataclass(eq=False)
@@ -135,7 +123,7 @@ class Fleet:
                 except HTTPError as error:
                     failure = error
                     if not (error.is_passing or (error.status == 404 and self.is_adapter)):
-                        raise _refusal(error) from error
+                        raise refusal_of(error) from error
                 deadline = deadline or time.monotonic() + self.retry_window_s
                 if time.monotonic() > deadline:
                     raise GenerationError(f"{server.url}: {failure}") from failure
