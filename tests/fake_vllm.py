@@ -45,11 +45,17 @@ class FakeServer:
         self.may_receive.set()
         self.knows_every_name = False
         """Answer requests for unknown models with the base model."""
+        self.context = None
+        """How many tokens a request may take, prompt included; None for any number."""
+        self.tells_context = True
+        """Say so in the list of models, as vLLM does."""
+        self.refusal = None
+        """Answer completions with status 400 and this message."""
         self.cache_is_held = 0
         """How many times the prefix cache refuses to be emptied."""
         self.calls = []
         """Names of the routes that were called."""
-        self.num_answers = 0
+        self.num_answers = self.num_refused = 0
         self._loop = asyncio.new_event_loop()
         self._runner = None
 
@@ -125,13 +131,25 @@ class FakeServer:
         return web.json_response({"detail": "Not Found"}, status=404, dumps=lambda _: '{"detail":"Not Found"}')
 
     async def _models(self, request):
-        return web.json_response({"data": [{"id": "policy"}, *({"id": name} for name in self.loaded)]})
+        model = {"id": "policy", "max_model_len": self.context if self.tells_context else None}
+        return web.json_response({"data": [model, *({"id": name} for name in self.loaded)]})
 
     async def _complete(self, request):
         body = await request.json()
         is_known = body["model"] in ("policy", *self.loaded)
         if not (is_known or self.knows_every_name):
             return web.json_response({"error": {"message": "The model does not exist."}}, status=404)
+        num_input, num_output = len(body["prompt"]), body["max_tokens"]
+        refusal = self.refusal
+        if self.context is not None and num_input + num_output > self.context:
+            refusal = (
+                f"This model's maximum context length is {self.context} tokens. However, you requested {num_output} "
+                f"output tokens and your prompt contains {num_input} input tokens."
+            )
+        if refusal is not None:
+            self.num_refused += 1
+            error = {"message": refusal, "type": "BadRequestError", "param": None, "code": 400}
+            return web.json_response({"error": error}, status=400)
         value = self.loaded.get(body["model"], self.value)
         await asyncio.sleep(self.answer_s)
         self.num_answers += 1

@@ -133,6 +133,29 @@ def test_one_bad_row_is_counted_and_the_others_are_scored(recipe, row):
     assert result["reward"] == played[0].total_reward
 
 
+FLAKY_ENV = """
+
+TRIES = []
+
+
+class FlakyEnv(AddEnv):
+    def reset(self, example):
+        TRIES.append(example["id"])
+        if example["id"] == "test1" and TRIES.count("test1") == 1:
+            raise OSError("the server is down")
+        return super().reset(example)
+"""
+
+
+@pytest.mark.parametrize(("flags", "share"), [([], 0.5), (["--retry_failed", "1"], 0.0)])
+def test_a_row_that_failed_is_played_again_where_that_is_asked(recipe, flags, share):
+    path = recipe()
+    task = Path(path).parent / "task.py"
+    task.write_text(task.read_text() + FLAKY_ENV)
+    assert main(["eval", "--config", path, "--env", "task.py:FlakyEnv", "--output_dir", "scores", *flags]) == 0
+    assert read_result()["infrastructure_failure_rate"] == share
+
+
 def test_where_nothing_can_be_played_every_cause_is_said(recipe, refusal, monkeypatch):
     path = recipe()
     flags = ["--config", path, *break_rows(path, "test0", "test1"), "--num_generations", "3"]
@@ -165,6 +188,7 @@ def test_a_mistake_on_the_command_line_is_refused(recipe, refusal, arguments, na
 SETTINGS = {
     "num_examples": 0,
     "num_generations_eval": -1,
+    "retry_failed": -1,
     "eval_temperature": -0.5,
     "max_turns": 0,
     "max_completion_length": 0,

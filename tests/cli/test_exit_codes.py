@@ -1,6 +1,8 @@
 """The exit codes of commands that end early; docs/faults.md lists them. 2, mistakes: in the tests of each command."""
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -92,6 +94,21 @@ def test_a_training_in_which_nothing_can_be_played_ends_with_the_code_of_the_inf
     assert "All 4 trajectories failed" in message
 
 
+def test_a_run_that_begins_while_another_one_still_saves_may_be_tried_again(recipe, refusal):
+    path = recipe(max_steps=1, eval_dataset_name=None, output_dir="out")
+    hold = (
+        "import sys, time; from pathlib import Path; from agent_r1_trl.trainers.output_lock import output_lock\n"
+        "with output_lock(Path('out')):\n    print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE) as other:
+        try:
+            other.stdout.readline()
+            message = refusal("train", "--config", path, code=errors.EXIT_INFRASTRUCTURE)
+        finally:
+            other.kill()
+    assert f"is in use by process {other.pid}" in message
+
+
 def test_a_surprise_ends_with_a_traceback_which_python_gives_the_code_1(recipe):
     path = recipe(eval_dataset_name=None)
     with Path("task.py").open("a", encoding="utf-8") as task:
@@ -120,8 +137,9 @@ def test_the_codes_are_those_of_the_documentation():
     [(OSError(28, "No space left on device"), "cannot be written"), (NonFiniteError("hold NaN"), "hold NaN")],
 )
 def test_a_model_that_cannot_be_saved_at_the_end_is_the_infrastructures_failure(error, words, tmp_path):
-    def save_model(output_dir):
+    def save_model(output_dir, _internal_call):
         raise error
 
+    accelerator = types.SimpleNamespace(is_local_main_process=True, wait_for_everyone=lambda: None)
     with pytest.raises(errors.InfrastructureError, match=words):
-        train._save(types.SimpleNamespace(save_model=save_model), str(tmp_path))
+        train._save(types.SimpleNamespace(save_model=save_model, accelerator=accelerator), str(tmp_path))

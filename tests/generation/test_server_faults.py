@@ -15,8 +15,12 @@ from torch import nn
 from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
 from agent_r1_trl.generation.base import TrajectorySlot, current_slot
 from agent_r1_trl.generation.vllm.weight_transfer import TransferError, receive_weights
+from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.trajectory import StopReason
 from tests.fake_vllm import BASE, FakeServer
 from tests.generation.helpers import SAMPLED, tiny_model
+from tests.rollout.helpers import PROMPT, chat_of
+from tests.toys import AddEchoEnv
 
 QUICK = {"retry_window_s": 6, "health_timeout_s": 0.6, "sync_timeout_s": 5, "request_timeout_s": 20}
 
@@ -399,3 +403,72 @@ def test_a_worker_takes_nothing_from_somebody_who_does_not_know_the_token():
         threading.Thread(target=pretend, args=(listener,), daemon=True).start()
         with pytest.raises(TransferError, match="token"):
             list(receive_weights("127.0.0.1", listener.getsockname()[1], "secret", rank=0, timeout_s=5))
+
+
+# -------------------------------------------------------------------- requests that a server refuses
+
+
+class Echo(AddEchoEnv):
+    """Answers everything, without tools."""
+
+    tools = ()
+
+    def step(self, message):
+        return [{"role": "user", "content": "on"}], 0.0, False, {}
+
+
+def roll_out(generator, *, retry_failed=2, **limits):
+    """One trajectory of at most two turns, on a server; the prompt has some 20 tokens."""
+    chat = chat_of()
+    runner = RolloutRunner(
+        Echo, generator, chat, RolloutLimits(max_turns=2, **({"max_tokens_per_turn": 8} | limits)),
+        retry_failed=retry_failed,
+    )  # fmt: skip
+    try:
+        return runner.run([RolloutRequest(example={"prompt": PROMPT})])[0]
+    finally:
+        runner.stop()
+        runner.close()
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["that tells its context", "that does not tell"])
+def test_a_prompt_that_is_longer_than_the_context_of_a_server_ends_as_with_local_engines_and_is_not_played_again(
+    tells,
+):
+    num_tokens = len(chat_of().encode_prompt(PROMPT))
+    with FakeServer() as server:
+        server.context, server.tells_context = num_tokens, tells
+        with generator_on(server) as generator:
+            trajectory = roll_out(generator)
+    assert trajectory.stop_reason is StopReason.PROMPT_TOO_LONG
+    assert trajectory.failed_tries == [] and server.num_refused == (0 if tells else 1)
+    assert tells or "maximum context length" in trajectory.error
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["that tells its context", "that does not tell"])
+def test_a_trajectory_that_fills_the_context_of_a_server_is_cut_there_and_not_lost(tells):
+    num_tokens = len(chat_of().encode_prompt(PROMPT))
+    with FakeServer() as server:
+        server.context, server.tells_context = num_tokens + 20, tells
+        with generator_on(server) as generator:
+            trajectory = roll_out(generator)
+    assert trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH and trajectory.error is None
+    assert sum(trajectory.action_mask) == 8 and server.num_refused == (0 if tells else 1)
+
+
+def test_a_server_with_a_small_context_is_never_asked_for_more_tokens_than_fit():
+    num_tokens = len(chat_of().encode_prompt(PROMPT))
+    with FakeServer() as server:
+        server.context = num_tokens + 5
+        with generator_on(server) as generator:
+            trajectory = roll_out(generator, max_tokens_per_turn=None)
+    assert len(trajectory.completion_ids) == 5 and server.num_refused == 0
+
+
+def test_a_request_that_a_server_does_not_know_is_named_and_not_repeated():
+    with FakeServer() as server, generator_on(server) as generator:
+        server.refusal = "min_p must be in [0, 1], got 7."
+        trajectory = roll_out(generator)
+    assert trajectory.stop_reason is StopReason.GENERATION_ERROR
+    assert "min_p must be in [0, 1]" in trajectory.error and "correct what it names" in trajectory.error
+    assert trajectory.failed_tries == [] and server.num_refused == 1

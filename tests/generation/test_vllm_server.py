@@ -2,7 +2,8 @@
 
 import pytest
 
-from agent_r1_trl.generation import Generator, VLLMServerGenerator
+from agent_r1_trl.generation import Generator, SamplingParams, VLLMServerGenerator
+from agent_r1_trl.generation.base import RefusedRequestError, RequestTooLongError
 from tests.generation.helpers import GREEDY, PROMPTS, forward_logprobs, make_generator, run
 from tests.generation.test_vllm import STOP_ID, random_policy
 from tests.servers import vllm_server
@@ -33,6 +34,17 @@ def policy(engine):
     model = random_policy().eval()
     engine.sync(model)
     return model
+
+
+def test_the_server_tells_its_context_and_says_that_a_request_is_too_long(engine):
+    assert engine.max_model_length == 512
+    with pytest.raises(RequestTooLongError, match="maximum context length is 512 tokens"):
+        run(engine, [PROBE * 3], max_tokens=1)
+    with pytest.raises(RequestTooLongError, match="maximum context length is 512 tokens"):
+        run(engine, [PROBE], max_tokens=500)
+    with pytest.raises(RefusedRequestError, match="min_p") as refused:
+        run(engine, [PROBE], params=SamplingParams(min_p=7.0))
+    assert not isinstance(refused.value, RequestTooLongError)
 
 
 def test_greedy_ids_equal_those_of_transformers(engine, policy):

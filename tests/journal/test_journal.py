@@ -1,8 +1,13 @@
 """The journal of a rollout: torn files, what is repeated and what is not, and how environments come back."""
 
+import itertools
+import json
 import logging
 import os
 import struct
+import threading
+import time
+import zlib
 from dataclasses import replace
 
 import pytest
@@ -10,13 +15,23 @@ import pytest
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.environments.search_qa import SearchQAEnv
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, TRLEnvAdapter
-from agent_r1_trl.journal import RolloutLog, resume_mode
+from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.journal import Cassette, RolloutLog, resume_mode
 from agent_r1_trl.journal.reader import describe_request, read_rollout, read_trajectory, trajectory_record
-from agent_r1_trl.journal.records import Appender, dump, pack, read_file
+from agent_r1_trl.journal.records import Appender, dump, pack, pack_floats, read_file, unpack_floats
+from agent_r1_trl.rollout import RolloutLimits, RolloutRunner
+from agent_r1_trl.tools import tool
+from agent_r1_trl.trajectory import StopReason
 from tests.journal.helpers import CALLS, CASES, HEADER, Counter, Game, Shop, requests, roll_out, shopper, without_times
-from tests.toys import AddEnv, add
+from tests.rollout.helpers import chat_of
+from tests.toys import AddEchoEnv, AddEnv, add, calls
 
-RECORDS = [{"kind": "a", "text": "é\ud800"}, {"kind": "b", "numbers": list(range(50))}, {"kind": "c"}]
+RECORDS = [
+    {"kind": "a", "text": "é\ud800"},
+    {"kind": "b", "numbers": list(range(50))},
+    {"kind": "c"},
+    {"long": "x" * 9000},
+]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +53,7 @@ def cut_points(path):
 
 def test_a_file_that_was_cut_anywhere_holds_the_records_before_the_cut(tmp_path):
     path, sizes = tmp_path / "file", [len(pack(record)) for record in RECORDS]
-    ends = [0, sizes[0], sizes[0] + sizes[1], sum(sizes)]
+    ends = [0, *itertools.accumulate(sizes)]
     data = b"".join(map(pack, RECORDS))
     for length in range(len(data) + 1):
         path.write_bytes(data[:length])
@@ -92,6 +107,37 @@ def test_what_json_cannot_hold_does_not_end_the_run():
     assert dump({(1, 2): {3}, "loop": loop, "number": 1.5}).count("1.5") == 1
 
 
+@pytest.mark.parametrize(
+    ("numbers", "size"),
+    [
+        ([0.5, -0.0, float("-inf"), float("nan")], 8),
+        ([0.5, -1.25, -0.0, float("-inf")], 4),
+        ([0.1], 8),
+        ([1e300], 8),
+        ([], 4),
+    ],
+)
+def test_numbers_come_back_bit_for_bit_and_take_four_bytes_where_these_hold_them(numbers, size):
+    packed = pack_floats(numbers)
+    assert struct.pack(f"{len(numbers)}d", *unpack_floats(packed)) == struct.pack(f"{len(numbers)}d", *numbers)
+    assert len(packed.strip("~=")) * 6 // 8 == size * len(numbers)
+
+
+def test_a_journal_whose_records_are_all_compressed_is_read_as_well(tmp_path):
+    path, payload = tmp_path / "file", zlib.compress(json.dumps(RECORDS[0]).encode())
+    path.write_bytes(struct.pack("<II", len(payload), zlib.crc32(payload)) + payload)
+    assert read_file(path) == ([RECORDS[0]], path.stat().st_size)
+
+
+def test_a_turn_is_written_once_and_its_answer_once(tmp_path):
+    trajectories, _ = roll_out(tmp_path / "file", Shop, shopper)
+    kinds = [record["kind"] for record in read_file(tmp_path / "file")[0]]
+    num_turns = sum(len(trajectory.turns) for trajectory in trajectories)
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "rollout": 1, "start": len(trajectories), "turn": num_turns, "step": num_turns, "end": len(trajectories),
+    }  # fmt: skip
+
+
 def test_only_the_user_may_read_the_journal(tmp_path):
     roll_out(tmp_path / "file", Shop, shopper)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
@@ -100,7 +146,14 @@ def test_only_the_user_may_read_the_journal(tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_a_finished_trajectory_comes_back_bit_for_bit(tmp_path, case):
     for trajectory in roll_out(None, *CASES[case])[0]:
-        assert read_trajectory(trajectory_record(trajectory)).to_json() == trajectory.to_json()
+        for logprobs in (
+            trajectory.logprobs,
+            [value and -0.5 for value in trajectory.logprobs],
+            [-0.25] * len(trajectory.logprobs),
+        ):
+            trajectory.logprobs = logprobs
+            back = read_trajectory(json.loads(dump(trajectory_record(trajectory))))
+            assert back.to_json() == trajectory.to_json()
 
 
 # ---------------------------------------------------------------- going on
@@ -211,8 +264,37 @@ def test_another_row_under_the_same_name_is_not_taken_from_the_journal(tmp_path)
     log = RolloutLog(path, HEADER, recorded=read_rollout(path))
     (request, *_) = requests()
     assert log.finished(request) is not None
-    request.example["number"] = "changed"
-    assert log.finished(request) is None
+    assert log.finished(replace(request, example={**request.example, "number": "changed"})) is None
+
+
+def test_trajectories_of_a_loop_that_was_given_up_have_ended_and_nothing_follows(tmp_path):
+    started, release, back = (threading.Event() for _ in range(3))
+
+    @tool
+    async def stuck() -> str:
+        """Never return."""
+        started.set()
+        release.wait(30)
+        back.set()
+        return "at last"
+
+    class Stuck(AddEchoEnv):
+        tools = (*AddEchoEnv.tools, stuck)
+
+    chat, path = chat_of(), tmp_path / "file"
+    generator = ScriptedGenerator(
+        lambda request: chat.encode_reply(calls(("stuck", {}))), stop_token_ids=chat.stop_token_ids
+    )
+    runner = RolloutRunner(Stuck, generator, chat, RolloutLimits(stall_timeout=0.3, watchdog_interval=None))
+    played = runner.run(requests()[:2], journal=RolloutLog(path, HEADER | {"size": 2}))
+    assert {trajectory.stop_reason for trajectory in played} == {StopReason.ENVIRONMENT_ERROR}
+    release.set()
+    assert back.wait(10) or not started.is_set()  # a busy machine may hold the loop before
+    time.sleep(0.2)  # the loop that was given up writes what it would have written
+    runner.close()
+    again = Cassette(path).play(requests()[:2])
+    assert [item.to_json() for item in again] == [item.to_json() for item in played]
+    assert "held the event loop" in again[0].error
 
 
 def test_a_failure_that_came_with_the_kill_is_played_again_and_one_of_a_whole_rollout_is_not(tmp_path):

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 
 import pytest
 import torch
@@ -63,6 +64,34 @@ def test_a_resumed_run_samples_nothing_that_lies_behind_its_checkpoint(tmp_path)
     assert [item.to_json() for item in resumed.last_trajectories] == [
         item.to_json() for item in whole.last_trajectories
     ]
+
+
+class Repaired(CountedEnv):
+    """Its tool answers wrongly until it is repaired."""
+
+    on_resume = "replay"
+    answer = "wrong"
+
+    async def step(self, message):
+        observations, *others = await super().step(message)
+        return [{**observation, "content": self.answer} for observation in observations], *others
+
+
+def answers(trainer):
+    turns = [turn for item in trainer.last_trajectories for turn in item.turns]
+    return {observation["content"] for turn in turns for observation in turn.observations}
+
+
+@pytest.mark.parametrize("cure", ["no folder", "journal: false"])
+def test_a_tool_that_was_corrected_is_asked_again_once_the_journal_is_deleted(tmp_path, cure):
+    repaired = type("Repaired", (Repaired,), {"answer": "right"})
+    checkpoint = str(tmp_path / "checkpoint-2")
+    assert answers(train(tmp_path, env=Repaired, max_steps=3)) == {"wrong"}
+    assert answers(train(tmp_path, env=repaired, max_steps=3, checkpoint=checkpoint)) == {"wrong"}, "as recorded"
+    if cure == "no folder":
+        shutil.rmtree(tmp_path / "journal")
+    resumed = train(tmp_path, env=repaired, max_steps=3, checkpoint=checkpoint, journal=cure == "no folder")
+    assert answers(resumed) == {"right"}
 
 
 def test_with_overlap_the_rollout_that_was_begun_before_the_checkpoint_is_used_too(tmp_path, caplog):

@@ -52,7 +52,12 @@ def test_weighted_rewards_are_added_but_for_the_environments_own_and_for_rows_wi
 def test_a_row_is_in_the_baseline_unless_the_machine_failed_or_nobody_scored_it():
     trajectories = [two_turns(), two_turns(), two_turns(), empty(StopReason.GENERATION_ERROR)]
     rewards = torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN], [1.0, 2.0]])
-    assert in_baseline(trajectories, rewards).tolist() == [True, True, False, False]
+    rewards_of("keep").place_on_outcomes(
+        trajectories, rewards, functions=[len, len], names=["length", "other"], weights=[1.0, 1.0]
+    )
+    trajectories[1].is_group_too_small = True
+    assert in_baseline(trajectories, rewards.device).tolist() == [True, False, False, False]
+    assert in_baseline(trajectories, rewards.device).tolist() == [item.in_baseline for item in trajectories]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
@@ -149,6 +150,46 @@ def test_settings_that_mean_nothing_are_named(option, value):
         MultiTurnGRPOConfig(output_dir="unused", bf16=False, use_cpu=True, **{option: value})
 
 
+def test_what_is_known_of_the_tools_survives_a_checkpoint():
+    before, fresh, resumed = (World(False, False, False, True) for _ in range(3))
+    before.judge(HEALTHY, HEALTHY)
+    resumed.watch.restore_history(before.watch.history())
+    assert resumed.watch.history() == before.watch.history()
+    outage = "v" * 6 + "." * 2  # as a rule of a tool that is new, and far from the past of this one
+    assert [world.judge(outage) for world in (before, resumed)] == [[True], [True]]
+    assert resumed.waits == before.waits == [1.0] and resumed.asked == before.asked
+    assert fresh.watch.history() == '{"past": {}, "succeeded": {}}'
+
+
+def test_calls_of_rows_that_json_does_not_hold_are_left_out_of_a_checkpoint():
+    call = RecordedCall(tool="look", request=RolloutRequest(example={"n": 1}, seed=2**62), messages=[say("é")])
+    assert RecordedCall.from_json(call.to_json()) == call
+    for value in (object(), (1, 2), {1: 2}):
+        request = RolloutRequest(example={"n": value})
+        assert RecordedCall(tool="look", request=request, messages=[]).to_json() is None
+
+
+@pytest.mark.parametrize(
+    ("letters", "works_now", "is_named"),
+    [
+        ("c" * 8, False, True),
+        ("c" * 8, True, True),
+        ("v" * 8, False, True),
+        ("v" * 8, True, False),
+        (HEALTHY, True, False),
+    ],
+)
+def test_an_outage_in_an_evaluation_is_named_unless_the_model_may_have_caused_it(letters, works_now, is_named):
+    world = World(works_now)
+    world.judge(HEALTHY, HEALTHY)
+    for part in (letters[:4], letters[4:]):
+        world.watch.note_evaluation(*rollout(part))
+    found = world.watch.take_outages()
+    assert bool(found) is is_named and world.waits == []
+    assert not found or "the tool 'look' was down: 8 of its 8 calls failed, first with: " in found[0]
+    assert world.watch.take_outages() == [], "the next evaluation is another one"
+
+
 # -------------------------------------------------------------------- training
 
 
@@ -213,6 +254,33 @@ def test_a_tool_that_does_not_come_back_ends_the_run_with_a_checkpoint(tmp_path,
         assert torch.equal(ours, theirs), "the journal brings nothing back that was played during the outage"
 
 
+def test_a_resumed_run_knows_what_the_interrupted_one_knew_of_its_tools(tmp_path):
+    backend = Backend(RuntimeError("?"), 0, 0)
+    trainer_on(backend, tmp_path, max_steps=2, save_steps=2).train()
+    backend.first, backend.last = backend.num + 1, 10**9
+    resumed = trainer_on(backend, tmp_path, max_outage_wait=0.0)
+    with pytest.raises(ToolOutageError, match=r"8 of its last 8 calls failed \(0 of 16 before\)"):
+        resumed.train(resume_from_checkpoint=True)  # without the past, wrong arguments might be the cause
+
+
+def test_an_evaluation_in_which_a_tool_was_down_has_no_reward_and_is_never_the_best(tmp_path, caplog):
+    backend = Backend(RuntimeError("?"), 17, 10**9)  # 8 calls in the step, 8 in its evaluation; then the outage
+    trainer = trainer_on(
+        backend, tmp_path, max_steps=1, save_strategy="best", eval_strategy="steps", eval_steps=1,
+        eval_dataset=questions(8), num_generations_eval=1, metric_for_best_model="reward",
+    )  # fmt: skip
+    trainer.train()
+    assert "eval_reward" in trainer.state.log_history[-2] | trainer.state.log_history[-1]
+    best = trainer.state.best_metric
+    metrics = trainer.evaluate()
+    assert metrics["eval_tools/outages"] == 1.0
+    assert not [name for name in metrics if name.startswith("eval_reward") and not math.isnan(metrics[name])]
+    assert math.isnan(metrics["eval_reward"]) and trainer.state.best_metric == best
+    assert (
+        "The rewards of this evaluation are left out" in caplog.text and "'look' was down: 8 of its 8" in caplog.text
+    )
+
+
 def hanging(backend, *, on_loop):
     """An environment whose tool does not return while `is_hanging`."""
 
@@ -226,8 +294,9 @@ def hanging(backend, *, on_loop):
     return type("Hanging", (AddEnv,), {"tools": (look,)})
 
 
-@pytest.mark.parametrize("on_loop", [False, True])
-def test_a_tool_that_hangs_when_it_is_asked_holds_up_neither_signal_nor_run(tmp_path, on_loop, monkeypatch):
+@pytest.mark.parametrize("how", ["awaits", "held for long", "held"])
+def test_a_tool_that_hangs_when_it_is_asked_holds_up_neither_signal_nor_run(tmp_path, how, monkeypatch):
+    on_loop = how != "awaits"
     backend = types.SimpleNamespace(is_hanging=False)
     trainer = make_trainer(tmp_path, script=look_once, env=hanging(backend, on_loop=on_loop))
     trainer.train()
@@ -235,13 +304,16 @@ def test_a_tool_that_hangs_when_it_is_asked_holds_up_neither_signal_nor_run(tmp_
     call = RecordedCall(tool="look", request=asked, messages=[look_once(None, 0)])
     assert rollouts._ask_tool(call)
     backend.is_hanging = True
-    if on_loop:
+    monkeypatch.setattr("agent_r1_trl.rollout.waiting.CLOSE_TIMEOUT_S", 1.0)  # 15: launchers wait 30 s
+    if how == "held for long":
         monkeypatch.setattr("agent_r1_trl.trainers.rollouts.ASK_TIMEOUT_S", 0.3)
+    elif how == "held":
+        threading.Timer(0.3, rollouts.cut).start()  # a signal
     else:
         threading.Timer(0.3, lambda: (rollouts._is_cut.set(), rollouts.runner.stop())).start()
     start = time.monotonic()
     assert not rollouts._ask_tool(call)
-    assert on_loop or not rollouts._ask_tool(call), "once the run is told to end, nothing is asked"
+    assert how == "held for long" or not rollouts._ask_tool(call), "once the run is told to end, nothing is asked"
     assert time.monotonic() - start < 10
     backend.is_hanging = False
     rollouts.end_run()

@@ -13,7 +13,7 @@ import yaml
 
 from agent_r1_trl.cli.errors import UsageError
 from agent_r1_trl.objects import did_you_mean
-from agent_r1_trl.rollout.limits import RolloutSettings
+from agent_r1_trl.rollout.limits import RolloutSettings, check_whole_number
 from agent_r1_trl.safe_text import SECRET_NAMES, SECRET_NAMES_HELP, SECRET_PATTERNS_HELP, check_rules
 
 TRAINERS = {"grpo": "MultiTurnGRPOTrainer", "ppo": "MultiTurnPPOTrainer"}
@@ -114,6 +114,9 @@ class EvalArguments(RolloutSettings, TaskArguments):
     num_generations_eval: int = field(
         default=1, metadata={"help": "Attempts per example.", "aliases": ["--num_generations"]}
     )
+    retry_failed: int = field(
+        default=0, metadata={"help": "How often a trajectory that failed for no fault of the policy is played again."}
+    )
     eval_temperature: float = field(default=0.0, metadata={"help": "0 is greedy.", "aliases": ["--temperature"]})
     seed: int = field(default=42, metadata={"help": "Seed of sampling, environments and bootstrap intervals."})
     output_dir: str | None = field(
@@ -170,6 +173,7 @@ class EvalArguments(RolloutSettings, TaskArguments):
         check_rules(self.secret_names, self.secret_patterns)
         check_positive("num_examples", self.num_examples)
         check_positive("num_generations_eval", self.num_generations_eval)
+        check_whole_number("retry_failed", self.retry_failed, minimum=0)
         check_positive("generation_batch_rows", self.generation_batch_rows)
         if not self.eval_temperature >= 0:
             raise UsageError(

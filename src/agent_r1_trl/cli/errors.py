@@ -52,10 +52,12 @@ def infrastructure_errors() -> tuple[type[Exception], ...]:
     from agent_r1_trl.rollout import NothingPlayedError
     from agent_r1_trl.rollout.watchdog import LoopLostError
     from agent_r1_trl.trainers.nonfinite import NonFiniteError
+    from agent_r1_trl.trainers.output_lock import OutputInUseError
     from agent_r1_trl.trainers.ranks import RankLostError
     from agent_r1_trl.trainers.saving import SaveError
 
-    return GenerationError, SyncError, NothingPlayedError, LoopLostError, NonFiniteError, RankLostError, SaveError
+    rollout = (GenerationError, SyncError, NothingPlayedError, LoopLostError)
+    return (*rollout, NonFiniteError, OutputInUseError, RankLostError, SaveError)
 
 
 def run_command(function: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:

@@ -122,6 +122,7 @@ def run_evaluation(arguments: EvalArguments, console: Console, *, description: s
                 params=SamplingParams(temperature=arguments.eval_temperature),
                 num_generations=arguments.num_generations_eval,
                 seed=arguments.seed,
+                retry_failed=arguments.retry_failed,
                 on_trajectory=on_trajectory,
                 journal=eval_journal(arguments.output_dir) if arguments.output_dir and arguments.journal else None,
             )

@@ -227,12 +227,12 @@ def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
 
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-    except (CheckpointError, ReplayError) as error:  # on all processes alike
-        raise UsageError(str(error)) from error
     except infrastructure_errors() as error:
         if not is_main_process():  # its message would not be printed, and the error may be its alone
             print(shown(f"error on rank {os.environ.get('RANK')}: {error}"), file=sys.stderr)
         raise InfrastructureError(str(error)) from error
+    except (CheckpointError, ReplayError) as error:  # on all processes alike
+        raise UsageError(str(error)) from error
     finally:
         progress.stop()
         if trainer.env_factory is not None:
@@ -240,18 +240,16 @@ def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
 
 
 def _save(trainer: Any, output_dir: str) -> None:
+    from agent_r1_trl.trainers.final_model import save_final_model
     from agent_r1_trl.trainers.nonfinite import NonFiniteError
-    from agent_r1_trl.trainers.saving import write_errors_kept
 
-    problems: list[str] = []
     try:
-        with write_errors_kept(problems):
-            trainer.save_model(output_dir)
+        problem = save_final_model(trainer, output_dir)
     except NonFiniteError as error:
         raise InfrastructureError(str(error)) from error
-    if problems:
+    if problem is not None:
         raise InfrastructureError(
-            f"output_dir={output_dir!r}: the trained model cannot be written ({problems[0]}). Free space there, and "
+            f"output_dir={output_dir!r}: the trained model cannot be written ({problem}). Free space there, and "
             "resume from the last checkpoint (resume_from_checkpoint: true); the model is then written again."
         )
 

@@ -30,6 +30,7 @@ from agent_r1_trl.rollout import (
     rollout_requests,
 )
 from agent_r1_trl.rollout.failures import count_causes, describe_causes, failure_of
+from agent_r1_trl.rollout.limits import check_whole_number
 from agent_r1_trl.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ def evaluate(
     params: SamplingParams = GREEDY,
     num_generations: int = 1,
     seed: int = 0,
+    retry_failed: int = 0,
     on_trajectory: Callable[[Trajectory], None] | None = None,
     journal: str | Path | None = None,
 ) -> EvaluationResult:
@@ -61,18 +63,22 @@ def evaluate(
         params: greedy by default.
         num_generations: attempts per example; a metric is averaged over them first.
         seed: for sampling, environments and bootstrap.
+        retry_failed: how often a trajectory that failed for no fault of the policy is played again.
         on_trajectory: called with each trajectory as it ends, from another thread.
         journal: file that keeps every turn, from which `replay_evaluation` evaluates again.
 
     Raises:
-        ValueError: no examples, or `num_generations` below 1.
+        ValueError: no examples, `num_generations` below 1, or a negative `retry_failed`.
         NothingPlayedError: no trajectory could be played; the message lists the causes.
     """
+    check_whole_number("retry_failed", retry_failed, minimum=0)
     requests = _requests(examples, num_generations, seed)
     limits = limits or RolloutLimits()
     log = None if journal is None else RolloutLog(Path(journal), {"size": len(requests), "params": asdict(params)})
     start = time.perf_counter()
-    runner = RolloutRunner(env_factory, generator, chat, limits, params, on_trajectory=on_trajectory)
+    runner = RolloutRunner(
+        env_factory, generator, chat, limits, params, retry_failed=retry_failed, on_trajectory=on_trajectory
+    )
     try:
         trajectories = runner.run(requests, journal=log)
     finally:
@@ -170,7 +176,7 @@ def evaluate_model(
         thinking: see `ChatFormat`.
         max_batch_size: maximum number of rows per forward pass (transformers only).
         trust_remote_code: run code that comes with the model.
-        **settings: `params`, `num_generations`, `seed`, `on_trajectory`, `journal` of `evaluate`.
+        **settings: `params`, `num_generations`, `seed`, `retry_failed`, `on_trajectory`, `journal` of `evaluate`.
 
     Raises:
         ValueError: there is no such model, a loaded model comes without `tokenizer`, or as for `evaluate`.

@@ -44,6 +44,8 @@ class Generator(ABC):
     `generate` never blocks the event loop, and many calls run at once.
     """
 
+    max_model_length: int | None = None
+    """Maximum number of tokens of a request, prompt included, where the back end has a limit that it can tell."""
     is_cut: threading.Event | None = None
     """Set when the run is told to end: `sync` need not wait for anything any more. The trainer gives it."""
 
@@ -110,7 +112,7 @@ class _Adapted(Generator):
 
     def __init__(self, given: Any) -> None:
         self._given = given
-        for name in ("sync", "scores", "sleep", "close"):
+        for name in ("sync", "scores", "sleep", "close", "max_model_length"):
             if hasattr(given, name):
                 setattr(self, name, getattr(given, name))
 
@@ -150,6 +152,14 @@ current_slot: ContextVar[TrajectorySlot | None] = ContextVar("current_slot", def
 
 class GenerationError(RuntimeError):
     """The generation back end failed, which is not the policy's fault. The cause is chained."""
+
+
+class RefusedRequestError(GenerationError):
+    """The back end will not serve this request, however often it is asked."""
+
+
+class RequestTooLongError(RefusedRequestError):
+    """Prompt and `max_tokens` are more than the back end's context holds."""
 
 
 def check_generation(generation: Generation) -> None:

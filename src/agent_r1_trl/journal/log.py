@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -58,10 +59,14 @@ class RolloutLog:
         self.path = path
         self._recorded: dict[str, RecordedTrajectory] = {}
         self._numbers: dict[str, int] = {}
+        self._keys: dict[int, tuple[RolloutRequest, str]] = {}
+        """By the request's `id`, which is unique as long as the request is held here."""
         self._is_complete = recorded is not None and recorded.is_complete
         self.optimizer_step = (header if recorded is None else recorded.header).get("optimizer_step")
         """Number of optimizer steps behind the oldest weights that a turn was sampled from."""
         self._plays_finished = plays_finished
+        self._ended: set[int] = set()
+        """Numbers of trajectories of which nothing more is written, though the loop that was given up may go on."""
         self.num_reused = 0
         """Finished trajectories that were handed out."""
         self._appender = Appender(path, size=recorded.num_bytes if recorded else 0)
@@ -94,11 +99,11 @@ class RolloutLog:
         A failure that was not the policy's fault counts only if the rollout went on to its end or to another try
         (`retry_failed`): one that came with the kill is played again.
         """
-        recorded = self._recorded.get(_key(request))
+        recorded = self._recorded.get(self._key(request))
         if recorded is None or recorded.end is None or self._plays_finished:
             return None
         trajectory = read_trajectory(recorded.end)
-        has_gone_on = self._is_complete or _key(replace(request, attempt=request.attempt + 1)) in self._recorded
+        has_gone_on = self._is_complete or self._key(replace(request, attempt=request.attempt + 1)) in self._recorded
         if trajectory.stop_reason.is_infrastructure_failure and not has_gone_on:
             return None
         self.num_reused += 1
@@ -112,11 +117,11 @@ class RolloutLog:
         generator: Generator,
     ) -> tuple[Draft, EnvSession, Generator]:
         """Draft, session and generator of a trajectory: they repeat what is recorded and write what comes after it."""
-        key = _key(request)
+        key = self._key(request)
         recorded = self._recorded.get(key)
         if key not in self._numbers:
             self._numbers[key] = len(self._numbers)
-            self._append(self._numbers[key], {"kind": "start", "request": describe_request(request)})
+            self._append(self._numbers[key], {"kind": "start", "request": json.loads(key)})
         number = self._numbers[key]
         turns = list(recorded.turns) if recorded else []
         log = TrajectoryLog(lambda record: self._append(number, record), turns)
@@ -127,11 +132,15 @@ class RolloutLog:
     def end(self, request: RolloutRequest, trajectory: Trajectory) -> None:
         """Write down that a trajectory has ended."""
         record = {"kind": "end", "trajectory": trajectory_record(trajectory)}
-        self._append(self._numbers[_key(request)], record)
+        number = self._numbers[self._key(request)]
+        self._append(number, record)
+        self._ended.add(number)
 
     def _append(self, number: int, record: Record) -> None:
-        self._appender.append({"t": number, **record})
+        if number not in self._ended:
+            self._appender.append({"t": number, **record})
 
-
-def _key(request: RolloutRequest) -> str:
-    return dump(describe_request(request))
+    def _key(self, request: RolloutRequest) -> str:
+        if id(request) not in self._keys:
+            self._keys[id(request)] = request, dump(describe_request(request))
+        return self._keys[id(request)][1]

@@ -9,7 +9,7 @@ them, and where anything differs, the trajectory goes on from there as a new one
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +27,9 @@ from agent_r1_trl.journal.environments import (
 from agent_r1_trl.journal.reader import RecordedTurn, is_same_answer, read_step, step_record
 from agent_r1_trl.journal.records import Record, checksum_ids, pack_floats, pack_ids
 from agent_r1_trl.rollout import Draft, EnvSession, RolloutRequest
-from agent_r1_trl.trajectory import Author, Message, Trajectory, Turn
+from agent_r1_trl.trajectory import Message, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
-
-_AUTHORS = tuple(Author)
 
 
 @dataclass
@@ -79,14 +77,6 @@ class JournaledDraft(Draft):
             }
         )
         return turn
-
-    def add_context(self, ids: Sequence[int], authors: Sequence[Author]) -> None:
-        """Append what the template or the environment wrote; see `Draft`."""
-        super().add_context(ids, authors)
-        index = len(self.turns) - 1
-        if self.log.turn(index) is None:
-            names = "".join(str(_AUTHORS.index(author)) for author in authors)
-            self.log.append({"kind": "context", "turn": index, "ids": pack_ids(ids), "authors": names})
 
 
 class JournaledGenerator(Generator):

@@ -6,8 +6,7 @@ Records of a file, by their `kind`; all but the first name their trajectory by i
     start     a trajectory begins: example, place in its group, seeds
     turn      the policy spoke: ids, log-probabilities, message; and what the request was (seed, limit, context)
     step      the environment answered: messages, reward, whether it is over, info with tool calls and results
-    context   what the turn added to the tokens: ids and their authors
-    end       the finished trajectory, whole
+    end       the finished trajectory, whole, with the tokens that template and environment wrote
 
 A trajectory that a resumed run played on may have a turn twice: the later record counts, and with it all that follows.
 """
@@ -16,7 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import not_
 from pathlib import Path
 
 from agent_r1_trl.environments.base import StepResult
@@ -163,17 +165,36 @@ def _read_result(record: Record) -> ToolResult:
 # ---------------------------------------------------------------- finished trajectories
 
 
+def pack_authors(authors: Sequence[Author]) -> str:
+    """A digit for each, (N,)."""
+    text = "".join(authors)
+    for digit, author in enumerate(_AUTHORS):
+        text = text.replace(author, str(digit))
+    return text
+
+
 def trajectory_record(trajectory: Trajectory) -> Record:
     """A finished trajectory as JSON, its token lists packed."""
-    record = trajectory.to_dict()
+    record = vars(trajectory).copy()  # it is written at once, so nothing in it need be copied
     for name in ("action_mask", "turn_ids"):  # follow from the turns
         del record[name]
+    record["turns"] = [
+        {**vars(turn), "tool_results": [_result_record(result) for result in turn.tool_results]}
+        for turn in trajectory.turns
+    ]
     return record | {
         "prompt_ids": pack_ids(trajectory.prompt_ids),
         "completion_ids": pack_ids(trajectory.completion_ids),
-        "logprobs": pack_floats(trajectory.logprobs),
-        "authors": "".join(str(_AUTHORS.index(author)) for author in trajectory.authors),
+        "logprobs": pack_floats(_sampled(trajectory)),
+        "authors": pack_authors(trajectory.authors),
     }
+
+
+def _sampled(trajectory: Trajectory) -> list[float]:
+    """The log-probabilities of the action tokens, if those of all others are zero; else all."""
+    if any(compress(trajectory.logprobs, map(not_, trajectory.action_mask))):
+        return trajectory.logprobs
+    return list(compress(trajectory.logprobs, trajectory.action_mask))
 
 
 def read_trajectory(record: Record) -> Trajectory:
@@ -182,12 +203,16 @@ def read_trajectory(record: Record) -> Trajectory:
     turn_ids = [-1] * len(ids)
     for index, turn in enumerate(record["turns"]):
         turn_ids[turn["start"] : turn["end"]] = [index] * (turn["end"] - turn["start"])
+    logprobs = unpack_floats(record["logprobs"])
+    if len(logprobs) < len(ids):
+        sampled = iter(logprobs)
+        logprobs = [next(sampled) if turn_id >= 0 else 0.0 for turn_id in turn_ids]
     return Trajectory.from_dict(
         record
         | {
             "prompt_ids": unpack_ids(record["prompt_ids"]),
             "completion_ids": ids,
-            "logprobs": unpack_floats(record["logprobs"]),
+            "logprobs": logprobs,
             "authors": [_AUTHORS[int(digit)] for digit in record["authors"]],
             "turn_ids": turn_ids,
             "action_mask": [int(turn_id >= 0) for turn_id in turn_ids],

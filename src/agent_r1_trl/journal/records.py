@@ -1,9 +1,9 @@
-"""Records on disk: length, checksum, compressed JSON. A file that was cut off anywhere is read up to the cut.
+"""Records on disk: length, checksum, JSON. A file that was cut off anywhere is read up to the cut.
 
-    <4 bytes: length of the payload> <4 bytes: its CRC-32> <payload: zlib of the JSON of one dict>
+    <4 bytes: length of the payload> <4 bytes: its CRC-32> <payload: the JSON of one dict, or its zlib if it is long>
 
 Lists with an entry per token are packed into base64, little-endian: four bytes for an id, eight for a log-probability,
-so that every number comes back bit for bit.
+or four where that is all of it, so that every number comes back bit for bit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import json
 import logging
 import os
 import struct
+import sys
 import zlib
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,17 @@ Record = dict[str, Any]
 
 _HEADER = struct.Struct("<II")
 _COMPRESSION = 1  # the fastest: ids and log-probabilities hold little that a higher level would find
+_COMPRESSED_FROM = 2**13
+"""Bytes of JSON. Compressing less takes longer than all else that is done for a record."""
+_SHORT = "~"  # no character of base64
+"""Stands before numbers of four bytes."""
 
 
 def pack(record: Record) -> bytes:
     """A record as it stands in a file. What JSON cannot hold is converted, or written as its `repr`."""
-    payload = zlib.compress(dump(record).encode("ascii"), _COMPRESSION)
+    payload = dump(record).encode("ascii")
+    if len(payload) >= _COMPRESSED_FROM:
+        payload = zlib.compress(payload, _COMPRESSION)
     return _HEADER.pack(len(payload), zlib.crc32(payload)) + payload
 
 
@@ -43,7 +51,7 @@ def read_file(path: Path) -> tuple[list[Record], int]:
         payload = data[start + _HEADER.size : start + _HEADER.size + length]
         if not length or len(payload) < length or zlib.crc32(payload) != checksum:
             break
-        records.append(json.loads(zlib.decompress(payload)))
+        records.append(json.loads(payload if payload.startswith(b"{") else zlib.decompress(payload)))
         start += _HEADER.size + length
     return records, start
 
@@ -110,7 +118,7 @@ class Appender:
 def dump(value: Any) -> str:
     """Compact ASCII JSON (a lone surrogate, which a model can write, is escaped)."""
     try:
-        return json.dumps(value, separators=(",", ":"), default=_plain)
+        return _ENCODER.encode(value)
     except (TypeError, ValueError, RecursionError):  # keys that are no strings, circular references
         return json.dumps(_cleaned(value, ()), separators=(",", ":"), default=repr)
 
@@ -121,6 +129,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
     return repr(value)
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), default=_plain)
 
 
 def _cleaned(value: Any, parents: tuple[int, ...]) -> Any:
@@ -138,7 +149,7 @@ def _cleaned(value: Any, parents: tuple[int, ...]) -> Any:
 
 def pack_ids(ids: Sequence[int]) -> str:
     """Token ids, (N,), as text."""
-    return base64.b64encode(struct.pack(f"<{len(ids)}i", *ids)).decode("ascii")
+    return _text(array("i", ids))
 
 
 def unpack_ids(text: str) -> list[int]:
@@ -149,15 +160,27 @@ def unpack_ids(text: str) -> list[int]:
 
 def pack_floats(values: Sequence[float]) -> str:
     """Numbers, (N,), as text."""
-    return base64.b64encode(struct.pack(f"<{len(values)}d", *values)).decode("ascii")
+    short = array("f", values)
+    return _SHORT + _text(short) if short.tolist() == values else _text(array("d", values))
 
 
 def unpack_floats(text: str) -> list[float]:
     """The inverse of `pack_floats`."""
-    data = base64.b64decode(text)
-    return list(struct.unpack(f"<{len(data) // 8}d", data))
+    kind, size = ("f", 4) if text.startswith(_SHORT) else ("d", 8)
+    data = base64.b64decode(text.removeprefix(_SHORT))
+    return list(struct.unpack(f"<{len(data) // size}{kind}", data))
 
 
 def checksum_ids(ids: Sequence[int]) -> int:
     """CRC-32 of token ids, (N,)."""
-    return zlib.crc32(struct.pack(f"<{len(ids)}i", *ids))
+    return zlib.crc32(_little_endian(array("i", ids)))
+
+
+def _text(numbers: array[Any]) -> str:
+    return base64.b64encode(_little_endian(numbers)).decode("ascii")
+
+
+def _little_endian(numbers: array[Any]) -> array[Any]:
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers

@@ -27,6 +27,8 @@ class Draft:
     phase: str = "waiting"
     """What the trajectory is waiting for; the watchdog reports it."""
     error: str | None = None
+    is_refused: bool = False
+    """The back end refused the request and would refuse it again."""
     cut_in: str | None = None
     """The phase in which `rollout_timeout` passed."""
 

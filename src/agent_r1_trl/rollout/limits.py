@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import FrozenInstanceError, dataclass, field, fields
+from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from typing import Any
 
 TIMES = ("rollout_timeout", "reset_timeout", "scoring_timeout", "watchdog_interval", "stall_timeout")
@@ -131,6 +131,12 @@ class RolloutLimits(RolloutSettings):
         if hasattr(self, "_is_fixed"):
             raise FrozenInstanceError(f"cannot assign to field {name!r}")
         super().__setattr__(name, value)
+
+    def within(self, max_model_length: int | None) -> RolloutLimits:
+        """These limits for an engine that takes at most `max_model_length` tokens; None if it does not say."""
+        if max_model_length is None or max_model_length >= (self.max_model_length or math.inf):
+            return self
+        return replace(self, max_model_length=max_model_length)
 
     def room(self, num_prompt_tokens: int, num_completion_tokens: int) -> int:
         """Number of tokens that still fit into the trajectory; <= 0 when it is full."""

@@ -17,7 +17,14 @@ from typing import Any
 
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.environments.base import RewardError
-from agent_r1_trl.generation.base import Generation, Generator, SamplingParams, check_generation
+from agent_r1_trl.generation.base import (
+    Generation,
+    Generator,
+    RefusedRequestError,
+    RequestTooLongError,
+    SamplingParams,
+    check_generation,
+)
 from agent_r1_trl.rollout.draft import Draft, record_step
 from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession, ToolFailure
 from agent_r1_trl.rollout.limits import RolloutLimits
@@ -71,6 +78,11 @@ async def run_trajectory(
             stop_reason, draft.error = StopReason.TOOL_FAILURE, str(failure)
         except GenerationFailure as failure:
             stop_reason, draft.error = StopReason.GENERATION_ERROR, str(failure)
+            draft.is_refused = isinstance(failure.__cause__, RefusedRequestError)
+            if isinstance(failure.__cause__, RequestTooLongError):
+                has_begun = bool(draft.turns)  # then what it has said so far counts, as at the limit of the model
+                stop_reason = StopReason.MAX_COMPLETION_LENGTH if has_begun else StopReason.PROMPT_TOO_LONG
+                draft.error = None if has_begun else draft.error
         trajectory = draft.finish(stop_reason, duration_s=time.perf_counter() - start)
         if not stop_reason.is_infrastructure_failure and session.env is not None:
             draft.phase = "outcome_reward"
@@ -215,6 +227,8 @@ def _shortened(observations: Sequence[Message], chat: ChatFormat, max_tokens: in
     limit = MAX_CHARS_PER_TOKEN * max_tokens
     contents = [observation.get("content") for observation in observations]
     texts = [content if isinstance(content, str) else "" for content in contents]
+    if all(map(str.isascii, texts)) and 2 * sum(map(len, texts)) <= max_tokens:
+        return list(observations)  # no tokenizer makes two tokens of a character
     counts = [chat.count(text[:limit]) for text in texts]
     if sum(counts) <= max_tokens and all(len(text) <= limit for text in texts):
         return list(observations)

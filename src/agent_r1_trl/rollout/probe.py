@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,21 @@ class RecordedCall:
     request: RolloutRequest
     messages: list[Message]
     """Assistant messages of the turns up to the call's, which is the last."""
+
+    def to_json(self) -> str | None:
+        """The call as text; None if its row or its messages hold what JSON does not."""
+        record = {**vars(self), "request": vars(self.request)}
+        try:
+            text = json.dumps(record)
+        except (TypeError, ValueError):
+            return None
+        return text if json.loads(text) == record else None
+
+    @classmethod
+    def from_json(cls, text: str) -> RecordedCall:
+        """The inverse of `to_json`."""
+        record = json.loads(text)
+        return cls(**{**record, "request": RolloutRequest(**record["request"])})
 
 
 def recorded_calls(

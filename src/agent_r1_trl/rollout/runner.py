@@ -18,12 +18,14 @@ from typing import Any, Protocol, TypeVar
 
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.generation.base import Generator, SamplingParams, TrajectorySlot, current_slot
+from agent_r1_trl.rollout.collector import rollout_begins, rollout_ends
 from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.rollout.env_session import CLOSE_TIMEOUT_S, EnvSession
 from agent_r1_trl.rollout.failures import MAX_CAUSES, FailureCause, failure_of
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest
+from agent_r1_trl.rollout.waiting import copy_outcome, end_loop, result_in_time
 from agent_r1_trl.rollout.watchdog import LoopLostError, Watchdog
 from agent_r1_trl.tools import directory
 from agent_r1_trl.tools.holding import owner_name, timed_task
@@ -78,7 +80,7 @@ class RolloutRunner:
         self.env_factory = env_factory
         self.generator = generator
         self.chat = chat
-        self.limits = limits or RolloutLimits()
+        self.limits = (limits or RolloutLimits()).within(generator.max_model_length)
         self.params = params or SamplingParams()
         self.retry_failed = retry_failed
         self.on_trajectory = on_trajectory
@@ -129,11 +131,13 @@ class RolloutRunner:
             with self._tracked():
                 return await self._play_all(plays, params, journal)
 
-        watchdog = self._watchdog(plays, loop, self._thread, functools.partial(self._give_up, plays, answer))
+        watchdog = self._watchdog(plays, loop, self._thread, functools.partial(self._give_up, plays, answer, journal))
+        rollout_begins()
+        answer.add_done_callback(lambda _: rollout_ends())
         answer.add_done_callback(lambda _: watchdog.stop())
         watchdog.start()
         played = asyncio.run_coroutine_threadsafe(play(), loop)
-        played.add_done_callback(functools.partial(_copy_outcome, to=answer))
+        played.add_done_callback(functools.partial(copy_outcome, to=answer))
         return answer
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
@@ -166,8 +170,8 @@ class RolloutRunner:
         if tasks:
             await asyncio.wait(tasks)
 
-    def wait_for(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T | None:
-        """The result of a coroutine that runs where the trajectories run; None if `stop` or the time limit cut it."""
+    def wait_for(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, is_cut: threading.Event) -> T | None:
+        """The result of a coroutine that runs where the trajectories run; None if it was cut (`result_in_time`)."""
 
         async def tracked() -> T:
             with self._tracked():
@@ -175,14 +179,14 @@ class RolloutRunner:
 
         loop = self._event_loop()
         try:
-            return asyncio.run_coroutine_threadsafe(tracked(), loop).result(timeout_s)
+            return result_in_time(asyncio.run_coroutine_threadsafe(tracked(), loop), timeout_s, is_cut)
         except CancelledError:
             return None
         except TimeoutError:  # the coroutine holds the loop; what comes next gets another one
             self._loop = None
             self._under_way.clear()
             directory.guard.forget()
-            asyncio.run_coroutine_threadsafe(_end_loop(), loop)
+            asyncio.run_coroutine_threadsafe(end_loop(), loop)
             return None
 
     @contextlib.contextmanager
@@ -207,9 +211,11 @@ class RolloutRunner:
         plays = self._plays(requests, journal)
         watchdog = self._watchdog(plays, asyncio.get_running_loop(), threading.current_thread(), lambda error: None)
         watchdog.start()
+        rollout_begins()
         try:
             return await self._play_all(plays, params, journal)
         finally:
+            rollout_ends()
             watchdog.stop()
 
     def _watchdog(
@@ -249,7 +255,7 @@ class RolloutRunner:
                 while True:
                     trajectory = await self._try(each, params or self.params, journal)
                     cause = failure_of(trajectory)
-                    if cause is None or len(failed) == self.retry_failed or not may_pass(trajectory):
+                    if cause is None or len(failed) == self.retry_failed or not may_pass(trajectory, each.draft):
                         break
                     failed.append(f"{cause.stop_reason}: {cause.error}")
                     self._warn_of_retry(cause)
@@ -306,7 +312,9 @@ class RolloutRunner:
                 play.draft.cut_in,
             )
 
-    def _give_up(self, plays: Sequence[_Play], answer: Future[list[Trajectory]], error: Exception) -> None:
+    def _give_up(
+        self, plays: Sequence[_Play], answer: Future[list[Trajectory]], journal: Journal | None, error: Exception
+    ) -> None:
         """Answer for a loop that will not go on; called by the watchdog. The next run gets a fresh loop.
 
         Trajectories that have ended are kept, and the others are infrastructure failures; but a loop whose thread is
@@ -320,6 +328,8 @@ class RolloutRunner:
             if each.trajectory is None:
                 each.draft.error = str(error)
                 each.trajectory = each.draft.finish(StopReason.ENVIRONMENT_ERROR, duration_s=0.0)
+                if journal is not None and not isinstance(error, LoopLostError):
+                    journal.end(each.draft.request, each.trajectory)
             trajectories.append(each.trajectory)
         closing = asyncio.run_coroutine_threadsafe(_close_all(plays), self._event_loop())
         with contextlib.suppress(Exception):  # said in the log; what is lost must not hold up the rest
@@ -327,7 +337,7 @@ class RolloutRunner:
         self.environments = [each.session.env for each in plays]
         with contextlib.suppress(RuntimeError):  # it is closed
             if lost is not None:  # if it ever wakes up, it ends what it played, and then itself
-                asyncio.run_coroutine_threadsafe(_end_loop(), lost)
+                asyncio.run_coroutine_threadsafe(end_loop(), lost)
         if isinstance(error, LoopLostError):
             answer.set_exception(error)
         else:
@@ -367,31 +377,11 @@ class _Play:
     """Once it has ended."""
 
 
-def may_pass(trajectory: Trajectory) -> bool:
+def may_pass(trajectory: Trajectory, draft: Draft) -> bool:
     """Whether the trajectory failed for no fault of the policy, of something that may be over at the next try."""
     reason = trajectory.stop_reason
-    return reason.is_infrastructure_failure and reason is not StopReason.PROMPT_TOO_LONG
-
-
-async def _end_loop() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
-    asyncio.get_running_loop().stop()
+    return reason.is_infrastructure_failure and reason is not StopReason.PROMPT_TOO_LONG and not draft.is_refused
 
 
 async def _close_all(plays: Sequence[_Play]) -> None:
     await asyncio.gather(*(each.session.close() for each in plays), return_exceptions=True)
-
-
-def _copy_outcome(played: Future[Any], *, to: Future[Any]) -> None:
-    if to.done():  # the loop was given up
-        return
-    if played.cancelled():
-        to.cancel()
-    elif error := played.exception():
-        to.set_exception(error)
-    else:
-        to.set_result(played.result())

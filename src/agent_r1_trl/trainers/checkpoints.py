@@ -65,16 +65,16 @@ def finish(folder: Path, target: Path, run: Mapping[str, Any]) -> None:
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     for path in files:
-        _sync(path)
+        sync_to_disk(path)
     listed = {path.relative_to(folder).as_posix(): _measure(path) for path in files}
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"version": 1, "run": run, "files": listed}, indent=1), encoding="utf-8")
     for path in (manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder):
-        _sync(path)
+        sync_to_disk(path)
     if target.exists():
         os.rename(target, folder.parent / f"replaced-{target.name}")
     os.rename(folder, target)
-    _sync(target.parent)
+    sync_to_disk(target.parent)
     shutil.rmtree(folder.parent, ignore_errors=True)
 
 
@@ -90,7 +90,8 @@ def clear_unfinished(output_dir: Path) -> None:
     shutil.rmtree(output_dir / UNFINISHED, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
+    """Return when a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

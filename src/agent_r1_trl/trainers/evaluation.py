@@ -40,6 +40,8 @@ class EvaluationRows:
         self.num_rows = num_rows
         self.first_row = 0
         """Index of the first row of the present batch, in the order of the data set."""
+        self.outages: list[str] = []
+        """Tools that were down, in words: then rewards say nothing about the policy."""
         self._batch_sizes: list[int] = []
         self._rewards: list[torch.Tensor] = []
         self._failures: list[FailureCause | None] = []
@@ -108,6 +110,20 @@ class EvaluationRows:
             exact[f"rewards/{name}/mean"] = means.nanmean().item()
         return metrics | {name: [value] for name, value in exact.items()}
 
+    def leave_out_rewards(self, metrics: dict[str, list[float]]) -> None:
+        """Remove what a tool that was down would have reported as a bad policy, and say so."""
+        if not self.outages:
+            return
+        for name in [name for name in metrics if name.startswith(("reward", "frac_reward"))]:
+            del metrics[name]
+        metrics["tools/outages"] = [float(len(self.outages))]
+        if is_main_process():
+            logger.error(
+                "The rewards of this evaluation are left out, since they say nothing about the policy: %s. Restore "
+                "what it needs. max_tool_failure_rise=1.0 switches this check off.",
+                "; ".join(self.outages),
+            )
+
     def _mean_over_batches(self, values: list[float]) -> float:
         """The mean over batches, weighted by their rows; NaN says that a batch has no value."""
         sizes = self._batch_sizes if len(values) == len(self._batch_sizes) else [1] * len(values)
@@ -139,6 +155,7 @@ class EvaluatingTrainer(GRPOTrainer):
     """TRL's trainer, whose evaluation counts every row of the data set once; without an environment, TRL's own."""
 
     env_factory: Any
+    rollouts: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.evaluation = EvaluationRows()
@@ -158,7 +175,7 @@ class EvaluatingTrainer(GRPOTrainer):
         if self.env_factory is not None and best is not None and is_whole:
             name = f"eval_{best.removeprefix('eval_')}"
             is_missing = metrics[name] is None if name in metrics else self.evaluation.has_failed
-            if is_missing:
+            if is_missing or self.evaluation.outages:
                 metrics[name] = math.nan  # transformers compares it with the best so far
         return metrics
 
@@ -180,5 +197,7 @@ class EvaluatingTrainer(GRPOTrainer):
                 group_size=self.num_generations_eval,
             )
         )
+        self.evaluation.outages = self.rollouts.tools.take_outages()
+        self.evaluation.leave_out_rewards(self._metrics["eval"])
         self.evaluation.warn_of_failures()
         return output

@@ -174,7 +174,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
         self.chat, self.limits = self.rollouts.chat, self.rollouts.limits
         self.chat.write_to(self._tokenizer)  # what is trained with is saved
         self.credit = CreditEstimator(self.args, self.accelerator)
-        self.checkpoint = RolloutCheckpoint(self.args, self.accelerator)
+        self.checkpoint = RolloutCheckpoint(self.args, self.accelerator, self.rollouts.tools)
         self.store = trajectory_store(self.args, rank)
         self.numbers = NumberWatch(self.args.max_nonfinite_steps, self.args.output_dir)
         reference = [] if self.ref_model is None else [self.accelerator.unwrap_model(self.ref_model)]

@@ -20,6 +20,10 @@ LOCK_FILE = "_run.lock"
 """Says who trains: process, host and start. The system frees the lock when the process ends, however it ends."""
 
 
+class OutputInUseError(CheckpointError):
+    """Another run trains in `output_dir`; when it has ended, the same command succeeds."""
+
+
 @contextlib.contextmanager
 def output_lock(output_dir: Path) -> Iterator[None]:
     """Hold the lock of a directory. Where the file system has none, a warning says so.
@@ -27,7 +31,7 @@ def output_lock(output_dir: Path) -> Iterator[None]:
     A POSIX record lock, because it belongs to the process alone: what a tool forks does not keep it, and NFS knows it.
 
     Raises:
-        CheckpointError: another process holds it.
+        OutputInUseError: another process holds it.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -37,7 +41,7 @@ def output_lock(output_dir: Path) -> Iterator[None]:
             file = stack.enter_context((output_dir / LOCK_FILE).open("ab", buffering=0))
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CheckpointError(_who_holds(output_dir)) from None
+            raise OutputInUseError(_who_holds(output_dir)) from None
         except (ImportError, OSError) as error:
             logger.warning(
                 "output_dir=%s cannot be locked (%s). Make sure that no other run writes there.", output_dir, error

@@ -155,21 +155,15 @@ class Rewards:
         trajectories, values = played.trajectories, played.reward_values
         self.place_on_outcomes(trajectories, values, functions=functions, names=names, weights=weights)
         played.in_baseline = leave_small_groups(
-            trajectories, in_baseline(trajectories, values), group_size, min(self.min_group_size, group_size)
+            trajectories, in_baseline(trajectories, values.device), group_size, min(self.min_group_size, group_size)
         )
         trained = [self.in_loss(item) and bool(item.completion_ids) for item in trajectories]
         played.in_loss = played.in_baseline & torch.tensor(trained, device=values.device)
 
 
-def in_baseline(trajectories: Sequence[Trajectory], values: torch.Tensor) -> torch.Tensor:
-    """(B,) bool: whether the trajectory's reward counts in baselines: the policy is answerable and somebody scored it.
-
-    Args:
-        trajectories: B of them.
-        values: (B, F) what each reward function returned, NaN for rows that it did not score.
-    """
-    failed = torch.tensor([t.stop_reason.is_infrastructure_failure for t in trajectories], device=values.device)
-    return ~(values.isnan().all(dim=1) | failed)
+def in_baseline(trajectories: Sequence[Trajectory], device: torch.device) -> torch.Tensor:
+    """(B,) bool: each trajectory's `in_baseline`, after `place_on_outcomes` has said which are scored."""
+    return torch.tensor([trajectory.in_baseline for trajectory in trajectories], dtype=torch.bool, device=device)
 
 
 def leave_small_groups(

@@ -249,6 +249,8 @@ class Rollouts:
         self._rest()
         if self._accelerator.device.type == "cpu":
             release_free_memory()
+        if not position.is_training and not self.journal.is_replay:
+            self.tools.note_evaluation(trajectories, rollout.requests)
         played = PlayedBatch(rows, trajectories, rollout.environments)
         if position.is_training:
             metrics |= self.tools.metrics
@@ -268,7 +270,8 @@ class Rollouts:
         if self._is_cut.is_set():
             return False
         with marked_processes():
-            return self.runner.wait_for(succeeds(call, self.env_factory, self.chat.truncate), ASK_TIMEOUT_S) is True
+            asked = succeeds(call, self.env_factory, self.chat.truncate)
+            return self.runner.wait_for(asked, ASK_TIMEOUT_S, self._is_cut) is True
 
     def _start(self, rows: Sequence[dict[str, Any]], micro_step: int, position: Position) -> Rollout | ReplayedRollout:
         requests = rollout_requests(

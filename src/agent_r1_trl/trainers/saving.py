@@ -26,7 +26,7 @@ from agent_r1_trl.trainers.checkpoints import (
     lacks_rollout,
     read_manifest,
 )
-from agent_r1_trl.trainers.output_lock import output_lock
+from agent_r1_trl.trainers.output_lock import OutputInUseError, output_lock
 from agent_r1_trl.trainers.resume import RolloutCheckpoint, accept_numbered_cpus, check_same_data, describe_run
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,8 @@ class Saving:
         """The Trainer's loop, from the newest whole checkpoint (True), from that of a path, or from the start (None).
 
         Raises:
-            CheckpointError: the checkpoint cannot be used, or another run trains in `output_dir`.
+            CheckpointError: the checkpoint cannot be used.
+            OutputInUseError: another run trains in `output_dir`.
             SaveError: the last checkpoint could not be written, or `max_failed_saves` in a row.
         """
         self._num_failed_saves, self._save_problem = 0, None
@@ -262,16 +263,16 @@ class Saving:
 
     def _on_main_process(self, function: Callable[[], Any]) -> Any:
         """What the function returns on the main process, on every rank; so is its refusal."""
-        result, problem = None, None
+        result, problem, kind = None, None, CheckpointError
         try:
             result = function() if self.accelerator.is_main_process else None
         except Exception as error:
-            problem = str(error)
+            problem, kind = str(error), OutputInUseError if isinstance(error, OutputInUseError) else CheckpointError
             raise
         finally:
-            result, problem = broadcast_object_list([result, problem])
+            result, problem, kind = broadcast_object_list([result, problem, kind])
         if problem is not None:
-            raise CheckpointError(problem)
+            raise kind(problem)
         return result
 
 

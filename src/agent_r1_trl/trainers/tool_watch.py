@@ -15,12 +15,13 @@ Not covered: environments that fail without a tool (`failures.py`), evaluation.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -127,6 +128,8 @@ class ToolWatch:
         self._has_recovered = False
         """Whether the rollout is already the second one in which a tool failed that works when it is asked."""
         self._warned_of: set[str] = set()
+        self._evaluated: dict[str, Calls] = {}
+        self._evaluated_calls: dict[str, list[RecordedCall]] = {}
 
     def begin_run(self) -> None:
         """Wait as long as ever, whatever an earlier run has waited; what is known of the tools stays."""
@@ -165,6 +168,59 @@ class ToolWatch:
             return True
         self._accept(counts, newest)
         return False
+
+    # ---------------------------------------------------------------- evaluations
+
+    def note_evaluation(self, trajectories: Sequence[Trajectory], requests: Sequence[RolloutRequest]) -> None:
+        """Take in a batch of an evaluation, which `take_outages` ends.
+
+        Args:
+            trajectories: this rank's.
+            requests: theirs.
+        """
+        self._evaluated = _merge([self._evaluated, count_calls(trajectories)])
+        for name, calls in recorded_calls(trajectories, requests, that_failed=False, limit=NUM_RECORDED).items():
+            self._evaluated_calls[name] = [*self._evaluated_calls.get(name, []), *calls][:NUM_RECORDED]
+
+    def take_outages(self) -> list[str]:
+        """What was down in the evaluation, in words; nothing is waited for. All ranks must call it."""
+        counts, newest = _merge(gather_object([self._evaluated])), self._evaluated_calls
+        self._evaluated, self._evaluated_calls = {}, {}
+        found = []
+        for name in sorted(counts):
+            calls = counts[name]
+            if not self._is_suspected(name, calls, "num_failed"):
+                continue
+            was_down = self._is_suspected(name, calls, "num_suspect")  # though it may work again
+            answer = self._answer([*self._succeeded.get(name, []), *newest.get(name, [])][:NUM_RECORDED])
+            if was_down or answer is False:
+                found.append(
+                    f"the tool {name!r} was down: {calls.num_failed} of its {calls.num} calls failed, first with: "
+                    f"{calls.first_cause}"
+                )
+        return found
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def history(self) -> str:
+        """What is known of the tools on this rank, as text for a checkpoint.
+
+        Calls of rows that JSON does not hold are left out.
+        """
+        past = {name: [asdict(calls) for calls in tallies] for name, tallies in self._past.items()}
+        calls = {name: [text for call in calls if (text := call.to_json())] for name, calls in self._succeeded.items()}
+        return json.dumps({"past": past, "succeeded": calls})
+
+    def restore_history(self, text: str) -> None:
+        """Judge with what `history` gave, as if the run had not been interrupted."""
+        record = json.loads(text)
+        self._past = {
+            name: deque((Calls(**calls) for calls in tallies), maxlen=PAST_ROLLOUTS)
+            for name, tallies in record["past"].items()
+        }
+        self._succeeded = {
+            name: [RecordedCall.from_json(call) for call in calls] for name, calls in record["succeeded"].items()
+        }
 
     # ---------------------------------------------------------------- inside
 

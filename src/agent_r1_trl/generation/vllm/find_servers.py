@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from agent_r1_trl.generation.base import GenerationError
@@ -40,8 +41,8 @@ def check_urls(urls: Sequence[str]) -> list[str]:
     return cleaned
 
 
-async def wait_for_servers(http: HTTPClient, urls: Sequence[str], timeout_s: float) -> dict[str, str]:
-    """URL -> name of the server's base model, once all have answered.
+async def wait_for_servers(http: HTTPClient, urls: Sequence[str], timeout_s: float) -> dict[str, dict[str, Any]]:
+    """URL -> the server's base model as it describes it (`id`, `max_model_len`), once all have answered.
 
     Args:
         http: client for the requests.
@@ -53,12 +54,13 @@ async def wait_for_servers(http: HTTPClient, urls: Sequence[str], timeout_s: flo
     """
     waiting = {url: f"{url}: no answer" for url in urls}  # URL -> what it said last
 
-    async def name_of_model(url: str) -> str:
+    async def model_of(url: str) -> dict[str, Any]:
         while True:
             try:
-                name = (await http.request("GET", f"{url}/v1/models"))["data"][0]["id"]
+                model = (await http.request("GET", f"{url}/v1/models"))["data"][0]
+                _ = model["id"]
                 del waiting[url]
-                return name
+                return model
             except (TypeError, LookupError) as error:
                 raise GenerationError(_NO_VLLM.format(url=url, reason="names no model")) from error
             except HTTPError as error:
@@ -71,13 +73,13 @@ async def wait_for_servers(http: HTTPClient, urls: Sequence[str], timeout_s: flo
 
     try:
         async with asyncio.timeout(timeout_s):
-            names = await asyncio.gather(*(name_of_model(url) for url in urls))
+            models = await asyncio.gather(*(model_of(url) for url in urls))
     except TimeoutError as error:
         raise GenerationError(
             f"Not every server of {', '.join(urls)} answered within {timeout_s:g} s "
             f"({'; '.join(waiting.values())}). Start them first (docs/serving.md), or raise vllm_server_timeout."
         ) from error
-    return dict(zip(urls, names, strict=True))
+    return dict(zip(urls, models, strict=True))
 
 
 def own_address(urls: Sequence[str]) -> str:

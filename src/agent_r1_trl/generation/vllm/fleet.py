@@ -28,6 +28,7 @@ from agent_r1_trl.generation.vllm.server_routes import (
     hello,
     identity_of,
     read_scores,
+    refusal_of,
     score_request,
 )
 
@@ -105,7 +106,8 @@ class Fleet:
         """The answer of a server that provably held the weights; first asked is that of the trajectory's last turn.
 
         Raises:
-            GenerationError: no server could serve the request within the retry window, or one refused it.
+            GenerationError: no server could serve the request within the retry window.
+            RefusedRequestError: one refused it, because it is too long or asks for what vLLM does not know.
         """
         self._num_pending += 1
         deadline, wait_s = None, 0.25
@@ -121,7 +123,7 @@ class Fleet:
                 except HTTPError as error:
                     failure = error
                     if not (error.is_passing or (error.status == 404 and self.is_adapter)):
-                        raise GenerationError(str(error)) from error
+                        raise refusal_of(error) from error
                 deadline = deadline or time.monotonic() + self.retry_window_s
                 if time.monotonic() > deadline:
                     raise GenerationError(f"{server.url}: {failure}") from failure

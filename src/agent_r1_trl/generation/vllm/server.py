@@ -88,7 +88,10 @@ class VLLMServerGenerator(Generator):
         except GenerationError:
             self._http.close()
             raise
-        self._fleet = Fleet(self._http, models, health_timeout_s=health_timeout_s, retry_window_s=retry_window_s)
+        lengths = [model["max_model_len"] for model in models.values() if model.get("max_model_len")]
+        self.max_model_length = min(lengths, default=None)
+        names = {url: model["id"] for url, model in models.items()}
+        self._fleet = Fleet(self._http, names, health_timeout_s=health_timeout_s, retry_window_s=retry_window_s)
         self._weights = ServerSync(
             self._http,
             self._fleet,
@@ -110,7 +113,7 @@ class VLLMServerGenerator(Generator):
         server drops the request.
 
         Raises:
-            GenerationError: no server answered, or one refused the request.
+            GenerationError: no server answered, or one refused the request (`RefusedRequestError`).
         """
         check_request(prompt_ids, max_tokens)
         body = {

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from agent_r1_trl.generation.base import GenerationError
+from agent_r1_trl.generation.base import GenerationError, RefusedRequestError, RequestTooLongError
 from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
 
 _WORKER = "agent_r1_trl.generation.vllm.worker_extension.PolicyWorker"
@@ -20,6 +20,7 @@ _ADAPTERS_ONLY = (
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or none; for full fine-tuning, DoRA or modules_to_save start all without."
 )
 _RESET_ATTEMPTS = 5
+_TOO_LONG = ("maximum context length", "maximum model length")  # of vLLM's messages
 
 
 class UnfitServerError(GenerationError):
@@ -28,6 +29,13 @@ class UnfitServerError(GenerationError):
 
 class NoAdaptersError(UnfitServerError):
     """A server without the route that loads adapters."""
+
+
+def refusal_of(error: HTTPError) -> GenerationError:
+    """What it means that a server will not serve a request for a completion."""
+    if error.status == 400 and any(words in str(error) for words in _TOO_LONG):
+        return RequestTooLongError(str(error))
+    return RefusedRequestError(f"{error}. It would refuse the request again: correct what it names")
 
 
 async def rpc(http: HTTPClient, url: str, method: str, *arguments: Any, timeout_s: float) -> list[dict[str, Any]]:
