@@ -140,8 +140,8 @@ def alarms(seeds):
     return [seed for seed in seeds if has_collapsed(states(healthy_run(np.random.default_rng(seed))))]
 
 
-def test_a_hundred_random_healthy_runs_give_no_false_alarm():
-    assert alarms(range(5000, 5100)) == []
+def test_forty_random_healthy_runs_give_no_false_alarm():
+    assert alarms(range(5000, 5040)) == []
 
 
 @pytest.mark.slow

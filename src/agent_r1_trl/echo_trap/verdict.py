@@ -63,7 +63,7 @@ class Thresholds:
     in a row that must look better before the state gets better."""
     margin: float = 0.2
     """Hysteresis: share of a threshold by which a signal must be on its healthy side to count as recovered."""
-    noise: float = 3.0
+    noise: float = 4.0
     """Number of standard errors by which a signal must differ from its baseline. Below that the difference is chance,
     which sparse rewards and small batches give plenty of."""
     reward_noise: float = 6.0
