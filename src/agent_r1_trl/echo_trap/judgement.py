@@ -68,17 +68,23 @@ class EchoTrapJudge:
     """
 
     def __init__(self, thresholds: Thresholds | None = None) -> None:
-        self.thresholds = limits = thresholds or Thresholds()
+        self.thresholds = thresholds or Thresholds()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all steps."""
+        limits = self.thresholds
         self.verdict = Verdict(state="healthy", step=0, reason="Nothing was judged yet.")
         """After the last `update`."""
         sparse = ("reward_std",)
         self._series = {
             key: Series(limits.window, limits.ema_decay, needs_nonzero=key in sparse)
-            for key in (*JUDGED, *HELPING)
+            for key in (*JUDGED, *HELPING, "response_length")
             if key != "grad_norm"
         }
         self._norms = Norms(limits.median_window, limits.critical_steps)
         self._alarms: dict[str, Alarm] = {}
+        self._measures: dict[str, float] = {}
         self._range = [math.inf, -math.inf]
         """Smallest and largest return of any trajectory."""
         self._is_solved = False
@@ -117,14 +123,20 @@ class EchoTrapJudge:
         """Signals that are beyond a threshold; the unknown ones stay as they were for a while."""
         limits = self.thresholds
         found: dict[str, Signal] = {}
+        self._measures = {}
         for crossing in crossings(self._series, self._norms, limits):
             alarm = self._alarms.setdefault(crossing.alarm, Alarm())
             if crossing.key in fresh:
                 alarm.take(*crossing.against(limits), crossing.patience(limits), limits.recovery_steps)
             if self._is_stale(crossing.key):
-                self._alarms[crossing.alarm] = alarm = Alarm()
+                self._alarms[crossing.alarm] = Alarm()
+                continue
+            self._measures[crossing.name] = crossing.value
             if alarm.level:
                 found[crossing.name] = crossing.signal("critical" if alarm.level == 2 else "warning")
+        length = self._series["response_length"]
+        if length.has_baseline and length.mean > 0:
+            self._measures["response_length"] = length.ema / length.mean
         return found
 
     def _is_stale(self, key: str) -> bool:
@@ -210,6 +222,7 @@ class EchoTrapJudge:
             step=self.verdict.step + 1,
             signals=counted,
             excused=excused,
+            measures=self._measures,
             reason=self._reason(state, target, counted, excused),
         )
         return self.verdict
