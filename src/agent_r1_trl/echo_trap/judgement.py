@@ -158,9 +158,7 @@ class EchoTrapJudge:
         counted, excused = {}, {}
         for name, signal in found.items():
             is_lower = name in VARIETY and (is_gaining or (progress is None and signal.level == "critical"))
-            if (name in VARIETY and self._is_solved) or (is_lower and signal.level == "warning"):
-                excused[name] = signal
-            elif name == "inaction" and (is_gaining or not self._calls_earned(progress)):
+            if (name in VARIETY and self._is_solved) or (is_lower and signal.level == "warning") or (name == "inaction" and (is_gaining or not self._calls_earned(progress))):
                 excused[name] = signal
             else:
                 counted[name] = replace(signal, level="warning") if is_lower else signal

@@ -112,7 +112,9 @@ class Alarm:
     held: int = 0
     """Number of steps with the present level."""
 
-    def take(self, crossed: tuple[bool, bool], recovered: tuple[bool, bool], patience: tuple[int, int], rest: int) -> None:
+    def take(
+        self, crossed: tuple[bool, bool], recovered: tuple[bool, bool], patience: tuple[int, int], rest: int
+    ) -> None:
         """Judge one more known value.
 
         Args:

@@ -88,7 +88,9 @@ class Thresholds:
                 least = 2 if item.name == "window" else 1
                 raise ValueError(f"Thresholds.{item.name}={value} must be at least {least}.")
             elif item.name in ("noise", "reward_noise") and value < 0:
-                raise ValueError(f"Thresholds.{item.name}={value} must not be negative; 0 takes no noise into account.")
+                raise ValueError(
+                    f"Thresholds.{item.name}={value} must not be negative; 0 takes no noise into account."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

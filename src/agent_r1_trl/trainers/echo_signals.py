@@ -65,9 +65,7 @@ class EchoSignals(TrainerCallback):
 
     # ---------------------------------------------------------------- a rollout
 
-    def take(
-        self, trajectories: Sequence[Trajectory], group_size: int, replaced: Sequence[Trajectory] = ()
-    ) -> None:
+    def take(self, trajectories: Sequence[Trajectory], group_size: int, replaced: Sequence[Trajectory] = ()) -> None:
         """Take the signals of a rollout of training, once it is scored. All ranks must call it.
 
         Args:
@@ -124,7 +122,11 @@ class EchoSignals(TrainerCallback):
         }
         if verdict.state != before.state and is_main_process():
             logger.warning(
-                "echo_trap: step %d is %s, after %s. %s", state.global_step, verdict.state, before.state, verdict.reason
+                "echo_trap: step %d is %s, after %s. %s",
+                state.global_step,
+                verdict.state,
+                before.state,
+                verdict.reason,
             )
 
     def _of_the_update(self, name: str) -> float:

@@ -110,7 +110,7 @@ def cross_scores(trainer: Any, reasonings: Sequence[Reasoning]) -> list[list[flo
 
 
 def _sums(trainer: Any, rows: Sequence[tuple[list[int], list[int], int]]) -> list[float]:
-    """Sums of log-probs of one forward pass; each row is a prompt, a completion, and how much of that is not scored."""
+    """Sums of log-probs of one forward pass; a row is a prompt, a completion, and how much of that is not scored."""
     num_prompt = max(len(prompt) for prompt, _, _ in rows)
     length = max(len(ids) for _, ids, _ in rows)
     pad = trainer._tokenizer.pad_token_id
