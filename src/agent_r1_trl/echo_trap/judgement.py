@@ -158,7 +158,10 @@ class EchoTrapJudge:
         counted, excused = {}, {}
         for name, signal in found.items():
             is_lower = name in VARIETY and (is_gaining or (progress is None and signal.level == "critical"))
-            if (name in VARIETY and self._is_solved) or (is_lower and signal.level == "warning") or (name == "inaction" and (is_gaining or not self._calls_earned(progress))):
+            is_excused = (name in VARIETY and self._is_solved) or (is_lower and signal.level == "warning")
+            if name == "inaction":
+                is_excused = is_gaining or not self._calls_earned(progress)
+            if is_excused:
                 excused[name] = signal
             else:
                 counted[name] = replace(signal, level="warning") if is_lower else signal

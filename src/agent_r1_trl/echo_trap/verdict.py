@@ -118,7 +118,7 @@ class Verdict:
     signals: Mapping[str, Signal] = field(default_factory=lambda: NOTHING)
     """By name, the signals that the state follows from."""
     excused: Mapping[str, Signal] = field(default_factory=lambda: NOTHING)
-    """By name, signals beyond a threshold that the state does not follow from: variety is lost, but the reward gains."""
+    """By name, signals beyond a threshold that the state does not follow from, because the reward gains."""
     measures: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """By name, what each signal that is known compares with its thresholds, crossed or not; besides, the response
     length as a ratio to its baseline."""
