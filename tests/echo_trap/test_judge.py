@@ -175,6 +175,16 @@ def test_several_gradient_norms_that_are_not_finite_are_critical():
     assert verdict.signals["grad_norm"].value == float("inf")
 
 
+@pytest.mark.parametrize("late", [0.05, 3.0])
+def test_entropy_alone_is_a_warning_and_critical_together_with_another_signal(late):
+    """As in a bandit after a cold start, whose entropy doubled while the reward rose slowly."""
+    steps = [{"reward": 0.5, "entropy": 1.0, "repetition": 0.1}] * 20
+    alone = steps + [{"reward": 0.5, "entropy": late, "repetition": 0.1}] * 40
+    assert {*states(alone)} == {"healthy", "warning"}
+    assert judge(alone).signals["entropy"].level == "critical"
+    assert judge(steps + [{"reward": 0.5, "entropy": late, "repetition": 0.7}] * 40).state == "collapsing"
+
+
 def test_one_bad_batch_is_no_collapse():
     steps = [{"reward": 0.6 + 0.02 * (k % 3), "reward_std": 0.4, "entropy": 1.0} for k in range(60)]
     steps[30] = {"reward": 0.0, "reward_std": 0.0, "entropy": 1.0}

@@ -231,7 +231,8 @@ class EchoTrapJudge:
     def _target(self, signals: Mapping[str, Signal]) -> State:
         """What the signals of this step amount to.
 
-        `reward_std` and `zero_std_share` measure the same loss, and count once.
+        `reward_std` and `zero_std_share` measure the same loss, and count once. Entropy alone is a warning: a policy
+        that was trained on demonstrations begins with almost none, which healthy exploration multiplies.
         """
         critical = {_KIND.get(name, name) for name, signal in signals.items() if signal.level == "critical"}
         others = {_KIND.get(name, name) for name in signals} - {"reward"}
@@ -239,7 +240,7 @@ class EchoTrapJudge:
             return "collapsed"
         if len(critical) >= (2 if "reward" in signals else 3):
             return "collapsed"
-        if critical or ("reward" in signals and others):
+        if critical - {"entropy"} or (critical and len(signals) > 1) or ("reward" in signals and others):
             return "collapsing"
         if signals:
             return "warning"

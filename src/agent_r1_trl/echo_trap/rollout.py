@@ -18,14 +18,15 @@ from agent_r1_trl.trajectory import Trajectory
 def signal_record(trajectory: Trajectory) -> dict[str, Any]:
     """What the signals need from one trajectory, once it is scored: small enough to gather over ranks."""
     success = trajectory.info.get("success")
-    is_number = isinstance(success, bool | int | float) and math.isfinite(success)
+    if not isinstance(success, bool | int | float) or not math.isfinite(success):
+        success = None
     return {
         "in_baseline": trajectory.in_baseline,
         "return": trajectory.total_reward - trajectory.reward_parts.get("truncation_penalty", 0.0),
         "has_call": bool(trajectory.tool_results),
         "turns": [_digest(trajectory.completion_ids[turn.start : turn.end]) for turn in trajectory.turns],
         "length": trajectory.num_action_tokens,
-        "success": float(success) if is_number else None,
+        "success": None if success is None else float(success),
         "example_id": trajectory.example_id,
         "generation": trajectory.generation,
     }

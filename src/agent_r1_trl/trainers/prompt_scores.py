@@ -42,7 +42,7 @@ def prompt_dependence(trainer: Any, trajectories: Sequence[Trajectory], group_si
         group_size: trajectories of one prompt.
     """
     first = trainer.accelerator.process_index * len(trajectories)
-    own = {}
+    own: dict[int, Trajectory] = {}
     for place, item in enumerate(trajectories, start=first):
         if item.in_baseline and item.turns and item.turns[0].end > item.turns[0].start:
             own.setdefault(place // group_size, item)
