@@ -80,7 +80,7 @@ def test_a_run_that_falls_silent_is_warned_of_by_name(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert trainer.echo_signals.judge.verdict.state in ("collapsing", "collapsed")
-    assert {"reward", "repetition", "inaction"} <= {*trainer.echo_signals.judge.verdict.signals}
+    assert {"zero_std_share", "repetition", "inaction"} <= {*trainer.echo_signals.judge.verdict.signals}
     said = [record.getMessage() for record in caplog.records if "echo_trap" in record.getMessage()]
     assert "after healthy." in said[0] and "without a tool call has risen by" in said[0]
     assert logged(trainer, "echo/state")[-1] == trainer.echo_signals.judge.verdict.severity
