@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from trl import TrlParser
 
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.prompt_scores import Reasoning, cross_scores
+from agent_r1_trl.trainers.prompt_scores import Reasoning, cross_scores, first_reasoning
+from agent_r1_trl.trajectory import Trajectory, Turn
 from tests.toys import call, say
 from tests.trainers.helpers import make_trainer, two_turns
 
@@ -128,6 +130,31 @@ def test_a_reasoning_is_scored_after_every_prompt_in_every_layout(tmp_path, upda
             assert scores[i][j] == pytest.approx(expected, abs=1e-4)
 
 
+def test_what_does_not_fit_into_the_context_is_not_scored_and_said(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, echo_trap=True, mutual_information_every=1)
+    trainer.model.config.max_position_embeddings = 8  # the rollout's limits are made already
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert logged(trainer, "echo/reward") and not logged(trainer, "echo/mutual_information")
+    assert "has no mutual_information" in caplog.text
+
+
+@pytest.mark.parametrize(("thought", "length"), [("7 8", 2), ("", 4), ("not said", 4)])
+def test_the_reasoning_of_a_turn_ends_where_its_text_ends(thought, length):
+    class Words:
+        def decode(self, ids):
+            return " ".join(map(str, ids))
+
+    turn = Turn(start=1, end=5, message={"role": "assistant", "content": "9 10", "reasoning_content": thought})
+    authors = ["template", "policy", "policy", "policy", "policy"]
+    trajectory = Trajectory(
+        prompt_messages=[], prompt_ids=[1, 2], completion_ids=[6, 7, 8, 9, 10], action_mask=[0, 1, 1, 1, 1],
+        logprobs=[0.0] * 5, turn_ids=[-1, 0, 0, 0, 0], authors=authors, turns=[turn], stop_reason="done",
+    )  # fmt: skip
+    found = first_reasoning(trajectory, Words(), group=3)
+    assert (found.ids, found.num_before) == ([6, 7, 8, 9, 10][: 1 + length], 1)
+
+
 # -------------------------------------------------------------------- settings
 
 
@@ -140,6 +167,7 @@ def test_a_reasoning_is_scored_after_every_prompt_in_every_layout(tmp_path, upda
         ({"echo_thresholds": {"windows": 20}, "echo_trap": True}, "echo_thresholds"),
         ({"echo_thresholds": {"reward_std": [0.1, 0.5]}, "echo_trap": True}, "echo_thresholds"),
         ({"echo_thresholds": {"window": "ten"}, "echo_trap": True}, "echo_thresholds"),
+        ({"echo_thresholds": "window: 20", "echo_trap": True}, "echo_thresholds"),
     ],
     ids=str,
 )
@@ -153,3 +181,9 @@ def test_the_users_thresholds_are_those_that_are_judged_by(tmp_path):
     assert trainer.echo_signals.judge.thresholds.window == 3
     assert trainer.echo_signals.judge.thresholds.repetition[1] == 0.95
     assert math.isclose(trainer.echo_signals.judge.thresholds.solved_success, 0.9)
+
+
+def test_a_command_line_gives_thresholds_as_json(tmp_path):
+    line = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false", "--echo_trap", "true"]
+    (config,) = TrlParser((MultiTurnGRPOConfig,)).parse_args_and_config([*line, "--echo_thresholds", '{"window": 5}'])
+    assert config.echo_thresholds == {"window": 5}

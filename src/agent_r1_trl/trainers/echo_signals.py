@@ -8,6 +8,7 @@ transformers 5.17 names that this file touches: `state` and its `stateful_callba
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Hashable, Sequence
@@ -92,7 +93,7 @@ class EchoSignals(TrainerCallback):
         """Begin anew, or go on as the run did that has written the checkpoint."""
         self.judge.reset()
         self._rollout, self._seen, self._has_called = {}, {}, False
-        self._num_nonfinite, self._last_scoring = 0, None
+        self._num_nonfinite, self._last_scoring = self._trainer.numbers.num_skipped, None
         saved = state.stateful_callbacks.get(SAVED_AS)
         if state.global_step and saved:
             self.judge.load_state_dict(saved["judge"])
@@ -160,11 +161,26 @@ def check_echo_signals(config: Any) -> None:
                 f"{name}={getattr(config, name)} with echo_trap=False has no effect. Set echo_trap=True, or remove "
                 f"{name}."
             )
+    config.echo_thresholds = values = _mapping(config.echo_thresholds)
     names = [item.name for item in fields(Thresholds)]
-    unknown = [name for name in config.echo_thresholds or {} if name not in names]
+    unknown = [name for name in values or {} if name not in names]
     if unknown:
         raise ValueError(f"echo_thresholds has no {unknown[0]!r}. Remove it, or use some of {', '.join(names)}.")
     try:
-        Thresholds(**(config.echo_thresholds or {}))
+        Thresholds(**(values or {}))
     except (TypeError, ValueError) as error:
         raise ValueError(f"echo_thresholds={config.echo_thresholds}: {error} Correct or remove that entry.") from error
+
+
+def _mapping(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """The thresholds as a dictionary; a command line holds JSON."""
+    try:
+        values = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        values = value
+    if values is not None and not isinstance(values, dict):
+        raise ValueError(
+            f"echo_thresholds={value!r} is no mapping of names to values. Write it as {{solved_reward: 0.95}} in a "
+            "recipe, or as '{\"solved_reward\": 0.95}' on the command line."
+        )
+    return values

@@ -7,6 +7,7 @@ number of forward passes, which sharded weights need.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,11 @@ import torch
 from accelerate.utils import gather_object
 
 from agent_r1_trl.echo_trap import mutual_information
+from agent_r1_trl.rollout.limits import context_length
+from agent_r1_trl.trainers.failures import is_main_process
 from agent_r1_trl.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -50,7 +55,7 @@ def prompt_dependence(trainer: Any, trajectories: Sequence[Trajectory], group_si
     chosen: dict[int, Reasoning] = {}
     for reasoning in gather_object(found):
         chosen.setdefault(reasoning.group, reasoning)  # a group may lie on two ranks
-    if len(chosen) < 2:
+    if len(chosen) < 2 or not _fits(trainer, list(chosen.values())):
         return {}
     scores = cross_scores(trainer, [chosen[group] for group in sorted(chosen)])
     lengths = [len(item.ids) - item.num_before for _, item in sorted(chosen.items())]
@@ -58,6 +63,23 @@ def prompt_dependence(trainer: Any, trajectories: Sequence[Trajectory], group_si
         return {}
     information, retrieval = mutual_information(scores, lengths)
     return {"mutual_information": information, "retrieval_accuracy": retrieval}
+
+
+def _fits(trainer: Any, reasonings: Sequence[Reasoning]) -> bool:
+    """Whether the longest reasoning fits behind the longest prompt, which no trajectory has shown."""
+    limit = context_length(trainer.accelerator.unwrap_model(trainer.model).config)
+    length = max(len(item.prompt_ids) for item in reasonings) + max(len(item.ids) for item in reasonings)
+    if limit is None or length <= limit:
+        return True
+    if is_main_process():
+        logger.warning(
+            "Step %d has no mutual_information: the longest prompt and the longest first turn have %d tokens "
+            "together, and the model's context is %d. Shorter turns (max_tokens_per_turn) or prompts would fit.",
+            trainer.state.global_step,
+            length,
+            limit,
+        )
+    return False
 
 
 def first_reasoning(trajectory: Trajectory, tokenizer: Any, group: int) -> Reasoning:

@@ -29,11 +29,11 @@ class StabilitySettings:
             "Nothing is done about it."
         },
     )
-    echo_thresholds: dict[str, Any] | None = field(
+    echo_thresholds: dict[str, Any] | str | None = field(
         default=None,
         metadata={
             "help": "Fields of agent_r1_trl.echo_trap.Thresholds that differ from their defaults, for example "
-            "{solved_reward: 0.95} or {repetition: [0.6, 0.95]}."
+            "{solved_reward: 0.95} or {repetition: [0.6, 0.95]}; on the command line as JSON."
         },
     )
     mutual_information_every: int = field(
