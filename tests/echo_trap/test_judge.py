@@ -124,6 +124,22 @@ def test_a_collapse_after_convergence_is_noticed(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_doing_nothing_because_acting_is_penalised_is_noticed_though_the_reward_rises(seed):
+    """Each call costs more than its success earns, so that the reward rises while success is given up."""
+    rng = np.random.default_rng(seed)
+    history = play(rng, np.full(140, 0.5), calls=ramp(0.95, 0.02, 40, 60, 40), call_gain=3.0)
+    for step in with_entropy(rng, history, np.full(140, 0.8)):
+        cost = 1.5 * (1 - step["inaction"])
+        for name in ("reward_max", "reward_min", "return_with_call", "return_without_call"):
+            del step[name]
+        step["reward"] -= cost
+    assert history[-1]["reward"] > history[0]["reward"]
+    assert "inaction" in judge(history).signals and "success" in judge(history).signals
+    assert states(history)[-1] == "collapsed"
+    assert not has_collapsed(states(only(history, NAMED_KEYS))), "without success nothing says that it is lost"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_groups_that_say_the_same_while_nothing_was_learnt_are_a_collapse(seed):
     """The reward stays where it was: the early form, which a plateau hides."""
     rng = np.random.default_rng(seed)

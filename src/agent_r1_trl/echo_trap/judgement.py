@@ -28,7 +28,8 @@ SHOWN = ("reward_variance_snr", "response_length", "kl", "mutual_information", "
 """Keys that are accepted, logged and never judged: healthy runs differ in them by orders of magnitude."""
 KEYS = frozenset((*JUDGED, *HELPING, *SHOWN))
 """What a step's dictionary may hold. A missing key, None and NaN all mean "unknown"."""
-_KIND = {"zero_std_share": "reward_std"}
+_KIND = {"zero_std_share": "reward_std", "success": "reward"}
+"""Signals that measure the same loss, and count once."""
 _LASTING = 10
 """Number of further steps after which a reward that has fallen critically is a collapse without another signal."""
 
@@ -154,13 +155,14 @@ class EchoTrapJudge:
         """The signals that count, some of them one level less, and those that do not."""
         progress = self._progress
         self._is_solved = self._solves(progress)
-        is_gaining = progress is not None and self._is_at_best(progress) and self._has_risen(progress)
+        has_lost = "success" in found  # whatever the reward says
+        is_gaining = progress is not None and self._is_at_best(progress) and self._has_risen(progress) and not has_lost
         counted, excused = {}, {}
         for name, signal in found.items():
             is_lower = name in VARIETY and (is_gaining or (progress is None and signal.level == "critical"))
             is_excused = (name in VARIETY and self._is_solved) or (is_lower and signal.level == "warning")
             if name == "inaction":
-                is_excused = is_gaining or not self._calls_earned(progress)
+                is_excused = not has_lost and (is_gaining or not self._calls_earned(progress))
             if is_excused:
                 excused[name] = signal
             else:
@@ -231,16 +233,18 @@ class EchoTrapJudge:
     def _target(self, signals: Mapping[str, Signal]) -> State:
         """What the signals of this step amount to.
 
-        `reward_std` and `zero_std_share` measure the same loss, and count once. Entropy alone is a warning: a policy
-        that was trained on demonstrations begins with almost none, which healthy exploration multiplies.
+        Entropy alone is a warning: a policy that was trained on demonstrations begins with almost none, which healthy
+        exploration multiplies.
         """
         critical = {_KIND.get(name, name) for name, signal in signals.items() if signal.level == "critical"}
-        others = {_KIND.get(name, name) for name in signals} - {"reward"}
-        if "reward" in critical and (others or self._alarms["reward"].held >= _LASTING):
+        kinds = {_KIND.get(name, name) for name in signals}
+        others = kinds - {"reward"}
+        lasting = max(self._alarms[name].held if name in signals else 0 for name in ("reward", "success"))
+        if "reward" in critical and (others or lasting >= _LASTING):
             return "collapsed"
-        if len(critical) >= (2 if "reward" in signals else 3):
+        if len(critical) >= (2 if "reward" in kinds else 3):
             return "collapsed"
-        if critical - {"entropy"} or (critical and len(signals) > 1) or ("reward" in signals and others):
+        if critical - {"entropy"} or (critical and len(kinds) > 1) or ("reward" in kinds and others):
             return "collapsing"
         if signals:
             return "warning"

@@ -102,7 +102,7 @@ def reward_scale(progress: Series, spread: Series | None) -> float:
 def crossings(series: Mapping[str, Series], norms: Norms, limits: Thresholds) -> list[Crossing]:
     """What every signal says after a step; those without a baseline are left out."""
     found: list[Crossing] = [
-        *_reward(series, limits),
+        *_drops(series, limits),
         *_reward_std(series["reward_std"], limits),
         *_share(series["zero_std_share"], "zero_std_share", limits),
         *_entropy(series["entropy"], limits),
@@ -120,19 +120,22 @@ def _differs(series: Series, limits: Thresholds) -> bool:
     return abs(series.ema - series.mean) > limits.noise * series.noise
 
 
-def _reward(series: Mapping[str, Series], limits: Thresholds) -> list[Crossing]:
-    key = "reward" if series["reward"].has_baseline else "success"
-    reward, spread = series[key], series["reward_std"]
-    scale = reward_scale(reward, spread if key == "reward" else None) if reward.has_baseline else 0.0
-    if scale == 0:
-        return []
-    drop = reward.best - reward.ema
-    text = "The smoothed reward has fallen from its best by {value} of its scale"
-    is_real = drop > limits.reward_noise * reward.noise
-    return [
-        Crossing(name="reward", key=key, value=drop / scale, pair=limits.reward_drop, is_more_than_chance=is_real,
-                 text=text, unit=percent)
-    ]  # fmt: skip
+def _drops(series: Mapping[str, Series], limits: Thresholds) -> list[Crossing]:
+    """How far reward and success have fallen: a reward that is gamed rises while success falls."""
+    found = []
+    for key in ("reward", "success"):
+        average, spread = series[key], series["reward_std"] if key == "reward" else None
+        scale = reward_scale(average, spread) if average.has_baseline else 0.0
+        if scale == 0:
+            continue
+        drop = average.best - average.ema
+        text = f"The smoothed {key} has fallen from its best by {{value}} of its scale"
+        is_real = drop > limits.reward_noise * average.noise
+        found.append(
+            Crossing(name=key, key=key, value=drop / scale, pair=limits.reward_drop, is_more_than_chance=is_real,
+                     text=text, unit=percent)
+        )  # fmt: skip
+    return found
 
 
 def _reward_std(std: Series, limits: Thresholds) -> list[Crossing]:

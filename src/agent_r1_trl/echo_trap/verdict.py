@@ -37,7 +37,7 @@ class Thresholds:
     grad_norm: Pair = (5.0, 10.0)
     """Gradient norm, as a ratio to the median of the last `median_window` norms: above."""
     reward_drop: Pair = (0.2, 0.5)
-    """Distance of the smoothed reward from its best, as a share of the reward's scale: above."""
+    """Distance of the smoothed reward, and of the success rate, from its best, as a share of its scale: above."""
     repetition: Pair = (0.5, 0.9)
     """Share of assistant turns that another trajectory of the group says as well: above."""
     inaction: Pair = (0.3, 0.6)
@@ -98,7 +98,7 @@ class Signal:
     """One signal that has crossed a threshold, and has stayed there long enough to count."""
 
     name: str
-    """`reward_std`, `zero_std_share`, `entropy`, `grad_norm`, `reward`, `repetition` or `inaction`."""
+    """`reward_std`, `zero_std_share`, `entropy`, `grad_norm`, `reward`, `success`, `repetition` or `inaction`."""
     level: Level
     value: float
     """What was compared: a ratio, a share or a drop, as `docs/echo-trap.md` defines it."""
