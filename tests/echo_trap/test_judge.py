@@ -252,6 +252,9 @@ def test_a_value_between_a_threshold_and_its_margin_ends_no_warning():
     limits = Thresholds(noise=0, ema_decay=0.0)
     steps = [{"repetition": 0.0}] * 10 + [{"repetition": 0.6}] * 3
     assert states(steps + [{"repetition": 0.45}] * 30, limits)[-1] == "warning"  # 0.5 less a fifth is 0.4
+    assert (
+        "(warning above 50%, where it was until lately)" in judge(steps + [{"repetition": 0.45}] * 30, limits).reason
+    )
     assert states(steps + [{"repetition": 0.39}] * 30, limits)[-1] == "healthy"
 
 

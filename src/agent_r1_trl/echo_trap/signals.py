@@ -56,7 +56,9 @@ class Crossing:
         """The crossing as a verdict names it."""
         threshold = self.pair[1 if level == "critical" else 0]
         side = "below" if self.falls else "above"
-        reason = f"{self.text.format(value=self.unit(self.value))} ({level} {side} {self.unit(threshold)})."
+        is_beyond = self.value < threshold if self.falls else self.value > threshold
+        rule = f"{level} {side} {self.unit(threshold)}{'' if is_beyond else ', where it was until lately'}"
+        reason = f"{self.text.format(value=self.unit(self.value))} ({rule})."
         return Signal(name=self.name, level=level, value=self.value, threshold=threshold, reason=reason)
 
 
