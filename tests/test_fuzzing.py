@@ -2,8 +2,8 @@
 
 import ast
 import os
-import shutil
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from agent_r1_trl.sandbox import SandboxLimits
     from agent_r1_trl.tools import InfrastructureError, PythonTool, ShellTool, Tool, tool
     from agent_r1_trl.trainers import (
+        EchoTrapCallback,
         MultiTurnGRPOConfig,
         MultiTurnGRPOTrainer,
         MultiTurnPPOConfig,
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Author",
+    "EchoTrapCallback",
     "Environment",
     "EvaluationResult",
     "InfrastructureError",
@@ -60,6 +62,7 @@ __all__ = [
 
 _MODULE_OF = {
     "Author": "trajectory",
+    "EchoTrapCallback": "trainers",
     "Environment": "environments",
     "EvaluationResult": "evaluation",
     "InfrastructureError": "tools",

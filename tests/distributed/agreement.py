@@ -32,8 +32,11 @@ def _lora():
     return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def losses(policy, output_dir):
-    """Per step (loss, gradient norm). Two micro-batches make a step; one of its three groups is on both ranks."""
+def losses_and_signals(policy, output_dir):
+    """Per step (loss, gradient norm) and, of one policy, `echo/*`.
+
+    Two micro-batches make a step; one of its three groups is on both ranks.
+    """
     trainer = make_trainer(
         output_dir,
         model=str(output_dir / POLICY_FOLDER),
@@ -47,9 +50,13 @@ def losses(policy, output_dir):
         max_steps=NUM_STEPS,
         beta=0.04,
         loss_type="grpo" if policy == "rows" else "dapo",  # a mean over rows, of which some are lost
+        echo_trap=policy == "full",
+        mutual_information_every=2 if policy == "full" else 0,
     )
     trainer.train()
-    return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    signals = [{name: step[name] for name in step if name.startswith("echo/")} for step in steps]
+    return [(step["loss"], step["grad_norm"]) for step in steps], signals
 
 
 def credit(case, output_dir):

@@ -18,6 +18,18 @@ def test_losses_and_gradient_norms_agree(results, launch, policy):
         assert step == pytest.approx(reference, abs=1e-4)
 
 
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_the_signals_of_collapse_agree(results, launch):
+    expected = results("one")["signals"]
+    assert [("echo/mutual_information" in step, "echo/reward_std" in step) for step in expected] == [
+        (True, True), (False, True), (True, True),
+    ]  # fmt: skip
+    assert 0 < expected[0]["echo/repetition"] < 1 and expected[0]["echo/reward_std"] > 0.1
+    for step, reference in zip(results(launch)["signals"], expected, strict=True):
+        assert step.pop("echo/kl") == pytest.approx(reference["echo/kl"], abs=0.02), "a mean over micro-batches"
+        assert step == pytest.approx({name: reference[name] for name in step}, abs=5e-4)
+
+
 @pytest.mark.parametrize("case", CREDIT_CASES)
 def test_two_ranks_with_ragged_rows_give_the_credit_of_one_process(results, case):
     one, two = ({row["key"]: row for row in results(kind)["credit"][case]} for kind in ("one", "ddp"))

@@ -17,9 +17,11 @@ RESULTS_FILE = "results.pt"
 def compute(folder):
     """The results of this process; credit is estimated in bare models, which DeepSpeed does not run."""
     credit_cases = () if "ACCELERATE_USE_DEEPSPEED" in os.environ else agreement.CREDIT_CASES
+    runs = {policy: agreement.losses_and_signals(policy, folder) for policy in agreement.POLICIES}
     return {
         "critics": {case: critics.one_step(*case, folder) for case in critics.CASES},
-        "losses": {policy: agreement.losses(policy, folder) for policy in agreement.POLICIES},
+        "losses": {policy: losses for policy, (losses, _) in runs.items()},
+        "signals": runs["full"][1],
         "nonfinite": nonfinite.skipped(folder),
         "credit": {case: agreement.credit(case, folder) for case in credit_cases},
     }

@@ -239,6 +239,20 @@ TABLE = {
         ShownBy("tests/trainers/test_lost_members.py::test_a_group_of_too_few_counts_nowhere"),
         Refused(9, {"num_generations": 10, "per_device_train_batch_size": 10}),
     ),
+    # ---- ours: signals of collapse
+    "echo_trap": ShownBy(
+        "tests/trainers/test_echo_signals.py::test_every_signal_is_logged_and_the_training_is_the_same_bit_for_bit"
+    ),
+    "echo_thresholds": (
+        ShownBy("tests/trainers/test_echo_signals.py::test_the_users_thresholds_are_those_that_are_judged_by"),
+        Refused({"window": 20}, {"echo_trap": True}),
+    ),
+    "mutual_information_every": (
+        ShownBy(
+            "tests/trainers/test_echo_signals.py::test_every_signal_is_logged_and_the_training_is_the_same_bit_for_bit"
+        ),
+        Refused(5, {"echo_trap": True}),
+    ),
     # ---- ours: the critic
     "lam": Acts(effects.batch, 0.5, PPO),
     "lam_turn": (

@@ -79,7 +79,7 @@ def test_a_run_ends_where_more_than_the_share_of_the_last_prompts_failed(rollout
 @pytest.mark.parametrize("resumed_before", [None, 2, 3])
 def test_a_resumed_run_judges_with_the_rollouts_before_its_checkpoint(resumed_before):
     assert watch(["..", "xx"], resumed_before=resumed_before) is None, "not a whole first rollout"
-    assert watch([".." "..", "x." "xx", "xx" "x."], resumed_before=resumed_before) == 3
+    assert watch(["....", "x.xx", "xxx."], resumed_before=resumed_before) == 3
 
 
 def test_share_and_window_are_the_users():

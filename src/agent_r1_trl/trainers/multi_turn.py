@@ -50,6 +50,7 @@ from agent_r1_trl.trainers.construction import (
     trl_rewards,
 )
 from agent_r1_trl.trainers.credit import CreditEstimator
+from agent_r1_trl.trainers.echo_signals import make_echo_signals
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
 from agent_r1_trl.trainers.lookahead import ROW_INDEX, in_seeded_order
 from agent_r1_trl.trainers.metrics import gather_metrics
@@ -170,6 +171,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
         parts: Any = (self.args, self.accelerator, policy, self._tokenizer, self.env_factory)
         self.rollouts = Rollouts(*parts, generator=generator, eos_token_ids=self.eos_token_ids)
         self.guard = RunGuard(self)
+        self.echo_signals = make_echo_signals(self)
         self.rollouts.journal.attach(self)
         self.chat, self.limits = self.rollouts.chat, self.rollouts.limits
         self.chat.write_to(self._tokenizer)  # what is trained with is saved
@@ -428,6 +430,8 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
             metrics, num_tokens = gather_metrics(trajectories, group_size=size)
             self.state.num_input_tokens_seen += num_tokens
             self._add_metrics(metrics)
+            if self.echo_signals is not None:
+                self.echo_signals.take(trajectories, size)
         else:
             trajectories = self.evaluation.take(trajectories, rank=self.accelerator.process_index)
         self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]

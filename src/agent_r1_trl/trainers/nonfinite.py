@@ -215,6 +215,8 @@ class NumberWatchingTrainer(GRPOTrainer):
     env_factory: Any
     numbers: NumberWatch | None = None
     """None leaves everything to TRL."""
+    last_norms: tuple[Any, ...] = ()
+    """Gradient norms of the last optimizer step: the policy's first, the critic's where it has one of its own."""
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's; in training NaN with all gradients if anything in it is not finite."""
@@ -239,6 +241,7 @@ class NumberWatchingTrainer(GRPOTrainer):
 
     def _judge_step(self, model: Any, *norms: Any) -> None:
         """Leave weights, optimizer and schedule alone in the next optimizer step if a gradient norm is not finite."""
+        self.last_norms = norms
         if self.numbers is None:
             return
         is_engine = self.accelerator.distributed_type == DistributedType.DEEPSPEED  # it has made its step already

@@ -1,0 +1,115 @@
+"""What one rollout says of the echo trap: statistics over its trajectories and over its prompt groups.
+
+Only trajectories in the baseline count: an infrastructure failure is not the policy's silence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from agent_r1_trl.trajectory import Trajectory
+
+
+def signal_record(trajectory: Trajectory) -> dict[str, Any]:
+    """What the signals need from one trajectory, once it is scored: small enough to gather over ranks."""
+    success = trajectory.info.get("success")
+    if not isinstance(success, bool | int | float) or not math.isfinite(success):
+        success = None
+    return {
+        "in_baseline": trajectory.in_baseline,
+        "return": trajectory.total_reward - trajectory.reward_parts.get("truncation_penalty", 0.0),
+        "has_call": bool(trajectory.tool_results),
+        "turns": [_digest(trajectory.completion_ids[turn.start : turn.end]) for turn in trajectory.turns],
+        "length": trajectory.num_action_tokens,
+        "success": None if success is None else float(success),
+        "example_id": trajectory.example_id,
+        "generation": trajectory.generation,
+    }
+
+
+def _digest(ids: Sequence[int]) -> str:
+    return hashlib.blake2b(repr([*ids]).encode(), digest_size=8).hexdigest()
+
+
+def group_keys(records: Sequence[dict[str, Any]]) -> list[Hashable]:
+    """Which group each trajectory belongs to, by its example and its number in the group.
+
+    An example that was played more than once has several groups.
+    """
+    seen: Counter[tuple[str, int]] = Counter()
+    keys: list[Hashable] = []
+    for record in records:
+        member = (record["example_id"], record["generation"])
+        keys.append((record["example_id"], seen[member]))
+        seen[member] += 1
+    return keys
+
+
+def rollout_signals(records: Sequence[dict[str, Any]], groups: Sequence[Hashable]) -> dict[str, float]:
+    """The signals of N trajectories of all ranks; `docs/echo-trap.md` has each formula.
+
+    Args:
+        records: of `signal_record`.
+        groups: which group each belongs to, in any order.
+
+    Returns:
+        Keys of `judge`'s history. What these trajectories do not say is left out: `zero_std_share` where no group has
+        two members, `success` where environments report none, `return_with_call` where nobody called.
+    """
+    kept = [(record, group) for record, group in zip(records, groups, strict=True) if record["in_baseline"]]
+    if not kept:
+        return {}
+    returns = [record["return"] for record, _ in kept]
+    signals = {
+        "reward": _mean(returns),
+        "reward_min": min(returns),
+        "reward_max": max(returns),
+        "inaction": _mean([not record["has_call"] for record, _ in kept]),
+        "response_length": _mean([record["length"] for record, _ in kept]),
+    }
+    for name, has_call in (("return_with_call", True), ("return_without_call", False)):
+        if some := [record["return"] for record, _ in kept if record["has_call"] is has_call]:
+            signals[name] = _mean(some)
+    if known := [record["success"] for record, _ in kept if record["success"] is not None]:
+        signals["success"] = _mean(known)
+    members: dict[Hashable, list[dict[str, Any]]] = defaultdict(list)
+    for record, group in kept:
+        members[group].append(record)
+    return signals | _group_signals([group for group in members.values() if len(group) > 1])
+
+
+def _group_signals(groups: Sequence[Sequence[dict[str, Any]]]) -> dict[str, float]:
+    """Signals of groups of at least two trajectories."""
+    if not groups:
+        return {}
+    stds = [_spread([record["return"] for record in group]) for group in groups]
+    signals = {"reward_std": _mean(stds), "zero_std_share": _mean([std == 0 for std in stds])}
+    variances = [std**2 for std in stds]
+    if len(groups) > 1:
+        mean = _mean(variances)
+        signals["reward_variance_snr"] = statistics.stdev(variances) / mean if mean > 0 else 0.0
+    num_turns = sum(len(record["turns"]) for group in groups for record in group)
+    if num_turns:
+        signals["repetition"] = sum(_num_repeated(group) for group in groups) / num_turns
+    return signals
+
+
+def _num_repeated(group: Sequence[dict[str, Any]]) -> int:
+    """Number of turns that another trajectory of the group says as well, at whatever place."""
+    num_speakers = Counter(turn for record in group for turn in {*record["turns"]})
+    return sum(num_speakers[turn] > 1 for record in group for turn in record["turns"])
+
+
+def _spread(returns: Sequence[float]) -> float:
+    """Bessel-corrected standard deviation; 0 for what is no more than the noise of floats."""
+    std = statistics.stdev(returns)
+    return std if std > 1e-6 * max(abs(value) for value in returns) else 0.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -1,0 +1,133 @@
+"""One number over the steps of a run: its baseline, its moving average and its noise, in constant memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Series:
+    """Statistics of the known values of one key.
+
+    The baseline is the mean of the first `window` values. With `needs_nonzero` it takes at least half as many that are
+    not 0: a sparse reward may begin with steps that say nothing.
+    """
+
+    window: int
+    decay: float
+    needs_nonzero: bool = False
+
+    num: int = 0
+    num_nonzero: int = 0
+    mean: float = 0.0
+    """Of all values until the baseline is known; then the baseline."""
+    has_baseline: bool = False
+    ema: float = 0.0
+    """Equal to `mean` until the baseline is known."""
+    last: float = 0.0
+    sum_squares: float = 0.0
+    """Of the differences between neighbouring values."""
+    best: float = -math.inf
+    """Largest `ema` since the baseline is known."""
+    age: int = 0
+    """Number of steps since the last known value."""
+
+    def take(self, value: float | None) -> bool:
+        """Take the value of one step, None if it is unknown; returns whether there is an average to judge by."""
+        self.age += 1
+        if value is None:
+            return False
+        self.age = 0
+        self.sum_squares += (value - self.last) ** 2 if self.num else 0.0
+        self.num += 1
+        self.num_nonzero += value != 0
+        self.last = value
+        if self.has_baseline:
+            self.ema = self.decay * self.ema + (1 - self.decay) * value
+        else:
+            self.mean += (value - self.mean) / self.num
+            self.ema = self.mean
+            nonzero = self.num_nonzero if self.needs_nonzero else self.num
+            self.has_baseline = self.num >= self.window and 2 * nonzero >= self.window
+        if self.has_baseline:
+            self.best = max(self.best, self.ema)
+        return self.has_baseline
+
+    @property
+    def noise(self) -> float:
+        """Standard error of `ema - mean`, from the differences of neighbours, which hold no trend."""
+        of_ema = (1 - self.decay) / (1 + self.decay)
+        return math.sqrt(self._variance * (of_ema + 1 / self.window))
+
+    @property
+    def error(self) -> float:
+        """Standard error of `mean`."""
+        return math.sqrt(self._variance / min(max(self.num, 1), self.window))
+
+    @property
+    def _variance(self) -> float:
+        return self.sum_squares / (2 * max(self.num - 1, 1))
+
+
+@dataclass
+class Norms:
+    """Gradient norms: their median, and how many of the last ones were far above it."""
+
+    window: int
+    span: int
+    values: list[float] = field(default_factory=list)
+    """The last norms that were finite and not 0; a step without signal has 0."""
+    ratios: list[float] = field(default_factory=list)
+    """The last `span` norms over the median of those before them; infinite for a norm that was not finite."""
+
+    def take(self, norm: float | None, *, at_least: int) -> bool:
+        """Take the norm of one step; returns whether it could be compared with at least so many earlier ones."""
+        if norm is None:
+            return False
+        is_known = len(self.values) >= at_least or not math.isfinite(norm)
+        if is_known:
+            self.ratios = [*self.ratios, norm / self.median if math.isfinite(norm) else math.inf][-self.span :]
+        if math.isfinite(norm) and norm > 0:
+            self.values = [*self.values, norm][-self.window :]
+        return is_known
+
+    @property
+    def median(self) -> float:
+        """Of the last norms."""
+        ordered = sorted(self.values)
+        return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+@dataclass
+class Alarm:
+    """The level of one signal, with patience on the way up and hysteresis on the way down."""
+
+    level: int = 0
+    """0 none, 1 warning, 2 critical."""
+    beyond: list[int] = field(default_factory=lambda: [0, 0])
+    """Number of steps in a row beyond the warning and the critical threshold."""
+    inside: list[int] = field(default_factory=lambda: [0, 0])
+    """Number of steps in a row on the healthy side of each, by a margin."""
+    held: int = 0
+    """Number of steps with the present level."""
+
+    def take(
+        self, crossed: tuple[bool, bool], recovered: tuple[bool, bool], patience: tuple[int, int], rest: int
+    ) -> None:
+        """Judge one more known value.
+
+        Args:
+            crossed: whether it is beyond the warning and the critical threshold.
+            recovered: whether it is on the healthy side of them, by a margin.
+            patience: number of values in a row that make a warning, and a critical level.
+            rest: number of values in a row that end a level.
+        """
+        for place in (0, 1):
+            self.beyond[place] = self.beyond[place] + 1 if crossed[place] else 0
+            self.inside[place] = self.inside[place] + 1 if recovered[place] else 0
+        before = self.level
+        up = 2 if self.beyond[1] >= patience[1] else 1 if self.beyond[0] >= patience[0] else 0
+        down = 0 if self.inside[0] >= rest else 1 if self.inside[1] >= rest else 2
+        self.level = max(up, min(self.level, down))
+        self.held = self.held + 1 if self.level == before else 0

@@ -1,0 +1,186 @@
+"""Each signal of the echo trap: what is compared with its thresholds, and whether the difference is more than chance.
+
+`docs/echo-trap.md` has the same formulas in prose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from agent_r1_trl.echo_trap.series import Norms, Series
+from agent_r1_trl.echo_trap.verdict import Level, Pair, Signal, Thresholds
+
+VARIETY = ("reward_std", "zero_std_share", "entropy", "repetition")
+"""Signals of lost variety, which learning lowers as well."""
+_MIN_FALL = 0.5
+"""A share that was high from the beginning must have lost half of what was missing to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """One signal after one step, against its thresholds."""
+
+    name: str
+    key: str
+    """Of the history."""
+    value: float
+    """What is compared."""
+    pair: Pair
+    falls: bool = False
+    """Whether the signal is below its thresholds where it is bad."""
+    is_more_than_chance: bool = True
+    text: str
+    """Says what the value is, with `{value}`."""
+    unit: Callable[[float], str]
+
+    @property
+    def alarm(self) -> str:
+        """Name of the alarm: a signal with thresholds on both sides has two."""
+        return f"{self.name}:falls" if self.falls else self.name
+
+    def against(self, limits: Thresholds) -> tuple[tuple[bool, bool], tuple[bool, bool]]:
+        """Whether the value is beyond the warning and the critical threshold, and whether it is well inside them."""
+        crossed, recovered = [], []
+        for threshold in self.pair:
+            sign = -1.0 if self.falls else 1.0
+            crossed.append(self.is_more_than_chance and sign * self.value > sign * threshold)
+            recovered.append(sign * self.value < sign * threshold * (1 - sign * limits.margin))
+        return (crossed[0], crossed[1]), (recovered[0], recovered[1])
+
+    def patience(self, limits: Thresholds) -> tuple[int, int]:
+        """Number of values in a row beyond each threshold that count."""
+        return limits.warning_steps, limits.critical_steps
+
+    def signal(self, level: Level) -> Signal:
+        """The crossing as a verdict names it."""
+        threshold = self.pair[1 if level == "critical" else 0]
+        side = "below" if self.falls else "above"
+        is_beyond = self.value < threshold if self.falls else self.value > threshold
+        rule = f"{level} {side} {self.unit(threshold)}{'' if is_beyond else ', where it was until lately'}"
+        reason = f"{self.text.format(value=self.unit(self.value))} ({rule})."
+        return Signal(name=self.name, level=level, value=self.value, threshold=threshold, reason=reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spikes(Crossing):
+    """Gradient norms: single steps, not an average; so one far spike is a warning, and only several are critical."""
+
+    ratios: tuple[float, ...] = ()
+    """Of the last steps, the newest at the end."""
+
+    def against(self, limits: Thresholds) -> tuple[tuple[bool, bool], tuple[bool, bool]]:
+        """A warning for one spike beyond the critical threshold or two beyond the other; critical for three."""
+        high, far = (sum(ratio > threshold for ratio in self.ratios) for threshold in self.pair)
+        crossed = (far >= 1 or high >= 2, far >= 3)
+        return crossed, (not crossed[0], not crossed[1])
+
+    def patience(self, limits: Thresholds) -> tuple[int, int]:
+        """The spikes are counted already."""
+        return 1, 1
+
+
+def percent(value: float) -> str:
+    """0.123 as "12%"."""
+    return f"{100 * value:.0f}%" if abs(value) >= 0.1 or value == 0 else f"{100 * value:.2g}%"
+
+
+def times(value: float) -> str:
+    """2.5 as "2.5 times"."""
+    return f"{value:.3g} times"
+
+
+def reward_scale(progress: Series, spread: Series | None) -> float:
+    """What a drop of the reward is measured in: its best, or how far it has come from below 0, or its spread.
+
+    Args:
+        progress: the reward or the success rate.
+        spread: the in-group standard deviation; None if it is not that of `progress`.
+    """
+    scale = max(progress.best - min(0.0, progress.mean), abs(progress.best))
+    return max(scale, spread.mean) if spread is not None and spread.has_baseline else scale
+
+
+def crossings(series: Mapping[str, Series], norms: Norms, limits: Thresholds) -> list[Crossing]:
+    """What every signal says after a step; those without a baseline are left out."""
+    found: list[Crossing] = [
+        *_drops(series, limits),
+        *_reward_std(series["reward_std"], limits),
+        *_share(series["zero_std_share"], "zero_std_share", limits),
+        *_entropy(series["entropy"], limits),
+        *_share(series["repetition"], "repetition", limits),
+        *_inaction(series["inaction"], limits),
+    ]
+    if norms.ratios:
+        text = "The largest of the last gradient norms was {value} their running median"
+        ratios: dict = {"value": max(norms.ratios), "ratios": tuple(norms.ratios), "pair": limits.grad_norm}
+        found.append(Spikes(name="grad_norm", key="grad_norm", text=text, unit=times, **ratios))
+    return found
+
+
+def _differs(series: Series, limits: Thresholds) -> bool:
+    return abs(series.ema - series.mean) > limits.noise * series.noise
+
+
+def _drops(series: Mapping[str, Series], limits: Thresholds) -> list[Crossing]:
+    """How far reward and success have fallen: a reward that is gamed rises while success falls."""
+    found = []
+    for key in ("reward", "success"):
+        average, spread = series[key], series["reward_std"] if key == "reward" else None
+        scale = reward_scale(average, spread) if average.has_baseline else 0.0
+        if scale == 0:
+            continue
+        drop = average.best - average.ema
+        text = f"The smoothed {key} has fallen from its best by {{value}} of its scale"
+        is_real = drop > limits.reward_noise * average.noise
+        found.append(
+            Crossing(name=key, key=key, value=drop / scale, pair=limits.reward_drop, is_more_than_chance=is_real,
+                     text=text, unit=percent)
+        )  # fmt: skip
+    return found
+
+
+def _reward_std(std: Series, limits: Thresholds) -> list[Crossing]:
+    if not std.has_baseline or std.mean <= 0:
+        return []
+    text = "The standard deviation of the rewards inside groups is {value} of its baseline"
+    is_real = _differs(std, limits)
+    return [
+        Crossing(name="reward_std", key="reward_std", value=std.ema / std.mean, pair=limits.reward_std, falls=True,
+                 is_more_than_chance=is_real, text=text, unit=percent)
+    ]  # fmt: skip
+
+
+def _share(share: Series, name: str, limits: Thresholds) -> list[Crossing]:
+    if not share.has_baseline:
+        return []
+    texts = {
+        "zero_std_share": "In {value} of the groups all trajectories earned the same",
+        "repetition": "{value} of the assistant turns are said by another trajectory of the group as well",
+    }
+    is_real = _differs(share, limits) and 1 - share.ema < _MIN_FALL * (1 - share.mean)
+    return [
+        Crossing(name=name, key=name, value=share.ema, pair=getattr(limits, name), is_more_than_chance=is_real,
+                 text=texts[name], unit=percent)
+    ]  # fmt: skip
+
+
+def _entropy(entropy: Series, limits: Thresholds) -> list[Crossing]:
+    if not entropy.has_baseline or entropy.mean <= 0:
+        return []
+    text = "The entropy over action tokens is {value} of its baseline"
+    both: dict = {"value": entropy.ema / entropy.mean, "is_more_than_chance": _differs(entropy, limits)}
+    return [
+        Crossing(name="entropy", key="entropy", pair=pair, falls=falls, text=text, unit=percent, **both)
+        for pair, falls in ((limits.entropy_low, True), (limits.entropy_high, False))
+    ]
+
+
+def _inaction(share: Series, limits: Thresholds) -> list[Crossing]:
+    if not share.has_baseline:
+        return []
+    text = "The share of trajectories without a tool call has risen by {value}, and calls earned before"
+    return [
+        Crossing(name="inaction", key="inaction", value=share.ema - share.mean, pair=limits.inaction,
+                 is_more_than_chance=_differs(share, limits), text=text, unit=percent)
+    ]  # fmt: skip

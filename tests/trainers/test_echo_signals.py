@@ -1,0 +1,189 @@
+"""The monitor in our trainers: what it gathers, judges, logs and goes on from."""
+
+import json
+import logging
+import math
+
+import pytest
+import torch
+from trl import TrlParser
+
+from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOTrainer
+from agent_r1_trl.trainers.prompt_scores import Reasoning, cross_scores, first_reasoning
+from agent_r1_trl.trajectory import Trajectory, Turn
+from tests.toys import call, say
+from tests.trainers.helpers import make_trainer, two_turns
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def weights(trainer):
+    return [parameter.clone() for parameter in trainer.model.parameters()]
+
+
+@pytest.mark.parametrize("update_layout", ["padded", "packed"])
+def test_every_signal_is_logged_and_the_training_is_the_same_bit_for_bit(tmp_path, update_layout):
+    options = {"max_steps": 2, "update_layout": update_layout}
+    plain = make_trainer(tmp_path / "plain", **options)
+    plain.train()
+    watched = make_trainer(tmp_path / "watched", echo_trap=True, mutual_information_every=2, **options)
+    watched.train()
+    assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(watched), strict=True))
+    names = (
+        "reward reward_std zero_std_share repetition inaction entropy grad_norm response_length reward_variance_snr"
+    )
+    for name in names.split():
+        assert len(logged(watched, f"echo/{name}")) == 2, name
+    assert logged(watched, "echo/reward") == pytest.approx(logged(watched, "reward"))
+    assert logged(watched, "echo/reward_std") == pytest.approx(logged(watched, "group/reward_std"))
+    assert logged(watched, "echo/entropy") == pytest.approx(logged(watched, "entropy"))
+    assert logged(watched, "echo/grad_norm") == pytest.approx(logged(watched, "grad_norm"))
+    assert logged(watched, "echo/state") == [0.0, 0.0]
+    assert len(logged(watched, "echo/mutual_information")) == 1, "every second step"
+    assert 0 <= logged(watched, "echo/retrieval_accuracy")[0] <= 1
+    assert not [name for entry in plain.state.log_history for name in entry if name.startswith("echo/")]
+
+
+def test_ppo_is_judged_by_the_norm_of_its_policy(tmp_path):
+    trainer = make_trainer(tmp_path, trainer=MultiTurnPPOTrainer, echo_trap=True)
+    trainer.train()
+    assert logged(trainer, "echo/grad_norm") == pytest.approx(logged(trainer, "grad_norm"))
+    assert trainer.echo_signals.judge.verdict.step == 1
+
+
+def test_a_step_on_an_old_rollout_knows_no_new_rollout_signals(tmp_path):
+    trainer = make_trainer(tmp_path, echo_trap=True, max_steps=4, num_iterations=2)
+    trainer.train()
+    assert len(logged(trainer, "echo/reward")) == 2
+    assert len(logged(trainer, "echo/entropy")) == 4
+    assert trainer.echo_signals.judge.verdict.step == 4
+
+
+def test_without_a_tool_call_in_the_whole_run_there_is_no_inaction(tmp_path):
+    trainer = make_trainer(tmp_path, script=lambda rng, turn: say("x" * rng.randrange(1, 9)), echo_trap=True)
+    trainer.train()
+    assert logged(trainer, "echo/reward") and not logged(trainer, "echo/inaction")
+
+
+def test_a_run_that_falls_silent_is_warned_of_by_name(tmp_path, caplog):
+    """After five steps nobody calls any more, and all say the same wrong answer."""
+    trainer = None
+
+    def script(rng, turn):
+        is_late = trainer.state.global_step >= 5
+        if turn == 0 and not is_late:
+            return call(a=rng.randrange(9), b=rng.randrange(9))
+        return say("x") if is_late else say("x" * rng.choice([2, 2, 2, 3]))
+
+    options = {"echo_trap": True, "echo_thresholds": {"window": 4}, "max_steps": 14, "learning_rate": 1e-6}
+    trainer = make_trainer(tmp_path, script=script, **options)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert trainer.echo_signals.judge.verdict.state in ("collapsing", "collapsed")
+    assert {"zero_std_share", "repetition", "inaction"} <= {*trainer.echo_signals.judge.verdict.signals}
+    said = [record.getMessage() for record in caplog.records if "echo_trap" in record.getMessage()]
+    assert "after healthy." in said[0] and "without a tool call has risen by" in said[0]
+    assert logged(trainer, "echo/state")[-1] == trainer.echo_signals.judge.verdict.severity
+
+
+def test_a_resumed_run_judges_as_the_run_that_was_not_interrupted(tmp_path):
+    options = {"echo_trap": True, "script": two_turns, "save_strategy": "steps", "save_steps": 2}
+    whole = make_trainer(tmp_path / "whole", max_steps=4, **options)
+    whole.train()
+    resumed = make_trainer(tmp_path / "resumed", max_steps=4, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert resumed.echo_signals.judge.state_dict() == whole.echo_signals.judge.state_dict()
+    saved = json.loads((tmp_path / "whole" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert saved["stateful_callbacks"]["echo_trap"]["judge"]["step"] == 2
+
+
+def test_a_second_training_begins_anew(tmp_path):
+    trainer = make_trainer(tmp_path, echo_trap=True)
+    trainer.train()
+    trainer.train()
+    assert trainer.echo_signals.judge.verdict.step == 1
+
+
+# -------------------------------------------------------------------- mutual information
+
+
+@pytest.mark.parametrize("update_layout", ["padded", "packed", "shared"])
+def test_a_reasoning_is_scored_after_every_prompt_in_every_layout(tmp_path, update_layout):
+    trainer = make_trainer(tmp_path, update_layout=update_layout, per_device_train_batch_size=4)
+    texts = [([5, 6, 7], [8, 9, 10, 11], 1), ([12], [13, 14], 0), ([15, 16], [17], 0)]
+    reasonings = [
+        Reasoning(group=group, prompt_ids=prompt, ids=ids, num_before=before)
+        for group, (prompt, ids, before) in enumerate(texts)
+    ]
+    trainer.model.eval()
+    state = torch.get_rng_state()
+    scores = cross_scores(trainer, reasonings)
+    assert torch.equal(torch.get_rng_state(), state)
+    for i, (_, ids, before) in enumerate(texts):
+        for j, (prompt, _, _) in enumerate(texts):
+            with torch.no_grad():
+                log_probs = trainer.model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
+            places = range(len(prompt) + before, len(prompt) + len(ids))
+            expected = sum(log_probs[place - 1, (prompt + ids)[place]].item() for place in places)
+            assert scores[i][j] == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_does_not_fit_into_the_context_is_not_scored_and_said(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, echo_trap=True, mutual_information_every=1)
+    trainer.model.config.max_position_embeddings = 8  # the rollout's limits are made already
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert logged(trainer, "echo/reward") and not logged(trainer, "echo/mutual_information")
+    assert "has no mutual_information" in caplog.text
+
+
+@pytest.mark.parametrize(("thought", "length"), [("7 8", 2), ("", 4), ("not said", 4)])
+def test_the_reasoning_of_a_turn_ends_where_its_text_ends(thought, length):
+    class Words:
+        def decode(self, ids):
+            return " ".join(map(str, ids))
+
+    turn = Turn(start=1, end=5, message={"role": "assistant", "content": "9 10", "reasoning_content": thought})
+    authors = ["template", "policy", "policy", "policy", "policy"]
+    trajectory = Trajectory(
+        prompt_messages=[], prompt_ids=[1, 2], completion_ids=[6, 7, 8, 9, 10], action_mask=[0, 1, 1, 1, 1],
+        logprobs=[0.0] * 5, turn_ids=[-1, 0, 0, 0, 0], authors=authors, turns=[turn], stop_reason="done",
+    )  # fmt: skip
+    found = first_reasoning(trajectory, Words(), group=3)
+    assert (found.ids, found.num_before) == ([6, 7, 8, 9, 10][: 1 + length], 1)
+
+
+# -------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"mutual_information_every": 5}, "mutual_information_every"),
+        ({"mutual_information_every": -1, "echo_trap": True}, "mutual_information_every"),
+        ({"echo_thresholds": {"window": 20}}, "echo_thresholds"),
+        ({"echo_thresholds": {"windows": 20}, "echo_trap": True}, "echo_thresholds"),
+        ({"echo_thresholds": {"reward_std": [0.1, 0.5]}, "echo_trap": True}, "echo_thresholds"),
+        ({"echo_thresholds": {"window": "ten"}, "echo_trap": True}, "echo_thresholds"),
+        ({"echo_thresholds": "window: 20", "echo_trap": True}, "echo_thresholds"),
+    ],
+    ids=str,
+)
+def test_settings_that_have_no_effect_or_make_no_sense_are_refused_by_name(tmp_path, options, name):
+    with pytest.raises(ValueError, match=name):
+        MultiTurnGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+
+
+def test_the_users_thresholds_are_those_that_are_judged_by(tmp_path):
+    trainer = make_trainer(tmp_path, echo_trap=True, echo_thresholds={"window": 3, "repetition": [0.6, 0.95]})
+    assert trainer.echo_signals.judge.thresholds.window == 3
+    assert trainer.echo_signals.judge.thresholds.repetition[1] == 0.95
+    assert math.isclose(trainer.echo_signals.judge.thresholds.solved_success, 0.9)
+
+
+def test_a_command_line_gives_thresholds_as_json(tmp_path):
+    line = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false", "--echo_trap", "true"]
+    (config,) = TrlParser((MultiTurnGRPOConfig,)).parse_args_and_config([*line, "--echo_thresholds", '{"window": 5}'])
+    assert config.echo_thresholds == {"window": 5}
