@@ -23,7 +23,7 @@ from agent_r1_trl.rollout import EnvSession
 from agent_r1_trl.tools import ToolSchemaError, shared_pool
 from agent_r1_trl.trajectory import Author, Message, StopReason, ToolErrorKind, ToolResult, Trajectory, Turn
 
-MAX_ANSWERS = 16
+MAX_ANSWERS = 8
 """Answers after which an episode that has not ended counts as endless."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

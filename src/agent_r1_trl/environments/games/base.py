@@ -35,17 +35,21 @@ _MAX_SHOWN = 40
 """Characters of an action that is shown back to the model."""
 
 
+class ActionError(ValueError):
+    """A text that names no action of the game; the message tells the model why."""
+
+
 class GameEnv(ToolEnv):
     """A game that is played in turns of one or several actions.
 
     In the format "text" the model writes its actions into the answer, `<answer>Up || Right</answer>`; in the format
     "tool" it calls the tool `play` with a list of actions. The actions of a turn are played in order, up to the first
-    one that the game does not know, which is reported to the model and costs `invalid_action_reward`. A turn without
-    any action costs the same and counts as one action, so that every game comes to an end.
+    one that the game does not know, which is reported to the model and costs `invalid_action_reward`. A turn in which
+    nothing could be played costs the same, and after `max_idle_turns` of them the game is lost.
 
-    A row of the data set may have the columns `seed` (of the level), `level` (the level itself, as text), `options`
-    (settings of the game for this row, by name) and `prompt` (what the user says before the game begins). A row
-    without `seed` and `level` gets a level that all members of its group share.
+    A row of the data set may have the columns `seed` (of the level), `level` (the level itself: text, or a list of its
+    lines), `options` (settings of the game for this row, by name) and `prompt` (what the user says before the game
+    begins). A row without `seed` and `level` gets a level that all members of its group share.
 
     Info: `success`, `num_actions`, `num_effective_actions`, `num_invalid_turns`, and what `metrics` adds.
 
@@ -55,6 +59,7 @@ class GameEnv(ToolEnv):
         max_actions: number of actions after which the game is lost.
         max_actions_per_turn: maximum number of actions that are played in one turn; further ones are left out, and
             the model is told.
+        max_idle_turns: number of turns without any action after which the game is lost.
         separator: text between two actions of a turn.
         answer_tag: tag around the actions in the format "text"; "" if the whole text (without the reasoning) holds
             them.
@@ -69,9 +74,12 @@ class GameEnv(ToolEnv):
     """
 
     actions: Sequence[str] = ()
+    noun: str = "action"
+    """What an action is called in the prompt."""
     action_format: str = "text"
     max_actions: int = 10
     max_actions_per_turn: int = 5
+    max_idle_turns: int = 3
     separator: str = "||"
     answer_tag: str = "answer"
     invalid_action_reward: float = -0.1
@@ -98,6 +106,7 @@ class GameEnv(ToolEnv):
         actions: Sequence[str] | None = None,
         max_actions: int | None = None,
         max_actions_per_turn: int | None = None,
+        max_idle_turns: int | None = None,
         separator: str | None = None,
         answer_tag: str | None = None,
         invalid_action_reward: float | None = None,
@@ -109,6 +118,7 @@ class GameEnv(ToolEnv):
             "action_format": action_format,
             "max_actions": max_actions,
             "max_actions_per_turn": max_actions_per_turn,
+            "max_idle_turns": max_idle_turns,
             "separator": separator,
             "answer_tag": answer_tag,
             "invalid_action_reward": invalid_action_reward,
@@ -154,10 +164,34 @@ class GameEnv(ToolEnv):
         """
         raise NotImplementedError
 
-    def read_action(self, text: str) -> str | None:
-        """The action that a text names, or None."""
-        name = text.strip().strip(".,;:!'\"`").strip().casefold()
-        return next((action for action, shown in self._shown.items() if shown.casefold() == name), None)
+    def read_action(self, text: str) -> str:
+        """The action that a text names.
+
+        Raises:
+            ActionError: it names none.
+        """
+        names = {text.strip().casefold(), text.strip(" \t\r\n.,;:!'\"`").casefold()}
+        for action, written in self._written.items():
+            if written.casefold() in names:
+                return action
+        raise ActionError(f"{shown(text)} is not an action (actions: {', '.join(self._written.values())})")
+
+    def example_actions(self) -> list[str]:
+        """Two actions to show how they are written."""
+        return (list(self._written.values()) * 2)[:2]
+
+    def read_row(self, example: Mapping[str, Any]) -> str:
+        """The level of a row of the data set.
+
+        Raises:
+            ValueError: a column holds no level or seed.
+        """
+        level, seed = example.get("level"), check_seed(type(self).__name__, example.get("seed"))
+        if isinstance(level, list | tuple) and all(isinstance(line, str) for line in level):
+            level = "\n".join(level)
+        if level is not None and not isinstance(level, str):
+            raise ValueError(f"{type(self).__name__}.reset: level={level!r:.200} must be text, or a list of lines.")
+        return level if level is not None else self.new_level(self._reset_seed if seed is None else seed)
 
     def metrics(self) -> dict[str, float]:
         """Further numbers of the finished game, logged as `env/*`."""
@@ -186,9 +220,9 @@ class GameEnv(ToolEnv):
         if not isinstance(example, Mapping) or not _has_no_text(example.get("prompt")):
             prompt = prompt_messages(example, type(self).__name__)
         self._take_options(example.get("options"))
-        self.level = self._level_of(example)
+        self.level = self.read_row(example)
         self.random = random.Random(self._reset_seed if self.share_dynamics_seed else self._dynamics_seed)
-        self.num_actions = self.num_effective_actions = self.num_invalid_turns = 0
+        self.num_actions = self.num_effective_actions = self.num_invalid_turns = self.num_idle_turns = 0
         self.is_over = self.is_won = False
         self._start_turn()
         self.load_level(self.level)
@@ -205,12 +239,12 @@ class GameEnv(ToolEnv):
 
     def how_to_act(self) -> str:
         """How the model writes its actions."""
-        most, names = self.max_actions_per_turn, list(self._shown.values())
-        legal = f"Actions: {', '.join(names)}. " if names else ""
-        up_to = f"up to {most} actions" if most > 1 else "one action"
+        most, examples = self.max_actions_per_turn, self.example_actions()
+        legal = f"Actions: {', '.join(self._written.values())}. " if self._written else ""
+        up_to = f"up to {most} {self.noun}s" if most > 1 else f"one {self.noun}"
         if self.action_format == "tool":
             return f"{legal}In each turn, call the tool play with {up_to}."
-        example = f" {self.separator} ".join((names * 2)[: min(2, most)]) or "..."
+        example = f" {self.separator} ".join(examples[:most])
         separated = f", separated by {self.separator}" if most > 1 else ""
         if not self.answer_tag:
             return f"{legal}In each turn, write {up_to}{separated}, and nothing else, for example: {example}"
@@ -233,9 +267,11 @@ class GameEnv(ToolEnv):
                     f"{len(actions) - number} of your {len(actions)} actions were left out."
                 )
                 break
-            action = self.read_action(text)
-            if action is None:
-                said.append(f"{_shown(text)} is not an action{self._what_is()}. Nothing was played from there on.")
+            try:
+                action = self.read_action(text)
+            except ActionError as error:
+                rest = "" if number + 1 == len(actions) else " The actions after it were not played."
+                said.append(f"{error}.{rest}")
                 self._pay({"invalid_action": self.invalid_action_reward})
                 break
             self._play_one(action)
@@ -264,15 +300,13 @@ class GameEnv(ToolEnv):
         self._start_turn()
         observations, _, _, info = await super().step(message)
         parts = {name: value for name, value in info["reward_parts"].items() if name == "tool_error"}
-        is_idle = self._turn_actions == 0 and not self.is_over
-        if is_idle:
-            self.num_invalid_turns += 1
-            self._count_action(is_effective=False)
-            if not parts:
-                self._turn_parts["invalid_action"] = self.invalid_action_reward
-        elif "invalid_action" in self._turn_parts or parts:
-            self.num_invalid_turns += 1
+        is_idle = self._turn_actions == 0
+        if is_idle and not parts:
+            self._turn_parts["invalid_action"] = self.invalid_action_reward
         parts |= self._turn_parts
+        self.num_idle_turns += is_idle
+        self.num_invalid_turns += "invalid_action" in parts or "tool_error" in parts
+        self.is_over |= self.num_idle_turns >= self.max_idle_turns
         if message.get("cut_off") and self.action_format == "text" and not message.get("tool_calls"):
             text = f"There was no action in your turn: {message['cut_off']}. {self.how_to_act()}\n{self._state()}"
             observations = [{"role": "user", "content": text}]
@@ -298,7 +332,7 @@ class GameEnv(ToolEnv):
     # ---------------------------------------------------------------- internal
 
     @property
-    def _shown(self) -> dict[str, str]:
+    def _written(self) -> dict[str, str]:
         """Names of the actions in the class -> the names that the model reads and writes."""
         return dict(zip(type(self).actions, self._names, strict=True))
 
@@ -310,11 +344,8 @@ class GameEnv(ToolEnv):
         self.is_effective = True
         self._pay(self.act(action))
         self._turn_actions += 1
-        self._count_action(is_effective=self.is_effective)
-
-    def _count_action(self, *, is_effective: bool) -> None:
         self.num_actions += 1
-        self.num_effective_actions += is_effective
+        self.num_effective_actions += self.is_effective
         self.is_over |= self.num_actions >= self.max_actions
 
     def _pay(self, parts: Mapping[str, float]) -> None:
@@ -322,19 +353,12 @@ class GameEnv(ToolEnv):
             self._turn_parts[name] = self._turn_parts.get(name, 0.0) + value
 
     def _state(self) -> str:
-        left = f"\nActions left: {self.max_actions - self.num_actions}" if self.show_actions_left else ""
+        left = (
+            f"\n{self.noun.capitalize()}s left: {self.max_actions - self.num_actions}"
+            if self.show_actions_left
+            else ""
+        )
         return f"{self.describe()}{left}"
-
-    def _what_is(self) -> str:
-        return f" (actions: {', '.join(self._shown.values())})" if self._shown else ""
-
-    def _level_of(self, example: Mapping[str, Any]) -> str:
-        level, seed = example.get("level"), example.get("seed")
-        if level is not None and not isinstance(level, str):
-            raise ValueError(f"{type(self).__name__}.reset: level={level!r:.200} must be text, or None.")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
-            raise ValueError(f"{type(self).__name__}.reset: seed={seed!r:.200} must be an integer >= 0, or None.")
-        return level if level is not None else self.new_level(self._reset_seed if seed is None else seed)
 
     def _take_options(self, options: Any) -> None:
         if options is None:
@@ -358,7 +382,7 @@ class GameEnv(ToolEnv):
         owner = type(self).__name__
         if self.action_format not in ACTION_FORMATS:
             raise ValueError(f"{owner}.action_format={self.action_format!r}: must be 'text' or 'tool'.")
-        for name in ("max_actions", "max_actions_per_turn"):
+        for name in ("max_actions", "max_actions_per_turn", "max_idle_turns"):
             check_whole(owner, name, getattr(self, name))
         check_finite(owner, "invalid_action_reward", self.invalid_action_reward)
         if not isinstance(self.separator, str) or not self.separator.strip():
@@ -380,6 +404,17 @@ def check_whole(owner: str, name: str, value: Any, minimum: int = 1) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{owner}.{name}={value!r}: must be an integer >= {minimum}.")
+
+
+def check_seed(owner: str, seed: Any) -> int | None:
+    """The seed of a row, or None if it has none.
+
+    Raises:
+        ValueError: it is no integer >= 0.
+    """
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+        raise ValueError(f"{owner}.reset: seed={seed!r:.200} must be an integer >= 0, or None.")
+    return seed
 
 
 def load_package(name: str, owner: str) -> Any:
@@ -405,7 +440,7 @@ def _has_no_text(prompt: Any) -> bool:
     return is_list and all(isinstance(item, Mapping) and not item.get("content") for item in prompt)
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """A text of the model's, short and printable, in quotes."""
     text = text.strip().encode("utf-8", errors="replace").decode("utf-8")
     return repr(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")
