@@ -16,7 +16,13 @@ from agent_r1_trl.environments.factory import made_and_closed, makes_environment
 from agent_r1_trl.objects import did_you_mean, import_object, locate_error
 from agent_r1_trl.safe_text import rules
 
-BUILT_IN_ENVS = {"search_qa": "agent_r1_trl.environments.SearchQAEnv"}
+BUILT_IN_ENVS = {
+    "search_qa": "agent_r1_trl.environments.SearchQAEnv",
+    "frozen_lake": "agent_r1_trl.environments.games.FrozenLakeEnv",
+    "sokoban": "agent_r1_trl.environments.games.SokobanEnv",
+    "countdown": "agent_r1_trl.environments.games.CountdownEnv",
+    "reasoning_gym": "agent_r1_trl.environments.games.ReasoningGymEnv",
+}
 FILE_FORMATS = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 

@@ -70,7 +70,7 @@ class GameEnv(ToolEnv):
         **settings: settings of `ToolEnv`.
 
     Raises:
-        ValueError: a setting is unknown or out of range.
+        ValueError: a setting is out of range.
     """
 
     actions: Sequence[str] = ()
@@ -257,7 +257,9 @@ class GameEnv(ToolEnv):
         Args:
             actions: The actions to play.
         """
-        said: list[str] = []
+        said = [] if actions else ["There was no action in your call."]
+        if "invalid_action" in self._turn_parts:  # an earlier call of the same turn
+            actions, said = [], ["Not played, because of the action before that is none."]
         for number, text in enumerate(actions):
             if self.is_over:
                 break

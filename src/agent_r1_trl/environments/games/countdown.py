@@ -54,7 +54,7 @@ class CountdownEnv(GameEnv):
 
     Raises:
         ImportError: reasoning-gym is not installed.
-        ValueError: a setting is unknown or out of range.
+        ValueError: a setting is out of range.
     """
 
     noun = "expression"

@@ -70,7 +70,7 @@ class SokobanEnv(GameEnv):
         **settings: settings of `GameEnv` and `ToolEnv`.
 
     Raises:
-        ValueError: a setting is unknown or out of range.
+        ValueError: a setting is out of range.
     """
 
     actions = tuple(MOVES)
