@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from agent_r1_trl.environments.games import CountdownEnv
+from agent_r1_trl.environments.games import CountdownEnv, countdown
 from agent_r1_trl.environments.games.countdown import MAX_CHARS, ExpressionError, compute
 from tests.environments.games.helpers import begun, step, text_of, written
 from tests.environments.helpers import finished
@@ -22,7 +22,7 @@ def puzzle(**settings):
     [
         ("3 * 7 + 25", 46),
         ("(25 - 3) / 7", Fraction(22, 7)),
-        ("25 / 3 * 3" if False else "25/7*7" if False else "(25 - 25) * 7 + 3", 3),
+        ("(25 - 25) * 7 + 3", 3),
         ("-3 + 7", 4),
         ("+7", 7),
         ("3 \u00d7 7 \u2212 25 = 46", -4),
@@ -41,10 +41,10 @@ def test_nothing_is_rounded():
 
 
 HOSTILE = [
-    "__import__('os').system('touch x')", "9**9**9", "3**7", "3//7", "3 % 7", "3 << 7", "7!", "3 if 7 else 25", "lambda: 3",
-    "[3, 7]", "(3, 7)", "{3}", "3.0 + 7", "3e7", "0x3", "3_0", "'3'", "f'{3}'", "x", "3 7", "", " ", "()", "3 +", "* 3",
+    "__import__('os').system('touch x')", "9**9**9", "3**7", "3//7", "3 % 7", "3 << 7", "7!", "3 if 7 else 25",
+    "lambda: 3", "[3, 7]", "(3, 7)", "{3}", "3.0 + 7", "3e7", "0x3", "3_0", "'3'", "f'{3}'", "x", "3 7", "", " ", "()",
     "(" * 150 + "3" + ")" * 150, "(" * 99 + "3", "-" * 199 + "3", "3" * 5000, "\u0663 + 7", "\uff13", "3\n+\n7;7",
-    "abs(3)", "3(7)", "3 and 7", "not 3", "~3", "007", "3 @ 7", "3 := 7", "\ud800", "1j",
+    "3 +", "* 3", "abs(3)", "3(7)", "3 and 7", "not 3", "~3", "007", "3 @ 7", "3 := 7", "\ud800", "1j",
 ]  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def test_by_default_there_is_one_attempt_and_what_does_not_count_is_none():
 
 def test_every_generated_puzzle_is_solved_by_its_solution():
     env = CountdownEnv(target=(10, 99), max_number=50, must_use_all=True)
-    for seed in range(100):
+    for seed in range(30):
         env.reset({"seed": seed})
         puzzle = json.loads(env.level)
         assert 3 <= len(puzzle["numbers"]) <= 4 and 10 <= puzzle["target"] <= 99 and max(puzzle["numbers"]) <= 50
@@ -114,8 +114,8 @@ def test_columns_of_other_data_sets_are_read():
 
 @pytest.mark.parametrize(
     "level",
-    ["", "[]", "{}", "3", '{"numbers": [], "target": 3}', '{"numbers": [1.5], "target": 3}', '{"numbers": 3, "target": 3}',
-     '{"numbers": [true], "target": 3}', '{"numbers": ["3"], "target": 3}'],
+    ["", "[]", "{}", "3", '{"numbers": [], "target": 3}', '{"numbers": [1.5], "target": 3}',
+     '{"numbers": 3, "target": 3}', '{"numbers": [true], "target": 3}', '{"numbers": ["3"], "target": 3}'],
 )  # fmt: skip
 def test_what_is_no_level_is_refused(level):
     with pytest.raises(ValueError, match="level="):
@@ -138,6 +138,7 @@ def test_a_setting_out_of_range_is_refused_by_name(settings, named):
         CountdownEnv(**settings)
 
 
-def test_puzzles_that_do_not_exist_are_refused_with_a_cure():
+def test_puzzles_that_do_not_exist_are_refused_with_a_cure(monkeypatch):
+    monkeypatch.setattr(countdown, "_MAX_DRAWS", 1)
     with pytest.raises(ValueError, match="Widen target or max_number"):
         CountdownEnv(max_number=2, target=(900, 999)).new_level(1)

@@ -23,7 +23,9 @@ def test_the_lake_is_drawn_with_the_player_on_it():
 
 def test_or_listed_in_coordinates():
     env = lake(grid_format="coordinates")
-    assert env.describe() == "lake: 4 rows, 4 columns\nplayer: (0, 0)\ngoal: (3, 3)\nholes: (1, 1) (1, 3) (2, 3) (3, 0)"
+    assert (
+        env.describe() == "lake: 4 rows, 4 columns\nplayer: (0, 0)\ngoal: (3, 3)\nholes: (1, 1) (1, 3) (2, 3) (3, 0)"
+    )
     assert "(row, column)" in env.rules() and "Marks" not in env.rules()
 
 
@@ -71,7 +73,7 @@ def test_every_generated_lake_is_crossed_by_its_solution_within_the_actions(size
 
 def test_it_moves_and_slips_as_gymnasium_does():
     """The same map and seed in gymnasium's own environment, through its front door."""
-    env = lake(is_slippery=True, success_rate=0.6, dynamics_seed=5, max_actions=1000)
+    env = lake(is_slippery=True, success_rate=0.6, max_actions=1000, max_actions_per_turn=1000)
     twin = gymnasium.make("FrozenLake-v1", desc=CLASSIC.split("\n"), is_slippery=True, success_rate=0.6)
     actions = ["Left", "Down", "Right", "Up"]
     for seed in range(10):

@@ -260,8 +260,19 @@ def test_without_its_package_a_game_names_the_extra(cls, package, shown, monkeyp
         return real(name, *rest)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ImportError, match=rf'{cls.__name__} needs the package {shown}: pip install "agent-r1-trl\[games\]"'):
-        cls()
+    with pytest.raises(ImportError, match=rf'{cls.__name__} needs .* {shown}: pip install "agent-r1-trl\[games\]"'):
+        cls().reset({"seed": 1})
+
+
+def test_a_puzzle_of_the_row_s_own_needs_no_package(monkeypatch):
+    monkeypatch.setattr(importlib, "import_module", None)
+    assert CountdownEnv().reset({"nums": [1, 2], "target": 3})
+
+
+@pytest.mark.parametrize("cls", [*GAMES, ReasoningGymEnv])
+def test_a_system_prompt_of_one_s_own_takes_the_place_of_the_rules_and_an_empty_one_is_none(cls):
+    assert cls(system_prompt="Mine.").reset({"seed": 1})[0] == {"role": "system", "content": "Mine."}
+    assert [item["role"] for item in cls(system_prompt="").reset({"seed": 1})] == ["user"]
 
 
 # ---------------------------------------------------------------- seeds

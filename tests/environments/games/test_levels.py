@@ -33,4 +33,4 @@ def test_a_game_that_is_unknown_or_has_too_few_levels_is_refused():
     with pytest.raises(ValueError, match="game='chess'"):
         make_rows("chess", 1)
     with pytest.raises(ValueError, match="num=200"):
-        make_rows("sokoban", 200, room=(4, 4), min_moves=1)
+        make_rows("sokoban", 200, room=(4, 5), wall_share=0.0, min_moves=1)

@@ -15,7 +15,7 @@ from tests.environments.games.helpers import begun
 from tests.environments.helpers import finished
 
 MATHS = ["basic_arithmetic", "chain_sum", "decimal_arithmetic", "fraction_simplification", "gcd", "lcm", "products",
-         "power_function", "prime_factorization", "simple_equations", "polynomial_equations", "complex_arithmetic"]  # fmt: skip
+         "power_function", "prime_factorization", "simple_equations", "polynomial_equations"]  # fmt: skip
 
 
 def scored(env, answer, **options):
@@ -40,7 +40,11 @@ def test_the_prompt_is_the_question_and_the_form_of_the_answer():
 
 
 def test_a_row_may_name_the_generator_and_its_settings():
-    env = begun(ReasoningGymEnv, {"dataset": "gcd", "options": {"max_value": 5, "x": None}, "seed": 1}, options={"max_terms": 3})
+    env = begun(
+        ReasoningGymEnv,
+        {"dataset": "gcd", "options": {"max_value": 5, "x": None}, "seed": 1},
+        options={"max_terms": 3},
+    )
     assert max(env._entry["metadata"]["numbers"]) <= 5
 
 
@@ -53,7 +57,9 @@ def test_an_answer_that_only_contains_the_right_one_earns_nothing_unless_partial
     assert scored(env, f"<answer>{right} or 1</answer>")[0] == pytest.approx(-1 + 3 * info["score"])
 
 
-@pytest.mark.parametrize("text", ["", "3", "<answer></answer>", "<answer>1" + "0" * 20_000 + "</answer>", "<answer>\ud800</answer>"])
+@pytest.mark.parametrize(
+    "text", ["", "3", "<answer></answer>", "<answer>1" + "0" * 20_000 + "</answer>", "<answer>\ud800</answer>"]
+)
 def test_no_answer_or_an_endless_one_earns_nothing(text):
     assert scored(begun(ReasoningGymEnv, {"seed": 5}), text)[0] == 0.0
 

@@ -76,7 +76,7 @@ def test_a_box_is_not_pulled():
 )
 def test_every_generated_level_is_solved_by_its_solution_in_the_moves_allowed(settings):
     env = SokobanEnv(max_actions_per_turn=99, **settings)
-    for seed in range(200):
+    for seed in range(200 if not settings else 30):
         env.reset({"seed": seed})
         if seed % 10 == 0:  # the search costs milliseconds
             solution = env.solution()
@@ -101,7 +101,7 @@ def test_solutions_solve_in_the_simulator_of_reasoning_gym():
     """Its letters: + wall, X goal, @ box, * player, $ box on goal, % player on goal."""
     letters = str.maketrans("#.$@*+-", "+X@*$%-")
     env = SokobanEnv(num_boxes=2, max_actions=20)
-    for seed in range(20):
+    for seed in range(8):
         env.reset({"seed": seed})
         rows = [list(row) for row in env.level.translate(letters).split("\n")]
         game = Game(height=len(rows), width=len(rows[0]))
@@ -120,9 +120,7 @@ def test_a_level_file_of_others_is_read():
     assert begun(SokobanEnv, {"level": ragged}).solution() == ["Right", "Right"]
 
 
-@pytest.mark.parametrize(
-    "level", ["", "####", "#@.#", "#@$#", "#@@$.#", "#$.#", "#@*#", "#@$.Q#", "#@$..#", "\u2603"]
-)
+@pytest.mark.parametrize("level", ["", "####", "#@.#", "#@$#", "#@@$.#", "#$.#", "#@*#", "#@$.Q#", "#@$..#", "\u2603"])
 def test_what_is_no_level_is_refused(level):
     with pytest.raises(ValueError, match="level="):
         room(level)

@@ -19,20 +19,18 @@ What is random while a game is played (slips, the pay of an arm) is drawn from `
 
 from __future__ import annotations
 
-import importlib
 import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agent_r1_trl.environments.base import StepResult
+from agent_r1_trl.environments.games.checks import check_seed, check_whole, has_no_text, shown
 from agent_r1_trl.environments.tool_env import ToolEnv, check_finite, prompt_messages
 from agent_r1_trl.rewards import extract_answer, strip_reasoning
 from agent_r1_trl.trajectory import Message, ToolCall, ToolResult, Trajectory
 
 ACTION_FORMATS = ("text", "tool")
-_MAX_SHOWN = 40
-"""Characters of an action that is shown back to the model."""
 
 
 class ActionError(ValueError):
@@ -217,7 +215,7 @@ class GameEnv(ToolEnv):
             ValueError: a column holds no level, seed or options of this game.
         """
         prompt: list[Message] = []
-        if not isinstance(example, Mapping) or not _has_no_text(example.get("prompt")):
+        if not isinstance(example, Mapping) or not has_no_text(example.get("prompt")):
             prompt = prompt_messages(example, type(self).__name__)
         self._take_options(example.get("options"))
         self.level = self.read_row(example)
@@ -234,8 +232,8 @@ class GameEnv(ToolEnv):
         return super().reset({**example, "prompt": prompt})
 
     def system_message(self, example: dict[str, Any]) -> str | None:
-        """`system_prompt`, else the rules and how to write actions."""
-        return super().system_message(example) or f"{self.rules()}\n{self.how_to_act()}"
+        """`system_prompt` ("" for none), by default the rules and how to write actions."""
+        return f"{self.rules()}\n{self.how_to_act()}" if self.system_prompt is None else self.system_prompt
 
     def how_to_act(self) -> str:
         """How the model writes its actions."""
@@ -396,53 +394,3 @@ class GameEnv(ToolEnv):
                 f"{', '.join(type(self).actions)} in this order."
             )
         self.check_options()
-
-
-def check_whole(owner: str, name: str, value: Any, minimum: int = 1) -> None:
-    """Check that a setting is an integer >= `minimum`.
-
-    Raises:
-        ValueError: it is not; the message names the setting.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{owner}.{name}={value!r}: must be an integer >= {minimum}.")
-
-
-def check_seed(owner: str, seed: Any) -> int | None:
-    """The seed of a row, or None if it has none.
-
-    Raises:
-        ValueError: it is no integer >= 0.
-    """
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
-        raise ValueError(f"{owner}.reset: seed={seed!r:.200} must be an integer >= 0, or None.")
-    return seed
-
-
-def load_package(name: str, owner: str) -> Any:
-    """Import a package of the extra `games`.
-
-    Raises:
-        ImportError: it is not installed; the message names the extra.
-    """
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        package = name.partition(".")[0]
-        raise ImportError(
-            f'{owner} needs the package {package.replace("_", "-")}: pip install "agent-r1-trl[games]".'
-        ) from error
-
-
-def _has_no_text(prompt: Any) -> bool:
-    """Whether a prompt says nothing: none at all, or the placeholder of a run whose environment owns the data."""
-    if prompt is None or prompt == "":
-        return True
-    is_list = isinstance(prompt, list | tuple)
-    return is_list and all(isinstance(item, Mapping) and not item.get("content") for item in prompt)
-
-
-def shown(text: str) -> str:
-    """A text of the model's, short and printable, in quotes."""
-    text = text.strip().encode("utf-8", errors="replace").decode("utf-8")
-    return repr(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from agent_r1_trl.environments.games.base import ActionError, GameEnv, check_whole, load_package, shown
+from agent_r1_trl.environments.games.base import ActionError, GameEnv
+from agent_r1_trl.environments.games.checks import check_whole, load_package, shown
 from agent_r1_trl.environments.tool_env import check_finite
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -25,7 +26,7 @@ MAX_CHARS = 200
 _SAME = str.maketrans("\u00d7\u00b7\u00f7\u2212\u2013[]", "**/--()")
 """Signs that people write for these operators."""
 _EXPRESSION = re.compile(r"[0-9+\-*/() ]+")
-_MAX_DRAWS = 100
+_MAX_DRAWS = 20
 _STRIDE = 1_000_003  # so that no seed goes on with the puzzles of its neighbour
 
 
@@ -53,7 +54,6 @@ class CountdownEnv(GameEnv):
         **settings: settings of `GameEnv` and `ToolEnv`; `max_actions` is the number of attempts.
 
     Raises:
-        ImportError: reasoning-gym is not installed.
         ValueError: a setting is out of range.
     """
 
@@ -90,7 +90,6 @@ class CountdownEnv(GameEnv):
         for name, value in own.items():
             if value is not None:
                 setattr(self, name, value)
-        load_package("reasoning_gym", type(self).__name__)
         super().__init__(**settings)
 
     def check_options(self) -> None:
@@ -123,6 +122,7 @@ class CountdownEnv(GameEnv):
         """A puzzle of reasoning-gym's generator with a solution that is exactly right.
 
         Raises:
+            ImportError: reasoning-gym is not installed; a level of the row's own does not need it.
             ValueError: none was found.
         """
         made = load_package("reasoning_gym", type(self).__name__).create_dataset(
@@ -227,7 +227,7 @@ def compute(text: str, numbers: Sequence[int], *, must_use_all: bool = False) ->
         tree = ast.parse(written, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ExpressionError("it is no complete expression") from None
-    used = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    used: Counter[Any] = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
     if used - Counter(numbers):
         raise ExpressionError("it uses a number that is not given, or one too often")
     if must_use_all and Counter(numbers) - used:

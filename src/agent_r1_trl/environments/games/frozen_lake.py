@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from agent_r1_trl.environments.games.base import GameEnv, check_whole, load_package
+from agent_r1_trl.environments.games.base import GameEnv
+from agent_r1_trl.environments.games.checks import check_whole, load_package
 from agent_r1_trl.environments.games.grid import (
     MOVES,
     Place,

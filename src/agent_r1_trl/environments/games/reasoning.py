@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Mapping
 from typing import Any
 
-from agent_r1_trl.environments.games.base import check_seed, load_package
+from agent_r1_trl.environments.games.checks import check_seed, load_package
 from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.rewards import extract_answer, strip_reasoning
 from agent_r1_trl.trajectory import Message, StopReason, Trajectory
@@ -85,13 +86,13 @@ class ReasoningGymEnv(ToolEnv):
         self._reset_seed = reset_seed
 
     def system_message(self, example: dict[str, Any]) -> str | None:
-        """`system_prompt`, else the form of the answer."""
+        """`system_prompt` ("" for none), by default the form of the answer."""
         form = (
             f"Give your answer between <{self.answer_tag}> and </{self.answer_tag}>."
             if self.answer_tag
             else "Reply with the answer only."
         )
-        return super().system_message(example) or f"Answer the question. {form}"
+        return f"Answer the question. {form}" if self.system_prompt is None else self.system_prompt
 
     def reset(self, example: dict[str, Any]) -> list[Message]:
         """Start with a question.
@@ -150,15 +151,15 @@ class ReasoningGymEnv(ToolEnv):
 
         def score() -> None:
             try:
-                result.append(min(1.0, max(0.0, float(self._made.score_answer(answer, self._entry)))))
+                result.append(float(self._made.score_answer(answer, self._entry)))
             except BaseException as error:  # SystemExit as well: the scorer is not ours
                 failure.append(f"{type(error).__name__}: {error}")
 
         thread = threading.Thread(target=score, daemon=True, name="reasoning-gym-score")
         thread.start()
         thread.join(self.score_timeout_s)
-        if result and result[0] == result[0]:  # not NaN
-            return result[0], None
+        if result and math.isfinite(result[0]):
+            return min(1.0, max(0.0, result[0])), None
         why = failure[0] if failure else f"no number within {self.score_timeout_s:g} s"
         name = self._entry.get("metadata", {}).get("source_dataset", self.dataset)
         logger.warning("reasoning-gym could not score an answer to %r (%s): it scores 0.", name, why)

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from agent_r1_trl.environments.games.base import GameEnv, check_whole
+from agent_r1_trl.environments.games.base import GameEnv
+from agent_r1_trl.environments.games.checks import check_whole
 from agent_r1_trl.environments.games.grid import (
     MOVES,
     Place,
