@@ -6,6 +6,7 @@ import importlib
 import math
 
 import pytest
+import reasoning_gym  # noqa: F401 - takes seconds where many tests run, which no time limit below should count
 
 from agent_r1_trl import check_env
 from agent_r1_trl.cli.resolve import BUILT_IN_ENVS, resolve_env
