@@ -37,7 +37,7 @@ ALLOWED_UPWARDS = {("trajectory", "recording"), ("trainers", "recording")}
 
 LIGHT = {"trajectory", "objects", "safe_text", "sandbox", "echo_trap", "tools", "environments", "rewards"}
 HEAVY = {"torch", "transformers", "trl", "vllm", "accelerate", "datasets", "peft", "deepspeed", "numpy", "pandas"}
-OPTIONAL = {"vllm", "deepspeed", "pyarrow", "gguf", "sandlock", "pydantic_monty"}
+OPTIONAL = {"vllm", "deepspeed", "pyarrow", "gguf", "sandlock", "pydantic_monty", "gymnasium", "reasoning_gym"}
 
 MAX_FILE_LINES = 400
 LONGER_FILES = {"trainers/multi_turn.py": 490}

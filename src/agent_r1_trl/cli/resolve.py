@@ -18,7 +18,13 @@ from agent_r1_trl.rewards import RewardFunction
 from agent_r1_trl.safe_text import rules
 from agent_r1_trl.tools.signature import function_name
 
-BUILT_IN_ENVS = {"search_qa": "agent_r1_trl.environments.SearchQAEnv"}
+BUILT_IN_ENVS = {
+    "search_qa": "agent_r1_trl.environments.SearchQAEnv",
+    "frozen_lake": "agent_r1_trl.environments.games.FrozenLakeEnv",
+    "sokoban": "agent_r1_trl.environments.games.SokobanEnv",
+    "countdown": "agent_r1_trl.environments.games.CountdownEnv",
+    "reasoning_gym": "agent_r1_trl.environments.games.ReasoningGymEnv",
+}
 FILE_FORMATS = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
