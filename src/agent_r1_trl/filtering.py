@@ -22,6 +22,8 @@ from agent_r1_trl.trajectory import Trajectory
 
 RULES = ("top_fraction", "top_p", "min_p")
 STATISTICS = ("std", "var")
+DEFAULT_VALUES = {"top_fraction": 0.25, "top_p": 0.9}
+"""The value that each rule has in the paper it comes from; `min_p` comes from none."""
 TIE = 1e-6
 """Scores are equal whose relative difference is at most this."""
 
