@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tests.distributed import agreement, critics, nonfinite
+from tests.distributed import agreement, critics, filtering, nonfinite
 
 RESULTS_FILE = "results.pt"
 
@@ -21,6 +21,7 @@ def compute(folder):
         "critics": {case: critics.one_step(*case, folder) for case in critics.CASES},
         "losses": {policy: agreement.losses(policy, folder) for policy in agreement.POLICIES},
         "nonfinite": nonfinite.skipped(folder),
+        "filtered": {case: filtering.filtered(case, folder) for case in filtering.CASES},
         "credit": {case: agreement.credit(case, folder) for case in credit_cases},
     }
 
