@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tests.distributed import agreement, critics, nonfinite
+from tests.distributed import agreement, critics, filtering, nonfinite
 
 RESULTS_FILE = "results.pt"
 
@@ -23,6 +23,7 @@ def compute(folder):
         "losses": {policy: losses for policy, (losses, _) in runs.items()},
         "signals": runs["full"][1],
         "nonfinite": nonfinite.skipped(folder),
+        "filtered": {case: filtering.filtered(case, folder) for case in filtering.CASES},
         "credit": {case: agreement.credit(case, folder) for case in credit_cases},
     }
 

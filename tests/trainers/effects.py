@@ -128,6 +128,11 @@ def batch(folder, config_class, **options):
     return str(tensors), [item.total_reward for item in trainer.last_trajectories]
 
 
+def filtered(folder, config_class, **options):
+    """What the filter is set to, once it has seen that it may."""
+    return str(make(folder, config_class, **options).group_filter.settings)
+
+
 def loss(folder, config_class, **options):
     """Two losses, off policy, in a row; the second one knows the entropy of the first."""
     trainer = make(folder, config_class, num_iterations=2, **options)

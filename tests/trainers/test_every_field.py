@@ -95,6 +95,7 @@ SERVERS = {"use_vllm": True, **SERVER}
 BY_TOKEN = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
 UNCORRECTED = {"use_vllm": True, "vllm_importance_sampling_correction": False}
 VESPO = {"loss_type": "vespo"}
+TOP_P = {"filter_groups": "top_p"}
 ADAPTIVE = {"use_adaptive_entropy": True}
 ONE_TURN = {"max_turns": 1}  # of two, so that every trajectory is truncated
 
@@ -252,6 +253,26 @@ TABLE = {
             "tests/trainers/test_echo_signals.py::test_every_signal_is_logged_and_the_training_is_the_same_bit_for_bit"
         ),
         Refused(5, {"echo_trap": True}),
+    ),
+    # ---- ours: which groups are trained on
+    "filter_groups": (
+        Acts(effects.batch, "top_p"),
+        Refused("top_p", {"num_generations": 2}, config_class=PPO, num_generations=1),
+        Refused("top_p", {"fp16": False}, fp16=True),
+    ),
+    "filter_value": (Acts(effects.filtered, 0.1, **TOP_P), Refused(0.1, TOP_P)),
+    "filter_statistic": (Acts(effects.filtered, "var", **TOP_P), Refused("var", TOP_P)),
+    "filter_when": (Acts(effects.filtered, 50.0, **TOP_P), Refused(0.5, TOP_P)),
+    "filter_loss_scaling": (
+        ShownBy("tests/trainers/test_group_filter.py::test_the_loss_is_multiplied_by_the_kept_share_if_asked"),
+        Refused(True, TOP_P),
+    ),
+    "critic_uses_filtered": (
+        ShownBy(
+            "tests/trainers/test_group_filter.py::"
+            "test_policy_and_critic_train_on_the_kept_rows_and_the_critic_on_all_if_asked"
+        ),
+        Refused(True, {"filter_groups": "top_p"}, config_class=PPO, num_generations=4),
     ),
     # ---- ours: the critic
     "lam": Acts(effects.batch, 0.5, PPO),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import EstimatorName, estimator_names, find_estimator
+from agent_r1_trl.filtering import RULES
 from agent_r1_trl.generation.vllm.find_servers import check_urls
 from agent_r1_trl.rollout.limits import check_share, check_whole_number
 from agent_r1_trl.safe_text import check_rules
@@ -34,6 +35,7 @@ OUR_NEEDS = (
     Need(("pad_to_multiple_of",), "update_layout", ("padded",)),
     Need(("use_bias_correction_kl",), "kl_placement", ("loss",)),
     Need(("push_trajectories",), "record_trajectories", ("jsonl", "parquet")),
+    Need(("filter_value", "filter_statistic", "filter_when", "filter_loss_scaling"), "filter_groups", RULES),
 )
 """Options that have no effect beside one of our own, or that are ours and have none beside one of TRL's."""
 

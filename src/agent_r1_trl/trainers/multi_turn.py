@@ -52,6 +52,7 @@ from agent_r1_trl.trainers.construction import (
 from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.echo_signals import make_echo_signals
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
+from agent_r1_trl.trainers.group_filter import GroupFilter
 from agent_r1_trl.trainers.lookahead import ROW_INDEX, in_seeded_order
 from agent_r1_trl.trainers.metrics import gather_metrics
 from agent_r1_trl.trainers.nonfinite import LOG_PROBS, NumberWatch, NumberWatchingTrainer
@@ -86,7 +87,8 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
     5. The functions' values become part of the outcomes, which decides which rows are in the baseline (`rewards.py`).
     6. The estimator turns rewards into advantages, (B, T), over the rows of all ranks (`credit.py`, `advantages/`).
     7. Metrics are logged (`metrics.py`) and trajectories recorded (`recording/`).
-    8. Micro-batches are laid out (`update/layout.py`), and `_compute_loss` computes TRL's loss over the masked tokens.
+    8. Groups that teach nothing leave the update (`group_filter.py`), micro-batches are laid out (`update/layout.py`),
+       and `_compute_loss` computes TRL's loss over the masked tokens.
     9. The Trainer makes the optimizer step; a checkpoint holds the rollout under way (`saving.py`).
 
     Args:
@@ -179,6 +181,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
         self.checkpoint = RolloutCheckpoint(self.args, self.accelerator, self.rollouts.tools)
         self.store = trajectory_store(self.args, rank)
         self.numbers = NumberWatch(self.args.max_nonfinite_steps, self.args.output_dir)
+        self.group_filter = GroupFilter(self.args, self.accelerator)
         reference = [] if self.ref_model is None else [self.accelerator.unwrap_model(self.ref_model)]
         self.layout.prepare(self.model, *reference, has_router_loss=self.aux_loss_enabled)
 
@@ -199,7 +202,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
         """The Trainer's loop, under guard: what a signal or a lost rank does is in `signals.py`."""
         if self.env_factory is None:
             return super()._run(train)
-        watches: Any = (self.rollouts.failures, self.rollouts.tools, self.numbers)
+        watches: Any = (self.rollouts.failures, self.rollouts.tools, self.numbers, self.group_filter)
         for watch in watches:
             watch.begin_run()
         try:
@@ -235,6 +238,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
             return inputs
         if self._buffered_inputs is not None and self._buffered_inputs is not before:
             rows = in_seeded_order(self._buffered_inputs, self.args.seed, self._step)
+            rows = rows if self.env_factory is None else self.group_filter.apply(rows)
             self._buffered_inputs = self.layout.arrange(rows, self.accelerator)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return self.layout.trim(inputs)
@@ -263,6 +267,10 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
             self._add_metrics(weigh_mismatch(output, trajectories, self.args))
         settle_masks(output, trajectories, played.in_baseline, played.in_loss, self.args, self.accelerator)
         output |= self._advantages(output, played)
+        if self.model.training:
+            chosen, metrics = self.group_filter.choose(trajectories, played.in_baseline, self._group_size)
+            output |= chosen
+            self._add_metrics(metrics)
         if self.args.overlap_rollout:
             output[ROW_INDEX] = torch.arange(len(trajectories))
         self._number_rows(trajectories, output)

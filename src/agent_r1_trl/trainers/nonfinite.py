@@ -25,6 +25,7 @@ from torch import nn
 from trl import GRPOTrainer
 
 from agent_r1_trl.trainers.failures import MAX_WARNINGS, is_main_process
+from agent_r1_trl.trainers.group_filter import GroupFilter
 from agent_r1_trl.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ _CRITICS = ("old_values", "returns")
 LOG_PROBS, VALUES = "the policy's log-probs", "the critic's values"
 QUANTITIES = (*BATCH.values(), LOG_PROBS, VALUES)
 TRAJECTORY_ROW = "trajectory_row"
-"""Entry of TRL's batch, (B,): the place of each row's trajectory in this rank's rollout."""
+"""Entry of TRL's batch, (B,): the place of each row's trajectory in this rank's rollout (filtered: in all ranks')."""
 
 
 class NonFiniteError(RuntimeError):
@@ -81,6 +82,10 @@ class NumberWatch:
     def begin_rollout(self, trajectories: Sequence[Trajectory]) -> None:
         """Remember whose rows the next micro-batches hold."""
         self._names = [f"example {item.example_id!r}, generation {item.generation}" for item in trajectories]
+
+    def share_names(self) -> None:
+        """Number the rows of the rollout over all ranks, instead of this one's. All ranks must call it."""
+        self._names = gather_object(self._names)
 
     def take(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
         """Look at what a forward pass gave for a micro-batch.
@@ -160,6 +165,10 @@ class NumberWatch:
             )
         return True
 
+    def drop_step(self) -> None:
+        """Pass over an optimizer step that is not made for another reason: it was neither healthy nor broken."""
+        self._found = []
+
     def advice(self) -> str:
         """Where to go on from."""
         path = last_checkpoint(self._output_dir, self._last_healthy_step)
@@ -217,17 +226,27 @@ class NumberWatchingTrainer(GRPOTrainer):
     """None leaves everything to TRL."""
     last_norms: tuple[Any, ...] = ()
     """Gradient norms of the last optimizer step: the policy's first, the critic's where it has one of its own."""
+    group_filter: GroupFilter
+    """Set where `numbers` is; steps without signal are skipped like those that are not finite."""
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's; in training NaN with all gradients if anything in it is not finite."""
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        return loss if self.numbers is None or not self.model.training else self.numbers.weigh(loss, inputs)
+        if self.numbers is None or not self.model.training:
+            return loss
+        return self.group_filter.weigh(self.numbers.weigh(loss, inputs), inputs)
 
     def _number_rows(self, trajectories: Sequence[Trajectory], output: dict[str, Any]) -> None:
         """Let the rows of TRL's batch say which trajectory each is."""
-        if self.numbers is not None and self.model.training:
-            self.numbers.begin_rollout(trajectories)
-            output[TRAJECTORY_ROW] = torch.arange(len(trajectories), device=output["completion_ids"].device)
+        if self.numbers is None or not self.model.training:
+            return
+        self.numbers.begin_rollout(trajectories)
+        first = 0
+        if self.group_filter.settings.rule is not None:  # rows may change their rank
+            self.numbers.share_names()
+            first = self.accelerator.process_index * len(trajectories)
+        rows = torch.arange(first, first + len(trajectories), device=output["completion_ids"].device)
+        output[TRAJECTORY_ROW] = rows
 
     def _watch_numbers(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
         """Look at what the forward pass of a micro-batch gave, (B, T) like its mask."""
@@ -236,19 +255,28 @@ class NumberWatchingTrainer(GRPOTrainer):
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)
-        self._judge_step(model, norm)
-        return norm
+        return None if self._judge_step(model, norm) else norm
 
-    def _judge_step(self, model: Any, *norms: Any) -> None:
-        """Leave weights, optimizer and schedule alone in the next optimizer step if a gradient norm is not finite."""
+    def _judge_step(self, model: Any, *norms: Any) -> bool:
+        """Leave weights, optimizer and schedule alone in the next optimizer step if a gradient norm is not finite.
+
+        The same for a step that has nothing to train on. Returns whether that is so: then no norm means anything.
+        """
         self.last_norms = norms
         if self.numbers is None:
-            return
+            return False
         is_engine = self.accelerator.distributed_type == DistributedType.DEEPSPEED  # it has made its step already
         has_skipped = is_engine and self.accelerator.optimizer_step_was_skipped
         is_finite = not has_skipped and all(norm is None or bool(_is_finite(norm)) for norm in norms)
         is_scaled = self.accelerator.mixed_precision == "fp16"
-        must_skip = self.numbers.end_step(is_finite=is_finite, is_scaled=is_scaled, step=self.state.global_step)
+        step = self.state.global_step
+        must_skip = lacks_signal = self.group_filter.ends_without_signal(step)
+        if lacks_signal:
+            self.numbers.drop_step()
+        else:
+            must_skip = self.numbers.end_step(is_finite=is_finite, is_scaled=is_scaled, step=step)
+        if self.group_filter.num_skipped:
+            self._metrics["train"]["filter/skipped_steps"] = [float(self.group_filter.num_skipped)]
         if self.numbers.num_skipped:
             self._metrics["train"]["nonfinite/skipped_steps"] = [float(self.numbers.num_skipped)]
         if is_engine:
@@ -261,6 +289,7 @@ class NumberWatchingTrainer(GRPOTrainer):
             if must_skip:
                 model.zero_grad(set_to_none=True)  # neither momentum nor weight decay moves what has no gradient
             self.optimizer._is_overflow = must_skip  # the schedule waits as well
+        return lacks_signal
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """TRL's; weights that are not finite are not saved.

@@ -221,8 +221,9 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         if not clips_apart(self.accelerator):
             return super()._get_grad_norm(model, grad_norm)
         policy_norm, critic_norm = clip_by_role(model, self.args, self.accelerator)
+        if self._judge_step(model, policy_norm, critic_norm):
+            return None
         self._add_metrics({"critic/grad_norm": critic_norm.item()})
-        self._judge_step(model, policy_norm, critic_norm)
         if self.is_warming_up:
             drop_policy_gradients(model)
         return policy_norm

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from agent_r1_trl.critic import CRITIC_KINDS
+from agent_r1_trl.filtering import RULES
 from agent_r1_trl.rollout.limits import check_share
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.config_checks import check_choice, check_finite
@@ -89,6 +90,14 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         },
     )
 
+    critic_uses_filtered: bool = field(
+        default=False,
+        metadata={
+            "help": "Train the critic on the rows that `filter_groups` takes out of the policy's loss, too. They then "
+            "cost a forward and backward pass like the others. False: the critic trains on what the policy trains on."
+        },
+    )
+
     def check_multi_turn(self) -> None:
         """Check our own fields.
 
@@ -107,6 +116,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
                 check_finite(self, name)
         self._check_optimizer()
         check_needs(self, (Need(("bootstrap_truncated",), "truncated_trajectories", ("keep", "penalise")),))
+        check_needs(self, (Need(("critic_uses_filtered",), "filter_groups", RULES),))
         if not self.cliprange_value > 0:
             raise ValueError(
                 f"cliprange_value={self.cliprange_value} leaves the critic no room to move. Set a positive number "

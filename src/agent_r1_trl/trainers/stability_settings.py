@@ -7,10 +7,14 @@ Source: RAGEN (arXiv 2504.20073, section 4) and RAGEN-2 (arXiv 2604.06268).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from agent_r1_trl.filtering import DEFAULT_VALUES, RULES, STATISTICS
+from agent_r1_trl.trainers.config_checks import check_choice
 from agent_r1_trl.trainers.echo_signals import check_echo_signals
+from agent_r1_trl.trainers.group_filter import check_can_filter
 from agent_r1_trl.trainers.shaping import RolloutShape, check_shape
 
 
@@ -19,6 +23,31 @@ class StabilitySettings:
     """What keeps a run stable; `MultiTurnConfig` inherits it."""
 
     # ---- filtering of groups (`group_filter.py`)
+    filter_groups: str | None = field(
+        default=None,
+        metadata={
+            "help": "Train only on the groups of a rollout whose returns differ most: 'top_fraction' (the best "
+            "`filter_value` of the groups), 'top_p' (as many as hold `filter_value` of the spread) or 'min_p' (those "
+            "with at least `filter_value` of the largest spread). A step without any spread is skipped. None: all."
+        },
+    )
+    filter_value: float | None = field(
+        default=None,
+        metadata={"help": "The rule's share, above 0 and at most 1. None: 0.25 for 'top_fraction', 0.9 for 'top_p'."},
+    )
+    filter_statistic: str = field(
+        default="std", metadata={"help": "The spread of a group's raw returns: 'std' or 'var'."}
+    )
+    filter_when: float | None = field(
+        default=None,
+        metadata={
+            "help": "Filter only rollouts in which Std(RV)/Mean(RV), RV the variances of the groups, is above this. "
+            "RAGEN-2 found that filtering helped at about 1.2 and hurt at 0.33. None: filter every rollout."
+        },
+    )
+    filter_loss_scaling: bool = field(
+        default=False, metadata={"help": "Multiply the loss by the share of the rows that the filter keeps."}
+    )
 
     # ---- dynamic sampling and curriculum (`resampling.py`, `curriculum.py`)
 
@@ -76,3 +105,26 @@ class StabilitySettings:
         """
         check_shape(self)
         check_echo_signals(self)
+        self._check_filter()
+
+    def _check_filter(self) -> None:
+        if self.filter_groups is None:
+            return
+        config: Any = self
+        check_choice(config, "filter_groups", RULES)
+        check_choice(config, "filter_statistic", STATISTICS)
+        if self.filter_value is None and self.filter_groups not in DEFAULT_VALUES:
+            raise ValueError(
+                f"filter_value=None with filter_groups={self.filter_groups!r}, which has no usual value. Set "
+                "filter_value to a number above 0 and at most 1."
+            )
+        if self.filter_value is not None and not 0 < self.filter_value <= 1:
+            raise ValueError(
+                f"filter_value={self.filter_value} must be above 0 and at most 1. Set filter_value to such a share."
+            )
+        if self.filter_when is not None and not 0 <= self.filter_when < math.inf:
+            raise ValueError(
+                f"filter_when={self.filter_when} must be a finite number >= 0 (0.5 to 1 is a start). Set filter_when "
+                "to such a number, or remove it to filter every rollout."
+            )
+        check_can_filter(config)

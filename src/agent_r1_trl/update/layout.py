@@ -134,10 +134,10 @@ def regroup(buffer: list[Inputs], *, steps_per_update: int, by_prompt: bool) -> 
     for start in range(0, len(buffer), steps_per_update):
         window = buffer[start : start + steps_per_update]
         sizes = [len(inputs["completion_ids"]) for inputs in window]
-        joined = {name: _join([inputs[name] for inputs in window]) for name in window[0]}
+        joined = join_rows(window)
         order = _order_by_prompt(joined) if by_prompt else _order_by_length(joined)
         for rows in order.split(sizes):
-            regrouped.append({name: value[rows] if _has_rows(value) else value for name, value in joined.items()})
+            regrouped.append(take_rows(joined, rows))
     return regrouped
 
 
@@ -152,7 +152,7 @@ def trim_padding(inputs: Inputs) -> Inputs:
             value = value[:, first:]
         elif (
             name not in _CRITIC_PREFIX
-            and _has_rows(value)
+            and has_rows(value)
             and value.dim() == 2
             and value.shape[1] == completion.shape[1]
         ):
@@ -161,12 +161,22 @@ def trim_padding(inputs: Inputs) -> Inputs:
     return trimmed
 
 
-def _has_rows(value: Any) -> bool:
+def has_rows(value: Any) -> bool:
+    """Whether an entry of TRL's batch has an element per row."""
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _join(values: list[Any]) -> Any:
-    return torch.cat(values) if _has_rows(values[0]) else values[0]
+def join_rows(parts: list[Inputs]) -> Inputs:
+    """The rows of several micro-batches of the same widths in one; what has no rows is that of the first."""
+    return {
+        name: torch.cat([part[name] for part in parts]) if has_rows(value) else value
+        for name, value in parts[0].items()
+    }
+
+
+def take_rows(rows: Inputs, index: Any) -> Inputs:
+    """Some rows of a batch; what has no rows stays."""
+    return {name: value[index] if has_rows(value) else value for name, value in rows.items()}
 
 
 def _order_by_length(inputs: Inputs) -> torch.Tensor:

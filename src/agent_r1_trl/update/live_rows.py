@@ -1,4 +1,4 @@
-"""Keeps the size of a gradient when rows are lost (infrastructure failures, rows that no reward function scored).
+"""Keeps the size of a gradient when rows are lost (infrastructure failures, rows that nobody scored, filtered groups).
 
 Some of TRL's loss types divide by the number of rows or of micro-batches, and would count lost rows as rows of loss 0.
 Their gradient is scaled to that of a batch without the lost rows. The other loss types divide by the number of loss
@@ -35,10 +35,10 @@ def set_live_scales(buffer: list[dict[str, Any]], *, steps_per_update: int, acce
     counts = accelerator.reduce(counts, reduction="sum").clamp(min=1)
     for step, (live_rows, live_batches) in enumerate(counts.tolist()):
         window = buffer[step * width : (step + 1) * width]
-        num_rows = sum(len(inputs["in_baseline"]) for inputs in window) * accelerator.num_processes
-        for inputs in window:
-            inputs["row_scale"] = torch.tensor(num_rows / live_rows)
-            inputs["micro_batch_scale"] = torch.tensor(width * accelerator.num_processes / live_batches)
+        num_batches = width * accelerator.num_processes
+        for inputs in window:  # filtered ones may differ in size, but not between ranks
+            inputs["row_scale"] = torch.tensor(len(inputs["in_baseline"]) * num_batches / live_rows)
+            inputs["micro_batch_scale"] = torch.tensor(num_batches / live_batches)
 
 
 def policy_scale(inputs: dict[str, Any], loss_type: str) -> float:
