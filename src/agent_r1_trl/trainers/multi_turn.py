@@ -59,10 +59,11 @@ from agent_r1_trl.trainers.publishing import Publishing, rows_not_logged
 from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint
 from agent_r1_trl.trainers.reward_calls import RewardCalls
 from agent_r1_trl.trainers.rewards import Rewards
-from agent_r1_trl.trainers.rollouts import Position, Rollouts
+from agent_r1_trl.trainers.rollouts import Rollouts
 from agent_r1_trl.trainers.saving import Saving
 from agent_r1_trl.trainers.signals import RunGuard
 from agent_r1_trl.trainers.trl_logs import correct_trl_logs, drop_token_means
+from agent_r1_trl.trainers.under_way import Position
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import batch_trajectories, settle_masks, whole_rows
 from agent_r1_trl.update.importance import weigh_mismatch
