@@ -23,7 +23,7 @@ ORDER = [
     {"generation"},
     {"rollout"},
     {"journal"},
-    {"advantages"},
+    {"advantages", "filtering"},
     {"update", "critic"},
     {"trainers"},
     {"evaluation", "recording", "doctor", "memory"},
