@@ -59,6 +59,13 @@ TINY = {
         ["--trajectories", "2", "--median", "0.01", "--turns", "1", "2", "--repeats", "1"],
         {"rows"},
     ),
+    "dynamic_sampling.py": (
+        [
+            *("--variants", "both", "--max-steps", "1", "--keys", "4", "--prompts", "2", "--group-size", "2"),
+            *("--classes", "4"),
+        ],
+        {"rows"},
+    ),
     "train_step.py": (
         [
             *("--model", "tiny", "--groups", "2", "--group-size", "2", "--micro-batch", "2", "--prompt", "16"),

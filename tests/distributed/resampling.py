@@ -59,7 +59,7 @@ def compute(folder, num_rows):
     return found | {
         "advantages": torch.cat(found["advantages"]),
         "num_replaced": len(found["replaced"]),
-        "shares": trainer.resampling.curriculum.pass_rates.nan_to_num(-1).tolist(),
+        "shares": trainer.resampling.curriculum.pass_rates.tolist(),
         "extra": list(trainer._logs["extra"]["name"]),
     }
 

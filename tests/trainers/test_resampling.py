@@ -244,6 +244,13 @@ def test_rounds_can_be_switched_on_in_the_middle_of_a_run(tmp_path):
     assert len(trainer.resampling.replaced) == 8
 
 
+def test_rounds_that_cannot_be_played_are_said_and_left_out(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, env=taught(), script=speak, num_generations=1, advantage_estimator="reinforce_pp")
+    trainer.resampling.rounds = 2
+    scored_batch(trainer)
+    assert trainer.resampling.replaced == [] and "a group of one" in caplog.text
+
+
 def test_evaluations_play_what_they_are_given(tmp_path):
     trainer = make(tmp_path, taught(), eval_dataset=questions(3), per_device_eval_batch_size=2)
     scored_batch(trainer)
@@ -423,7 +430,7 @@ def test_a_replay_with_other_rewards_replaces_what_it_can(tmp_path, caplog):
 
     replayed = run(tmp_path / "b", "plain", replay=str(tmp_path / "a"), max_steps=1, reward_funcs=[never])
     assert logged_history(replayed)["sampling/groups_with_signal"] == 0
-    assert "replaces no more groups" in caplog.text
+    assert "the replay replaces no groups" in caplog.text
 
 
 def resampled_groups(trainer):

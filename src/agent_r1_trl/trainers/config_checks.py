@@ -34,7 +34,6 @@ OUR_NEEDS = (
     Need(("pad_to_multiple_of",), "update_layout", ("padded",)),
     Need(("use_bias_correction_kl",), "kl_placement", ("loss",)),
     Need(("push_trajectories",), "record_trajectories", ("jsonl", "parquet")),
-    Need(("resample_max_trajectories", "resample_max_seconds"), "resample_rounds", None),
     Need(("curriculum_floor", "curriculum_rate"), "curriculum", (True,)),
 )
 """Options that have no effect beside one of our own, or that are ours and have none beside one of TRL's."""

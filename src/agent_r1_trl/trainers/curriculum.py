@@ -3,12 +3,11 @@
 With p the pass rate of a prompt, 4 p (1 - p) is 1 where half of its trajectories pass, and 0 where all or none do: a
 group of the latter kind has nothing to teach. The weight of a prompt is
 
-    w = 1                            before its first group
-    w = max(floor, 4 p (1 - p))      after it
+    w = max(floor, 4 p (1 - p)),  p <- (1 - rate) p + rate * (share of the group's members that passed)
 
-where p is an exponential moving average over its groups, p <- (1 - rate) p + rate * (share of members that passed),
-which begins with the first group. Prompts are drawn without repetition inside a batch, each with a chance in
-proportion to w among those that are left (Efraimidis and Spirakis 2006).
+where p is an exponential moving average over its groups that begins at 1/2, so that a new prompt has the largest
+weight, and one unlucky group does not end its days. Prompts are drawn without repetition inside a batch, each with a
+chance in proportion to w among those that are left (Efraimidis and Spirakis 2006).
 
 All ranks hold the same numbers. A draw follows from the run's seed, the step and these numbers, which are in every
 checkpoint.
@@ -27,7 +26,6 @@ import torch
 from transformers import TrainerCallback
 
 from agent_r1_trl.rollout import derive_seed
-from agent_r1_trl.trainers.agreement import raised_everywhere
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +46,8 @@ class Curriculum:
         args = trainer.args
         self.floor, self.rate, self.pass_reward = args.curriculum_floor, args.curriculum_rate, args.pass_reward
         num = len(trainer.train_dataset)
-        self.pass_rates = torch.full((num,), math.nan, dtype=torch.float64)
-        """(P,) of each row of the data set, NaN before its first group."""
+        self.pass_rates = torch.full((num,), 0.5, dtype=torch.float64)
+        """(P,) of each row of the data set."""
         self.num_groups = torch.zeros(num, dtype=torch.int64)
         """(P,) groups of each row that were counted."""
         self._trainer = trainer
@@ -62,8 +60,7 @@ class Curriculum:
 
     def weights(self) -> torch.Tensor:
         """(P,) the weight of each row."""
-        weights = (4 * self.pass_rates * (1 - self.pass_rates)).clamp(min=self.floor)
-        return torch.where(self.pass_rates.isnan(), 1.0, weights)
+        return (4 * self.pass_rates * (1 - self.pass_rates)).clamp(min=self.floor)
 
     def order(self, seed: int) -> list[int]:
         """All rows, in the order of a weighted draw without repetition."""
@@ -81,9 +78,8 @@ class Curriculum:
         first = trainer.accelerator.process_index * len(rows)
         num = trainer.accelerator.num_processes * len(rows) // size
         drawn = self._drawn[micro_step] = self.order(derive_seed(trainer.args.seed, "curriculum", micro_step))[:num]
-        with raised_everywhere():
-            chosen = [dict(trainer.train_dataset[drawn[(first + row) // size]]) for row in range(len(rows))]
-            trainer.row_check.check_batch(chosen)
+        chosen = [dict(trainer.train_dataset[drawn[(first + row) // size]]) for row in range(len(rows))]
+        trainer.row_check.check_batch(chosen)
         return chosen
 
     def drawn(self, micro_step: int) -> list[int]:
@@ -104,13 +100,12 @@ class Curriculum:
             if not counted:
                 continue
             share = sum(value >= self.pass_reward for value in counted) / len(counted)
-            before = self.pass_rates[prompt].item()
-            self.pass_rates[prompt] = share if math.isnan(before) else (1 - self.rate) * before + self.rate * share
+            self.pass_rates[prompt] += self.rate * (share - self.pass_rates[prompt])
             self.num_groups[prompt] += 1
 
     def metrics(self) -> dict[str, float]:
         """The shares in which the next prompts are drawn."""
-        shares, is_seen = self.weights() / self.weights().sum(), ~self.pass_rates.isnan()
+        shares, is_seen = self.weights() / self.weights().sum(), self.num_groups > 0
         return {
             "curriculum/seen_share": is_seen.double().mean().item(),
             "curriculum/pass_rate": self.pass_rates[is_seen].mean().item(),
@@ -122,13 +117,13 @@ class Curriculum:
     def write_table(self, path: Path) -> None:
         """One line per row of the data set: its pass rate, how many groups that is from, its weight and share."""
         weights = self.weights()
-        columns = (self.num_groups, self.pass_rates, weights, weights / weights.sum())
+        columns = (self.num_groups, self.pass_rates, weights, weights / weights.sum())  # (P,) each
         with path.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["row", "groups", "pass_rate", "weight", "share"])
             for row, values in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
                 groups, *numbers = values
-                writer.writerow([row, groups, *("" if math.isnan(item) else f"{item:.6g}" for item in numbers)])
+                writer.writerow([row, groups, *(f"{item:.6g}" for item in numbers)])
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -143,7 +138,7 @@ class Curriculum:
         if state is None or len(state["pass_rates"]) != num:
             found = "no such file" if state is None else f"one of {len(state['pass_rates'])} prompts"
             logger.warning("%s: %s for %d prompts. The curriculum begins anew.", path, found, num)
-            state = {"pass_rates": torch.full_like(self.pass_rates, math.nan), "num_groups": self.num_groups * 0}
+            state = {"pass_rates": torch.full_like(self.pass_rates, 0.5), "num_groups": self.num_groups * 0}
         self.pass_rates, self.num_groups = state["pass_rates"], state["num_groups"]
         self._drawn.clear()
 

@@ -83,6 +83,7 @@ class TrainingJournal:
         self._asks_to_resume = str(args.resume_from_checkpoint).lower() in ("true", "last")
         self._is_resumed = self._asks_to_resume
         self._weights = ""
+        self._has_said_end = False
         self._is_first = True
         """Whether no rollout of this run has been opened."""
         self._needed_from = math.inf if args.save_strategy == "no" else 0
@@ -129,14 +130,32 @@ class TrainingJournal:
     ) -> ReplayedRollout | None:
         """The recorded rollout; None if rollouts are played.
 
+        Reward functions that have changed find other groups to replace (`resampling.py`) than those that were played;
+        a round that is not there has no trajectories.
+
         Raises:
             ReplayError: the journal holds another one, or none.
         """
         if self._cassette is None:
             return None
-        trajectories = self._cassette.play(requests, micro_step, round_number)
+        try:
+            trajectories = self._cassette.play(requests, micro_step, round_number)
+        except ReplayError as error:
+            if not round_number:
+                raise
+            self._say_end_of_rounds(error)
+            trajectories = []
         environments = users_environments([None] * len(requests), self._env_factory)
         return ReplayedRollout(requests, trajectories, environments, synced_step=optimizer_step)
+
+    def _say_end_of_rounds(self, error: ReplayError) -> None:
+        if not self._has_said_end:
+            logger.warning(
+                "Of micro-steps whose rewards differ from the recorded run's, the replay replaces no groups without "
+                "signal that were not replaced there: %s This is said once; sampling/groups_with_signal counts on.",
+                error,
+            )
+        self._has_said_end = True
 
     def has_rollout(self, micro_step: int) -> bool:
         """Whether the rollout that a micro-step begins to train on can be had; only a replay has an end."""

@@ -90,7 +90,7 @@ class Resampling:
         """This rank's trajectories of the last rollout that nothing is trained on, in the order of their rounds."""
         self._trainer = trainer
         self._filler: tuple[Any, ...] = ()
-        self._has_said_end = False
+        self._is_warned = False
 
     def play(self, rows: Sequence[dict[str, Any]], position: Position) -> PlayedBatch:
         """Play one trajectory per row; what is replaced is played, scored and judged before this returns.
@@ -106,7 +106,7 @@ class Resampling:
         """
         trainer, self.replaced = self._trainer, []
         played, metrics = trainer.rollouts.play(rows, trainer.model_wrapped, position)
-        is_scored_here = position.is_training and (self.rounds > 0 or self.curriculum is not None)
+        is_scored_here = position.is_training and (self._is_on(position.group_size) or self.curriculum is not None)
         if not is_scored_here:
             trainer.rollouts.finish(position)
         trainer.rewards.place_on_turns(played.trajectories, played.rows)
@@ -115,6 +115,16 @@ class Resampling:
             trainer.rollouts.finish(position)
         trainer._add_metrics(metrics)
         return played
+
+    def _is_on(self, group_size: int) -> bool:
+        """Whether groups are to be replaced, and can be; `rounds` may have changed since the settings were checked."""
+        if self.rounds and (group_size < 2 or not hasattr(self._trainer.train_dataset, "__len__")):
+            if not self._is_warned and is_main_process():
+                cause = "a group of one has no spread" if group_size < 2 else "the data set is streamed"
+                logger.warning("resampling.rounds=%d: groups are not replaced, because %s.", self.rounds, cause)
+            self._is_warned = True
+            return False
+        return self.rounds > 0
 
     # ---------------------------------------------------------------- rounds
 
@@ -126,8 +136,8 @@ class Resampling:
         returns, signals = self._judge(played, size)
         sampled = Sampled(returns, [] if curriculum is None else curriculum.drawn(position.micro_step))
         num_groups, num_with_signal, num_played, seconds = len(signals), sum(signals), 0, 0.0
-        number = 0
-        while number < self.rounds and not all(signals) and seconds < self.max_seconds:
+        number, rounds = 0, self.rounds if self._is_on(size) else 0
+        while number < rounds and not all(signals) and seconds < self.max_seconds:
             groups = [group for group, has_one in enumerate(signals) if not has_one]
             if self.max_trajectories < num_played + len(groups) * size:
                 groups = groups[: int(self.max_trajectories - num_played) // size]
@@ -180,12 +190,8 @@ class Resampling:
             rows = [dict(trainer.train_dataset[index]) for index in indices]
             trainer.row_check.check_batch(rows)
         position = replace(position, places=[first + place for place in places])
-        try:
-            more, of_round = trainer.rollouts.play(rows, trainer.model_wrapped, position)
-        except ValueError as error:
-            if not trainer.rollouts.journal.is_replay:
-                raise
-            self._say_end(error)
+        more, of_round = trainer.rollouts.play(rows, trainer.model_wrapped, position)
+        if trainer.rollouts.journal.is_replay and any(gather_object([len(more.trajectories) < len(rows)])):
             return None
         for name in ADDED_UP:
             if name in of_round:
@@ -198,16 +204,6 @@ class Resampling:
             trajectory.is_replaced = True
         self.replaced += left
         return more
-
-    def _say_end(self, error: Exception) -> None:
-        """With other reward functions than were recorded, other groups have no signal."""
-        if not self._has_said_end and is_main_process():
-            logger.warning(
-                "The replay replaces no more groups of a batch, because the journal does not hold the rollout that "
-                "would come next: %s This is said once; sampling/groups_with_signal counts on.",
-                error,
-            )
-        self._has_said_end = True
 
     def _seconds(self, more: PlayedBatch) -> float:
         """How long a round has taken, of all ranks the longest.

@@ -50,14 +50,14 @@ class StabilitySettings:
         default=False,
         metadata={
             "help": "Draw prompts by their recent pass rate p, with weights max(curriculum_floor, 4 p (1 - p)); "
-            "unseen ones have weight 1. Off: every prompt once per epoch."
+            "p begins at 1/2. Off: every prompt once per epoch."
         },
     )
     curriculum_floor: float = field(
         default=0.1, metadata={"help": "Smallest weight of a prompt, above 0 and at most 1 (1: all are drawn alike)."}
     )
     curriculum_rate: float = field(
-        default=0.3,
+        default=0.5,
         metadata={"help": "Weight of a prompt's newest group in its pass rate, above 0 and at most 1 (1: no memory)."},
     )
 
@@ -89,6 +89,15 @@ def check_resampling(config: Any) -> None:
             "has no spread, so every group would be replaced. Set num_generations to 2 or more, or remove "
             "resample_rounds."
         )
+    has_rounds = config.resample_rounds or getattr(config, "echo_actions", None)  # the guard may switch them on
+    options = {"resample_max_trajectories": has_rounds, "resample_max_seconds": has_rounds}
+    for name, is_read in (options | {"pass_reward": has_rounds or config.curriculum}).items():
+        if not is_read and getattr(config, name) != config.default_of(name):
+            other = " and curriculum=False" if name == "pass_reward" else ""
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} has no effect with resample_rounds=0{other}. Set resample_rounds "
+                f"to 2, say, or remove {name}."
+            )
     check_whole_number("resample_max_trajectories", config.resample_max_trajectories, is_optional=True)
     limit = config.resample_max_trajectories
     if limit is not None and limit < config.num_generations:
