@@ -143,13 +143,12 @@ class Resampling:
                 groups = groups[: int(self.max_trajectories - num_played) // size]
             if not groups:
                 break
-            number += 1
-            prompts = self._draw(len(groups), position.micro_step, number, used)
-            more = self._play_round(
-                played, replace(position, round=number), dict(zip(groups, prompts, strict=True)), metrics
-            )
+            prompts = self._draw(len(groups), position.micro_step, number + 1, used)
+            of_group = dict(zip(groups, prompts, strict=True))
+            more = self._play_round(played, replace(position, round=number + 1), of_group, metrics)
             if more is None:
                 break
+            number += 1
             num_played += len(groups) * size
             seconds += self._seconds(more)
             used.update(self._keys(more))
