@@ -163,7 +163,7 @@ TABLE = {
     ),
     "curriculum_rate": (
         ShownBy(f"{CURRICULUM}::test_a_pass_rate_is_an_average_that_forgets"),
-        Refused(0.5, {"curriculum": True}),
+        Refused(0.3, {"curriculum": True}),
         Refused(1.5, {"curriculum_rate": 1.0}, curriculum=True),
     ),
     # ---- ours: rewards, advantages, loss
