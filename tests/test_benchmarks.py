@@ -74,6 +74,13 @@ TINY = {
         ["--rollouts", "1", "--seeds", "0", "--shapes", "2x4x2", "--examples", "2"],
         {"rows"},
     ),
+    "dynamic_sampling.py": (
+        [
+            *("--variants", "both", "--max-steps", "1", "--keys", "4", "--prompts", "2", "--group-size", "2"),
+            *("--classes", "4"),
+        ],
+        {"rows"},
+    ),
     "train_step.py": (
         [
             *("--model", "tiny", "--groups", "2", "--group-size", "2", "--micro-batch", "2", "--prompt", "16"),

@@ -209,6 +209,8 @@ class Trajectory:
     seed: int = 0
     is_group_too_small: bool = False
     """Too few trajectories of its group are left (`min_group_size`), so this one is not in the baseline either."""
+    is_replaced: bool = False
+    """Its group had nothing to teach and another was played in its place (`resample_rounds`): not trained on."""
     error: str | None = None
     """Message of the infrastructure failure, if there was one."""
     failed_tries: list[str] = field(default_factory=list)

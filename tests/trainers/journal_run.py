@@ -47,6 +47,21 @@ class Deterministic(SlowTalk):
     on_resume = "replay"
 
 
+class Coin(Deterministic):
+    """Half of the groups of two teach nothing."""
+
+    def step(self, message):
+        observations, _, is_done, info = super().step(message)
+        return observations, 0.0, is_done, info
+
+    def outcome_reward(self, trajectory):
+        return float(sum(trajectory.completion_ids) % 2)
+
+
+RESAMPLED = {"env": Coin, "resample_rounds": 3, "curriculum": True}
+"""Options of the algorithm "resampled": GRPO with dynamic sampling."""
+
+
 class NotedGenerator(TransformersGenerator):
     """One row at a time; notes which turns were asked for and which were sampled."""
 
@@ -84,6 +99,7 @@ def run(folder, algorithm="grpo", num_steps=6, rank=0, world=1, port=0, **option
         )  # fmt: skip
     torch.set_num_threads(1)
     checkpoint = newest_checkpoint(folder, world)
+    options |= RESAMPLED if algorithm == "resampled" else {}
     is_ppo = algorithm == "ppo"
     trainer = make_trainer(
         folder,

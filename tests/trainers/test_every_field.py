@@ -112,6 +112,8 @@ TEMPLATE_TEST = (
     "tests/trainers/test_publishing.py::test_the_template_and_the_grammar_that_were_asked_for_are_used_and_saved"
 )
 
+RESAMPLING, CURRICULUM = "tests/trainers/test_resampling.py", "tests/trainers/test_curriculum.py"
+
 TABLE = {
     # ---- ours: rollout
     "max_turns": Acts(effects.limits, 3),
@@ -136,6 +138,38 @@ TABLE = {
     # ---- ours: the shape of a rollout
     "prompts_per_rollout": (Acts(effects.shape, 4), Refused(4, {"steps_per_generation": 4}, steps_per_generation=3)),
     "updates_per_rollout": (Acts(effects.shape, 4), Refused(4, {"num_iterations": 2}, num_iterations=3)),
+    # ---- ours: dynamic sampling and curriculum
+    "resample_rounds": (
+        ShownBy(f"{RESAMPLING}::test_whole_groups_are_replaced_and_everything_is_counted"),
+        Refused(2, {"num_generations": 2}, config_class=PPO, num_generations=1),
+        Refused(-1, {"resample_rounds": 0}),
+    ),
+    "resample_max_trajectories": (
+        ShownBy(f"{RESAMPLING}::test_at_a_limit_the_rest_stays_as_it_is_and_is_counted"),
+        Refused(64, {"resample_rounds": 2}),
+        Refused(7, {"resample_max_trajectories": 8}, resample_rounds=2),
+    ),
+    "resample_max_seconds": (
+        ShownBy(f"{RESAMPLING}::test_at_a_limit_the_rest_stays_as_it_is_and_is_counted"),
+        Refused(9.0, {"resample_rounds": 2}),
+        Refused(0.0, {"resample_max_seconds": 1.0}, resample_rounds=2),
+    ),
+    "pass_reward": (
+        ShownBy(f"{CURRICULUM}::test_a_pass_rate_is_an_average_that_forgets"),
+        Refused(1.0, {"resample_rounds": 2}, {"curriculum": True}),
+        Refused(float("nan"), {"pass_reward": 1.0}, curriculum=True),
+    ),
+    "curriculum": ShownBy(f"{CURRICULUM}::test_prompts_that_pass_half_the_time_are_drawn_most"),
+    "curriculum_floor": (
+        ShownBy(f"{CURRICULUM}::test_weights_are_those_of_the_formula"),
+        Refused(0.5, {"curriculum": True}),
+        Refused(0.0, {"curriculum_floor": 0.1}, curriculum=True),
+    ),
+    "curriculum_rate": (
+        ShownBy(f"{CURRICULUM}::test_a_pass_rate_is_an_average_that_forgets"),
+        Refused(0.3, {"curriculum": True}),
+        Refused(1.5, {"curriculum_rate": 1.0}, curriculum=True),
+    ),
     # ---- ours: rewards, advantages, loss
     "truncated_trajectories": Acts(effects.batch, "mask", **ONE_TURN),
     "truncation_penalty": (

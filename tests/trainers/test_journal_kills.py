@@ -87,9 +87,10 @@ def kill_at_random_moments(start, folder, world, algorithm, num_steps, rng):
     return num_kills
 
 
+KILLED_IN_THE_MATRIX = (("ppo", 1), ("grpo", 2), ("ppo", 2), ("resampled", 1), ("resampled", 2))
 CASES = [
     pytest.param("grpo", 1, marks=pytest.mark.slow),
-    *[pytest.param(*case, marks=pytest.mark.matrix) for case in (("ppo", 1), ("grpo", 2), ("ppo", 2))],
+    *[pytest.param(*case, marks=pytest.mark.matrix) for case in KILLED_IN_THE_MATRIX],
 ]
 
 

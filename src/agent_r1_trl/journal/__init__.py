@@ -2,6 +2,7 @@
 
     OUTPUT_DIR/journal/rank0/rollout_000000064.journal     the rollout that micro-step 64 begins to train on
     OUTPUT_DIR/journal/rank1/rollout_000000064.journal     the second process's part of it
+    OUTPUT_DIR/journal/rank0/rollout_000000064.1.journal   the first round that replaced groups of it
     OUTPUT_DIR/journal/eval.journal                        of `agent-r1-trl eval`
 
 - `records.py`: a file is a row of records, each with length and checksum; what follows the last whole one is dropped

@@ -51,17 +51,20 @@ class Cassette:
         names = [path.stem.rpartition("_")[2] for path in self._files]
         return sorted(int(name) for name in names if name.isdigit())
 
-    def play(self, requests: Sequence[RolloutRequest], micro_step: int | None = None) -> list[Trajectory]:
+    def play(
+        self, requests: Sequence[RolloutRequest], micro_step: int | None = None, round_number: int = 0
+    ) -> list[Trajectory]:
         """The recorded trajectories, in the order of the requests.
 
         Args:
             requests: as a rollout would play them.
             micro_step: of a training run; None for an evaluation.
+            round_number: of a rollout that replaces groups of the micro-step's first one, from 1 on.
 
         Raises:
             ReplayError: there is no such rollout, it is not complete, or one of the requests differs.
         """
-        rollout = self._read(micro_step)
+        rollout = self._read(micro_step, round_number)
         where = f"{self._name}: " + ("" if micro_step is None else f"the rollout of micro-step {micro_step}: ")
         recorded = {str(item.request): item for item in rollout.trajectories}
         first_wave = [item for item in rollout.trajectories if not item.request["attempt"]]
@@ -82,7 +85,7 @@ class Cassette:
                 trajectories.append(read_trajectory(found.end))
         return trajectories
 
-    def _read(self, micro_step: int | None) -> RecordedRollout:
+    def _read(self, micro_step: int | None, round_number: int) -> RecordedRollout:
         if micro_step is None:
             path = self._files[-1]
             if path.name != EVAL_FILE and not self.path.is_file():
@@ -90,7 +93,7 @@ class Cassette:
                     f"{self._name}: the journal holds no evaluation. Pass the output_dir of `agent-r1-trl eval`."
                 )
         else:
-            path = self._folder / rollout_file(micro_step)
+            path = self._folder / rollout_file(micro_step, round_number)
             if path not in self._files:
                 held = self.micro_steps
                 known = f"those of micro-steps {', '.join(map(str, held))}" if held else "none of a training run"

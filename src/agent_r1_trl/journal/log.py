@@ -37,9 +37,9 @@ def rank_folder(output_dir: str | Path, rank: int) -> Path:
     return Path(output_dir).absolute() / FOLDER / f"rank{rank}"
 
 
-def rollout_file(micro_step: int) -> str:
-    """Name of the file of the rollout that a micro-step begins to train on."""
-    return f"rollout_{micro_step:09d}.journal"
+def rollout_file(micro_step: int, round_number: int = 0) -> str:
+    """Name of the file of the rollout that a micro-step begins to train on, or of one that replaces groups of it."""
+    return f"rollout_{micro_step:09d}{f'.{round_number}' if round_number else ''}.journal"
 
 
 class RolloutLog:
@@ -62,7 +62,7 @@ class RolloutLog:
         self._keys: dict[int, tuple[RolloutRequest, str]] = {}
         """By the request's `id`, which is unique as long as the request is held here."""
         self._is_complete = recorded is not None and recorded.is_complete
-        self.optimizer_step = (header if recorded is None else recorded.header).get("optimizer_step")
+        self.optimizer_step: Any = (header if recorded is None else recorded.header).get("optimizer_step")
         """Number of optimizer steps behind the oldest weights that a turn was sampled from."""
         self._plays_finished = plays_finished
         self._ended: set[int] = set()

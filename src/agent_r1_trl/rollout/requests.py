@@ -32,7 +32,14 @@ class RolloutRequest:
 
 
 def rollout_requests(
-    examples: Sequence[dict[str, Any]], *, first_row: int, group_size: int, seed: int, step: int | None
+    examples: Sequence[dict[str, Any]],
+    *,
+    first_row: int,
+    group_size: int,
+    seed: int,
+    step: int | None,
+    round_number: int = 0,
+    places: Sequence[int] | None = None,
 ) -> list[RolloutRequest]:
     """One request per row.
 
@@ -44,12 +51,15 @@ def rollout_requests(
         seed: of the run.
         step: the micro-step that trains on them, part of their seeds; None for evaluation, whose seeds are always the
             same, whatever the size of its batches.
+        round_number: of a rollout that replaces groups of the step's first one, from 1 on; other seeds in each.
+        places: index of each example among the rows of all ranks, where they are not consecutive.
     """
     requests = []
-    for row, example in enumerate(examples, start=first_row):
+    rows = range(first_row, first_row + len(examples)) if places is None else places
+    for row, example in zip(rows, examples, strict=True):
         group, generation = divmod(row, group_size)
         # Equal rows (all are, if the environment owns the data) are different draws.
-        draw = (-1 if step is None else step, group)
+        draw = (-1 if step is None else step, group, *([round_number] if round_number else []))
         example_id = example_key(example)
         rules().note(example)
         requests.append(

@@ -36,6 +36,7 @@ OUR_NEEDS = (
     Need(("use_bias_correction_kl",), "kl_placement", ("loss",)),
     Need(("push_trajectories",), "record_trajectories", ("jsonl", "parquet")),
     Need(("filter_value", "filter_statistic", "filter_when", "filter_loss_scaling"), "filter_groups", RULES),
+    Need(("curriculum_floor", "curriculum_rate"), "curriculum", (True,)),
 )
 """Options that have no effect beside one of our own, or that are ours and have none beside one of TRL's."""
 

@@ -83,6 +83,7 @@ class TrainingJournal:
         self._asks_to_resume = str(args.resume_from_checkpoint).lower() in ("true", "last")
         self._is_resumed = self._asks_to_resume
         self._weights = ""
+        self._has_said_end = False
         self._is_first = True
         """Whether no rollout of this run has been opened."""
         self._needed_from = math.inf if args.save_strategy == "no" else 0
@@ -125,18 +126,36 @@ class TrainingJournal:
         return self._cassette is not None
 
     def replay(
-        self, requests: Sequence[RolloutRequest], micro_step: int, optimizer_step: int
+        self, requests: Sequence[RolloutRequest], micro_step: int, optimizer_step: int, round_number: int = 0
     ) -> ReplayedRollout | None:
         """The recorded rollout; None if rollouts are played.
+
+        Reward functions that have changed find other groups to replace (`resampling.py`) than those that were played;
+        a round that is not there has no trajectories.
 
         Raises:
             ReplayError: the journal holds another one, or none.
         """
         if self._cassette is None:
             return None
-        trajectories = self._cassette.play(requests, micro_step)
+        try:
+            trajectories = self._cassette.play(requests, micro_step, round_number)
+        except ReplayError as error:
+            if not round_number:
+                raise
+            self._say_end_of_rounds(error)
+            trajectories = []
         environments = users_environments([None] * len(requests), self._env_factory)
         return ReplayedRollout(requests, trajectories, environments, synced_step=optimizer_step)
+
+    def _say_end_of_rounds(self, error: ReplayError) -> None:
+        if not self._has_said_end:
+            logger.warning(
+                "Of micro-steps whose rewards differ from the recorded run's, the replay replaces no groups without "
+                "signal that were not replaced there: %s This is said once; sampling/groups_with_signal counts on.",
+                error,
+            )
+        self._has_said_end = True
 
     def has_rollout(self, micro_step: int) -> bool:
         """Whether the rollout that a micro-step begins to train on can be had; only a replay has an end."""
@@ -155,6 +174,7 @@ class TrainingJournal:
         params: SamplingParams,
         micro_step: int,
         optimizer_step: int,
+        round_number: int = 0,
     ) -> RolloutLog | None:
         """The journal of a rollout; None if there is none (any more).
 
@@ -163,21 +183,25 @@ class TrainingJournal:
             params: how tokens are drawn.
             micro_step: that trains first on it.
             optimizer_step: number of optimizer steps behind the weights.
+            round_number: of a rollout that replaces groups of the micro-step's first one, from 1 on.
         """
         self._is_on = self._is_on and not any(log.has_failed for log in self._logs)
         if not self._is_on:
             return None
-        path = self._folder / rollout_file(micro_step)
+        path = self._folder / rollout_file(micro_step, round_number)
         if self._is_first and not self._is_resumed:  # what is there is the journal of another run
             self._delete(self._files())
-        unneeded = [file for file in self._files() if file != path and _micro_step(file) < self._needed_from]
-        self._delete(unneeded[: len(unneeded) - self._keep] if self._keep < len(unneeded) else [])
+        unneeded = sorted({_micro_step(file) for file in self._files()} - {micro_step})
+        unneeded = [step for step in unneeded if step < self._needed_from]
+        unneeded = unneeded[: max(0, len(unneeded) - self._keep)]
+        self._delete([file for file in self._files() if _micro_step(file) in unneeded])
         header = {
             "micro_step": micro_step,
             "optimizer_step": optimizer_step,
             "weights": self._weights,
             "size": len(requests),
             "params": asdict(params),
+            **({"round": round_number} if round_number else {}),
             **self._settings,
         }
         recorded = self._usable(read_rollout(path), header) if self._is_resumed else None
@@ -188,9 +212,9 @@ class TrainingJournal:
         self._logs = [*self._logs[-1:], log]
         return log
 
-    def discard(self, micro_step: int) -> None:
+    def discard(self, micro_step: int, round_number: int = 0) -> None:
         """Remove the journal of a rollout that nothing may be trained on, now or by a resumed run."""
-        path = self._folder / rollout_file(micro_step)
+        path = self._folder / rollout_file(micro_step, round_number)
         for log in self._logs:
             if log.path == path:
                 log.close()
@@ -231,7 +255,7 @@ class TrainingJournal:
 
 
 def _micro_step(path: Path) -> int:
-    return int(path.stem.rpartition("_")[2])
+    return int(path.name.rpartition("_")[2].partition(".")[0])
 
 
 class ReplayedRollout:
@@ -255,6 +279,7 @@ class ReplayedRollout:
         synced_step: int,
     ) -> None:
         self.requests = requests
+        self.rows: Sequence[dict[str, Any]] = [request.example for request in requests]
         self.trajectories = trajectories
         self.environments = environments
         self.synced_step = synced_step

@@ -58,13 +58,15 @@ from agent_r1_trl.trainers.metrics import gather_metrics
 from agent_r1_trl.trainers.nonfinite import LOG_PROBS, NumberWatch, NumberWatchingTrainer
 from agent_r1_trl.trainers.played import PlayedBatch, trl_generation
 from agent_r1_trl.trainers.publishing import Publishing, rows_not_logged
+from agent_r1_trl.trainers.resampling import Resampling, check_can_draw
 from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint
 from agent_r1_trl.trainers.reward_calls import RewardCalls
 from agent_r1_trl.trainers.rewards import Rewards
-from agent_r1_trl.trainers.rollouts import Position, Rollouts
+from agent_r1_trl.trainers.rollouts import Rollouts
 from agent_r1_trl.trainers.saving import Saving
 from agent_r1_trl.trainers.signals import RunGuard
 from agent_r1_trl.trainers.trl_logs import correct_trl_logs, drop_token_means
+from agent_r1_trl.trainers.under_way import Position
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import batch_trajectories, settle_masks, whole_rows
 from agent_r1_trl.update.importance import weigh_mismatch
@@ -81,7 +83,8 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
     1. The Trainer draws rows of the data set, each `num_generations` times (`_get_train_sampler`: `resume.py`).
     2. `_prepare_inputs` asks for a new rollout where the last one is used up, and otherwise goes on at step 8.
     3. `_generate_and_score_completions`: the generator receives the weights of this step (`generation/sync.py`), and
-       one trajectory per row is played (`rollouts.py`, then `rollout/loop.py`).
+       one trajectory per row is played (`rollouts.py`, then `rollout/loop.py`); groups that have nothing to teach are
+       replaced, if the settings ask for it (`resampling.py`).
     4. Turn rewards are placed (`rewards.py`). TRL pads the trajectories into a batch (`_generate` hands them over),
        calls the reward functions (`_calculate_rewards`) and computes old and reference log-probs.
     5. The functions' values become part of the outcomes, which decides which rows are in the baseline (`rewards.py`).
@@ -157,6 +160,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
         self.row_check = RowCheck(form, train_dataset, eval_dataset)
         self.rewards = Rewards(config, self.turn_reward_funcs, form)
         kwargs |= trl_rewards(as_list(reward_funcs), self.rewards.columns, form, config, kwargs)
+        check_can_draw(train_dataset, config)
         train_dataset = trl_dataset(train_dataset, config, eval_dataset)
         super().__init__(model, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
         self.tools = form.tools
@@ -172,6 +176,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
         policy, rank = self.accelerator.unwrap_model(self.model), self.accelerator.process_index
         parts: Any = (self.args, self.accelerator, policy, self._tokenizer, self.env_factory)
         self.rollouts = Rollouts(*parts, generator=generator, eos_token_ids=self.eos_token_ids)
+        self.resampling = Resampling(self)
         self.guard = RunGuard(self)
         self.echo_signals = make_echo_signals(self)
         self.rollouts.journal.attach(self)
@@ -250,19 +255,15 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
             return super()._generate_and_score_completions(inputs)
         self.row_check.check_batch(inputs)
         start = time.perf_counter()
-        played, metrics = self.rollouts.play(inputs, self.model_wrapped, self._position())
-        self._add_metrics(metrics)
+        played = self._played = self.resampling.play(inputs, self._position())
         trajectories = self.last_trajectories = played.trajectories
-        self.rewards.place_on_turns(trajectories, inputs)
-        self._played = played
         self.environments = None  # TRL would reset them
         try:
             output = super()._generate_and_score_completions(played.rows_with_prompts)
         finally:
             self._played = None
-        functions: Any = {"functions": self.reward_funcs, "names": self.reward_func_names}
-        functions["weights"] = self.reward_weights.tolist()
-        self.rewards.settle(played, **functions, group_size=self._group_size if self.model.training else 1)
+        group_size = self._group_size if self.model.training else 1
+        self.rewards.settle(played, **self._reward_table, group_size=group_size)
         if "importance_sampling_ratio" in output:
             self._add_metrics(weigh_mismatch(output, trajectories, self.args))
         settle_masks(output, trajectories, played.in_baseline, played.in_loss, self.args, self.accelerator)
@@ -296,17 +297,20 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
     ) -> torch.Tensor:
         if self._played is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        calls = RewardCalls(self._played.trajectories)
+        if self._played.all_reward_values is not None:  # `resampling.py` has scored them
+            return self._played.all_reward_values
+        calls = RewardCalls(self._played.trajectories, len(inputs))
         interval = self.args.watchdog_interval and 6 * self.args.watchdog_interval  # judges take their time
         waiting = reported("The reward functions have been running", interval)
         with rows_not_logged(), waiting, calls.checked(self):
             values = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)  # (N, F), all ranks
         failed = [item.stop_reason.is_infrastructure_failure for item in self._played.trajectories]
+        failed += [True] * (len(inputs) - len(failed))
         values[self.accelerator.gather(torch.tensor(failed, device=values.device))] = torch.nan  # earned nothing
         if not self.model.training:
             self.evaluation.take_rewards(values)
         first = self.accelerator.process_index * len(inputs)
-        self._played.reward_values = values[first : first + len(inputs)]
+        self._played.reward_values = values[first : first + len(self._played.trajectories)]
         calls.settle(self._played.reward_values, self.reward_funcs, self.reward_func_names)
         return values
 
@@ -439,7 +443,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
             self.state.num_input_tokens_seen += num_tokens
             self._add_metrics(metrics)
             if self.echo_signals is not None:
-                self.echo_signals.take(trajectories, size)
+                self.echo_signals.take(trajectories, size, self.resampling.replaced)
         else:
             trajectories = self.evaluation.take(trajectories, rank=self.accelerator.process_index)
         self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
@@ -449,7 +453,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
             trajectory.advantages = row[: len(trajectory.completion_ids)]
         # A rollout has the number of the first step that trains on it, under which its metrics are logged.
         step = self.state.global_step + (1 if self.model.training else 0)
-        self.store.write(step, trajectories, split=mode)
+        self.store.write(step, [*trajectories, *self.resampling.replaced], split=mode)
         if self.store.num_lost:
             self._metrics[mode]["recording/lost_trajectories"] = [self.store.num_lost]
 
@@ -463,6 +467,12 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
     def _group_size(self) -> int:
         """Rows of one prompt."""
         return self.num_generations if self.model.training else self.num_generations_eval
+
+    @property
+    def _reward_table(self) -> dict[str, Any]:
+        """TRL's reward functions, their names and weights."""
+        weights = self.reward_weights.tolist()
+        return {"functions": self.reward_funcs, "names": self.reward_func_names, "weights": weights}
 
     def _position(self) -> Position:
         return Position(

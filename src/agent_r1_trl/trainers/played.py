@@ -15,11 +15,17 @@ from agent_r1_trl.trajectory import Trajectory
 class PlayedBatch:
     """One generation batch on this rank: B rows of the data set and what became of them."""
 
-    rows: Sequence[dict[str, Any]]
+    rows: list[dict[str, Any]]
     trajectories: list[Trajectory]
     environments: list[Any] | None
     reward_values: torch.Tensor = field(init=False)
     """(B, F) what each of F reward functions returned, once they ran; NaN for rows that a function did not score."""
+    all_reward_values: torch.Tensor | None = None
+    """(N, F) those of all ranks, where they are known before TRL asks for them."""
+    extra_columns: dict[str, list[Any]] = field(default_factory=dict)
+    """Of TRL's table of completions: B values each, what reward functions gave to `log_extra`."""
+    has_outcomes: bool = False
+    """Whether `reward_values` are part of the trajectories' outcomes."""
     in_baseline: torch.Tensor = field(init=False)
     """(B,) bool: whose reward counts in statistics, once the reward functions ran."""
     in_loss: torch.Tensor = field(init=False)
@@ -30,6 +36,30 @@ class PlayedBatch:
         """The rows as TRL and reward functions see them: with the prompt that the environment made."""
         pairs = zip(self.rows, self.trajectories, strict=True)
         return [{**row, "prompt": trajectory.prompt_messages} for row, trajectory in pairs]
+
+    def put(self, places: Sequence[int], other: PlayedBatch) -> list[Trajectory]:
+        """Put n scored trajectories in the place of others.
+
+        Args:
+            places: n indices of rows of this batch.
+            other: n trajectories.
+
+        Returns:
+            The n that were there.
+        """
+        left = [self.trajectories[place] for place in places]
+        for name in {*self.extra_columns, *other.extra_columns}:
+            self.extra_columns.setdefault(name, [None] * len(self.rows))
+            other.extra_columns.setdefault(name, [None] * len(places))
+        pairs: list[tuple[list[Any], list[Any]]] = [(self.rows, other.rows), (self.trajectories, other.trajectories)]
+        pairs += [(column, other.extra_columns[name]) for name, column in self.extra_columns.items()]
+        if self.environments is not None and other.environments is not None:
+            pairs.append((self.environments, other.environments))
+        for index, place in enumerate(places):
+            for mine, theirs in pairs:
+                mine[place] = theirs[index]
+        self.reward_values[list(places)] = other.reward_values
+        return left
 
 
 def trl_generation(

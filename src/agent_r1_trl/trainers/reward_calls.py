@@ -25,11 +25,14 @@ class RewardCalls:
     values of all ranks; only then is the error raised.
 
     Args:
-        trajectories: this rank's, in data order.
+        trajectories: this rank's n, in data order.
+        num_rows: of TRL's call, n or more: ranks that score fewer trajectories than others repeat a row, which the
+            functions do not get to see.
     """
 
-    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
+    def __init__(self, trajectories: Sequence[Trajectory], num_rows: int) -> None:
         self._trajectories = trajectories
+        self._num_rows = num_rows
         self._error: Exception | None = None
         """The first one."""
 
@@ -69,19 +72,34 @@ class RewardCalls:
 
             async def call(**kwargs: Any) -> list[float | None]:
                 try:
-                    return self._read(await function(**kwargs), name)
+                    returned = await function(**self._own(kwargs)) if self._trajectories else []
+                    return self._filled(self._read(returned, name))
                 except Exception as error:
-                    return self._fail(error)
+                    return self._filled(self._fail(error))
 
         else:
 
             def call(**kwargs: Any) -> list[float | None]:  # type: ignore[misc]
                 try:
-                    return self._read(function(**kwargs), name)
+                    returned = function(**self._own(kwargs)) if self._trajectories else []
+                    return self._filled(self._read(returned, name))
                 except Exception as error:
-                    return self._fail(error)
+                    return self._filled(self._fail(error))
 
         return call
+
+    def _own(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """A function's arguments without the rows that fill up the call."""
+        num, total = len(self._trajectories), self._num_rows
+        if num == total:
+            return kwargs
+        return {
+            name: value[:num] if isinstance(value, list) and len(value) == total else value
+            for name, value in kwargs.items()
+        }
+
+    def _filled(self, values: list[float | None]) -> list[float | None]:
+        return values + [0.0] * (self._num_rows - len(values))
 
     def _read(self, returned: Any, name: str) -> list[float | None]:
         """One number or None per trajectory."""

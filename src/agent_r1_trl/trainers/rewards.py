@@ -153,7 +153,8 @@ class Rewards:
             group_size: trajectories of one prompt, which are consecutive rows; 1 where groups do not matter.
         """
         trajectories, values = played.trajectories, played.reward_values
-        self.place_on_outcomes(trajectories, values, functions=functions, names=names, weights=weights)
+        if not played.has_outcomes:
+            self.place_on_outcomes(trajectories, values, functions=functions, names=names, weights=weights)
         played.in_baseline = leave_small_groups(
             trajectories, in_baseline(trajectories, values.device), group_size, min(self.min_group_size, group_size)
         )
@@ -229,6 +230,8 @@ def add_turn_rewards(
     Raises:
         ValueError: the shape does not fit, or a value is not a finite number; names the function and the trajectory.
     """
+    if not trajectories:  # of this rank, in a rollout that replaces some
+        return []
     names = sorted({name for row in rows for name in row})
     columns = {name: [row.get(name) for row in rows] for name in names}
     is_scored = [False] * len(trajectories)

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,20 +19,12 @@ import torch
 from trl.models import unwrap_model_for_generation
 
 from agent_r1_trl.chat import ChatFormat
-from agent_r1_trl.environments.factory import users_environments
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.generation import SamplingParams, TransformersGenerator
 from agent_r1_trl.generation.base import Generator, as_generator
 from agent_r1_trl.generation.sync import sync_weights
 from agent_r1_trl.generation.vllm.build import build_vllm, check_vllm
-from agent_r1_trl.journal import RolloutLog
-from agent_r1_trl.rollout import (
-    NothingPlayedError,
-    RolloutRequest,
-    RolloutRunner,
-    context_length,
-    rollout_requests,
-)
+from agent_r1_trl.rollout import NothingPlayedError, RolloutRunner, context_length, rollout_requests
 from agent_r1_trl.rollout.probe import PROBE_TIMEOUT_S, RecordedCall, succeeds
 from agent_r1_trl.rollout.processes import marked_processes
 from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
@@ -44,90 +36,12 @@ from agent_r1_trl.trainers.lookahead import Lookahead
 from agent_r1_trl.trainers.nonfinite import last_checkpoint
 from agent_r1_trl.trainers.played import PlayedBatch
 from agent_r1_trl.trainers.tool_watch import ToolWatch
-from agent_r1_trl.trajectory import Trajectory
+from agent_r1_trl.trainers.under_way import Position, Rollout
 
 CUT_TIMEOUT_S = 15.0
 """Seconds that environments have to close when a run is told to end: launchers kill 30 s after a signal."""
 ASK_TIMEOUT_S = PROBE_TIMEOUT_S + STOP_TIMEOUT_S
 """Seconds after which a tool that is asked, and holds the event loop, is left alone."""
-
-
-@dataclass(kw_only=True, frozen=True)
-class Position:
-    """Where the run stands when a rollout is asked for."""
-
-    micro_step: int
-    """Number of micro-batches trained on so far: TRL's `_step`. It seeds the draws."""
-    optimizer_step: int
-    """Number of optimizer steps behind the policy's weights."""
-    num_micro_steps: int
-    """Number of micro-batches of the whole run."""
-    group_size: int
-    """Trajectories of one prompt; they are consecutive rows."""
-    is_training: bool
-    first_row: int = 0
-    """Index in the evaluation of the first row of all ranks; 0 in training."""
-
-
-class Rollout:
-    """Trajectories that are being played, or have been.
-
-    Args:
-        runner: plays them.
-        requests: one per trajectory.
-        params: how tokens are drawn.
-        synced_step: number of optimizer steps behind the oldest weights that turns are sampled from.
-        journal: keeps it on disk.
-    """
-
-    def __init__(
-        self,
-        runner: RolloutRunner,
-        requests: Sequence[RolloutRequest],
-        params: SamplingParams,
-        *,
-        synced_step: int,
-        journal: RolloutLog | None = None,
-    ):
-        self.synced_step = synced_step
-        self.requests = requests
-        self.environments: list[Any] | None = None
-        """The trajectories' environments once they have ended, as `users_environments` gives them."""
-        self.seconds = 0.0
-        """Wall time from start to end."""
-        start = time.perf_counter()
-
-        def finish(_: Any) -> None:
-            self.seconds = time.perf_counter() - start
-            self.environments = users_environments(runner.environments, runner.env_factory)
-            self._has_ended.set()
-
-        self._has_ended = threading.Event()
-        self._runner = runner
-        self._future = runner.start(requests, params=params, journal=journal)
-        self._future.add_done_callback(finish)
-
-    def wait(self) -> None:
-        """Return when all trajectories have ended, well or not."""
-        try:
-            self._has_ended.wait()
-        except BaseException:  # KeyboardInterrupt: stop what is running
-            self.cancel()
-            raise
-
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        """In the order of the requests.
-
-        Raises:
-            Exception: what an environment's author or a reward function got wrong; see `run_trajectory`.
-            CancelledError: it was cut.
-        """
-        return self._future.result()
-
-    def cancel(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
-        """Stop the trajectories; returns when their environments are closed, or False when time is up."""
-        return self._runner.stop(timeout_s) or not self._future.cancel()  # whoever waits goes on
 
 
 class Rollouts:
@@ -196,6 +110,8 @@ class Rollouts:
         self._window = Lookahead()
         self._is_stuck = False
         self._last: Rollout | None = None
+        self.choose_rows: Callable[[Sequence[dict[str, Any]], int], Sequence[dict[str, Any]]] = lambda rows, _: rows
+        """Given this rank's rows and the micro-step, the rows that are played in their place (`curriculum.py`)."""
         self.together: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         """Inside it, what one rank gets wrong is raised on all of them (`signals.py`)."""
         self.journal = TrainingJournal(args, accelerator, self.limits, self.chat.chat_template, env_factory)
@@ -205,7 +121,7 @@ class Rollouts:
     def play(
         self, rows: Sequence[dict[str, Any]], model: Any, position: Position
     ) -> tuple[PlayedBatch, dict[str, float]]:
-        """Play one trajectory per row. With `overlap_rollout` it is under way already, and the next one begins.
+        """Play one trajectory per row; with `overlap_rollout` they are under way already. `finish` must follow.
 
         A collective call where parameters are sharded: ZeRO-3 gathers them once, around the whole rollout.
 
@@ -226,7 +142,7 @@ class Rollouts:
         if self.upcoming is not None:
             self.upcoming.wait()  # its generator must not change weights on the way
         gather = self.args.ds3_gather_for_generation and not self.args.use_vllm
-        discard = partial(self.journal.discard, position.micro_step)
+        discard = partial(self.journal.discard, position.micro_step, position.round)
         while True:
             with (
                 self.together(),
@@ -234,7 +150,8 @@ class Rollouts:
                 unwrap_model_for_generation(model, self._accelerator, gather_deepspeed3_params=gather) as policy,
             ):
                 metrics = self.sync(policy, position.optimizer_step)
-                self.journal.take_weights(policy, position)
+                if not position.round:
+                    self.journal.take_weights(policy, position)
                 if self.upcoming is not None and position.is_training:
                     rollout, self.upcoming = self.upcoming, None
                 else:
@@ -244,14 +161,9 @@ class Rollouts:
             is_watched = position.is_training and not self.journal.is_replay
             if not is_watched or not self.tools.has_outage(trajectories, rollout.requests, on_void=discard):
                 break  # else a tool was down, and the rollout is played anew
-        if self.args.overlap_rollout and position.is_training:
-            self._start_upcoming(position)
-        self._rest()
-        if self._accelerator.device.type == "cpu":
-            release_free_memory()
         if not position.is_training and not self.journal.is_replay:
             self.tools.note_evaluation(trajectories, rollout.requests)
-        played = PlayedBatch(rows, trajectories, rollout.environments)
+        played = PlayedBatch(list(rollout.rows), trajectories, rollout.environments)
         if position.is_training:
             metrics |= self.tools.metrics
             failures = gather_failures(played.trajectories)
@@ -266,6 +178,18 @@ class Rollouts:
             metrics["sampling/staleness"] = position.optimizer_step - rollout.synced_step
         return played, metrics
 
+    def finish(self, position: Position) -> None:
+        """The batch is played, what was replaced in it included: begin the next one, and leave memory to the update.
+
+        Args:
+            position: that was played.
+        """
+        if self.args.overlap_rollout and position.is_training:
+            self._start_upcoming(position)
+        self._rest()
+        if self._accelerator.device.type == "cpu":
+            release_free_memory()
+
     def _ask_tool(self, call: RecordedCall) -> bool:
         if self._is_cut.is_set():
             return False
@@ -274,24 +198,30 @@ class Rollouts:
             return self.runner.wait_for(asked, ASK_TIMEOUT_S, self._is_cut) is True
 
     def _start(self, rows: Sequence[dict[str, Any]], micro_step: int, position: Position) -> Rollout | ReplayedRollout:
+        if position.is_training and not position.round:
+            rows = self.choose_rows(rows, micro_step)
         requests = rollout_requests(
             rows,
             first_row=position.first_row + self._accelerator.process_index * len(rows),
             group_size=position.group_size,
             seed=self.args.seed,
             step=micro_step if position.is_training else None,
+            round_number=position.round,
+            places=position.places,
         )
-        replayed = self.journal.replay(requests, micro_step, position.optimizer_step)
+        replayed = self.journal.replay(requests, micro_step, position.optimizer_step, position.round)
         if replayed is not None:
+            replayed.rows = rows
             return replayed
         params = self.params
         if not position.is_training and self.args.eval_temperature is not None:
             params = replace(params, temperature=self.args.eval_temperature)
         journal = None
         if position.is_training:
-            journal = self.journal.open(requests, params, micro_step, self.synced_step)
+            journal = self.journal.open(requests, params, micro_step, self.synced_step, position.round)
         sampled_step = self.synced_step if journal is None else journal.optimizer_step
         rollout = Rollout(self.runner, requests, params, synced_step=sampled_step, journal=journal)
+        rollout.rows = rows
         self._last = rollout
         if self._is_cut.is_set():
             rollout.cancel(CUT_TIMEOUT_S)

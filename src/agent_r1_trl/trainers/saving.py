@@ -61,6 +61,7 @@ class Saving:
     train_dataset: Any
     checkpoint: RolloutCheckpoint
     rollouts: Any
+    resampling: Any
     _is_saving = False
     _num_failed_saves = 0
     """In a row, up to now."""
@@ -153,6 +154,7 @@ class Saving:
             self._step, self._buffered_inputs = self.checkpoint.load(
                 Path(checkpoint), self.state.global_step, with_new_rollout="rollout" in self._without
             )
+            self.resampling.load(Path(checkpoint))
             self.rollouts.journal.resume()
         accept_numbered_cpus()
         super()._load_optimizer_and_scheduler(None if "optimizer" in self._without else checkpoint)  # type: ignore[misc]
@@ -190,6 +192,7 @@ class Saving:
             if self.env_factory is not None:
                 with write_errors_kept(problems):
                     self.checkpoint.save(folder, self._step, self._buffered_inputs)
+                    self.resampling.save(folder)
         if self.state.best_model_checkpoint == str(folder):
             self.state.best_model_checkpoint = str(target)
         problems = gather_object(problems)

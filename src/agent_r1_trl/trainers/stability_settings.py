@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1_trl.filtering import DEFAULT_VALUES, RULES, STATISTICS
+from agent_r1_trl.rollout.limits import check_whole_number
 from agent_r1_trl.trainers.config_checks import check_choice
 from agent_r1_trl.trainers.echo_signals import check_echo_signals
 from agent_r1_trl.trainers.group_filter import check_can_filter
@@ -50,6 +51,45 @@ class StabilitySettings:
     )
 
     # ---- dynamic sampling and curriculum (`resampling.py`, `curriculum.py`)
+    resample_rounds: int = field(
+        default=0,
+        metadata={
+            "help": "After a rollout, replace prompt groups whose returns are all equal by groups of fresh prompts, "
+            "in up to this many rounds. 0: train on what the first rollout gave."
+        },
+    )
+    resample_max_trajectories: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of trajectories, on all processes, that may be played for one batch in place of others. "
+            "None: the rounds are the only limit."
+        },
+    )
+    resample_max_seconds: float | None = field(
+        default=None,
+        metadata={
+            "help": "No further round begins once the rounds of a batch have taken this many seconds (the time of "
+            "their trajectories, so that a resumed run decides alike). None: as long as they take."
+        },
+    )
+    pass_reward: float = field(
+        default=0.5,
+        metadata={"help": "A trajectory has passed if it earned at least this much (sampling/pass_rate, curriculum)."},
+    )
+    curriculum: bool = field(
+        default=False,
+        metadata={
+            "help": "Draw prompts by their recent pass rate p, with weights max(curriculum_floor, 4 p (1 - p)); "
+            "p begins at 1/2. Off: every prompt once per epoch."
+        },
+    )
+    curriculum_floor: float = field(
+        default=0.1, metadata={"help": "Smallest weight of a prompt, above 0 and at most 1 (1: all are drawn alike)."}
+    )
+    curriculum_rate: float = field(
+        default=0.5,
+        metadata={"help": "Weight of a prompt's newest group in its pass rate, above 0 and at most 1 (1: no memory)."},
+    )
 
     # ---- signals of collapse (`echo_signals.py`)
     echo_trap: bool = field(
@@ -106,6 +146,7 @@ class StabilitySettings:
         check_shape(self)
         check_echo_signals(self)
         self._check_filter()
+        check_resampling(self)
 
     def _check_filter(self) -> None:
         if self.filter_groups is None:
@@ -128,3 +169,50 @@ class StabilitySettings:
                 "to such a number, or remove it to filter every rollout."
             )
         check_can_filter(config)
+
+
+def check_resampling(config: Any) -> None:
+    """Check dynamic sampling and the curriculum.
+
+    Raises:
+        ValueError: names the option, its value, the rule and the cure.
+    """
+    check_whole_number("resample_rounds", config.resample_rounds, minimum=0)
+    if config.resample_rounds and config.num_generations < 2:
+        raise ValueError(
+            f"resample_rounds={config.resample_rounds} with num_generations={config.num_generations}: a group of one "
+            "has no spread, so every group would be replaced. Set num_generations to 2 or more, or remove "
+            "resample_rounds."
+        )
+    has_rounds = config.resample_rounds or getattr(config, "echo_actions", None)  # the guard may switch them on
+    options = {"resample_max_trajectories": has_rounds, "resample_max_seconds": has_rounds}
+    for name, is_read in (options | {"pass_reward": has_rounds or config.curriculum}).items():
+        if not is_read and getattr(config, name) != config.default_of(name):
+            other = " and curriculum=False" if name == "pass_reward" else ""
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} has no effect with resample_rounds=0{other}. Set resample_rounds "
+                f"to 2, say, or remove {name}."
+            )
+    check_whole_number("resample_max_trajectories", config.resample_max_trajectories, is_optional=True)
+    limit = config.resample_max_trajectories
+    if limit is not None and limit < config.num_generations:
+        raise ValueError(
+            f"resample_max_trajectories={limit} is less than a group (num_generations={config.num_generations}), so "
+            f"nothing could be replaced. Set it to {config.num_generations} or more, or remove it."
+        )
+    seconds = config.resample_max_seconds
+    if seconds is not None and (not is_number(seconds) or seconds <= 0):
+        raise ValueError(
+            f"resample_max_seconds={seconds!r} must be a number of seconds > 0, or None. Set it to such a value."
+        )
+    if not is_number(config.pass_reward):
+        raise ValueError(f"pass_reward={config.pass_reward!r} must be a finite number. Set it to 0.5, say.")
+    for name in ("curriculum_floor", "curriculum_rate"):
+        value = getattr(config, name)
+        if not is_number(value) or not 0 < value <= 1:
+            raise ValueError(f"{name}={value!r} must be above 0 and at most 1. Set {name} to such a value.")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

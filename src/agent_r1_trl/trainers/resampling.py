@@ -1,0 +1,330 @@
+"""Dynamic sampling: groups that have nothing to teach are replaced by groups of fresh prompts (`resample_rounds`).
+
+After a rollout the reward functions are called at once. A group whose returns are all equal, or that has fewer than
+two members in the baseline, is without signal (`agent_r1_trl.filtering.has_signal`). In up to `resample_rounds` rounds
+each of them is replaced by a whole group of another prompt, played with the same weights; a group is judged by all its
+members, when the last of them has ended. What is left without signal in the end stays in the batch.
+
+Everything that decides is the same on all ranks, and follows from the seed, the step and the trajectories: a resumed
+run, whose trajectories come from the journal, makes the same batch. A rank plays what belongs in its own rows.
+
+Not covered: which prompts are worth drawing (`curriculum.py`), leaving groups out of the update (`group_filter.py`).
+
+TRL 1.16 names that this file touches: `_generate` and `_calculate_rewards` (called), `train_dataset`, `accelerator`
+and `args` (read), `environments` and `_pending_extra_logs` (set).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+
+from agent_r1_trl.filtering import has_signal, raw_returns
+from agent_r1_trl.rollout import derive_seed
+from agent_r1_trl.rollout.requests import example_key
+from agent_r1_trl.trainers.agreement import raised_everywhere
+from agent_r1_trl.trainers.curriculum import Curriculum
+from agent_r1_trl.trainers.failures import is_main_process
+from agent_r1_trl.trainers.played import PlayedBatch
+from agent_r1_trl.trainers.under_way import Position
+from agent_r1_trl.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+ADDED_UP = ("time/rollout_s", "time/wait_s", "time/outage_s", "tools/replayed_rollouts")
+"""Metrics of a batch's rollouts that are sums over its rounds; the others are those of its first rollout."""
+
+
+@dataclass
+class Sampled:
+    """All groups that were played for one batch, of all ranks; in the end some of them are in it."""
+
+    returns: list[list[float]] = field(default_factory=list)
+    """Of each group's members; NaN for those outside the baseline."""
+    prompts: list[int] = field(default_factory=list)
+    """Of each group the index of its row, where it was drawn here."""
+
+    def metrics(self, num_groups: int, pass_reward: float) -> dict[str, float]:
+        """What is logged of them.
+
+        Args:
+            num_groups: of the batch.
+            pass_reward: the least return of a trajectory that has passed.
+        """
+        counted = [value for group in self.returns for value in group if not math.isnan(value)]
+        num = max(1, len(counted))
+        return {
+            "sampling/resampled_groups": float(len(self.returns) - num_groups),
+            "sampling/pass_rate": sum(value >= pass_reward for value in counted) / num,
+            "sampling/reward": math.fsum(counted) / num if counted else math.nan,
+        }
+
+
+class Resampling:
+    """Plays the generation batches of a trainer, and replaces groups without signal in those of training.
+
+    Args:
+        trainer: with its `rollouts` and `rewards`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        args = trainer.args
+        self.rounds: int = args.resample_rounds
+        """Rounds in which groups are replaced; 0 for none. May be changed during a run, on all ranks alike."""
+        self.max_trajectories = math.inf if args.resample_max_trajectories is None else args.resample_max_trajectories
+        self.max_seconds = math.inf if args.resample_max_seconds is None else args.resample_max_seconds
+        self.pass_reward: float = args.pass_reward
+        self.curriculum = Curriculum(trainer) if args.curriculum else None
+        """Which prompts are drawn; None if the Trainer's order holds."""
+        self.replaced: list[Trajectory] = []
+        """This rank's trajectories of the last rollout that nothing is trained on, in the order of their rounds."""
+        self._trainer = trainer
+        self._filler: tuple[Any, ...] = ()
+        self._is_warned = False
+
+    def play(self, rows: Sequence[dict[str, Any]], position: Position) -> PlayedBatch:
+        """Play one trajectory per row; what is replaced is played, scored and judged before this returns.
+
+        All ranks must call it.
+
+        Args:
+            rows: this rank's rows of the data set.
+            position: where the run stands.
+
+        Returns:
+            The trajectories that are trained on, with the rewards of their turns.
+        """
+        trainer, self.replaced = self._trainer, []
+        played, metrics = trainer.rollouts.play(rows, trainer.model_wrapped, position)
+        is_scored_here = position.is_training and (self._is_on(position.group_size) or self.curriculum is not None)
+        if not is_scored_here:
+            trainer.rollouts.finish(position)
+        trainer.rewards.place_on_turns(played.trajectories, played.rows)
+        if is_scored_here:
+            self._fill(played, position, metrics)
+            trainer.rollouts.finish(position)
+        trainer._add_metrics(metrics)
+        return played
+
+    def _is_on(self, group_size: int) -> bool:
+        """Whether groups are to be replaced, and can be; `rounds` may have changed since the settings were checked."""
+        if self.rounds and (group_size < 2 or not hasattr(self._trainer.train_dataset, "__len__")):
+            if not self._is_warned and is_main_process():
+                cause = "a group of one has no spread" if group_size < 2 else "the data set is streamed"
+                logger.warning("resampling.rounds=%d: groups are not replaced, because %s.", self.rounds, cause)
+            self._is_warned = True
+            return False
+        return self.rounds > 0
+
+    # ---------------------------------------------------------------- rounds
+
+    def _fill(self, played: PlayedBatch, position: Position, metrics: dict[str, float]) -> None:
+        """Replace the groups of a batch that have no signal, until there are none or a limit is reached."""
+        start, size = time.perf_counter(), position.group_size
+        curriculum, used = self.curriculum, set(self._keys(played))
+        self._score(played)
+        returns, signals = self._judge(played, size)
+        sampled = Sampled(returns, [] if curriculum is None else curriculum.drawn(position.micro_step))
+        num_groups, num_with_signal, num_played, seconds = len(signals), sum(signals), 0, 0.0
+        number, rounds = 0, self.rounds if self._is_on(size) else 0
+        while number < rounds and not all(signals) and seconds < self.max_seconds:
+            groups = [group for group, has_one in enumerate(signals) if not has_one]
+            if self.max_trajectories < num_played + len(groups) * size:
+                groups = groups[: int(self.max_trajectories - num_played) // size]
+            if not groups:
+                break
+            prompts = self._draw(len(groups), position.micro_step, number + 1, used)
+            of_group = dict(zip(groups, prompts, strict=True))
+            more = self._play_round(played, replace(position, round=number + 1), of_group, metrics)
+            if more is None:
+                break
+            number += 1
+            num_played += len(groups) * size
+            seconds += self._seconds(more)
+            used.update(self._keys(more))
+            returns, signals = self._judge(played, size)
+            sampled.returns += [returns[group] for group in groups]
+            sampled.prompts += prompts
+        self._hand_over(played)
+        metrics |= sampled.metrics(num_groups, self.pass_reward)
+        metrics["sampling/groups_with_signal_before"] = num_with_signal / num_groups
+        metrics["sampling/groups_with_signal"] = sum(signals) / num_groups
+        metrics["sampling/resample_rounds"] = float(number)
+        tokens = sum(item.num_action_tokens for item in [*played.trajectories, *self.replaced])
+        metrics["sampling/generated_tokens"] = float(sum(gather_object([tokens])))
+        metrics["time/resample_s"] = time.perf_counter() - start
+        if curriculum is not None:
+            curriculum.observe(sampled.prompts, sampled.returns)
+            metrics |= curriculum.metrics()
+
+    def _play_round(
+        self, played: PlayedBatch, position: Position, prompts: dict[int, int], metrics: dict[str, float]
+    ) -> PlayedBatch | None:
+        """Play a group for each that is replaced, and put it in its place.
+
+        Args:
+            played: the batch, in which groups are replaced.
+            position: with the number of the round.
+            prompts: which group gets which row of the data set.
+            metrics: of the batch's rollouts.
+
+        Returns:
+            What this rank has played, scored; None if a replay has no more.
+        """
+        trainer = self._trainer
+        first = trainer.accelerator.process_index * len(played.rows)
+        places = [place for place in range(len(played.rows)) if (first + place) // position.group_size in prompts]
+        with raised_everywhere():
+            indices = [prompts[(first + place) // position.group_size] for place in places]
+            rows = [dict(trainer.train_dataset[index]) for index in indices]
+            trainer.row_check.check_batch(rows)
+        position = replace(position, places=[first + place for place in places])
+        more, of_round = trainer.rollouts.play(rows, trainer.model_wrapped, position)
+        if trainer.rollouts.journal.is_replay and any(gather_object([len(more.trajectories) < len(rows)])):
+            return None
+        for name in ADDED_UP:
+            if name in of_round:
+                metrics[name] = metrics.get(name, 0.0) + of_round[name]
+        trainer.rewards.place_on_turns(more.trajectories, more.rows)
+        self._score(more)
+        trainer.rewards.place_on_outcomes(more.trajectories, more.reward_values, **trainer._reward_table)
+        left = played.put(places, more)
+        for trajectory in left:
+            trajectory.is_replaced = True
+        self.replaced += left
+        return more
+
+    def _seconds(self, more: PlayedBatch) -> float:
+        """How long a round has taken, of all ranks the longest.
+
+        It is read from the trajectories, not from a clock, so that a resumed run comes to the same end.
+        """
+        durations = [item.duration_s for item in more.trajectories]
+        in_turn = math.fsum(durations) / self._trainer.limits.max_concurrency
+        return max(gather_object([max([in_turn, *durations])]))
+
+    # ---------------------------------------------------------------- rewards
+
+    def _score(self, played: PlayedBatch) -> None:
+        """Have TRL call the reward functions, before it has the batch. Ranks may have different numbers of rows."""
+        trainer = self._trainer
+        trainer._played = played
+        try:
+            _, completion_ids, _, completions, *_ = trainer._generate([])
+            rows = played.rows_with_prompts
+            inputs = [row | {"trajectory": item} for row, item in zip(rows, played.trajectories, strict=True)]
+            calls = [*zip(inputs, [row["prompt"] for row in rows], completions, completion_ids, strict=True)]
+            self._filler = calls[0] if calls else self._filler
+            num_missing = max(gather_object([len(calls)])) - len(calls)
+            if trainer.environments is not None:
+                trainer.environments = [*trainer.environments, *[None] * num_missing]
+            trainer._calculate_rewards(*map(list, zip(*calls, *[self._filler] * num_missing, strict=True)))
+        finally:
+            trainer._played = trainer.environments = None
+        num = len(played.rows)
+        pending = trainer._pending_extra_logs
+        played.extra_columns = {name: [*values, *[None] * num][:num] for name, values in pending.items()}
+        pending.clear()
+
+    def _judge(self, played: PlayedBatch, group_size: int) -> tuple[list[list[float]], list[bool]]:
+        """The returns of each group's members, and whether they differ; of all ranks."""
+        self._trainer.rewards.settle(played, **self._trainer._reward_table, group_size=group_size)
+        played.has_outcomes = True
+        returns = torch.tensor(gather_object(raw_returns(played.trajectories).tolist()))  # (N,)
+        signals = has_signal(returns, torch.arange(len(returns)) // group_size)
+        return returns.view(-1, group_size).tolist(), signals.tolist()
+
+    def _hand_over(self, played: PlayedBatch) -> None:
+        """Leave to TRL what it will ask for."""
+        self._trainer._pending_extra_logs.update(played.extra_columns)
+        played.all_reward_values = self._trainer.accelerator.gather(played.reward_values)
+        self._filler = ()
+
+    # ---------------------------------------------------------------- prompts
+
+    def _keys(self, played: PlayedBatch) -> list[str]:
+        """Names of the prompts, of all ranks."""
+        return gather_object([example_key(row) for row in played.rows])
+
+    def _draw(self, num: int, micro_step: int, number: int, used: set[str]) -> list[int]:
+        """Rows of the data set for a round, the same on all ranks."""
+        dataset, seed = self._trainer.train_dataset, derive_seed(self._trainer.args.seed, "fresh", micro_step, number)
+        chosen: list[int] = []
+        with raised_everywhere():
+            if is_main_process():
+                limit = min(len(dataset), 16 + 2 * (num + len(used)))
+                if self.curriculum is not None:
+                    order: Iterable[int] = self.curriculum.order(seed)[:limit]
+                else:
+                    order = random.Random(seed).sample(range(len(dataset)), limit)
+                chosen = choose_fresh(dataset, num, order, used)
+        return broadcast_object_list([chosen])[0]
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save(self, folder: Path) -> None:
+        """Write what the curriculum knows into a checkpoint; on one process of each machine."""
+        if self.curriculum is not None and self._trainer.accelerator.is_local_main_process:
+            self.curriculum.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Read it again, on every process."""
+        if self.curriculum is not None:
+            self.curriculum.load(folder)
+
+
+def choose_fresh(dataset: Any, num: int, order: Iterable[int], used: set[str]) -> list[int]:
+    """Indices of `num` rows, the first of `order` whose prompts are not in `used`; different ones, if there are.
+
+    Where the data set has too few of them, used ones come next.
+
+    >>> choose_fresh([{"id": "a"}, {"id": "b"}, {"id": "c"}], 2, [0, 1, 2], {"a"})
+    [1, 2]
+    >>> choose_fresh([{"id": "a"}, {"id": "b"}], 3, [0, 1], {"a"})
+    [1, 0, 1]
+    """
+    fresh: list[int] = []
+    others: list[int] = []
+    met = set(used)
+    for index in order:
+        if len(fresh) == num:
+            break
+        key = example_key(dict(dataset[index]))
+        (others if key in met else fresh).append(index)
+        met.add(key)
+    return [*itertools.islice(itertools.cycle([*fresh, *others]), num)]
+
+
+def check_can_draw(dataset: Any, config: Any) -> None:
+    """Refuse to draw prompts where there are none to draw from.
+
+    Args:
+        dataset: for training, as the user gave it: None where the environment makes the prompts.
+        config: of the trainer.
+
+    Raises:
+        ValueError: names the option, the rule and the cure.
+    """
+    for name in ("resample_rounds", "curriculum"):
+        value, is_stream = getattr(config, name), not hasattr(dataset, "__len__")
+        if value and dataset is not None and is_stream:
+            raise ValueError(
+                f"{name}={value} with a streamed train_dataset ({type(dataset).__name__}): prompts are drawn from "
+                f"anywhere in the data, which a stream does not allow. Pass a Dataset (streaming=False), or remove "
+                f"{name}."
+            )
+        if name == "curriculum" and value and dataset is None:
+            raise ValueError(
+                "curriculum=True with train_dataset=None: the environment makes the prompts, so there are none to "
+                "draw. Pass train_dataset=, or remove curriculum."
+            )
