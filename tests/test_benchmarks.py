@@ -17,6 +17,17 @@ BENCHMARKS = ROOT / "benchmarks"
 # file -> (arguments of a run that takes seconds, names of its JSON line)
 TINY = {
     "critic_memory.py": (["--layers", "1", "--rank", "2"], {"adapter_over_grpo", "model_over_grpo"}),
+    "filter_cost.py": (
+        ["--model", "tiny", "--groups", "4", "--prompt", "4", "--median", "4", "--longest", "8", "--repeats", "1"],
+        {
+            f"{trainer}_{name}"
+            for trainer in ("grpo", "ppo")
+            for name in (
+                *("ratio", "processor_ratio", "token_share"),
+                *("full_s", "filtered_s", "full_processor_s", "filtered_processor_s"),
+            )
+        },
+    ),
     "journal_cost.py": (
         ["--trajectories", "2", "--turns", "2", "--tokens", "2", "--repeats", "1"],
         {"share", "ratio", "rollout_s", "with_journal_s", "resume_s", "bytes_per_token", "megabytes"},
