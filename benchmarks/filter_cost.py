@@ -2,7 +2,7 @@
 
     python benchmarks/filter_cost.py [--json]
 
-Sixteen groups of four trajectories in float32, of which four groups have returns that differ: `top_fraction` 0.25
+Eight groups of four trajectories in float32, of which two groups have returns that differ: `top_fraction` 0.25
 keeps these. One optimizer step is four micro-batches: choosing the groups, moving rows, forward, loss, backward,
 clipping and AdamW. Rollout, rewards and advantages are left out; both sides are handed the same scored batch.
 
@@ -138,15 +138,15 @@ def parse_arguments() -> argparse.Namespace:
     """Settings; the defaults are those of the published figures."""
     parser = make_parser(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="small", help="shape of the random-weights model")
-    parser.add_argument("--groups", type=int, default=16, help="prompts, a multiple of 4")
+    parser.add_argument("--groups", type=int, default=8, help="prompts, a multiple of 4")
     parser.add_argument("--group-size", type=int, default=4, help="trajectories per prompt")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens per prompt")
-    parser.add_argument("--median", type=float, default=128, help="median completion length")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens per prompt")
+    parser.add_argument("--median", type=float, default=64, help="median completion length")
     parser.add_argument("--sigma", type=float, default=0.4, help="sigma of the completion lengths")
-    parser.add_argument("--longest", type=int, default=512, help="cap of the completion lengths")
+    parser.add_argument("--longest", type=int, default=192, help="cap of the completion lengths")
     parser.add_argument("--observations", type=float, default=0.25, help="share of observation tokens")
     parser.add_argument("--layout", default="padded", choices=("padded", "grouped"), help="update_layout")
-    parser.add_argument("--repeats", type=int, default=7, help="timed pairs of steps")
+    parser.add_argument("--repeats", type=int, default=5, help="timed pairs of steps")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     check_at_least(parser, args, 1, "prompt", "longest", "repeats")
