@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from agent_r1_trl.trainers.echo_checks import check_echo_guard
 from agent_r1_trl.trainers.echo_signals import check_echo_signals
 
 
@@ -45,6 +46,35 @@ class StabilitySettings:
     )
 
     # ---- what is done about them (`echo_guard.py`)
+    echo_actions: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "What the guard does, and in which order, when the run collapses: 'filter', 'clip', 'entropy', "
+            "'learning_rate', 'roll_back', 'stop'; 'all' for those that this run can take. None: there is no guard."
+        },
+    )
+    echo_dry_run: bool = field(
+        default=False,
+        metadata={"help": "The guard only says what it would do. Nothing about the training changes."},
+    )
+    echo_patience: int = field(
+        default=10,
+        metadata={"help": "Number of optimizer steps that an action of the guard gets to work before the next one."},
+    )
+    echo_max_roll_backs: int = field(
+        default=2, metadata={"help": "How often the guard's 'roll_back' goes back to a healthy checkpoint at most."}
+    )
+    echo_rate_factor: float = field(
+        default=0.5,
+        metadata={"help": "What the guard's 'learning_rate' multiplies all learning rates by, the critic's included."},
+    )
+    echo_rate_steps: int = field(
+        default=20, metadata={"help": "Number of optimizer steps for which the guard's 'learning_rate' holds."}
+    )
+    echo_entropy_coef: float = field(
+        default=0.001,
+        metadata={"help": "Coefficient of TRL's entropy bonus from the guard's action 'entropy' on."},
+    )
 
     # ---- rollout shaping
 
@@ -55,3 +85,4 @@ class StabilitySettings:
             ValueError: names the option, its value, the rule and the cure.
         """
         check_echo_signals(self)
+        check_echo_guard(self)
