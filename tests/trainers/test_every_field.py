@@ -111,6 +111,10 @@ def count_by_turn(trajectory, **kwargs):
 TEMPLATE_TEST = (
     "tests/trainers/test_publishing.py::test_the_template_and_the_grammar_that_were_asked_for_are_used_and_saved"
 )
+RATE_TEST = (
+    "tests/trainers/test_echo_guard.py::"
+    "test_the_learning_rates_of_policy_and_critic_are_halved_for_some_steps_and_the_schedule_goes_on"
+)
 
 RESAMPLING, CURRICULUM = "tests/trainers/test_resampling.py", "tests/trainers/test_curriculum.py"
 
@@ -240,6 +244,28 @@ TABLE = {
     ),
     "journal": ShownBy(
         "tests/trainers/test_journal.py::test_without_a_journal_nothing_is_written_and_everything_is_played_again"
+    ),
+    "echo_actions": (
+        ShownBy("tests/trainers/test_echo_guard.py::test_the_clip_is_widened_upwards_and_the_kl_term_switched_off"),
+        Refused(["roll_back"], {"save_strategy": "steps"}, {"echo_actions": ["stop"]}, save_strategy="no"),
+    ),
+    "echo_dry_run": (
+        ShownBy("tests/trainers/test_echo_guard.py::test_a_dry_run_says_what_it_would_do_and_changes_nothing"),
+        Refused(True, {"echo_actions": ["all"]}),
+    ),
+    "echo_patience": (
+        ShownBy("tests/trainers/test_echo_guard.py::test_a_dry_run_says_what_it_would_do_and_changes_nothing"),
+        Refused(5, {"echo_actions": ["all"]}),
+    ),
+    "echo_max_roll_backs": (
+        ShownBy("tests/trainers/test_echo_guard.py::test_a_dry_run_says_what_it_would_do_and_changes_nothing"),
+        Refused(5, {"echo_actions": ["all"]}),
+    ),
+    "echo_rate_factor": (ShownBy(RATE_TEST), Refused(0.1, {"echo_actions": ["learning_rate"]})),
+    "echo_rate_steps": (ShownBy(RATE_TEST), Refused(5, {"echo_actions": ["learning_rate"]})),
+    "echo_entropy_coef": (
+        ShownBy("tests/trainers/test_echo_guard.py::test_the_entropy_bonus_of_trl_is_switched_on_and_enters_the_loss"),
+        Refused(0.01, {"echo_actions": ["entropy"]}),
     ),
     "journal_keep": (
         ShownBy("tests/trainers/test_journal.py::test_rollouts_before_the_last_checkpoint_go_but_for_journal_keep"),

@@ -17,6 +17,8 @@ EXIT_USAGE = 2
 """A mistake in the recipe, on the command line or in a file that one of them names; do not try again."""
 EXIT_INFRASTRUCTURE = 3
 """A server, a tool, an environment or another rank failed; the same command may succeed later, or resumed."""
+EXIT_COLLAPSED = 4
+"""The echo guard has ended the run: the same command would collapse again, from the same checkpoint as well."""
 EXIT_INTERRUPTED = 130
 """Ctrl-C; 128 + the signal's number for any other signal. 1 is what nobody foresaw, with a traceback."""
 
@@ -45,23 +47,30 @@ class InfrastructureError(RuntimeError):
     """Something that the run depends on has failed, which no change of the recipe need cure."""
 
 
+class CollapseError(RuntimeError):
+    """The training has collapsed; other settings may help."""
+
+
 def infrastructure_errors() -> tuple[type[Exception], ...]:
     """What ends a run through no mistake of its recipe."""
     from agent_r1_trl.generation import GenerationError
     from agent_r1_trl.generation.sync import SyncError
     from agent_r1_trl.rollout import NothingPlayedError
     from agent_r1_trl.rollout.watchdog import LoopLostError
+    from agent_r1_trl.trainers.echo_guard import RestartError
     from agent_r1_trl.trainers.nonfinite import NonFiniteError
     from agent_r1_trl.trainers.output_lock import OutputInUseError
     from agent_r1_trl.trainers.ranks import RankLostError
     from agent_r1_trl.trainers.saving import SaveError
 
     rollout = (GenerationError, SyncError, NothingPlayedError, LoopLostError)
-    return (*rollout, NonFiniteError, OutputInUseError, RankLostError, SaveError)
+    return (*rollout, NonFiniteError, OutputInUseError, RankLostError, RestartError, SaveError)
 
 
 def run_command(function: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
-    """Run a command and report a `UsageError` or an `InfrastructureError`; returns the exit code, 2 or 3 for these.
+    """Run a command and report what it ends with; returns the exit code.
+
+    That is 2 for a `UsageError`, 3 for an `InfrastructureError` and 4 for a `CollapseError`.
 
     Args:
         function: takes the arguments and returns an exit code.
@@ -69,12 +78,12 @@ def run_command(function: Callable[[Sequence[str]], int], argv: Sequence[str] | 
     """
     try:
         return function(sys.argv[1:] if argv is None else argv)
-    except (UsageError, InfrastructureError) as error:
+    except (UsageError, InfrastructureError, CollapseError) as error:
         if os.environ.get("AGENT_R1_TRL_DEBUG"):
             traceback.print_exc()
         if is_main_process():  # a launcher starts several processes, which all find the same mistake
             print(shown(f"error: {error}"), file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, UsageError) else EXIT_INFRASTRUCTURE
+        return {UsageError: EXIT_USAGE, CollapseError: EXIT_COLLAPSED}.get(type(error), EXIT_INFRASTRUCTURE)
     except KeyboardInterrupt:
         if is_main_process():
             print("interrupted", file=sys.stderr)

@@ -40,6 +40,7 @@ class TrainingProgress(TrainerCallback):
         """Show the bar, in the main process only."""
         if not state.is_world_process_zero:
             return
+        self.stop()  # the bar of what a roll back has undone
         self._start = time.monotonic()
         self._progress = make_progress(self.console)
         self._progress.start()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.cli.errors import (
+    CollapseError,
     InfrastructureError,
     UsageError,
     infrastructure_errors,
@@ -224,9 +225,12 @@ def _make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **par
 def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
     from agent_r1_trl.journal import ReplayError
     from agent_r1_trl.trainers.checkpoints import CheckpointError
+    from agent_r1_trl.trainers.echo_guard import CollapsedError
 
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
+    except CollapsedError as error:
+        raise CollapseError(str(error)) from error
     except infrastructure_errors() as error:
         if not is_main_process():  # its message would not be printed, and the error may be its alone
             print(shown(f"error on rank {os.environ.get('RANK')}: {error}"), file=sys.stderr)

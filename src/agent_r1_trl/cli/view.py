@@ -2,6 +2,7 @@
 
 agent-r1-trl view outputs/my-agent --terminal --step 40 --filter failed
 agent-r1-trl view outputs/my-agent --list
+agent-r1-trl view outputs/my-agent --events
 """
 
 from __future__ import annotations
@@ -61,6 +62,9 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(
             f"{unknown[0]}: there is no such option.{did_you_mean(unknown[0], flags)} {COMMAND} --help lists them all."
         )
+    if arguments.events:
+        sys.stdout.write(_show_events(arguments.run))
+        return 0
     records = find_records(arguments)
     from agent_r1_trl.recording import render_trajectory, summary_table
     from agent_r1_trl.recording.terminal import render
@@ -94,6 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("run", metavar="RUN", help="Output directory of a run, or a file of trajectories.")
     parser.add_argument("--terminal", action="store_true", help="Show on the terminal (the default).")
     parser.add_argument("--list", action="store_true", help="One line per trajectory instead of its tokens.")
+    parser.add_argument("--events", action="store_true", help="What the echo guard did in this run, and why.")
     parser.add_argument("--step", type=int, help="Step to show; by default the last one recorded.")
     parser.add_argument("--index", type=int, help="Trajectory to show; by default the first ones of the step.")
     parser.add_argument("--split", choices=("train", "eval"), help="Split to show; by default train, if recorded.")
@@ -113,6 +118,18 @@ def make_parser() -> argparse.ArgumentParser:
         help="auto respects NO_COLOR.",
     )
     return parser
+
+
+def _show_events(run: str) -> str:
+    from agent_r1_trl.recording.events import describe_event, read_events
+
+    if not Path(run).exists():
+        raise UsageError(f"RUN {run}: no such file or directory. Pass the output directory of a run.")
+    try:
+        lines = [describe_event(event) for event in read_events(run)]
+    except ValueError as error:
+        raise UsageError(f"RUN {error} Pass the output directory of a run.") from error
+    return "".join(visible(f"{line}\n") for line in lines) or "Nothing happened that is recorded here.\n"
 
 
 def find_records(arguments: argparse.Namespace) -> list[Record]:

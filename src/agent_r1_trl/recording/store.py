@@ -128,6 +128,10 @@ class TrajectoryStore:
         self._parts[(split, step)] = part + 1
         return path
 
+    def forget_after(self, step: int) -> None:
+        """The run goes back to a step: files of later ones are moved to `superseded/` when they are written again."""
+        self._parts = {key: part for key, part in self._parts.items() if key[1] <= step}
+
     def _lose(self, count: int, error: OSError) -> None:
         self.num_lost += count
         cause = f"{type(error).__name__} {error.errno}"

@@ -225,6 +225,12 @@ class TrainingJournal:
         """A checkpoint is whole: with the next rollout, what lies before it goes."""
         self._needed_from = micro_step
 
+    def roll_back(self, micro_step: int) -> None:
+        """The run goes back to a checkpoint, and plays other rollouts from there on."""
+        self._needed_from = micro_step
+        if self._is_on:
+            self._delete([path for path in self._files() if _micro_step(path) >= micro_step])
+
     # ---------------------------------------------------------------- inside
 
     def _usable(self, recorded: RecordedRollout | None, header: Record) -> RecordedRollout | None:

@@ -84,7 +84,7 @@ def _sections(trainer: MultiTurnTrainer) -> str:
             _tools_section(trainer),
             _settings_section(trainer.args, estimator),
         ]
-    sections += [_metrics_section(trainer.state.log_history), _method_section(estimator)]
+    sections += [_metrics_section(trainer.state.log_history), _guard_section(trainer), _method_section(estimator)]
     return "\n\n".join(section for section in sections if section)
 
 
@@ -120,6 +120,18 @@ def _metrics_section(history: list[dict[str, Any]]) -> str:
         return ""
     rows = [f"| {markdown(name)} | {series[0]:.4g} | {series[-1]:.4g} |" for name, series in sorted(values.items())]
     return "\n".join(["## Metrics", "", "| metric | first | last |", "|---|---|---|", *rows])
+
+
+def _guard_section(trainer: MultiTurnTrainer) -> str:
+    """What was done about a collapse; nothing if there was no guard, or nothing to do."""
+    guard = trainer.echo_guard
+    if guard is None or not guard.state.events:
+        return ""
+    names = ("step", "state", "action", "outcome", "text")
+    rows = [" | ".join(markdown(str(event[name])) for name in names) for event in guard.state.events]
+    steps = f"Steps made: {guard.state.num_steps}, those included that a roll back has undone."
+    table = ["| step | the run was | action | outcome | what it did |", "|---|---|---|---|---|"]
+    return "\n".join(["## What the guard did", "", steps, "", *table, *[f"| {row} |" for row in rows]])
 
 
 def _method_section(estimator: Estimator) -> str:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,6 +51,7 @@ from agent_r1_trl.trainers.construction import (
     trl_rewards,
 )
 from agent_r1_trl.trainers.credit import CreditEstimator
+from agent_r1_trl.trainers.echo_guard import EchoGuardedTrainer
 from agent_r1_trl.trainers.echo_signals import make_echo_signals
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
 from agent_r1_trl.trainers.group_filter import GroupFilter
@@ -75,7 +77,7 @@ from agent_r1_trl.update.live_rows import policy_scale
 from agent_r1_trl.update.losses import LossPass
 
 
-class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrainer):
+class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer, NumberWatchingTrainer):
     """Base of the multi-turn trainers: rollouts, rewards, masks, metrics, recording, checkpoints.
 
     One training step, with the method below and the file that does the work:
@@ -179,6 +181,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
         self.resampling = Resampling(self)
         self.guard = RunGuard(self)
         self.echo_signals = make_echo_signals(self)
+        self._make_echo_guard()
         self.rollouts.journal.attach(self)
         self.chat, self.limits = self.rollouts.chat, self.rollouts.limits
         self.chat.write_to(self._tokenizer)  # what is trained with is saved
@@ -211,9 +214,11 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, NumberWatchingTrai
         for watch in watches:
             watch.begin_run()
         try:
-            result = self.guard.run(train)
+            result = self.guard.run(train if self.echo_guard is None else partial(self.echo_guard.run, train))
         finally:
             self.rollouts.end_run()
+        if self.echo_guard is not None:
+            self.echo_guard.raise_if_ended()
         self.rollouts.failures.check_some_played()
         return result
 

@@ -73,6 +73,8 @@ class Rollouts:
         eos_token_ids: Sequence[int] = (),
     ):
         self.args = args
+        self.seed = args.seed
+        """Of the draws in training; a roll back takes another one (`echo_guard.py`)."""
         self.tokenizer = tokenizer
         self.env_factory = env_factory
         self._accelerator = accelerator
@@ -204,7 +206,7 @@ class Rollouts:
             rows,
             first_row=position.first_row + self._accelerator.process_index * len(rows),
             group_size=position.group_size,
-            seed=self.args.seed,
+            seed=self.seed if position.is_training else self.args.seed,
             step=micro_step if position.is_training else None,
             round_number=position.round,
             places=position.places,

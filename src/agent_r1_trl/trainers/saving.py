@@ -28,6 +28,7 @@ from agent_r1_trl.trainers.checkpoints import (
 )
 from agent_r1_trl.trainers.output_lock import OutputInUseError, output_lock
 from agent_r1_trl.trainers.resume import RolloutCheckpoint, accept_numbered_cpus, check_same_data, describe_run
+from agent_r1_trl.trainers.roll_back import rotate_around
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Saving:
     checkpoint: RolloutCheckpoint
     rollouts: Any
     resampling: Any
+    echo_guard: Any
     _is_saving = False
     _num_failed_saves = 0
     """In a row, up to now."""
@@ -156,6 +158,8 @@ class Saving:
             )
             self.resampling.load(Path(checkpoint))
             self.rollouts.journal.resume()
+            if self.echo_guard is not None:
+                self.echo_guard.load(Path(checkpoint))
         accept_numbered_cpus()
         super()._load_optimizer_and_scheduler(None if "optimizer" in self._without else checkpoint)  # type: ignore[misc]
 
@@ -193,6 +197,9 @@ class Saving:
                 with write_errors_kept(problems):
                     self.checkpoint.save(folder, self._step, self._buffered_inputs)
                     self.resampling.save(folder)
+            if self.echo_guard is not None:
+                with write_errors_kept(problems):
+                    self.echo_guard.save(folder)
         if self.state.best_model_checkpoint == str(folder):
             self.state.best_model_checkpoint = str(target)
         problems = gather_object(problems)
@@ -209,7 +216,10 @@ class Saving:
             self._push_from_checkpoint(str(target))
         if self.args.should_save:
             best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
-            rotate_checkpoints(str(run_dir), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+            if self.echo_guard is not None:
+                rotate_around(run_dir, limit, (best, self.echo_guard.kept_checkpoint()))
+            else:
+                rotate_checkpoints(str(run_dir), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
 
     def _finish(self, folder: Path, target: Path) -> list[str]:
         """Give the checkpoint its place; where nodes share no disk, each does that with its own files."""

@@ -150,6 +150,11 @@ class RunGuard(TrainerCallback):
         self._agreement.largest(0, None)  # the first rank to end would have the launcher kill the others
         raise_signal(self._agreed)
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether all ranks have agreed to end."""
+        return bool(self._agreed)
+
     # ---------------------------------------------------------------- from other threads
 
     def _on_signal(self, signum: int, why: str) -> None:
@@ -229,6 +234,7 @@ class RunGuard(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A resumed run begins where its checkpoint stands."""
+        self._saved_step = -1  # after a roll back, the checkpoint of that step is gone
         self._remember()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from agent_r1_trl.filtering import DEFAULT_VALUES, RULES, STATISTICS
 from agent_r1_trl.rollout.limits import check_whole_number
 from agent_r1_trl.trainers.config_checks import check_choice
+from agent_r1_trl.trainers.echo_checks import check_echo_guard
 from agent_r1_trl.trainers.echo_signals import check_echo_signals
 from agent_r1_trl.trainers.group_filter import check_can_filter
 from agent_r1_trl.trainers.shaping import RolloutShape, check_shape
@@ -115,6 +116,35 @@ class StabilitySettings:
     )
 
     # ---- what is done about them (`echo_guard.py`)
+    echo_actions: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "What the guard does, and in which order, when the run collapses: 'filter', 'clip', 'entropy', "
+            "'learning_rate', 'roll_back', 'stop'; 'all' for those that this run can take. None: there is no guard."
+        },
+    )
+    echo_dry_run: bool = field(
+        default=False,
+        metadata={"help": "The guard only says what it would do. Nothing about the training changes."},
+    )
+    echo_patience: int = field(
+        default=10,
+        metadata={"help": "Number of optimizer steps that an action of the guard gets to work before the next one."},
+    )
+    echo_max_roll_backs: int = field(
+        default=2, metadata={"help": "How often the guard's 'roll_back' goes back to a healthy checkpoint at most."}
+    )
+    echo_rate_factor: float = field(
+        default=0.5,
+        metadata={"help": "What the guard's 'learning_rate' multiplies all learning rates by, the critic's included."},
+    )
+    echo_rate_steps: int = field(
+        default=20, metadata={"help": "Number of optimizer steps for which the guard's 'learning_rate' holds."}
+    )
+    echo_entropy_coef: float = field(
+        default=0.001,
+        metadata={"help": "Coefficient of TRL's entropy bonus from the guard's action 'entropy' on."},
+    )
 
     # ---- rollout shaping (`shaping.py`)
     prompts_per_rollout: int | None = field(
@@ -147,6 +177,7 @@ class StabilitySettings:
         check_echo_signals(self)
         self._check_filter()
         check_resampling(self)
+        check_echo_guard(self)
 
     def _check_filter(self) -> None:
         if self.filter_groups is None:

@@ -1,0 +1,340 @@
+"""The guard against the echo trap: acts on the verdict of `agent_r1_trl.echo_trap` after each optimizer step.
+
+Covered here: when something is done, on all ranks alike; what is written about it; the learning rate. Not covered:
+which action is due (`echo_ladder.py`), which a run can take (`echo_checks.py`), what the milder ones change
+(`echo_actions.py`), checkpoints and the way back to them (`roll_back.py`), the verdict (`echo_signals.py`).
+
+transformers 5.17 names that this file touches: `_get_learning_rate` (overridden), `optimizer.param_groups`, `state`,
+`control`, `is_deepspeed_enabled`, `is_fsdp_enabled`; of TRL `_metrics`.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+from agent_r1_trl.rollout import derive_seed
+from agent_r1_trl.trainers.echo_actions import Remedies
+from agent_r1_trl.trainers.echo_checks import refusal
+from agent_r1_trl.trainers.echo_ladder import ACTIONS, ALL, GuardState, due_actions
+from agent_r1_trl.trainers.ranks import Agreement
+from agent_r1_trl.trainers.roll_back import (
+    ROLLED_BACK,
+    RollBack,
+    delete_after,
+    healthy_checkpoints,
+    last_healthy,
+    read_guard,
+    run_with_roll_backs,
+    tokens_seen,
+    write_guard,
+)
+
+logger = logging.getLogger(__name__)
+
+_STATES = ("healthy", "warning", "collapsing", "collapsed")
+
+
+class CollapsedError(RuntimeError):
+    """The run has collapsed, and the guard has ended it; names the last healthy checkpoint."""
+
+
+class RestartError(RuntimeError):
+    """The run goes back to a healthy checkpoint, which takes a new process."""
+
+
+class EchoGuard(TrainerCallback):
+    """Takes the actions of `echo_actions` when a run collapses; see `docs/echo-guard.md`.
+
+    Args:
+        trainer: a multi-turn trainer with an environment.
+        judge: has the `verdict` on the last step; what that rests on is saved and resumed by `EchoSignals`.
+
+    Raises:
+        ValueError: an action cannot be taken in this run.
+    """
+
+    def __init__(self, trainer: Any, judge: Any) -> None:
+        self._trainer, self._judge = trainer, judge
+        self._is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+        self._actions = self._choose(trainer.args)
+        self._agreement = Agreement(trainer.args.ddp_timeout_delta)
+        self._remedies = Remedies(trainer)
+        self._target: Path | None = None
+        """The checkpoint that the run goes back to as soon as this step is logged."""
+        self._micro_step = 0
+        """Its number of micro-batches."""
+        self._ending: RuntimeError | None = None
+        """What `train` raises once the Trainer's loop has ended."""
+        self._rates: list[float] = []
+        """Of the parameter groups, while they are lowered."""
+        self.state = GuardState()
+        trainer.add_callback(self)
+
+    def _choose(self, args: Any) -> list[str]:
+        names = args.echo_actions
+        if names != [ALL]:
+            if "learning_rate" in names and self._trainer.is_deepspeed_enabled:
+                raise ValueError(
+                    f"echo_actions={names!r}: 'learning_rate' does not reach the optimizer step that DeepSpeed makes "
+                    "inside the backward pass. Remove 'learning_rate' from echo_actions."
+                )
+            return names
+        refusals = {name: refusal(name, args) for name in ACTIONS}
+        if self._trainer.is_deepspeed_enabled:
+            refusals["learning_rate"] = "does not reach the optimizer step of DeepSpeed."
+        for name, text in refusals.items():
+            if text is not None and self._trainer.is_world_process_zero():
+                logger.warning("echo_actions: [all] leaves %r out, which %s", name, text)
+        return [name for name, text in refusals.items() if text is None]
+
+    # ---------------------------------------------------------------- the run
+
+    def run(self, train: partial[Any]) -> Any:
+        """The Trainer's loop with its roll backs.
+
+        Args:
+            train: `Trainer.train`, whose first argument is the checkpoint.
+        """
+        self._remedies.undo()
+        self._target = self._ending = None
+        self.state = GuardState(run=uuid.uuid4().hex, is_dry=self._trainer.args.echo_dry_run)
+        self._trainer.rollouts.seed = self._trainer.args.seed
+        return run_with_roll_backs(self._trainer, train)
+
+    def raise_if_ended(self) -> None:
+        """Raise what the guard has ended the run with.
+
+        Raises:
+            CollapsedError: the action `stop` was taken.
+            RestartError: a run with DeepSpeed or FSDP goes back to a checkpoint.
+        """
+        if self._ending is not None:
+            self._trainer.create_model_card(model_name=Path(self._trainer.args.output_dir).name)
+            raise self._ending
+
+    def save(self, folder: Path) -> None:
+        """Write what a resumed run needs into a checkpoint.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._trainer.args.should_save:
+            place = {"step": self._trainer.state.global_step, "micro_step": self._trainer._step}
+            verdict = {"verdict": self._judge.verdict.state}
+            write_guard(folder, {"version": 1, **place, **verdict, "guard": self.state.to_dict()})
+
+    def load(self, folder: Path) -> None:
+        """Go on as the run did that has written a checkpoint. All ranks must call it."""
+        content = self._on_main(lambda: read_guard(folder))
+        if content is None:
+            logger.warning("%s holds nothing of the guard, which begins anew.", folder)
+            return
+        self._target = None
+        saved = GuardState.from_dict(content["guard"])
+        if saved.is_dry != self.state.is_dry:  # what was only said is still to be done
+            saved.num_taken, saved.last_action, saved.last_roll_back, saved.rate_until = {}, None, None, 0
+        saved.is_dry = self.state.is_dry
+        self.state = saved
+        self._remedies.undo()
+        for name in self._actions if not saved.is_dry else []:
+            if saved.num_taken.get(name) and ACTIONS[name] < ACTIONS["roll_back"]:
+                self._remedies.apply(name)
+        if saved.num_roll_backs:
+            self._trainer.rollouts.seed = derive_seed(self._trainer.args.seed, "roll_back", saved.num_roll_backs)
+
+    def kept_checkpoint(self) -> Path | None:
+        """The checkpoint that `save_total_limit` must not delete."""
+        folders = healthy_checkpoints(Path(self._trainer.args.output_dir), self.state.run)
+        return folders[0] if folders else None
+
+    # ---------------------------------------------------------------- the Trainer's events
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Lower the learning rates for this step alone: schedule and checkpoints do not see it."""
+        if self.rate_factor == 1.0:
+            return
+        groups = self._trainer.optimizer.param_groups
+        self._rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * self.rate_factor
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put the learning rates back."""
+        for group, rate in zip(self._trainer.optimizer.param_groups, self._rates, strict=False):
+            group["lr"] = rate
+        self._rates = []
+
+    @property
+    def rate_factor(self) -> float:
+        """What the learning rates of the step under way are multiplied by."""
+        is_lowered = self.state.num_steps < self.state.rate_until
+        return self._trainer.args.echo_rate_factor if is_lowered else 1.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Act on the verdict; all ranks act on the worst of theirs."""
+        metrics = {"learning_rate_factor": self.rate_factor}
+        self.state.num_steps += 1
+        own = self._judge.verdict.state
+        place, _ = self._agreement.largest(_STATES.index(own) if own in _STATES else 0, None)
+        if place and not self._trainer.guard.is_ending:  # a resumed run decides again
+            self._act(_STATES[place], control)
+        for name in ("num_steps", "num_roll_backs", "num_discarded_tokens"):
+            metrics[name.removeprefix("num_")] = getattr(self.state, name)
+        self._log(metrics)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the Trainer's loop for a roll back, now that the last step is logged."""
+        if self._target is not None:
+            raise RollBack(self._target, self._micro_step)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The same after the last step of an epoch."""
+        self.on_step_begin(args, state, control)
+
+    # ---------------------------------------------------------------- actions
+
+    def _act(self, verdict: str, control: Any) -> None:
+        args, healthy = self._trainer.args, None
+        rules = {"patience": args.echo_patience, "max_roll_backs": args.echo_max_roll_backs}
+        names = due_actions(self._actions, self.state, verdict, **rules)
+        if {"roll_back", "stop"} & set(names):
+            healthy = self._last_healthy()
+        if "roll_back" in names and healthy is None:
+            self._record("roll_back", verdict, "there is no healthy checkpoint to go back to", could_not=True)
+            actions = [name for name in self._actions if name != "roll_back"]
+            names = due_actions(actions, self.state, verdict, **rules)
+        for name in names:
+            control.should_log = True
+            self._take(name, verdict, healthy, control)
+
+    def _take(self, name: str, verdict: str, healthy: Path | None, control: Any) -> None:
+        state, is_dry = self.state, self.state.is_dry
+        state.take(name)
+        if name == "roll_back":
+            assert healthy is not None
+            text = f"the run goes back to {healthy.name}, with other draws from there on"
+        elif name == "stop":
+            text = f"the run ends; its last healthy checkpoint is {healthy or 'none'}"
+        else:
+            text = self._remedies.change(name).text if is_dry else self._remedies.apply(name)
+        if name == "learning_rate" and not is_dry:
+            state.rate_until = state.num_steps + self._trainer.args.echo_rate_steps
+        self._record(name, verdict, text)
+        if is_dry:
+            return
+        if name == "roll_back" and healthy is not None:
+            self._roll_back(healthy, control)
+        elif name == "stop":
+            self._ending = CollapsedError(self._report(verdict, healthy))
+            control.should_training_stop, control.should_save, control.should_evaluate = True, False, False
+
+    def _roll_back(self, folder: Path, control: Any) -> None:
+        """Write down that the run goes back, and leave the Trainer's loop at the next occasion."""
+        control.should_save = control.should_evaluate = False
+        trainer, state = self._trainer, self.state
+        state.num_roll_backs += 1
+        if state.rate_until:
+            state.rate_until = state.num_steps + trainer.args.echo_rate_steps
+        state.num_discarded_tokens += trainer.state.num_input_tokens_seen - self._on_main(lambda: tokens_seen(folder))
+        if trainer.is_world_process_zero():
+            content = read_guard(folder) or {}
+            write_guard(folder, content | {"guard": state.to_dict()}, name=ROLLED_BACK)
+            deleted = delete_after(folder, state.run)
+            if deleted:
+                logger.warning("Deleted %s: the run goes back behind them.", ", ".join(deleted))
+        trainer.accelerator.wait_for_everyone()
+        if self._is_sharded:
+            control.should_training_stop = True
+            self._ending = RestartError(
+                f"The run collapsed at step {trainer.state.global_step} and goes back to {folder}. With DeepSpeed or "
+                "FSDP that takes a new process: start it again with resume_from_checkpoint: true."
+            )
+        else:
+            self._target = folder
+            self._micro_step = self._on_main(lambda: (read_guard(folder) or {})["micro_step"])
+
+    def _last_healthy(self) -> Path | None:
+        args = self._trainer.args
+        return self._on_main(lambda: last_healthy(Path(args.output_dir), self.state.run, args.world_size))
+
+    def _on_main(self, read: Callable[[], Any]) -> Any:
+        """What the main process reads, on every rank: nodes need not share a disk."""
+        return broadcast_object_list([read() if self._trainer.is_world_process_zero() else None])[0]
+
+    def _report(self, verdict: str, healthy: Path | None) -> str:
+        taken = ", ".join(f"{event['action']} (step {event['step']})" for event in self.state.events[:-1])
+        cure = (
+            f"Its last healthy checkpoint is {healthy}: set resume_from_checkpoint to it with other settings (a lower "
+            "learning_rate, more num_generations, a reward that says more)."
+            if healthy is not None
+            else "It has no healthy checkpoint: start anew with other settings, and with checkpoints (save_steps)."
+        )
+        return (
+            f"The echo guard has ended the run at step {self._trainer.state.global_step}: it is {verdict}. "
+            f"{self._judge.verdict.reason} Actions before: {taken or 'none'}. {cure}"
+        )
+
+    # ---------------------------------------------------------------- what is written
+
+    def _record(self, name: str, verdict: str, text: str, *, could_not: bool = False) -> None:
+        """Log, tracker, store and card."""
+        judged, trainer, is_dry = self._judge.verdict, self._trainer, self.state.is_dry
+        known = [(item["action"], item["outcome"]) for item in self.state.events]
+        if could_not and (name, "not possible") in known:
+            return  # said once
+        event = {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "step": trainer.state.global_step,
+            "total_steps": self.state.num_steps,
+            "action": name,
+            "outcome": "not possible" if could_not else "dry run" if is_dry else "taken",
+            "state": verdict,
+            "signals": {key: signal.reason for key, signal in judged.signals.items()},
+            "text": text,
+        }
+        self.state.events.append(event)
+        if not could_not:
+            self._log({"dry_run_action" if is_dry else "action": ACTIONS[name]})
+        if not trainer.is_world_process_zero():
+            return
+        signals = "; ".join(event["signals"].values()) or judged.reason
+        says = "could not take" if could_not else "would take" if is_dry else "takes"
+        logger.warning(
+            "Step %d is %s (%s). The echo guard %s %r: %s.", event["step"], verdict, signals, says, name, text
+        )
+        if trainer.store is not None:
+            from agent_r1_trl.recording.events import write_event
+
+            write_event(trainer.args.output_dir, event)
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._trainer._metrics["train"][f"echo/{name}"] = [float(value)]
+
+
+class EchoGuardedTrainer(GRPOTrainer):
+    """TRL's trainer with an `EchoGuard`."""
+
+    echo_signals: Any
+    echo_guard: EchoGuard | None = None
+    """None: there is none."""
+
+    def _make_echo_guard(self) -> None:
+        """Once the trainer's collaborators are there."""
+        if self.args.echo_actions is not None:
+            self.echo_guard = EchoGuard(self, self.echo_signals.judge)
+
+    def _get_learning_rate(self) -> float:
+        """That of the optimizer step just made."""
+        rate = super()._get_learning_rate()
+        return rate if self.echo_guard is None else rate * self.echo_guard.rate_factor

@@ -1,0 +1,272 @@
+"""The guard's milder actions, its dry run, its end, and what is written about each of them."""
+
+import copy
+import json
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import TrainerCallback, TrainerControl
+
+from agent_r1_trl.cli import main as command
+from agent_r1_trl.cli.errors import EXIT_COLLAPSED, CollapseError, run_command
+from agent_r1_trl.recording.events import read_events
+from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig, MultiTurnPPOTrainer
+from agent_r1_trl.trainers.echo_guard import CollapsedError, EchoGuard
+from agent_r1_trl.trainers.echo_ladder import ACTIONS
+from tests.trainers.echo_helpers import guarded, is_equal, weights_of
+from tests.trainers.helpers import make_trainer
+
+CPU = {"output_dir": "unused", "bf16": False, "use_cpu": True}
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+WITH_KL = {"beta": 0.1, "peft_config": LoraConfig(r=2, task_type="CAUSAL_LM")}  # the reference is the base model
+RATIOS = {"num_iterations": 2}  # with one update per rollout every ratio is 1, and no clip acts
+
+
+def step(trainer, verdict):
+    """One optimizer step is over, and the verdict on it is this; the Trainer's control afterwards."""
+    control = TrainerControl()
+    trainer.state.global_step += 1
+    trainer.echo_guard._judge.script = dict.fromkeys(range(99), verdict)
+    trainer.echo_guard.on_step_end(trainer.args, trainer.state, control)
+    return control
+
+
+def settings_of(trainer):
+    names = ("epsilon_low", "epsilon_high", "beta", "entropy_coef", "_entropy_bonus_enabled")
+    return {name: getattr(trainer, name) for name in names}
+
+
+# -------------------------------------------------------------------- what each action changes
+
+
+def test_the_clip_is_widened_upwards_and_the_kl_term_switched_off(tmp_path):
+    trainer = guarded(tmp_path, {}, "clip", loss_type="dapo", **WITH_KL, **RATIOS)
+    assert (trainer.epsilon_low, trainer.epsilon_high, trainer.beta) == (0.2, 0.2, 0.1)
+    step(trainer, "warning")
+    assert (trainer.epsilon_low, trainer.epsilon_high, trainer.beta) == (0.2, 0.28, 0.0)
+    (event,) = trainer.echo_guard.state.events
+    assert (
+        event["text"]
+        == "the clip goes from (0.2, 0.2) to (0.2, 0.28); the KL term is switched off (beta from 0.1 to 0)"
+    )
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"loss_type": "cispo", "epsilon_high": 5.0, **RATIOS}, {"loss_type": "sapo", **RATIOS},
+    {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4, **RATIOS},
+    {"epsilon": 0.2, "epsilon_high": 0.3, **RATIOS},
+], ids=str)  # fmt: skip
+def test_a_clip_that_does_not_act_is_left_alone_and_that_is_said_or_refused(tmp_path, options):
+    trainer = guarded(tmp_path, {}, "clip", **WITH_KL, **options)
+    before = settings_of(trainer)
+    step(trainer, "warning")
+    assert settings_of(trainer) == before | {"beta": 0.0}
+    assert "the clip stays" in trainer.echo_guard.state.events[0]["text"]
+    with pytest.raises(ValueError, match=r"echo_actions=\['clip'\].*change nothing"):
+        MultiTurnGRPOConfig(**CPU, echo_actions=["clip"], beta=0.0, **options)
+    MultiTurnGRPOConfig(**CPU, echo_actions=["clip"], beta=0.0, **RATIOS, loss_type="dapo")
+
+
+def test_the_entropy_bonus_of_trl_is_switched_on_and_enters_the_loss(tmp_path):
+    trainer = guarded(tmp_path, {1: "warning"}, "entropy", echo_entropy_coef=0.5, max_steps=2)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert "entropy_coef" not in logged[0] and logged[1]["entropy_coef"] == 0.5
+    assert logged[1]["loss"] == pytest.approx(-0.5 * logged[1]["entropy"], rel=0.2)
+
+
+class Records(TrainerCallback):
+    """The weights after each step."""
+
+    def __init__(self, trainer):
+        self.trainer, self.weights = trainer, [weights_of(trainer.model)]
+        trainer.add_callback(self)
+
+    def on_step_end(self, *args, **kwargs):
+        self.weights.append(weights_of(self.trainer.model))
+
+
+def test_the_learning_rates_of_policy_and_critic_are_halved_for_some_steps_and_the_schedule_goes_on(tmp_path):
+    options = {
+        "trainer": MultiTurnPPOTrainer, "max_steps": 3, "lr_scheduler_type": "linear", "save_strategy": "no",
+        "critic_learning_rate": 1e-2, "weight_decay": 0.0, "optim": "sgd", "per_device_train_batch_size": 4,
+    }  # fmt: skip
+    plain = make_trainer(tmp_path / "plain", **options)
+    runs = [Records(plain)]
+    plain.train()
+    halved = guarded(tmp_path / "halved", {1: "warning"}, "learning_rate", echo_rate_steps=1, **options)
+    halved.model.load_state_dict(runs[0].weights[0])  # the critics begin alike
+    runs.append(Records(halved))
+    halved.train()
+    (before, plain_after), (same, halved_after) = ((run.weights[1], run.weights[2]) for run in runs)
+    assert is_equal(before, same), "the first step is the same"
+    for part in ("critic_backbone.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"):
+        whole, half = plain_after[part] - before[part], halved_after[part] - before[part]
+        assert whole.abs().max() > 0
+        torch.testing.assert_close(half, whole / 2, rtol=1e-2, atol=1e-7)
+    rates = [[entry["learning_rate"] for entry in run.trainer.state.log_history if "loss" in entry] for run in runs]
+    assert rates[1] == pytest.approx([rates[0][0], rates[0][1] / 2, rates[0][2]])
+    assert [group["lr"] for group in halved.optimizer.param_groups] == [
+        group["lr"] for group in plain.optimizer.param_groups
+    ]
+
+
+def test_a_resumed_run_goes_on_with_the_guards_state_and_its_lower_rate(tmp_path):
+    verdicts, options = {3: "warning", 5: "warning"}, {"echo_rate_steps": 3, **WITH_KL}
+    straight = guarded(tmp_path, verdicts, "learning_rate", "clip", **options)
+    straight.train()
+    resumed = guarded(tmp_path, verdicts, "learning_rate", "clip", **options)
+    resumed.echo_guard._judge.num_all = 4
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert is_equal(weights_of(straight.model), weights_of(resumed.model))
+    assert resumed.beta == 0.0
+    states = [trainer.echo_guard.state.to_dict() for trainer in (straight, resumed)]
+    for state in states:
+        for event in state["events"]:
+            del event["time"]
+    assert states[0] == states[1]
+    again = guarded(tmp_path, {}, "learning_rate", "clip", **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert again.beta == 0.0 and again.echo_guard.rate_factor == 1.0
+    again.echo_guard.run(lambda: None)
+    assert again.beta == 0.1, "a new run begins without what the last one has changed"
+
+
+# -------------------------------------------------------------------- watching first
+
+
+def test_a_dry_run_says_what_it_would_do_and_changes_nothing(tmp_path, caplog):
+    verdicts = dict.fromkeys(range(2, 9), "collapsed")
+    options = {**WITH_KL, "per_device_train_batch_size": 4, "max_steps": 6, **SAVES}
+    plain = make_trainer(tmp_path / "plain", **options)
+    plain.train()
+    watched = guarded(
+        tmp_path / "watched", verdicts, "clip", "learning_rate", "roll_back", "stop", echo_dry_run=True,
+        echo_max_roll_backs=1, **{**options, "save_steps": 1},
+    )  # fmt: skip
+    watched.train()
+    assert is_equal(weights_of(plain.model), weights_of(watched.model))
+    assert is_equal(plain.optimizer.state_dict()["state"][0], watched.optimizer.state_dict()["state"][0])
+    events = [(event["step"], event["action"], event["outcome"]) for event in watched.echo_guard.state.events]
+    assert events == [
+        (2, "clip", "dry run"), (2, "learning_rate", "dry run"), (2, "roll_back", "dry run"), (4, "stop", "dry run"),
+    ]  # fmt: skip
+    assert "would take 'roll_back': the run goes back to checkpoint-1" in caplog.text
+    logged = [entry for entry in watched.state.log_history if "loss" in entry]
+    assert logged[1]["echo/dry_run_action"] == ACTIONS["roll_back"] and "echo/action" not in logged[1]
+    # What was only said is still to be done once the user has seen it.
+    real = guarded(tmp_path / "watched", {7: "warning"}, "learning_rate", **{**options, "max_steps": 8})
+    real.echo_guard._judge.num_all = 6
+    real.train(resume_from_checkpoint=True)
+    assert real.echo_guard.state.events[-1]["outcome"] == "taken" and len(real.echo_guard.state.events) == 5
+
+
+# -------------------------------------------------------------------- the end
+
+
+def test_stop_ends_the_run_with_a_report_that_names_the_last_healthy_checkpoint(tmp_path, capsys):
+    verdicts = {3: "warning", 4: "collapsed", 5: "collapsed"}
+    trainer = guarded(tmp_path, verdicts, "learning_rate", "stop", record_trajectories="jsonl")
+    with pytest.raises(CollapsedError) as caught:
+        trainer.train()
+    message = str(caught.value)
+    assert "ended the run at step 4" in message and "entropy is gone" in message
+    assert f"last healthy checkpoint is {tmp_path / 'checkpoint-2'}" in message and "learning_rate (step 3)" in message
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2"}, "a collapsed model is not saved"
+    assert trainer.state.log_history[-2]["echo/action"] == ACTIONS["stop"]
+    assert "| 4 | collapsed | stop | taken |" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+    assert [event["action"] for event in read_events(tmp_path)] == ["learning_rate", "stop"]
+    assert command(["view", str(tmp_path), "--events"]) == 0
+    shown = capsys.readouterr().out
+    assert "learning_rate" in shown and "stop" in shown and "entropy fell to 0.05" in shown
+
+    def run(argv):
+        raise CollapseError(message)
+
+    assert run_command(run, []) == EXIT_COLLAPSED == 4
+    assert "last healthy checkpoint" in capsys.readouterr().err
+
+
+def test_events_that_a_kill_cut_off_are_left_out_and_other_text_is_refused(tmp_path):
+    file = tmp_path / "trajectories" / "events.jsonl"
+    file.parent.mkdir()
+    assert read_events(tmp_path) == []
+    whole = json.dumps({"step": 1, "action": "clip"}) + "\n"
+    file.write_text(whole + whole[:9])
+    assert read_events(tmp_path) == read_events(file) == [{"step": 1, "action": "clip"}]
+    file.write_text("[]\n" + whole)
+    with pytest.raises(ValueError, match="line 1"):
+        read_events(tmp_path)
+
+
+# -------------------------------------------------------------------- what is refused
+
+
+REFUSED = [
+    ("echo_actions", {"echo_actions": []}, {"echo_actions": ["all"]}),
+    ("echo_actions", {"echo_actions": ["rollback"]}, {"echo_actions": ["stop"]}),
+    ("echo_actions", {"echo_actions": ["stop", "stop"]}, {"echo_actions": ["stop"]}),
+    ("echo_actions", {"echo_actions": ["all", "stop"]}, {"echo_actions": ["all"]}),
+    ("echo_actions", {"echo_actions": ["stop", "learning_rate"]}, {"echo_actions": ["learning_rate", "stop"]}),
+    ("roll_back", {"echo_actions": ["roll_back"], "save_strategy": "no"}, SAVES),
+    ("roll_back", {"echo_actions": ["roll_back"], "save_only_model": True, **SAVES}, {"save_only_model": False}),
+    ("roll_back", {"echo_actions": ["roll_back"], "replay": "other", **SAVES}, {"replay": None}),
+    ("roll_back", {"echo_actions": ["roll_back"], "load_best_model_at_end": True, "eval_strategy": "steps",
+                   "eval_steps": 2, "save_total_limit": 1, **SAVES}, {"save_total_limit": 2}),
+    ("entropy", {"echo_actions": ["entropy"], "use_adaptive_entropy": True}, {"use_adaptive_entropy": False}),
+    ("entropy", {"echo_actions": ["entropy"], "entropy_coef": 0.01}, {"entropy_coef": 0.0001}),
+    ("entropy", {"echo_actions": ["entropy"], "update_layout": "grouped", "gradient_accumulation_steps": 2},
+     {"update_layout": "padded"}),
+    ("echo_dry_run", {"echo_dry_run": True}, {"echo_actions": ["all"]}),
+    ("echo_rate_steps", {"echo_rate_steps": 5, "echo_actions": ["stop"]}, {"echo_actions": ["learning_rate"]}),
+    ("echo_max_roll_backs", {"echo_max_roll_backs": 5, "echo_actions": ["stop"]},
+     {"echo_actions": ["roll_back"], **SAVES}),
+    ("echo_rate_factor", {"echo_rate_factor": 1.0, "echo_actions": ["all"]}, {"echo_rate_factor": 0.1}),
+    ("echo_entropy_coef", {"echo_entropy_coef": -1, "echo_actions": ["all"]}, {"echo_entropy_coef": 0.1}),
+    ("echo_patience", {"echo_patience": 0, "echo_actions": ["all"]}, {"echo_patience": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options", "cure"), REFUSED, ids=str)
+def test_what_the_guard_cannot_do_is_refused_by_name_and_the_cure_works(name, options, cure):
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
+        MultiTurnGRPOConfig(**CPU, **options)
+    MultiTurnGRPOConfig(**CPU, **copy.deepcopy(options | cure))
+
+
+def test_the_learning_rate_is_refused_or_left_out_under_deepspeed(tmp_path, caplog):
+    trainer = guarded(tmp_path, {}, "learning_rate")
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(ValueError, match=r"echo_actions=.*'learning_rate'.*DeepSpeed"):
+        EchoGuard(trainer, trainer.echo_signals.judge)
+    trainer.args.echo_actions = ["all"]
+    assert "learning_rate" not in EchoGuard(trainer, trainer.echo_signals.judge)._actions
+    assert "leaves 'learning_rate' out" in caplog.text
+
+
+def test_all_takes_what_the_run_can_take_and_says_what_it_leaves_out(tmp_path, caplog):
+    trainer = guarded(tmp_path, {}, "all", save_strategy="no", save_steps=500)
+    assert "roll_back" not in trainer.echo_guard._actions and trainer.echo_guard._actions[-1] == "stop"
+    assert "leaves 'roll_back' out, which needs checkpoints" in caplog.text
+
+
+def test_filter_and_dynamic_sampling_are_switched_on_for_the_next_rollout(tmp_path):
+    pytest.importorskip("agent_r1_trl.trainers.group_filter")
+    pytest.importorskip("agent_r1_trl.trainers.resampling")
+    options = {"per_device_train_batch_size": 8, "max_steps": 3}
+    trainer = guarded(tmp_path, {1: "warning"}, "filter", **options)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert ["filter/kept_share" in entry for entry in logged] == [False, True, True]
+    assert trainer.group_filter.settings.rule == "top_p" and trainer.resampling.rounds == 2
+    (event,) = trainer.echo_guard.state.events
+    assert event["text"].startswith("groups are filtered by top_p 0.9 on their std; groups without signal")
+    refused = {"echo_actions": ["filter"], "filter_groups": "top_p", "resample_rounds": 1}
+    with pytest.raises(ValueError, match="'filter' is on from the start"):
+        MultiTurnGRPOConfig(**CPU, **refused)
+    MultiTurnGRPOConfig(**CPU, **refused | {"resample_rounds": 0})
+    with pytest.raises(ValueError, match="'filter' compares the trajectories of a group"):
+        MultiTurnPPOConfig(**CPU, echo_actions=["filter"])
+    MultiTurnPPOConfig(**CPU, echo_actions=["filter"], num_generations=2)

@@ -1,0 +1,145 @@
+"""The guard's roll back: everything is as at the last healthy checkpoint, but the draws."""
+
+import json
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from agent_r1_trl.generation.base import Generator
+from agent_r1_trl.recording import read_records
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer, roll_back
+from agent_r1_trl.trainers.echo_guard import CollapsedError, RestartError
+from agent_r1_trl.trainers.roll_back import GUARD, ROLLED_BACK, healthy_checkpoints
+from tests.trainers.echo_helpers import Watch, guarded, is_equal, judged_by, weights_of
+from tests.trainers.helpers import make_trainer
+
+TRAINERS = {"grpo": MultiTurnGRPOTrainer, "ppo": MultiTurnPPOTrainer}
+
+
+def look(trainer):
+    optimizer = trainer.optimizer.state_dict()
+    return {
+        "weights": weights_of(trainer.model),
+        "momentum": {str(key): entry["exp_avg"].clone() for key, entry in optimizer["state"].items()},
+        "rates": [group["lr"] for group in optimizer["param_groups"]],
+        "schedule": trainer.lr_scheduler.state_dict()["last_epoch"],
+        "micro_step": trainer._step,
+        "epoch": trainer.state.epoch,
+        "judged": trainer.echo_signals.judge.state_dict(),
+        "random": torch.get_rng_state().tolist(),
+    }
+
+
+class Copying(Generator):
+    """Says what the script says; has weights of its own, like an engine, and notes when they are not the policy's."""
+
+    def __init__(self, trainer):
+        self._scripted, self._policy = trainer.rollouts._generator, trainer.model
+        self._own, self.seeds, self.num_stale = {}, [], 0
+        trainer.rollouts._generator = self
+
+    def sync(self, model):
+        self._own = weights_of(model)
+        return True
+
+    async def generate(self, prompt_ids, *, max_tokens, seed, params):
+        self.num_stale += not is_equal(self._own, weights_of(self._policy))
+        self.seeds.append(seed)
+        return await self._scripted.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    ("grpo", {"save_steps": 2}),
+    ("ppo", {"save_steps": 3, "steps_per_generation": 2}),  # the rollout is used by half at the checkpoint
+], ids=str)  # fmt: skip
+def test_a_run_goes_back_to_weights_optimizer_and_place_of_the_checkpoint_with_other_draws(tmp_path, kind, options):
+    trainer = guarded(tmp_path, {5: "collapsed"}, "roll_back", trainer=TRAINERS[kind], record_trajectories="jsonl",
+                      **options)  # fmt: skip
+    copying, watch = Copying(trainer), Watch(trainer, look)
+    saved = {"grpo": 4, "ppo": 3}[kind]
+    trainer.train()
+    steps = [step for step, _ in watch.seen]
+    assert steps == [0, 1, 2, 3, 4, *range(saved, 6)], "left behind step 5, entered again behind the checkpoint"
+    (before, after) = (values for step, values in watch.seen if step == saved)
+    assert is_equal(before.pop("weights"), after.pop("weights"))
+    assert len(before["momentum"]) > 5 and is_equal(before.pop("momentum"), after.pop("momentum"))
+    assert before == after
+    first_rollout_again = {"grpo": 5, "ppo": 5}[kind]  # of step 5 in both cases
+    records = list(read_records(tmp_path, step=first_rollout_again))
+    assert len(records) == {"grpo": 4, "ppo": 8}[kind], "those that were rolled back lie in another folder"
+    assert len(list((tmp_path / "trajectories" / "superseded").glob(f"step_{first_rollout_again:06d}*"))) == 1
+    assert len(set(copying.seeds)) == len(copying.seeds), "no draw was made twice"
+    assert copying.num_stale == 0, "what was sampled, was sampled from the policy's weights"
+
+
+def test_what_is_logged_and_recorded_says_that_the_run_went_back(tmp_path, caplog):
+    trainer = guarded(tmp_path, {4: "warning", 5: "collapsed"}, "roll_back", record_trajectories="jsonl")
+    trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4, 5, 6]
+    assert "goes back to checkpoint-2" in caplog.text and "entropy fell to 0.05" in caplog.text
+    assert "Deleted checkpoint-4" in caplog.text, "it was saved at a warning"
+    logged = trainer.state.log_history[-2]
+    assert (logged["echo/steps"], logged["echo/roll_backs"]) == (9, 1), "5 steps, and 4 behind the checkpoint"
+    assert logged["echo/discarded_tokens"] > 0
+    lines = (tmp_path / "trajectories" / "events.jsonl").read_text().splitlines()
+    (event,) = map(json.loads, lines)
+    assert {event["step"], event["action"], event["outcome"]} == {5, "roll_back", "taken"}
+    assert event["signals"] == {"entropy": "entropy fell to 0.05"}
+    card = (tmp_path / "README.md").read_text()
+    assert "What the guard did" in card and "checkpoint-2" in card
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_while_it_rolls_back_goes_on_as_if_it_were_not(tmp_path, monkeypatch):
+    straight = guarded(tmp_path / "straight", {5: "collapsed"}, "roll_back")
+    straight.train()
+
+    def die(*args):
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr(roll_back, "forget_after", die)
+        guarded(tmp_path / "killed", {5: "collapsed"}, "roll_back").train()
+    resumed = guarded(tmp_path / "killed", {}, "roll_back")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.echo_guard.state.num_roll_backs == 1 and resumed.echo_guard.state.num_steps == 7
+    assert is_equal(weights_of(straight.model), weights_of(resumed.model))
+    plain = make_trainer(tmp_path / "plain", max_steps=6, per_device_train_batch_size=4)
+    plain.train()
+    assert not is_equal(weights_of(plain.model), weights_of(resumed.model)), "the draws are others"
+
+
+def test_the_last_healthy_checkpoint_outlives_save_total_limit(tmp_path):
+    verdicts = {3: "warning", 4: "warning", 5: "collapsing", 6: "collapsing"}
+    trainer = guarded(tmp_path, verdicts, "stop", save_steps=1, save_total_limit=2)
+    trainer.train()
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-6"}
+    assert [path.name for path in healthy_checkpoints(tmp_path, trainer.echo_guard.state.run)] == ["checkpoint-2"]
+
+
+def test_checkpoints_of_another_run_and_damaged_ones_are_no_place_to_go_back_to(tmp_path):
+    guarded(tmp_path, {}, "roll_back", max_steps=2).train()
+    trainer = guarded(tmp_path, {5: "collapsed"}, "roll_back", "stop", save_steps=1, max_steps=5)
+
+    class Damage(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            (tmp_path / f"checkpoint-{state.global_step}" / "optimizer.pt").write_bytes(b"")
+
+    other = json.loads((tmp_path / "checkpoint-2" / GUARD).read_text())["guard"]["run"]
+    trainer.add_callback(Damage())
+    with pytest.raises(CollapsedError, match="no healthy checkpoint"):
+        trainer.train()
+    assert trainer.echo_guard.state.run != other
+    assert [event["outcome"] for event in trainer.echo_guard.state.events] == ["not possible", "taken"]
+
+
+def test_a_roll_back_under_deepspeed_or_fsdp_ends_the_process_and_a_new_one_goes_on(tmp_path):
+    trainer = guarded(tmp_path, {3: "collapsed"}, "roll_back")
+    trainer.echo_guard._is_sharded = True
+    with pytest.raises(RestartError, match="resume_from_checkpoint: true"):
+        trainer.train()
+    assert trainer.state.global_step == 3 and (tmp_path / "checkpoint-2" / ROLLED_BACK).exists()
+    resumed = judged_by(guarded(tmp_path, {}, "roll_back"), {})
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.echo_guard.state.num_roll_backs == 1 and resumed.state.global_step == 6
