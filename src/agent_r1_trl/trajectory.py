@@ -228,15 +228,17 @@ class Trajectory:
                     "every per-token list must have one entry per completion token."
                 )
         self.stop_reason = StopReason(self.stop_reason)
-        self.authors = [Author(author) for author in self.authors]
-        for position, (mask, turn_id, author) in enumerate(
-            zip(self.action_mask, self.turn_ids, self.authors, strict=True)
-        ):
-            if mask not in (0, 1) or (mask == 1) != (author is Author.POLICY) or (mask == 1) != (turn_id >= 0):
-                raise ValueError(
-                    f"Trajectory token {position}: action_mask={mask}, turn_id={turn_id}, author={author.value} "
-                    "contradict each other: a token has mask 1, a turn id >= 0 and author 'policy', or none of them."
-                )
+        if set(map(type, self.authors)) != {Author}:
+            self.authors = [Author(author) for author in self.authors]
+        is_action = [author is Author.POLICY for author in self.authors]
+        if not list(self.action_mask) == is_action == [turn_id >= 0 for turn_id in self.turn_ids]:
+            tokens = zip(self.action_mask, is_action, self.turn_ids, strict=True)
+            place = next(i for i, (mask, acts, turn_id) in enumerate(tokens) if not mask == acts == (turn_id >= 0))
+            raise ValueError(
+                f"Trajectory token {place}: action_mask={self.action_mask[place]}, turn_id={self.turn_ids[place]}, "
+                f"author={self.authors[place].value} contradict each other: a token has mask 1, a turn id >= 0 and "
+                "author 'policy', or none of them."
+            )
         for index, turn in enumerate(self.turns):
             if not 0 <= turn.start <= turn.end <= num_tokens:
                 raise ValueError(f"Turn {index} spans [{turn.start}, {turn.end}) of {num_tokens} completion tokens.")

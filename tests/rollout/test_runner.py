@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import functools
+import gc
 import hashlib
 import json
 import logging
@@ -413,3 +414,35 @@ def test_the_watchdog_is_quiet_while_something_moves(runner_of, caplog):
     runner.run(requests_for(2))
     assert time.monotonic() - began > 1.0
     assert caplog.messages == []
+
+
+def test_the_garbage_collector_looks_at_the_rollouts_own_objects_only_while_one_is_played():
+    frozen, inner = [], []
+
+    class Looking(AddEchoEnv):
+        def step(self, message):
+            frozen.append(gc.get_freeze_count() > 1000)
+            return super().step(message)
+
+    def play(env):
+        chat = chat_of()
+        generator = ScriptedGenerator([chat.encode_reply(say())], stop_token_ids=chat.stop_token_ids)
+        runner = RolloutRunner(env, generator, chat, RolloutLimits())
+        runner.run([RolloutRequest(example={"prompt": PROMPT})])
+        runner.close()
+
+    class Nested(Looking):
+        def step(self, message):
+            play(Looking)
+            inner.append(gc.get_freeze_count() > 1000)
+            return super().step(message)
+
+    play(Nested)
+    assert frozen == [True, True] and inner == [True], "one that ends leaves the other as it is"
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        play(Looking)
+        assert gc.get_freeze_count() > 1000, "what the program has frozen itself stays so"
+    finally:
+        gc.unfreeze()

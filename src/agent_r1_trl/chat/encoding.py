@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,8 +104,7 @@ class TextEncoder:
             if flag:
                 spans.append((start, len(text)))
         encoding = self._backend.encode(text, add_special_tokens=False)
-        flags = [any(a < end and b > start for start, end in spans) for a, b in encoding.offsets]
-        return list(encoding.ids), flags
+        return list(encoding.ids), _reach_into(spans, encoding.offsets)
 
     def truncate(self, text: str, max_tokens: int) -> str:
         """A prefix of plain text, as long as possible, that encodes to at most `max_tokens` ids."""
@@ -229,6 +229,18 @@ def split_by_author(delta: str, glue: str, marks: Sequence[str]) -> list[tuple[s
             return [(delta, True)]
         segments += [(heard, True), (piece, False)]
     return [*segments, (rest, True), (glue, False)]
+
+
+def _reach_into(spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> list[bool]:
+    """(N,) whether each of N tokens has characters in one of the spans."""
+    starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
+    if starts != sorted(starts) or ends != sorted(ends):
+        return [any(a < end and b > start for start, end in spans) for a, b in offsets]
+    flags = [False] * len(offsets)
+    for start, end in spans:
+        first, last = bisect_right(ends, start), bisect_left(starts, end)
+        flags[first:last] = [True] * (last - first)
+    return flags
 
 
 def _encodable(text: str) -> str:

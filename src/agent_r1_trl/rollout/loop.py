@@ -227,6 +227,8 @@ def _shortened(observations: Sequence[Message], chat: ChatFormat, max_tokens: in
     limit = MAX_CHARS_PER_TOKEN * max_tokens
     contents = [observation.get("content") for observation in observations]
     texts = [content if isinstance(content, str) else "" for content in contents]
+    if all(map(str.isascii, texts)) and 2 * sum(map(len, texts)) <= max_tokens:
+        return list(observations)  # no tokenizer makes two tokens of a character
     counts = [chat.count(text[:limit]) for text in texts]
     if sum(counts) <= max_tokens and all(len(text) <= limit for text in texts):
         return list(observations)

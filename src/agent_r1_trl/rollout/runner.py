@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.generation.base import Generator, SamplingParams, TrajectorySlot, current_slot
+from agent_r1_trl.rollout.collector import rollout_begins, rollout_ends
 from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.rollout.env_session import CLOSE_TIMEOUT_S, EnvSession
 from agent_r1_trl.rollout.failures import MAX_CAUSES, FailureCause, failure_of
@@ -131,6 +132,8 @@ class RolloutRunner:
                 return await self._play_all(plays, params, journal)
 
         watchdog = self._watchdog(plays, loop, self._thread, functools.partial(self._give_up, plays, answer, journal))
+        rollout_begins()
+        answer.add_done_callback(lambda _: rollout_ends())
         answer.add_done_callback(lambda _: watchdog.stop())
         watchdog.start()
         played = asyncio.run_coroutine_threadsafe(play(), loop)
@@ -208,9 +211,11 @@ class RolloutRunner:
         plays = self._plays(requests, journal)
         watchdog = self._watchdog(plays, asyncio.get_running_loop(), threading.current_thread(), lambda error: None)
         watchdog.start()
+        rollout_begins()
         try:
             return await self._play_all(plays, params, journal)
         finally:
+            rollout_ends()
             watchdog.stop()
 
     def _watchdog(
