@@ -11,23 +11,19 @@ but not the judgement of when to use it, and that is left to reinforcement learn
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import random
-import time
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from demonstrations import Demonstration, Inventor, demonstrate, read_world, render
-from tokenizer import make_tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 HERE = Path(__file__).resolve().parent
-
-Row = tuple[list[int], list[int]]
-"""(ids, 1 where the model wrote the token) of one demonstration."""
+sys.path.insert(0, str(HERE.parent))
+from tiny_model import Row, make_model, make_parser, make_tokenizer, save, train  # noqa: E402
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, demonstrations: list[Demonstration]) -> list[Row]:
@@ -64,61 +60,11 @@ def check_rendering(tokenizer: PreTrainedTokenizerFast, demonstration: Demonstra
         raise RuntimeError(f"The chat template renders a demonstration differently: {tokenizer.decode(ids)!r}")
 
 
-def train(model: Qwen3ForCausalLM, rows: list[Row], args: argparse.Namespace, pad: int) -> None:
-    """One pass with AdamW, warm-up and cosine decay. Text that others wrote has the weight `args.context_weight`."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    warmup = 50
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda s: min(1.0, (s + 1) / warmup) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * s / args.steps))),
-    )
-    # Rows of a batch have similar lengths: less padding.
-    order = []
-    block = args.batch_size * 16
-    for start in range(0, args.steps * args.batch_size, block):
-        indices = sorted(range(start, min(start + block, len(rows))), key=lambda i: len(rows[i][0]))
-        batches = [indices[i : i + args.batch_size] for i in range(0, len(indices), args.batch_size)]
-        random.Random(start).shuffle(batches)
-        order += batches
-    began = time.time()
-    model.train()
-    for step, batch in enumerate(order):
-        length = max(len(rows[i][0]) for i in batch)
-        ids = torch.full((len(batch), length), pad)
-        weight = torch.zeros(len(batch), length)
-        for row, i in enumerate(batch):
-            tokens, mask = rows[i]
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-            weight[row, : len(tokens)] = torch.tensor([1.0 if m else args.context_weight for m in mask])
-        logits = model(input_ids=ids).logits[:, :-1]  # right padding: the causal mask hides it
-        losses = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none"
-        )
-        weight = weight[:, 1:].flatten()
-        loss = (losses * weight).sum() / weight.sum()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        if step % 50 == 0 or step == len(order) - 1:
-            own = weight == 1
-            print(f"step {step:5d}  own-token loss {losses[own].mean():.4f}  {time.time() - began:.0f} s", flush=True)
-
-
 def main() -> None:
     """Make and save tokenizer and model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, out=HERE / "model")
     parser.add_argument("--data", type=Path, default=HERE / "data")
-    parser.add_argument("--out", type=Path, default=HERE / "model")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--vocab-size", type=int, default=800)
-    parser.add_argument(
-        "--context-weight", type=float, default=0.1, help="loss weight of text the model did not write"
-    )
     parser.add_argument("--real-share", type=float, default=0.25, help="share of demonstrations on real questions")
     args = parser.parse_args()
     rng = random.Random(args.seed)
@@ -154,28 +100,9 @@ def main() -> None:
     lengths = [len(ids) for ids, _ in rows]
     print(f"{len(rows)} demonstrations, {sum(lengths) / len(rows):.0f} tokens on average, {max(lengths)} at most")
 
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen3ForCausalLM(config).float()
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
+    model = make_model(tokenizer)
     train(model, rows, args, tokenizer.pad_token_id)
-    model.save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
-    loaded = AutoTokenizer.from_pretrained(args.out)
-    if loaded.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
-        raise RuntimeError(f"AutoTokenizer does not load the tokenizer that was saved, but a {type(loaded).__name__}.")
+    save(model, tokenizer, args.out)
 
 
 if __name__ == "__main__":
