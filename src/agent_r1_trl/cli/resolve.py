@@ -18,6 +18,7 @@ from agent_r1_trl.safe_text import rules
 
 BUILT_IN_ENVS = {
     "search_qa": "agent_r1_trl.environments.SearchQAEnv",
+    "bandit": "agent_r1_trl.environments.games.BanditEnv",
     "frozen_lake": "agent_r1_trl.environments.games.FrozenLakeEnv",
     "sokoban": "agent_r1_trl.environments.games.SokobanEnv",
     "countdown": "agent_r1_trl.environments.games.CountdownEnv",

@@ -1,5 +1,6 @@
 """The games of RAGEN (arXiv 2504.20073). FrozenLake, Countdown and ReasoningGym need the extra `games`."""
 
+from agent_r1_trl.environments.games.bandit import BanditEnv
 from agent_r1_trl.environments.games.base import ActionError, GameEnv
 from agent_r1_trl.environments.games.countdown import CountdownEnv
 from agent_r1_trl.environments.games.frozen_lake import FrozenLakeEnv
@@ -9,6 +10,7 @@ from agent_r1_trl.environments.games.sokoban import SokobanEnv
 
 __all__ = [
     "ActionError",
+    "BanditEnv",
     "CountdownEnv",
     "FrozenLakeEnv",
     "GameEnv",
