@@ -1,4 +1,4 @@
-"""Tiny models from scratch, for recipes that a CPU trains: tokenizer, model, supervised learning on demonstrations.
+"""Tiny models from scratch, for recipes that a CPU trains: tokenizer, model, demonstrations, supervised learning.
 
 The tokenizer is a byte-level BPE with a compact ChatML template and the grammar that reads its turns. The template
 renders what Qwen's does, on one line: calls as `<tool_call>{"name": ..., "arguments": ...}</tool_call>`, results as
@@ -13,6 +13,7 @@ A recipe's script puts this folder on its path:
 from __future__ import annotations
 
 import argparse
+import asyncio
 import math
 import random
 import re
@@ -22,8 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from agent_r1_trl.cli.resolve import resolve_env
+from agent_r1_trl.environments.games import GameEnv
 
 Messages = list[dict[str, Any]]
 Row = tuple[list[int], list[int]]
@@ -268,7 +273,7 @@ def cold_start(
     *,
     vocab_size: int,
     tools: Sequence[dict[str, Any]] = (),
-    texts: Callable[[Messages], list[str]] = lambda sample: [message["content"] for message in sample],
+    texts: Callable[[Messages], list[str]] = lambda sample: [f"{item['role']}\n{item['content']}" for item in sample],
 ) -> None:
     """Make a model that imitates demonstrations, and save it with its tokenizer.
 
@@ -287,3 +292,37 @@ def cold_start(
     model = make_model(tokenizer)
     train(model, rows, args, tokenizer.pad_token_id)
     save(model, tokenizer, args.out)
+
+
+# ---------------------------------------------------------------- demonstrations of games
+
+
+def read_env(config: Path) -> Callable[[], GameEnv]:
+    """What makes the environment of a recipe, with the recipe's settings, so that both see the same prompts."""
+    recipe = yaml.safe_load(config.read_text(encoding="utf-8"))
+    return resolve_env(recipe["env"], recipe.get("env_kwargs"))
+
+
+def play(
+    make_env: Callable[[], GameEnv], say: Callable[[GameEnv, random.Random], str], rng: random.Random
+) -> Messages:
+    """One game, from the first message to the last turn of the demonstrator.
+
+    Args:
+        make_env: makes the environment.
+        say: what the demonstrator writes, given the game as it stands.
+        rng: of the level, of random events and of the demonstrator.
+    """
+    env = make_env()
+    env.seed(reset_seed=rng.getrandbits(62), dynamics_seed=rng.getrandbits(62))
+    messages = env.reset({})
+
+    async def episode() -> None:
+        is_over = False
+        while not is_over:
+            turn = {"role": "assistant", "content": say(env, rng)}
+            observations, _, is_over, _ = await env.step(turn)
+            messages.extend([turn, *([] if is_over else observations)])
+
+    asyncio.run(episode())
+    return messages
