@@ -1,7 +1,7 @@
 """Make the CPU variant's starting point: a tiny model that knows the way over the ice, but mostly walks straight on.
 
 It imitates a player who in each turn looks for the holes (42%), goes right to the edge and then down whatever lies
-there (50%), or stumbles about (8%). It takes two minutes on one core.
+there (50%), or stumbles about (8%). It takes two to three minutes on one core.
 
     python recipes/frozen_lake/make_cold_start.py
 """

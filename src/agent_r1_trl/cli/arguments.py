@@ -22,8 +22,8 @@ DTYPES = ["auto", "bfloat16", "float16", "float32"]
 """The choices of `dtype` in TRL's `ModelConfig`."""
 
 _ENV_HELP = (
-    "Environment: 'search_qa', 'frozen_lake', 'sokoban', 'countdown', 'reasoning_gym', or the import path of an "
-    "Environment class or of a function that returns one (my_module.MyEnv or envs/my_env.py:MyEnv)."
+    "Environment: 'search_qa', 'bandit', 'frozen_lake', 'sokoban', 'countdown', 'reasoning_gym', or the import path "
+    "of an Environment class or of a function that returns one (my_module.MyEnv or envs/my_env.py:MyEnv)."
 )
 
 
