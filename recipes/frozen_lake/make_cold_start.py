@@ -1,7 +1,7 @@
 """Make the CPU variant's starting point: a tiny model that knows the way over the ice, but mostly walks straight on.
 
-It imitates a player who in each turn looks for the holes (42%), goes right to the edge and then down whatever lies
-there (50%), or stumbles about (8%). It takes two to three minutes on one core.
+It imitates a player who in each turn looks for the holes (30%), goes right to the edge and then down whatever lies
+there (60%), or stumbles about (10%). It takes two minutes on one core.
 
     python recipes/frozen_lake/make_cold_start.py
 """
@@ -19,7 +19,7 @@ from tiny_model import cold_start, make_parser, play, read_env  # noqa: E402
 
 from agent_r1_trl.environments.games import FrozenLakeEnv  # noqa: E402
 
-SHARES = {"careful": 0.42, "hasty": 0.5, "clumsy": 0.08}
+SHARES = {"careful": 0.3, "hasty": 0.6, "clumsy": 0.1}
 
 
 def say(env: FrozenLakeEnv, rng: random.Random) -> str:
