@@ -180,6 +180,13 @@ def test_a_run_in_which_nothing_was_ever_played_ends_with_the_error(tmp_path):
         trainer.train()
 
 
+def test_a_resumed_run_may_lose_its_first_rollout_like_any_other(tmp_path):
+    make_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=2, **ONE_PROMPT).train()
+    resumed = make_trainer(tmp_path, env=broken_on(), max_steps=4, **ONE_PROMPT)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 4
+
+
 @pytest.mark.parametrize(("share", "num_failed", "steps"), [(0.5, 12, 4), (0.8, 16, 5)])
 def test_an_outage_ends_the_run_when_the_window_is_full_of_it(tmp_path, share, num_failed, steps):
     class Outage(AddEnv):

@@ -186,7 +186,8 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         self.chat, self.limits = self.rollouts.chat, self.rollouts.limits
         self.chat.write_to(self._tokenizer)  # what is trained with is saved
         self.credit = CreditEstimator(self.args, self.accelerator)
-        self.checkpoint = RolloutCheckpoint(self.args, self.accelerator, self.rollouts.tools)
+        watches = {"tools": self.rollouts.tools, "failures": self.rollouts.failures}
+        self.checkpoint = RolloutCheckpoint(self.args, self.accelerator, watches)
         self.store = trajectory_store(self.args, rank)
         self.numbers = NumberWatch(self.args.max_nonfinite_steps, self.args.output_dir)
         self.group_filter = GroupFilter(self.args, self.accelerator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch.utils.data import Sampler
 
 from agent_r1_trl.trainers.checkpoints import CheckpointError
 from agent_r1_trl.trainers.construction import is_placeholder
-from agent_r1_trl.trainers.tool_watch import ToolWatch
 
 ROLLOUT_STATE = "rollout_state_rank{rank}.pt"
 """File of each rank in a checkpoint."""
@@ -39,11 +38,11 @@ class RolloutCheckpoint:
     Args:
         args: of the trainer.
         accelerator: of the trainer.
-        tools: the trainer's watch over its tools, whose history is kept.
+        watches: objects by name whose `history()` is kept and given back to `restore_history`.
     """
 
-    def __init__(self, args: Any, accelerator: Any, tools: ToolWatch | None = None) -> None:
-        self._tools = tools
+    def __init__(self, args: Any, accelerator: Any, watches: Mapping[str, Any] | None = None) -> None:
+        self._watches = watches or {}
         self._accelerator = accelerator
         self._gradient_accumulation_steps = args.gradient_accumulation_steps
         self._steps_per_rollout = args.steps_per_generation * args.num_iterations
@@ -62,8 +61,7 @@ class RolloutCheckpoint:
             buffered_inputs = None
         folder.mkdir(parents=True, exist_ok=True)
         state = {"step": step, "buffered_inputs": buffered_inputs, "settings": self._settings}
-        if self._tools is not None:
-            state["tools"] = self._tools.history()
+        state |= {name: watch.history() for name, watch in self._watches.items()}
         torch.save(state, folder / ROLLOUT_STATE.format(rank=self._accelerator.process_index))
 
     def load(self, folder: Path, global_step: int, *, with_new_rollout: bool = False) -> tuple[int, Any]:
@@ -95,8 +93,9 @@ class RolloutCheckpoint:
             )
         if state is None:
             return global_step * self._gradient_accumulation_steps, None
-        if self._tools is not None and "tools" in state:  # not in a checkpoint of an earlier version
-            self._tools.restore_history(state["tools"])
+        for name, watch in self._watches.items():
+            if name in state:  # not in a checkpoint of an earlier version
+                watch.restore_history(state[name])
         return state["step"], state["buffered_inputs"]
 
     def _read(self, folder: Path) -> dict[str, Any] | None:
