@@ -234,12 +234,11 @@ class Trajectory:
             self.authors = [Author(author) for author in self.authors]
         is_action = [author is Author.POLICY for author in self.authors]
         if not list(self.action_mask) == is_action == [turn_id >= 0 for turn_id in self.turn_ids]:
-            tokens = zip(self.action_mask, is_action, self.turn_ids, strict=True)
-            place = next(i for i, (mask, acts, turn_id) in enumerate(tokens) if not mask == acts == (turn_id >= 0))
+            tokens = [*zip(self.action_mask, is_action, (turn_id >= 0 for turn_id in self.turn_ids), strict=True)]
+            place = next(index for index, token in enumerate(tokens) if len({*token}) > 1)
             raise ValueError(
-                f"Trajectory token {place}: action_mask={self.action_mask[place]}, turn_id={self.turn_ids[place]}, "
-                f"author={self.authors[place].value} contradict each other: a token has mask 1, a turn id >= 0 and "
-                "author 'policy', or none of them."
+                f"Trajectory token {place}: action_mask={self.action_mask[place]}, turn_id={self.turn_ids[place]} and "
+                f"author={self.authors[place].value} contradict: an action has mask 1, turn id >= 0, 'policy'."
             )
         for index, turn in enumerate(self.turns):
             if not 0 <= turn.start <= turn.end <= num_tokens:
