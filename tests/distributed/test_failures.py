@@ -78,4 +78,4 @@ def test_what_one_rank_cannot_write_is_no_checkpoint_of_either(found):
 
 def test_both_ranks_are_refused_where_another_run_trains(found):
     first, second = (rank["locked"] for rank in found)
-    assert first == second and first.startswith("CheckpointError: output_dir=") and "is in use by process" in first
+    assert first == second and first.startswith("OutputInUseError: output_dir=") and "is in use by process" in first
