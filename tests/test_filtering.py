@@ -15,6 +15,7 @@ from agent_r1_trl.filtering import (
     select_groups,
     signal_to_noise,
 )
+from tests.effort import examples
 
 RETURNS = torch.tensor(
     [[1, 1, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1], [0, 0, 0, 0], [0.2, 0.4, 0.6, 0.8]], dtype=torch.float64
@@ -121,7 +122,7 @@ rules = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(batches, rules, st.sampled_from([-7.3, 0.1, 1000.0, 1e6]), st.sampled_from([1e-6, 3.7, 1e6]))
 def test_a_constant_and_a_scale_change_no_choice(batch, options, constant, scale):
     returns = torch.tensor(batch, dtype=torch.float64)
@@ -130,7 +131,7 @@ def test_a_constant_and_a_scale_change_no_choice(batch, options, constant, scale
     assert kept(returns * scale, **options) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(batches, rules, st.randoms(use_true_random=False))
 def test_the_order_of_the_rows_changes_no_choice(batch, options, random):
     """Members inside their group, and the rows of all groups among each other."""
