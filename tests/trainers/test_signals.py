@@ -168,7 +168,7 @@ def test_signals_are_handled_where_notebooks_are_only_started_and_not_inside_of_
     monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))  # papermill imports it
     shells = [None]
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shells[-1]))
-    assert open_signals() == list(SIGNALS)
+    assert signal.SIGTERM in open_signals()
     shells.append(object())
     assert open_signals() == []
 

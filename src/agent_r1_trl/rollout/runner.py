@@ -80,7 +80,7 @@ class RolloutRunner:
         self.env_factory = env_factory
         self.generator = generator
         self.chat = chat
-        self.limits = (limits or RolloutLimits()).within(generator.max_model_length)
+        self.limits = (limits or RolloutLimits()).within(getattr(generator, "max_model_length", None))
         self.params = params or SamplingParams()
         self.retry_failed = retry_failed
         self.on_trajectory = on_trajectory
