@@ -83,3 +83,11 @@ def test_the_constraints_satisfy_the_declared_requirements():
 
 def is_requirement(line: str) -> bool:
     return bool(line.strip()) and not line.startswith(("#", "agent-r1-trl"))
+
+
+def test_no_output_of_a_run_is_in_the_repository():
+    listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT)
+    if listed.returncode:
+        pytest.skip("no clone")
+    names = {"training_args.bin", "trainer_state.json", "optimizer.pt", "_run.lock"}
+    assert [path for path in listed.stdout.splitlines() if Path(path).name in names] == []
