@@ -32,7 +32,7 @@ def test_every_signal_is_logged_and_the_training_is_the_same_bit_for_bit(tmp_pat
     watched.train()
     assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(watched), strict=True))
     names = (
-        "reward reward_std zero_std_share repetition inaction entropy grad_norm response_length reward_variance_snr"
+        "reward reward_std zero_std_share repetition inaction entropy grad_norm response_length signal_to_noise"
     )
     for name in names.split():
         assert len(logged(watched, f"echo/{name}")) == 2, name

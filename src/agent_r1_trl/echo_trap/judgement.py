@@ -24,7 +24,7 @@ JUDGED = ("reward", "reward_std", "zero_std_share", "entropy", "grad_norm", "rep
 """Keys that have thresholds."""
 HELPING = ("success", "reward_max", "reward_min", "return_with_call", "return_without_call")
 """Keys that say how to read the others."""
-SHOWN = ("reward_variance_snr", "response_length", "kl", "mutual_information", "retrieval_accuracy")
+SHOWN = ("signal_to_noise", "response_length", "kl", "mutual_information", "retrieval_accuracy")
 """Keys that are accepted, logged and never judged: healthy runs differ in them by orders of magnitude."""
 KEYS = frozenset((*JUDGED, *HELPING, *SHOWN))
 """What a step's dictionary may hold. A missing key, None and NaN all mean "unknown"."""

@@ -92,7 +92,7 @@ def _group_signals(groups: Sequence[Sequence[dict[str, Any]]]) -> dict[str, floa
     variances = [std**2 for std in stds]
     if len(groups) > 1:
         mean = _mean(variances)
-        signals["reward_variance_snr"] = statistics.stdev(variances) / mean if mean > 0 else 0.0
+        signals["signal_to_noise"] = statistics.stdev(variances) / mean if mean > 0 else 0.0
     num_turns = sum(len(record["turns"]) for group in groups for record in group)
     if num_turns:
         signals["repetition"] = sum(_num_repeated(group) for group in groups) / num_turns
