@@ -93,6 +93,8 @@ def test_the_linter_of_environments_has_nothing_to_say(form, pulls):
         ("arms", [["Dragon", "dragon"]]),
         ("arms", [["Phoenix", "Dragon (risky)"]]),
         ("arms", 5),
+        ("arms", [[" Phoenix", "Dragon"]]),
+        ("arms", [["Phoenix||2", "Dragon"]]),
         ("actions", ["Left", "Right"]),
         ("sure_reward", 0.25),
         ("risky_probability", 1.5),

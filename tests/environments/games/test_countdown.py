@@ -3,6 +3,7 @@
 import json
 from fractions import Fraction
 
+import numpy
 import pytest
 
 from agent_r1_trl.environments.games import CountdownEnv, countdown
@@ -110,6 +111,9 @@ def test_every_generated_puzzle_is_solved_by_its_solution():
 def test_columns_of_other_data_sets_are_read():
     assert begun(CountdownEnv, {"nums": [44, 19, 35], "target": 98}).describe() == "Numbers: 44, 19, 35\nTarget: 98"
     assert begun(CountdownEnv, {"numbers": [1, 2], "target": 3, "nums": None}).solution() is None
+    assert begun(CountdownEnv, {"nums": numpy.array([1, 2]), "target": numpy.int64(3)}).describe() == (
+        "Numbers: 1, 2\nTarget: 3"
+    )
 
 
 @pytest.mark.parametrize(

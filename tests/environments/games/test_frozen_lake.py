@@ -1,6 +1,7 @@
 """FrozenLakeEnv: the map, the slips, the end; against gymnasium's own environment."""
 
 import gymnasium
+import numpy
 import pytest
 
 from agent_r1_trl.environments.games import FrozenLakeEnv
@@ -107,6 +108,11 @@ def test_the_model_is_told_of_the_slipping_only_where_it_slips():
     assert "slippery" in lake(is_slippery=True).rules() and "slippery" not in lake().rules()
 
 
+def test_a_level_may_be_indented_and_its_seed_numpy_s():
+    assert lake("  SF \r\n  FG\r\n").describe() == "P_\n_G"
+    assert FrozenLakeEnv().reset({"seed": numpy.int64(3)}) == FrozenLakeEnv().reset({"seed": 3})
+
+
 def test_the_level_may_be_gymnasium_s_list_of_lines():
     env = FrozenLakeEnv(is_slippery=False)
     prompt = env.reset({"level": gymnasium.envs.toy_text.frozen_lake.MAPS["8x8"]})
@@ -127,6 +133,7 @@ def test_what_is_no_map_is_refused(level):
         ({"ice_share": 0}, "ice_share=0"),
         ({"success_rate": 1.5}, "success_rate=1.5"),
         ({"grid_format": "image"}, "grid_format='image'"),
+        ({"is_slippery": "false"}, "is_slippery='false'"),
         ({"symbols": {"player": "_"}}, "symbols="),
         ({"symbols": {"bear": "B"}}, "symbols="),
     ],

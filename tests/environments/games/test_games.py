@@ -153,7 +153,7 @@ def test_after_some_turns_without_an_action_the_game_is_lost():
     assert step(env, written("Jump")).done and not env.is_won
 
 
-@pytest.mark.parametrize("name", ["more", "MORE", " More ", "'More'.", "more!", "`More`"])
+@pytest.mark.parametrize("name", ["more", "MORE", " More ", "'More'.", "more!", "`More`", "\u201cMore\u201d\u3002"])
 def test_case_and_marks_around_an_action_do_not_matter(name):
     env = counter()
     step(env, written(name))
@@ -231,6 +231,11 @@ def test_a_row_that_does_not_fit_is_refused_by_name(row, named):
         ({"invalid_action_reward": math.nan}, "invalid_action_reward=nan"),
         ({"actions": ("One",)}, "actions="),
         ({"actions": ("Same", "same")}, "actions="),
+        ({"actions": (" Go", "Stay")}, "actions=.*' Go' could not be read back"),
+        ({"actions": ("Go||1", "Stay")}, r"actions=.*'Go\|\|1' could not be read back"),
+        ({"answer_tag": "<answer>"}, "answer_tag='<answer>'"),
+        ({"answer_tag": "think"}, "answer_tag='think'"),
+        ({"show_actions_left": "false"}, "show_actions_left='false'"),
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(settings, named):

@@ -120,9 +120,12 @@ def test_the_list_of_those_that_run_the_answer_is_complete():
     [
         ({"dataset": "no_such"}, "dataset='no_such'"),
         ({"dataset": None}, "dataset=None"),
+        ({"dataset": ["gcd"]}, "dataset="),
         ({"options": {"no_such": 1}}, "no_such"),
         ({"options": {"max_terms": -1}}, "max_terms"),
         ({"score_timeout_s": 0}, "score_timeout_s=0"),
+        ({"answer_tag": "<answer>"}, "answer_tag='<answer>'"),
+        ({"partial_credit": "no"}, "partial_credit='no'"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(arguments, named):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agent_r1_trl.environments.games.base import GameEnv
+from agent_r1_trl.environments.games.checks import is_readable
 from agent_r1_trl.environments.tool_env import check_finite
 from agent_r1_trl.trajectory import Trajectory
 
@@ -97,7 +98,7 @@ class BanditEnv(GameEnv):
             ValueError: the text is no level of this game.
         """
         parts = [part.rpartition(" (") for part in level.split(", ")]
-        names, kinds = [name for name, _, _ in parts], [kind.rstrip(")") for _, _, kind in parts]
+        names, kinds = [name.strip() for name, _, _ in parts], [kind.rstrip(")") for _, _, kind in parts]
         if sorted(kinds) != [RISKY, SURE] or not all(names) or names[0].casefold() == names[1].casefold():
             raise ValueError(f"BanditEnv.reset: level={level!r:.200} must be like 'Dragon (risky), Phoenix (sure)'.")
         self._names = self.names = tuple(names)
@@ -133,10 +134,11 @@ class BanditEnv(GameEnv):
             ValueError: one is out of range.
         """
         owner = type(self).__name__
-        if not _are_pairs(self.arms):
+        if not _are_pairs(self.arms, self.separator):
             raise ValueError(
-                f"{owner}.arms={self.arms!r:.200}: must be pairs of different names without commas and brackets, that "
-                "of the sure arm first: [['Phoenix', 'Dragon']]."
+                f"{owner}.arms={self.arms!r:.200}: must be pairs of different names without commas, brackets, the "
+                f"separator {self.separator!r} and white space around them, that of the sure arm first: "
+                "[['Phoenix', 'Dragon']]."
             )
         for name in ("sure_reward", "risky_reward", "risky_probability"):
             check_finite(owner, name, getattr(self, name))
@@ -149,10 +151,11 @@ class BanditEnv(GameEnv):
             )
 
 
-def _are_pairs(arms: Any) -> bool:
+def _are_pairs(arms: Any, separator: str) -> bool:
     """Whether these are pairs of names that a level can hold."""
     if not isinstance(arms, Sequence) or not arms or any(not isinstance(pair, list | tuple) for pair in arms):
         return False
     names = [name for pair in arms for name in pair]
-    are_names = all(isinstance(name, str) and name.strip() and not set("(),") & set(name) for name in names)
+    are_names = all(isinstance(name, str) and name and not set("(),") & set(name) for name in names)
+    are_names = are_names and all(is_readable(name, separator) for name in names)
     return are_names and all(len(pair) == 2 and pair[0].casefold() != pair[1].casefold() for pair in arms)

@@ -25,7 +25,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agent_r1_trl.environments.base import StepResult
-from agent_r1_trl.environments.games.checks import check_seed, check_whole, has_no_text, shown
+from agent_r1_trl.environments.games.checks import (
+    AROUND,
+    check_flag,
+    check_names,
+    check_seed,
+    check_tag,
+    check_whole,
+    has_no_text,
+    shown,
+)
 from agent_r1_trl.environments.tool_env import ToolEnv, check_finite, prompt_messages
 from agent_r1_trl.rewards import extract_answer, strip_reasoning
 from agent_r1_trl.trajectory import Message, ToolCall, ToolResult, Trajectory
@@ -168,7 +177,7 @@ class GameEnv(ToolEnv):
         Raises:
             ActionError: it names none.
         """
-        names = {text.strip().casefold(), text.strip(" \t\r\n.,;:!'\"`").casefold()}
+        names = {text.strip().casefold(), text.strip(AROUND).casefold()}
         for action, written in self._written.items():
             if written.casefold() in names:
                 return action
@@ -353,12 +362,9 @@ class GameEnv(ToolEnv):
             self._turn_parts[name] = self._turn_parts.get(name, 0.0) + value
 
     def _state(self) -> str:
-        left = (
-            f"\n{self.noun.capitalize()}s left: {self.max_actions - self.num_actions}"
-            if self.show_actions_left
-            else ""
-        )
-        return f"{self.describe()}{left}"
+        if not self.show_actions_left:
+            return self.describe()
+        return f"{self.describe()}\n{self.noun.capitalize()}s left: {self.max_actions - self.num_actions}"
 
     def _take_options(self, options: Any) -> None:
         if options is None:
@@ -387,10 +393,8 @@ class GameEnv(ToolEnv):
         check_finite(owner, "invalid_action_reward", self.invalid_action_reward)
         if not isinstance(self.separator, str) or not self.separator.strip():
             raise ValueError(f"{owner}.separator={self.separator!r}: must be text that is not only white space.")
-        shown = [name.casefold() if isinstance(name, str) else "" for name in self._names]
-        if len(shown) != len(type(self).actions) or len(set(shown)) < len(shown) or not all(shown):
-            raise ValueError(
-                f"{owner}.actions={self._names!r:.200}: must be {len(type(self).actions)} different names, for "
-                f"{', '.join(type(self).actions)} in this order."
-            )
+        for name in ("share_dynamics_seed", "show_actions_left"):
+            check_flag(owner, name, getattr(self, name))
+        check_tag(owner, self.answer_tag)
+        check_names(owner, self._names, type(self).actions, self.separator)
         self.check_options()

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
+from agent_r1_trl.rewards.format import check_answer_tag
+
+AROUND = " \t\r\n.,;:!'\"`\u3002\uff0c\u3001\uff01\u201c\u201d\u2018\u2019\u300c\u300d"
+"""White space and punctuation, the full-width kind too, that may stand around the name of an action."""
 _MAX_SHOWN = 40
 """Characters of an action that is shown back to the model."""
 
@@ -26,9 +31,59 @@ def check_seed(owner: str, seed: Any) -> int | None:
     Raises:
         ValueError: it is no integer >= 0.
     """
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+    if seed is None:
+        return None
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
         raise ValueError(f"{owner}.reset: seed={seed!r:.200} must be an integer >= 0, or None.")
-    return seed
+    return int(seed)
+
+
+def check_flag(owner: str, name: str, value: Any) -> None:
+    """Check that a setting is True or False: the text "false" would count as true.
+
+    Raises:
+        ValueError: it is not; the message names the setting.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{owner}.{name}={value!r:.100}: must be True or False (in YAML true or false, unquoted).")
+
+
+def check_tag(owner: str, tag: Any) -> None:
+    """Check the setting `answer_tag`, which may be "".
+
+    Raises:
+        ValueError: it is no bare name of a tag.
+    """
+    try:
+        if tag != "":
+            check_answer_tag("", tag)
+    except ValueError as error:
+        raise ValueError(f"{owner}.answer_{error}") from None
+
+
+def check_names(owner: str, names: Sequence[Any], known: Sequence[str], separator: str) -> None:
+    """Check the setting `actions`: each name is another one, and the model can write it.
+
+    Raises:
+        ValueError: the message names the setting.
+    """
+    shown = [name.casefold() if isinstance(name, str) else "" for name in names]
+    if len(shown) != len(known) or len(set(shown)) < len(shown) or not all(shown):
+        raise ValueError(
+            f"{owner}.actions={names!r:.200}: must be {len(known)} different names, for {', '.join(known)} in this "
+            "order."
+        )
+    unread = [name for name in names if not is_readable(name, separator)]
+    if unread:
+        raise ValueError(
+            f"{owner}.actions={names!r:.200}: {unread[0]!r} could not be read back, because of white space around it "
+            f"or because it holds the separator {separator!r}. Choose another name, or another separator."
+        )
+
+
+def is_readable(name: str, separator: str) -> bool:
+    """Whether a name that the model writes between separators is found again."""
+    return name == name.strip() and separator not in name
 
 
 def load_package(name: str, owner: str) -> Any:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from agent_r1_trl.environments.games.base import ActionError, GameEnv
-from agent_r1_trl.environments.games.checks import check_whole, load_package, shown
+from agent_r1_trl.environments.games.checks import check_flag, check_whole, load_package, shown
 from agent_r1_trl.environments.tool_env import check_finite
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -96,6 +96,7 @@ class CountdownEnv(GameEnv):
         """Check the settings of the puzzles."""
         owner = type(self).__name__
         check_whole(owner, "max_number", self.max_number)
+        check_flag(owner, "must_use_all", self.must_use_all)
         for name, least in (("num_numbers", 2), ("target", 1)):
             pair = getattr(self, name)
             if not isinstance(pair, list | tuple) or len(pair) != 2:
@@ -151,9 +152,9 @@ class CountdownEnv(GameEnv):
 
     def read_row(self, example: Mapping[str, Any]) -> str:
         """The level of a row: the column `level`, else `numbers` (or `nums`) and `target`, else a new one."""
-        numbers = example.get("numbers") or example.get("nums")
-        if example.get("level") is None and numbers and example.get("target") is not None:
-            return json.dumps({"numbers": list(numbers), "target": example["target"]}, default=repr)
+        numbers = example.get("numbers") if example.get("numbers") is not None else example.get("nums")
+        if example.get("level") is None and numbers is not None and example.get("target") is not None:
+            return json.dumps({"numbers": numbers, "target": example["target"]}, default=_plain)
         return super().read_row(example)
 
     def load_level(self, level: str) -> None:
@@ -233,6 +234,11 @@ def compute(text: str, numbers: Sequence[int], *, must_use_all: bool = False) ->
     if must_use_all and Counter(numbers) - used:
         raise ExpressionError("it does not use all numbers")
     return _value(tree)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers and arrays as Python's; anything else as text, which is then refused by name."""
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 def _value(node: ast.expr) -> Fraction:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent_r1_trl.environments.games.base import GameEnv
-from agent_r1_trl.environments.games.checks import check_whole, load_package
+from agent_r1_trl.environments.games.checks import check_flag, check_whole, load_package
 from agent_r1_trl.environments.games.grid import (
     MOVES,
     Place,
@@ -84,6 +84,7 @@ class FrozenLakeEnv(GameEnv):
         """Check the settings of the lake."""
         owner = type(self).__name__
         check_whole(owner, "size", self.size, minimum=2)
+        check_flag(owner, "is_slippery", self.is_slippery)
         for name in ("ice_share", "success_rate"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:

@@ -34,7 +34,7 @@ def read_grid(level: str, letters: str, owner: str) -> list[str]:
     Raises:
         ValueError: the rows differ in length, or hold other letters.
     """
-    rows = [row for row in level.splitlines() if row.strip()]
+    rows = [row.strip() for row in level.splitlines() if row.strip()]
     if not rows or len({len(row) for row in rows}) > 1 or set("".join(rows)) - set(letters):
         raise ValueError(
             f"{owner}: level={level!r:.200} must be lines of equal length that hold only the letters {letters!r}."

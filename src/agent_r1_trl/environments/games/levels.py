@@ -42,6 +42,8 @@ def make_rows(
     """
     if isinstance(game, str) and game not in GAMES:
         raise ValueError(f"game={game!r}: must be one of {', '.join(map(repr, GAMES))}, or a class.")
+    if not isinstance(game, str) and not issubclass(game, GameEnv):
+        raise ValueError(f"game={game!r}: must be a GameEnv. Rows of others need only a column seed.")
     env = (GAMES[game] if isinstance(game, str) else game)(**options)
     name = game if isinstance(game, str) else game.__name__
     taken = {row["level"] for row in exclude}

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from agent_r1_trl.environments.games.checks import check_seed, load_package
+from agent_r1_trl.environments.games.checks import check_flag, check_seed, check_tag, load_package
 from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.rewards import extract_answer, strip_reasoning
 from agent_r1_trl.trajectory import Message, StopReason, Trajectory
@@ -73,6 +73,8 @@ class ReasoningGymEnv(ToolEnv):
     ) -> None:
         if isinstance(score_timeout_s, bool) or not isinstance(score_timeout_s, int | float) or score_timeout_s <= 0:
             raise ValueError(f"score_timeout_s={score_timeout_s!r}: must be a number of seconds > 0.")
+        check_tag(type(self).__name__, answer_tag)
+        check_flag(type(self).__name__, "partial_credit", partial_credit)
         self.dataset = dataset
         self.options = dict(options or {})
         self.partial_credit = partial_credit
@@ -102,7 +104,10 @@ class ReasoningGymEnv(ToolEnv):
         """
         row = example if isinstance(example, Mapping) else {}
         seed = check_seed(type(self).__name__, row.get("seed"))
-        options = {name: value for name, value in (row.get("options") or {}).items() if value is not None}
+        given = row.get("options") or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{type(self).__name__}.reset: options={given!r:.200} must be a dict of settings.")
+        options = {name: value for name, value in given.items() if value is not None}
         name = row.get("dataset") or self.dataset
         own = self.options if name == self.dataset else {}  # the arguments are those of the environment's generator
         self._made = self._generator(name, {**own, **options}, self._reset_seed if seed is None else seed)
@@ -130,7 +135,7 @@ class ReasoningGymEnv(ToolEnv):
     def _generator(self, name: Any, options: Mapping[str, Any], seed: int) -> Any:
         owner = type(self).__name__
         gym = load_package("reasoning_gym", owner)
-        if name in RUNS_ANSWERS or name == "composite":
+        if isinstance(name, str) and (name in RUNS_ANSWERS or name == "composite"):
             why = "hides which of its generators do" if name == "composite" else "runs the model's answers as code"
             cure = "CountdownEnv" if name in ("countdown", "puzzle24") else "another generator"
             raise ValueError(f"{owner}: dataset={name!r} {why}. Choose {cure}; rows may name one each in `dataset`.")
