@@ -294,7 +294,19 @@ def test_an_unknown_key_is_refused_by_name():
 
 
 @pytest.mark.parametrize(
-    "option", [{"reward_std": (0.1, 0.5)}, {"repetition": (0.9, 0.5)}, {"window": 1}, {"ema_decay": 1.0}], ids=str
+    "option",
+    [
+        {"reward_std": (0.1, 0.5)},
+        {"repetition": (0.9, 0.5)},
+        {"repetition": 0.9},
+        {"grad_norm": (5.0, float("nan"))},
+        {"window": 1},
+        {"warning_steps": 2.5},
+        {"ema_decay": 1.0},
+        {"noise": -1},
+        {"solved_success": "0.9"},
+    ],
+    ids=str,
 )
 def test_thresholds_that_make_no_sense_are_refused_by_name(option):
     with pytest.raises(ValueError, match=next(iter(option))):

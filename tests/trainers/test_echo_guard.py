@@ -219,6 +219,10 @@ REFUSED = [
     ("entropy", {"echo_actions": ["entropy"], "entropy_coef": 0.01}, {"entropy_coef": 0.0001}),
     ("entropy", {"echo_actions": ["entropy"], "update_layout": "grouped", "gradient_accumulation_steps": 2},
      {"update_layout": "padded"}),
+    ("echo_actions", {"echo_actions": "all"}, {"echo_actions": ["all"]}),
+    ("echo_actions", {"echo_actions": 5}, {"echo_actions": None}),
+    ("resample_max_trajectories", {"resample_max_trajectories": 64, "echo_actions": ["stop"]},
+     {"echo_actions": ["filter", "stop"]}),
     ("echo_dry_run", {"echo_dry_run": True}, {"echo_actions": ["all"]}),
     ("echo_rate_steps", {"echo_rate_steps": 5, "echo_actions": ["stop"]}, {"echo_actions": ["learning_rate"]}),
     ("echo_max_roll_backs", {"echo_max_roll_backs": 5, "echo_actions": ["stop"]},
@@ -253,8 +257,6 @@ def test_all_takes_what_the_run_can_take_and_says_what_it_leaves_out(tmp_path, c
 
 
 def test_filter_and_dynamic_sampling_are_switched_on_for_the_next_rollout(tmp_path):
-    pytest.importorskip("agent_r1_trl.trainers.group_filter")
-    pytest.importorskip("agent_r1_trl.trainers.resampling")
     options = {"per_device_train_batch_size": 8, "max_steps": 3}
     trainer = guarded(tmp_path, {1: "warning"}, "filter", **options)
     trainer.train()

@@ -31,9 +31,7 @@ def test_every_signal_is_logged_and_the_training_is_the_same_bit_for_bit(tmp_pat
     watched = make_trainer(tmp_path / "watched", echo_trap=True, mutual_information_every=2, **options)
     watched.train()
     assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(watched), strict=True))
-    names = (
-        "reward reward_std zero_std_share repetition inaction entropy grad_norm response_length signal_to_noise"
-    )
+    names = "reward reward_std zero_std_share repetition inaction entropy grad_norm response_length signal_to_noise"
     for name in names.split():
         assert len(logged(watched, f"echo/{name}")) == 2, name
     assert logged(watched, "echo/reward") == pytest.approx(logged(watched, "reward"))
@@ -167,6 +165,8 @@ def test_the_reasoning_of_a_turn_ends_where_its_text_ends(thought, length):
         ({"echo_thresholds": {"windows": 20}, "echo_trap": True}, "echo_thresholds"),
         ({"echo_thresholds": {"reward_std": [0.1, 0.5]}, "echo_trap": True}, "echo_thresholds"),
         ({"echo_thresholds": {"window": "ten"}, "echo_trap": True}, "echo_thresholds"),
+        ({"echo_thresholds": {"repetition": 0.9}, "echo_trap": True}, "echo_thresholds"),
+        ({"echo_thresholds": {"solved_reward": "high"}, "echo_trap": True}, "echo_thresholds"),
         ({"echo_thresholds": "window: 20", "echo_trap": True}, "echo_thresholds"),
     ],
     ids=str,

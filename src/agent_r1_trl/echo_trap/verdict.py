@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 State = Literal["healthy", "converged", "warning", "collapsing", "collapsed"]
 Level = Literal["warning", "critical"]
@@ -73,24 +74,43 @@ class Thresholds:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value, falls = getattr(self, item.name), item.name in ("reward_std", "entropy_low")
-            if isinstance(value, tuple | list):
-                warning, critical = value
-                if warning <= 0 or critical <= 0 or (warning < critical if falls else warning > critical):
-                    raise ValueError(
-                        f"Thresholds.{item.name}={value} must be (warning, critical), both above 0, with the warning "
-                        f"first: the critical value is the {'smaller' if falls else 'larger'} one."
-                    )
-            elif item.name == "ema_decay" or item.name == "margin":
-                if not 0 <= value < 1:
-                    raise ValueError(f"Thresholds.{item.name}={value} must be at least 0 and below 1.")
-            elif item.type == "int" and (value < 1 or (item.name == "window" and value < 2)):
-                least = 2 if item.name == "window" else 1
-                raise ValueError(f"Thresholds.{item.name}={value} must be at least {least}.")
-            elif item.name in ("noise", "reward_noise") and value < 0:
-                raise ValueError(
-                    f"Thresholds.{item.name}={value} must not be negative; 0 takes no noise into account."
-                )
+            value = getattr(self, item.name)
+            rule = _broken_rule(item.name, str(item.type), value)
+            if rule is not None:
+                raise ValueError(f"Thresholds.{item.name}={value!r} must be {rule}.")
+
+
+def _broken_rule(name: str, kind: str, value: Any) -> str | None:
+    """What a threshold must be and is not; None if it is.
+
+    Args:
+        name: of the field.
+        kind: its annotation.
+        value: that was given.
+    """
+    if kind == "Pair":
+        falls = name in ("reward_std", "entropy_low")
+        is_pair = isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_number, value))
+        if is_pair and min(value) > 0 and (value[0] >= value[1] if falls else value[0] <= value[1]):
+            return None
+        order = f"the critical value is the {'smaller' if falls else 'larger'} one"
+        return f"two numbers (warning, critical), both above 0, with the warning first: {order}"
+    if value is None and kind == "float | None":
+        return None
+    if not _is_number(value):
+        return "a finite number"
+    least = 2 if name == "window" else 1
+    if kind == "int" and (not isinstance(value, int) or value < least):
+        return f"a whole number of at least {least}"
+    if name in ("ema_decay", "margin") and not 0 <= value < 1:
+        return "at least 0 and below 1"
+    if name in ("noise", "reward_noise") and value < 0:
+        return "at least 0, which takes no noise into account"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,15 +38,16 @@ def check_echo_guard(config: Any) -> None:
         if not is_number or not 0 < value <= 1 or (is_open and value == 1):
             raise ValueError(f"{name}={value!r} must be above 0 and {'below' if is_open else 'at most'} 1. Set it so.")
     names = config.echo_actions
-    _check_read(config, names or [])
     if names is None:
-        return
-    unknown = [name for name in names if name not in (*ACTIONS, ALL)]
+        return _check_read(config, [])
+    is_list = isinstance(names, list | tuple)
+    unknown = [name for name in names if name not in (*ACTIONS, ALL)] if is_list else [names]
     if not names or unknown or len(set(names)) < len(names) or (ALL in names and len(names) > 1):
         raise ValueError(
             f"echo_actions={names!r} must name some of {', '.join(ACTIONS)}, each once and in the order in which they "
             f"are to be taken, or [{ALL}] alone. Set it so, or remove echo_actions."
         )
+    _check_read(config, names)
     if "stop" in names[:-1]:
         raise ValueError(f"echo_actions={names!r}: nothing comes after 'stop'. Put 'stop' last, or remove it.")
     refusals = {name: text for name in names if name != ALL and (text := refusal(name, config)) is not None}

@@ -15,6 +15,7 @@ from agent_r1_trl.filtering import DEFAULT_VALUES, RULES, STATISTICS
 from agent_r1_trl.rollout.limits import check_whole_number
 from agent_r1_trl.trainers.config_checks import check_choice
 from agent_r1_trl.trainers.echo_checks import check_echo_guard
+from agent_r1_trl.trainers.echo_ladder import ALL
 from agent_r1_trl.trainers.echo_signals import check_echo_signals
 from agent_r1_trl.trainers.group_filter import check_can_filter
 from agent_r1_trl.trainers.shaping import RolloutShape, check_shape
@@ -176,8 +177,8 @@ class StabilitySettings:
         check_shape(self)
         check_echo_signals(self)
         self._check_filter()
-        check_resampling(self)
         check_echo_guard(self)
+        check_resampling(self)
 
     def _check_filter(self) -> None:
         if self.filter_groups is None:
@@ -190,13 +191,14 @@ class StabilitySettings:
                 f"filter_value=None with filter_groups={self.filter_groups!r}, which has no usual value. Set "
                 "filter_value to a number above 0 and at most 1."
             )
-        if self.filter_value is not None and not 0 < self.filter_value <= 1:
+        value, gate = self.filter_value, self.filter_when
+        if value is not None and (not is_number(value) or not 0 < value <= 1):
             raise ValueError(
-                f"filter_value={self.filter_value} must be above 0 and at most 1. Set filter_value to such a share."
+                f"filter_value={value!r} must be a number above 0 and at most 1. Set filter_value to such a share."
             )
-        if self.filter_when is not None and not 0 <= self.filter_when < math.inf:
+        if gate is not None and (not is_number(gate) or gate < 0):
             raise ValueError(
-                f"filter_when={self.filter_when} must be a finite number >= 0 (0.5 to 1 is a start). Set filter_when "
+                f"filter_when={gate!r} must be a finite number >= 0 (0.5 to 1 is a start). Set filter_when "
                 "to such a number, or remove it to filter every rollout."
             )
         check_can_filter(config)
@@ -215,7 +217,7 @@ def check_resampling(config: Any) -> None:
             "has no spread, so every group would be replaced. Set num_generations to 2 or more, or remove "
             "resample_rounds."
         )
-    has_rounds = config.resample_rounds or getattr(config, "echo_actions", None)  # the guard may switch them on
+    has_rounds = config.resample_rounds or {"filter", ALL} & set(config.echo_actions or ())  # the guard's rounds
     options = {"resample_max_trajectories": has_rounds, "resample_max_seconds": has_rounds}
     for name, is_read in (options | {"pass_reward": has_rounds or config.curriculum}).items():
         if not is_read and getattr(config, name) != config.default_of(name):
