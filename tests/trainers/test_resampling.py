@@ -268,16 +268,14 @@ def test_each_round_draws_prompts_that_the_batch_has_not_had(tmp_path):
     assert len(names) == len({*names}) == 16  # 4 of the batch, 3 rounds of 4: the whole data set
 
 
-def test_the_draw_depends_on_seed_step_and_round_alone():
-    rows = [{"id": "a"}]
-    seeds = {
-        (step, number): rollout_requests(
-            rows, first_row=0, group_size=1, seed=3, step=step, round_number=number, places=[5]
-        )[0].seed
-        for step in (0, 1)
-        for number in (0, 1, 2)
-    }
-    assert len({*seeds.values()}) == 6
+def test_each_seed_step_and_round_has_a_draw_of_its_own_and_always_the_same():
+    def draw(seed, step, number):
+        options = {"group_size": 1, "seed": seed, "step": step, "round_number": number, "places": [5]}
+        return rollout_requests([{"id": "a"}], first_row=0, **options)[0].seed
+
+    cases = [(seed, step, number) for seed in (3, 4) for step in (0, 1) for number in (0, 1, 2)]
+    seeds = [draw(*case) for case in cases]
+    assert len({*seeds}) == 12 and seeds == [draw(*case) for case in cases]
 
 
 def test_a_small_data_set_gives_its_prompts_again():

@@ -78,8 +78,7 @@ def test_levels_hold_every_pair_in_both_orders():
     assert not any("risky" in item["content"] or "sure" in item["content"] for item in shown)
 
 
-@pytest.mark.parametrize("form", ["text", "tool"])
-@pytest.mark.parametrize("pulls", [1, 3])
+@pytest.mark.parametrize(("form", "pulls"), [("text", 3), ("tool", 1)])
 def test_the_linter_of_environments_has_nothing_to_say(form, pulls):
     rows = [{"seed": 0}, {"level": LEVEL}, {"prompt": "Good luck."}]
     assert check_env(lambda: BanditEnv(action_format=form, max_actions=pulls), rows) == []

@@ -67,7 +67,7 @@ def test_every_generated_lake_is_crossed_by_its_solution_within_the_actions(size
     env = FrozenLakeEnv(
         size=size, ice_share=0.6, max_actions=max_actions, max_actions_per_turn=max_actions, is_slippery=False
     )
-    for seed in range(100):
+    for seed in range(40):
         env.reset({"seed": seed})
         assert env.level.count("\n") == size - 1
         env.play(env.solution())
