@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.cli import main
+from agent_r1_trl.cli.progress import headline_of
 from agent_r1_trl.recording import read_records
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,3 +79,8 @@ def test_accelerate_launch_trains_one_step_from_a_recipe(recipe):
     assert "Done. The model is in out" in finished.stdout
     assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 1
     assert len(list(read_records("out"))) == 4
+
+
+def test_the_line_of_a_step_says_success_the_pass_rate_and_what_was_filtered():
+    logs = {"filter/kept_share": 0.5, "env/success": 0.25, "reward": 0.5, "sampling/pass_rate": 0.125, "loss": 1.0}
+    assert headline_of(logs) == "reward 0.5  pass rate 0.125  success 0.25  kept 0.5"

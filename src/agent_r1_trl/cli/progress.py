@@ -15,11 +15,15 @@ from agent_r1_trl.cli.console import PlainConsole
 
 HEADLINE = {
     "reward": "reward",
+    "sampling/pass_rate": "pass rate",
     "env/em": "exact match",
+    "env/success": "success",
     "rollout/turns": "turns",
     "rollout/tool_calls": "calls",
     "tools/failure_share": "failed calls",
     "entropy": "entropy",
+    "filter/kept_share": "kept",
+    "filter/skipped_steps": "skipped steps",
 }
 """Logged metric -> its label beside the bar."""
 NUM_LINES = 20
@@ -135,9 +139,10 @@ def trajectory_progress(console: Console, description: str, total: int) -> Itera
         def advance(trajectory: Any) -> None:
             nonlocal num_solved, num_done
             num_done += 1
-            score = trajectory.info.get("em")
+            name, label = ("em", "exact match") if "em" in trajectory.info else ("success", "success")
+            score = trajectory.info.get(name)
             num_solved += float(score) if isinstance(score, int | float) else 0.0
-            note = f"exact match {num_solved / num_done:.3f}" if score is not None else ""
+            note = f"{label} {num_solved / num_done:.3f}" if score is not None else ""
             progress.update(task, advance=1, note=note)
 
         try:

@@ -31,12 +31,16 @@ class StabilitySettings:
         metadata={
             "help": "Train only on the groups of a rollout whose returns differ most: 'top_fraction' (the best "
             "`filter_value` of the groups), 'top_p' (as many as hold `filter_value` of the spread) or 'min_p' (those "
-            "with at least `filter_value` of the largest spread). A step without any spread is skipped. None: all."
+            "with at least `filter_value` of the largest spread). A step in which no group has any spread is skipped. "
+            "None: all."
         },
     )
     filter_value: float | None = field(
         default=None,
-        metadata={"help": "The rule's share, above 0 and at most 1. None: 0.25 for 'top_fraction', 0.9 for 'top_p'."},
+        metadata={
+            "help": "The rule's share, above 0 and at most 1. None: 0.25 for 'top_fraction', 0.9 for 'top_p'; 'min_p' "
+            "needs one."
+        },
     )
     filter_statistic: str = field(
         default="std", metadata={"help": "The spread of a group's raw returns: 'std' or 'var'."}
