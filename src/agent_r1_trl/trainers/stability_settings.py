@@ -15,6 +15,7 @@ from agent_r1_trl.filtering import DEFAULT_VALUES, RULES, STATISTICS
 from agent_r1_trl.rollout.limits import check_whole_number
 from agent_r1_trl.trainers.config_checks import check_choice
 from agent_r1_trl.trainers.echo_checks import check_echo_guard
+from agent_r1_trl.trainers.echo_ladder import ALL
 from agent_r1_trl.trainers.echo_signals import check_echo_signals
 from agent_r1_trl.trainers.group_filter import check_can_filter
 from agent_r1_trl.trainers.shaping import RolloutShape, check_shape
@@ -215,7 +216,8 @@ def check_resampling(config: Any) -> None:
             "has no spread, so every group would be replaced. Set num_generations to 2 or more, or remove "
             "resample_rounds."
         )
-    has_rounds = config.resample_rounds or getattr(config, "echo_actions", None)  # the guard may switch them on
+    by_guard = any(name in (ALL, "filter") for name in config.echo_actions or [])  # which may switch them on
+    has_rounds = config.resample_rounds or by_guard
     options = {"resample_max_trajectories": has_rounds, "resample_max_seconds": has_rounds}
     for name, is_read in (options | {"pass_reward": has_rounds or config.curriculum}).items():
         if not is_read and getattr(config, name) != config.default_of(name):
