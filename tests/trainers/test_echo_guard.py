@@ -189,6 +189,22 @@ def test_stop_ends_the_run_with_a_report_that_names_the_last_healthy_checkpoint(
     assert "last healthy checkpoint" in capsys.readouterr().err
 
 
+def test_a_run_that_was_stopped_saves_nothing_at_the_end_of_its_epoch_either(tmp_path):
+    trainer = guarded(tmp_path, {2: "collapsed"}, "stop", save_strategy="epoch")
+    could_not = {"action": "roll_back", "step": 1, "outcome": "not possible", "text": "", "signals": {}, "state": ""}
+    trainer.add_callback(BeforeTheFirstStep(lambda: trainer.echo_guard.state.events.append(could_not)))
+    with pytest.raises(CollapsedError, match=r"Actions before: none\."):
+        trainer.train()
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+class BeforeTheFirstStep(TrainerCallback):
+    """Does something then."""
+
+    def __init__(self, act):
+        self.on_train_begin = lambda *args, **kwargs: act()
+
+
 def test_events_that_a_kill_cut_off_are_left_out_and_other_text_is_refused(tmp_path):
     file = tmp_path / "trajectories" / "events.jsonl"
     file.parent.mkdir()
@@ -229,6 +245,8 @@ REFUSED = [
      {"echo_actions": ["roll_back"], **SAVES}),
     ("echo_rate_factor", {"echo_rate_factor": 1.0, "echo_actions": ["all"]}, {"echo_rate_factor": 0.1}),
     ("echo_entropy_coef", {"echo_entropy_coef": -1, "echo_actions": ["all"]}, {"echo_entropy_coef": 0.1}),
+    ("resample_max_trajectories", {"echo_actions": ["stop"], "resample_max_trajectories": 16},
+     {"echo_actions": ["filter"]}),
     ("echo_patience", {"echo_patience": 0, "echo_actions": ["all"]}, {"echo_patience": 1}),
 ]  # fmt: skip
 

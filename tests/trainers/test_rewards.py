@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from agent_r1_trl.trainers import MultiTurnGRPOConfig
+from agent_r1_trl.trainers.played import PlayedBatch
 from agent_r1_trl.trainers.rewards import (
     Rewards,
     add_turn_rewards,
@@ -138,3 +139,16 @@ def test_what_is_no_reward_for_turns_is_named(returned, said):
 
     with pytest.raises(ValueError, match=f"turn_reward_funcs: {said}"):
         add_turn_rewards([two_turns(), two_turns()], ROWS, [mine], [1.0])
+
+
+def test_a_batch_that_is_settled_again_leaves_the_same_groups_out():
+    """Dynamic sampling and the curriculum settle a batch after every round, and the trainer once more."""
+    rewards = rewards_of("keep")
+    rewards.min_group_size = 3
+    played = PlayedBatch([{}] * 4, [two_turns() for _ in range(4)], None)
+    played.reward_values = torch.tensor([[1.0], [2.0], [NAN], [NAN]])
+    for _ in range(4):
+        rewards.settle(played, functions=[len], names=["length"], weights=[1.0], group_size=4)
+        played.has_outcomes = True
+        assert [item.is_group_too_small for item in played.trajectories] == [True, True, False, False]
+        assert played.in_baseline.tolist() == [item.in_baseline for item in played.trajectories] == [False] * 4

@@ -198,8 +198,10 @@ class EchoGuard(TrainerCallback):
             raise RollBack(self._target, self._micro_step)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The same after the last step of an epoch."""
+        """The same after the last step of an epoch; a run that the guard ends saves no checkpoint there either."""
         self.on_step_begin(args, state, control)
+        if self._ending is not None:  # save_strategy="epoch" has just asked for one
+            control.should_save = control.should_evaluate = False
 
     # ---------------------------------------------------------------- actions
 
@@ -272,7 +274,8 @@ class EchoGuard(TrainerCallback):
         return broadcast_object_list([read() if self._trainer.is_world_process_zero() else None])[0]
 
     def _report(self, verdict: str, healthy: Path | None) -> str:
-        taken = ", ".join(f"{event['action']} (step {event['step']})" for event in self.state.events[:-1])
+        events = [event for event in self.state.events[:-1] if event["outcome"] == "taken"]
+        taken = ", ".join(f"{event['action']} (step {event['step']})" for event in events)
         cure = (
             f"Its last healthy checkpoint is {healthy}: set resume_from_checkpoint to it with other settings (a lower "
             "learning_rate, more num_generations, a reward that says more)."

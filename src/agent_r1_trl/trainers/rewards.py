@@ -153,6 +153,8 @@ class Rewards:
             group_size: trajectories of one prompt, which are consecutive rows; 1 where groups do not matter.
         """
         trajectories, values = played.trajectories, played.reward_values
+        for trajectory in trajectories:
+            trajectory.is_group_too_small = False  # may have been settled before, with other members
         if not played.has_outcomes:
             self.place_on_outcomes(trajectories, values, functions=functions, names=names, weights=weights)
         played.in_baseline = leave_small_groups(
