@@ -39,7 +39,8 @@ def check_echo_guard(config: Any) -> None:
             raise ValueError(f"{name}={value!r} must be above 0 and {'below' if is_open else 'at most'} 1. Set it so.")
     names = config.echo_actions
     if names is None:
-        return _check_read(config, [])
+        _check_read(config, [])
+        return
     is_list = isinstance(names, list | tuple)
     unknown = [name for name in names if name not in (*ACTIONS, ALL)] if is_list else [names]
     if not names or unknown or len(set(names)) < len(names) or (ALL in names and len(names) > 1):
