@@ -470,9 +470,12 @@ def test_reading_a_turn_takes_time_in_proportion_to_its_length(family, flood):
     def seconds(length):
         text = opened + flood * (length // len(flood)) + closed
         ids = chat.tokenizer(text, add_special_tokens=False)["input_ids"]
-        began = time.process_time()
-        chat.parse(ids, [], TOOLS)
-        return time.process_time() - began
+        taken = []
+        for _ in range(3):  # other threads and the garbage collector may get in between
+            began = time.thread_time()
+            chat.parse(ids, [], TOOLS)
+            taken.append(time.thread_time() - began)
+        return min(taken)
 
     seconds(1000)
     assert seconds(100_000) < 12 * max(seconds(20_000), 0.01)

@@ -200,8 +200,9 @@ def test_nothing_runs_between_calls(sandbox):
 def test_a_forged_answer_does_not_shift_the_answers_that_follow(sandbox):
     forge = 'try:\n        os.write(fd, b\'{"value": "forged"}\\n\')\n    except OSError:\n        pass'
     sandbox.run(f"import os\nfor fd in range(3, 60):\n    {forge}")
-    sandbox.run("1")
-    assert sandbox.run("2").value == "2"
+    answers = [sandbox.run(str(number)) for number in range(6)]
+    assert all(answer.value == str(number) or answer.lost for number, answer in enumerate(answers))
+    assert answers[-1].value == "5"
 
 
 # -------------------------------------------------------------------- the end

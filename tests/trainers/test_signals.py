@@ -223,7 +223,7 @@ def test_a_checkpoint_of_a_step_that_was_cut_between_two_of_its_rollouts_is_that
 def test_ctrl_c_in_an_update_finishes_and_saves_it(trainer_of, tmp_path):
     def interrupt():
         signal_this_process(signal.SIGINT)
-        while not trainer.guard.is_ending:  # a thread of its own takes the signal
+        while not trainer.guard._received:  # a thread of its own takes the signal
             time.sleep(0.01)
 
     interrupts = At(2, interrupt, "on_pre_optimizer_step")
