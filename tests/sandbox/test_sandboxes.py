@@ -197,12 +197,22 @@ def test_nothing_runs_between_calls(sandbox):
     assert int(sandbox.run("len(ticks)").value) - first < 20
 
 
-def test_a_forged_answer_does_not_shift_the_answers_that_follow(sandbox):
-    forge = 'try:\n        os.write(fd, b\'{"value": "forged"}\\n\')\n    except OSError:\n        pass'
-    sandbox.run(f"import os\nfor fd in range(3, 60):\n    {forge}")
-    answers = [sandbox.run(str(number)) for number in range(6)]
-    assert all(answer.value == str(number) or answer.lost for number, answer in enumerate(answers))
-    assert answers[-1].value == "5"
+@pytest.mark.parametrize(
+    "forged", ['{"value": "forged"}\\n', '{"value": "for', "\\n[1]\\n"], ids=["whole", "torn", "other"]
+)
+def test_what_the_code_writes_into_the_pipe_of_the_answers_is_no_answer(sandbox, forged):
+    write = f"try:\n        os.write(fd, b'{forged}')\n    except OSError:\n        pass"
+    result = sandbox.run(f"import os\nfor fd in range(3, 60):\n    {write}\n'true'")
+    assert (result.value, result.lost) == (repr("true"), "")
+    assert [sandbox.run(str(number)).value for number in range(6)] == [str(number) for number in range(6)]
+
+
+def test_an_answer_that_is_written_late_is_not_taken_for_the_next_one(sandbox):
+    late = 'import os, threading, time\nline = b\'{"value": "late"}\\n\'\n'
+    late += "def write():\n    time.sleep(0.2)\n    os.write(41, line)\n"
+    sandbox.run(f"{late}threading.Thread(target=write).start()")
+    time.sleep(0.3)
+    assert sandbox.run("time.sleep(0.4)\n7").value == "7"
 
 
 # -------------------------------------------------------------------- the end

@@ -54,7 +54,8 @@ def serve() -> None:
                 stream.flush()
         if os.getpid() != own_pid:  # the code forked, and this is the child
             os._exit(0)
-        write_all(answers, json.dumps(answer).encode() + b"\n")
+        # The code may have written to this pipe itself: the answer has a line of its own, and the request's id.
+        write_all(answers, b"\n" + json.dumps({**answer, "id": request["id"]}).encode() + b"\n")
 
 
 def run_python(code: str, namespace: dict[str, Any], name: str, max_chars: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import resource
+import secrets
 import select
 import signal
 import socket
@@ -42,7 +43,11 @@ class Call:
     max_output: int
     output: bytearray = field(default_factory=bytearray)
     num_dropped: int = 0
-    answer: bytearray = field(default_factory=bytearray)
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    """What its answer names, so that nothing else is taken for it."""
+    answer: dict[str, Any] | None = None
+    unread: bytearray = field(default_factory=bytearray)
+    num_received: int = 0
     broken_limit: str = ""
     next_disk_watch: float = 0.0
 
@@ -51,6 +56,16 @@ class Call:
         room = max(0, self.max_output - len(self.output))
         self.output += data[:room]
         self.num_dropped += len(data) - min(room, len(data))
+
+    def read(self, data: bytes) -> None:
+        """Look for the answer in what came through its pipe; whatever else is there, the code wrote itself."""
+        self.num_received += len(data)
+        *lines, self.unread = (self.unread + data).split(b"\n")
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):
+                answer = json.loads(line)
+                if isinstance(answer, dict) and answer.get("id") == self.id:
+                    self.answer = {name: text for name, text in answer.items() if isinstance(text, str)}
 
     @property
     def text(self) -> str:
@@ -108,10 +123,9 @@ class Supervisor:
         assert interpreter is not None
         call = Call(deadline=time.monotonic() + limits["timeout_s"], max_output=4 * limits["max_output_chars"])
         is_shell = request["language"] == "shell"
-        _discard(interpreter.answers)
         interpreter.allow_cpu(limits["cpu_s"])
         interpreter.resume()
-        interpreter.send({**request, "max_chars": limits["max_output_chars"]})
+        interpreter.send({**request, "id": call.id, "max_chars": limits["max_output_chars"]})
         if not self._wait(interpreter, call) and is_shell and call.broken_limit not in ("", DISK_FULL):
             # The interpreter waits for the shell: kill that, and the variables survive.
             interpreter.pause()
@@ -124,7 +138,7 @@ class Supervisor:
             call.broken_limit = broken
         if self._is_abandoned:
             return {}
-        answer = _read_answer(call.answer)
+        answer = call.answer
         if call.broken_limit == DISK_FULL:
             return self._empty_disk(call)
         if answer is None:
@@ -137,7 +151,7 @@ class Supervisor:
     def _wait(self, interpreter: Interpreter, call: Call) -> bool:
         """Collect output until the answer is there; False if the interpreter ended or a limit was broken."""
         watched: list[Any] = [interpreter.answers, interpreter.output, interpreter.ended, self._control]
-        while not call.answer.endswith(b"\n"):
+        while call.answer is None:
             now = time.monotonic()
             if now >= call.deadline:
                 call.broken_limit = (
@@ -155,8 +169,8 @@ class Supervisor:
                     watched.remove(interpreter.output)
             if interpreter.answers in ready:
                 data = os.read(interpreter.answers, CHUNK)
-                call.answer += data
-                if not data or len(call.answer) > 16 * CHUNK + 8 * call.max_output:
+                call.read(data)
+                if not data or call.num_received > 16 * CHUNK + 8 * call.max_output:
                     return False
             elif interpreter.ended in ready:
                 return False
@@ -241,7 +255,7 @@ class Supervisor:
         """
         interpreter = self._interpreter = launch(self._settings)
         call = Call(deadline=time.monotonic() + self._settings["start_timeout_s"], max_output=4000)
-        interpreter.send({"language": "ping"})
+        interpreter.send({"language": "ping", "id": call.id})
         if not self._wait(interpreter, call):
             reason = call.broken_limit or self._explain_end(interpreter, call)["error"]
             self._stop()
@@ -277,25 +291,6 @@ class Supervisor:
     def _send(self, result: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # nobody waits any more, which the next read will show
             self._control.sendall(json.dumps(result).encode() + b"\n")
-
-
-def _discard(descriptor: int) -> None:
-    """Read away what an earlier call wrote there itself."""
-    while select.select([descriptor], [], [], 0)[0] and os.read(descriptor, CHUNK):
-        pass
-
-
-def _read_answer(data: bytearray) -> dict[str, Any] | None:
-    """The interpreter's answer; None if there is none, or if the code wrote something else in its place."""
-    if not data.endswith(b"\n"):
-        return None
-    try:
-        answer = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(answer, dict):
-        return None
-    return {name: value for name, value in answer.items() if value is None or isinstance(value, str)}
 
 
 def supervise(control: socket.socket, settings: dict[str, Any], *, uid: int, gid: int) -> None:
