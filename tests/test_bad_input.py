@@ -77,6 +77,7 @@ GRPO = [
     ({"advantage_estimator": "gae"}, "MultiTurnPPOTrainer"),
     ({"num_generations": 1},),
     ({"loss_type": "grpo", "advantage_estimator": "dr_grpo"}, "advantage_estimator='dr_grpo'"),
+    ({"loss_type": "ppo"}, "loss_type='ppo' is not one of 'bnpo', 'cispo'"),
     ({"scale_rewards": "batch", "advantage_estimator": "rloo"}, "advantage_estimator='rloo'"),
 ]
 PPO = [

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 TRUNCATION_POLICIES = ("keep", "mask", "penalise")
 RECORD_FORMATS = ("jsonl", "parquet", "none")
 SCHEDULES = ("constant", "linear", "cosine")
+LOSS_TYPES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
+"""Those of TRL, which itself finds an unknown one after the first rollout."""
 _UNITS_OF_RATIOS = ("importance_sampling_unit", "importance_sampling_length_normalized")
 OUR_NEEDS = (
     Need(("truncation_penalty",), "truncated_trajectories", ("penalise",)),
@@ -57,6 +59,7 @@ def check_config(config: MultiTurnConfig) -> None:
     settle_ddp(config)
     check_importance_sampling(config)
     check_choice(config, "record_trajectories", RECORD_FORMATS)
+    check_choice(config, "loss_type", LOSS_TYPES)
     check_choice(config, "thinking", ("keep", "off"))
     check_rules(config.secret_names, config.secret_patterns)
     settle_estimator(config)
