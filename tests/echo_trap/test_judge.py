@@ -361,3 +361,11 @@ def test_an_earlier_crash_does_not_make_a_later_one_look_like_chance():
     for place in (15, 18, 21):
         steps[place] = {"success": 0.0}
     assert states([*steps, {"success": 0.0}, {"success": 0.0}])[-2:] == ["healthy", "collapsing"]
+
+
+def test_a_run_recovers_once_it_has_made_up_a_third_of_what_it_had_lost():
+    limits = Thresholds(ema_decay=0.0)
+    steps = [{"success": 0.9 + 0.01 * (k % 2)} for k in range(20)] + [{"success": 0.31}] * 10
+    for later, expected in ((0.5, False), (0.52, True)):  # a third of 0.6 is 0.2
+        assert judge([*steps, {"success": later}], limits).is_recovering is expected
+    assert not judge(steps[:20], limits).is_recovering  # nothing was lost

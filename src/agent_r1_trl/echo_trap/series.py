@@ -34,6 +34,8 @@ class Series:
     """Of the differences between neighbouring values."""
     best: float = -math.inf
     """Largest `ema` since the baseline is known."""
+    worst: float = math.inf
+    """Smallest `ema` since the best one."""
     age: int = 0
     """Number of steps since the last known value."""
 
@@ -55,6 +57,7 @@ class Series:
             nonzero = self.num_nonzero if self.needs_nonzero else self.num
             self.has_baseline = self.num >= self.window and 2 * nonzero >= self.window
         if self.has_baseline:
+            self.worst = self.ema if self.ema >= self.best else min(self.worst, self.ema)
             self.best = max(self.best, self.ema)
         return self.has_baseline
 
