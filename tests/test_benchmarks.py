@@ -81,6 +81,7 @@ TINY = {
         ],
         {"rows"},
     ),
+    "echo_trap.py": (["--recipes", "inaction", "--max-steps", "1", "--cold-steps", "1"], {"rows"}),
     "train_step.py": (
         [
             *("--model", "tiny", "--groups", "2", "--group-size", "2", "--micro-batch", "2", "--prompt", "16"),
@@ -188,6 +189,32 @@ def load_benchmark(name):
     sys.modules[spec.name] = module  # its dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def test_a_collapse_is_summed_up_and_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    benchmark = load_benchmark("echo_trap.py")
+
+    def run(*parts, events=()):
+        steps = [{"success": value, "state": state} for value, state, num in parts for _ in range(num)]
+        return {"steps": steps, "events": list(events)}
+
+    plain = run((0.8, "healthy", 20), (0.0, "healthy", 2), (0.0, "collapsed", 18))
+    event = {"action": "roll_back", "outcome": "taken", "total_steps": 23}
+    guarded = run(
+        (0.8, "healthy", 20), (0.0, "healthy", 2), (0.0, "collapsed", 1), (0.9, "healthy", 10), events=[event]
+    )
+    row = benchmark.summary("inaction", 7, plain, guarded)
+    assert row == pytest.approx(
+        {
+            "recipe": 1, "seed": 7, "start": 0.8, "best": 0.8, "end": 0.0,
+            "halved": 25,  # five of the last ten rollouts
+            "warned": 23, "collapsing": 23,
+            "guard_best": 0.9, "guard_end": 0.9, "guard_steps": 33, "roll_backs": 1, "actions": 1,
+        }
+    )  # fmt: skip
+    benchmark.draw(tmp_path / "plot.png", "inaction", {7: (plain, guarded)})
+    assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
 def test_the_throughput_table_has_a_row_for_each_number_of_turns(capsys):

@@ -335,3 +335,37 @@ def test_a_history_is_not_changed_and_states_are_ordered():
     judge(history)
     assert history == [{"reward": 0.5, "entropy": None}]
     assert STATES == ("healthy", "converged", "warning", "collapsing", "collapsed")
+
+
+# -------------------------------------------------------------------- what provoked collapses taught
+
+
+def test_norms_of_ordinary_size_are_no_spikes_in_a_run_whose_norms_have_gone_to_nothing():
+    steps = [{"reward": 0.9, "grad_norm": 1.0}] * 10 + [{"reward": 0.9, "grad_norm": 0.001}] * 60
+    assert judge([*steps, *[{"reward": 0.9, "grad_norm": 0.4}] * 5]).state == "healthy"  # 400 times the median
+    assert judge([*steps, *[{"reward": 0.9, "grad_norm": 1.1}] * 5]).state == "collapsing"  # 11 times a tenth of 1
+
+
+def test_two_rollouts_that_are_critical_by_themselves_are_a_collapse_without_waiting_for_the_average():
+    steps = [{"success": 0.8 + 0.02 * (k % 3), "zero_std_share": 0.1 * (k % 3)} for k in range(30)]
+    gone = {"success": 0.0, "zero_std_share": 1.0}
+    assert states([*steps, gone, gone])[-2:] == ["healthy", "collapsed"]
+    verdict = judge([*steps, gone, gone])
+    assert {*verdict.signals} == {"success", "zero_std_share"}
+    assert "The success fell from its best by 100% of its scale, twice in a row" in verdict.reason
+    assert {*states([*steps, gone, *steps])} == {"healthy"}
+
+
+def test_an_earlier_crash_does_not_make_a_later_one_look_like_chance():
+    steps = [{"success": 0.8 + 0.02 * (k % 3)} for k in range(30)]
+    for place in (15, 18, 21):
+        steps[place] = {"success": 0.0}
+    assert states([*steps, {"success": 0.0}, {"success": 0.0}])[-2:] == ["healthy", "collapsing"]
+
+
+def test_a_run_recovers_once_it_has_made_up_a_third_of_what_it_had_lost():
+    limits = Thresholds(ema_decay=0.0)
+    steps = [{"success": 0.9 + 0.01 * (k % 2)} for k in range(20)] + [{"success": 0.31}] * 10
+    for later, expected in ((0.5, False), (0.52, True)):  # a third of 0.6 is 0.2
+        assert judge([*steps, {"success": later}], limits).is_recovering is expected
+    assert not judge(steps[:20], limits).is_recovering  # nothing was lost

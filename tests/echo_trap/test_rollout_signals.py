@@ -52,6 +52,12 @@ def test_every_signal_of_two_groups_of_two():
     )  # fmt: skip
 
 
+def test_a_move_in_a_game_that_is_played_in_text_is_an_action_like_a_tool_call():
+    moved, idle = played(1.0, [5], info={"num_actions": 2.0}), played(0.0, [6], info={"num_actions": 0.0})
+    found = signals(moved, idle, played(0.5, [7], calls=1), played(0.0, [8]))
+    assert (found["inaction"], found["return_with_call"], found["return_without_call"]) == (0.5, 0.75, 0.0)
+
+
 def test_infrastructure_failures_count_nowhere():
     healthy = [played(1.0, [5]), played(0.0, [6]), played(1.0, [7]), played(0.0, [8])]
     failed = played(0.0, [5], stop=StopReason.TOOL_FAILURE)

@@ -8,7 +8,7 @@ from tests.trainers.helpers import make_trainer
 
 
 class ScriptedJudge(TrainerCallback):
-    """The verdict after the n-th optimizer step, roll backs included, is `script[n]`, and healthy by default."""
+    """The verdict, or its state, after the n-th optimizer step, roll backs included, is `script[n]`, or healthy."""
 
     def __init__(self, script):
         self.script, self.num_all = script, 0
@@ -19,6 +19,8 @@ class ScriptedJudge(TrainerCallback):
     @property
     def verdict(self):
         state = self.script.get(self.num_all, "healthy")
+        if isinstance(state, Verdict):
+            return state
         if state in ("healthy", "converged"):
             return Verdict(state=state, step=self.num_all)
         signal = Signal(name="entropy", level="critical", value=0.05, threshold=0.1, reason="entropy fell to 0.05")

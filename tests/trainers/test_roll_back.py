@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from agent_r1_trl.echo_trap import Verdict
 from agent_r1_trl.generation.base import Generator
 from agent_r1_trl.recording import read_records
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer, roll_back
@@ -47,6 +48,13 @@ class Copying(Generator):
         self.num_stale += not is_equal(self._own, weights_of(self._policy))
         self.seeds.append(seed)
         return await self._scripted.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
+
+
+def test_a_run_that_recovers_is_neither_rolled_back_nor_ended(tmp_path):
+    better = Verdict(state="collapsed", step=0, is_recovering=True)
+    trainer = guarded(tmp_path, {3: better, 4: better}, "learning_rate", "roll_back", "stop", echo_patience=1)
+    trainer.train()
+    assert trainer.echo_guard.state.num_taken == {"learning_rate": 1}  # as in a run with a warning
 
 
 @pytest.mark.parametrize(("kind", "options"), [

@@ -227,8 +227,17 @@ class EchoTrapJudge:
             excused=excused,
             measures=self._measures,
             reason=self._reason(state, target, counted, excused),
+            is_recovering=self._is_recovering(),
         )
         return self.verdict
+
+    def _is_recovering(self) -> bool:
+        """Whether a third of a drop that was more than chance is made up."""
+        known = [self._series[key] for key in ("success", "reward") if self._series[key].has_baseline]
+        if not known:
+            return False
+        lost, made_up = known[0].best - known[0].worst, known[0].ema - known[0].worst
+        return lost > self.thresholds.reward_noise * known[0].noise and made_up > lost / 3
 
     def _target(self, signals: Mapping[str, Signal]) -> State:
         """What the signals of this step amount to.

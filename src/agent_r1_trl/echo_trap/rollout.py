@@ -23,13 +23,19 @@ def signal_record(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "in_baseline": trajectory.in_baseline,
         "return": trajectory.total_reward - trajectory.reward_parts.get("truncation_penalty", 0.0),
-        "has_call": bool(trajectory.tool_results),
+        "has_call": bool(trajectory.tool_results) or _num_actions(trajectory) > 0,
         "turns": [_digest(trajectory.completion_ids[turn.start : turn.end]) for turn in trajectory.turns],
         "length": trajectory.num_action_tokens,
         "success": None if success is None else float(success),
         "example_id": trajectory.example_id,
         "generation": trajectory.generation,
     }
+
+
+def _num_actions(trajectory: Trajectory) -> float:
+    """Actions that were played in a game, whose moves need not be tool calls; 0 where the environment counts none."""
+    value = trajectory.info.get("num_actions")
+    return value if isinstance(value, int | float) and value == value else 0
 
 
 def _digest(ids: Sequence[int]) -> str:

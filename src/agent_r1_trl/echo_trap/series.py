@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+_MOST_DEVIATIONS = 4.0
+"""What a difference between neighbours may add to the noise, in its own standard deviations."""
+
 
 @dataclass
 class Series:
@@ -26,10 +29,13 @@ class Series:
     ema: float = 0.0
     """Equal to `mean` until the baseline is known."""
     last: float = 0.0
+    before_last: float = 0.0
     sum_squares: float = 0.0
     """Of the differences between neighbouring values."""
     best: float = -math.inf
     """Largest `ema` since the baseline is known."""
+    worst: float = math.inf
+    """Smallest `ema` since the best one."""
     age: int = 0
     """Number of steps since the last known value."""
 
@@ -39,10 +45,10 @@ class Series:
         if value is None:
             return False
         self.age = 0
-        self.sum_squares += (value - self.last) ** 2 if self.num else 0.0
+        self.sum_squares += self._square(value - self.last) if self.num else 0.0
         self.num += 1
         self.num_nonzero += value != 0
-        self.last = value
+        self.before_last, self.last = self.last, value
         if self.has_baseline:
             self.ema = self.decay * self.ema + (1 - self.decay) * value
         else:
@@ -51,6 +57,7 @@ class Series:
             nonzero = self.num_nonzero if self.needs_nonzero else self.num
             self.has_baseline = self.num >= self.window and 2 * nonzero >= self.window
         if self.has_baseline:
+            self.worst = self.ema if self.ema >= self.best else min(self.worst, self.ema)
             self.best = max(self.best, self.ema)
         return self.has_baseline
 
@@ -66,6 +73,17 @@ class Series:
         return math.sqrt(self._variance / min(max(self.num, 1), self.window))
 
     @property
+    def deviation(self) -> float:
+        """Standard deviation of a single value."""
+        return math.sqrt(self._variance)
+
+    def _square(self, difference: float) -> float:
+        """The square of a difference, or a cap: one crash would make the noise as large as itself."""
+        square, variance = difference**2, self._variance
+        is_estimated = self.has_baseline and variance > 0
+        return min(square, 2 * _MOST_DEVIATIONS**2 * variance) if is_estimated else square
+
+    @property
     def _variance(self) -> float:
         return self.sum_squares / (2 * max(self.num - 1, 1))
 
@@ -79,7 +97,9 @@ class Norms:
     values: list[float] = field(default_factory=list)
     """The last norms that were finite and not 0; a step without signal has 0."""
     ratios: list[float] = field(default_factory=list)
-    """The last `span` norms over the median of those before them; infinite for a norm that was not finite."""
+    """The last `span` norms over the `usual` one before them; infinite for a norm that was not finite."""
+    first: float = 0.0
+    """Median of the first norms; 0 until it is known."""
 
     def take(self, norm: float | None, *, at_least: int) -> bool:
         """Take the norm of one step; returns whether it could be compared with at least so many earlier ones."""
@@ -87,10 +107,19 @@ class Norms:
             return False
         is_known = len(self.values) >= at_least or not math.isfinite(norm)
         if is_known:
-            self.ratios = [*self.ratios, norm / self.median if math.isfinite(norm) else math.inf][-self.span :]
+            self.ratios = [*self.ratios, norm / self.usual if math.isfinite(norm) else math.inf][-self.span :]
         if math.isfinite(norm) and norm > 0:
             self.values = [*self.values, norm][-self.window :]
+            if not self.first and len(self.values) == at_least:
+                self.first = self.median
         return is_known
+
+    @property
+    def usual(self) -> float:
+        """The median of the last norms, but at least a tenth of the first ones': a run that has solved its task has
+        norms near 0, and no step of ordinary size is a spike beside them.
+        """
+        return max(self.median, 0.1 * self.first)
 
     @property
     def median(self) -> float:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from agent_r1_trl.echo_trap.series import Norms, Series
 from agent_r1_trl.echo_trap.verdict import Level, Pair, Signal, Thresholds
 
 VARIETY = ("reward_std", "zero_std_share", "entropy", "repetition")
 """Signals of lost variety, which learning lowers as well."""
+_SUDDEN_DEVIATIONS = 4.0
+"""Of single values, by which both of the last two must be away from where they came from to be a sudden collapse."""
 _MIN_FALL = 0.5
 """A share that was high from the beginning must have lost half of what was missing to 1."""
 
@@ -30,6 +33,8 @@ class Crossing:
     falls: bool = False
     """Whether the signal is below its thresholds where it is bad."""
     is_more_than_chance: bool = True
+    is_sudden: bool = False
+    """Whether each of the last two values is critical by itself, which needs neither an average nor patience."""
     text: str
     """Says what the value is, with `{value}`."""
     unit: Callable[[float], str]
@@ -50,7 +55,7 @@ class Crossing:
 
     def patience(self, limits: Thresholds) -> tuple[int, int]:
         """Number of values in a row beyond each threshold that count."""
-        return limits.warning_steps, limits.critical_steps
+        return (1, 1) if self.is_sudden else (limits.warning_steps, limits.critical_steps)
 
     def signal(self, level: Level) -> Signal:
         """The crossing as a verdict names it."""
@@ -118,6 +123,27 @@ def crossings(series: Mapping[str, Series], norms: Norms, limits: Thresholds) ->
     return found
 
 
+def _sudden(
+    series: Series, pair: Pair, *, origin: float, reference: float, scale: float = 1.0, sign: float = 1.0
+) -> dict[str, Any]:
+    """What replaces the average of a signal whose last two values are both critical; nothing, as a rule.
+
+    Args:
+        series: of the signal.
+        pair: its thresholds.
+        origin: from where to the value the distance is compared with them.
+        reference: where the values come from: the best, or the baseline.
+        scale: what the distance is measured in.
+        sign: -1 for a signal that is bad where its values fall.
+    """
+    last = min((series.last, series.before_last), key=lambda value: sign * value)  # the milder one
+    is_far = sign * (last - reference) > _SUDDEN_DEVIATIONS * series.deviation
+    distance = sign * (last - origin) / scale
+    if series.num < series.window + 2 or not is_far or distance <= pair[1]:
+        return {}
+    return {"value": distance, "is_more_than_chance": True, "is_sudden": True}
+
+
 def _differs(series: Series, limits: Thresholds) -> bool:
     return abs(series.ema - series.mean) > limits.noise * series.noise
 
@@ -130,13 +156,12 @@ def _drops(series: Mapping[str, Series], limits: Thresholds) -> list[Crossing]:
         scale = reward_scale(average, spread) if average.has_baseline else 0.0
         if scale == 0:
             continue
-        drop = average.best - average.ema
+        best, drop, pair = average.best, average.best - average.ema, limits.reward_drop
+        compared: dict = {"value": drop / scale, "is_more_than_chance": drop > limits.reward_noise * average.noise}
         text = f"The smoothed {key} has fallen from its best by {{value}} of its scale"
-        is_real = drop > limits.reward_noise * average.noise
-        found.append(
-            Crossing(name=key, key=key, value=drop / scale, pair=limits.reward_drop, is_more_than_chance=is_real,
-                     text=text, unit=percent)
-        )  # fmt: skip
+        if sudden := _sudden(average, pair, origin=best, reference=best, scale=scale, sign=-1.0):
+            compared, text = sudden, f"The {key} fell from its best by {{value}} of its scale, twice in a row"
+        found.append(Crossing(name=key, key=key, pair=pair, text=text, unit=percent, **compared))
     return found
 
 
@@ -158,11 +183,11 @@ def _share(share: Series, name: str, limits: Thresholds) -> list[Crossing]:
         "zero_std_share": "In {value} of the groups all trajectories earned the same",
         "repetition": "{value} of the assistant turns are said by another trajectory of the group as well",
     }
-    is_real = _differs(share, limits) and 1 - share.ema < _MIN_FALL * (1 - share.mean)
-    return [
-        Crossing(name=name, key=name, value=share.ema, pair=getattr(limits, name), is_more_than_chance=is_real,
-                 text=texts[name], unit=percent)
-    ]  # fmt: skip
+    is_real, pair = _differs(share, limits) and 1 - share.ema < _MIN_FALL * (1 - share.mean), getattr(limits, name)
+    compared: dict = {"value": share.ema, "is_more_than_chance": is_real}
+    if name == "zero_std_share":
+        compared |= _sudden(share, pair, origin=0.0, reference=share.mean)
+    return [Crossing(name=name, key=name, pair=pair, text=texts[name], unit=percent, **compared)]
 
 
 def _entropy(entropy: Series, limits: Thresholds) -> list[Crossing]:
@@ -180,7 +205,6 @@ def _inaction(share: Series, limits: Thresholds) -> list[Crossing]:
     if not share.has_baseline:
         return []
     text = "The share of trajectories without a tool call has risen by {value}, and calls earned before"
-    return [
-        Crossing(name="inaction", key="inaction", value=share.ema - share.mean, pair=limits.inaction,
-                 is_more_than_chance=_differs(share, limits), text=text, unit=percent)
-    ]  # fmt: skip
+    compared: dict = {"value": share.ema - share.mean, "is_more_than_chance": _differs(share, limits)}
+    compared |= _sudden(share, limits.inaction, origin=share.mean, reference=share.mean)
+    return [Crossing(name="inaction", key="inaction", pair=limits.inaction, text=text, unit=percent, **compared)]

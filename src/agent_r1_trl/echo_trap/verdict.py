@@ -144,6 +144,8 @@ class Verdict:
     length as a ratio to its baseline."""
     reason: str = ""
     """Why the state is what it is, in plain English."""
+    is_recovering: bool = False
+    """Whether success (the reward, where that is unknown) has made up a third of what it had lost."""
 
     @property
     def severity(self) -> int:

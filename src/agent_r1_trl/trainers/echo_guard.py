@@ -185,6 +185,8 @@ class EchoGuard(TrainerCallback):
         metrics = {"learning_rate_factor": self.rate_factor}
         self.state.num_steps += 1
         own = self._judge.verdict.state
+        if self._judge.verdict.is_recovering and own in _STATES[2:]:
+            own = "warning"  # what was done works: a roll back would undo it
         place, _ = self._agreement.largest(_STATES.index(own) if own in _STATES else 0, None)
         if place and not self._trainer.guard.is_ending:  # a resumed run decides again
             self._act(_STATES[place], control)
