@@ -30,7 +30,7 @@ ALWAYS_LOGGED = {
 def record(output_dir: str, target: str) -> None:
     """Write the history of a run."""
     log = json.loads(Path(output_dir, "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-    lines = [entry for entry in log if "reward" in entry and "train_runtime" not in entry]
+    lines = [entry for entry in log if "loss" in entry]
     names = {f"echo/{key}": key for key in sorted(KEYS)}
     if not any(name in line for line in lines for name in names):
         names = ALWAYS_LOGGED
