@@ -1,4 +1,4 @@
-"""The judgement on recorded histories of the project's own healthy runs (`recorded_runs.py` says how they are made)."""
+"""The judgement on recorded histories of our own healthy runs (`recorded_runs.py` says how they are made)."""
 
 import pytest
 
