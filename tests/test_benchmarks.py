@@ -77,7 +77,7 @@ TINY = {
     "dynamic_sampling.py": (
         [
             *("--variants", "both", "--max-steps", "1", "--keys", "4", "--prompts", "2", "--group-size", "2"),
-            *("--classes", "4"),
+            *("--in-reach", "1", "--start-steps", "2"),
         ],
         {"rows"},
     ),
