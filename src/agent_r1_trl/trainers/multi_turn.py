@@ -54,7 +54,7 @@ from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.echo_guard import EchoGuardedTrainer
 from agent_r1_trl.trainers.echo_signals import make_echo_signals
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
-from agent_r1_trl.trainers.group_filter import GroupFilter
+from agent_r1_trl.trainers.group_filter import IS_KEPT, GroupFilter
 from agent_r1_trl.trainers.lookahead import ROW_INDEX, in_seeded_order
 from agent_r1_trl.trainers.metrics import gather_metrics
 from agent_r1_trl.trainers.nonfinite import LOG_PROBS, NumberWatch, NumberWatchingTrainer
@@ -449,7 +449,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
             self.state.num_input_tokens_seen += num_tokens
             self._add_metrics(metrics)
             if self.echo_signals is not None:
-                self.echo_signals.take(trajectories, size, self.resampling.replaced)
+                self.echo_signals.take(trajectories, size, self.resampling.replaced, output.get(IS_KEPT))
         else:
             trajectories = self.evaluation.take(trajectories, rank=self.accelerator.process_index)
         self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
