@@ -79,6 +79,14 @@ class NumberWatch:
         self.num_skipped = self._in_a_row = self._last_healthy_step = 0
         self._pending, self._found = {}, []
 
+    def go_back(self, step: int) -> None:
+        """The run goes back to a checkpoint, whose next steps are other ones.
+
+        Args:
+            step: number of optimizer steps behind it.
+        """
+        self._in_a_row, self._last_healthy_step = 0, min(step, self._last_healthy_step)
+
     def begin_rollout(self, trajectories: Sequence[Trajectory]) -> None:
         """Remember whose rows the next micro-batches hold."""
         self._names = [f"example {item.example_id!r}, generation {item.generation}" for item in trajectories]
