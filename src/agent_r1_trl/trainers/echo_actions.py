@@ -63,11 +63,13 @@ class Remedies:
             setattr(target, attribute, value)
         return change.text
 
-    def undo(self) -> None:
-        """Put back all values."""
+    def undo(self) -> bool:
+        """Put back all values; returns whether there were any."""
+        has_any = bool(self._before)
         while self._before:
             target, attribute, value = self._before.pop()
             setattr(target, attribute, value)
+        return has_any
 
     def _filter(self) -> Change:
         trainer, values, parts = self._trainer, [], []

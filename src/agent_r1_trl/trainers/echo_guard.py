@@ -105,7 +105,8 @@ class EchoGuard(TrainerCallback):
         Args:
             train: `Trainer.train`, whose first argument is the checkpoint.
         """
-        self._remedies.undo()
+        if self._remedies.undo():
+            self._trainer._buffered_inputs = None  # scored for other settings, perhaps without the reference
         self._target = self._ending = None
         self.state = GuardState(run=uuid.uuid4().hex, is_dry=self._trainer.args.echo_dry_run)
         self._trainer.rollouts.seed = self._trainer.args.seed
