@@ -77,7 +77,7 @@ class Remedies:
         if settings.rule is None:
             values.append((trainer.group_filter, "settings", replace(settings, rule=FILTER_RULE, value=FILTER_VALUE)))
             parts.append(f"groups are filtered by {FILTER_RULE} {FILTER_VALUE:g} on their {settings.statistic}")
-        if not hasattr(trainer.train_dataset, "__getitem__"):
+        if not hasattr(trainer.train_dataset, "__len__"):
             parts.append("groups without signal are not replaced, because a streamed data set has no others to draw")
         elif trainer.resampling.rounds == 0:
             values.append((trainer.resampling, "rounds", RESAMPLE_ROUNDS))

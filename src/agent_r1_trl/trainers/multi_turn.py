@@ -180,6 +180,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         self.rollouts = Rollouts(*parts, generator=generator, eos_token_ids=self.eos_token_ids)
         self.resampling = Resampling(self)
         self.guard = RunGuard(self)
+        self.group_filter = GroupFilter(self.args, self.accelerator)
         self.echo_signals = make_echo_signals(self)
         self._make_echo_guard()
         self.rollouts.journal.attach(self)
@@ -190,7 +191,6 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         self.checkpoint = RolloutCheckpoint(self.args, self.accelerator, watches)
         self.store = trajectory_store(self.args, rank)
         self.numbers = NumberWatch(self.args.max_nonfinite_steps, self.args.output_dir)
-        self.group_filter = GroupFilter(self.args, self.accelerator)
         reference = [] if self.ref_model is None else [self.accelerator.unwrap_model(self.ref_model)]
         self.layout.prepare(self.model, *reference, has_router_loss=self.aux_loss_enabled)
 
