@@ -6,17 +6,19 @@ groups leave the update, and those that stay are spread anew over ranks and micr
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 
 from agent_r1_trl.filtering import DEFAULT_VALUES, check_rule, raw_returns, select_groups, signal_to_noise
 from agent_r1_trl.trainers.failures import is_main_process
+from agent_r1_trl.trainers.played import PlayedBatch
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.layout import Inputs, join_rows
 from agent_r1_trl.update.spreading import deal_all_rows, spread_rows
@@ -136,6 +138,40 @@ class GroupFilter:
                 entries[KEPT_SHARE] = torch.tensor(share, device=own.device)
         return entries, {f"filter/{name}": value for name, value in metrics.items()}
 
+    def skips_scores(self, beta: float) -> bool:
+        """Whether TRL would compute old or reference log-probs of rows that are filtered, and that nothing else reads.
+
+        Args:
+            beta: weight of the KL term; 0 needs no reference.
+        """
+        args = self._args
+        per_rollout = args.steps_per_generation * args.num_iterations
+        has_scores = beta != 0 or args.gradient_accumulation_steps % per_rollout != 0  # TRL's condition
+        is_read = args.use_vllm or args.kl_placement == "reward" or getattr(args, "critic_uses_filtered", False)
+        return self.settings.rule is not None and has_scores and not is_read
+
+    def chosen(self, played: PlayedBatch, group_size: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """What `choose` says of a batch, or has said of it before."""
+        return played.chosen or self.choose(played.trajectories, played.in_baseline, group_size)
+
+    def choose_early(self, played: PlayedBatch, group_size: int) -> None:
+        """Choose before TRL scores the rows, which need not score the others then. All ranks must call it.
+
+        Args:
+            played: whose rewards are settled.
+            group_size: as for `choose`.
+        """
+        played.chosen = self.choose(played.trajectories, played.in_baseline, group_size)
+        kept = played.chosen[0].get(IS_KEPT)
+        if kept is None:
+            return
+        rows = kept.nonzero().flatten().tolist()
+        size = self._args.per_device_train_batch_size
+        most = max(1, *gather_object([len(rows)]))
+        num = -(-most // size) * size  # full forward passes, and equally many on all ranks
+        if num < len(kept):
+            played.scored_rows = [*rows, *[0] * num][:num]
+
     def apply(self, buffer: list[Inputs]) -> list[Inputs]:
         """The micro-batches of a rollout without the rows that are not trained on. All ranks must call it.
 
@@ -217,6 +253,25 @@ class GroupFilter:
                 self.settings.rule,
             )
         return True
+
+
+def of_scored_rows(score: Callable[..., tuple]) -> Callable[..., tuple]:
+    """A trainer's method that computes log-probs (B, T), for the `scored_rows` of the batch that it is being handed.
+
+    The other rows get 0.
+    """
+
+    @functools.wraps(score)
+    def call(trainer: Any, model: Any, input_ids: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> tuple:
+        rows = None if trainer._played is None else trainer._played.scored_rows
+        if rows is None:
+            return score(trainer, model, input_ids, attention_mask, *args, **kwargs)
+        some = score(trainer, model, input_ids[rows], attention_mask[rows], *args, **kwargs)[0]
+        log_probs = some.new_zeros(len(input_ids), some.shape[1])
+        log_probs[rows] = some
+        return log_probs, None, None
+
+    return call
 
 
 def check_can_filter(args: Any) -> None:

@@ -54,7 +54,7 @@ from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.echo_guard import EchoGuardedTrainer
 from agent_r1_trl.trainers.echo_signals import make_echo_signals
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
-from agent_r1_trl.trainers.group_filter import IS_KEPT, GroupFilter
+from agent_r1_trl.trainers.group_filter import IS_KEPT, GroupFilter, of_scored_rows
 from agent_r1_trl.trainers.lookahead import ROW_INDEX, in_seeded_order
 from agent_r1_trl.trainers.metrics import gather_metrics
 from agent_r1_trl.trainers.nonfinite import LOG_PROBS, NumberWatch, NumberWatchingTrainer
@@ -275,8 +275,8 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         settle_masks(output, trajectories, played.in_baseline, played.in_loss, self.args, self.accelerator)
         output |= self._advantages(output, played)
         if self.model.training:
-            chosen, metrics = self.group_filter.choose(trajectories, played.in_baseline, self._group_size)
-            output |= chosen
+            kept, metrics = self.group_filter.chosen(played, self._group_size)
+            output |= kept
             self._add_metrics(metrics)
         if self.args.overlap_rollout:
             output[ROW_INDEX] = torch.arange(len(trajectories))
@@ -390,6 +390,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         finally:
             self.beta, self._loss_pass = beta, None
 
+    @of_scored_rows
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
     ) -> tuple:
