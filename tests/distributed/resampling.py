@@ -1,18 +1,15 @@
-"""Dynamic sampling on several ranks: `python -m tests.distributed.resampling OUTPUT_DIR`.
+"""A run with dynamic sampling, a curriculum and a filter, in any number of processes.
 
-Each rank writes what it holds of three batches to `OUTPUT_DIR/rank<n>.pt`.
+Two of the three groups of a batch are on one rank each, the second is on both.
 """
 
-import sys
-from pathlib import Path
-
 import torch
-from accelerate import PartialState
+from accelerate.utils import gather_object
 
 from agent_r1_trl.environments import ToolEnv
-from tests.distributed.critics import num_processes
+from tests.distributed.critics import POLICY_FOLDER, num_processes
 from tests.toys import say
-from tests.trainers.helpers import make_trainer, questions, scored_batch
+from tests.trainers.helpers import make_trainer, questions
 
 METRICS = (
     "sampling/groups_with_signal_before", "sampling/groups_with_signal", "sampling/resampled_groups",
@@ -35,36 +32,41 @@ async def judge(trajectory, log_extra, **kwargs):
     return [0.5] * len(trajectory)
 
 
-def compute(folder, num_rows):
-    """What this rank holds of three batches, of `num_rows` rows on all ranks."""
+def resampled(output_dir):
+    """What each rank holds of three batches of six rows, and what the run logged."""
     trainer = make_trainer(
-        folder,
+        output_dir / "resampled",
+        model=str(output_dir / POLICY_FOLDER),
+        max_steps=3,
+        filter_groups="top_fraction",
+        filter_value=0.7,
         env=Coin,
         script=talk,
         train_dataset=questions(30),
         num_generations=2,
-        per_device_train_batch_size=num_rows // num_processes(),
+        per_device_train_batch_size=6 // num_processes(),
         resample_rounds=3,
         curriculum=True,
         reward_funcs=[judge],
         log_completions=True,
     )
     found = {"trained": [], "replaced": [], "metrics": [], "advantages": []}
-    for trainer._step in range(3):
-        output = scored_batch(trainer)
+    score = trainer._generate_and_score_completions
+
+    def seen(inputs):
+        output = score(inputs)
         for name, items in (("trained", trainer.last_trajectories), ("replaced", trainer.resampling.replaced)):
             found[name] += [(trainer._step, t.example_id, t.generation, t.seed, t.total_reward) for t in items]
         found["advantages"].append(output["advantages"].sum(dim=1))
         found["metrics"] += [trainer._metrics["train"][name][-1] for name in METRICS]
-    return found | {
-        "advantages": torch.cat(found["advantages"]),
-        "num_replaced": len(found["replaced"]),
+        return output
+
+    trainer._generate_and_score_completions = seen
+    trainer.train()
+    found |= {
+        "advantages": torch.stack(found["advantages"]),  # (steps, rows)
         "shares": trainer.resampling.curriculum.pass_rates.tolist(),
         "extra": list(trainer._logs["extra"]["name"]),
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }
-
-
-if __name__ == "__main__":
-    output_dir = Path(sys.argv[1])
-    results = compute(output_dir / "run", num_rows=6)
-    torch.save(results, output_dir / f"rank{PartialState().process_index}.pt")
+    return gather_object([found])

@@ -1,32 +1,33 @@
-"""A guarded run on several processes, of which one alone sees the collapse: `python -m ... OUTPUT_DIR`.
+"""A guarded run in any number of processes, of which the last one alone sees the collapse.
 
-Rank 0 writes `OUTPUT_DIR/roll_back.json`: for each rank the steps that it began, digests of the weights that it began
-them with, its seed of the draws, and what its guard did.
+DeepSpeed cannot load a checkpoint into a running engine: there the run ends, and another one goes on.
 """
 
-import json
 import os
-import sys
-from pathlib import Path
 
 from accelerate.utils import gather_object
 
+from agent_r1_trl.trainers.echo_guard import RestartError
 from agent_r1_trl.trainers.journal import fingerprint
+from tests.distributed.critics import POLICY_FOLDER, num_processes
 from tests.trainers.echo_helpers import Watch, guarded
 
-RESULTS_FILE = "roll_back.json"
 
-
-def main(output_dir):
-    verdicts = {3: "collapsed"} if os.environ["RANK"] == "1" else {}
-    trainer = guarded(output_dir, verdicts, "learning_rate", "roll_back", max_steps=4, ddp_backend="gloo")
-    watch = Watch(trainer, lambda trainer: fingerprint(trainer.model.named_parameters()))
-    trainer.train()
+def gone_back(output_dir):
+    """Per rank: the steps begun with digests of its weights, the seed of the draws, the guard's events, the losses."""
+    is_last = int(os.environ.get("RANK", 0)) == num_processes() - 1
+    options = {"model": str(output_dir / POLICY_FOLDER), "max_steps": 4}
+    options["per_device_train_batch_size"] = 8 // num_processes()
+    seen, ended = [], None
+    for verdicts in ({3: "collapsed"} if is_last else {}, {}):
+        trainer = guarded(output_dir / "gone_back", verdicts, "entropy", "roll_back", **options)
+        Watch(trainer, lambda trainer: fingerprint(trainer.model.named_parameters())).seen = seen
+        try:
+            trainer.train(resume_from_checkpoint=ended is not None)
+            break
+        except RestartError as error:
+            ended = str(error)
     events = [(event["step"], event["action"], event["state"]) for event in trainer.echo_guard.state.events]
-    results = gather_object([{"seen": watch.seen, "seed": trainer.rollouts.seed, "events": events}])
-    if trainer.accelerator.is_main_process:
-        (Path(output_dir) / RESULTS_FILE).write_text(json.dumps(results), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    found = {"seen": seen, "ended": ended, "seed": trainer.rollouts.seed, "events": events, "losses": losses}
+    return gather_object([found | {"entropy_coef": trainer.entropy_coef}])

@@ -1,19 +1,21 @@
-"""Two ranks go back to the same checkpoint in the same step, although only one of them saw the collapse."""
-
-import json
+"""All ranks go back to the same checkpoint in the same step, although only one of them saw the collapse."""
 
 import pytest
 
-from tests.distributed import roll_back
-from tests.distributed.launch import launch
+from tests.distributed.launch import LAUNCHES
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launches")]  # they share the launches of conftest.py
 
 
-@pytest.mark.slow
-def test_both_ranks_go_back_together(tmp_path):
-    launch("ddp", roll_back.__name__, tmp_path)
-    first, second = json.loads((tmp_path / roll_back.RESULTS_FILE).read_text(encoding="utf-8"))
-    assert first == second
-    assert [step for step, _ in first["seen"]] == [0, 1, 2, 2, 3]
-    assert first["seen"][2] == first["seen"][3], "the weights of the checkpoint"
-    assert first["events"] == [[3, "learning_rate", "collapsed"], [3, "roll_back", "collapsed"]]
-    assert first["seed"] != 7, "that of the run"
+@pytest.mark.parametrize("launch", ["one", *LAUNCHES])
+def test_all_ranks_go_back_together_and_go_on_with_the_weights_of_the_checkpoint(results, launch):
+    ranks, (one,) = results(launch)["gone_back"], results("one")["gone_back"]
+    for rank in ranks:
+        assert [step for step, _ in rank["seen"]] == [0, 1, 2, 2, 3]
+        assert rank["seen"][2] == rank["seen"][3] != rank["seen"][1], "the weights of the checkpoint"
+        assert rank["events"] == [(3, "entropy", "collapsed"), (3, "roll_back", "collapsed")]
+        assert rank["entropy_coef"] == 0.001, "what was done before the roll back holds after it"
+        assert rank["seed"] == one["seed"] != 7, "other draws than those of the run"
+        assert (rank["ended"] is None) == (launch in ("one", "ddp"))
+        assert launch in ("one", "ddp") or "resume_from_checkpoint: true" in rank["ended"]
+        assert rank["losses"] == pytest.approx(one["losses"], abs=1e-4)

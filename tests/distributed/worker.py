@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tests.distributed import agreement, critics, filtering, nonfinite
+from tests.distributed import agreement, critics, filtering, nonfinite, resampling, roll_back
 
 RESULTS_FILE = "results.pt"
 
@@ -24,6 +24,8 @@ def compute(folder):
         "signals": runs["full"][1],
         "nonfinite": nonfinite.skipped(folder),
         "filtered": {case: filtering.filtered(case, folder) for case in filtering.CASES},
+        "resampled": resampling.resampled(folder),
+        "gone_back": roll_back.gone_back(folder),
         "credit": {case: agreement.credit(case, folder) for case in credit_cases},
     }
 

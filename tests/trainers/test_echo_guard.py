@@ -12,10 +12,11 @@ from agent_r1_trl.cli import main as command
 from agent_r1_trl.cli.errors import EXIT_COLLAPSED, CollapseError, run_command
 from agent_r1_trl.recording.events import read_events
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig, MultiTurnPPOTrainer
+from agent_r1_trl.trainers.checkpoints import CheckpointError
 from agent_r1_trl.trainers.echo_guard import CollapsedError, EchoGuard
 from agent_r1_trl.trainers.echo_ladder import ACTIONS
 from tests.trainers.echo_helpers import guarded, is_equal, weights_of
-from tests.trainers.helpers import make_trainer
+from tests.trainers.helpers import make_trainer, questions
 
 CPU = {"output_dir": "unused", "bf16": False, "use_cpu": True}
 SAVES = {"save_strategy": "steps", "save_steps": 2}
@@ -65,7 +66,8 @@ def test_a_clip_that_does_not_act_is_left_alone_and_that_is_said_or_refused(tmp_
     assert "the clip stays" in trainer.echo_guard.state.events[0]["text"]
     with pytest.raises(ValueError, match=r"echo_actions=\['clip'\].*change nothing"):
         MultiTurnGRPOConfig(**CPU, echo_actions=["clip"], beta=0.0, **options)
-    MultiTurnGRPOConfig(**CPU, echo_actions=["clip"], beta=0.0, **RATIOS, loss_type="dapo")
+    cure = {"loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None, **RATIOS}
+    MultiTurnGRPOConfig(**CPU, echo_actions=["clip"], beta=0.0, **options | cure)
 
 
 def test_the_entropy_bonus_of_trl_is_switched_on_and_enters_the_loss(tmp_path):
@@ -133,6 +135,40 @@ def test_a_resumed_run_goes_on_with_the_guards_state_and_its_lower_rate(tmp_path
     assert again.beta == 0.1, "a new run begins without what the last one has changed"
 
 
+@pytest.mark.slow
+def test_a_rollout_that_was_scored_without_the_reference_is_not_trained_on_with_a_kl_term(tmp_path):
+    """The second rollout, of the steps 3 and 4, is half used at the checkpoint."""
+    options = {**WITH_KL, "num_iterations": 2, "loss_type": "dapo", "save_steps": 3, "max_steps": 4}
+    trainer = guarded(tmp_path, {1: "warning"}, "clip", **options | {"max_steps": 3})
+    trainer.train()
+    assert trainer.beta == 0.0 and "ref_per_token_logps" not in trainer._buffered_inputs[0]
+    plain = {"per_device_train_batch_size": 4, "save_strategy": "steps", **options}
+    saved = str(tmp_path / "checkpoint-3")
+    with pytest.raises(CheckpointError, match=r"beta=0\.1.*'clip' in echo_actions.*resume_without: \[rollout\]"):
+        make_trainer(tmp_path, **plain).train(resume_from_checkpoint=saved)
+    with pytest.raises(CheckpointError, match="echo_dry_run: false"):
+        guarded(tmp_path, {}, "clip", echo_dry_run=True, **options).train(resume_from_checkpoint=saved)
+    for cured in (
+        guarded(tmp_path, {}, "clip", **options),
+        make_trainer(tmp_path, resume_without=["rollout"], **plain),
+    ):
+        cured.train(resume_from_checkpoint=saved)
+        assert cured.state.global_step == 4
+    trainer.train()  # a new run, with the KL term, in the middle of that rollout
+    assert trainer.state.global_step == 3 and trainer.beta == 0.1
+
+
+def test_every_further_roll_back_lowers_the_learning_rate_once_more(tmp_path):
+    guard = guarded(tmp_path, {}, "learning_rate", "roll_back", echo_rate_factor=0.5).echo_guard
+    guard.state.rate_until = 20
+    factors = []
+    for guard.state.num_roll_backs in (0, 1, 2):
+        factors.append(guard.rate_factor)
+    assert factors == [0.5, 0.5, 0.25]
+    guard.state.num_steps = 20
+    assert guard.rate_factor == 1.0
+
+
 # -------------------------------------------------------------------- watching first
 
 
@@ -181,6 +217,12 @@ def test_stop_ends_the_run_with_a_report_that_names_the_last_healthy_checkpoint(
     assert command(["view", str(tmp_path), "--events"]) == 0
     shown = capsys.readouterr().out
     assert "learning_rate" in shown and "stop" in shown and "entropy fell to 0.05" in shown
+
+    assert "resume_without: [rollout] also more num_generations" in message
+    others = {"num_generations": 2, "resume_without": ["rollout"], "max_steps": 3, "per_device_train_batch_size": 4}
+    cured = make_trainer(tmp_path, **others)
+    cured.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert cured.state.global_step == 3
 
     def run(argv):
         raise CollapseError(message)
@@ -231,6 +273,8 @@ REFUSED = [
     ("roll_back", {"echo_actions": ["roll_back"], "replay": "other", **SAVES}, {"replay": None}),
     ("roll_back", {"echo_actions": ["roll_back"], "load_best_model_at_end": True, "eval_strategy": "steps",
                    "eval_steps": 2, "save_total_limit": 1, **SAVES}, {"save_total_limit": 2}),
+    ("roll_back", {"echo_actions": ["roll_back"], "metric_for_best_model": "reward", "save_total_limit": 1, **SAVES},
+     {"metric_for_best_model": None}),
     ("entropy", {"echo_actions": ["entropy"], "use_adaptive_entropy": True}, {"use_adaptive_entropy": False}),
     ("entropy", {"echo_actions": ["entropy"], "entropy_coef": 0.01}, {"entropy_coef": 0.0001}),
     ("entropy", {"echo_actions": ["entropy"], "update_layout": "grouped", "gradient_accumulation_steps": 2},
@@ -248,6 +292,9 @@ REFUSED = [
     ("resample_max_trajectories", {"echo_actions": ["stop"], "resample_max_trajectories": 16},
      {"echo_actions": ["filter"]}),
     ("echo_patience", {"echo_patience": 0, "echo_actions": ["all"]}, {"echo_patience": 1}),
+    ("echo_dry_run", {"echo_dry_run": "no", "echo_actions": ["all"]}, {"echo_dry_run": False}),
+    ("echo_trap", {"echo_trap": "no"}, {"echo_trap": False}),
+    ("curriculum", {"curriculum": "no"}, {"curriculum": False}),
 ]  # fmt: skip
 
 
@@ -266,12 +313,28 @@ def test_the_learning_rate_is_refused_or_left_out_under_deepspeed(tmp_path, capl
     trainer.args.echo_actions = ["all"]
     assert "learning_rate" not in EchoGuard(trainer, trainer.echo_signals.judge)._actions
     assert "leaves 'learning_rate' out" in caplog.text
+    trainer.args.echo_actions = ("stop",)
+    assert EchoGuard(trainer, trainer.echo_signals.judge)._actions == ["stop"]
+    trainer.args.echo_actions = ("all",)
+    assert "stop" in EchoGuard(trainer, trainer.echo_signals.judge)._actions
 
 
 def test_all_takes_what_the_run_can_take_and_says_what_it_leaves_out(tmp_path, caplog):
     trainer = guarded(tmp_path, {}, "all", save_strategy="no", save_steps=500)
     assert "roll_back" not in trainer.echo_guard._actions and trainer.echo_guard._actions[-1] == "stop"
     assert "leaves 'roll_back' out, which needs checkpoints" in caplog.text
+    assert "writes none. To have it taken as well: Set save_strategy: steps" in caplog.text
+
+
+def test_a_filter_that_would_change_nothing_on_a_stream_is_refused_or_left_out(tmp_path, caplog):
+    options = {"filter_groups": "top_p", "train_dataset": questions().to_iterable_dataset(), "save_strategy": "no"}
+    with pytest.raises(ValueError, match=r"echo_actions=\['filter'\].*would change nothing.*streamed"):
+        guarded(tmp_path, {}, "filter", **options)
+    trainer = guarded(tmp_path, {}, "all", **options)
+    assert "filter" not in trainer.echo_guard._actions and "leaves 'filter' out, which would change" in caplog.text
+    del options["filter_groups"]
+    step(trainer := guarded(tmp_path, {}, "filter", **options), "warning")
+    assert trainer.group_filter.settings.rule == "top_p" and trainer.resampling.rounds == 0
 
 
 def test_filter_and_dynamic_sampling_are_switched_on_for_the_next_rollout(tmp_path):

@@ -3,12 +3,20 @@
 import json
 import logging
 import math
+import time
+from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import TrainerState
 from trl import TrlParser
 
-from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOTrainer
+from agent_r1_trl.echo_trap import signal_record
+from agent_r1_trl.echo_trap.rollout import entropy_factor
+from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOTrainer, echo_signals
+from agent_r1_trl.trainers.echo_signals import EchoSignals
+from agent_r1_trl.trainers.group_filter import FilterSettings
 from agent_r1_trl.trainers.prompt_scores import Reasoning, cross_scores, first_reasoning
 from agent_r1_trl.trajectory import Trajectory, Turn
 from tests.toys import call, say
@@ -102,6 +110,123 @@ def test_a_second_training_begins_anew(tmp_path):
     trainer.train()
     trainer.train()
     assert trainer.echo_signals.judge.verdict.step == 1
+
+
+# -------------------------------------------------------------------- what the update trains on is changed
+
+
+def monitor():
+    """The monitor of a trainer that is only pretended, and that trainer."""
+    args = SimpleNamespace(echo_thresholds=None, mutual_information_every=0, use_adaptive_entropy=False)
+    trainer = SimpleNamespace(
+        args=args, state=TrainerState(), numbers=SimpleNamespace(num_skipped=0), last_norms=(1.0,), epsilon_low=0.2,
+        epsilon_high=0.2, beta=0.1, entropy_coef=0.0, group_filter=SimpleNamespace(settings=FilterSettings()),
+        resampling=SimpleNamespace(rounds=0), _metrics={"train": defaultdict(list)}, _rollout_s=0.0,
+        add_callback=lambda callback: None,
+    )  # fmt: skip
+    trainer._add_metrics = lambda values: [trainer._metrics["train"][name].append(values[name]) for name in values]
+    return EchoSignals(trainer), trainer
+
+
+def step(signals, trainer, norm, rollout=((), 4)):
+    """One optimizer step on a rollout, and the state after it."""
+    if rollout is not None:
+        signals.take(*rollout)
+    trainer.last_norms = (norm,)
+    trainer.state.global_step += 1
+    signals.on_step_end(trainer.args, trainer.state, None)
+    return signals.judge.verdict.state
+
+
+def switch_on_the_filter(trainer):
+    trainer.group_filter.settings = FilterSettings("top_p", 0.9)
+
+
+CHANGES = {
+    "filter": switch_on_the_filter,
+    "rounds": lambda trainer: setattr(trainer.resampling, "rounds", 2),
+    "clip": lambda trainer: setattr(trainer, "epsilon_high", 0.28),
+    "kl": lambda trainer: setattr(trainer, "beta", 0.0),
+    "entropy": lambda trainer: setattr(trainer, "entropy_coef", 0.001),
+    "nothing": lambda trainer: None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_norms_are_measured_anew_when_an_action_changes_what_they_depend_on(change):
+    signals, trainer = monitor()
+    states = [step(signals, trainer, 1.0) for _ in range(12)]
+    CHANGES[change](trainer)
+    states += [step(signals, trainer, 8.0) for _ in range(12)]
+    assert set(states[:12]) == {"healthy"}
+    assert ("warning" in states) == (change == "nothing")
+    if change != "nothing":
+        assert step(signals, trainer, 90.0) == "warning", "a spike over the new norms is one"
+
+
+def test_the_steps_of_a_rollout_from_before_the_filter_are_still_compared():
+    signals, trainer = monitor()
+    for _ in range(12):
+        step(signals, trainer, 1.0)
+    switch_on_the_filter(trainer)
+    step(signals, trainer, 20.0, rollout=None)
+    assert "grad_norm" in signals.judge.verdict.signals, "its rows were there before"
+    step(signals, trainer, 20.0)
+    assert "grad_norm" not in signals.judge.verdict.signals
+
+
+def test_a_run_that_goes_back_behind_the_action_measures_its_norms_anew_as_well():
+    signals, trainer = monitor()
+    for _ in range(12):
+        step(signals, trainer, 1.0)
+    saved = json.dumps(trainer.state.stateful_callbacks)  # of a healthy checkpoint
+    switch_on_the_filter(trainer)
+    for _ in range(2):  # the run collapses later, and goes back to the checkpoint
+        trainer.state.stateful_callbacks = json.loads(saved)
+        signals.on_train_begin(trainer.args, trainer.state, None)
+        assert {step(signals, trainer, 8.0) for _ in range(12)} == {"healthy"}
+
+
+def spoken(log_prob, reward=0.0):
+    turn = Turn(start=0, end=2, message={"role": "assistant", "content": "x"})
+    trajectory = Trajectory(
+        prompt_messages=[], prompt_ids=[1], completion_ids=[6, 7], action_mask=[1, 1], logprobs=[log_prob] * 2,
+        turn_ids=[0, 0], authors=["policy"] * 2, turns=[turn], stop_reason="done",
+    )  # fmt: skip
+    trajectory.outcome_reward, trajectory.is_scored = reward, True
+    return trajectory
+
+
+def test_the_entropy_that_is_judged_is_that_of_everything_sampled():
+    """Log-probs of -1 on the kept rows, -3 on the filtered ones and -5 on the replaced ones: -3 on average."""
+    signals, trainer = monitor()
+    rollout, replaced = [spoken(-1.0), spoken(-1.0), spoken(-3.0), spoken(-3.0)], [spoken(-5.0), spoken(-5.0)]
+    for entropy, rows in (
+        (2.0, (rollout, 2)),
+        (6.0, (rollout, 2, replaced, torch.tensor([True, True, False, False]))),
+        (2.0, (rollout, 2, (), torch.tensor([False] * 4))),
+    ):
+        trainer._metrics["train"] = defaultdict(list, entropy=[2.0])
+        step(signals, trainer, 1.0, rows)
+        assert trainer._metrics["train"]["echo/entropy"] == [pytest.approx(entropy)]
+    assert entropy_factor([signal_record(spoken(0.0))] * 2, [True, False]) == 1.0, "no log-probs, no factor"
+
+
+def test_an_optimizer_step_of_two_rollouts_has_the_signals_of_both():
+    signals, trainer = monitor()
+    signals.take([spoken(-1.0, reward=1.0), spoken(-1.0, reward=0.0)], 2)
+    step(signals, trainer, 1.0, ([spoken(-1.0, reward=0.0), spoken(-1.0, reward=0.0)], 2))
+    assert trainer._metrics["train"]["echo/reward"] == [0.25]
+    assert trainer._metrics["train"]["echo/zero_std_share"] == [0.5], "they are two groups"
+
+
+def test_the_time_of_the_mutual_information_is_logged_and_no_part_of_the_update(monkeypatch):
+    monkeypatch.setattr(echo_signals, "prompt_dependence", lambda *args: time.sleep(0.2) or {})
+    signals, trainer = monitor()
+    trainer.args.mutual_information_every = 1
+    signals.take([], 2)
+    (seconds,) = trainer._metrics["train"]["time/mutual_information_s"]
+    assert seconds >= 0.2 and trainer._rollout_s == seconds, "what the time of the update leaves out"
 
 
 # -------------------------------------------------------------------- mutual information

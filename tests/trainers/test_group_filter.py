@@ -128,6 +128,28 @@ def test_in_every_layout_the_gradient_is_that_of_the_kept_rows(tmp_path, layout)
     assert_same_gradients(step_gradients(filtered)[0], expected)
 
 
+@pytest.mark.parametrize("layout", ["padded", "shared"])
+def test_old_and_reference_log_probs_are_computed_of_the_kept_rows_alone_and_bit_for_bit_the_same(tmp_path, layout):
+    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
+    seen, found = [], []
+    for options in ({}, HALF):
+        trainer = trainer_of(tmp_path, model=str(tmp_path / "policy"), beta=0.1, update_layout=layout, **options)
+        for model in (trainer.model, trainer.ref_model):
+            model.get_input_embeddings().register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1
+        batch = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+        found.append({name: batch[name] for name in ("old_per_token_logps", "ref_per_token_logps", "advantages")})
+        seen.append(None)
+    plain, filtered = found
+    for name in plain:
+        assert torch.equal(plain[name][KEPT], filtered[name][KEPT]) and plain[name][KEPT].abs().max() > 0
+    others = [row for row in range(1, 16) if row not in KEPT]  # row 0 fills up the forward pass
+    assert not filtered["ref_per_token_logps"][others].any()
+    if layout == "padded":
+        assert seen == [8] * 4 + [None] + [8] * 2 + [None]
+
+
 @pytest.mark.parametrize("layout, loss_type, bonus", [("padded", "bnpo", 0.1), ("shared", "grpo", 0.0)])
 def test_micro_batches_that_no_row_is_left_for_have_a_dummy_without_loss(tmp_path, layout, loss_type, bonus):
     """One group of three rows for four micro-batches."""
@@ -290,6 +312,10 @@ def test_an_optimizer_step_of_two_rollouts_is_skipped_only_if_both_teach_nothing
     states = watched(trainer)
     assert [not same(a, b) for a, b in itertools.pairwise(states)] == [True, False]
     assert trainer.group_filter.num_skipped == 1
+    alone = paid_trainer(tmp_path, (), max_steps=1, steps_per_generation=1, **HALF)
+    alone.train()
+    norms = [run.state.log_history[0]["grad_norm"] for run in (trainer, alone)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5), "a mean over the rollouts that have signal"
 
 
 def test_steps_that_no_row_is_left_for_are_skipped_and_the_others_are_means_over_theirs(tmp_path):
@@ -311,6 +337,29 @@ def test_steps_that_no_row_is_left_for_are_skipped_and_the_others_are_means_over
     mask = inputs["completion_mask"] * inputs["tool_mask"]
     # On policy all ratios are 1: the loss is minus the mean advantage over tokens, of which both steps have as many.
     assert loss.item() == pytest.approx(-(inputs["advantages"] * mask).sum().item() / mask.sum().item(), rel=0.2)
+
+
+def test_a_critic_on_all_rows_learns_nothing_in_a_step_that_is_skipped(tmp_path):
+    """Two kept rows and six others, four optimizer steps of two rows."""
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}
+    options |= {"trainer": MultiTurnPPOTrainer, "critic": "model", "critic_uses_filtered": True, "num_iterations": 1}
+    rows = ["xx", "x", "xx", "xx", "x", "x", "xx", "xx"]
+    trainer = trainer_of(tmp_path, rows, num_generations=2, max_steps=4, **options, **QUARTER)
+    seen, prepare_inputs = [], trainer._prepare_inputs
+
+    def note(batch):
+        seen.append(prepare_inputs(batch))
+        return seen[-1]
+
+    trainer._prepare_inputs = note
+    states = watched(trainer)
+    assert [not same(a, b) for a, b in itertools.pairwise(states)] == [True, True, False, False]
+    assert trainer.group_filter.num_skipped == 2
+    trained = [int((inputs["tool_mask"].sum(dim=1) > 0).sum()) for inputs in seen]
+    assert trained == [1, 1, 0, 0] and [len(inputs["tool_mask"]) for inputs in seen] == [2] * 4
+    # A step's sum is divided by the mean over the steps that are made; TRL divides this number by that of all steps.
+    for name, mask in (("num_items_in_batch", "tool_mask"), ("num_value_items", "value_mask")):
+        assert float(seen[0][name]) == 4 / 2 * float(seen[0][mask].sum() + seen[1][mask].sum())
 
 
 def test_a_resumed_run_trains_on_the_filtered_rollout(tmp_path):
@@ -394,6 +443,30 @@ def test_rows_keep_their_tokens_and_lose_the_padding_of_the_others():
         (MultiTurnGRPOConfig, HALF | {"fp16": True}, "fp16", {"fp16": False}),
         (MultiTurnPPOConfig, HALF, "num_generations", {"num_generations": 2}),
         (MultiTurnPPOConfig, {"critic_uses_filtered": True}, "critic_uses_filtered", HALF | {"num_generations": 2}),
+        (
+            MultiTurnPPOConfig,
+            {"critic_uses_filtered": True, "echo_actions": ["all"]},
+            "critic_uses_filtered",
+            {"num_generations": 2},
+        ),
+        (
+            MultiTurnPPOConfig,
+            {"critic_uses_filtered": True, "echo_actions": ["stop"], "num_generations": 2},
+            "critic_uses_filtered",
+            {"echo_actions": ["filter", "stop"]},
+        ),
+        (
+            MultiTurnPPOConfig,
+            HALF | {"critic_uses_filtered": "no", "num_generations": 2},
+            "critic_uses_filtered",
+            {"critic_uses_filtered": False},
+        ),
+        (
+            MultiTurnGRPOConfig,
+            HALF | {"filter_loss_scaling": "no"},
+            "filter_loss_scaling",
+            {"filter_loss_scaling": False},
+        ),
     ],
     ids=str,
 )

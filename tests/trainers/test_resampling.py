@@ -10,8 +10,6 @@ from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.recording.store import read_records
 from agent_r1_trl.rollout.requests import rollout_requests
 from agent_r1_trl.trainers.resampling import choose_fresh
-from tests.distributed import resampling as two_ranks
-from tests.distributed.launch import launch
 from tests.toys import call, say
 from tests.trainers.helpers import make_trainer, questions, scored_batch
 from tests.trainers.test_journal import is_same, train
@@ -445,22 +443,3 @@ def test_an_overlapped_rollout_is_replaced_with_the_weights_at_hand(tmp_path):
     assert [entry["sampling/staleness"] for entry in entries] == [0, 1, 1, 1]
     assert all(entry["sampling/groups_with_signal"] > 0.5 for entry in entries)
     assert sum(entry["sampling/resampled_groups"] for entry in entries) > 4
-
-
-@pytest.mark.slow
-def test_two_ranks_make_the_batch_of_one(tmp_path):
-    """Groups lie across the ranks, and one of them has more to replace than the other."""
-    launch("ddp", "tests.distributed.resampling", tmp_path)
-    expected = two_ranks.compute(tmp_path / "alone", num_rows=6)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
-    assert [len(rank["replaced"]) for rank in ranks] != [ranks[0]["num_replaced"] / 2] * 2, "one plays more"
-    for name in ("trained", "replaced"):
-        together = sorted([*ranks[0][name], *ranks[1][name]], key=lambda item: item[0])  # by step
-        assert (together if name == "trained" else sorted(together)) == (
-            expected[name] if name == "trained" else sorted(expected[name])
-        )
-    advantages = torch.cat([rank["advantages"].view(3, -1) for rank in ranks], dim=1)
-    torch.testing.assert_close(advantages, expected["advantages"].view(3, -1))
-    assert ranks[0]["metrics"] == ranks[1]["metrics"] == pytest.approx(expected["metrics"])
-    assert ranks[0]["shares"] == ranks[1]["shares"] == expected["shares"]
-    assert ranks[0]["extra"] == expected["extra"]

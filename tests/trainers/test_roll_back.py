@@ -81,9 +81,23 @@ def test_a_run_goes_back_to_weights_optimizer_and_place_of_the_checkpoint_with_o
     assert copying.num_stale == 0, "what was sampled, was sampled from the policy's weights"
 
 
+class BrokenStep(TrainerCallback):
+    """Lets the first step of a number count as one that was not finite."""
+
+    def __init__(self, step, trainer):
+        self.step, self.trainer = step, trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.trainer.numbers._in_a_row, self.step = 1, None
+
+
 def test_what_is_logged_and_recorded_says_that_the_run_went_back(tmp_path, caplog):
     trainer = guarded(tmp_path, {4: "warning", 5: "collapsed"}, "roll_back", record_trajectories="jsonl")
+    trainer.add_callback(BrokenStep(5, trainer))
+    watch = Watch(trainer, lambda trainer: trainer.numbers._in_a_row)
     trainer.train()
+    assert watch.seen[5:7] == [(2, 0), (3, 0)], "steps that are not finite are counted anew"
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4, 5, 6]
     assert "goes back to checkpoint-2" in caplog.text and "entropy fell to 0.05" in caplog.text
     assert "Deleted checkpoint-4" in caplog.text, "it was saved at a warning"

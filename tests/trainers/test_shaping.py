@@ -99,6 +99,7 @@ def test_prompts_and_updates_per_rollout_are_what_was_asked_for(processes, optio
     [
         ({"prompts_per_rollout": 3}, "prompts_per_rollout", {"prompts_per_rollout": 4}),
         ({"prompts_per_rollout": 0}, "prompts_per_rollout", {"prompts_per_rollout": 2}),
+        ({"prompts_per_rollout": 8, "num_generations": None}, "num_generations", {"num_generations": 4}),
         ({"prompts_per_rollout": True}, "prompts_per_rollout", {"prompts_per_rollout": None}),
         ({"updates_per_rollout": 1.5}, "updates_per_rollout", {"updates_per_rollout": 1}),
         (

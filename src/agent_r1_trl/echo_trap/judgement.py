@@ -118,6 +118,11 @@ class EchoTrapJudge:
         counted, excused = self._weigh(found)
         return self._settle(counted, excused)
 
+    def forget_norms(self) -> None:
+        """Measure gradient norms anew, because something else than the policy has changed how large they are."""
+        self._norms = Norms(self.thresholds.median_window, self.thresholds.critical_steps)
+        self._alarms.pop("grad_norm", None)
+
     # ---------------------------------------------------------------- 1. signals
 
     def _raise_alarms(self, fresh: set[str]) -> dict[str, Signal]:

@@ -26,6 +26,7 @@ def signal_record(trajectory: Trajectory) -> dict[str, Any]:
         "has_call": bool(trajectory.tool_results) or _num_actions(trajectory) > 0,
         "turns": [_digest(trajectory.completion_ids[turn.start : turn.end]) for turn in trajectory.turns],
         "length": trajectory.num_action_tokens,
+        "log_prob": math.fsum(trajectory.logprobs),
         "success": None if success is None else float(success),
         "example_id": trajectory.example_id,
         "generation": trajectory.generation,
@@ -103,6 +104,30 @@ def _group_signals(groups: Sequence[Sequence[dict[str, Any]]]) -> dict[str, floa
     if num_turns:
         signals["repetition"] = sum(_num_repeated(group) for group in groups) / num_turns
     return signals
+
+
+def entropy_factor(records: Sequence[dict[str, Any]], is_trained: Sequence[bool]) -> float:
+    """What the entropy over the trained trajectories is multiplied by to get that over all of them.
+
+    The mean negative log-prob of sampled tokens estimates their entropy, and is known for tokens that cost no forward
+    pass.
+
+    Args:
+        records: of `signal_record`, everything that was sampled.
+        is_trained: of each, whether the update sees it.
+
+    Returns:
+        1 where the sampler gave no log-probs, or nothing is trained on.
+    """
+    kept = [(record, trained) for record, trained in zip(records, is_trained, strict=True) if record["in_baseline"]]
+    everything = _mean_log_prob([record for record, _ in kept])
+    trained = _mean_log_prob([record for record, trained in kept if trained])
+    factor = everything / trained if trained else math.nan
+    return factor if math.isfinite(factor) and factor > 0 else 1.0
+
+
+def _mean_log_prob(records: Sequence[dict[str, Any]]) -> float:
+    return math.fsum(record["log_prob"] for record in records) / max(1, sum(record["length"] for record in records))
 
 
 def _num_repeated(group: Sequence[dict[str, Any]]) -> int:

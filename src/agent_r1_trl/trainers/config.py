@@ -14,7 +14,7 @@ from trl import GRPOConfig
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import estimator_names, find_estimator
-from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings
+from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings, check_whole_number
 from agent_r1_trl.safe_text import SECRET_NAMES, SECRET_NAMES_HELP, SECRET_PATTERNS_HELP
 from agent_r1_trl.trainers.config_checks import check_config
 from agent_r1_trl.trainers.fault_settings import FaultSettings
@@ -211,6 +211,7 @@ class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOCon
         values: dict[str, Any] = self.__dict__
         if self.bf16 is None and not torch.accelerator.is_available():
             values["bf16"] = False  # TRL's default is for GPUs; without one it would be refused
+        check_whole_number("num_generations", values["num_generations"])
         settle_shape(self)
         is_single = values["num_generations"] == 1
         if is_single:

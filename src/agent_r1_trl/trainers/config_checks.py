@@ -334,3 +334,10 @@ def check_finite(config: MultiTurnConfig, name: str) -> None:
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{name}={value!r} must be finite and >= 0. Set {name} to a value in that range.")
+
+
+def check_bool(config: MultiTurnConfig, name: str) -> None:
+    """True or False; any other value would count as one of them in silence."""
+    value = getattr(config, name)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False. Set {name} to one of them.")

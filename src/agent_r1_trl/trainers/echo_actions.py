@@ -63,11 +63,13 @@ class Remedies:
             setattr(target, attribute, value)
         return change.text
 
-    def undo(self) -> None:
-        """Put back all values."""
+    def undo(self) -> bool:
+        """Put back all values; returns whether there were any."""
+        has_any = bool(self._before)
         while self._before:
             target, attribute, value = self._before.pop()
             setattr(target, attribute, value)
+        return has_any
 
     def _filter(self) -> Change:
         trainer, values, parts = self._trainer, [], []
@@ -75,7 +77,7 @@ class Remedies:
         if settings.rule is None:
             values.append((trainer.group_filter, "settings", replace(settings, rule=FILTER_RULE, value=FILTER_VALUE)))
             parts.append(f"groups are filtered by {FILTER_RULE} {FILTER_VALUE:g} on their {settings.statistic}")
-        if not hasattr(trainer.train_dataset, "__getitem__"):
+        if not hasattr(trainer.train_dataset, "__len__"):
             parts.append("groups without signal are not replaced, because a streamed data set has no others to draw")
         elif trainer.resampling.rounds == 0:
             values.append((trainer.resampling, "rounds", RESAMPLE_ROUNDS))

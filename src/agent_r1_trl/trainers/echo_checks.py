@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent_r1_trl.rollout.limits import check_whole_number
 from agent_r1_trl.trainers.echo_ladder import ACTIONS, ALL
@@ -19,6 +19,15 @@ _READ_BY = {
     "echo_entropy_coef": ("entropy",),
 }
 """Option -> the actions that read it; the others are read by all."""
+
+
+class Refusal(NamedTuple):
+    """Why an action cannot be taken, and what would let it."""
+
+    because: str
+    """Goes on after the name of the action, and ends the sentence."""
+    cure: str = ""
+    """One sentence; empty if there is none."""
 
 
 def check_echo_guard(config: Any) -> None:
@@ -53,7 +62,8 @@ def check_echo_guard(config: Any) -> None:
         raise ValueError(f"echo_actions={names!r}: nothing comes after 'stop'. Put 'stop' last, or remove it.")
     refusals = {name: text for name in names if name != ALL and (text := refusal(name, config)) is not None}
     for name, text in refusals.items():
-        raise ValueError(f"echo_actions={names!r}: {name!r} {text} Or remove {name!r} from echo_actions.")
+        cure = f"{text.cure} Or remove" if text.cure else "Remove"
+        raise ValueError(f"echo_actions={names!r}: {name!r} {text.because} {cure} {name!r} from echo_actions.")
 
 
 def _check_read(config: Any, names: list[str]) -> None:
@@ -71,8 +81,8 @@ def _check_read(config: Any, names: list[str]) -> None:
             )
 
 
-def refusal(name: str, config: Any) -> str | None:
-    """Why a run with these arguments cannot take an action, with the cure; None if it can.
+def refusal(name: str, config: Any) -> Refusal | None:
+    """Why a run with these arguments cannot take an action; None if it can.
 
     Args:
         name: one of `ACTIONS`.
@@ -91,62 +101,72 @@ def clip_matters(config: Any) -> bool:
     return is_clipped and has_ratios and is_narrower
 
 
-def _nothing(config: Any) -> str | None:
+def _nothing(config: Any) -> Refusal | None:
     return None
 
 
-def _filter(config: Any) -> str | None:
+def _filter(config: Any) -> Refusal | None:
     if config.num_generations < 2:
-        return (
-            f"compares the trajectories of a group, and num_generations={config.num_generations}. Set it to 2 or more."
+        return Refusal(
+            f"compares the trajectories of a group, and num_generations={config.num_generations}.",
+            "Set num_generations to 2 or more.",
         )
     if config.fp16:
-        return "skips optimizer steps without signal, which fp16=True cannot. Set bf16: true and fp16: false."
+        return Refusal(
+            "skips optimizer steps without signal, which fp16=True cannot.", "Set bf16: true and fp16: false."
+        )
     rule, rounds = getattr(config, "filter_groups", None), getattr(config, "resample_rounds", 0)
     if rule is not None and rounds > 0:
-        return f"is on from the start (filter_groups={rule!r}, resample_rounds={rounds}). Set resample_rounds: 0."
+        return Refusal(f"is on from the start (filter_groups={rule!r}, resample_rounds={rounds}).")
     return None
 
 
-def _clip(config: Any) -> str | None:
+def _clip(config: Any) -> Refusal | None:
     if clip_matters(config) or config.beta != 0:
         return None
-    return (
+    return Refusal(
         f"would change nothing: beta={config.beta} means that there is no KL term, and the clip does not act (one "
         f"update per rollout, where every ratio is 1; a loss_type, here {config.loss_type!r}, or an "
         f"importance_sampling_level, here {config.importance_sampling_level!r}, with another clip; or one that is as "
-        "wide already). Set num_iterations: 2 with loss_type: dapo and importance_sampling_level: token."
+        "wide already).",
+        "Set num_iterations: 2 with loss_type: dapo, importance_sampling_level: token and epsilon: 0.2, without "
+        "epsilon_high.",
     )
 
 
-def _entropy(config: Any) -> str | None:
+def _entropy(config: Any) -> Refusal | None:
     if config.use_adaptive_entropy:
-        return "is TRL's task with use_adaptive_entropy=True. Set use_adaptive_entropy: false."
+        return Refusal("is TRL's task with use_adaptive_entropy=True.", "Set use_adaptive_entropy: false.")
     if config.entropy_coef >= config.echo_entropy_coef:
-        return (
+        return Refusal(
             f"would change nothing: entropy_coef={config.entropy_coef} is not below "
-            f"echo_entropy_coef={config.echo_entropy_coef}. Lower entropy_coef."
+            f"echo_entropy_coef={config.echo_entropy_coef}.",
+            "Lower entropy_coef.",
         )
     if config.update_layout in REGROUPING_LAYOUTS and config.gradient_accumulation_steps > 1:
-        return (
-            f"averages inside micro-batches, between which update_layout={config.update_layout!r} moves rows. Set "
-            "update_layout: padded."
+        return Refusal(
+            f"averages inside micro-batches, between which update_layout={config.update_layout!r} moves rows.",
+            "Set update_layout: padded.",
         )
     return None
 
 
-def _roll_back(config: Any) -> str | None:
+def _roll_back(config: Any) -> Refusal | None:
     if config.save_strategy == "no":
-        return "needs checkpoints, and save_strategy='no' writes none. Set save_strategy: steps and save_steps."
+        return Refusal(
+            "needs checkpoints, and save_strategy='no' writes none.", "Set save_strategy: steps and save_steps."
+        )
     if config.save_only_model:
-        return (
-            "needs whole checkpoints, and save_only_model=True leaves the optimizer out. Set save_only_model: false."
+        return Refusal(
+            "needs whole checkpoints, and save_only_model=True leaves the optimizer out.",
+            "Set save_only_model: false.",
         )
     if config.replay is not None:
-        return "plays other rollouts, and replay takes them from a journal. Remove replay."
-    if config.load_best_model_at_end and config.save_total_limit == 1:
-        return (
-            "needs the last healthy checkpoint, and save_total_limit=1 with load_best_model_at_end=True deletes all "
-            "but the best. Set save_total_limit: 2."
+        return Refusal("plays other rollouts, and replay takes them from a journal.", "Remove replay.")
+    if config.metric_for_best_model is not None and config.save_total_limit == 1:  # load_best_model_at_end sets one
+        return Refusal(
+            "needs the last healthy checkpoint, and save_total_limit=1 with "
+            f"metric_for_best_model={config.metric_for_best_model!r} deletes all but the best.",
+            "Set save_total_limit: 2.",
         )
     return None

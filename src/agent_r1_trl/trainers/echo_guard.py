@@ -24,7 +24,7 @@ from trl import GRPOTrainer
 
 from agent_r1_trl.rollout import derive_seed
 from agent_r1_trl.trainers.echo_actions import Remedies
-from agent_r1_trl.trainers.echo_checks import refusal
+from agent_r1_trl.trainers.echo_checks import Refusal, refusal
 from agent_r1_trl.trainers.echo_ladder import ACTIONS, ALL, GuardState, due_actions
 from agent_r1_trl.trainers.ranks import Agreement
 from agent_r1_trl.trainers.roll_back import (
@@ -66,9 +66,9 @@ class EchoGuard(TrainerCallback):
     def __init__(self, trainer: Any, judge: Any) -> None:
         self._trainer, self._judge = trainer, judge
         self._is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+        self._remedies = Remedies(trainer)
         self._actions = self._choose(trainer.args)
         self._agreement = Agreement(trainer.args.ddp_timeout_delta)
-        self._remedies = Remedies(trainer)
         self._target: Path | None = None
         """The checkpoint that the run goes back to as soon as this step is logged."""
         self._micro_step = 0
@@ -81,21 +81,23 @@ class EchoGuard(TrainerCallback):
         trainer.add_callback(self)
 
     def _choose(self, args: Any) -> list[str]:
-        names = args.echo_actions
-        if names != [ALL]:
-            if "learning_rate" in names and self._trainer.is_deepspeed_enabled:
-                raise ValueError(
-                    f"echo_actions={names!r}: 'learning_rate' does not reach the optimizer step that DeepSpeed makes "
-                    "inside the backward pass. Remove 'learning_rate' from echo_actions."
-                )
-            return names
-        refusals = {name: refusal(name, args) for name in ACTIONS}
-        if self._trainer.is_deepspeed_enabled:
-            refusals["learning_rate"] = "does not reach the optimizer step of DeepSpeed."
-        for name, text in refusals.items():
+        names = list(args.echo_actions)
+        found = {name: refusal(name, args) or self._refusal(name) for name in (ACTIONS if names == [ALL] else names)}
+        for name, text in found.items():
+            if text is not None and names != [ALL]:
+                raise ValueError(f"echo_actions={names!r}: {name!r} {text.because} Remove {name!r} from echo_actions.")
             if text is not None and self._trainer.is_world_process_zero():
-                logger.warning("echo_actions: [all] leaves %r out, which %s", name, text)
-        return [name for name, text in refusals.items() if text is None]
+                cure = f" To have it taken as well: {text.cure}" if text.cure else ""
+                logger.warning("echo_actions: [all] leaves %r out, which %s%s", name, text.because, cure)
+        return [name for name, text in found.items() if text is None]
+
+    def _refusal(self, name: str) -> Refusal | None:
+        """What only the trainer knows, and its arguments do not."""
+        if name == "learning_rate" and self._trainer.is_deepspeed_enabled:
+            return Refusal("does not reach the optimizer step that DeepSpeed makes inside the backward pass.")
+        if name == "filter" and not self._remedies.change(name).values:
+            return Refusal("would change nothing: groups are filtered already, and a streamed data set has no others.")
+        return None
 
     # ---------------------------------------------------------------- the run
 
@@ -105,7 +107,8 @@ class EchoGuard(TrainerCallback):
         Args:
             train: `Trainer.train`, whose first argument is the checkpoint.
         """
-        self._remedies.undo()
+        if self._remedies.undo():
+            self._trainer._buffered_inputs = None  # scored for other settings, perhaps without the reference
         self._target = self._ending = None
         self.state = GuardState(run=uuid.uuid4().hex, is_dry=self._trainer.args.echo_dry_run)
         self._trainer.rollouts.seed = self._trainer.args.seed
@@ -137,7 +140,8 @@ class EchoGuard(TrainerCallback):
         """Go on as the run did that has written a checkpoint. All ranks must call it."""
         content = self._on_main(lambda: read_guard(folder))
         if content is None:
-            logger.warning("%s holds nothing of the guard, which begins anew.", folder)
+            if self._trainer.is_world_process_zero():
+                logger.warning("%s holds nothing of the guard, which begins anew.", folder)
             return
         self._target = None
         saved = GuardState.from_dict(content["guard"])
@@ -176,9 +180,9 @@ class EchoGuard(TrainerCallback):
 
     @property
     def rate_factor(self) -> float:
-        """What the learning rates of the step under way are multiplied by."""
+        """What the learning rates of the step under way are multiplied by: less after every further roll back."""
         is_lowered = self.state.num_steps < self.state.rate_until
-        return self._trainer.args.echo_rate_factor if is_lowered else 1.0
+        return self._trainer.args.echo_rate_factor ** max(1, self.state.num_roll_backs) if is_lowered else 1.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Act on the verdict; all ranks act on the worst of theirs."""
@@ -280,7 +284,7 @@ class EchoGuard(TrainerCallback):
         taken = ", ".join(f"{event['action']} (step {event['step']})" for event in events)
         cure = (
             f"Its last healthy checkpoint is {healthy}: set resume_from_checkpoint to it with other settings (a lower "
-            "learning_rate, more num_generations, a reward that says more)."
+            "learning_rate, a reward that says more; with resume_without: [rollout] also more num_generations)."
             if healthy is not None
             else "It has no healthy checkpoint: start anew with other settings, and with checkpoints (save_steps)."
         )

@@ -11,14 +11,17 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Hashable, Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from agent_r1_trl.echo_trap import EchoTrapJudge, Thresholds, group_keys, rollout_signals, signal_record
+from agent_r1_trl.echo_trap.rollout import entropy_factor
 from agent_r1_trl.rollout.limits import check_whole_number
 from agent_r1_trl.trainers.failures import is_main_process
 from agent_r1_trl.trainers.prompt_scores import prompt_dependence
@@ -55,6 +58,16 @@ class EchoSignals(TrainerCallback):
         self._trainer = trainer
         self._rollout: dict[str, float] = {}
         """Signals of the rollouts since the last optimizer step."""
+        self._records: list[dict[str, Any]] = []
+        """Of `signal_record`, the trajectories of these rollouts."""
+        self._groups: list[Hashable] = []
+        """Which group each belongs to."""
+        self._is_chosen = [False, False]
+        """Whether groups were filtered, and replaced, in the rollout that is trained on."""
+        self._entropy_factor = 1.0
+        """Entropy over everything that was sampled for that rollout / entropy over what is trained on."""
+        self._conditions: list[Any] | None = None
+        """What the last gradient norm depended on besides the policy."""
         self._seen: dict[str, tuple[Any, int]] = {}
         """TRL's lists of metrics, and how many of their values were read."""
         self._has_called = False
@@ -66,7 +79,13 @@ class EchoSignals(TrainerCallback):
 
     # ---------------------------------------------------------------- a rollout
 
-    def take(self, trajectories: Sequence[Trajectory], group_size: int, replaced: Sequence[Trajectory] = ()) -> None:
+    def take(
+        self,
+        trajectories: Sequence[Trajectory],
+        group_size: int,
+        replaced: Sequence[Trajectory] = (),
+        is_kept: torch.Tensor | None = None,
+    ) -> None:
         """Take the signals of a rollout of training, once it is scored. All ranks must call it.
 
         Args:
@@ -74,38 +93,61 @@ class EchoSignals(TrainerCallback):
             group_size: trajectories of one prompt.
             replaced: this rank's trajectories that were sampled and are not trained on, because their groups had no
                 signal. The signals are those of everything that was sampled.
+            is_kept: (B,) bool, which of the trajectories the filter leaves in the update; None for all.
         """
+        kept = [True] * len(trajectories) if is_kept is None else is_kept.tolist()
         records = gather_object([signal_record(item) for item in trajectories])
-        groups: list[Hashable] = [place // group_size for place in range(len(records))]
+        is_trained = gather_object(kept)
         others = gather_object([signal_record(item) for item in replaced])
-        self._has_called = self._has_called or any(record["has_call"] for record in [*records, *others])
-        self._rollout = rollout_signals([*records, *others], [*groups, *group_keys(others)])
+        first = len(self._records)  # tells the groups of two rollouts in one optimizer step apart
+        self._groups += [(first, place // group_size) for place in range(len(records))]
+        self._groups += [(first, key) for key in group_keys(others)]
+        records += others
+        is_trained += [False] * len(others)
+        self._entropy_factor = 1.0 if all(is_trained) else entropy_factor(records, is_trained)
+        trainer = self._trainer
+        self._is_chosen = [trainer.group_filter.settings.rule is not None, trainer.resampling.rounds > 0]
+        self._records += records
+        self._has_called = self._has_called or any(record["has_call"] for record in records)
+        self._rollout |= rollout_signals(self._records, self._groups)
         if not self._has_called:
             self._rollout.pop("inaction", None)
-        every, step = self._trainer.args.mutual_information_every, self._trainer.state.global_step
+        every, step = trainer.args.mutual_information_every, trainer.state.global_step
         if every and (self._last_scoring is None or step - self._last_scoring >= every):
-            self._last_scoring = step
-            self._rollout |= prompt_dependence(self._trainer, trajectories, group_size)
+            self._last_scoring, start = step, time.perf_counter()
+            self._rollout |= prompt_dependence(trainer, trajectories, group_size)
+            seconds = time.perf_counter() - start
+            trainer._rollout_s += seconds  # it is no part of the update either
+            trainer._add_metrics({"time/mutual_information_s": seconds})
 
     # ---------------------------------------------------------------- the Trainer's events
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin anew, or go on as the run did that has written the checkpoint."""
         self.judge.reset()
-        self._rollout, self._seen, self._has_called = {}, {}, False
+        self._rollout, self._records, self._groups, self._seen, self._has_called = {}, [], [], {}, False
+        self._is_chosen, self._entropy_factor, self._conditions = [False, False], 1.0, None
         self._num_nonfinite, self._last_scoring = self._trainer.numbers.num_skipped, None
         saved = state.stateful_callbacks.get(SAVED_AS)
         if state.global_step and saved:
             self.judge.load_state_dict(saved["judge"])
             self._has_called, self._last_scoring = saved["has_called"], saved["last_scoring"]
+            self._conditions = saved.get("conditions")
+            self._is_chosen = (self._conditions or self._is_chosen)[:2]
+            self._entropy_factor = saved.get("entropy_factor", 1.0)
         elif state.global_step and is_main_process():
             logger.warning("The checkpoint holds nothing of echo_trap, whose baselines are measured anew.")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judge the step, log what was judged, and say so when the state changes."""
         step = self._rollout | {name: self._of_the_update(name) for name in _OF_THE_UPDATE}
+        step["entropy"] *= self._entropy_factor
         step["grad_norm"] = self._norm()
-        self._rollout = {}
+        self._rollout, self._records, self._groups = {}, [], []
+        conditions = self._now()
+        if self._conditions not in (None, conditions):
+            self.judge.forget_norms()
+        self._conditions = conditions
         before = self.judge.verdict
         verdict = self.judge.update(step)
         metrics = self._trainer._metrics["train"]
@@ -120,6 +162,8 @@ class EchoSignals(TrainerCallback):
             "judge": self.judge.state_dict(),
             "has_called": self._has_called,
             "last_scoring": self._last_scoring,
+            "conditions": conditions,
+            "entropy_factor": self._entropy_factor,
         }
         if verdict.state != before.state and is_main_process():
             logger.warning(
@@ -129,6 +173,12 @@ class EchoSignals(TrainerCallback):
                 before.state,
                 verdict.reason,
             )
+
+    def _now(self) -> list[Any]:
+        """What gradient norms depend on besides the policy; the guard's actions change it, and the user may."""
+        trainer = self._trainer
+        bonus = 0.0 if trainer.args.use_adaptive_entropy else trainer.entropy_coef
+        return [*self._is_chosen, trainer.epsilon_low, trainer.epsilon_high, trainer.beta != 0, bonus]
 
     def _of_the_update(self, name: str) -> float:
         """Mean of TRL's metric over the micro-batches of this step; NaN if it has none."""

@@ -6,20 +6,22 @@ groups leave the update, and those that stay are spread anew over ranks and micr
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 
 from agent_r1_trl.filtering import DEFAULT_VALUES, check_rule, raw_returns, select_groups, signal_to_noise
 from agent_r1_trl.trainers.failures import is_main_process
+from agent_r1_trl.trainers.played import PlayedBatch
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.layout import Inputs, join_rows, take_rows
-from agent_r1_trl.update.spreading import spread_rows
+from agent_r1_trl.update.layout import Inputs, join_rows
+from agent_r1_trl.update.spreading import deal_all_rows, spread_rows
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +58,8 @@ class GroupFilter:
         self.num_skipped = 0
         """Optimizer steps skipped for want of signal, of this run, or since it was resumed."""
         self._args, self._accelerator = args, accelerator
-        self._has_signal = False
-        """Whether a micro-batch of the optimizer step under way has any."""
+        self._signals: list[bool] = []
+        """Of each micro-batch of the optimizer step under way, whether its rollout has any."""
         self._is_engine = accelerator.distributed_type == DistributedType.DEEPSPEED
         if args.filter_groups is not None:
             self.enable(
@@ -96,7 +98,7 @@ class GroupFilter:
 
     def begin_run(self) -> None:
         """Forget the steps of an earlier run."""
-        self.num_skipped, self._has_signal = 0, False
+        self.num_skipped, self._signals = 0, []
 
     def disable(self) -> None:
         """Train on everything from the next rollout on."""
@@ -136,6 +138,40 @@ class GroupFilter:
                 entries[KEPT_SHARE] = torch.tensor(share, device=own.device)
         return entries, {f"filter/{name}": value for name, value in metrics.items()}
 
+    def skips_scores(self, beta: float) -> bool:
+        """Whether TRL would compute old or reference log-probs of rows that are filtered, and that nothing else reads.
+
+        Args:
+            beta: weight of the KL term; 0 needs no reference.
+        """
+        args = self._args
+        per_rollout = args.steps_per_generation * args.num_iterations
+        has_scores = beta != 0 or args.gradient_accumulation_steps % per_rollout != 0  # TRL's condition
+        is_read = args.use_vllm or args.kl_placement == "reward" or getattr(args, "critic_uses_filtered", False)
+        return self.settings.rule is not None and has_scores and not is_read
+
+    def chosen(self, played: PlayedBatch, group_size: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """What `choose` says of a batch, or has said of it before."""
+        return played.chosen or self.choose(played.trajectories, played.in_baseline, group_size)
+
+    def choose_early(self, played: PlayedBatch, group_size: int) -> None:
+        """Choose before TRL scores the rows, which need not score the others then. All ranks must call it.
+
+        Args:
+            played: whose rewards are settled.
+            group_size: as for `choose`.
+        """
+        played.chosen = self.choose(played.trajectories, played.in_baseline, group_size)
+        kept = played.chosen[0].get(IS_KEPT)
+        if kept is None:
+            return
+        rows = kept.nonzero().flatten().tolist()
+        size = self._args.per_device_train_batch_size
+        most = max(1, *gather_object([len(rows)]))
+        num = -(-most // size) * size  # full forward passes, and equally many on all ranks
+        if num < len(kept):
+            played.scored_rows = [*rows, *[0] * num][:num]
+
     def apply(self, buffer: list[Inputs]) -> list[Inputs]:
         """The micro-batches of a rollout without the rows that are not trained on. All ranks must call it.
 
@@ -150,26 +186,27 @@ class GroupFilter:
         for_critic = "value_mask" in rows and self._args.critic_uses_filtered
         if "value_mask" in rows and not for_critic:
             rows["value_mask"] = rows["value_mask"] & kept.unsqueeze(1)
+        spread = deal_all_rows if for_critic else spread_rows
+        buffer, has_signal = spread(
+            rows,
+            kept,
+            num_micro_batches=len(buffer),
+            steps_per_update=self._args.gradient_accumulation_steps,
+            accelerator=self._accelerator,
+        )
         counted = {"num_items_in_batch": "tool_mask", "num_value_items": "value_mask"}
         counted = {name: mask for name, mask in counted.items() if mask in rows}
-        tokens = {name: self._accelerator.gather(rows[mask].sum()).sum() for name, mask in counted.items()}
-        if for_critic:
-            sizes = [len(inputs["completion_ids"]) for inputs in buffer]
-            has_signal = [bool(tokens["num_items_in_batch"] > 0)] * len(buffer)
-            buffer = [take_rows(rows, index) for index in torch.arange(sum(sizes)).split(sizes)]
-        else:
-            buffer, has_signal = spread_rows(
-                rows,
-                kept,
-                num_micro_batches=len(buffer),
-                steps_per_update=self._args.gradient_accumulation_steps,
-                accelerator=self._accelerator,
-            )
+        tokens = {name: self._count(buffer, has_signal, mask) for name, mask in counted.items()}
         live = max(1, sum(has_signal)) / len(buffer)  # TRL divides by the mean over all optimizer steps
         for inputs, signal in zip(buffer, has_signal, strict=True):
             inputs |= {name: count / live for name, count in tokens.items()}
             inputs[HAS_SIGNAL] = torch.tensor(signal)
         return buffer
+
+    def _count(self, buffer: Sequence[Inputs], has_signal: Sequence[bool], mask: str) -> torch.Tensor:
+        """Number of tokens that are trained on, of all ranks; those of a step that is skipped are not."""
+        own = [inputs[mask].sum() * signal for inputs, signal in zip(buffer, has_signal, strict=True)]
+        return self._accelerator.gather(torch.stack(own).sum()).sum()
 
     # ---------------------------------------------------------------- an optimizer step
 
@@ -179,9 +216,23 @@ class GroupFilter:
         With DeepSpeed, which makes the optimizer step inside the backward pass, NaN in a step without signal: then it
         makes none.
         """
-        self._has_signal |= bool(inputs.get(HAS_SIGNAL, True))
-        must_skip = self._is_engine and self._accelerator.sync_gradients and not self._has_signal
+        self._signals.append(bool(inputs.get(HAS_SIGNAL, True)))
+        must_skip = self._is_engine and self._accelerator.sync_gradients and not any(self._signals)
         return loss * inputs.get(KEPT_SHARE, 1.0) * (math.nan if must_skip else 1.0)
+
+    def rescale(self, model: torch.nn.Module) -> None:
+        """Make the gradients of an optimizer step over several rollouts a mean over those that have signal.
+
+        The others have put zeros into that mean. Not with DeepSpeed, which has made its step already, and not with
+        `critic_uses_filtered`, whose critic has learnt from all of them.
+        """
+        num_live, num = sum(self._signals), len(self._signals)
+        is_for_critic = getattr(self._args, "critic_uses_filtered", False)
+        if self._is_engine or is_for_critic or num_live in (0, num):
+            return
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(num / num_live)
 
     def ends_without_signal(self, step: int) -> bool:
         """Whether the optimizer step under way has nothing to train on; the next one begins.
@@ -189,8 +240,8 @@ class GroupFilter:
         Args:
             step: number of optimizer steps before this one.
         """
-        has_signal, self._has_signal = self._has_signal, False
-        if has_signal:
+        signals, self._signals = self._signals, []
+        if any(signals):
             return False
         self.num_skipped += 1
         if is_main_process() and self.num_skipped == 1:
@@ -202,6 +253,25 @@ class GroupFilter:
                 self.settings.rule,
             )
         return True
+
+
+def of_scored_rows(score: Callable[..., tuple]) -> Callable[..., tuple]:
+    """A trainer's method that computes log-probs (B, T), for the `scored_rows` of the batch that it is being handed.
+
+    The other rows get 0.
+    """
+
+    @functools.wraps(score)
+    def call(trainer: Any, model: Any, input_ids: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> tuple:
+        rows = None if trainer._played is None else trainer._played.scored_rows
+        if rows is None:
+            return score(trainer, model, input_ids, attention_mask, *args, **kwargs)
+        some = score(trainer, model, input_ids[rows], attention_mask[rows], *args, **kwargs)[0]
+        log_probs = some.new_zeros(len(input_ids), some.shape[1])
+        log_probs[rows] = some
+        return log_probs, None, None
+
+    return call
 
 
 def check_can_filter(args: Any) -> None:

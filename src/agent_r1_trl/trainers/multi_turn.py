@@ -54,7 +54,7 @@ from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.echo_guard import EchoGuardedTrainer
 from agent_r1_trl.trainers.echo_signals import make_echo_signals
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
-from agent_r1_trl.trainers.group_filter import GroupFilter
+from agent_r1_trl.trainers.group_filter import IS_KEPT, GroupFilter, of_scored_rows
 from agent_r1_trl.trainers.lookahead import ROW_INDEX, in_seeded_order
 from agent_r1_trl.trainers.metrics import gather_metrics
 from agent_r1_trl.trainers.nonfinite import LOG_PROBS, NumberWatch, NumberWatchingTrainer
@@ -180,6 +180,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         self.rollouts = Rollouts(*parts, generator=generator, eos_token_ids=self.eos_token_ids)
         self.resampling = Resampling(self)
         self.guard = RunGuard(self)
+        self.group_filter = GroupFilter(self.args, self.accelerator)
         self.echo_signals = make_echo_signals(self)
         self._make_echo_guard()
         self.rollouts.journal.attach(self)
@@ -190,7 +191,6 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         self.checkpoint = RolloutCheckpoint(self.args, self.accelerator, watches)
         self.store = trajectory_store(self.args, rank)
         self.numbers = NumberWatch(self.args.max_nonfinite_steps, self.args.output_dir)
-        self.group_filter = GroupFilter(self.args, self.accelerator)
         reference = [] if self.ref_model is None else [self.accelerator.unwrap_model(self.ref_model)]
         self.layout.prepare(self.model, *reference, has_router_loss=self.aux_loss_enabled)
 
@@ -275,8 +275,8 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         settle_masks(output, trajectories, played.in_baseline, played.in_loss, self.args, self.accelerator)
         output |= self._advantages(output, played)
         if self.model.training:
-            chosen, metrics = self.group_filter.choose(trajectories, played.in_baseline, self._group_size)
-            output |= chosen
+            kept, metrics = self.group_filter.chosen(played, self._group_size)
+            output |= kept
             self._add_metrics(metrics)
         if self.args.overlap_rollout:
             output[ROW_INDEX] = torch.arange(len(trajectories))
@@ -390,6 +390,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         finally:
             self.beta, self._loss_pass = beta, None
 
+    @of_scored_rows
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
     ) -> tuple:
@@ -449,7 +450,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
             self.state.num_input_tokens_seen += num_tokens
             self._add_metrics(metrics)
             if self.echo_signals is not None:
-                self.echo_signals.take(trajectories, size, self.resampling.replaced)
+                self.echo_signals.take(trajectories, size, self.resampling.replaced, output.get(IS_KEPT))
         else:
             trajectories = self.evaluation.take(trajectories, rank=self.accelerator.process_index)
         self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]

@@ -6,8 +6,9 @@ step is healthy therefore costs one look at that norm, and no rank has to ask an
 weights, optimizer and learning rate schedule as they were. DeepSpeed, which makes the optimizer step inside the
 backward pass, skips steps with such a norm by itself.
 
-transformers 5.17 and accelerate 1.15 names that this file touches: `compute_loss`, `_get_grad_norm` and `save_model`
-(overridden), `optimizer` and its `_is_overflow`, `accelerator.optimizer_step_was_skipped`, `state`, `args`.
+transformers 5.17 and accelerate 1.15 names that this file touches: `compute_loss`, `training_step`, `_get_grad_norm`
+and `save_model` (overridden), `optimizer` and its `_is_overflow`, `accelerator.optimizer_step_was_skipped`,
+`accelerator.sync_gradients`, `state`, `args`.
 """
 
 from __future__ import annotations
@@ -78,6 +79,14 @@ class NumberWatch:
         """Forget the steps of an earlier run."""
         self.num_skipped = self._in_a_row = self._last_healthy_step = 0
         self._pending, self._found = {}, []
+
+    def go_back(self, step: int) -> None:
+        """The run goes back to a checkpoint, whose next steps are other ones.
+
+        Args:
+            step: number of optimizer steps behind it.
+        """
+        self._in_a_row, self._last_healthy_step = 0, min(step, self._last_healthy_step)
 
     def begin_rollout(self, trajectories: Sequence[Trajectory]) -> None:
         """Remember whose rows the next micro-batches hold."""
@@ -235,6 +244,13 @@ class NumberWatchingTrainer(GRPOTrainer):
         if self.numbers is None or not self.model.training:
             return loss
         return self.group_filter.weigh(self.numbers.weigh(loss, inputs), inputs)
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """TRL's; gradients of a step over several rollouts do not shrink where one of them has nothing to teach."""
+        loss = super().training_step(model, *args, **kwargs)
+        if self.numbers is not None and self.accelerator.sync_gradients:
+            self.group_filter.rescale(model)
+        return loss
 
     def _number_rows(self, trajectories: Sequence[Trajectory], output: dict[str, Any]) -> None:
         """Let the rows of TRL's batch say which trajectory each is."""

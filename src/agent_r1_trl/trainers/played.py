@@ -26,6 +26,10 @@ class PlayedBatch:
     """Of TRL's table of completions: B values each, what reward functions gave to `log_extra`."""
     has_outcomes: bool = False
     """Whether `reward_values` are part of the trajectories' outcomes."""
+    chosen: tuple[dict[str, torch.Tensor], dict[str, float]] | None = None
+    """What `GroupFilter.choose` returned, where that is known before TRL scores the rows."""
+    scored_rows: list[int] | None = None
+    """The rows whose old and reference log-probs TRL computes; None for all."""
     in_baseline: torch.Tensor = field(init=False)
     """(B,) bool: whose reward counts in statistics, once the reward functions ran."""
     in_loss: torch.Tensor = field(init=False)

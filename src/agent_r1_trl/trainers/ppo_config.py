@@ -9,7 +9,9 @@ from agent_r1_trl.critic import CRITIC_KINDS
 from agent_r1_trl.filtering import RULES
 from agent_r1_trl.rollout.limits import check_share
 from agent_r1_trl.trainers.config import MultiTurnConfig
-from agent_r1_trl.trainers.config_checks import check_choice, check_finite
+from agent_r1_trl.trainers.config_checks import check_bool, check_choice, check_finite
+from agent_r1_trl.trainers.echo_checks import refusal
+from agent_r1_trl.trainers.echo_ladder import ALL
 from agent_r1_trl.trainers.rollout_checks import Need, check_needs
 
 
@@ -116,7 +118,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
                 check_finite(self, name)
         self._check_optimizer()
         check_needs(self, (Need(("bootstrap_truncated",), "truncated_trajectories", ("keep", "penalise")),))
-        check_needs(self, (Need(("critic_uses_filtered",), "filter_groups", RULES),))
+        self._check_filtered_critic()
         if not self.cliprange_value > 0:
             raise ValueError(
                 f"cliprange_value={self.cliprange_value} leaves the critic no room to move. Set a positive number "
@@ -136,6 +138,17 @@ class MultiTurnPPOConfig(MultiTurnConfig):
             raise ValueError(
                 "use_liger_kernel=True: its fused loss hides the forward that the critic reads. Set "
                 "use_liger_kernel=False."
+            )
+
+    def _check_filtered_critic(self) -> None:
+        check_bool(self, "critic_uses_filtered")
+        names = self.echo_actions or []
+        may_filter = "filter" in names or (ALL in names and refusal("filter", self) is None)
+        if self.critic_uses_filtered and self.filter_groups is None and not may_filter:
+            raise ValueError(
+                "critic_uses_filtered=True with filter_groups=None has no effect, because no row is filtered. Set "
+                f"filter_groups to one of {', '.join(map(repr, RULES))} and num_generations to 2 or more, or remove "
+                "critic_uses_filtered."
             )
 
     def _check_optimizer(self) -> None:

@@ -107,12 +107,19 @@ class Resampling:
         trainer, self.replaced = self._trainer, []
         played, metrics = trainer.rollouts.play(rows, trainer.model_wrapped, position)
         is_scored_here = position.is_training and (self._is_on(position.group_size) or self.curriculum is not None)
+        is_filtered_here = position.is_training and trainer.group_filter.skips_scores(trainer.beta)
         if not is_scored_here:
             trainer.rollouts.finish(position)
         trainer.rewards.place_on_turns(played.trajectories, played.rows)
         if is_scored_here:
             self._fill(played, position, metrics)
             trainer.rollouts.finish(position)
+        elif is_filtered_here:
+            self._score(played)
+            self._judge(played, position.group_size)
+            self._hand_over(played)
+        if is_filtered_here:
+            trainer.group_filter.choose_early(played, position.group_size)
         trainer._add_metrics(metrics)
         return played
 

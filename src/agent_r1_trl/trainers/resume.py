@@ -126,6 +126,29 @@ class RolloutCheckpoint:
         return state
 
 
+def check_has_reference(folder: Path, buffered_inputs: Any, args: Any, *, beta: float) -> None:
+    """Refuse to train with a KL term on a rollout that was scored without one.
+
+    Args:
+        folder: of the checkpoint.
+        buffered_inputs: micro-batches of the rollout under way, None if there is none.
+        args: of the trainer.
+        beta: that the loss reads; the echo guard may have set it to 0.
+
+    Raises:
+        CheckpointError: the rollout lacks the reference's log-probs; names the cure.
+    """
+    if not buffered_inputs or beta == 0 or args.kl_placement != "loss":
+        return
+    if "ref_per_token_logps" not in buffered_inputs[0]:
+        raise CheckpointError(
+            f"resume_from_checkpoint={str(folder)!r}: its rollout under way was scored without the reference, after "
+            f"the echo guard's 'clip' had switched the KL term off, and this run has beta={beta}. Start it with "
+            "'clip' in echo_actions and echo_dry_run: false, or set resume_without: [rollout]: the run then goes on "
+            "from its weights and its optimizer with a new rollout."
+        )
+
+
 # -------------------------------------------------------------------- data
 
 

@@ -143,6 +143,7 @@ def forget_after(trainer: Any, folder: Path, micro_step: int) -> None:
     trainer.rollouts.journal.roll_back(micro_step)
     if trainer.store is not None:
         trainer.store.forget_after(_step(folder))
+    trainer.numbers.go_back(_step(folder))
     for values in (*trainer._metrics.values(), *trainer._logs.values()):
         values.clear()
     trainer.optimizer.zero_grad(set_to_none=True)

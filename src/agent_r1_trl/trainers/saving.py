@@ -27,7 +27,13 @@ from agent_r1_trl.trainers.checkpoints import (
     read_manifest,
 )
 from agent_r1_trl.trainers.output_lock import OutputInUseError, output_lock
-from agent_r1_trl.trainers.resume import RolloutCheckpoint, accept_numbered_cpus, check_same_data, describe_run
+from agent_r1_trl.trainers.resume import (
+    RolloutCheckpoint,
+    accept_numbered_cpus,
+    check_has_reference,
+    check_same_data,
+    describe_run,
+)
 from agent_r1_trl.trainers.roll_back import rotate_around
 
 logger = logging.getLogger(__name__)
@@ -60,6 +66,7 @@ class Saving:
     accelerator: Any
     env_factory: Any
     train_dataset: Any
+    beta: float
     checkpoint: RolloutCheckpoint
     rollouts: Any
     resampling: Any
@@ -160,6 +167,7 @@ class Saving:
             self.rollouts.journal.resume()
             if self.echo_guard is not None:
                 self.echo_guard.load(Path(checkpoint))
+            check_has_reference(Path(checkpoint), self._buffered_inputs, self.args, beta=self.beta)
         accept_numbered_cpus()
         super()._load_optimizer_and_scheduler(None if "optimizer" in self._without else checkpoint)  # type: ignore[misc]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from agent_r1_trl.filtering import DEFAULT_VALUES, RULES, STATISTICS
 from agent_r1_trl.rollout.limits import check_whole_number
-from agent_r1_trl.trainers.config_checks import check_choice
+from agent_r1_trl.trainers.config_checks import check_bool, check_choice
 from agent_r1_trl.trainers.echo_checks import check_echo_guard
 from agent_r1_trl.trainers.echo_ladder import ALL
 from agent_r1_trl.trainers.echo_signals import check_echo_signals
@@ -178,6 +178,8 @@ class StabilitySettings:
         Raises:
             ValueError: names the option, its value, the rule and the cure.
         """
+        for name in ("filter_loss_scaling", "curriculum", "echo_trap", "echo_dry_run"):
+            check_bool(self, name)  # type: ignore[arg-type]
         check_shape(self)
         check_echo_signals(self)
         self._check_filter()

@@ -42,9 +42,29 @@ def spread_rows(
     for index in range(num_micro_batches):
         chosen = [min(row, count) for row, place in enumerate(places) if place == index] or [count]
         micro_batches.append(take_rows(kept, torch.tensor(chosen)))
+    is_live = _is_live(set(places), num_micro_batches, steps_per_update)
+    return micro_batches, is_live
+
+
+def deal_all_rows(
+    rows: Inputs, keep: torch.Tensor, *, num_micro_batches: int, steps_per_update: int, accelerator: Any
+) -> tuple[list[Inputs], list[bool]]:
+    """New micro-batches of all rows, the ones to keep spread as evenly as can be. All ranks must call it.
+
+    Arguments and result are those of `spread_rows`; no row changes its rank.
+    """
+    order = torch.cat([keep.nonzero().flatten(), (~keep).nonzero().flatten()])
+    places = torch.tensor(deal(len(keep), num_micro_batches, steps_per_update), device=order.device)
+    micro_batches = [take_rows(rows, order[places == index]) for index in range(num_micro_batches)]
+    most = max(gather_object([int(keep.sum())]))
+    return micro_batches, _is_live(set(places[:most].tolist()), num_micro_batches, steps_per_update)
+
+
+def _is_live(places: set[int], num_micro_batches: int, steps_per_update: int) -> list[bool]:
+    """Of each micro-batch, whether one of its optimizer step is among `places`."""
     width = steps_per_update if num_micro_batches % steps_per_update == 0 else num_micro_batches
     live_steps = {place // width for place in places}
-    return micro_batches, [index // width in live_steps for index in range(num_micro_batches)]
+    return [index // width in live_steps for index in range(num_micro_batches)]
 
 
 def deal(num_rows: int, num_micro_batches: int, steps_per_update: int) -> list[int]:
