@@ -25,7 +25,7 @@ def run(kind, cells, folder, url=None):
     """Per cell, the results of both ranks."""
     save_policy(folder / POLICY_FOLDER, seed=0)
     (folder / CELLS_FILE).write_text(json.dumps({"cells": cells, "url": url}), encoding="utf-8")
-    launch(kind, vllm_ranks.__name__, folder, timeout_s=240 + 60 * len(cells))
+    launch(kind, vllm_ranks.__name__, folder, timeout_s=240 + 60 * len(cells), needs_vllm=True)
     ranks = [json.loads((folder / f"rank_{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
     return {cell: [rank[cell] for rank in ranks] for cell in cells}
 
