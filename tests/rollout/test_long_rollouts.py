@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from agent_r1_trl.chat.format import PREFIX_TOKENS
+from agent_r1_trl.chat.format import PREFIX_TOKENS, ChatFormat
 from agent_r1_trl.generation import Generation, Generator, VLLMServerGenerator
 from agent_r1_trl.generation.base import GenerationError, TrajectorySlot, current_slot
 from agent_r1_trl.generation.local.prefix_cache import ParkedRow, PrefixCache
@@ -20,6 +20,7 @@ from agent_r1_trl.recording import TrajectoryStore, read_trajectories, spans, st
 from agent_r1_trl.rollout import Draft, RolloutRequest
 from agent_r1_trl.trajectory import Author, Trajectory, Turn
 from tests.fake_vllm import FakeServer
+from tests.families import FAMILIES
 from tests.generation.helpers import SAMPLED
 from tests.recording.examples import two_turns
 from tests.rollout.helpers import chat_of, play
@@ -73,6 +74,16 @@ def test_the_parser_is_handed_the_end_of_the_context_and_reads_what_it_read_from
         assert message == parse(ids, request.prompt_ids)  # the ids of its calls, too
     ids = [item["id"] for turn in trajectory.turns for item in turn.message.get("tool_calls", ())]
     assert len({*ids}) == len(ids) == 12
+
+
+@pytest.mark.parametrize("number", ["0", "99", "150"])
+def test_calls_are_numbered_on_where_a_template_numbers_them(number):
+    chat = ChatFormat(FAMILIES["command_r7b"]())
+    message = call("echo", text="x")
+    message["tool_calls"][0]["id"] = number
+    told = {"role": "tool", "name": "echo", "tool_call_id": number, "content": "x"}
+    ids, _ = chat.encode_observations(message, [told])
+    assert f'"tool_call_id": "{number}"' in chat.tokenizer.decode(ids)
 
 
 def test_rewards_are_placed_in_time_that_grows_with_the_tokens_and_not_with_turns_times_tokens():
