@@ -37,6 +37,18 @@ settings.register_profile("fuzz", settings.get_profile("tests"), max_examples=FU
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tests"))  # `--hypothesis-profile` goes before it
 
 
+@pytest.fixture(scope="session")
+def policy_server(tmp_path_factory):
+    """A vLLM server whose policy has other weights than those that trainers start from.
+
+    It takes the better part of a minute to start, so tests share it, in one process (`xdist_group`).
+    """
+    from tests.servers import serve_policy
+
+    with serve_policy(tmp_path_factory.mktemp("server"), 3) as url:
+        yield url
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     for item in items:

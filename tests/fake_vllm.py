@@ -55,6 +55,8 @@ class FakeServer:
         """How many times the prefix cache refuses to be emptied."""
         self.calls = []
         """Names of the routes that were called."""
+        self.bodies = []
+        """Of the completions that were asked for."""
         self.num_answers = self.num_refused = 0
         self._loop = asyncio.new_event_loop()
         self._runner = None
@@ -136,6 +138,7 @@ class FakeServer:
 
     async def _complete(self, request):
         body = await request.json()
+        self.bodies.append(body)
         is_known = body["model"] in ("policy", *self.loaded)
         if not (is_known or self.knows_every_name):
             return web.json_response({"error": {"message": "The model does not exist."}}, status=404)
@@ -156,8 +159,7 @@ class FakeServer:
         count = body["max_tokens"]
         choice = {
             "finish_reason": "length",
-            "token_ids": [value] * count,
-            "logprobs": {"token_logprobs": [-1.0] * count},
+            "logprobs": {"tokens": [f"token_id:{value}"] * count, "token_logprobs": [-1.0] * count},
         }
         if "prompt_logprobs" in body:
             score = {"logprob": -float(value)}

@@ -14,6 +14,8 @@ import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from tests.tokenizers import make_tokenizer
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -33,6 +35,18 @@ def vllm_server(model, folder, *options, environment=None):
         yield f"http://127.0.0.1:{port}"
     finally:
         end_vllm_server(server)
+
+
+@contextlib.contextmanager
+def serve_policy(folder, seed, *options, environment=None):
+    """The URL of a server of `make_policy`'s model, which is written to `folder`/model."""
+    from tests.trainers.helpers import make_policy
+
+    tokenizer = make_tokenizer("qwen3")
+    make_policy(tokenizer, seed=seed, hidden_size=64).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    with vllm_server(folder / "model", folder, *options, environment=environment) as url:
+        yield url
 
 
 def start_vllm_server(model, folder, port, *options, environment=None):

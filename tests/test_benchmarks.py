@@ -32,6 +32,10 @@ TINY = {
         ["--trajectories", "2", "--turns", "2", "--tokens", "2", "--repeats", "1"],
         {"share", "ratio", "rollout_s", "with_journal_s", "resume_s", "bytes_per_token", "megabytes"},
     ),
+    "long_rollout.py": (
+        ["--turns", "2", "--tokens", "32", "--trajectories", "1", "--all-turns", "2", "--repeats", "1"],
+        {"rows"},
+    ),
     "overlap.py": (
         ["--trajectories", "16", "--steps", "4", "--tokens", "2"],
         {
@@ -105,9 +109,19 @@ NEED_VLLM = {"overlap.py", "rollout_throughput.py"}
 NAMES = [pytest.param(name, marks=[pytest.mark.vllm] if name in NEED_VLLM else []) for name in TINY]
 
 
+# Runs a program without vLLM, which TRL imports wherever it is installed: that takes longer than most of these runs.
+WITHOUT_VLLM = """
+import runpy, sys
+sys.modules["vllm"] = None
+sys.path[0], sys.argv = sys.argv[1], sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def run_benchmark(name, *arguments):
+    start = [] if name in NEED_VLLM else ["-c", WITHOUT_VLLM, str(BENCHMARKS)]
     return subprocess.run(
-        [sys.executable, str(BENCHMARKS / name), *arguments],
+        [sys.executable, *start, str(BENCHMARKS / name), *arguments],
         cwd=ROOT,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
@@ -127,7 +141,7 @@ def test_a_benchmark_prints_a_table_and_its_figures_as_one_line_of_json(name):
     figures = json.loads(last)
     assert set(figures) == names
     rows = figures.get("rows", [figures])
-    assert len(rows) == {"rollout_scale.py": 4, "rollout_throughput.py": 2}.get(name, 1)
+    assert len(rows) == {"long_rollout.py": 2, "rollout_scale.py": 4, "rollout_throughput.py": 2}.get(name, 1)
     for row in rows:
         assert all(math.isfinite(value) for value in row.values())
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
@@ -296,8 +297,7 @@ class Trajectory:
         if not action_positions:
             return rewards
         for turn, reward in zip(self.turns, turn_rewards, strict=True):
-            earlier = [position for position in action_positions if position < turn.end]
-            rewards[earlier[-1] if earlier else action_positions[0]] += reward
+            rewards[action_positions[max(0, bisect_left(action_positions, turn.end) - 1)]] += reward
         rewards[action_positions[-1]] += self.outcome_reward if outcome is None else outcome
         return rewards
 

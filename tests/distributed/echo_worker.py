@@ -1,10 +1,11 @@
-"""Fifty rollouts, each with its update, on ranks that take very different numbers of turns.
+"""Many rollouts, each with its update, on ranks that take very different numbers of turns.
 
 `python -m tests.distributed.echo_worker OUTPUT_DIR`: each rank writes `OUTPUT_DIR/echo_RANK.json`, one entry per
 trajectory: what was said and heard in it, by its environment and by its tokens.
 """
 
 import json
+import os
 import re
 import secrets
 import sys
@@ -21,7 +22,8 @@ from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import make_args, questions, scripted
 
-NUM_ROLLOUTS = 50
+NUM_ROLLOUTS = {"ddp": 50, "zero3": 20}
+"""By launch; a rollout under ZeRO-3 takes twice as long."""
 NUM_ROWS = 4
 """Per rank and rollout."""
 NUM_CALLS = (0, 6)
@@ -114,7 +116,7 @@ def main(output_dir):
         args=make_args(
             output_dir,
             per_device_train_batch_size=NUM_ROWS,
-            max_steps=NUM_ROLLOUTS,
+            max_steps=NUM_ROLLOUTS["zero3" if "ACCELERATE_USE_DEEPSPEED" in os.environ else "ddp"],
             max_turns=8,
             max_completion_length=1200,
         ),

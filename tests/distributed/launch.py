@@ -15,7 +15,7 @@ TIMEOUT_S = 480
 """Of a launch: DeepSpeed compiles for a minute when it is used for the first time."""
 
 
-def launch(kind, module, output_dir, timeout_s=TIMEOUT_S):
+def launch(kind, module, output_dir, timeout_s=TIMEOUT_S, *, needs_vllm=False):
     """Run `python -m module output_dir` in two processes: `ddp` through torchrun, the others through accelerate."""
     program = ["-m", module, str(output_dir)]
     if kind == "ddp":
@@ -34,6 +34,7 @@ def launch(kind, module, output_dir, timeout_s=TIMEOUT_S):
                 **os.environ,
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",
+                "TESTS_WITHOUT_VLLM": "" if needs_vllm else "1",
                 "PATH": os.pathsep.join([bin_dir, os.environ["PATH"]]),
                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
             },

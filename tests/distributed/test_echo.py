@@ -12,14 +12,14 @@ from tests.distributed.launch import launch
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero3"])
+@pytest.mark.parametrize("kind", NUM_ROLLOUTS)
 def test_every_trajectory_keeps_its_own_tokens_while_ranks_take_no_turns_and_six(tmp_path, kind):
     folder = save_policy(tmp_path)
     launch(kind, echo_worker.__name__, folder)
     words = []
     for rank, num_calls in enumerate(NUM_CALLS):
         entries = json.loads((folder / f"echo_{rank}.json").read_text(encoding="utf-8"))
-        assert len(entries) == NUM_ROLLOUTS * NUM_ROWS
+        assert len(entries) == NUM_ROLLOUTS[kind] * NUM_ROWS
         for entry in entries:
             assert entry["stop"] == "done", entry
             assert len(entry["heard"]) == num_calls, entry

@@ -8,28 +8,24 @@ import pytest
 from tests.distributed import vllm_ranks
 from tests.distributed.launch import launch
 from tests.distributed.vllm_ranks import CELLS, CELLS_FILE, NUM_STEPS, POLICY_FOLDER, save_policy
-from tests.servers import vllm_server
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("policy_server")]
 
 ALWAYS = {"ddp": "grpo-lora-in_process", "zero2": "grpo-full-server", "zero3": "grpo-full-in_process"}
 """One cell per launch; the others carry the marker `matrix`."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """A server with other weights than the trainers start from."""
-    folder = tmp_path_factory.mktemp("server")
-    save_policy(folder / "model", seed=3)
-    with vllm_server(folder / "model", folder) as url:
-        yield url
+@pytest.fixture
+def server(policy_server):
+    """Has other weights than the trainers start from."""
+    return policy_server
 
 
 def run(kind, cells, folder, url=None):
     """Per cell, the results of both ranks."""
     save_policy(folder / POLICY_FOLDER, seed=0)
     (folder / CELLS_FILE).write_text(json.dumps({"cells": cells, "url": url}), encoding="utf-8")
-    launch(kind, vllm_ranks.__name__, folder, timeout_s=240 + 60 * len(cells))
+    launch(kind, vllm_ranks.__name__, folder, timeout_s=240 + 60 * len(cells), needs_vllm=True)
     ranks = [json.loads((folder / f"rank_{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
     return {cell: [rank[cell] for rank in ranks] for cell in cells}
 

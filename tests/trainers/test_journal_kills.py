@@ -30,6 +30,7 @@ def start(monkeypatch):
     """`start(world, *arguments)` starts a run in processes of its own, forked from one that has all imports."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TESTS_WITHOUT_VLLM", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([journal_run.__name__])
     started = []

@@ -31,6 +31,7 @@ def processes(monkeypatch):
     """
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}")  # where the server finds what it preloads
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TESTS_WITHOUT_VLLM", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([run.__module__])
     started = []

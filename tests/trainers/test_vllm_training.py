@@ -1,6 +1,5 @@
 """Training with real vLLM engines: after every sync the sampler has the trainer's weights."""
 
-import contextlib
 import math
 
 import pytest
@@ -18,11 +17,11 @@ from agent_r1_trl.generation.vllm.server_sync import ServerSync
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import StopReason
-from tests.servers import Line, vllm_server
+from tests.servers import Line, serve_policy
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import AddEnv, make_policy, make_trainer, questions
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("policy_server")]
 
 LORA = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
 
@@ -86,28 +85,18 @@ def only_at_the_start(update):
     return counted
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """A server with other weights than the trainers' full fine-tuning starts from."""
-    with serve_policy(tmp_path_factory, 3) as url:
-        yield url
+@pytest.fixture
+def server(policy_server):
+    """Has other weights than the trainers' full fine-tuning starts from."""
+    return policy_server
 
 
 @pytest.fixture(scope="module")
 def lora_server(tmp_path_factory):
     """A server of adapters, with the base weights of the trainers."""
     settings = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    with serve_policy(tmp_path_factory, 0, "--enable-lora", "--max-lora-rank", "8", environment=settings) as url:
-        yield url
-
-
-@contextlib.contextmanager
-def serve_policy(tmp_path_factory, seed, *options, **settings):
-    folder = tmp_path_factory.mktemp("server")
-    tokenizer = make_tokenizer("qwen3")
-    make_policy(tokenizer, seed=seed, hidden_size=64).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    with vllm_server(folder / "model", folder, *options, **settings) as url:
+    options = ("--enable-lora", "--max-lora-rank", "8")
+    with serve_policy(tmp_path_factory.mktemp("server"), 0, *options, environment=settings) as url:
         yield url
 
 

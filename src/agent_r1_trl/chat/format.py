@@ -38,8 +38,8 @@ from agent_r1_trl.trajectory import Author, Message
 
 Schema = dict[str, Any]
 
-# More tokens than any template writes between a message and the next turn of the policy.
-_PREFIX_TOKENS = 64
+PREFIX_TOKENS = 64
+"""More tokens than any template writes between a message and the next turn of the policy."""
 # Prompts whose ids are kept; the groups of one rollout are played side by side.
 _KEPT_PROMPTS = 256
 
@@ -230,13 +230,17 @@ class ChatFormat:
         token_ids: Sequence[int],
         prompt_ids: Sequence[int] = (),
         tools: Sequence[Schema] | None = None,
+        *,
+        position: int | None = None,
     ) -> Message:
         """The assistant message that the sampled ids spell. Never raises.
 
         Args:
             token_ids: the sampled turn, stop token included.
-            prompt_ids: everything before it; its end may hold a forced prefix.
+            prompt_ids: everything before it, or the last `PREFIX_TOKENS` of that; its end may hold a forced prefix.
             tools: schemas that give the arguments their types.
+            position: number of tokens of the trajectory before the turn, a part of the ids that calls are given; None
+                for all of `prompt_ids`.
 
         Returns:
             `role`, `content`; where they apply `reasoning_content`, `tool_calls` (arguments parsed, ids unique in
@@ -254,10 +258,11 @@ class ChatFormat:
             message = self._parser.parse(text, prefix=prefix, tools=list(tools) if tools else None)
         except Exception as error:
             message = {"role": "assistant", "content": text, "malformed_tool_call": f"unreadable turn: {error}"}
+        position = len(prompt_ids) if position is None else position
         written: set[str] = set()
         for index, call in enumerate(message.get("tool_calls", ())):
             if call.get("id", "") in ("", *written):  # 9 letters and digits: Mistral's templates take no other id
-                call["id"] = f"c{len(prompt_ids) % 10**6:06d}{index % 100:02d}"
+                call["id"] = f"c{position % 10**6:06d}{index % 100:02d}"
             written.add(call["id"])
         restored: Message = self.encoder.restore(message)
         return restored
@@ -332,7 +337,7 @@ class ChatFormat:
 
     def _written_by_template(self, prompt_ids: Sequence[int]) -> str:
         """The end of the prompt that the template wrote after the last message; no earlier turn is part of it."""
-        text = self.encoder.decode(list(prompt_ids[-_PREFIX_TOKENS:]))
+        text = self.encoder.decode(list(prompt_ids[-PREFIX_TOKENS:]))
         for end in self._prompt_ends:
             if text.endswith(end):
                 return end

@@ -221,7 +221,7 @@ class TemplateRenderer:
         """What stands before a stand-in turn: a question, and for Command-R as many calls as were numbered so far."""
         question: Message = {"role": "user", "content": "."}
         first = str((message.get("tool_calls") or [{}])[0].get("id") or "")
-        count = int(first) if self._numbers_calls and re.fullmatch(r"[1-9]\d?", first) else 0
+        count = int(first) if self._numbers_calls and re.fullmatch(r"[1-9]\d{0,2}", first) else 0
         calls = [{**calling()["tool_calls"][0], "id": str(number)} for number in range(count)]
         answers = [{**tool_answer("."), "tool_call_id": call["id"]} for call in calls]
         return [question, *([{**calling(), "tool_calls": calls}, *answers] if calls else [])]

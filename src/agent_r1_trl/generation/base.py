@@ -6,7 +6,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -144,6 +144,10 @@ class TrajectorySlot:
 
     place: int | None = None
     """Number of the server; None before the first request."""
+    prompt_ids: list[int] = field(default_factory=list)
+    """Of the last request."""
+    prompt_text: str = ""
+    """The same in JSON, without the brackets."""
 
 
 current_slot: ContextVar[TrajectorySlot | None] = ContextVar("current_slot", default=None)
@@ -179,6 +183,15 @@ def check_generation(generation: Generation) -> None:
             raise GenerationError(
                 f"the log-probability of sampled token {position} (id {generation.token_ids[position]}) is {value!r}"
             )
+
+
+def known_length(prompt_ids: list[int], last: list[int]) -> int:
+    """How many ids of a request are those of the trajectory's last one: all of `last`, or none if it was rewritten.
+
+    >>> known_length([1, 2, 3], [1, 2]), known_length([1, 9, 3], [1, 2])
+    (2, 0)
+    """
+    return len(last) if prompt_ids[: len(last)] == last else 0
 
 
 def check_request(prompt_ids: list[int], max_tokens: int) -> None:

@@ -111,8 +111,11 @@ class ScriptedGenerator(Generator):
 
     def _find_turn(self, prompt_ids: tuple[int, ...]) -> int:
         """The turn after the longest earlier prompt-and-answer that this prompt begins with."""
-        fitting = [ids for ids in self._turn_after if prompt_ids[: len(ids)] == ids]
-        return self._turn_after[max(fitting, key=len)] if fitting else 0
+        for ids in sorted(self._turn_after, key=len, reverse=True):
+            tail = max(0, len(ids) - 8)  # comparing it first spares the copy of most that do not fit
+            if prompt_ids[tail : len(ids)] == ids[tail:] and prompt_ids[: len(ids)] == ids:
+                return self._turn_after[ids]
+        return 0
 
     def _look_up(self, request: ScriptedRequest) -> Answer:
         if callable(self._script):

@@ -15,7 +15,7 @@ from typing import Any
 
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.tool_env import ToolEnv
-from agent_r1_trl.generation.base import Generation, Generator, SamplingParams
+from agent_r1_trl.generation.base import Generation, Generator, SamplingParams, known_length
 from agent_r1_trl.journal.environments import (
     RecordedResults,
     ResumeMode,
@@ -92,19 +92,29 @@ class JournaledGenerator(Generator):
         self._generator = generator
         self._log = log
         self._draft = draft
+        self._context: list[int] = []
+        self._checksum = 0
+        """Of the context."""
 
     async def generate(
         self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams
     ) -> Generation:
         """The recorded turn if it was asked for with the same words; else a new one. See `Generator`."""
         index = len(self._draft.turns)
-        request = {"seed": seed, "max_tokens": max_tokens, "context": checksum_ids(prompt_ids)}
+        request = {"seed": seed, "max_tokens": max_tokens, "context": self._checksum_of(prompt_ids)}
         recorded = self._log.turn(index)
         if recorded is not None and all(recorded.sampled[name] == value for name, value in request.items()):
             return recorded.generation
         self._log.forget_from(index)
         self._log.request = request
         return await self._generator.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
+
+    def _checksum_of(self, prompt_ids: list[int]) -> int:
+        """Only what the last turn has not seen is read."""
+        num_known = known_length(prompt_ids, self._context)
+        self._checksum = checksum_ids(prompt_ids[num_known:], self._checksum if num_known else 0)
+        self._context = list(prompt_ids)
+        return self._checksum
 
 
 class JournaledSession(EnvSession):

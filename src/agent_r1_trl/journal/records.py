@@ -171,9 +171,9 @@ def unpack_floats(text: str) -> list[float]:
     return list(struct.unpack(f"<{len(data) // size}{kind}", data))
 
 
-def checksum_ids(ids: Sequence[int]) -> int:
-    """CRC-32 of token ids, (N,)."""
-    return zlib.crc32(_little_endian(array("i", ids)))
+def checksum_ids(ids: Sequence[int], before: int = 0) -> int:
+    """CRC-32 of token ids, (N,), that follow ids with the checksum `before`."""
+    return zlib.crc32(_little_endian(array("i", ids)), before)
 
 
 def _text(numbers: array[Any]) -> str:

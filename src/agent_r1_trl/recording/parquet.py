@@ -38,6 +38,8 @@ _LISTS = {
     "advantages": "double",
 }
 _AUTHORS = tuple(Author)
+_ROWS_AT_ONCE = 16
+"""How many trajectories are in memory a second time while they are written."""
 
 
 def write_parquet(path: Path, trajectories: Sequence[Trajectory], extra: dict[str, Any]) -> None:
@@ -45,25 +47,28 @@ def write_parquet(path: Path, trajectories: Sequence[Trajectory], extra: dict[st
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns: dict[str, list[Any]] = {name: [] for name in (*_SCALARS, "example_id", *_LISTS, "messages", "rest")}
-    for trajectory in trajectories:
-        values = record_dict(trajectory, extra)
-        values["authors"] = [_AUTHORS.index(author) for author in trajectory.authors]
-        for name in (*_SCALARS, *_LISTS):
-            columns[name].append(values.pop(name))
-        # For filters only: `rest` holds the exact id, because JSON can hold a lone surrogate.
-        columns["example_id"].append(str(values["example_id"]).encode("utf-8", "replace").decode("utf-8"))
-        columns["messages"].append(dump_json(values.pop("messages")))
-        columns["rest"].append(dump_json(values))
-    types = {name: pa.type_for_alias(alias) for name, alias in _SCALARS.items()}
+    types = {name: pa.type_for_alias(alias) for name, alias in _SCALARS.items()} | {"example_id": pa.string()}
     types |= {name: pa.list_(pa.type_for_alias(alias)) for name, alias in _LISTS.items()}
-    table = pa.table({name: pa.array(column, types.get(name, pa.string())) for name, column in columns.items()})
+    schema = pa.schema(types | {"messages": pa.string(), "rest": pa.string()})
     temporary = path.with_name(path.name + ".tmp")
     try:
-        pq.write_table(table, temporary, compression="zstd")
+        with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+            for start in range(0, len(trajectories), _ROWS_AT_ONCE):
+                rows = [_row(item, extra) for item in trajectories[start : start + _ROWS_AT_ONCE]]
+                writer.write_table(pa.Table.from_pylist(rows, schema))
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _row(trajectory: Trajectory, extra: dict[str, Any]) -> dict[str, Any]:
+    values = record_dict(trajectory, extra)
+    values["authors"] = [_AUTHORS.index(author) for author in trajectory.authors]
+    row = {name: values.pop(name) for name in (*_SCALARS, *_LISTS)}
+    # For filters only: `rest` holds the exact id, because JSON can hold a lone surrogate.
+    row["example_id"] = str(values["example_id"]).encode("utf-8", "replace").decode("utf-8")
+    row["messages"] = dump_json(values.pop("messages"))
+    return row | {"rest": dump_json(values)}
 
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:

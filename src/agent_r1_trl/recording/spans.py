@@ -37,9 +37,8 @@ def decode_spans(trajectory: Trajectory, tokenizer: Any) -> tuple[str, list[Span
     ids = [*trajectory.prompt_ids, *trajectory.completion_ids]
     full = _decode(tokenizer, ids)
     bounds = _bounds(trajectory)
-    cuts = [0, *(_cut_position(tokenizer, ids[: num_prompt + end], full) for _, end in bounds)]
-    first = _cut_position(tokenizer, trajectory.prompt_ids, full)
-    cuts[0] = first
+    cuts = _cut_positions(tokenizer, ids, [num_prompt, *(num_prompt + end for _, end in bounds)], full)
+    first = cuts[0]
     if bounds:
         cuts[-1] = len(full)
     spans = []
@@ -54,6 +53,23 @@ def _bounds(trajectory: Trajectory) -> list[tuple[int, int]]:
     keys = list(zip(trajectory.authors, trajectory.turn_ids, strict=True))
     starts = [i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
     return list(zip(starts, [*starts[1:], len(keys)], strict=True)) if keys else []
+
+
+def _cut_positions(tokenizer: Any, ids: list[int], ends: Sequence[int], full: str) -> list[int]:
+    """`_cut_position` at each of the growing `ends`; every id is decoded a few times, however many ends there are."""
+    cuts: list[int] = []
+    start = 0
+    for index, end in enumerate(ends):
+        found = None
+        if index:
+            # Decoded from the end before last on: where a decoder looks at the ids before, these are there.
+            before, after = (_decode(tokenizer, ids[start:stop]).rstrip(UNKNOWN) for stop in (ends[index - 1], end))
+            added = after[len(before) :]
+            if after.startswith(before) and full.startswith(added, cuts[-1]):
+                found = cuts[-1] + len(added)
+            start = ends[index - 1]
+        cuts.append(_cut_position(tokenizer, ids[:end], full) if found is None else found)
+    return cuts
 
 
 def _cut_position(tokenizer: Any, ids: Sequence[int], full: str) -> int:

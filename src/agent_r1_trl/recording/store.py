@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ class TrajectoryStore:
             write_parquet(path, trajectories, extra)
         else:
             path = self._path(split, step)
-            _append(path, b"".join(encode_line(trajectory, extra) for trajectory in trajectories))
+            _append(path, (encode_line(trajectory, extra) for trajectory in trajectories))
         self._parts[(split, step)] = part + 1
         return path
 
@@ -165,15 +165,16 @@ class TrajectoryStore:
             os.replace(path, target)
 
 
-def _append(path: Path, data: bytes) -> None:
-    """Append lines completely or not at all."""
+def _append(path: Path, lines: Iterable[bytes]) -> None:
+    """Append lines completely or not at all; no more than one of them is in memory."""
     with path.open("ab", buffering=0) as file:
         size = file.tell()
         try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[file.write(rest) :]
-        except OSError:
+            for line in lines:
+                rest = memoryview(line)
+                while rest:
+                    rest = rest[file.write(rest) :]
+        except BaseException:
             file.truncate(size)
             raise
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from agent_r1_trl.chat.format import ChatFormat
+from agent_r1_trl.chat.format import PREFIX_TOKENS, ChatFormat
 from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.generation.base import (
     Generation,
@@ -116,9 +116,12 @@ async def _play(
         max_tokens = limits.turn_budget(len(draft.prompt_ids), len(draft.completion_ids))
         draft.phase = f"turn {turn_index}: generation"
         began = time.perf_counter()
-        generation = await _generate(draft, generator, params, max_tokens, turn_index)
+        context = draft.context_ids
+        prefix, position = context[-PREFIX_TOKENS:], len(draft.prompt_ids) + len(draft.completion_ids)
+        seed = derive_seed(draft.request.seed, turn_index)
+        generation = await _generate(generator, context, max_tokens=max_tokens, seed=seed, params=params)
         with _chat_failures(GenerationFailure):
-            message = chat.parse(generation.token_ids, draft.context_ids, tools or None)
+            message = chat.parse(generation.token_ids, prefix, tools or None, position=position)
         if generation.stop == "length":
             message = _cut_message(message, max_tokens)
         turn = draft.add_turn(generation, message, generate_s=time.perf_counter() - began)
@@ -190,12 +193,9 @@ def _too_slow(session: EnvSession, method: str, limit: str, limits: RolloutLimit
     return f"{session.name}.{method} had not returned after {limit}={getattr(limits, limit):g} s"
 
 
-async def _generate(
-    draft: Draft, generator: Generator, params: SamplingParams, max_tokens: int, turn_index: int
-) -> Generation:
-    seed = derive_seed(draft.request.seed, turn_index)
+async def _generate(generator: Generator, context: list[int], **options: Any) -> Generation:
     try:
-        generation = await generator.generate(draft.context_ids, max_tokens=max_tokens, seed=seed, params=params)
+        generation = await generator.generate(context, **options)
         check_generation(generation)
         return generation
     except (Exception, asyncio.CancelledError) as error:

@@ -51,14 +51,17 @@ def recorded_calls(
         that_failed: whether calls are looked for that failed, or that succeeded.
         limit: maximum number for each tool.
     """
-    found: dict[str, list[RecordedCall]] = {}
-    for trajectory, request in zip(trajectories, requests, strict=True):
-        messages: list[Message] = []
-        for turn in trajectory.turns:
-            messages = [*messages, turn.message]
+    found: dict[str, list[tuple[int, int]]] = {}
+    for place, trajectory in enumerate(trajectories):
+        for index, turn in enumerate(trajectory.turns):
             for name in {result.call.name for result in turn.tool_results if result.is_error is that_failed}:
-                found.setdefault(name, []).append(RecordedCall(tool=name, request=request, messages=messages))
-    return {name: sorted(calls, key=lambda call: len(call.messages))[:limit] for name, calls in found.items()}
+                found.setdefault(name, []).append((index, place))
+
+    def recorded(name: str, index: int, place: int) -> RecordedCall:
+        messages = [turn.message for turn in trajectories[place].turns[: index + 1]]
+        return RecordedCall(tool=name, request=requests[place], messages=messages)
+
+    return {name: [recorded(name, *where) for where in sorted(places)[:limit]] for name, places in found.items()}
 
 
 async def succeeds(call: RecordedCall, env_factory: Callable[[], Any], truncate: Callable[[str, int], str]) -> bool:

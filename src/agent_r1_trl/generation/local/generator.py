@@ -81,8 +81,8 @@ class TransformersGenerator(ThreadedGenerator):
         max_prefill_tokens: maximum number of prompt tokens (padding included) per forward pass; a single request may
             have more.
         prefix_cache_tokens: number of tokens whose keys and values are kept between the turns of a trajectory, so that
-            a turn reads only what is new; 0 keeps none. None is 32768 on a CPU and 0 on a GPU, where training needs
-            the memory.
+            a turn reads only what is new; 0 keeps none. None is 32768 on a CPU, or as many as fit into 1 GiB if those
+            are more, and 0 on a GPU, where training needs the memory.
     """
 
     def __init__(
@@ -107,9 +107,10 @@ class TransformersGenerator(ThreadedGenerator):
         self._max_batch_size = max_batch_size
         self._max_prefill_tokens = max_prefill_tokens
         self._runner = ModelRunner(self._model, pad_token_id)
+        free_bytes = 0
         if prefix_cache_tokens is None:
-            prefix_cache_tokens = 32768 if self._runner.device.type == "cpu" else 0
-        self._prefixes = PrefixCache(prefix_cache_tokens if self._runner.can_park else 0)
+            prefix_cache_tokens, free_bytes = (32768, 2**30) if self._runner.device.type == "cpu" else (0, 0)
+        self._prefixes = PrefixCache(prefix_cache_tokens if self._runner.can_park else 0, free_bytes=free_bytes)
         self._weights = WeightsWatch(self._model)
         self._rows: list[_Row] = []  # same order as the runner's rows
         self._resuming: list[_Row] = []  # put back when memory ran out; they go first

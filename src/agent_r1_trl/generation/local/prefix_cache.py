@@ -22,9 +22,18 @@ class ParkedRow:
     tensors: list[torch.Tensor]
     """Keys and values of layer 0, keys and values of layer 1, ...; each (heads, N, head size)."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of memory."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
 
 class PrefixCache:
     """The most recent parked rows, up to a number of tokens; a row is handed out once.
+
+    Args:
+        max_tokens: of all rows together.
+        free_bytes: rows that together need less memory than this are kept, however many tokens they have.
 
     >>> cache = PrefixCache(max_tokens=5)
     >>> for ids in ([1, 2], [1, 2, 3], [9]):
@@ -35,10 +44,11 @@ class PrefixCache:
 
     _TAIL = 8
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, *, free_bytes: int = 0) -> None:
         self.max_tokens = max_tokens
+        self._free_bytes = free_bytes
         self._rows: deque[ParkedRow] = deque()
-        self._num_tokens = 0
+        self._num_tokens = self._num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -46,9 +56,9 @@ class PrefixCache:
     def put(self, row: ParkedRow) -> None:
         """Keep a row; the oldest ones make room."""
         self._rows.append(row)
-        self._num_tokens += len(row.ids)
-        while self._num_tokens > self.max_tokens:
-            self._num_tokens -= len(self._rows.popleft().ids)
+        self._count(row, 1)
+        while self._num_tokens > self.max_tokens and self._num_bytes >= self._free_bytes:
+            self._count(self._rows.popleft(), -1)
 
     def take(self, ids: list[int]) -> ParkedRow | None:
         """The longest row that `ids` continues by at least one token, removed."""
@@ -63,13 +73,17 @@ class PrefixCache:
                 best = row
         if best is not None:
             self._rows = deque(row for row in self._rows if row is not best)
-            self._num_tokens -= len(best.ids)
+            self._count(best, -1)
         return best
 
     def clear(self) -> None:
         """Forget all rows."""
         self._rows.clear()
-        self._num_tokens = 0
+        self._num_tokens = self._num_bytes = 0
+
+    def _count(self, row: ParkedRow, sign: int) -> None:
+        self._num_tokens += sign * len(row.ids)
+        self._num_bytes += sign * row.num_bytes
 
 
 class WeightsWatch:

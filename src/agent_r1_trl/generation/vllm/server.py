@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,11 @@ from agent_r1_trl.generation.base import (
     TrajectorySlot,
     check_request,
     current_slot,
+    known_length,
 )
 from agent_r1_trl.generation.vllm.find_servers import check_exposure, check_urls, wait_for_servers
 from agent_r1_trl.generation.vllm.fleet import Fleet
-from agent_r1_trl.generation.vllm.http_client import HTTPClient
+from agent_r1_trl.generation.vllm.http_client import HTTPClient, RawJSON
 from agent_r1_trl.generation.vllm.server_sync import ServerSync, own_rank
 
 
@@ -117,7 +119,6 @@ class VLLMServerGenerator(Generator):
         """
         check_request(prompt_ids, max_tokens)
         body = {
-            "prompt": prompt_ids,
             "max_tokens": max_tokens,
             "seed": seed,
             "temperature": params.temperature,
@@ -128,13 +129,13 @@ class VLLMServerGenerator(Generator):
             "stop_token_ids": self._stop_token_ids,
             "ignore_eos": True,  # the stop ids alone end a turn
             "logprobs": 0,  # of the sampled id only
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,  # spares the server the text
+            "return_tokens_as_token_ids": True,  # in place of text; `return_token_ids` would send the prompt back, too
             "detokenize": False,
         }
         slot = current_slot.get() or TrajectorySlot()
         if slot.place is None:
             slot.place = next(self._next_place)
+        body["prompt"] = _in_json(prompt_ids, slot)
         answer = await asyncio.wrap_future(self._http.start(self._fleet.complete(body, slot)))
         return _as_generation(answer["choices"][0])
 
@@ -163,9 +164,20 @@ class VLLMServerGenerator(Generator):
         self._http.close()
 
 
+def _in_json(prompt_ids: list[int], slot: TrajectorySlot) -> RawJSON:
+    """The prompt of a request; only what the trajectory's last request did not have is written anew."""
+    num_known = known_length(prompt_ids, slot.prompt_ids)
+    new = json.dumps(prompt_ids[num_known:])[1:-1]
+    slot.prompt_text = ", ".join(filter(None, (slot.prompt_text if num_known else "", new)))
+    slot.prompt_ids = list(prompt_ids)
+    return RawJSON(f"[{slot.prompt_text}]")
+
+
 def _as_generation(choice: dict[str, Any]) -> Generation:
     if choice["finish_reason"] not in ("stop", "length"):
         raise GenerationError(f"The server ended the request with {choice['finish_reason']!r}.")
-    return Generation(
-        token_ids=choice["token_ids"], logprobs=choice["logprobs"]["token_logprobs"], stop=choice["finish_reason"]
-    )
+    found, written = choice["logprobs"], "token_id:"
+    if not all(token.startswith(written) for token in found["tokens"]):
+        raise GenerationError("The server wrote tokens as text, not as ids; only vLLM's own server is supported.")
+    ids = [int(token.removeprefix(written)) for token in found["tokens"]]
+    return Generation(token_ids=ids, logprobs=found["token_logprobs"], stop=choice["finish_reason"])

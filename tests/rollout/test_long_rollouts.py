@@ -1,0 +1,223 @@
+"""A turn of a long rollout costs what one of a short rollout costs: what is read, written and decoded is counted."""
+
+import asyncio
+import itertools
+import random
+import time
+
+import pytest
+import torch
+
+from agent_r1_trl.chat.format import PREFIX_TOKENS, ChatFormat
+from agent_r1_trl.generation import Generation, Generator, VLLMServerGenerator
+from agent_r1_trl.generation.base import GenerationError, TrajectorySlot, current_slot
+from agent_r1_trl.generation.local.prefix_cache import ParkedRow, PrefixCache
+from agent_r1_trl.generation.vllm.server import _as_generation
+from agent_r1_trl.journal import players
+from agent_r1_trl.journal.players import JournaledGenerator, TrajectoryLog
+from agent_r1_trl.journal.records import checksum_ids
+from agent_r1_trl.recording import TrajectoryStore, read_trajectories, spans, store
+from agent_r1_trl.rollout import Draft, RolloutRequest
+from agent_r1_trl.trajectory import Author, Trajectory, Turn
+from tests.fake_vllm import FakeServer
+from tests.families import FAMILIES
+from tests.generation.helpers import SAMPLED
+from tests.recording.examples import two_turns
+from tests.rollout.helpers import chat_of, play
+from tests.tokenizers import make_tokenizer
+from tests.toys import call, say
+
+CONTEXTS = [[5, 6], [5, 6, 7, 8], [5, 6, 7, 8, 9], [1, 2], [1, 2, 3]]
+"""Those of the turns of a trajectory; the fourth was rewritten."""
+
+
+def trajectory_of(num_turns, tokens_per_turn, *, ids=None):
+    """Half of each turn sampled, half read."""
+    half = tokens_per_turn // 2
+    length = num_turns * 2 * half
+    is_action = [place % (2 * half) < half for place in range(length)]
+    return Trajectory(
+        prompt_messages=[],
+        prompt_ids=[1, 2, 3],
+        completion_ids=ids or list(range(length)),
+        action_mask=[int(flag) for flag in is_action],
+        logprobs=[0.0] * length,
+        turn_ids=[place // (2 * half) if flag else -1 for place, flag in enumerate(is_action)],
+        authors=[Author.POLICY if flag else Author.ENVIRONMENT for flag in is_action],
+        turns=[
+            Turn(start=start, end=start + half, message=say(), reward=start + 1.0)
+            for start in range(0, length, 2 * half)
+        ],
+        stop_reason="done",
+        outcome_reward=0.5,
+    )
+
+
+# ---------------------------------------------------------------- the rollout
+
+
+def test_the_parser_is_handed_the_end_of_the_context_and_reads_what_it_read_from_all_of_it(monkeypatch):
+    chat, read = chat_of(), []
+    parse = chat.parse
+
+    def noted(token_ids, prompt_ids=(), tools=None, **options):
+        message = parse(token_ids, prompt_ids, tools, **options)
+        read.append((token_ids, prompt_ids, message))
+        return message
+
+    monkeypatch.setattr(chat, "parse", noted)
+    turns = [call("echo", text=f"number {index} " * 20) for index in range(12)]
+    trajectory, script = play([*turns, say()], chat=chat, limits={"max_turns": 13, "max_completion_length": 10**6})
+    assert len(trajectory.turns) == 13 and len(trajectory.completion_ids) > 20 * PREFIX_TOKENS
+    for (ids, end, message), request in zip(read, script.generator.requests, strict=True):
+        assert len(end) == PREFIX_TOKENS
+        assert message == parse(ids, request.prompt_ids)  # the ids of its calls, too
+    ids = [item["id"] for turn in trajectory.turns for item in turn.message.get("tool_calls", ())]
+    assert len({*ids}) == len(ids) == 12
+
+
+@pytest.mark.parametrize("number", ["0", "99", "150"])
+def test_calls_are_numbered_on_where_a_template_numbers_them(number):
+    chat = ChatFormat(FAMILIES["command_r7b"]())
+    message = call("echo", text="x")
+    message["tool_calls"][0]["id"] = number
+    told = {"role": "tool", "name": "echo", "tool_call_id": number, "content": "x"}
+    ids, _ = chat.encode_observations(message, [told])
+    assert f'"tool_call_id": "{number}"' in chat.tokenizer.decode(ids)
+
+
+def test_rewards_are_placed_in_time_that_grows_with_the_tokens_and_not_with_turns_times_tokens():
+    trajectory = trajectory_of(3000, 60)
+    began = time.thread_time()
+    rewards = trajectory.token_rewards()
+    assert time.thread_time() - began < 2  # one pass over the tokens for each turn takes ten times as long
+    assert sum(map(bool, rewards)) == 3000 and sum(rewards) == trajectory.total_reward
+
+
+# ---------------------------------------------------------------- the journal
+
+
+class Silent(Generator):
+    async def generate(self, prompt_ids, **options):
+        return Generation(token_ids=[9], logprobs=[-1.0], stop="stop")
+
+
+def test_the_journal_adds_up_what_is_new_of_a_context_and_starts_again_where_it_was_rewritten(monkeypatch):
+    read = []
+
+    def noted(ids, before=0):
+        read.append(list(ids))
+        return checksum_ids(ids, before)
+
+    monkeypatch.setattr(players, "checksum_ids", noted)
+    log = TrajectoryLog(lambda record: None, [])
+    generator = JournaledGenerator(Silent(), log=log, draft=Draft(request=RolloutRequest(example={})))
+    for context in CONTEXTS:
+        asyncio.run(generator.generate(context, max_tokens=1, seed=0, params=SAMPLED))
+        assert log.request["context"] == checksum_ids(context)
+    assert read == [[5, 6], [7, 8], [9], [1, 2], [3]]
+
+
+# ---------------------------------------------------------------- requests to a vLLM server
+
+
+def test_a_server_receives_every_context_whole_and_does_not_send_it_back():
+    with FakeServer() as server:
+        generator = VLLMServerGenerator([server.url], stop_token_ids=[1])
+
+        async def turns():
+            current_slot.set(TrajectorySlot())
+            return [await generator.generate(ids, max_tokens=2, seed=0, params=SAMPLED) for ids in CONTEXTS]
+
+        answers = asyncio.run(turns())
+        generator.close()
+    assert [body["prompt"] for body in server.bodies] == CONTEXTS
+    assert not any("return_token_ids" in body for body in server.bodies)
+    assert [(answer.token_ids, answer.logprobs) for answer in answers] == [([server.base] * 2, [-1.0] * 2)] * 5
+
+
+def test_a_server_that_writes_tokens_as_text_is_refused():
+    choice = {"finish_reason": "stop", "logprobs": {"tokens": ["Oslo"], "token_logprobs": [-1.0]}}
+    with pytest.raises(GenerationError, match="as text, not as ids"):
+        _as_generation(choice)
+
+
+# ---------------------------------------------------------------- the local cache
+
+
+def parked(ids):
+    return ParkedRow(ids=ids, tensors=[torch.zeros(1, len(ids), 4)] * 2)  # 32 bytes per token
+
+
+def test_rows_that_need_little_memory_are_kept_however_many_tokens_they_have():
+    rows = [list(range(start, start + 4)) for start in (0, 10, 20)]
+    roomy, tight = PrefixCache(4, free_bytes=3 * 4 * 32 + 1), PrefixCache(4)
+    for row in rows:
+        roomy.put(parked(row))
+        tight.put(parked(row))
+    assert [cache.take([*rows[0], 9]) is not None for cache in (roomy, tight)] == [True, False]
+    roomy.put(parked(rows[0]))
+    roomy.put(parked([7, 7]))  # more than both limits allow: the oldest go until one of them holds
+    assert roomy.take([*rows[1], 9]) is None and roomy.take([*rows[2], 9]) is not None
+
+
+# ---------------------------------------------------------------- records and their display
+
+
+class Counting:
+    """A tokenizer that counts the ids it decodes."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.num_decoded = 0
+
+    def decode(self, ids, **options):
+        self.num_decoded += len(ids)
+        return self.tokenizer.decode(ids, **options)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "gemma4"])
+def test_a_long_trajectory_is_decoded_a_few_times_and_divided_where_it_was_divided(family):
+    tokenizer = Counting(make_tokenizer(family))
+    rng = random.Random(family)
+    text = tokenizer.tokenizer.encode("東京の首都🙂 naïve \ufffd ", add_special_tokens=False)
+    ids = [rng.choice([*text, *range(40, 300)]) for _ in range(1000)]  # borders inside of characters, broken bytes
+    trajectory = trajectory_of(100, 10, ids=ids)
+    _, found = spans.decode_spans(trajectory, tokenizer)
+    assert len(found) == 200 and tokenizer.num_decoded < 10 * len(ids)
+    full = tokenizer.decode([1, 2, 3, *ids], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    ends = [3, *(3 + span.end for span in found)]
+    cuts = [spans._cut_position(tokenizer, [1, 2, 3, *ids][:end], full) for end in ends]
+    cuts[-1] = len(full)
+    pieces = [full[left : max(left, right)] for left, right in itertools.pairwise(cuts)]
+    assert [span.text for span in found] == [spans._collapse(piece) for piece in pieces]
+
+
+def test_lines_are_written_one_by_one_and_none_of_them_stays_if_one_cannot_be(tmp_path, monkeypatch):
+    encode, sizes = store.encode_line, []
+    path = tmp_path / "trajectories" / "step_000001.jsonl"
+
+    def noted(trajectory, extra):
+        sizes.append(path.stat().st_size)
+        if trajectory.example_id == "broken":
+            raise RuntimeError("cannot be encoded")
+        return encode(trajectory, extra)
+
+    monkeypatch.setattr(store, "encode_line", noted)
+    writer = TrajectoryStore(tmp_path)
+    writer.write(1, [two_turns()] * 3)
+    assert 0 == sizes[0] < sizes[1] < sizes[2]
+    size = path.stat().st_size
+    with pytest.raises(RuntimeError, match="cannot be encoded"):
+        writer.write(1, [two_turns(), two_turns(example_id="broken")])
+    assert path.stat().st_size == size
+
+
+def test_a_parquet_file_is_written_in_parts_and_read_as_one(tmp_path):
+    pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    written = [two_turns(example_id=str(index)) for index in range(40)]
+    path = TrajectoryStore(tmp_path, "parquet").write(1, written)
+    assert pq.ParquetFile(path).num_row_groups == 3
+    assert list(read_trajectories(path)) == written
