@@ -219,10 +219,7 @@ TABLE = {
         Refused(True, {"use_vllm": True}),
         Refused(True, {"importance_sampling_unit": "turn"}, **BY_TOKEN),
     ),
-    "update_layout": (
-        Acts(effects.layout, "packed"),
-        Refused("packed", {"update_layout": "grouped"}, config_class=PPO),
-    ),
+    "update_layout": Acts(effects.layout, "packed"),
     "record_trajectories": Acts(effects.store, "parquet"),
     "push_trajectories": (
         ShownBy("tests/trainers/test_publishing.py::test_trajectories_are_uploaded_only_if_asked"),

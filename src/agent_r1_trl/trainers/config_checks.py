@@ -18,7 +18,7 @@ from agent_r1_trl.rollout.limits import check_share, check_whole_number
 from agent_r1_trl.safe_text import check_rules
 from agent_r1_trl.trainers.rollout_checks import Need, check_needs
 from agent_r1_trl.update.importance import UNITS
-from agent_r1_trl.update.layout import PACKED_LAYOUTS, REGROUPING_LAYOUTS, UPDATE_LAYOUTS
+from agent_r1_trl.update.layout import REGROUPING_LAYOUTS, UPDATE_LAYOUTS
 
 if TYPE_CHECKING:
     from agent_r1_trl.trainers.config import MultiTurnConfig
@@ -63,7 +63,7 @@ def check_config(config: MultiTurnConfig) -> None:
     check_choice(config, "thinking", ("keep", "off"))
     check_rules(config.secret_names, config.secret_patterns)
     settle_estimator(config)
-    check_update_layout(config)
+    check_choice(config, "update_layout", UPDATE_LAYOUTS)
     settle_credit(config)
     check_kl(config)
     check_separate_advantages(config)
@@ -272,16 +272,6 @@ _SCALE_OF = {
     **dict.fromkeys(("reinforce_pp", "reinforce_pp_baseline"), "batch"),
 }
 """The `scale_rewards` that says what an estimator does anyway."""
-
-
-def check_update_layout(config: MultiTurnConfig) -> None:
-    """Packed rows are for estimators without a critic, which reads padded ones."""
-    check_choice(config, "update_layout", UPDATE_LAYOUTS)
-    if config.update_layout in PACKED_LAYOUTS and config.estimator.needs_critic:
-        raise ValueError(
-            f"update_layout={config.update_layout!r} packs rows, and the critic reads padded ones. Set "
-            "update_layout='grouped' or 'padded' for PPO."
-        )
 
 
 def check_micro_batch_means(config: MultiTurnConfig) -> None:

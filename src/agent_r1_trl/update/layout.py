@@ -6,18 +6,20 @@ Here rows are moved only between micro-batches of one optimizer step, whose grad
 - `padded`: as TRL does.
 - `grouped`: rows of like length share a micro-batch, whose padding is cut off.
 - `packed`: the rows of a micro-batch become one row without padding (`packing.py`).
-- `shared`: packed, and each prompt of a group is computed once.
+- `shared`: packed, and what rows have in common at their beginning is computed once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from agent_r1_trl.critic import base_causal_lm
 from agent_r1_trl.update.live_rows import set_live_scales
-from agent_r1_trl.update.packing import pack, packed_log_probs, use_packed_attention
+from agent_r1_trl.update.packed_attention import use_packed_attention
+from agent_r1_trl.update.packing import PackedBatch, pack, packed_log_probs
 
 UPDATE_LAYOUTS = ("padded", "grouped", "packed", "shared")
 PACKED_LAYOUTS = ("packed", "shared")
@@ -44,8 +46,13 @@ class UpdateLayout:
             per_generation, per_update = args.steps_per_generation, self._steps_per_update
             self._regroups = per_generation % per_update == 0 or per_update % per_generation == 0
 
-    def prepare(self, *models: Any, has_router_loss: bool) -> None:
-        """Prepare causal LMs for this layout, once they are loaded.
+    def prepare(self, *models: Any, has_router_loss: bool = False, name: str = "the model") -> None:
+        """Prepare causal LMs and backbones for this layout, once they are loaded.
+
+        Args:
+            *models: with or without a PeftModel around them.
+            has_router_loss: whether a router's auxiliary loss is trained on.
+            name: of the models, for messages.
 
         Raises:
             ValueError: for a model that cannot be trained in this layout.
@@ -58,7 +65,7 @@ class UpdateLayout:
         if not self.is_packed:
             return
         for model in models:
-            use_packed_attention(base_causal_lm(model))
+            use_packed_attention(base_causal_lm(model), name=name)
 
     def arrange(self, buffer: list[Inputs], accelerator: Any) -> list[Inputs]:
         """The micro-batches of a new rollout, with the rows of each optimizer step in this layout's order.
@@ -112,14 +119,40 @@ class UpdateLayout:
         Returns:
             Two (B, T) tensors, 0 where nothing is scored; no entropies from a head that has none.
         """
-        backbone = base_causal_lm(accelerator.unwrap_model(model)).base_model
+        whole = accelerator.unwrap_model(getattr(model, "inner_model", model))  # PPO hands over a model that collects
+        backbone = base_causal_lm(whole).base_model
         parts = []
-        for chunk in zip(*(tensor.split(batch_size) for tensor in (input_ids, attention_mask, scored)), strict=True):
-            batch = pack(*chunk, share_prompts=self.name == "shared")
+        for batch in self._packed(input_ids, attention_mask, scored, batch_size):
             with accelerator.autocast():
                 parts.append(packed_log_probs(model, backbone, batch))
         log_probs, entropies = zip(*parts, strict=True)
         return torch.cat(log_probs), torch.cat(entropies) if entropies[0] is not None else None
+
+    def values(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor, batch_size: int
+    ) -> torch.Tensor:
+        """(B, T) the critic's values of the scored tokens, 0 elsewhere; for the packed layouts.
+
+        Args:
+            model: a policy with a critic.
+            input_ids: (B, P + T).
+            attention_mask: (B, P + T).
+            scored: (B, T) the completion tokens that need a value.
+            batch_size: rows per forward pass.
+        """
+        batches = self._packed(input_ids, attention_mask, scored, batch_size)
+        return torch.cat(
+            [batch.layout.spread(model(**batch.inputs, values_only=True).state_values) for batch in batches]
+        )
+
+    def pack(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor) -> PackedBatch:
+        """A batch as `values` takes it, in one row."""
+        return pack(input_ids, attention_mask, scored, share_prefixes=self.name == "shared")
+
+    def _packed(self, *tensors_and_size: Any) -> Iterator[PackedBatch]:
+        *tensors, size = tensors_and_size
+        for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True):
+            yield self.pack(*chunk)
 
 
 def regroup(buffer: list[Inputs], *, steps_per_update: int, by_prompt: bool) -> list[Inputs]:
