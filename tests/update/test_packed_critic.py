@@ -13,7 +13,6 @@ from tests.trainers.test_ppo_critics import ragged
 from tests.trainers.test_ppo_trainer import KINDS, make_ppo, random_head
 
 
-
 def some_never_answer(rng, turn):
     return call(a=rng.randrange(9), b=1) if turn == 0 or rng.random() < 0.5 else say("x" * rng.randrange(1, 9))
 

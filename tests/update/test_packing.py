@@ -7,10 +7,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from agent_r1_trl.trainers import MultiTurnPPOConfig, MultiTurnPPOTrainer
-from agent_r1_trl.update.layout import regroup, trim_padding
+from agent_r1_trl.trainers import MultiTurnPPOTrainer
+from agent_r1_trl.update.layout import regroup
 from agent_r1_trl.update.packed_attention import use_packed_attention
 from agent_r1_trl.update.packing import Segment, pack, packed_log_probs
+from agent_r1_trl.update.rows import trim_padding
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import loss_and_gradients, make_args, make_policy, make_trainer, scored_batch
 

@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 from agent_r1_trl.filtering import DEFAULT_VALUES, check_rule, raw_returns, select_groups, signal_to_noise
 from agent_r1_trl.trainers.failures import is_main_process
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.layout import Inputs, join_rows, take_rows
+from agent_r1_trl.update.rows import Inputs, join_rows, take_rows
 from agent_r1_trl.update.spreading import spread_rows
 
 logger = logging.getLogger(__name__)

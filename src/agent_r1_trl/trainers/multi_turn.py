@@ -57,7 +57,8 @@ from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
 from agent_r1_trl.trainers.group_filter import GroupFilter
 from agent_r1_trl.trainers.lookahead import ROW_INDEX, in_seeded_order
 from agent_r1_trl.trainers.metrics import gather_metrics
-from agent_r1_trl.trainers.nonfinite import LOG_PROBS, NumberWatch, NumberWatchingTrainer
+from agent_r1_trl.trainers.nonfinite import LOG_PROBS, NumberWatch
+from agent_r1_trl.trainers.passes import PassesTrainer
 from agent_r1_trl.trainers.played import PlayedBatch, trl_generation
 from agent_r1_trl.trainers.publishing import Publishing, rows_not_logged
 from agent_r1_trl.trainers.resampling import Resampling, check_can_draw
@@ -77,7 +78,7 @@ from agent_r1_trl.update.live_rows import policy_scale
 from agent_r1_trl.update.losses import LossPass
 
 
-class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer, NumberWatchingTrainer):
+class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer, PassesTrainer):
     """Base of the multi-turn trainers: rollouts, rewards, masks, metrics, recording, checkpoints.
 
     One training step, with the method below and the file that does the work:

@@ -7,28 +7,33 @@ Here rows are moved only between micro-batches of one optimizer step, whose grad
 - `grouped`: rows of like length share a micro-batch, whose padding is cut off.
 - `packed`: the rows of a micro-batch become one row without padding (`packing.py`).
 - `shared`: packed, and what rows have in common at their beginning is computed once.
+
+With `max_tokens_per_micro_batch` the packed layouts decide which rows share a forward pass by their tokens
+(`micro_batches.py`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 
 from agent_r1_trl.critic import base_causal_lm
 from agent_r1_trl.update.live_rows import set_live_scales
+from agent_r1_trl.update.micro_batches import live_ids, repack
 from agent_r1_trl.update.packed_attention import use_packed_attention
 from agent_r1_trl.update.packing import PackedBatch, pack, packed_log_probs
+from agent_r1_trl.update.rows import Inputs, join_rows, take_rows, trim_padding
+
+logger = logging.getLogger(__name__)
 
 UPDATE_LAYOUTS = ("padded", "grouped", "packed", "shared")
 PACKED_LAYOUTS = ("packed", "shared")
 REGROUPING_LAYOUTS = ("grouped", "shared")
 """Those that move rows between the micro-batches of an optimizer step."""
-Inputs = dict[str, Any]
-"""TRL's batch: tensors of B rows, scalars, None."""
-_CRITIC_PREFIX = ("privileged_ids", "privileged_mask")
-"""Padded on the left, and by chance perhaps as wide as the completions."""
 
 
 class UpdateLayout:
@@ -41,6 +46,8 @@ class UpdateLayout:
     def __init__(self, args: Any = None) -> None:
         self.name = "padded" if args is None else args.update_layout
         self.is_packed = self.name in PACKED_LAYOUTS
+        self._max_tokens = None if args is None else args.max_tokens_per_micro_batch
+        self._has_warned = False
         self._steps_per_update, self._regroups = 1 if args is None else args.gradient_accumulation_steps, False
         if self.name in REGROUPING_LAYOUTS:
             per_generation, per_update = args.steps_per_generation, self._steps_per_update
@@ -72,11 +79,32 @@ class UpdateLayout:
 
         All ranks must call it: the scales for lost rows are counted anew, by optimizer step (`live_rows.py`).
         """
-        if self._regroups:
+        if self._regroups and self._max_tokens is None:
             buffer = regroup(buffer, steps_per_update=self._steps_per_update, by_prompt=self.name == "shared")
         if "in_baseline" in buffer[0]:  # TRL's own batches do without
             set_live_scales(buffer, steps_per_update=self._steps_per_update, accelerator=accelerator)
-        return buffer
+        if self._max_tokens is None:
+            return buffer
+        self._warn_of_long_rows(buffer)
+        return repack(
+            buffer,
+            max_tokens=self._max_tokens,
+            steps_per_update=self._steps_per_update,
+            share_prefixes=self.name == "shared",
+            accelerator=accelerator,
+            needs_every_step=accelerator.distributed_type == DistributedType.DEEPSPEED,
+        )
+
+    def _warn_of_long_rows(self, buffer: list[Inputs]) -> None:
+        longest = max(len(ids) for inputs in buffer for ids in live_ids(inputs))
+        if longest > self._max_tokens and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "A trajectory has %d tokens to compute, more than max_tokens_per_micro_batch=%d. It is trained on "
+                "alone, in a pass that needs more memory than the others. Further ones are not reported.",
+                longest,
+                self._max_tokens,
+            )
 
     def trim(self, inputs: Inputs) -> Inputs:
         """A micro-batch without the padding that this layout does not compute."""
@@ -172,44 +200,6 @@ def regroup(buffer: list[Inputs], *, steps_per_update: int, by_prompt: bool) -> 
         for rows in order.split(sizes):
             regrouped.append(take_rows(joined, rows))
     return regrouped
-
-
-def trim_padding(inputs: Inputs) -> Inputs:
-    """Drop the columns of prompts (left) and completions (right) that are padding in every row."""
-    prompt, completion = inputs["prompt_mask"], inputs["completion_mask"]
-    first = int(prompt.any(dim=0).int().argmax())
-    last = completion.shape[1] - int(completion.any(dim=0).flip(0).int().argmax())
-    trimmed = {}
-    for name, value in inputs.items():
-        if name in ("prompt_ids", "prompt_mask"):
-            value = value[:, first:]
-        elif (
-            name not in _CRITIC_PREFIX
-            and has_rows(value)
-            and value.dim() == 2
-            and value.shape[1] == completion.shape[1]
-        ):
-            value = value[:, :last]
-        trimmed[name] = value
-    return trimmed
-
-
-def has_rows(value: Any) -> bool:
-    """Whether an entry of TRL's batch has an element per row."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def join_rows(parts: list[Inputs]) -> Inputs:
-    """The rows of several micro-batches of the same widths in one; what has no rows is that of the first."""
-    return {
-        name: torch.cat([part[name] for part in parts]) if has_rows(value) else value
-        for name, value in parts[0].items()
-    }
-
-
-def take_rows(rows: Inputs, index: Any) -> Inputs:
-    """Some rows of a batch; what has no rows stays."""
-    return {name: value[index] if has_rows(value) else value for name, value in rows.items()}
 
 
 def _order_by_length(inputs: Inputs) -> torch.Tensor:

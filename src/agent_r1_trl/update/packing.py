@@ -137,9 +137,7 @@ def pack(
         input_ids=torch.cat([rows[piece.rows[0]][piece.first : piece.last] for piece in pieces])[None].to(device),
         position_ids=torch.cat([torch.arange(piece.first, piece.last) for piece in pieces])[None].to(device),
         labels=labels[None].to(device),
-        layout=Layout(
-            [piece.segment for piece in pieces], scored.to(device), sources.to(device), copies.to(device)
-        ),
+        layout=Layout([piece.segment for piece in pieces], scored.to(device), sources.to(device), copies.to(device)),
     )
 
 
