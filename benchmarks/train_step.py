@@ -14,9 +14,8 @@ one before up to a place in its last quarter. All trajectories of a group begin 
 
 TRL's side is `trl.GRPOTrainer`, ours is `MultiTurnGRPOTrainer` with each `update_layout`, or with `--trainer ppo`
 `MultiTurnPPOTrainer`, which is compared with its own padded rows. The layout `tokens` is `shared` with
-`max_tokens_per_micro_batch`. All start from the same
-weights and see the same rows in the same optimizer step, so their first gradients must have the same norm (1e-4
-relative), or the benchmark fails.
+`max_tokens_per_micro_batch`. All start from the same weights and see the same rows in the same optimizer step, so their
+first gradients must have the same norm (1e-4 relative), or the benchmark fails.
 
 Every trainer runs in a process of its own. Its peak memory is the largest resident set of that process
 (`ru_maxrss`), interpreter, libraries and weights included; `step_memory` is what of it came with the steps, above the
@@ -319,10 +318,10 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--micro-batch must divide the number of rows, {num_rows(args)}")
     if not 0 <= args.observations < 1:
         parser.error("--observations must be at least 0 and below 1")
-    if args.layouts[0] not in ("trl", "padded") or len(args.layouts) < 2:
-        parser.error("--layouts must begin with trl or padded and name another one")
+    if len(args.layouts) < 2:
+        parser.error("--layouts must name two at least: the first is what the others are held against")
     if "trl" in args.layouts and args.trainer == "ppo":
-        parser.error("--trainer ppo: TRL has no such trainer. Begin --layouts with padded")
+        parser.error("--trainer ppo: TRL has no such trainer. Leave trl out of --layouts")
     return args
 
 

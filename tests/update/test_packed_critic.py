@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
 
 from agent_r1_trl.critic import is_critic_name
 from agent_r1_trl.update.layout import UpdateLayout
@@ -90,20 +89,9 @@ def test_a_critic_model_of_the_users_own_reads_packed_rows(tmp_path):
 def test_a_critic_model_that_packed_rows_do_not_cover_is_refused(tmp_path):
     own = make_policy(make_tokenizer("qwen3")).model
     own.config._attn_implementation = "eager"
-    with pytest.raises(ValueError, match=r"update_layout: .* of critic_model is 'eager'.*update_layout='grouped'"):
+    with pytest.raises(ValueError, match=r"update_layout: critic_model has .*'eager'.*update_layout='grouped'"):
         make_ppo(tmp_path, "model", critic_model=own, update_layout="packed")
     make_ppo(tmp_path, "model", critic_model=own, update_layout="grouped")
-
-
-def test_a_critic_model_that_looks_ahead_is_refused(tmp_path):
-    tokenizer = make_tokenizer("qwen3")
-    own = BertModel(BertConfig(
-        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-        max_position_embeddings=1024,
-    ))  # fmt: skip
-    trainer = make_ppo(tmp_path, "model", critic_model=own, update_layout="packed")
-    with pytest.raises(ValueError, match=r"update_layout: .*is_causal=False.*update_layout='grouped'"):
-        trainer.train()
 
 
 def test_a_packed_evaluation_is_the_padded_one(tmp_path):

@@ -206,18 +206,6 @@ def test_the_attention_function_is_not_saved(tmp_path):
     assert Qwen3ForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize(
-    ("options", "flaw"),
-    [
-        ({"attn_implementation": "eager"}, "'eager'"),
-        ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 4}, "sliding_attention"),
-    ],
-)
-def test_a_model_that_packing_does_not_cover_is_refused(options, flaw):
-    with pytest.raises(ValueError, match=rf"update_layout.*{flaw}"):
-        use_packed_attention(make_model("qwen3", **options))
-
-
 # -------------------------------------------------------------------- micro-batches
 
 

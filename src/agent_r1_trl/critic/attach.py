@@ -139,7 +139,8 @@ def _wrap_forward(base: Any) -> None:
     base.forward = types.MethodType(forward, base)
 
 
-_INPUTS = ("input_ids", "attention_mask", "position_ids", "packed_layout")
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_INPUTS = ("input_ids", "attention_mask", "position_ids", "packed_layout", *_LENGTHS)
 
 
 def _values(base: Any, inputs: dict[str, Any], hidden: torch.Tensor | None = None) -> torch.Tensor:

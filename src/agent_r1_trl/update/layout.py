@@ -24,7 +24,7 @@ from accelerate.utils import DistributedType
 from agent_r1_trl.critic import base_causal_lm
 from agent_r1_trl.update.live_rows import set_live_scales
 from agent_r1_trl.update.micro_batches import live_ids, repack
-from agent_r1_trl.update.packed_attention import use_packed_attention
+from agent_r1_trl.update.packed_attention import SEGMENTS, use_packed_attention
 from agent_r1_trl.update.packing import PackedBatch, pack, packed_log_probs
 from agent_r1_trl.update.rows import Inputs, join_rows, take_rows, trim_padding
 
@@ -48,6 +48,7 @@ class UpdateLayout:
         self.is_packed = self.name in PACKED_LAYOUTS
         self._max_tokens = None if args is None else args.max_tokens_per_micro_batch
         self._has_warned = False
+        self._attention: str | None = None
         self._steps_per_update, self._regroups = 1 if args is None else args.gradient_accumulation_steps, False
         if self.name in REGROUPING_LAYOUTS:
             per_generation, per_update = args.steps_per_generation, self._steps_per_update
@@ -72,7 +73,13 @@ class UpdateLayout:
         if not self.is_packed:
             return
         for model in models:
-            use_packed_attention(base_causal_lm(model), name=name)
+            kind = use_packed_attention(base_causal_lm(model), name=name, share_prefixes=self.name == "shared")
+            if self._attention not in (None, kind):
+                raise ValueError(
+                    f"update_layout={self.name!r}: {name} has another attention implementation than the policy. Load "
+                    "both with the same attn_implementation, or set update_layout='grouped'."
+                )
+            self._attention = kind
 
     def arrange(self, buffer: list[Inputs], accelerator: Any) -> list[Inputs]:
         """The micro-batches of a new rollout, with the rows of each optimizer step in this layout's order.
@@ -175,7 +182,13 @@ class UpdateLayout:
 
     def pack(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor) -> PackedBatch:
         """A batch as `values` takes it, in one row."""
-        return pack(input_ids, attention_mask, scored, share_prefixes=self.name == "shared")
+        return pack(
+            input_ids,
+            attention_mask,
+            scored,
+            share_prefixes=self.name == "shared",
+            attention=self._attention or SEGMENTS,
+        )
 
     def _packed(self, *tensors_and_size: Any) -> Iterator[PackedBatch]:
         *tensors, size = tensors_and_size

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from agent_r1_trl.update.packed_attention import SEGMENTS, attention_inputs
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -52,13 +54,30 @@ class Layout:
     """(number of scored tokens,) which of the S stands for each of them."""
     _masks: dict[tuple, torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, queries: int, keys: int, like: torch.Tensor) -> torch.Tensor:
-        """(queries, keys) additive: the last query sees all keys, each one before it one fewer; made once."""
-        name = (queries, keys, like.dtype, like.device)
+    def mask(self, queries: int, keys: int, like: torch.Tensor, window: int | None = None) -> torch.Tensor:
+        """(queries, keys) additive: the last query sees all keys, each one before it one fewer; made once.
+
+        Args:
+            queries: the last ones of a row.
+            keys: of the row up to there.
+            like: has the dtype and device.
+            window: how many tokens a query sees, itself included; None for all.
+        """
+        name = (queries, keys, like.dtype, like.device, window)
         if name not in self._masks:
             closed = torch.full((queries, keys), float("-inf"), dtype=like.dtype, device=like.device)
-            self._masks[name] = closed.triu(keys - queries + 1)
+            mask = closed.triu(keys - queries + 1)
+            self._masks[name] = mask if window is None else mask + closed.tril(keys - queries - window)
         return self._masks[name]
+
+    @property
+    def horizons(self) -> torch.Tensor:
+        """(N,) for each token the end of what follows it in its own rows."""
+        ends = torch.zeros(self.segments[-1].end, dtype=torch.long)
+        for segment in self.segments:
+            for start, end in ((segment.start, segment.end), *segment.prefix):
+                ends[start:end] = segment.end
+        return ends
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """(1, S) -> (B, T), 0 where nothing is scored."""
@@ -76,16 +95,14 @@ class PackedBatch:
     labels: torch.Tensor
     """(1, S) the token that follows each of the layout's sources."""
     layout: Layout
+    attention: str = SEGMENTS
+    """What `use_packed_attention` found in the model."""
 
     @property
     def inputs(self) -> dict[str, Any]:
         """What a model prepared by `use_packed_attention` is called with."""
-        return {
-            "input_ids": self.input_ids,
-            "position_ids": self.position_ids,
-            "attention_mask": self.input_ids.new_ones(1, 1, 1, 1),  # 4-D ones are passed through, so none is built
-            "packed_layout": self.layout,
-        }
+        inputs = {"input_ids": self.input_ids, "position_ids": self.position_ids, "packed_layout": self.layout}
+        return inputs | attention_inputs(self.attention, self.layout, self.input_ids)
 
 
 # -------------------------------------------------------------------- packing
@@ -102,7 +119,12 @@ class _Piece:
 
 
 def pack(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor, *, share_prefixes: bool
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scored: torch.Tensor,
+    *,
+    share_prefixes: bool,
+    attention: str = SEGMENTS,
 ) -> PackedBatch:
     """Pack a batch of prompts (padded on the left) and completions (padded on the right).
 
@@ -111,6 +133,7 @@ def pack(
         attention_mask: (B, L).
         scored: (B, T) bool; padding is left out of it here.
         share_prefixes: keep one copy of what rows have in common at their beginning.
+        attention: as `use_packed_attention` found it.
     """
     device, (num_rows, length) = input_ids.device, input_ids.shape
     ids, is_token, scored = input_ids.cpu(), attention_mask.cpu().bool(), scored.cpu().bool()
@@ -138,6 +161,7 @@ def pack(
         position_ids=torch.cat([torch.arange(piece.first, piece.last) for piece in pieces])[None].to(device),
         labels=labels[None].to(device),
         layout=Layout([piece.segment for piece in pieces], scored.to(device), sources.to(device), copies.to(device)),
+        attention=attention,
     )
 
 
