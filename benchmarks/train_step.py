@@ -14,8 +14,8 @@ one before up to a place in its last quarter. All trajectories of a group begin 
 
 TRL's side is `trl.GRPOTrainer`, ours is `MultiTurnGRPOTrainer` with each `update_layout`, or with `--trainer ppo`
 `MultiTurnPPOTrainer`, which is compared with its own padded rows. The layout `tokens` is `shared` with
-`max_tokens_per_micro_batch`. All start from the same weights and see the same rows in the same optimizer step, so their
-first gradients must have the same norm (1e-4 relative), or the benchmark fails.
+`max_tokens_per_micro_batch`. All start from the same weights and see the same rows in the same optimizer step, so
+their first gradients must have the same norm (1e-4 relative), or the benchmark fails.
 
 Every trainer runs in a process of its own. Its peak memory is the largest resident set of that process
 (`ru_maxrss`), interpreter, libraries and weights included; `step_memory` is what of it came with the steps, above the
@@ -165,7 +165,7 @@ def make_trainer(args: argparse.Namespace, layout: str, folder: str) -> Any:
         peft_config = LoraConfig(r=16, target_modules="all-linear")
     common = {
         "model": model,
-        "train_dataset": Dataset.from_list([{"prompt": [{"role": "user", "content": "?"}]}] * args.groups),
+        "train_dataset": Dataset.from_list([{"prompt": [{"role": "user", "content": "?"}]}] * num_rows(args)),
         "processing_class": AutoTokenizer.from_pretrained(MODEL),
         "peft_config": peft_config,
     }

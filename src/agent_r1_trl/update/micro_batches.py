@@ -115,10 +115,11 @@ def plan_passes(rows: Sequence[Any], num_ranks: int, max_tokens: int, *, least: 
     >>> plan_passes([5, 3, 0, 4, 2], num_ranks=1, max_tokens=8)
     [[[0, 4], [3, 1]]]
     """
-    is_shared = bool(rows) and not isinstance(rows[0], int)
-    split = _stretches if is_shared else _bins
-    live = [row for row, ids in enumerate(rows) if (len(ids) if is_shared else ids)]
-    bins = split(rows, live, num_ranks, max_tokens, least)
+    live = [row for row, ids in enumerate(rows) if (ids if isinstance(ids, int) else len(ids))]
+    if live and not isinstance(rows[0], int):
+        bins = _stretches(rows, live, num_ranks, max_tokens, least)
+    else:
+        bins = _bins(rows, live, num_ranks, max_tokens, least)
     num_passes = max(least, -(-len(bins) // num_ranks))
     bins += [[] for _ in range(num_passes * num_ranks - len(bins))]
     return [bins[rank::num_ranks] for rank in range(num_ranks)]
