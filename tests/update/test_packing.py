@@ -11,7 +11,7 @@ from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.update.layout import regroup
 from agent_r1_trl.update.packed_attention import use_packed_attention
 from agent_r1_trl.update.packing import Segment, pack, packed_log_probs
-from agent_r1_trl.update.rows import trim_padding
+from agent_r1_trl.update.rows import take_rows, trim_padding
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import loss_and_gradients, make_args, make_policy, make_trainer, scored_batch
 
@@ -229,14 +229,30 @@ def lengths_of(buffer):
 
 def test_rows_of_like_length_meet_and_stay_in_their_optimizer_step():
     buffer = buffer_of(2, [(1, 2), (2, 8)], [(1, 7), (2, 3)], [(1, 1), (2, 9)], [(1, 6), (2, 4)])
-    grouped = regroup(buffer, steps_per_update=2, by_prompt=False)
+    grouped = regroup(buffer, steps_per_update=2, by_beginning=False)
     assert lengths_of(grouped) == [[8, 7], [3, 2], [9, 6], [4, 1]]
     assert all(inputs["num_items_in_batch"] == 5 and inputs["old_per_token_logps"] is None for inputs in grouped)
 
 
 def test_rows_of_one_prompt_meet():
     buffer = buffer_of(2, [(1, 2), (2, 8)], [(2, 7), (1, 3)])
-    assert lengths_of(regroup(buffer, steps_per_update=2, by_prompt=True)) == [[2, 3], [8, 7]]
+    assert lengths_of(regroup(buffer, steps_per_update=2, by_beginning=True)) == [[2, 3], [7, 8]]
+
+
+def test_contexts_that_repeat_each_other_meet_whatever_their_padding():
+    contexts = [[0, 0, 5, 6], [0, 0, 0, 4], [5, 6, 7, 8], [0, 4, 9, 9]]
+    prompts = torch.tensor(contexts)
+    ones = torch.ones(4, 1, dtype=torch.long)
+    rows = {
+        "prompt_ids": prompts,
+        "prompt_mask": (prompts > 0).long(),
+        "completion_ids": ones,
+        "completion_mask": ones,
+    }
+    regrouped = regroup([take_rows(rows, [0, 1]), take_rows(rows, [2, 3])], steps_per_update=2, by_beginning=True)
+    assert [inputs["prompt_ids"].tolist() for inputs in regrouped] == [
+        [[0, 0, 0, 4], [0, 4, 9, 9]], [[0, 0, 5, 6], [5, 6, 7, 8]],
+    ]  # fmt: skip
 
 
 def test_columns_of_padding_are_cut():

@@ -23,7 +23,7 @@ from accelerate.utils import DistributedType
 
 from agent_r1_trl.critic import base_causal_lm
 from agent_r1_trl.update.live_rows import set_live_scales
-from agent_r1_trl.update.micro_batches import live_ids, repack
+from agent_r1_trl.update.micro_batches import live_ids, repack, sort_key
 from agent_r1_trl.update.packed_attention import SEGMENTS, use_packed_attention
 from agent_r1_trl.update.packing import PackedBatch, pack, packed_log_probs
 from agent_r1_trl.update.rows import Inputs, join_rows, take_rows, trim_padding
@@ -87,7 +87,7 @@ class UpdateLayout:
         All ranks must call it: the scales for lost rows are counted anew, by optimizer step (`live_rows.py`).
         """
         if self._regroups and self._max_tokens is None:
-            buffer = regroup(buffer, steps_per_update=self._steps_per_update, by_prompt=self.name == "shared")
+            buffer = regroup(buffer, steps_per_update=self._steps_per_update, by_beginning=self.name == "shared")
         if "in_baseline" in buffer[0]:  # TRL's own batches do without
             set_live_scales(buffer, steps_per_update=self._steps_per_update, accelerator=accelerator)
         if self._max_tokens is None:
@@ -196,20 +196,20 @@ class UpdateLayout:
             yield self.pack(*chunk)
 
 
-def regroup(buffer: list[Inputs], *, steps_per_update: int, by_prompt: bool) -> list[Inputs]:
-    """Sort the rows of each optimizer step, so that every micro-batch holds rows of like length or of one prompt.
+def regroup(buffer: list[Inputs], *, steps_per_update: int, by_beginning: bool) -> list[Inputs]:
+    """Sort the rows of each optimizer step, so that every micro-batch holds rows of like length, or that begin alike.
 
     Args:
         buffer: the micro-batches of a rollout, of the same number of rows each.
         steps_per_update: micro-batches of one optimizer step.
-        by_prompt: rows with the same prompt together; otherwise rows of like length.
+        by_beginning: rows that begin alike together; otherwise rows of like length.
     """
     regrouped: list[Inputs] = []
     for start in range(0, len(buffer), steps_per_update):
         window = buffer[start : start + steps_per_update]
         sizes = [len(inputs["completion_ids"]) for inputs in window]
         joined = join_rows(window)
-        order = _order_by_prompt(joined) if by_prompt else _order_by_length(joined)
+        order = _order_by_tokens(joined) if by_beginning else _order_by_length(joined)
         for rows in order.split(sizes):
             regrouped.append(take_rows(joined, rows))
     return regrouped
@@ -221,7 +221,9 @@ def _order_by_length(inputs: Inputs) -> torch.Tensor:
     return lengths.argsort(descending=True, stable=True)
 
 
-def _order_by_prompt(inputs: Inputs) -> torch.Tensor:
-    """(B,) rows with equal prompts together."""
-    prompts = torch.cat([inputs["prompt_ids"], inputs["prompt_mask"]], dim=1)
-    return prompts.unique(dim=0, return_inverse=True)[1].argsort(stable=True)
+def _order_by_tokens(inputs: Inputs) -> torch.Tensor:
+    """(B,) rows that begin alike together: the same prompt, or contexts of one trajectory that repeat each other."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1).cpu()
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).cpu().bool()
+    keys = [sort_key(row[kept].numpy()) for row, kept in zip(ids, mask, strict=True)]
+    return torch.tensor(sorted(range(len(keys)), key=keys.__getitem__))

@@ -143,7 +143,7 @@ def _stretches(
     rows: Sequence[np.ndarray], live: list[int], num_ranks: int, max_tokens: int, least: int
 ) -> list[list[int]]:
     """Rows in the order of their tokens, cut into stretches whose largest is as small as it can be."""
-    order = sorted(live, key=lambda row: rows[row].astype(">i4").tobytes())  # bytes in this form sort as the ids do
+    order = sorted(live, key=lambda row: sort_key(rows[row]))
     sizes = [len(rows[row]) for row in order]
     new = [len(rows[b]) - _num_common(rows[a], rows[b]) for a, b in pairwise(order)]
 
@@ -163,6 +163,11 @@ def _stretches(
         middle = (low + high) // 2
         low, high = (low, middle) if len(cut(middle)) <= num_stretches else (middle + 1, high)
     return [chosen for _, chosen in sorted(cut(high), key=lambda stretch: -stretch[0])]
+
+
+def sort_key(ids: np.ndarray) -> bytes:
+    """Bytes that sort as the ids, (n,), do: rows that begin alike stand together."""
+    return ids.astype(">i4").tobytes()
 
 
 def _num_common(first: np.ndarray, second: np.ndarray) -> int:
