@@ -1,15 +1,21 @@
 """What does an optimizer step cost: TRL's as shipped against ours, on ragged trajectories.
 
     python benchmarks/train_step.py [--json]
+    python benchmarks/train_step.py --trainer ppo --layouts padded packed [--json]
+    python benchmarks/train_step.py --rows forks --layouts padded shared [--json]
 
 Four groups of eight trajectories in float32: a prompt of 512 tokens per group, completions of log-normal length
 (median 256, sigma 0.6, at most 2,048), of which a part are observations that nothing is trained on. One optimizer step
 is four micro-batches of eight rows: forward, loss, backward, clipping and AdamW. Rollouts are left out: both trainers
 are handed the same batch in the place of `_generate_and_score_completions` and shuffle and split it as they do.
 
-TRL's side is `trl.GRPOTrainer`, ours is `MultiTurnGRPOTrainer` with each `update_layout`. All start from the same
-weights and see the same rows in the same optimizer step, so their first gradients must have the same norm (1e-4
-relative), or the benchmark fails.
+With `--rows forks` each of the 32 trajectories splits into 1 to 10 rows, 168 in all: the context of a row repeats the
+one before up to a place in its last quarter. All trajectories of a group begin with its prompt.
+
+TRL's side is `trl.GRPOTrainer`, ours is `MultiTurnGRPOTrainer` with each `update_layout`, or with `--trainer ppo`
+`MultiTurnPPOTrainer`, which is compared with its own padded rows. The layout `tokens` is `shared` with
+`max_tokens_per_micro_batch`. All start from the same weights and see the same rows in the same optimizer step, so
+their first gradients must have the same norm (1e-4 relative), or the benchmark fails.
 
 Every trainer runs in a process of its own. Its peak memory is the largest resident set of that process
 (`ru_maxrss`), interpreter, libraries and weights included; `step_memory` is what of it came with the steps, above the
@@ -38,7 +44,7 @@ from _common import MODEL, be_quiet, check_at_least, make_parser, print_table, r
 from datasets import Dataset
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-LAYOUTS = ("trl", "padded", "grouped", "packed", "shared")
+LAYOUTS = ("trl", "padded", "grouped", "packed", "shared", "tokens")
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
     "small": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -60,10 +66,44 @@ def draw_lengths(count: int, *, median: float, sigma: float, longest: int, seed:
     return drawn.round().clamp(1, longest).int().tolist()
 
 
+def num_rows(args: argparse.Namespace) -> int:
+    """Rows of a generation batch."""
+    trajectories = args.groups * args.group_size
+    return sum(map(num_forks, range(trajectories))) if args.rows == "forks" else trajectories
+
+
+def num_forks(trajectory: int) -> int:
+    """Rows of a trajectory with `--rows forks`."""
+    return trajectory % 10 + 1
+
+
+def draw_contexts(
+    args: argparse.Namespace, prompts: torch.Tensor, lengths: list[int], generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask, padded on the left, of what stands before each completion."""
+    vocabulary, contexts = VOCABULARY[args.model], []
+    if args.rows == "ragged":
+        contexts = list(prompts.repeat_interleave(args.group_size, dim=0))
+    else:
+        for trajectory in range(args.groups * args.group_size):
+            context = prompts[trajectory // args.group_size]
+            for _ in range(num_forks(trajectory)):
+                contexts.append(context)
+                longer = torch.randint(1, vocabulary, (lengths[len(contexts) - 1],), generator=generator)
+                whole = torch.cat([context, longer])
+                end = int(torch.randint(len(whole) * 3 // 4, len(whole) + 1, (), generator=generator))
+                context = whole[: max(end, args.prompt)]
+    width = max(len(context) for context in contexts)
+    ids, mask = torch.zeros(2, len(contexts), width, dtype=torch.long)
+    for row, context in enumerate(contexts):
+        ids[row, width - len(context) :], mask[row, width - len(context) :] = context, 1
+    return ids, mask
+
+
 def make_batch(args: argparse.Namespace) -> dict[str, torch.Tensor]:
-    """A generation batch as both trainers make them, before it is shuffled."""
+    """A generation batch as the trainers make them, before it is shuffled."""
     generator = torch.Generator().manual_seed(args.seed)
-    rows = args.groups * args.group_size
+    rows = num_rows(args)
     lengths = draw_lengths(rows, median=args.median, sigma=args.sigma, longest=args.longest, seed=args.seed)
     vocabulary = VOCABULARY[args.model]
     prompts = torch.randint(1, vocabulary, (args.groups, args.prompt), generator=generator)
@@ -73,14 +113,21 @@ def make_batch(args: argparse.Namespace) -> dict[str, torch.Tensor]:
     stretches[:, 0] = True
     tool_mask = stretches.repeat_interleave(32, dim=1)[:, : max(lengths)].long() * completion_mask
     advantages = torch.randn(rows, generator=generator)
+    prompt_ids, prompt_mask = draw_contexts(args, prompts, lengths, generator)
+    of_critic = {}
+    if args.trainer == "ppo":
+        of_critic = {"returns": advantages.unsqueeze(1) * tool_mask, "old_values": torch.zeros(tool_mask.shape)}
+        of_critic |= {"value_mask": tool_mask.bool(), "num_value_items": tool_mask.sum()}
     return {
-        "prompt_ids": prompts.repeat_interleave(args.group_size, dim=0),
-        "prompt_mask": torch.ones(rows, args.prompt, dtype=torch.long),
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
         "completion_ids": torch.randint(1, vocabulary, completion_mask.shape, generator=generator) * completion_mask,
         "completion_mask": completion_mask,
         "tool_mask": tool_mask,
         "advantages": advantages.unsqueeze(1) * tool_mask,
         "num_items_in_batch": tool_mask.sum(),
+        "in_baseline": torch.ones(rows, dtype=torch.bool),
+        **of_critic,
     }
 
 
@@ -92,7 +139,12 @@ def make_trainer(args: argparse.Namespace, layout: str, folder: str) -> Any:
     from trl import GRPOConfig, GRPOTrainer
 
     from agent_r1_trl import ToolEnv
-    from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+    from agent_r1_trl.trainers import (
+        MultiTurnGRPOConfig,
+        MultiTurnGRPOTrainer,
+        MultiTurnPPOConfig,
+        MultiTurnPPOTrainer,
+    )
 
     torch.manual_seed(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -102,7 +154,7 @@ def make_trainer(args: argparse.Namespace, layout: str, folder: str) -> Any:
     options = {
         "output_dir": folder, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-5,
         "per_device_train_batch_size": args.micro_batch, "num_generations": args.group_size, "max_steps": 1,
-        "gradient_accumulation_steps": args.groups * args.group_size // args.micro_batch, "bf16": False,
+        "gradient_accumulation_steps": num_rows(args) // args.micro_batch, "bf16": False,
         "max_completion_length": args.longest, "gradient_checkpointing": args.checkpointing, "seed": args.seed,
         "use_cpu": device == "cpu",
     }  # fmt: skip
@@ -113,18 +165,24 @@ def make_trainer(args: argparse.Namespace, layout: str, folder: str) -> Any:
         peft_config = LoraConfig(r=16, target_modules="all-linear")
     common = {
         "model": model,
-        "train_dataset": Dataset.from_list([{"prompt": [{"role": "user", "content": "?"}]}] * args.groups),
+        "train_dataset": Dataset.from_list([{"prompt": [{"role": "user", "content": "?"}]}] * num_rows(args)),
         "processing_class": AutoTokenizer.from_pretrained(MODEL),
         "peft_config": peft_config,
     }
     if layout == "trl":
         return GRPOTrainer(args=GRPOConfig(**options), reward_funcs=lambda completions, **_: [0.0], **common)
-    config = MultiTurnGRPOConfig(**options, update_layout=layout, record_trajectories="none")
-    return MultiTurnGRPOTrainer(args=config, reward_funcs=lambda completions, **_: [0.0], env=ToolEnv, **common)
+    options["update_layout"] = "shared" if layout == "tokens" else layout
+    options["max_tokens_per_micro_batch"] = args.max_tokens if layout == "tokens" else None
+    make_config, make = MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+    if args.trainer == "ppo":
+        make_config, make = MultiTurnPPOConfig, MultiTurnPPOTrainer
+        options |= {"critic": args.critic, "num_generations": 1}
+    config = make_config(**options, record_trajectories="none")
+    return make(args=config, reward_funcs=lambda completions, **_: [0.0], env=ToolEnv, **common)
 
 
 def optimizer_step(trainer: Any, batch: dict[str, torch.Tensor]) -> float:
-    """One optimizer step on a rollout that stands ready; the norm of its gradients."""
+    """One optimizer step on a rollout that stands ready; the norm of its gradients, a critic's included."""
     trainer._step = 0
     trainer._generate_and_score_completions = lambda inputs: batch
     for _ in range(trainer.args.gradient_accumulation_steps):
@@ -182,26 +240,27 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def run_all(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """The figures of every layout, each from its own process."""
+    """The figures of every layout, each from its own process; the first layout is what the others are held against."""
+    base = args.layouts[0]
     figures = {layout: run_alone(__file__, [*args.given, "--only", layout]) for layout in args.layouts}
     for layout, row in figures.items():
-        if not math.isclose(row["grad_norm"], figures["trl"]["grad_norm"], rel_tol=args.tolerance):
+        if not math.isclose(row["grad_norm"], figures[base]["grad_norm"], rel_tol=args.tolerance):
             raise RuntimeError(
-                f"{layout}: gradient norm {row['grad_norm']} is not TRL's {figures['trl']['grad_norm']}: "
+                f"{layout}: gradient norm {row['grad_norm']} is not that of {base}, {figures[base]['grad_norm']}: "
                 "the two did not do the same work"
             )
     return figures
 
 
 def ratios(figures: dict[str, dict[str, float]]) -> dict[str, float]:
-    """The JSON line: the last layout against TRL, then every layout's own figures."""
-    trl, ours = figures["trl"], figures[list(figures)[-1]]
+    """The JSON line: the last layout against the first, then every layout's own figures."""
+    base, ours = (figures[list(figures)[place]] for place in (0, -1))
     result = {
-        "speedup": trl["seconds"] / ours["seconds"],
-        "processor_speedup": trl["processor_seconds"] / ours["processor_seconds"],
-        "memory_ratio": ours["peak"] / trl["peak"],
-        "step_memory_ratio": ours["step_memory"] / trl["step_memory"],
-        "action_tokens": trl["action_tokens"],
+        "speedup": base["seconds"] / ours["seconds"],
+        "processor_speedup": base["processor_seconds"] / ours["processor_seconds"],
+        "memory_ratio": ours["peak"] / base["peak"],
+        "step_memory_ratio": ours["step_memory"] / base["step_memory"],
+        "action_tokens": base["action_tokens"],
     }
     for layout, row in figures.items():
         result[f"{layout}_tokens_per_s"] = row["action_tokens"] / row["seconds"]
@@ -217,11 +276,11 @@ def show(result: dict[str, float], args: argparse.Namespace) -> None:
     for layout in args.layouts:
         speed = result[f"{layout}_tokens_per_s"]
         sizes = (f"{result[f'{layout}_{name}']:.0f}" for name in ("peak_mb", "step_mb"))
-        against_trl = f"{speed / result['trl_tokens_per_s']:.2f}"
-        rows.append((layout, f"{speed:.0f}", against_trl, f"{result[f'{layout}_processor_s']:.1f}", *sizes))
+        against_first = f"{speed / result[f'{args.layouts[0]}_tokens_per_s']:.2f}"
+        rows.append((layout, f"{speed:.0f}", against_first, f"{result[f'{layout}_processor_s']:.1f}", *sizes))
     print_table(
         f"{args.model} model, {args.dtype}, {result['action_tokens']:.0f} action tokens a step",
-        ("layout", "action tokens/s", "against TRL", "processor s", "peak MB", "of it by the steps"),
+        ("layout", "action tokens/s", "against the first", "processor s", "peak MB", "of it by the steps"),
         rows,
     )
 
@@ -230,6 +289,10 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Settings; the defaults are those of the published figures."""
     parser = make_parser(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="small", help="shape of the random-weights model")
+    parser.add_argument("--trainer", choices=("grpo", "ppo"), default="grpo")
+    parser.add_argument("--critic", choices=("head", "model"), default="model", help="of --trainer ppo")
+    parser.add_argument("--rows", choices=("ragged", "forks"), default="ragged", help="what a trajectory becomes")
+    parser.add_argument("--max-tokens", type=int, default=2048, help="of a pass, in the layout 'tokens'")
     parser.add_argument("--groups", type=int, default=4, help="prompts")
     parser.add_argument("--group-size", type=int, default=8, help="trajectories per prompt")
     parser.add_argument("--micro-batch", type=int, default=8, help="rows per forward")
@@ -249,14 +312,16 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     given = sys.argv[1:] if given is None else given
     args = parser.parse_args(given)
     args.given = [word for word in given if word != "--json"]
-    check_at_least(parser, args, 1, "groups", "micro_batch", "prompt", "longest", "repeats")
+    check_at_least(parser, args, 1, "groups", "micro_batch", "prompt", "longest", "repeats", "max_tokens")
     check_at_least(parser, args, 2, "group_size")
-    if (args.groups * args.group_size) % args.micro_batch:
-        parser.error("--micro-batch must divide the number of trajectories (--groups x --group-size)")
+    if num_rows(args) % args.micro_batch:
+        parser.error(f"--micro-batch must divide the number of rows, {num_rows(args)}")
     if not 0 <= args.observations < 1:
         parser.error("--observations must be at least 0 and below 1")
-    if args.layouts[0] != "trl" or len(args.layouts) < 2:
-        parser.error("--layouts must begin with trl and name another one")
+    if len(args.layouts) < 2:
+        parser.error("--layouts must name two at least: the first is what the others are held against")
+    if "trl" in args.layouts and args.trainer == "ppo":
+        parser.error("--trainer ppo: TRL has no such trainer. Leave trl out of --layouts")
     return args
 
 

@@ -89,7 +89,7 @@ TINY = {
     "train_step.py": (
         [
             *("--model", "tiny", "--groups", "2", "--group-size", "2", "--micro-batch", "2", "--prompt", "16"),
-            *("--median", "12", "--longest", "40", "--repeats", "1", "--layouts", "trl", "shared"),
+            *("--median", "12", "--longest", "40", "--repeats", "1", "--layouts", "trl", "tokens"),
         ],
         {
             "speedup",
@@ -99,7 +99,7 @@ TINY = {
             "action_tokens",
             *(
                 f"{layout}_{name}"
-                for layout in ("trl", "shared")
+                for layout in ("trl", "tokens")
                 for name in ("tokens_per_s", "processor_s", "peak_mb", "step_mb")
             ),
         },

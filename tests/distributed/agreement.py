@@ -10,7 +10,8 @@ from tests.distributed.critics import POLICY_FOLDER, fill, num_processes
 from tests.trainers.helpers import LikelihoodTrainer, call, make_trainer, questions, say, scored_batch
 
 NUM_STEPS = 3
-POLICIES = ("full", "lora", "extra_loss", "rows")
+POLICIES = ("full", "lora", "extra_loss", "rows", "tokens")
+BY_TOKENS = {"update_layout": "shared", "max_tokens_per_micro_batch": 500}
 CRITIC_ESTIMATORS = ("gae", "bilevel_gae")
 CREDIT_CASES = {name: {"advantage_estimator": name} for name in ESTIMATORS} | {
     "parts": {"separate_process_advantages": True, "normalize_process_rewards": True},
@@ -41,7 +42,7 @@ def losses_and_signals(policy, output_dir):
         output_dir,
         model=str(output_dir / POLICY_FOLDER),
         script=ragged,
-        trainer=LikelihoodTrainer if policy in ("extra_loss", "rows") else MultiTurnGRPOTrainer,
+        trainer=LikelihoodTrainer if policy in ("extra_loss", "rows", "tokens") else MultiTurnGRPOTrainer,
         peft_config=_lora() if policy == "lora" else None,
         num_generations=8,
         per_device_train_batch_size=12 // num_processes(),
@@ -49,9 +50,10 @@ def losses_and_signals(policy, output_dir):
         max_turns=4,
         max_steps=NUM_STEPS,
         beta=0.04,
-        loss_type="grpo" if policy == "rows" else "dapo",  # a mean over rows, of which some are lost
+        loss_type="grpo" if policy in ("rows", "tokens") else "dapo",  # a mean over rows, of which some are lost
         echo_trap=policy == "full",
         mutual_information_every=2 if policy == "full" else 0,
+        **(BY_TOKENS if policy == "tokens" else {}),
     )
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]

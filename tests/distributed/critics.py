@@ -18,6 +18,7 @@ NUM_ROWS = 8
 """Of all processes together."""
 KINDS = ("adapter", "head", "model")
 CHECKPOINTING = ("off", "reentrant", "non-reentrant")
+BY_TOKENS = {"update_layout": "shared", "max_tokens_per_micro_batch": 250}
 CASES = tuple(itertools.product(KINDS, CHECKPOINTING))
 
 
@@ -56,10 +57,10 @@ def _full_gradient(parameter):
     return safe_get_full_grad(parameter)
 
 
-def one_step(kind, checkpointing, output_dir):
+def one_step(kind, checkpointing, output_dir, **options):
     """The gradient of everything trainable by its name, and how many blocks of the policy's backbone were run.
 
-    The adapter critic has a LoRA policy and a reference pass as well.
+    Options are those of the configuration. The adapter critic has a LoRA policy and a reference pass as well.
     """
     catcher = CatchGradients()
     lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if kind == "adapter" else None
@@ -76,6 +77,7 @@ def one_step(kind, checkpointing, output_dir):
         gradient_checkpointing_kwargs={"use_reentrant": checkpointing == "reentrant"},
         max_grad_norm=0.0,
         callbacks=[catcher],
+        **options,
     )
     catcher.trainer = trainer
     fill(trainer.model)

@@ -34,6 +34,14 @@ def test_two_processes_give_the_gradients_of_one(results, launch):
 
 
 @pytest.mark.parametrize("launch", ["one", *LAUNCHES])
+def test_packed_passes_by_tokens_give_the_gradients_of_padded_rows(results, launch):
+    packed, padded = results(launch)["packed"], results("one")["critics"]
+    for kind in KINDS:
+        assert largest_gap(packed[kind], padded[kind, "off"]) <= 1e-5, kind
+        assert packed[kind]["block_runs"] > 2, "several passes, or the recomputation"
+
+
+@pytest.mark.parametrize("launch", ["one", *LAUNCHES])
 @pytest.mark.parametrize("kind", KINDS)
 def test_policy_and_critic_both_learn(results, launch, kind):
     gradients = results(launch)["critics"][kind, "off"]["gradients"]

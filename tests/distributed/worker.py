@@ -20,6 +20,7 @@ def compute(folder):
     runs = {policy: agreement.losses_and_signals(policy, folder) for policy in agreement.POLICIES}
     return {
         "critics": {case: critics.one_step(*case, folder) for case in critics.CASES},
+        "packed": {kind: critics.one_step(kind, "reentrant", folder, **critics.BY_TOKENS) for kind in critics.KINDS},
         "losses": {policy: losses for policy, (losses, _) in runs.items()},
         "signals": runs["full"][1],
         "nonfinite": nonfinite.skipped(folder),

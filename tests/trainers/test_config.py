@@ -66,7 +66,6 @@ def test_what_belongs_to_an_estimator_is_set_and_what_contradicts_it_is_refused(
             ({"num_generations": 1}, row.needs_group),
             ({"kl_placement": "reward", "beta": 0.1}, not row.reads_token_rewards),
             ({"separate_process_advantages": True}, row.needs_critic),
-            ({"update_layout": "packed"}, row.needs_critic),
         ):
             expected = pytest.raises(ValueError, match=next(iter(option))) if refused else contextlib.nullcontext()
             with expected:

@@ -219,9 +219,20 @@ TABLE = {
         Refused(True, {"use_vllm": True}),
         Refused(True, {"importance_sampling_unit": "turn"}, **BY_TOKEN),
     ),
-    "update_layout": (
-        Acts(effects.layout, "packed"),
-        Refused("packed", {"update_layout": "grouped"}, config_class=PPO),
+    "update_layout": Acts(effects.layout, "packed"),
+    "max_tokens_per_micro_batch": (
+        ShownBy(
+            "tests/update/test_micro_batches.py::test_a_pass_holds_no_more_tokens_than_the_limit_unless_a_row_does"
+        ),
+        Refused(100, {"update_layout": "packed"}, {"update_layout": "shared"}),
+        Refused(100, {"max_tokens_per_micro_batch": None}, update_layout="packed", loss_type="bnpo"),
+        Refused(
+            100,
+            {"steps_per_generation": 4},
+            update_layout="packed",
+            steps_per_generation=3,
+            gradient_accumulation_steps=2,
+        ),
     ),
     "record_trajectories": Acts(effects.store, "parquet"),
     "push_trajectories": (

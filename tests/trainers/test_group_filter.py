@@ -12,7 +12,8 @@ from agent_r1_trl.filtering import raw_returns
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.nonfinite import TRAJECTORY_ROW
-from agent_r1_trl.update.layout import UPDATE_LAYOUTS, join_rows, take_rows
+from agent_r1_trl.update.layout import UPDATE_LAYOUTS
+from agent_r1_trl.update.rows import join_rows, take_rows
 from agent_r1_trl.update.spreading import deal, spread_rows
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv, call, say

@@ -162,7 +162,6 @@ def test_the_checks_read_its_row():
         (MultiTurnGRPOConfig, {"advantage_estimator": ignoring, "scale_rewards": "batch"}, "scale_rewards"),
         (MultiTurnPPOConfig, {"advantage_estimator": grouped}, "advantage_estimator='own' is made without a critic"),
         (MultiTurnPPOConfig, {"advantage_estimator": critic, "separate_process_advantages": True}, "separate_process"),
-        (MultiTurnPPOConfig, {"advantage_estimator": critic, "update_layout": "packed"}, "update_layout"),
     ):
         with pytest.raises(ValueError, match=flag):
             config_class(**CPU, **options)

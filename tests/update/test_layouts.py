@@ -10,6 +10,7 @@ from trl import GRPOTrainer
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, config_checks
 from agent_r1_trl.trainers.rollout_checks import check_correction
 from agent_r1_trl.update.layout import REGROUPING_LAYOUTS, UPDATE_LAYOUTS, UpdateLayout
+from agent_r1_trl.update.micro_batches import PASSES
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import (
     loss_and_gradients,
@@ -59,6 +60,14 @@ def test_every_layout_gives_the_gradient_of_the_padded_one_or_is_refused(tmp_pat
     layouts = {
         name: make_args(tmp_path, update_layout=name, **options) for name in UPDATE_LAYOUTS if name not in refused
     }
+    if flags:
+        with pytest.raises(ValueError, match=f"max_tokens_per_micro_batch=150 with ({'|'.join(flags)})="):
+            make_args(tmp_path, update_layout="packed", max_tokens_per_micro_batch=150, **options)
+    else:  # more passes than micro-steps, and fewer
+        for name, limit in (("packed", 150), ("shared", 600)):
+            layouts[f"{name}, {limit}"] = make_args(
+                tmp_path, update_layout=name, max_tokens_per_micro_batch=limit, **options
+            )
     trainer = make_trainer(tmp_path, model=str(policy), **options)
     found = {}
     for name, args in layouts.items():
@@ -67,6 +76,10 @@ def test_every_layout_gives_the_gradient_of_the_padded_one_or_is_refused(tmp_pat
     expected, buffer = found.pop("padded")
     assert max(gradient.abs().max() for gradient in expected.values()) > 1e-3
     assert "packed" in found, "which moves no rows"
+    if not flags:
+        many, few = ([len(step[PASSES]) for step in found[name][1]] for name in ("packed, 150", "shared, 600"))
+        assert sum(many) > len(buffer) > sum(few)
+        assert few[-1] == 1, "gradients are reduced in the last micro-step"
     for layout, (gradients, others) in found.items():
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected[name], atol=2e-6, rtol=1e-4, msg=f"{layout} {name}")

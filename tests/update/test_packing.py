@@ -7,9 +7,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from agent_r1_trl.trainers import MultiTurnPPOConfig, MultiTurnPPOTrainer
-from agent_r1_trl.update.layout import regroup, trim_padding
-from agent_r1_trl.update.packing import Segment, pack, packed_log_probs, use_packed_attention
+from agent_r1_trl.trainers import MultiTurnPPOTrainer
+from agent_r1_trl.update.layout import regroup
+from agent_r1_trl.update.packed_attention import use_packed_attention
+from agent_r1_trl.update.packing import Segment, pack, packed_log_probs
+from agent_r1_trl.update.rows import take_rows, trim_padding
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import loss_and_gradients, make_args, make_policy, make_trainer, scored_batch
 
@@ -24,35 +26,82 @@ def by_hand():
     return ids, mask, scored
 
 
-def test_a_packed_row_holds_the_tokens_that_exist():
-    batch = pack(*by_hand(), share_prompts=False)
-    assert batch.input_ids.tolist() == [[1, 2, 10, 11, 1, 2, 12, 3, 4, 5, 13, 14, 15]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4, 5]]
-    assert batch.layout.segments == [Segment(0, 4), Segment(4, 7), Segment(7, 13)]
+def test_a_packed_row_holds_the_tokens_up_to_the_last_one_that_predicts():
+    batch = pack(*by_hand(), share_prefixes=False)
+    assert batch.input_ids.tolist() == [[1, 2, 10, 1, 2, 3, 4, 5, 13, 14]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 3, 4]]
+    assert batch.layout.segments == [Segment(0, 3), Segment(3, 5), Segment(5, 10)]
 
 
 def test_rows_with_the_same_prompt_share_one_copy_of_it():
-    batch = pack(*by_hand(), share_prompts=True)
-    assert batch.input_ids.tolist() == [[1, 2, 10, 11, 12, 3, 4, 5, 13, 14, 15]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1, 2, 3, 4, 5]]
+    batch = pack(*by_hand(), share_prefixes=True)
+    assert batch.input_ids.tolist() == [[1, 2, 10, 3, 4, 5, 13, 14]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+    assert batch.layout.segments == [Segment(0, 2), Segment(2, 3, ((0, 2),)), Segment(3, 8)]
+
+
+def forks():
+    """Four rows of one trajectory that fork twice, one of them twice, and a row that nothing is scored in.
+
+    1 2 | 3 4 5 6, 1 2 | 3 4 7, 1 2 | 8 9 9 (twice), 1 2 | 8 5 5
+    """
+    completions = [[3, 4, 5, 6], [8, 9, 9, 0], [3, 4, 7, 0], [8, 9, 9, 0], [8, 5, 5, 0]]
+    ids = torch.tensor([[1, 2, *completion] for completion in completions])
+    scored = torch.tensor([[0, 0, 0, 1], [0, 1, 1, 0], [0, 1, 1, 0], [0, 1, 1, 0], [0, 0, 0, 0]])
+    return ids, (ids > 0).long(), scored
+
+
+def test_forks_of_a_trajectory_are_the_branches_of_a_tree():
+    batch = pack(*forks(), share_prefixes=True)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 8, 9]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3]]
     assert batch.layout.segments == [
-        Segment(0, 2), Segment(2, 4, (0, 2)), Segment(4, 5, (0, 2)), Segment(5, 8), Segment(8, 11, (5, 8)),
+        Segment(0, 2), Segment(2, 4, ((0, 2),)), Segment(4, 5, ((0, 4),)), Segment(5, 7, ((0, 2),)),
     ]  # fmt: skip
+
+
+def test_a_branch_behind_another_one_sees_the_stretches_of_its_own_past():
+    ids = torch.tensor([[1, 1, 2, 2, 9], [1, 1, 3, 3, 9], [1, 1, 3, 4, 9]])
+    batch = pack(ids, torch.ones_like(ids), torch.ones(3, 1), share_prefixes=True)
+    assert batch.input_ids.tolist() == [[1, 1, 2, 2, 3, 3, 4]]
+    assert batch.layout.segments == [
+        Segment(0, 2), Segment(2, 4, ((0, 2),)), Segment(4, 5, ((0, 2),)),
+        Segment(5, 6, ((0, 2), (4, 5))), Segment(6, 7, ((0, 2), (4, 5))),
+    ]  # fmt: skip
+
+
+def test_the_head_reads_a_token_that_rows_share_once():
+    batch = pack(*forks(), share_prefixes=True)
+    pairs = list(zip(batch.layout.sources.tolist(), batch.labels[0].tolist(), strict=True))
+    assert pairs == [(2, 4), (3, 7), (4, 6), (5, 9), (6, 9)]
+    spread = batch.layout.spread(torch.tensor([[10.0, 20.0, 30.0, 40.0, 50.0]]))
+    assert spread.tolist() == [[0, 0, 0, 30], [0, 40, 50, 0], [0, 10, 20, 0], [0, 40, 50, 0], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+def test_a_batch_that_nothing_is_scored_in_costs_one_token(share_prefixes):
+    ids, mask, scored = by_hand()
+    batch = pack(ids, mask, scored * 0, share_prefixes=share_prefixes)
+    assert batch.input_ids.tolist() == [[1]]
+    assert batch.labels.shape == (1, 0)
+    assert not batch.layout.spread(torch.zeros(1, 0)).any()
 
 
 def test_a_single_row_shares_its_prompt_with_nobody():
     one = [tensor[:1] for tensor in by_hand()]
-    alone, shared = (pack(*one, share_prompts=flag) for flag in (False, True))
-    for name in ("input_ids", "position_ids", "scored", "sources", "labels"):
+    alone, shared = (pack(*one, share_prefixes=flag) for flag in (False, True))
+    for name in ("input_ids", "position_ids", "labels"):
         assert torch.equal(getattr(alone, name), getattr(shared, name)), name
+    assert torch.equal(alone.layout.sources, shared.layout.sources)
 
 
-@pytest.mark.parametrize("share_prompts", [False, True])
-def test_each_scored_token_is_read_from_the_token_before_it(share_prompts):
-    batch = pack(*by_hand(), share_prompts=share_prompts)
-    assert batch.scored.int().tolist() == [[1, 1, 0], [1, 0, 0], [0, 1, 1]]
-    assert batch.labels.tolist() == [[10, 11, 12, 14, 15]]
-    assert batch.input_ids[0, batch.sources].tolist() == [2, 10, 2, 13, 14]
+@pytest.mark.parametrize("share_prefixes", [False, True])
+def test_each_scored_token_is_read_from_the_token_before_it(share_prefixes):
+    batch = pack(*by_hand(), share_prefixes=share_prefixes)
+    assert batch.layout.scored.int().tolist() == [[1, 1, 0], [1, 0, 0], [0, 1, 1]]
+    copies = batch.layout.copies
+    assert batch.labels[0, copies].tolist() == [10, 11, 12, 14, 15]
+    assert batch.input_ids[0, batch.layout.sources[copies]].tolist() == [2, 10, 2, 13, 14]
 
 
 # -------------------------------------------------------------------- log-probs, entropies, gradients
@@ -87,6 +136,18 @@ def ragged(seed=0):
     return ids, mask, (torch.rand(6, 7, generator=generator) < 0.6) & mask[:, 5:].bool()
 
 
+def forked(seed=0):
+    """Twelve rows of two trajectories that fork again and again, and a copy of one of them."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, SHAPE["vocab_size"], (12, 20), generator=generator)
+    for row in range(1, 12):
+        parent = int(torch.randint(0, row, (1,), generator=generator))
+        common = int(torch.randint(4, 20, (1,), generator=generator)) if row != 6 else 0
+        ids[row, :common] = ids[parent, :common]
+    ids[11] = ids[4]
+    return ids, torch.ones_like(ids), torch.rand(12, 16, generator=generator) < 0.4
+
+
 def gradients_of(model, log_probs, entropies, weights):
     model.zero_grad()
     ((log_probs * weights[0] + entropies * weights[1]).sum() / 10).backward()
@@ -94,35 +155,37 @@ def gradients_of(model, log_probs, entropies, weights):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("share_prompts", [False, True])
+@pytest.mark.parametrize("share_prefixes", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_packed_forward_equals_the_padded_one(family, share_prompts, checkpointing):
+@pytest.mark.parametrize("rows", [ragged, forked])
+def test_a_packed_forward_equals_the_padded_one(family, share_prefixes, checkpointing, rows):
     model = make_model(family).train()
-    ids, mask, scored = ragged()
+    ids, mask, scored = rows()
+    width = scored.shape[1]
     weights = torch.randn(2, *scored.shape) * scored
     labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :5] = -100
+    labels[:, :-width] = -100
     output = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
-    expected = output.log_probs[:, -7:], output.entropy[:, -7:]
+    expected = output.log_probs[:, -width:], output.entropy[:, -width:]
     gradients = gradients_of(model, *expected, weights)
 
     use_packed_attention(model)
     if checkpointing:
         model.gradient_checkpointing_enable()
-    packed = packed_log_probs(model, model.base_model, pack(ids, mask, scored, share_prompts=share_prompts))
+    packed = packed_log_probs(model, model.base_model, pack(ids, mask, scored, share_prefixes=share_prefixes))
     for ours, theirs in zip(packed, expected, strict=True):
         torch.testing.assert_close(ours, theirs * scored, atol=1e-5, rtol=0)
     torch.testing.assert_close(gradients_of(model, *packed, weights), gradients, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("share_prompts", [False, True])
-def test_no_row_sees_another(share_prompts):
+@pytest.mark.parametrize("share_prefixes", [False, True])
+def test_no_row_sees_another(share_prefixes):
     model = make_model("qwen3")
     use_packed_attention(model)
     ids, mask, scored = ragged()
-    before, _ = packed_log_probs(model, model.base_model, pack(ids, mask, scored, share_prompts=share_prompts))
+    before, _ = packed_log_probs(model, model.base_model, pack(ids, mask, scored, share_prefixes=share_prefixes))
     ids[1, 5:] = (ids[1, 5:] + 1) % SHAPE["vocab_size"]
-    after, _ = packed_log_probs(model, model.base_model, pack(ids, mask, scored, share_prompts=share_prompts))
+    after, _ = packed_log_probs(model, model.base_model, pack(ids, mask, scored, share_prefixes=share_prefixes))
     others = [0, 2, 3, 4, 5]
     assert torch.equal(before[others], after[others])
     assert not torch.allclose(before[1], after[1])
@@ -141,18 +204,6 @@ def test_the_attention_function_is_not_saved(tmp_path):
     use_packed_attention(model)
     model.save_pretrained(tmp_path)
     assert Qwen3ForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize(
-    ("options", "flaw"),
-    [
-        ({"attn_implementation": "eager"}, "'eager'"),
-        ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 4}, "sliding_attention"),
-    ],
-)
-def test_a_model_that_packing_does_not_cover_is_refused(options, flaw):
-    with pytest.raises(ValueError, match=rf"update_layout.*{flaw}"):
-        use_packed_attention(make_model("qwen3", **options))
 
 
 # -------------------------------------------------------------------- micro-batches
@@ -178,14 +229,30 @@ def lengths_of(buffer):
 
 def test_rows_of_like_length_meet_and_stay_in_their_optimizer_step():
     buffer = buffer_of(2, [(1, 2), (2, 8)], [(1, 7), (2, 3)], [(1, 1), (2, 9)], [(1, 6), (2, 4)])
-    grouped = regroup(buffer, steps_per_update=2, by_prompt=False)
+    grouped = regroup(buffer, steps_per_update=2, by_beginning=False)
     assert lengths_of(grouped) == [[8, 7], [3, 2], [9, 6], [4, 1]]
     assert all(inputs["num_items_in_batch"] == 5 and inputs["old_per_token_logps"] is None for inputs in grouped)
 
 
 def test_rows_of_one_prompt_meet():
     buffer = buffer_of(2, [(1, 2), (2, 8)], [(2, 7), (1, 3)])
-    assert lengths_of(regroup(buffer, steps_per_update=2, by_prompt=True)) == [[2, 3], [8, 7]]
+    assert lengths_of(regroup(buffer, steps_per_update=2, by_beginning=True)) == [[2, 3], [7, 8]]
+
+
+def test_contexts_that_repeat_each_other_meet_whatever_their_padding():
+    contexts = [[0, 0, 5, 6], [0, 0, 0, 4], [5, 6, 7, 8], [0, 4, 9, 9]]
+    prompts = torch.tensor(contexts)
+    ones = torch.ones(4, 1, dtype=torch.long)
+    rows = {
+        "prompt_ids": prompts,
+        "prompt_mask": (prompts > 0).long(),
+        "completion_ids": ones,
+        "completion_mask": ones,
+    }
+    regrouped = regroup([take_rows(rows, [0, 1]), take_rows(rows, [2, 3])], steps_per_update=2, by_beginning=True)
+    assert [inputs["prompt_ids"].tolist() for inputs in regrouped] == [
+        [[0, 0, 0, 4], [0, 4, 9, 9]], [[0, 0, 5, 6], [5, 6, 7, 8]],
+    ]  # fmt: skip
 
 
 def test_columns_of_padding_are_cut():
@@ -239,11 +306,12 @@ def test_a_training_run_does_not_depend_on_the_layout(tmp_path, on_disk, layout)
     )
 
 
-def test_a_ppo_run_does_not_depend_on_grouping(tmp_path):
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 3}
+@pytest.mark.parametrize("layout", ["grouped", "packed", "shared"])
+def test_a_ppo_run_does_not_depend_on_the_layout(tmp_path, layout):
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 3, "num_iterations": 2}
     assert_same_run(
         trained(make_trainer(tmp_path / "a", trainer=MultiTurnPPOTrainer, **options)),
-        trained(make_trainer(tmp_path / "b", trainer=MultiTurnPPOTrainer, update_layout="grouped", **options)),
+        trained(make_trainer(tmp_path / "b", trainer=MultiTurnPPOTrainer, update_layout=layout, **options)),
     )
 
 
@@ -272,11 +340,6 @@ def test_a_lora_run_packs(tmp_path):
         )  # fmt: skip
         losses.append(loss_and_gradients(trainer, scored_batch(trainer)))
     torch.testing.assert_close(losses[1], losses[0], atol=1e-6, rtol=1e-5)
-
-
-def test_ppo_refuses_packed_rows(tmp_path):
-    with pytest.raises(ValueError, match="update_layout='shared'"):
-        make_args(tmp_path, MultiTurnPPOConfig, update_layout="shared")
 
 
 def test_an_unknown_layout_is_refused(tmp_path):

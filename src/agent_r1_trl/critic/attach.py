@@ -46,7 +46,7 @@ class ActorCriticOutput(ModelOutput):
     entropy: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
     state_values: torch.Tensor | None = None
-    """(B, L): the value of the state after token l, that is, V of token l + 1."""
+    """(B, L): the value of the state after token l, that is, V of token l + 1. Of a packed row (1, S)."""
 
 
 # -------------------------------------------------------------------- attaching
@@ -139,9 +139,13 @@ def _wrap_forward(base: Any) -> None:
     base.forward = types.MethodType(forward, base)
 
 
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_INPUTS = ("input_ids", "attention_mask", "position_ids", "packed_layout", *_LENGTHS)
+
+
 def _values(base: Any, inputs: dict[str, Any], hidden: torch.Tensor | None = None) -> torch.Tensor:
-    """(B, L) values; `hidden` spares the policy's backbone a second pass."""
-    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in inputs}
+    """(B, L) values, of a packed row (1, S); `hidden` spares the policy's backbone a second pass."""
+    inputs = {name: inputs[name] for name in _INPUTS if name in inputs}
     if base.critic_kind == "model":
         hidden = _hidden_states(base.critic_backbone, inputs)
     elif base.critic_kind == "adapter":
@@ -149,7 +153,7 @@ def _values(base: Any, inputs: dict[str, Any], hidden: torch.Tensor | None = Non
             hidden = _hidden_states(base.base_model, inputs)
     else:
         if hidden is None:  # as the policy's own pass computes them in the loss: without positions from the mask
-            hidden = base.base_model(**inputs, use_cache=False).last_hidden_state
+            hidden = _run(base.base_model, inputs)
         if base.critic_detached:
             hidden = hidden.detach()
     return base.value_head(hidden)
@@ -160,7 +164,14 @@ def _hidden_states(backbone: Any, inputs: dict[str, Any]) -> torch.Tensor:
     mask = inputs.get("attention_mask")
     if mask is not None and "position_ids" not in inputs and _takes_positions(backbone):
         inputs = {**inputs, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)}
-    return backbone(**inputs, use_cache=False).last_hidden_state
+    return _run(backbone, inputs)
+
+
+def _run(backbone: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """(B, L, H) of the last layer, of a packed row (`update/packing.py`) only where it is read, (1, S, H)."""
+    hidden = backbone(**inputs, use_cache=False).last_hidden_state
+    layout = inputs.get("packed_layout")
+    return hidden if layout is None else hidden[:, layout.sources]
 
 
 def _takes_positions(backbone: Any) -> bool:

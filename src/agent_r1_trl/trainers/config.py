@@ -178,8 +178,15 @@ class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOCon
         default="padded",
         metadata={
             "help": "How rows are laid out in a forward pass of the update: 'padded' as in TRL; 'grouped' by length, "
-            "with the common padding cut off; 'packed' without padding; 'shared': packed, and the prompt of a group "
-            "computed once."
+            "with the common padding cut off; 'packed' without padding; 'shared': packed, and what rows have in "
+            "common at their beginning (the prompt of a group) computed once."
+        },
+    )
+    max_tokens_per_micro_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Deal the rows of an optimizer step out to forward passes of at most so many tokens, evenly over "
+            "all ranks. For update_layout 'packed' and 'shared'. None: `per_device_train_batch_size` rows a pass."
         },
     )
 

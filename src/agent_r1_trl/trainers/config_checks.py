@@ -35,6 +35,7 @@ OUR_NEEDS = (
     Need(_UNITS_OF_RATIOS, "vllm_importance_sampling_correction", (True,)),
     Need(("generation_batch_rows",), "use_vllm", (False,)),
     Need(("pad_to_multiple_of",), "update_layout", ("padded",)),
+    Need(("max_tokens_per_micro_batch",), "update_layout", PACKED_LAYOUTS),
     Need(("use_bias_correction_kl",), "kl_placement", ("loss",)),
     Need(("push_trajectories",), "record_trajectories", ("jsonl", "parquet")),
     Need(("filter_value", "filter_statistic", "filter_when", "filter_loss_scaling"), "filter_groups", RULES),
@@ -63,7 +64,8 @@ def check_config(config: MultiTurnConfig) -> None:
     check_choice(config, "thinking", ("keep", "off"))
     check_rules(config.secret_names, config.secret_patterns)
     settle_estimator(config)
-    check_update_layout(config)
+    check_choice(config, "update_layout", UPDATE_LAYOUTS)
+    check_micro_batch_tokens(config)
     settle_credit(config)
     check_kl(config)
     check_separate_advantages(config)
@@ -274,28 +276,38 @@ _SCALE_OF = {
 """The `scale_rewards` that says what an estimator does anyway."""
 
 
-def check_update_layout(config: MultiTurnConfig) -> None:
-    """Packed rows are for estimators without a critic, which reads padded ones."""
-    check_choice(config, "update_layout", UPDATE_LAYOUTS)
-    if config.update_layout in PACKED_LAYOUTS and config.estimator.needs_critic:
+def check_micro_batch_tokens(config: MultiTurnConfig) -> None:
+    """The passes of an optimizer step are dealt out over whole micro-steps of whole rollouts."""
+    name, value = "max_tokens_per_micro_batch", config.max_tokens_per_micro_batch
+    check_whole_number(name, value, is_optional=True)
+    sizes = sorted((config.steps_per_generation, config.gradient_accumulation_steps))
+    if value is not None and sizes[1] % sizes[0]:
         raise ValueError(
-            f"update_layout={config.update_layout!r} packs rows, and the critic reads padded ones. Set "
-            "update_layout='grouped' or 'padded' for PPO."
+            f"{name}={value} with steps_per_generation={config.steps_per_generation} and gradient_accumulation_steps="
+            f"{config.gradient_accumulation_steps}: neither is a multiple of the other, so that an optimizer step "
+            "would hold a part of a rollout's rows. Set steps_per_generation to a multiple of "
+            f"gradient_accumulation_steps, or remove {name}."
         )
 
 
 def check_micro_batch_means(config: MultiTurnConfig) -> None:
     """Rows are not moved between micro-batches where TRL averages, or takes a quantile, inside each of them."""
-    if config.update_layout not in REGROUPING_LAYOUTS or config.gradient_accumulation_steps == 1:
+    is_by_tokens = config.max_tokens_per_micro_batch is not None
+    moves_rows = config.update_layout in REGROUPING_LAYOUTS and config.gradient_accumulation_steps > 1
+    if not (is_by_tokens or moves_rows):
         return
     neutral = {"loss_type": config.loss_type != "bnpo", "top_entropy_quantile": config.top_entropy_quantile == 1.0}
     neutral |= {"entropy_coef": config.entropy_coef == 0.0, "use_adaptive_entropy": not config.use_adaptive_entropy}
+    what = f"update_layout={config.update_layout!r}"
+    cure = "Set update_layout='packed' or 'padded', which move none, or gradient_accumulation_steps=1."
+    if is_by_tokens:
+        what = f"max_tokens_per_micro_batch={config.max_tokens_per_micro_batch}"
+        cure = "Remove max_tokens_per_micro_batch and set update_layout='packed', which moves none."
     for name, is_neutral in neutral.items():
         if not is_neutral:
             raise ValueError(
-                f"update_layout={config.update_layout!r} with {name}={getattr(config, name)!r}: this layout moves "
-                f"rows between micro-batches, and {name} depends on which rows share one. Set update_layout='packed' "
-                "or 'padded', which move none, or gradient_accumulation_steps=1."
+                f"{what} with {name}={getattr(config, name)!r}: this moves rows between micro-batches, and {name} "
+                f"depends on which rows share one. {cure}"
             )
 
 

@@ -143,6 +143,12 @@ def _entropy(config: Any) -> Refusal | None:
             f"echo_entropy_coef={config.echo_entropy_coef}.",
             "Lower entropy_coef.",
         )
+    if config.max_tokens_per_micro_batch is not None:
+        return (
+            "averages inside micro-batches, between which "
+            f"max_tokens_per_micro_batch={config.max_tokens_per_micro_batch} moves rows. Remove "
+            "max_tokens_per_micro_batch and set update_layout: packed."
+        )
     if config.update_layout in REGROUPING_LAYOUTS and config.gradient_accumulation_steps > 1:
         return Refusal(
             f"averages inside micro-batches, between which update_layout={config.update_layout!r} moves rows.",

@@ -20,7 +20,7 @@ from agent_r1_trl.filtering import DEFAULT_VALUES, check_rule, raw_returns, sele
 from agent_r1_trl.trainers.failures import is_main_process
 from agent_r1_trl.trainers.played import PlayedBatch
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.layout import Inputs, join_rows
+from agent_r1_trl.update.rows import Inputs, join_rows
 from agent_r1_trl.update.spreading import deal_all_rows, spread_rows
 
 logger = logging.getLogger(__name__)

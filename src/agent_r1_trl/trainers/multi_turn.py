@@ -57,7 +57,8 @@ from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
 from agent_r1_trl.trainers.group_filter import IS_KEPT, GroupFilter, of_scored_rows
 from agent_r1_trl.trainers.lookahead import ROW_INDEX, in_seeded_order
 from agent_r1_trl.trainers.metrics import gather_metrics
-from agent_r1_trl.trainers.nonfinite import LOG_PROBS, NumberWatch, NumberWatchingTrainer
+from agent_r1_trl.trainers.nonfinite import LOG_PROBS, NumberWatch
+from agent_r1_trl.trainers.passes import PassesTrainer
 from agent_r1_trl.trainers.played import PlayedBatch, trl_generation
 from agent_r1_trl.trainers.publishing import Publishing, rows_not_logged
 from agent_r1_trl.trainers.resampling import Resampling, check_can_draw
@@ -70,14 +71,14 @@ from agent_r1_trl.trainers.signals import RunGuard
 from agent_r1_trl.trainers.trl_logs import correct_trl_logs, drop_token_means
 from agent_r1_trl.trainers.under_way import Position
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import batch_trajectories, settle_masks, whole_rows
+from agent_r1_trl.update.batching import batch_trajectories, loss_masks, settle_masks, whole_rows
 from agent_r1_trl.update.importance import weigh_mismatch
 from agent_r1_trl.update.layout import UpdateLayout
 from agent_r1_trl.update.live_rows import policy_scale
 from agent_r1_trl.update.losses import LossPass
 
 
-class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer, NumberWatchingTrainer):
+class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer, PassesTrainer):
     """Base of the multi-turn trainers: rollouts, rewards, masks, metrics, recording, checkpoints.
 
     One training step, with the method below and the file that does the work:
@@ -372,10 +373,10 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """TRL's loss, plus `extra_loss`; a KL term that stands in the rewards does not enter it a second time."""
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
+        mask, scored = loss_masks(inputs)  # (B, T)
         scale = policy_scale(inputs, self.loss_type)
         inputs = self.layout.mask_log_probs(inputs, mask)
-        beta, self._loss_pass = self.beta, LossPass(mask, entropy_scale=float(inputs.get("micro_batch_scale", 1.0)))
+        beta, self._loss_pass = self.beta, LossPass(mask, scored, float(inputs.get("micro_batch_scale", 1.0)))
         in_rewards = self.env_factory is not None and self.args.kl_placement == "reward"
         self.beta = 0.0 if in_rewards else beta * scale  # TRL reads it here, and elsewhere for the reference
         try:
@@ -397,12 +398,14 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         """TRL's log-probs and entropies, (B, T) each; in the loss, packed layouts leave 0 outside its mask."""
         loss_pass = self._loss_pass
         if self.layout.is_packed:
-            scored = attention_mask[:, -logits_to_keep:] if loss_pass is None else loss_pass.mask
+            scored = attention_mask[:, -logits_to_keep:] if loss_pass is None else loss_pass.scored
             size = kwargs.get("batch_size") or len(input_ids)
             log_probs, entropies = self.layout.log_probs(
                 model, input_ids, attention_mask, scored, accelerator=self.accelerator, batch_size=size
             )
             result: tuple = (log_probs, entropies, None)
+            if loss_pass is not None:
+                result = (*loss_pass.masked(log_probs, entropies), None)
         else:
             result = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, *args, **kwargs

@@ -19,6 +19,7 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from agent_r1_trl.critic import (
     attach_critic,
+    base_causal_lm,
     critic_parameters,
     enable_critic_gradients,
     load_critic,
@@ -41,7 +42,8 @@ from agent_r1_trl.trainers.ppo_optimizer import (
     split_by_role,
 )
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import whole_rows
+from agent_r1_trl.update.batching import loss_masks, whole_rows, with_one_more
+from agent_r1_trl.update.layout import UpdateLayout
 from agent_r1_trl.update.losses import explained_variance, value_loss
 
 
@@ -73,6 +75,8 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         check_optimizer_setup(self.args, self.accelerator, self.lr_scheduler)
         self.critic_kind = self.args.critic or ("adapter" if isinstance(self.model, PeftModel) else "model")
         attach_critic(self.model, self.critic_kind, critic_model=critic_model)
+        if self.critic_kind == "model":
+            self.layout.prepare(base_causal_lm(self.model).critic_backbone, name="critic_model")
         if self.args.disable_dropout:  # TRL did so before there was a critic
             disable_dropout_in_model(self.model)
         if (callback := self.pop_callback(SyncRefModelCallback)) is not None:
@@ -110,24 +114,27 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         self, inputs: dict[str, Any], trajectories: list[Trajectory]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, T) values of the completion tokens and (B,) values after the last one of truncated rows."""
-        rows = len(trajectories)
+        is_truncated = torch.tensor([t.stop_reason.is_truncated for t in trajectories])
         size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+        mask = inputs["completion_mask"]
+        ends = mask.sum(dim=1, keepdim=True)  # (B, 1) the column behind the last valid token
         with torch.no_grad(), self.accelerator.autocast():  # as in the loss
-            chunks = []
-            for start in range(0, rows, size):
-                chunk = {name: inputs[name][start : start + size] for name in _COLUMNS if name in inputs}
-                ids, mask = whole_rows(chunk)
-                result = self.model(input_ids=ids, attention_mask=mask, values_only=True)
-                chunks.append(result.state_values)
-        state_values = torch.cat(chunks)  # (B, P + T)
-        num_tokens = inputs["completion_ids"].shape[1]
-        values = state_values[:, -num_tokens - 1 : -1]  # V of a token is read one position before it
+            if self.layout.is_packed:  # V of a token after the last one is that of the state behind it
+                longer = with_one_more({name: inputs[name] for name in _COLUMNS if name in inputs}, is_truncated)
+                values = self.layout.values(self.model, *whole_rows(longer), longer["completion_mask"], size)
+            else:
+                chunks = []
+                for start in range(0, len(mask), size):
+                    chunk = {name: inputs[name][start : start + size] for name in _COLUMNS if name in inputs}
+                    ids, attention_mask = whole_rows(chunk)
+                    result = self.model(input_ids=ids, attention_mask=attention_mask, values_only=True)
+                    chunks.append(result.state_values)
+                # V of a token is read one position before it.
+                values = torch.cat(chunks)[:, -mask.shape[1] - 1 :]  # (B, T + 1)
         if not self.args.bootstrap_truncated:
-            return values, None
-        last = inputs["completion_mask"].sum(dim=1).clamp(min=1) - 1  # (B,) position of the last valid token
-        behind = state_values[:, -num_tokens:].gather(1, last.unsqueeze(1)).squeeze(1)
-        is_truncated = torch.tensor([t.stop_reason.is_truncated for t in trajectories], device=behind.device)
-        return values, torch.where(is_truncated, behind, torch.zeros_like(behind))
+            return values[:, :-1], None
+        behind = values.gather(1, ends).squeeze(1)
+        return values[:, :-1], torch.where(is_truncated.to(behind.device), behind, torch.zeros_like(behind))
 
     def _privileged_columns(self, output: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """The prefix that only the critic reads, padded on the left: (B, Q) ids and mask."""
@@ -175,9 +182,9 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     # ---------------------------------------------------------------- loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        collector = _ValueCollector(model, inputs)
+        collector = _ValueCollector(model, inputs, self.layout)
         policy_loss = super()._compute_loss(collector, inputs)
-        values = collector.values[:, -inputs["completion_ids"].shape[1] - 1 : -1]
+        values = collector.values
         mask = inputs["value_mask"]
         self._watch_numbers(VALUES, values, mask)
         total, num_clipped = value_loss(
@@ -256,16 +263,23 @@ _COLUMNS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "p
 class _ValueCollector:
     """The model as TRL's loss calls it, asked for values on the way: one outer forward holds policy and critic."""
 
-    def __init__(self, model: Callable[..., Any], inputs: dict[str, Any]):
-        self._model = model
+    def __init__(self, model: Callable[..., Any], inputs: dict[str, Any], layout: UpdateLayout):
+        self.inner_model = model
+        self._num_tokens = inputs["completion_ids"].shape[1]
         self._critic_inputs = None
         if "privileged_ids" in inputs:
             ids, mask = whole_rows(inputs)
             self._critic_inputs = {"input_ids": ids, "attention_mask": mask}
+            if layout.is_packed:
+                self._critic_inputs = layout.pack(ids, mask, loss_masks(inputs)[1]).inputs
         self.values: torch.Tensor
-        """(B, L) after the call; a privileged prefix makes L longer on the left."""
+        """(B, T) after the call; in packed rows 0 outside both losses."""
 
     def __call__(self, **kwargs: Any) -> Any:
-        output = self._model(**kwargs, compute_values=True, critic_inputs=self._critic_inputs)
-        self.values = output.state_values
+        output = self.inner_model(**kwargs, compute_values=True, critic_inputs=self._critic_inputs)
+        packed = (self._critic_inputs or kwargs).get("packed_layout")
+        if packed is None:  # a privileged prefix makes the rows longer on the left
+            self.values = output.state_values[:, -self._num_tokens - 1 : -1]
+        else:
+            self.values = packed.spread(output.state_values)
         return output

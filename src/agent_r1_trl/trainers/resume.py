@@ -28,7 +28,7 @@ SHAPE = (
     "num_iterations",
 )
 """Arguments that a run's place in the data is counted in."""
-ROLLOUT = ("update_layout", "use_vllm", "beta", "has_critic")
+ROLLOUT = ("update_layout", "max_tokens_per_micro_batch", "use_vllm", "beta", "has_critic")
 """Arguments that decide which tensors a rollout under way holds, and how they lie."""
 
 
@@ -113,9 +113,9 @@ class RolloutCheckpoint:
             ) from error
         has_rollout = state["buffered_inputs"] is not None
         names = ("processes", *SHAPE, *(ROLLOUT if has_rollout else ()))
-        changed = [name for name in names if saved[name] != self._settings[name]]
+        changed = [name for name in names if saved.get(name) != self._settings[name]]
         if changed:
-            before = ", ".join(f"{name}={saved[name]}" for name in changed)
+            before = ", ".join(f"{name}={saved.get(name)}" for name in changed)
             now = ", ".join(f"{name}={self._settings[name]}" for name in changed)
             raise ValueError(
                 f"the run was saved with {before} and cannot go on with {now}, which its place in the data "

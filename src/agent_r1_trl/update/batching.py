@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.live_rows import set_live_scales
@@ -76,6 +77,28 @@ def whole_rows(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
         order = mask.argsort(dim=1, stable=True)  # padding first, tokens in their order
         ids, mask = ids.gather(1, order), mask.gather(1, order)
     return torch.cat([ids, inputs["completion_ids"]], dim=1), torch.cat([mask, inputs["completion_mask"]], dim=1)
+
+
+def with_one_more(inputs: dict[str, torch.Tensor], has_more: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The columns of TRL's batch with a completion token of id 0 behind the last one of some rows.
+
+    Args:
+        inputs: completions of (B, T); other columns stay.
+        has_more: (B,) bool.
+
+    Returns:
+        Completions of (B, T + 1).
+    """
+    ids, mask = (functional.pad(inputs[f"completion_{name}"], (0, 1)) for name in ("ids", "mask"))
+    ends = mask.sum(dim=1, keepdim=True)  # (B, 1)
+    mask = mask.scatter(1, ends, has_more.to(mask).unsqueeze(1))
+    return {**inputs, "completion_ids": ids, "completion_mask": mask}
+
+
+def loss_masks(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, T) the tokens of the policy's loss in TRL's batch, and these with those of the critic's."""
+    mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+    return mask, mask.bool() | inputs["value_mask"].bool() if "value_mask" in inputs else mask.bool()
 
 
 def settle_masks(

@@ -6,27 +6,34 @@ Here rows are moved only between micro-batches of one optimizer step, whose grad
 - `padded`: as TRL does.
 - `grouped`: rows of like length share a micro-batch, whose padding is cut off.
 - `packed`: the rows of a micro-batch become one row without padding (`packing.py`).
-- `shared`: packed, and each prompt of a group is computed once.
+- `shared`: packed, and what rows have in common at their beginning is computed once.
+
+With `max_tokens_per_micro_batch` the packed layouts decide which rows share a forward pass by their tokens
+(`micro_batches.py`).
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 
 from agent_r1_trl.critic import base_causal_lm
 from agent_r1_trl.update.live_rows import set_live_scales
-from agent_r1_trl.update.packing import pack, packed_log_probs, use_packed_attention
+from agent_r1_trl.update.micro_batches import live_ids, repack, sort_key
+from agent_r1_trl.update.packed_attention import SEGMENTS, use_packed_attention
+from agent_r1_trl.update.packing import PackedBatch, pack, packed_log_probs
+from agent_r1_trl.update.rows import Inputs, join_rows, take_rows, trim_padding
+
+logger = logging.getLogger(__name__)
 
 UPDATE_LAYOUTS = ("padded", "grouped", "packed", "shared")
 PACKED_LAYOUTS = ("packed", "shared")
 REGROUPING_LAYOUTS = ("grouped", "shared")
 """Those that move rows between the micro-batches of an optimizer step."""
-Inputs = dict[str, Any]
-"""TRL's batch: tensors of B rows, scalars, None."""
-_CRITIC_PREFIX = ("privileged_ids", "privileged_mask")
-"""Padded on the left, and by chance perhaps as wide as the completions."""
 
 
 class UpdateLayout:
@@ -39,13 +46,21 @@ class UpdateLayout:
     def __init__(self, args: Any = None) -> None:
         self.name = "padded" if args is None else args.update_layout
         self.is_packed = self.name in PACKED_LAYOUTS
+        self._max_tokens = None if args is None else args.max_tokens_per_micro_batch
+        self._has_warned = False
+        self._attention: str | None = None
         self._steps_per_update, self._regroups = 1 if args is None else args.gradient_accumulation_steps, False
         if self.name in REGROUPING_LAYOUTS:
             per_generation, per_update = args.steps_per_generation, self._steps_per_update
             self._regroups = per_generation % per_update == 0 or per_update % per_generation == 0
 
-    def prepare(self, *models: Any, has_router_loss: bool) -> None:
-        """Prepare causal LMs for this layout, once they are loaded.
+    def prepare(self, *models: Any, has_router_loss: bool = False, name: str = "the model") -> None:
+        """Prepare causal LMs and backbones for this layout, once they are loaded.
+
+        Args:
+            *models: with or without a PeftModel around them.
+            has_router_loss: whether a router's auxiliary loss is trained on.
+            name: of the models, for messages.
 
         Raises:
             ValueError: for a model that cannot be trained in this layout.
@@ -58,18 +73,45 @@ class UpdateLayout:
         if not self.is_packed:
             return
         for model in models:
-            use_packed_attention(base_causal_lm(model))
+            kind = use_packed_attention(base_causal_lm(model), name=name, share_prefixes=self.name == "shared")
+            if self._attention not in (None, kind):
+                raise ValueError(
+                    f"update_layout={self.name!r}: {name} has another attention implementation than the policy. Load "
+                    "both with the same attn_implementation, or set update_layout='grouped'."
+                )
+            self._attention = kind
 
     def arrange(self, buffer: list[Inputs], accelerator: Any) -> list[Inputs]:
         """The micro-batches of a new rollout, with the rows of each optimizer step in this layout's order.
 
         All ranks must call it: the scales for lost rows are counted anew, by optimizer step (`live_rows.py`).
         """
-        if self._regroups:
-            buffer = regroup(buffer, steps_per_update=self._steps_per_update, by_prompt=self.name == "shared")
+        if self._regroups and self._max_tokens is None:
+            buffer = regroup(buffer, steps_per_update=self._steps_per_update, by_beginning=self.name == "shared")
         if "in_baseline" in buffer[0]:  # TRL's own batches do without
             set_live_scales(buffer, steps_per_update=self._steps_per_update, accelerator=accelerator)
-        return buffer
+        if self._max_tokens is None:
+            return buffer
+        self._warn_of_long_rows(buffer)
+        return repack(
+            buffer,
+            max_tokens=self._max_tokens,
+            steps_per_update=self._steps_per_update,
+            share_prefixes=self.name == "shared",
+            accelerator=accelerator,
+            needs_every_step=accelerator.distributed_type == DistributedType.DEEPSPEED,
+        )
+
+    def _warn_of_long_rows(self, buffer: list[Inputs]) -> None:
+        longest = max(len(ids) for inputs in buffer for ids in live_ids(inputs))
+        if longest > self._max_tokens and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "A trajectory has %d tokens to compute, more than max_tokens_per_micro_batch=%d. It is trained on "
+                "alone, in a pass that needs more memory than the others. Further ones are not reported.",
+                longest,
+                self._max_tokens,
+            )
 
     def trim(self, inputs: Inputs) -> Inputs:
         """A micro-batch without the padding that this layout does not compute."""
@@ -112,71 +154,65 @@ class UpdateLayout:
         Returns:
             Two (B, T) tensors, 0 where nothing is scored; no entropies from a head that has none.
         """
-        backbone = base_causal_lm(accelerator.unwrap_model(model)).base_model
+        whole = accelerator.unwrap_model(getattr(model, "inner_model", model))  # PPO hands over a model that collects
+        backbone = base_causal_lm(whole).base_model
         parts = []
-        for chunk in zip(*(tensor.split(batch_size) for tensor in (input_ids, attention_mask, scored)), strict=True):
-            batch = pack(*chunk, share_prompts=self.name == "shared")
+        for batch in self._packed(input_ids, attention_mask, scored, batch_size):
             with accelerator.autocast():
                 parts.append(packed_log_probs(model, backbone, batch))
         log_probs, entropies = zip(*parts, strict=True)
         return torch.cat(log_probs), torch.cat(entropies) if entropies[0] is not None else None
 
+    def values(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor, batch_size: int
+    ) -> torch.Tensor:
+        """(B, T) the critic's values of the scored tokens, 0 elsewhere; for the packed layouts.
 
-def regroup(buffer: list[Inputs], *, steps_per_update: int, by_prompt: bool) -> list[Inputs]:
-    """Sort the rows of each optimizer step, so that every micro-batch holds rows of like length or of one prompt.
+        Args:
+            model: a policy with a critic.
+            input_ids: (B, P + T).
+            attention_mask: (B, P + T).
+            scored: (B, T) the completion tokens that need a value.
+            batch_size: rows per forward pass.
+        """
+        batches = self._packed(input_ids, attention_mask, scored, batch_size)
+        return torch.cat(
+            [batch.layout.spread(model(**batch.inputs, values_only=True).state_values) for batch in batches]
+        )
+
+    def pack(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor) -> PackedBatch:
+        """A batch as `values` takes it, in one row."""
+        return pack(
+            input_ids,
+            attention_mask,
+            scored,
+            share_prefixes=self.name == "shared",
+            attention=self._attention or SEGMENTS,
+        )
+
+    def _packed(self, *tensors_and_size: Any) -> Iterator[PackedBatch]:
+        *tensors, size = tensors_and_size
+        for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True):
+            yield self.pack(*chunk)
+
+
+def regroup(buffer: list[Inputs], *, steps_per_update: int, by_beginning: bool) -> list[Inputs]:
+    """Sort the rows of each optimizer step, so that every micro-batch holds rows of like length, or that begin alike.
 
     Args:
         buffer: the micro-batches of a rollout, of the same number of rows each.
         steps_per_update: micro-batches of one optimizer step.
-        by_prompt: rows with the same prompt together; otherwise rows of like length.
+        by_beginning: rows that begin alike together; otherwise rows of like length.
     """
     regrouped: list[Inputs] = []
     for start in range(0, len(buffer), steps_per_update):
         window = buffer[start : start + steps_per_update]
         sizes = [len(inputs["completion_ids"]) for inputs in window]
         joined = join_rows(window)
-        order = _order_by_prompt(joined) if by_prompt else _order_by_length(joined)
+        order = _order_by_tokens(joined) if by_beginning else _order_by_length(joined)
         for rows in order.split(sizes):
             regrouped.append(take_rows(joined, rows))
     return regrouped
-
-
-def trim_padding(inputs: Inputs) -> Inputs:
-    """Drop the columns of prompts (left) and completions (right) that are padding in every row."""
-    prompt, completion = inputs["prompt_mask"], inputs["completion_mask"]
-    first = int(prompt.any(dim=0).int().argmax())
-    last = completion.shape[1] - int(completion.any(dim=0).flip(0).int().argmax())
-    trimmed = {}
-    for name, value in inputs.items():
-        if name in ("prompt_ids", "prompt_mask"):
-            value = value[:, first:]
-        elif (
-            name not in _CRITIC_PREFIX
-            and has_rows(value)
-            and value.dim() == 2
-            and value.shape[1] == completion.shape[1]
-        ):
-            value = value[:, :last]
-        trimmed[name] = value
-    return trimmed
-
-
-def has_rows(value: Any) -> bool:
-    """Whether an entry of TRL's batch has an element per row."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def join_rows(parts: list[Inputs]) -> Inputs:
-    """The rows of several micro-batches of the same widths in one; what has no rows is that of the first."""
-    return {
-        name: torch.cat([part[name] for part in parts]) if has_rows(value) else value
-        for name, value in parts[0].items()
-    }
-
-
-def take_rows(rows: Inputs, index: Any) -> Inputs:
-    """Some rows of a batch; what has no rows stays."""
-    return {name: value[index] if has_rows(value) else value for name, value in rows.items()}
 
 
 def _order_by_length(inputs: Inputs) -> torch.Tensor:
@@ -185,7 +221,9 @@ def _order_by_length(inputs: Inputs) -> torch.Tensor:
     return lengths.argsort(descending=True, stable=True)
 
 
-def _order_by_prompt(inputs: Inputs) -> torch.Tensor:
-    """(B,) rows with equal prompts together."""
-    prompts = torch.cat([inputs["prompt_ids"], inputs["prompt_mask"]], dim=1)
-    return prompts.unique(dim=0, return_inverse=True)[1].argsort(stable=True)
+def _order_by_tokens(inputs: Inputs) -> torch.Tensor:
+    """(B,) rows that begin alike together: the same prompt, or contexts of one trajectory that repeat each other."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1).cpu()
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).cpu().bool()
+    keys = [sort_key(row[kept].numpy()) for row, kept in zip(ids, mask, strict=True)]
+    return torch.tensor(sorted(range(len(keys)), key=keys.__getitem__))

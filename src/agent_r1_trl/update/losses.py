@@ -136,10 +136,16 @@ class LossPass:
 
     mask: torch.Tensor
     """(B, T) tokens that enter the loss."""
+    scored: torch.Tensor
+    """(B, T) tokens that a packed forward pass reads: with a critic, those of its loss as well."""
     entropy_scale: float = 1.0
     """What the gradient of the entropy bonus is multiplied by."""
     log_probs: torch.Tensor | None = None
     """(B, T) the policy's, once the forward pass has run."""
+
+    def masked(self, *parts: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """What a packed forward pass gave, (B, T) each, with 0 where it was read for the critic alone."""
+        return [None if part is None else torch.where(self.mask.bool(), part, 0.0) for part in parts]
 
     def take(self, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> None:
         """Keep the log-probs, (B, T), and scale the gradient that will come back to the entropies, (B, T)."""

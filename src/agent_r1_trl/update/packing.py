@@ -1,20 +1,19 @@
-"""Ragged trajectories in one row without padding, each prompt of a group computed once.
+"""Ragged trajectories in one row without padding, each common prefix computed once.
 
-A padded batch of B rows becomes one row of the tokens that exist. With `share_prompts`, rows with the same prompt keep
-one copy of it, in front of their completions:
+A padded batch of B rows becomes one row of the tokens that are needed: a row ends with the token before its last
+scored one, and a row without any is left out. With `share_prefixes`, rows that begin alike keep one copy of what they
+have in common, in front of what differs, and so do these among themselves: the rows are the branches of a tree.
 
-    padded            packed             packed, prompts shared
-    . p p a b .       p p a b            p p a b
-    . p p c . .       p p c              c
-    q q q d e f       q q q d e f        q q q d e f
+    padded              packed             packed, prefixes shared
+    . p p a b c .       p p a b            p p a b
+    . p p a d e .       p p a d            d
+    . p p f g . .       p p f              f
+    q q q h i j k       q q q h i j        q q q h i j
 
-Every token keeps its distance to the tokens before it (`position_ids`) and sees exactly those (`packed_attention`
-runs over segments), so log-probs, entropies and gradients are those of the padded batch up to rounding: a shared
-prompt's keys, values and hidden states receive the sum of their completions' gradients. The output head runs on the
-scored positions alone.
-
-Covered here: causal models that use transformers' attention interface with rotary positions and full attention, on
-sdpa. Not covered: images, sliding windows, attention sinks, state-space layers; they are refused.
+Every token keeps its distance to the tokens before it (`position_ids`) and sees exactly those (`packed_attention.py`
+runs over segments), so log-probs, entropies, values and gradients are those of the padded batch up to rounding: the
+keys, values and hidden states of what is shared receive the sum of their branches' gradients. The output head runs on
+the scored positions alone, once where rows score the same token after the same tokens.
 """
 
 from __future__ import annotations
@@ -22,69 +21,110 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import repeat_kv
-from transformers.masking_utils import sdpa_mask
 
-from agent_r1_trl.generation.local.attention import grouped_sdpa
-
-PACKED_ATTENTION = "agent_r1_packed_sdpa"
-_FOREIGN_ATTENTION = ("softcap", "s_aux", "position_bias")
-"""Arguments with which a model asks its attention function for more than a softmax over the past."""
+from agent_r1_trl.update.packed_attention import SEGMENTS, attention_inputs
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens that see themselves causally and, before that, all tokens of an earlier stretch."""
+    """Consecutive tokens that see themselves causally and, before that, all tokens of earlier stretches."""
 
     start: int
     end: int
-    prefix: tuple[int, int] = (0, 0)
-    """Start and end of that stretch; empty without one."""
+    prefix: tuple[tuple[int, int], ...] = ()
+    """Start and end of each of these stretches, in their order."""
 
 
 @dataclass
 class Layout:
-    """The segments of a packed row, in order and without gaps."""
+    """What stands where in a packed row; the model's attention and the critic read it."""
 
     segments: list[Segment]
+    """In order and without gaps."""
+    scored: torch.Tensor
+    """(B, T) bool: the completion tokens that need a log-prob or a value."""
+    sources: torch.Tensor
+    """(S,) index in the row of the tokens that predict scored ones."""
+    copies: torch.Tensor
+    """(number of scored tokens,) which of the S stands for each of them."""
     _masks: dict[tuple, torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, queries: int, keys: int, like: torch.Tensor) -> torch.Tensor:
-        """(queries, keys) additive: the last query sees all keys, each one before it one fewer; made once."""
-        name = (queries, keys, like.dtype, like.device)
+    def mask(self, queries: int, keys: int, like: torch.Tensor, window: int | None = None) -> torch.Tensor:
+        """(queries, keys) additive: the last query sees all keys, each one before it one fewer; made once.
+
+        Args:
+            queries: the last ones of a row.
+            keys: of the row up to there.
+            like: has the dtype and device.
+            window: how many tokens a query sees, itself included; None for all.
+        """
+        name = (queries, keys, like.dtype, like.device, window)
         if name not in self._masks:
             closed = torch.full((queries, keys), float("-inf"), dtype=like.dtype, device=like.device)
-            self._masks[name] = closed.triu(keys - queries + 1)
+            mask = closed.triu(keys - queries + 1)
+            self._masks[name] = mask if window is None else mask + closed.tril(keys - queries - window)
         return self._masks[name]
+
+    @property
+    def horizons(self) -> torch.Tensor:
+        """(N,) for each token the end of what follows it in its own rows."""
+        ends = torch.zeros(self.segments[-1].end, dtype=torch.long)
+        for segment in self.segments:
+            for start, end in ((segment.start, segment.end), *segment.prefix):
+                ends[start:end] = segment.end
+        return ends
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """(1, S) -> (B, T), 0 where nothing is scored."""
+        return values.new_zeros(self.scored.shape).masked_scatter(self.scored, values[0, self.copies])
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A padded batch of B rows with T completion columns, packed into one row of N tokens, S of them scored."""
+    """A padded batch of B rows with T completion columns, packed into one row of N tokens."""
 
     input_ids: torch.Tensor
     """(1, N)."""
     position_ids: torch.Tensor
     """(1, N), from 0 in every sequence."""
-    layout: Layout
-    scored: torch.Tensor
-    """(B, T) bool: the completion tokens that need a log-prob."""
-    sources: torch.Tensor
-    """(S,) index in the row of the token that predicts each scored one, in the order of `scored`."""
     labels: torch.Tensor
-    """(1, S) the scored tokens."""
+    """(1, S) the token that follows each of the layout's sources."""
+    layout: Layout
+    attention: str = SEGMENTS
+    """What `use_packed_attention` found in the model."""
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What a model prepared by `use_packed_attention` is called with."""
+        inputs = {"input_ids": self.input_ids, "position_ids": self.position_ids, "packed_layout": self.layout}
+        return inputs | attention_inputs(self.attention, self.layout, self.input_ids)
 
 
 # -------------------------------------------------------------------- packing
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A segment, and what it holds: the tokens `first` to `last` of some rows, the same in all of them."""
+
+    segment: Segment
+    rows: list[int]
+    first: int
+    last: int
+
+
 def pack(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor, *, share_prompts: bool
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scored: torch.Tensor,
+    *,
+    share_prefixes: bool,
+    attention: str = SEGMENTS,
 ) -> PackedBatch:
     """Pack a batch of prompts (padded on the left) and completions (padded on the right).
 
@@ -92,56 +132,92 @@ def pack(
         input_ids: (B, L), completions in the last T columns.
         attention_mask: (B, L).
         scored: (B, T) bool; padding is left out of it here.
-        share_prompts: keep one copy of equal prompts.
+        share_prefixes: keep one copy of what rows have in common at their beginning.
+        attention: as `use_packed_attention` found it.
     """
-    is_token = attention_mask.bool()
-    num_prompt = input_ids.shape[1] - scored.shape[1]
-    scored = scored.bool() & is_token[:, num_prompt:]
-    columns = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    positions = columns - is_token.int().argmax(dim=1, keepdim=True)  # (B, L)
-    places = torch.zeros_like(input_ids)  # (B, L) index in the row
-    pieces: list[torch.Tensor] = []
-    segments: list[Segment] = []
-    size = 0
+    device, (num_rows, length) = input_ids.device, input_ids.shape
+    ids, is_token, scored = input_ids.cpu(), attention_mask.cpu().bool(), scored.cpu().bool()
+    num_prompt = length - scored.shape[1]
+    scored = scored & is_token[:, num_prompt:]
+    starts = is_token.int().argmax(dim=1).tolist()
+    ends = needed_columns(scored, num_prompt).tolist()
+    if not any(ends):  # a forward pass needs a token
+        ends[0] = starts[0] + 1
+    rows = {row: ids[row, starts[row] : ends[row]] for row in range(num_rows) if ends[row]}
+    pieces = _share(rows) if share_prefixes else _put_one_after_another(rows)
 
-    def append(row: int, first: int, last: int, prefix: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-        nonlocal size
-        kept = columns[row, first:last][is_token[row, first:last]]
-        start, size = size, size + len(kept)
-        places[row, kept] = torch.arange(start, size, device=places.device)
-        pieces.append(row * input_ids.shape[1] + kept)
-        if len(kept):
-            segments.append(Segment(start, size, prefix))
-        return start, size
-
-    length = input_ids.shape[1]
-    if share_prompts:
-        for rows in _rows_by_prompt(input_ids[:, :num_prompt], is_token[:, :num_prompt]):
-            prefix = append(rows[0], 0, num_prompt)
-            places[rows, :num_prompt] = places[rows[0], :num_prompt].clone()
-            for row in rows:
-                append(row, num_prompt, length, prefix)
-    else:
-        for row in range(len(input_ids)):
-            append(row, 0, length)
-
-    order = torch.cat(pieces)
+    places = torch.zeros(num_rows, length, dtype=torch.long)  # index in the packed row
+    for piece in pieces:
+        here = torch.arange(piece.segment.start, piece.segment.end)
+        for row in piece.rows:
+            places[row, starts[row] + piece.first : starts[row] + piece.last] = here
+    sources, labels = places[:, num_prompt - 1 : -1][scored], ids[:, num_prompt:][scored]
+    copies = torch.arange(len(sources))
+    if share_prefixes:
+        pairs, copies = torch.stack([sources, labels], dim=1).unique(dim=0, return_inverse=True)
+        sources, labels = pairs.unbind(dim=1)
     return PackedBatch(
-        input_ids=input_ids.flatten()[order].unsqueeze(0),
-        position_ids=positions.flatten()[order].unsqueeze(0),
-        layout=Layout(segments),
-        scored=scored,
-        sources=places[:, num_prompt - 1 : -1][scored],
-        labels=input_ids[:, num_prompt:][scored].unsqueeze(0),
+        input_ids=torch.cat([rows[piece.rows[0]][piece.first : piece.last] for piece in pieces])[None].to(device),
+        position_ids=torch.cat([torch.arange(piece.first, piece.last) for piece in pieces])[None].to(device),
+        labels=labels[None].to(device),
+        layout=Layout([piece.segment for piece in pieces], scored.to(device), sources.to(device), copies.to(device)),
+        attention=attention,
     )
 
 
-def _rows_by_prompt(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor) -> list[list[int]]:
-    """Indices of the rows with equal prompts, by first occurrence."""
-    groups: dict[tuple, list[int]] = {}
-    for row, (ids, mask) in enumerate(zip(prompt_ids.tolist(), prompt_mask.tolist(), strict=True)):
-        groups.setdefault((tuple(ids), tuple(mask)), []).append(row)
-    return list(groups.values())
+def needed_columns(scored: torch.Tensor, num_prompt: int) -> torch.Tensor:
+    """(B,) the column behind the token that predicts each row's last scored one; 0 for a row without any.
+
+    Args:
+        scored: (B, T) bool.
+        num_prompt: columns before them.
+    """
+    last = scored.shape[1] - 1 - scored.flip(1).int().argmax(dim=1)  # (B,)
+    return torch.where(scored.any(dim=1), num_prompt + last, 0)
+
+
+def _put_one_after_another(rows: dict[int, torch.Tensor]) -> list[_Piece]:
+    pieces, size = [], 0
+    for row, ids in rows.items():
+        pieces.append(_Piece(Segment(size, size + len(ids)), [row], 0, len(ids)))
+        size += len(ids)
+    return pieces
+
+
+def _share(rows: dict[int, torch.Tensor]) -> list[_Piece]:
+    """The tree of these rows, what is common to several before what follows it."""
+    tokens = {row: tuple(ids.tolist()) for row, ids in rows.items()}
+    pieces: list[_Piece] = []
+    size = 0
+    waiting: list[tuple[list[int], int, tuple[tuple[int, int], ...]]] = []
+    """Rows in the order of their tokens, how many tokens all of them share already, and where these stand."""
+
+    def branch(row_numbers: list[int], depth: int, prefix: tuple[tuple[int, int], ...]) -> None:
+        groups = [list(group) for _, group in groupby(row_numbers, key=lambda row: tokens[row][depth])]
+        waiting.extend((group, depth, prefix) for group in reversed(groups))
+
+    branch(sorted(rows, key=lambda row: tokens[row]), 0, ())
+    while waiting:
+        group, depth, prefix = waiting.pop()
+        end = common_length(rows[group[0]], rows[group[-1]])
+        segment = Segment(size, size + end - depth, prefix)
+        pieces.append(_Piece(segment, group, depth, end))
+        size = segment.end
+        is_adjacent = bool(prefix) and prefix[-1][1] == segment.start
+        joined = (prefix[-1][0], segment.end) if is_adjacent else (segment.start, segment.end)
+        longer = [row for row in group if len(tokens[row]) > end]
+        branch(longer, end, (*(prefix[:-1] if is_adjacent else prefix), joined))
+    return pieces
+
+
+def common_length(first: torch.Tensor, second: torch.Tensor) -> int:
+    """How many tokens two rows, (n,) and (m,), have in common at their beginning."""
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
+    return int(differs.int().argmax()) if differs.any() else length
+
+
+# -------------------------------------------------------------------- forward passes
 
 
 def packed_log_probs(model: Any, backbone: nn.Module, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -152,29 +228,21 @@ def packed_log_probs(model: Any, backbone: nn.Module, batch: PackedBatch) -> tup
         backbone: the module inside `model` whose output the head reads.
         batch: what `pack` returned.
     """
-    with _only(backbone, batch.sources):
-        output = model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=batch.input_ids.new_ones(1, 1, 1, 1),  # a 4-D mask is passed through, so no mask is built
-            packed_layout=batch.layout,
-            shift_labels=batch.labels,
-            fused_lm_head=True,
-        )
-    entropies = None if output.entropy is None else _spread(output.entropy, batch.scored)
-    return _spread(output.log_probs, batch.scored), entropies
-
-
-def _spread(values: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
-    """(1, S) -> (B, T)."""
-    return values.new_zeros(scored.shape).masked_scatter(scored, values)
+    with _only(backbone, batch.layout.sources):
+        output = model(**batch.inputs, shift_labels=batch.labels, fused_lm_head=True)
+    entropies = None if output.entropy is None else batch.layout.spread(output.entropy)
+    return batch.layout.spread(output.log_probs), entropies
 
 
 @contextmanager
 def _only(backbone: nn.Module, sources: torch.Tensor) -> Iterator[None]:
-    """The backbone returns only the hidden states at `sources`, so that the head computes nothing that is not read."""
+    """The next pass of the backbone returns the hidden states at `sources` alone: the head computes what is read.
+
+    A critic that runs the same backbone after it, in the same forward of the model, picks its states by itself.
+    """
 
     def select(module: nn.Module, args: Any, output: Any) -> Any:
+        handle.remove()
         output.last_hidden_state = output.last_hidden_state[:, sources]
         return output
 
@@ -183,93 +251,3 @@ def _only(backbone: nn.Module, sources: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-# -------------------------------------------------------------------- attention
-
-
-def packed_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    packed_layout: Layout | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Scaled dot-product attention over the segments of a packed row; without a layout, transformers' sdpa.
-
-    Args:
-        module: the attention layer.
-        query: (1, heads, N, D).
-        key: (1, key heads, N, D).
-        value: (1, key heads, N, D').
-        attention_mask: not read with a layout.
-        packed_layout: of the row.
-        scaling: of the scores; None is 1 / sqrt(D).
-        dropout: of the attention weights.
-        **options: what transformers passes besides.
-
-    Returns:
-        (1, N, heads, D') and None.
-    """
-    if packed_layout is None:
-        return grouped_sdpa(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
-    asked = [name for name in _FOREIGN_ATTENTION if options.get(name) is not None]
-    if asked or options.get("sliding_window"):
-        raise ValueError(
-            f"update_layout: this model's attention uses {', '.join(asked) or 'sliding_window'}, which packed rows do "
-            "not cover. Set update_layout='grouped' or 'padded'."
-        )
-    groups = query.shape[1] // key.shape[1]
-    outputs = []
-    for segment in packed_layout.segments:
-        own, before = slice(segment.start, segment.end), slice(*segment.prefix)
-        queries, keys, values = query[:, :, own], key[:, :, own], value[:, :, own]
-        has_prefix = before.stop > before.start
-        if has_prefix:
-            keys = torch.cat([key[:, :, before], keys], dim=2)
-            values = torch.cat([value[:, :, before], values], dim=2)
-        outputs.append(
-            nn.functional.scaled_dot_product_attention(
-                queries,
-                repeat_kv(keys, groups),
-                repeat_kv(values, groups),
-                attn_mask=packed_layout.mask(queries.shape[2], keys.shape[2], query) if has_prefix else None,
-                is_causal=not has_prefix,
-                dropout_p=dropout,
-                scale=scaling,
-            )
-        )
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
-
-
-AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)
-
-
-def use_packed_attention(base: Any) -> None:
-    """Prepare a causal LM for packed rows; nothing else about it changes.
-
-    Raises:
-        ValueError: for a model that packed rows do not cover.
-    """
-    config = base.config
-    if config._attn_implementation == PACKED_ATTENTION:
-        return
-    if config._attn_implementation != "sdpa" or not base._can_set_attn_implementation():
-        raise ValueError(
-            f"update_layout: the model's attention implementation is {config._attn_implementation!r}; packed rows "
-            "need transformers' 'sdpa'. Load the model with attn_implementation='sdpa', or set "
-            "update_layout='grouped'."
-        )
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise ValueError(
-            f"update_layout: the model has layers of the kinds {', '.join(sorted(kinds))}; packed rows cover "
-            "'full_attention'. Set update_layout='grouped' or 'padded'."
-        )
-    config._attn_implementation = PACKED_ATTENTION

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import gather_object
 from torch.nn import functional
 
-from agent_r1_trl.update.layout import Inputs, has_rows, join_rows, take_rows, trim_padding
+from agent_r1_trl.update.rows import Inputs, has_rows, join_rows, take_rows, trim_padding
 
 _PADDED_LEFT = ("prompt_ids", "prompt_mask", "privileged_ids", "privileged_mask")
 _RATIOS = "importance_sampling_ratio"
@@ -35,7 +35,7 @@ def spread_rows(
     """
     kept, most = balance(take_rows(rows, keep), accelerator)
     count = len(kept["completion_ids"])
-    dummy = _pad(_dummy_row(take_rows(rows, slice(0, 1))), _widths(kept))
+    dummy = pad_rows(dummy_row(take_rows(rows, slice(0, 1))), row_widths(kept))
     kept = trim_padding(join_rows([kept, dummy]))
     places = deal(most, num_micro_batches, steps_per_update)
     micro_batches = []
@@ -97,20 +97,21 @@ def balance(rows: Inputs, accelerator: Any) -> tuple[Inputs, int]:
     if counts == shares:
         return rows, shares[0]
     device, share = rows["completion_ids"].device, shares[rank]
-    everywhere = gather_object([_widths(rows)])
-    rows = _pad(rows, {name: max(widths[name] for widths in everywhere) for name in everywhere[0]})
-    pool = join_rows(gather_object([_to(take_rows(rows, slice(share, None)), torch.device("cpu"))]))
+    everywhere = gather_object([row_widths(rows)])
+    rows = pad_rows(rows, {name: max(widths[name] for widths in everywhere) for name in everywhere[0]})
+    pool = join_rows(gather_object([to_device(take_rows(rows, slice(share, None)), torch.device("cpu"))]))
     missing = [max(0, wanted - count) for wanted, count in zip(shares, counts, strict=True)]
     first = sum(missing[:rank])
-    received = _to(take_rows(pool, slice(first, first + missing[rank])), device)
+    received = to_device(take_rows(pool, slice(first, first + missing[rank])), device)
     return join_rows([take_rows(rows, slice(0, share)), received]), shares[0]
 
 
-def _widths(rows: Inputs) -> dict[str, int]:
+def row_widths(rows: Inputs) -> dict[str, int]:
+    """Columns of everything in TRL's batch that has them."""
     return {name: value.shape[1] for name, value in rows.items() if has_rows(value) and value.dim() == 2}
 
 
-def _pad(rows: Inputs, widths: dict[str, int]) -> Inputs:
+def pad_rows(rows: Inputs, widths: dict[str, int]) -> Inputs:
     """The rows in these widths, none of which is smaller than theirs."""
     padded = dict(rows)
     for name, width in widths.items():
@@ -119,7 +120,7 @@ def _pad(rows: Inputs, widths: dict[str, int]) -> Inputs:
     return padded
 
 
-def _dummy_row(row: Inputs) -> Inputs:
+def dummy_row(row: Inputs) -> Inputs:
     """One row of two tokens that no loss, no statistic and no critic counts."""
     dummy = {}
     for name, value in row.items():
@@ -131,5 +132,6 @@ def _dummy_row(row: Inputs) -> Inputs:
     return dummy
 
 
-def _to(rows: Inputs, device: torch.device) -> Inputs:
+def to_device(rows: Inputs, device: torch.device) -> Inputs:
+    """The rows on a device."""
     return {name: value.to(device) if has_rows(value) else value for name, value in rows.items()}

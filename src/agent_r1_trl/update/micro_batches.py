@@ -1,0 +1,246 @@
+"""Micro-batches by tokens (`max_tokens_per_micro_batch`): what an optimizer step computes, in passes of like size.
+
+TRL cuts a rollout into micro-batches of `per_device_train_batch_size` rows, which take as much memory and time as
+their tokens. Here the rows of an optimizer step, of all ranks, are dealt out anew: into the fewest forward and
+backward passes whose tokens stay below the limit, of about equal size, the same number on every rank. Rows without
+loss are left out; a rank that has nothing for a pass computes one token. The Trainer's micro-steps stay as many as
+they were: each runs its share of the passes, perhaps several, perhaps none.
+
+Tokens are counted as the layout computes them: `packed` adds up the rows, and `shared` counts what rows have in common
+at their beginning once (of rows in the order of their tokens, each adds what it does not share with the one before).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+
+from agent_r1_trl.update.batching import loss_masks
+from agent_r1_trl.update.packing import needed_columns
+from agent_r1_trl.update.rows import Inputs, join_rows, take_rows, trim_padding
+from agent_r1_trl.update.spreading import dummy_row, pad_rows, row_widths, to_device
+
+PASSES = "passes"
+"""The only entry of a micro-step's inputs: a list of micro-batches, each for a forward and backward pass."""
+
+
+def repack(
+    buffer: list[Inputs],
+    *,
+    max_tokens: int,
+    steps_per_update: int,
+    share_prefixes: bool,
+    accelerator: Any,
+    needs_every_step: bool = False,
+) -> list[Inputs]:
+    """The micro-steps of a rollout with their `PASSES`. All ranks must call it.
+
+    Args:
+        buffer: TRL's micro-batches in the order of training, with the scales of `live_rows.py`.
+        max_tokens: of a pass; a row that is longer stands alone.
+        steps_per_update: micro-steps of one optimizer step, which divide the buffer or are divided by it.
+        share_prefixes: as for `pack`.
+        accelerator: of the trainer.
+        needs_every_step: no micro-step may be without a pass.
+    """
+    width, steps = min(steps_per_update, len(buffer)), []
+    for start in range(0, len(buffer), width):
+        window = buffer[start : start + width]
+        least = width if needs_every_step else 1
+        passes = _passes_of(window, max_tokens, share_prefixes=share_prefixes, accelerator=accelerator, least=least)
+        for index in range(width):
+            steps.append({PASSES: passes[index * len(passes) // width : (index + 1) * len(passes) // width]})
+    return steps
+
+
+def _passes_of(
+    window: list[Inputs], max_tokens: int, *, share_prefixes: bool, accelerator: Any, least: int
+) -> list[Inputs]:
+    """This rank's micro-batches of one optimizer step; on all ranks they are as many, of as many rows."""
+    rows, rank = join_rows(window), accelerator.process_index
+    ids = live_ids(rows)
+    counts = gather_object([len(ids)])
+    # Beyond this rank, only what is shared has to be known by its tokens.
+    everywhere = gather_object(ids if share_prefixes else [len(row) for row in ids])
+    plan = plan_passes(everywhere, accelerator.num_processes, max_tokens, least=least)
+    owner = {row: place for place, passes in enumerate(plan) for chosen in passes for row in chosen}
+    first = sum(counts[:rank])
+    own, numbers = _exchange(rows, first, owner, counts, accelerator)
+    dummy = pad_rows(dummy_row(take_rows(rows, slice(0, 1))), row_widths(own))
+    own = join_rows([own, dummy])
+    place_of = {number: place for place, number in enumerate(numbers)}
+    scale = window[0]["row_scale"] / len(window[0]["in_baseline"])
+    micro_batches = []
+    for index, chosen in enumerate(plan[rank]):
+        places = [place_of[row] for row in chosen]
+        places += [len(numbers)] * (max(1, *(len(passes[index]) for passes in plan)) - len(places))
+        inputs = trim_padding(take_rows(own, torch.tensor(places)))
+        micro_batches.append({**inputs, "row_scale": scale * len(places), "micro_batch_scale": torch.tensor(1.0)})
+    return micro_batches
+
+
+def live_ids(rows: Inputs) -> list[np.ndarray]:
+    """Of each row the ids that a packed forward pass computes: up to the last that predicts; none without a loss."""
+    prompt_mask, num_prompt = rows["prompt_mask"].cpu(), rows["prompt_mask"].shape[1]
+    ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1).cpu().numpy()
+    scored = (loss_masks(rows)[1] & rows["completion_mask"].bool()).cpu()
+    starts = prompt_mask.int().argmax(dim=1).tolist()
+    ends = needed_columns(scored, num_prompt).tolist()
+    return [row[start:end] if end else row[:0] for row, start, end in zip(ids, starts, ends, strict=True)]
+
+
+# -------------------------------------------------------------------- which row, which rank, which pass
+
+
+def plan_passes(rows: Sequence[Any], num_ranks: int, max_tokens: int, *, least: int = 1) -> list[list[list[int]]]:
+    """Deal rows out to ranks and passes; the largest passes come first, and those of one time have like sizes.
+
+    Args:
+        rows: of all ranks; their ids where common beginnings are computed once, else their numbers of tokens. Rows
+            without tokens are left out.
+        num_ranks: ranks.
+        max_tokens: of a pass, unless a single row has more.
+        least: as many passes on each rank at least.
+
+    Returns:
+        Of each rank, of each of its passes, the numbers of the rows.
+
+    >>> plan_passes([5, 3, 0, 4, 2], num_ranks=1, max_tokens=8)
+    [[[0, 4], [3, 1]]]
+    """
+    live = [row for row, ids in enumerate(rows) if (ids if isinstance(ids, int) else len(ids))]
+    if live and not isinstance(rows[0], int):
+        bins = _stretches(rows, live, num_ranks, max_tokens, least)
+    else:
+        bins = _bins(rows, live, num_ranks, max_tokens, least)
+    num_passes = max(least, -(-len(bins) // num_ranks))
+    bins += [[] for _ in range(num_passes * num_ranks - len(bins))]
+    return [bins[rank::num_ranks] for rank in range(num_ranks)]
+
+
+def _bins(sizes: Sequence[int], live: list[int], num_ranks: int, max_tokens: int, least: int) -> list[list[int]]:
+    """The longest row first, always into the emptiest bin; as few bins as stay below the limit."""
+    limit = max([max_tokens, *(sizes[row] for row in live)])
+    num_passes = max(least, -(-sum(sizes[row] for row in live) // (limit * num_ranks)))
+    while True:
+        heap: list[tuple[int, int, list[int]]] = [(0, index, []) for index in range(num_passes * num_ranks)]
+        for row in sorted(live, key=lambda row: -sizes[row]):
+            size, index, chosen = heap[0]
+            heapq.heapreplace(heap, (size + sizes[row], index, [*chosen, row]))
+        if max(size for size, _, _ in heap) <= limit:
+            return [chosen for _, _, chosen in sorted(heap, key=lambda item: (-item[0], item[1]))]
+        num_passes += 1
+
+
+def _stretches(
+    rows: Sequence[np.ndarray], live: list[int], num_ranks: int, max_tokens: int, least: int
+) -> list[list[int]]:
+    """Rows in the order of their tokens, cut into stretches whose largest is as small as it can be."""
+    order = sorted(live, key=lambda row: sort_key(rows[row]))
+    sizes = [len(rows[row]) for row in order]
+    new = [len(rows[b]) - _num_common(rows[a], rows[b]) for a, b in pairwise(order)]
+
+    def cut(limit: int) -> list[tuple[int, list[int]]]:
+        stretches: list[tuple[int, list[int]]] = []
+        for index, row in enumerate(order):
+            if stretches and stretches[-1][0] + new[index - 1] <= limit:
+                stretches[-1] = (stretches[-1][0] + new[index - 1], [*stretches[-1][1], row])
+            else:
+                stretches.append((sizes[index], [row]))
+        return stretches
+
+    high = max([max_tokens, *sizes])
+    num_stretches = max(least, -(-len(cut(high)) // num_ranks)) * num_ranks
+    low = max(sizes, default=0)
+    while low < high:  # the smallest limit that needs no more stretches
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(cut(middle)) <= num_stretches else (middle + 1, high)
+    return [chosen for _, chosen in sorted(cut(high), key=lambda stretch: -stretch[0])]
+
+
+def sort_key(ids: np.ndarray) -> bytes:
+    """Bytes that sort as the ids, (n,), do: rows that begin alike stand together."""
+    return ids.astype(">i4").tobytes()
+
+
+def _num_common(first: np.ndarray, second: np.ndarray) -> int:
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+# -------------------------------------------------------------------- moving rows, running passes
+
+
+def _exchange(
+    rows: Inputs, first: int, owner: dict[int, int], counts: list[int], accelerator: Any
+) -> tuple[Inputs, list[int]]:
+    """This rank's rows under a plan, and their numbers. Only those that move are sent, to all ranks.
+
+    Args:
+        rows: that this rank has; its row i has the number `first` + i in all ranks.
+        first: see there.
+        owner: number of a row -> its rank under the plan; rows that are not in it are left out.
+        counts: rows that each rank has.
+        accelerator: of the trainer.
+    """
+    rank, numbers = accelerator.process_index, range(first, first + counts[accelerator.process_index])
+    staying = [number for number in numbers if owner.get(number) == rank]
+    home = [place for place, count in enumerate(counts) for _ in range(count)]
+    moving = [number for number in range(sum(counts)) if owner.get(number, home[number]) != home[number]]
+    if not moving:
+        return take_rows(rows, torch.tensor([number - first for number in staying], dtype=torch.long)), staying
+    device = rows["completion_ids"].device
+    everywhere = gather_object([row_widths(rows)])
+    rows = pad_rows(rows, {name: max(widths[name] for widths in everywhere) for name in everywhere[0]})
+    leaving = torch.tensor([number - first for number in moving if home[number] == rank], dtype=torch.long)
+    pool = join_rows(gather_object([to_device(take_rows(rows, leaving), torch.device("cpu"))]))
+    arriving = [place for place, number in enumerate(moving) if owner[number] == rank]
+    received = to_device(take_rows(pool, torch.tensor(arriving, dtype=torch.long)), device)
+    kept = take_rows(rows, torch.tensor([number - first for number in staying], dtype=torch.long))
+    return join_rows([kept, received]), staying + [moving[place] for place in arriving]
+
+
+def run_passes(
+    compute_loss: Callable[[Inputs], torch.Tensor], model: Any, passes: list[Inputs], accelerator: Any
+) -> torch.Tensor:
+    """The loss of a micro-step, whose gradients so far are those of all passes but the last.
+
+    Gradients are reduced between ranks with the last pass alone, if at all.
+
+    Args:
+        compute_loss: of a micro-batch.
+        model: as the Trainer wraps it.
+        passes: of this micro-step, perhaps none.
+        accelerator: of the trainer.
+    """
+    if not passes:
+        return torch.zeros((), device=accelerator.device, requires_grad=True)
+    *others, last = passes
+    options = {"scale_wrt_gas": False} if accelerator.distributed_type == "DEEPSPEED" else {}  # as the Trainer does
+    total = torch.zeros((), device=accelerator.device)
+    with _held_back(accelerator):
+        for inputs in others:
+            with accelerator.no_sync(model):
+                loss = compute_loss(inputs)
+                accelerator.backward(loss, **options)
+            total += loss.detach()
+    return compute_loss(last) + total
+
+
+@contextlib.contextmanager
+def _held_back(accelerator: Any) -> Iterator[None]:
+    """For DeepSpeed, which makes its step in the backward pass, no pass inside is the last of the optimizer step."""
+    is_last = accelerator.sync_gradients
+    accelerator.gradient_state._set_sync_gradients(False)
+    try:
+        yield
+    finally:
+        accelerator.gradient_state._set_sync_gradients(is_last)

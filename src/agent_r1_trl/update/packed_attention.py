@@ -1,0 +1,193 @@
+"""Attention in a packed row (`packing.py`), by what the model was loaded with.
+
+- `sdpa`: a call for each segment, sliding windows included; soft-capped scores and attention sinks are refused.
+- `flash_attention_2` and its kin: one call with the lengths of the rows, which transformers passes on; it knows no
+  shared prefixes.
+- `flex_attention`: one call with a block mask; it has no backward pass on CPUs, and full attention only here.
+
+Covered here: causal models that use transformers' attention interface. Not covered: chunked attention, state-space
+layers; they are refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.masking_utils import sdpa_mask
+from transformers.utils.generic import is_flash_attention_requested
+
+from agent_r1_trl.generation.local.attention import grouped_sdpa
+
+if TYPE_CHECKING:
+    from agent_r1_trl.update.packing import Layout
+
+PACKED_ATTENTION = "agent_r1_packed_sdpa"
+SEGMENTS, LENGTHS, BLOCKS = "segments", "lengths", "blocks"
+"""How the model's attention is told what a token sees."""
+_FOREIGN_ATTENTION = ("softcap", "s_aux", "position_bias")
+"""Arguments with which a model asks its attention function for more than a softmax over the past."""
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packed_layout: Layout | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Scaled dot-product attention over the segments of a packed row; without a layout, transformers' sdpa.
+
+    Args:
+        module: the attention layer.
+        query: (1, heads, N, D).
+        key: (1, key heads, N, D).
+        value: (1, key heads, N, D').
+        attention_mask: not read with a layout.
+        packed_layout: of the row.
+        scaling: of the scores; None is 1 / sqrt(D).
+        dropout: of the attention weights.
+        **options: what transformers passes besides.
+
+    Returns:
+        (1, N, heads, D') and None.
+    """
+    if packed_layout is None:
+        return grouped_sdpa(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
+    window = options.get("sliding_window")
+    _check_layer(module, options)
+    groups = query.shape[1] // key.shape[1]
+    outputs = []
+    for segment in packed_layout.segments:
+        own = slice(segment.start, segment.end)
+        queries, keys, values = query[:, :, own], key[:, :, own], value[:, :, own]
+        if segment.prefix:
+            before = [slice(*stretch) for stretch in segment.prefix]
+            keys = torch.cat([*(key[:, :, part] for part in before), keys], dim=2)
+            values = torch.cat([*(value[:, :, part] for part in before), values], dim=2)
+        has_mask = bool(segment.prefix) or (window is not None and window < keys.shape[2])
+        outputs.append(
+            nn.functional.scaled_dot_product_attention(
+                queries,
+                repeat_kv(keys, groups),
+                repeat_kv(values, groups),
+                attn_mask=packed_layout.mask(queries.shape[2], keys.shape[2], query, window) if has_mask else None,
+                is_causal=not has_mask,
+                dropout_p=dropout,
+                scale=scaling,
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _check_layer(module: nn.Module, options: dict[str, Any]) -> None:
+    """Refuse a layer that wants more than causal attention over the past of its own row, or a window of it."""
+    asked = [name for name in _FOREIGN_ATTENTION if options.get(name) is not None]
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = None if config is None else getattr(config.get_text_config(), "layer_types", None)
+    if kinds and index is not None and kinds[index] == "sliding_attention" and not options.get("sliding_window"):
+        asked.append("a sliding window that it does not name")
+    asked += ["is_causal=False"] if not getattr(module, "is_causal", True) else []
+    if asked:
+        raise ValueError(
+            f"update_layout: this model's attention uses {', '.join(asked)}, which packed rows do not cover. Set "
+            "update_layout='grouped' or 'padded'."
+        )
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)
+
+
+def use_packed_attention(base: Any, *, name: str = "the model", share_prefixes: bool = False) -> str:
+    """Prepare a causal LM, or a backbone, for packed rows; nothing else about it changes.
+
+    Args:
+        base: without a PeftModel around it.
+        name: of the model, for messages.
+        share_prefixes: whether rows will share what they have in common at their beginning.
+
+    Returns:
+        `SEGMENTS`, `LENGTHS` or `BLOCKS`.
+
+    Raises:
+        ValueError: for a model that packed rows do not cover.
+    """
+    config = base.config
+    used = config._attn_implementation
+    flaw, cure = _flaw(base, share_prefixes=share_prefixes)
+    if flaw:
+        raise ValueError(
+            f"update_layout: {name} has {flaw}. {cure}{', or set' if cure else 'Set'} update_layout='grouped'."
+        )
+    if used == "sdpa":
+        config._attn_implementation = PACKED_ATTENTION
+    return LENGTHS if _is_flash(used) else BLOCKS if used == "flex_attention" else SEGMENTS
+
+
+def _flaw(base: Any, *, share_prefixes: bool) -> tuple[str, str]:
+    """Why packed rows do not cover a model, and what would help; two empty texts for one that they cover."""
+    used = base.config._attn_implementation
+    what, on_sdpa = f"the attention implementation {used!r}", "Load it with attn_implementation='sdpa'"
+    is_known = _is_flash(used) or used in ("sdpa", PACKED_ATTENTION, "flex_attention")
+    if not is_known or not base._can_set_attn_implementation():
+        return f"{what}, which packed rows do not cover", on_sdpa
+    kinds = set(getattr(base.config.get_text_config(), "layer_types", None) or ["full_attention"])
+    others = kinds - ({"full_attention"} if used == "flex_attention" else {"full_attention", "sliding_attention"})
+    if others:
+        flaw = f"layers of the kinds {', '.join(sorted(others))}, which packed rows do not cover with {what}"
+        return flaw, on_sdpa if others == {"sliding_attention"} else ""
+    if used == "flex_attention" and base.device.type == "cpu":
+        return f"{what}, which has no backward pass on a CPU", on_sdpa
+    if _is_flash(used) and share_prefixes:
+        flaw = f"{what}, which knows no prefix that rows share"
+        return flaw, "Set update_layout='packed', load it with attn_implementation='sdpa'"
+    return "", ""
+
+
+def _is_flash(name: str) -> bool:
+    return bool(is_flash_attention_requested(requested_attention_implementation=name))
+
+
+def attention_inputs(kind: str, layout: Layout, input_ids: torch.Tensor) -> dict[str, Any]:
+    """What a model is told about a packed row besides its layout.
+
+    Args:
+        kind: as `use_packed_attention` found it.
+        layout: of the row.
+        input_ids: (1, N).
+    """
+    if kind == BLOCKS:
+        return {"attention_mask": block_mask(layout, input_ids.device)}
+    if kind == SEGMENTS:
+        return {"attention_mask": input_ids.new_ones(1, 1, 1, 1)}  # 4-D ones are passed through, so none is built
+    ends = [0, *(segment.end for segment in layout.segments)]
+    longest = max(segment.end - segment.start for segment in layout.segments)
+    ends_tensor = torch.tensor(ends, dtype=torch.int32, device=input_ids.device)
+    return {
+        "attention_mask": None,
+        "cu_seq_lens_q": ends_tensor,
+        "cu_seq_lens_k": ends_tensor,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def block_mask(layout: Layout, device: torch.device) -> BlockMask:
+    """Of a row for flex_attention. What follows a token in its tree stands right behind it, up to `horizons`."""
+    horizons = layout.horizons.to(device)
+
+    def sees(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (query < horizons[key])
+
+    size = len(horizons)
+    return create_block_mask(sees, None, None, size, size, device=device, _compile=device.type != "cpu")

@@ -1,0 +1,158 @@
+"""Passes of an optimizer step by tokens: who computes what when, and that nothing else changes."""
+
+import numpy as np
+import pytest
+import torch
+
+from agent_r1_trl.trainers import MultiTurnPPOTrainer
+from agent_r1_trl.update.micro_batches import PASSES, live_ids, plan_passes
+from tests.trainers.helpers import make_args, make_trainer, step_gradients
+from tests.update.test_packing import assert_same_run, trained
+
+# -------------------------------------------------------------------- the plan
+
+
+def test_the_longest_row_goes_first_and_each_one_where_there_is_least():
+    # 6 | 5, then 4 to the 5, 3 to the 6, and 2 to either.
+    assert plan_passes([5, 3, 2, 4, 6], num_ranks=1, max_tokens=11) == [[[4, 1, 2], [0, 3]]]
+
+
+def test_rows_without_tokens_are_nobodys():
+    assert plan_passes([0, 4, 0], num_ranks=1, max_tokens=9) == [[[1]]]
+
+
+def test_a_row_above_the_limit_stands_alone():
+    assert plan_passes([20, 3, 4], num_ranks=1, max_tokens=8) == [[[0], [2, 1]]]
+
+
+def test_every_rank_has_as_many_passes_and_those_of_one_time_are_alike():
+    ranks = plan_passes([9, 8, 4, 3, 2], num_ranks=2, max_tokens=9)
+    assert ranks == [[[0], [3, 4]], [[1], [2]]]
+    assert plan_passes([7], num_ranks=2, max_tokens=9) == [[[0]], [[]]], "the second rank computes an empty one"
+    assert plan_passes([0, 0], num_ranks=2, max_tokens=9) == [[[]], [[]]]
+    assert plan_passes([7, 7], num_ranks=1, max_tokens=99, least=3) == [[[0], [1], []]]
+
+
+def ids_of(*texts):
+    return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
+
+
+def test_rows_that_begin_alike_stay_together_and_are_counted_once():
+    rows = ids_of("bbbbb-x", "aaaaa-x", "bbbbb-y", "aaaaa-yz", "aaaaa-yzz", "")
+    # Two trees: aaaaa-, x, yz, z are 10 tokens, bbbbb-, x, y are 8.
+    assert plan_passes(rows, num_ranks=1, max_tokens=18) == [[[1, 3, 4, 0, 2]]]
+    assert plan_passes(rows, num_ranks=1, max_tokens=17) == [[[1, 3, 4], [0, 2]]]
+    assert plan_passes(rows, num_ranks=2, max_tokens=99) == [[[1, 3, 4]], [[0, 2]]]
+
+
+def test_stretches_are_of_about_equal_size():
+    rows = ids_of("a" * 8, "b" * 8, "c" * 8, "d" * 8)
+    assert plan_passes(rows, num_ranks=1, max_tokens=25) == [[[0, 1], [2, 3]]], "not 24 and 8"
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_plan_holds_every_live_row_once_below_the_limit(seed, is_shared):
+    generator = np.random.default_rng(seed)
+    rows = [generator.integers(0, 2, generator.integers(0, 30)) for _ in range(25)]
+    limit, num_ranks = int(generator.integers(30, 120)), int(generator.integers(1, 4))
+    ranks = plan_passes(rows if is_shared else [len(row) for row in rows], num_ranks, limit)
+    assert len({len(passes) for passes in ranks}) == 1
+    chosen = [row for passes in ranks for one in passes for row in one]
+    assert sorted(chosen) == [index for index, row in enumerate(rows) if len(row)]
+    for one in (one for passes in ranks for one in passes):
+        prefixes = {tuple(rows[row][:end]) for row in one for end in range(1, len(rows[row]) + 1)}
+        assert (len(prefixes) if is_shared else sum(len(rows[row]) for row in one)) <= limit
+
+
+# -------------------------------------------------------------------- the trainers
+
+
+SMALL = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+
+
+@pytest.mark.parametrize(("layout", "limit"), [("packed", 10_000), ("shared", 150)])
+def test_a_ppo_run_does_not_depend_on_the_passes(tmp_path, layout, limit):
+    options = {"trainer": MultiTurnPPOTrainer, "max_steps": 3, "critic": "head", "num_iterations": 2, **SMALL}
+    first = trained(make_trainer(tmp_path / "a", **options))
+    second = trained(make_trainer(tmp_path / "b", update_layout=layout, max_tokens_per_micro_batch=limit, **options))
+    assert_same_run(first, second)
+    passes = [row["update/passes"] for row in second.state.log_history if "update/passes" in row]
+    assert len(passes) == 3
+    assert all(number == 0.25 if limit == 10_000 else number > 1 for number in passes)
+
+
+def test_a_pass_holds_no_more_tokens_than_the_limit_unless_a_row_does(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, update_layout="packed", max_tokens_per_micro_batch=400, **SMALL)
+    _, steps = step_gradients(trainer)
+    sizes = [sum(map(len, live_ids(inputs))) for step in steps for inputs in step[PASSES]]
+    assert max(sizes) <= 400
+    assert len(sizes) > 1
+    assert not caplog.records
+    trainer.layout._max_tokens = 20
+    _, steps = step_gradients(trainer)
+    assert "max_tokens_per_micro_batch=20" in caplog.text
+    assert all(len(inputs["completion_ids"]) == 1 for step in steps for inputs in step[PASSES])
+
+
+def test_a_step_without_any_loss_still_reaches_every_parameter(tmp_path):
+    trainer = make_trainer(tmp_path, update_layout="shared", max_tokens_per_micro_batch=400, **SMALL)
+    arrange = trainer.layout.arrange
+
+    def silenced(buffer, accelerator):
+        for inputs in buffer:
+            inputs["tool_mask"] = inputs["tool_mask"] * 0
+        return arrange(buffer, accelerator)
+
+    trainer.layout.arrange = silenced
+    gradients, steps = step_gradients(trainer)
+    assert [len(step[PASSES]) for step in steps] == [0, 0, 0, 1]
+    assert len(gradients) == len(list(trainer.model.parameters()))
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
+def test_a_run_that_stops_within_a_rollout_goes_on_with_its_passes(tmp_path):
+    options = {
+        "update_layout": "shared", "max_tokens_per_micro_batch": 300, "per_device_train_batch_size": 2,
+        "steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 2, "save_strategy": "steps",
+        "save_steps": 1, "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    whole = trained(make_trainer(tmp_path / "a", **options))
+    checkpoint = str(tmp_path / "a" / "checkpoint-1")
+    resumed = make_trainer(tmp_path / "b", **options)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    for name, expected in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], expected), name
+    other = make_trainer(tmp_path / "c", **options | {"max_tokens_per_micro_batch": 400})
+    with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch=300 and cannot go on with .*=400"):
+        other.train(resume_from_checkpoint=checkpoint)
+
+
+# -------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "flaw", "cure"),
+    [
+        ({}, "update_layout='padded'", {"update_layout": "packed"}),
+        ({"update_layout": "grouped"}, "update_layout='grouped'", {"update_layout": "shared"}),
+        (
+            {"update_layout": "packed", "gradient_accumulation_steps": 2, "steps_per_generation": 3},
+            "steps_per_generation=3 and gradient_accumulation_steps=2",
+            {"steps_per_generation": 4},
+        ),
+        ({"update_layout": "packed", "max_tokens_per_micro_batch": 0}, "=0", {"max_tokens_per_micro_batch": 1}),
+    ],
+)
+def test_what_tokens_cannot_decide_is_refused_and_the_cure_works(tmp_path, options, flaw, cure):
+    options = {"max_tokens_per_micro_batch": 100, "per_device_train_batch_size": 4, **options}
+    with pytest.raises(ValueError, match=rf"max_tokens_per_micro_batch.*{flaw}"):
+        make_args(tmp_path, **options)
+    make_args(tmp_path, **options | cure)
+
+
+def test_the_cure_of_a_mean_within_micro_batches_works(tmp_path):
+    options = {"update_layout": "shared", "max_tokens_per_micro_batch": 100, "loss_type": "bnpo", **SMALL}
+    with pytest.raises(ValueError, match=r"Remove max_tokens_per_micro_batch and set update_layout='packed'"):
+        make_args(tmp_path, **options)
+    make_args(tmp_path, **options | {"update_layout": "packed", "max_tokens_per_micro_batch": None})

@@ -1,0 +1,196 @@
+"""What a token of a packed row sees, by the attention that a model runs on."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_mask, flex_attention
+from transformers import BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from trl.trainer.utils import add_fused_lm_head
+
+from agent_r1_trl.update.layout import UpdateLayout
+from agent_r1_trl.update.packed_attention import (
+    LENGTHS,
+    SEGMENTS,
+    block_mask,
+    packed_attention,
+    use_packed_attention,
+)
+from agent_r1_trl.update.packing import Layout, Segment, pack, packed_log_probs
+from tests.trainers.helpers import make_args
+from tests.update.test_packing import SHAPE, forked, forks, gradients_of, make_model, ragged
+
+SLIDING = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 4}
+
+
+# -------------------------------------------------------------------- sdpa, segment by segment
+
+
+def make_mistral():
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**SHAPE, head_dim=8, sliding_window=5))
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, 0, 0.2)
+    add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
+    return model
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+@pytest.mark.parametrize("rows", [ragged, forked])
+@pytest.mark.parametrize("make", [lambda: make_model("qwen3", **SLIDING), make_mistral], ids=["qwen3", "mistral"])
+def test_sliding_windows_are_those_of_padded_rows(make, rows, share_prefixes):
+    model = make().train()
+    ids, mask, scored = rows()
+    width = scored.shape[1]
+    weights = torch.randn(2, *scored.shape) * scored
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :-width] = -100
+    output = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+    expected = output.log_probs[:, -width:], output.entropy[:, -width:]
+    gradients = gradients_of(model, *expected, weights)
+    assert use_packed_attention(model, share_prefixes=share_prefixes) == SEGMENTS
+    packed = packed_log_probs(model, model.base_model, pack(ids, mask, scored, share_prefixes=share_prefixes))
+    torch.testing.assert_close(packed[0], expected[0] * scored, atol=1e-5, rtol=0)
+    torch.testing.assert_close(gradients_of(model, *packed, weights), gradients, atol=1e-5, rtol=1e-5)
+
+
+def test_a_window_hides_what_is_further_back():
+    mask = Layout([], *[torch.zeros(0)] * 3).mask(2, 4, torch.zeros(1), window=2)
+    assert (mask == 0).int().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
+
+
+def test_a_soft_capped_score_is_refused_when_it_is_asked_for():
+    model = Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8, sliding_window=4, attn_implementation="sdpa"))
+    add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
+    use_packed_attention(model)
+    with pytest.raises(ValueError, match=r"update_layout: .*softcap.*update_layout='grouped'"):
+        packed_log_probs(model, model.base_model, pack(*ragged(), share_prefixes=False))
+
+
+# -------------------------------------------------------------------- one call with lengths
+
+
+def test_flash_attention_is_told_the_lengths_of_the_rows(monkeypatch):
+    """FlashAttention needs a GPU: in its place stands a function that reads the same arguments."""
+    seen = []
+
+    def by_lengths(module, query, key, value, attention_mask, **options):
+        assert attention_mask is None
+        ends = options["cu_seq_lens_q"].tolist()
+        assert options["cu_seq_lens_q"].dtype == torch.int32
+        assert options["cu_seq_lens_k"].tolist() == ends
+        lengths = [end - start for start, end in pairwise(ends)]
+        assert options["max_length_q"] == options["max_length_k"] == max(lengths)
+        seen.append(lengths)
+        repeat = query.shape[1] // key.shape[1]
+        parts = [
+            torch.nn.functional.scaled_dot_product_attention(
+                q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1), is_causal=True,
+                scale=options["scaling"],
+            )
+            for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+        ]  # fmt: skip
+        return torch.cat(parts, dim=2).transpose(1, 2), None
+
+    model = make_model("qwen3")
+    batch = ragged()
+    use_packed_attention(model)
+    expected, _ = packed_log_probs(model, model.base_model, pack(*batch, share_prefixes=False))
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", by_lengths)
+    model.config._attn_implementation = "flash_attention_2"
+    kind = use_packed_attention(model)
+    assert kind == LENGTHS
+    packed = pack(*batch, share_prefixes=False, attention=kind)
+    ours, _ = packed_log_probs(model, model.base_model, packed)
+    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
+    assert seen == [[segment.end - segment.start for segment in packed.layout.segments]] * 2
+
+
+# -------------------------------------------------------------------- one call with a block mask
+
+
+def dense(layout):
+    """(N, N) what each token sees, segment by segment."""
+    size = layout.segments[-1].end
+    sees = torch.zeros(size, size, dtype=torch.bool)
+    for segment in layout.segments:
+        for start, end in segment.prefix:
+            sees[segment.start : segment.end, start:end] = True
+        length = segment.end - segment.start
+        sees[segment.start : segment.end, segment.start : segment.end] = torch.ones(length, length).tril().bool()
+    return sees
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+@pytest.mark.parametrize("rows", [ragged, forked, forks])
+def test_a_block_mask_lets_a_token_see_its_own_past(rows, share_prefixes):
+    layout = pack(*rows(), share_prefixes=share_prefixes).layout
+    mask = block_mask(layout, torch.device("cpu"))
+    size = layout.segments[-1].end
+    assert torch.equal(create_mask(mask.mask_mod, None, None, size, size, device="cpu")[0, 0], dense(layout))
+
+
+def test_horizons_by_hand():
+    segments = [Segment(0, 2), Segment(2, 4, ((0, 2),)), Segment(4, 5, ((0, 4),)), Segment(5, 7, ((0, 2),))]
+    assert Layout(segments, *[torch.zeros(0)] * 3).horizons.tolist() == [7, 7, 5, 5, 5, 7, 7]
+
+
+@torch.no_grad()
+def test_flex_attention_gives_what_segments_give():
+    """Without a backward pass, which it does not have on a CPU."""
+    layout = pack(*forked(), share_prefixes=True).layout
+    size = layout.segments[-1].end
+    query, key, value = torch.randn(3, 1, 2, size, 16)
+    expected, _ = packed_attention(torch.nn.Module(), query, key, value, None, packed_layout=layout)
+    ours = flex_attention(query, key, value, block_mask=block_mask(layout, query.device))
+    torch.testing.assert_close(ours.transpose(1, 2), expected, atol=1e-5, rtol=0)
+
+
+# -------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "layout", "flaw", "cures"),
+    [
+        ({"attn_implementation": "eager"}, "packed", "'eager'", [{"attn_implementation": "sdpa"}]),
+        ({"attn_implementation": "flex_attention"}, "shared", "no backward pass on a CPU", [
+            {"attn_implementation": "sdpa"},
+        ]),
+        ({"attn_implementation": "flex_attention", **SLIDING}, "packed", "sliding_attention", [
+            {"attn_implementation": "sdpa"},
+        ]),
+    ],
+)  # fmt: skip
+def test_a_model_that_packing_does_not_cover_is_refused_and_the_cure_works(tmp_path, options, layout, flaw, cures):
+    with pytest.raises(ValueError, match=rf"update_layout: the model has .*{flaw}"):
+        UpdateLayout(make_args(tmp_path, update_layout=layout)).prepare(make_model("qwen3", **options))
+    for cure in cures:
+        UpdateLayout(make_args(tmp_path, update_layout=layout)).prepare(make_model("qwen3", **options | cure))
+    UpdateLayout(make_args(tmp_path, update_layout="grouped")).prepare(make_model("qwen3", **options))
+
+
+def test_flash_attention_knows_no_shared_prefixes(tmp_path):
+    model = make_model("qwen3")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"'flash_attention_2', which knows no prefix.*Set update_layout='packed'"):
+        UpdateLayout(make_args(tmp_path, update_layout="shared")).prepare(model)
+    UpdateLayout(make_args(tmp_path, update_layout="packed")).prepare(model)
+
+
+def test_models_of_one_update_have_one_kind_of_attention(tmp_path):
+    other = make_model("qwen3")
+    other.config._attn_implementation = "flash_attention_2"
+    layout = UpdateLayout(make_args(tmp_path, update_layout="packed"))
+    layout.prepare(make_model("qwen3"))
+    with pytest.raises(ValueError, match=r"update_layout='packed': critic_model has another attention"):
+        layout.prepare(other, name="critic_model")
+
+
+def test_a_model_that_looks_ahead_is_refused():
+    model = BertModel(BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
+    use_packed_attention(model)
+    ids, mask, scored = forks()
+    with pytest.raises(ValueError, match=r"update_layout: .*is_causal=False.*update_layout='grouped'"):
+        model(**pack(ids % 9, mask, scored, share_prefixes=False).inputs)
