@@ -144,10 +144,10 @@ def _entropy(config: Any) -> Refusal | None:
             "Lower entropy_coef.",
         )
     if config.max_tokens_per_micro_batch is not None:
-        return (
+        return Refusal(
             "averages inside micro-batches, between which "
-            f"max_tokens_per_micro_batch={config.max_tokens_per_micro_batch} moves rows. Remove "
-            "max_tokens_per_micro_batch and set update_layout: packed."
+            f"max_tokens_per_micro_batch={config.max_tokens_per_micro_batch} moves rows.",
+            "Remove max_tokens_per_micro_batch and set update_layout: padded.",
         )
     if config.update_layout in REGROUPING_LAYOUTS and config.gradient_accumulation_steps > 1:
         return Refusal(

@@ -266,7 +266,7 @@ class _ValueCollector:
     def __init__(self, model: Callable[..., Any], inputs: dict[str, Any], layout: UpdateLayout):
         self.inner_model = model
         self._num_tokens = inputs["completion_ids"].shape[1]
-        self._critic_inputs = None
+        self._critic_inputs: dict[str, Any] | None = None
         if "privileged_ids" in inputs:
             ids, mask = whole_rows(inputs)
             self._critic_inputs = {"input_ids": ids, "attention_mask": mask}

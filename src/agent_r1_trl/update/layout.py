@@ -92,7 +92,7 @@ class UpdateLayout:
             set_live_scales(buffer, steps_per_update=self._steps_per_update, accelerator=accelerator)
         if self._max_tokens is None:
             return buffer
-        self._warn_of_long_rows(buffer)
+        self._warn_of_long_rows(buffer, self._max_tokens)
         return repack(
             buffer,
             max_tokens=self._max_tokens,
@@ -102,15 +102,15 @@ class UpdateLayout:
             needs_every_step=accelerator.distributed_type == DistributedType.DEEPSPEED,
         )
 
-    def _warn_of_long_rows(self, buffer: list[Inputs]) -> None:
+    def _warn_of_long_rows(self, buffer: list[Inputs], limit: int) -> None:
         longest = max(len(ids) for inputs in buffer for ids in live_ids(inputs))
-        if longest > self._max_tokens and not self._has_warned:
+        if longest > limit and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "A trajectory has %d tokens to compute, more than max_tokens_per_micro_batch=%d. It is trained on "
                 "alone, in a pass that needs more memory than the others. Further ones are not reported.",
                 longest,
-                self._max_tokens,
+                limit,
             )
 
     def trim(self, inputs: Inputs) -> Inputs:
