@@ -1,7 +1,7 @@
-"""Make the CPU variant's starting point: a tiny model that knows how to push a box, but mostly runs straight at it.
+"""Make the CPU variant's starting point: a tiny model that knows how to push a box, but often runs straight at it.
 
-It imitates a player who in each turn thinks ahead (45%), walks in the direction in which the box has to go, as if it
-stood behind it (45%), or stumbles about (10%). It takes two to three minutes on one core.
+It imitates a player who in each turn thinks ahead (70%), or walks in the direction in which the box has to go, as if
+it stood behind it (30%). It takes about four minutes on one core.
 
     python recipes/sokoban/make_cold_start.py
 """
