@@ -17,7 +17,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,14 @@ GAMES = ("bandit", "frozen_lake", "countdown", "sokoban")
 ALGOS = ("grpo", "ppo")
 
 
-def run(*command: str) -> None:
-    """Run a Python command from the root of the repository, and show it."""
+def run(*command: str) -> float:
+    """Run a Python command from the root of the repository, and show it; returns its seconds of processor time."""
     print("$ python", *command, flush=True)
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    before = os.times()
     subprocess.run([sys.executable, *command], check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
 
 
 def evaluate(config: str, model: Path, folder: Path, num_examples: int) -> float:
@@ -43,15 +45,14 @@ def evaluate(config: str, model: Path, folder: Path, num_examples: int) -> float
 
 
 def train(config: str, start: Path, folder: Path, seed: int, max_steps: int | None) -> float:
-    """A training run; returns its seconds."""
+    """A training run; returns its seconds of processor time, which other work on the machine does not lengthen."""
     clock = folder / "seconds.txt"  # written at the end
     if not clock.exists():
-        began = time.perf_counter()
         flags = ["--config", config, "--model_name_or_path", str(start), "--output_dir", str(folder)]
         flags += ["--seed", str(seed), "--record_trajectories", "none"]
         flags += ["--max_steps", str(max_steps)] if max_steps else []
-        run("-m", "agent_r1_trl.cli.train", *flags)
-        clock.write_text(f"{time.perf_counter() - began:.1f}\n", encoding="utf-8")
+        seconds = run("-m", "agent_r1_trl.cli.train", *flags)
+        clock.write_text(f"{seconds:.1f}\n", encoding="utf-8")
     return float(clock.read_text(encoding="utf-8"))
 
 
@@ -74,7 +75,7 @@ def measure(args: argparse.Namespace, game: str, algo: str) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """The figures as a Markdown table."""
     lines = [
-        "| game | algorithm | success before | after, per seed | mean | seconds of training |",
+        "| game | algorithm | success before | after, per seed | mean | processor seconds of a run |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -303,9 +303,7 @@ def read_env(config: Path) -> Callable[[], GameEnv]:
     return resolve_env(recipe["env"], recipe.get("env_kwargs"))
 
 
-def play(
-    make_env: Callable[[], GameEnv], say: Callable[[GameEnv, random.Random], str], rng: random.Random
-) -> Messages:
+def play(make_env: Callable[[], GameEnv], say: Callable[[Any, random.Random], str], rng: random.Random) -> Messages:
     """One game, from the first message to the last turn of the demonstrator.
 
     Args:
@@ -326,3 +324,25 @@ def play(
 
     asyncio.run(episode())
     return messages
+
+
+def write_moves(env: GameEnv, moves: Sequence[str]) -> str:
+    """A turn with the first of these moves, as many as one turn may hold."""
+    return f"<answer>{f' {env.separator} '.join(moves[: env.max_actions_per_turn])}</answer>"
+
+
+def game_cold_start(
+    script: str, description: str | None, say: Callable[[Any, random.Random], str], *, steps: int
+) -> None:
+    """What the `make_cold_start.py` of a game does: a model that imitates its demonstrator.
+
+    Args:
+        script: the `__file__` of the script; its folder is named after the game and holds `grpo/config_cpu.yaml`.
+        description: of the command.
+        say: the demonstrator; see `play`.
+        steps: optimizer steps, unless the command line says otherwise.
+    """
+    folder = Path(script).resolve().parent
+    args = make_parser(description, out=Path("outputs") / folder.name / "start", steps=steps).parse_args()
+    make_env = read_env(folder / "grpo" / "config_cpu.yaml")
+    cold_start(args, lambda rng: play(make_env, say, rng), vocab_size=400)

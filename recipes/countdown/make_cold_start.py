@@ -8,18 +8,16 @@ the numbers at random. It takes two minutes on one core.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import random
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from tiny_model import cold_start, make_parser, play, read_env  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tiny_model import game_cold_start
 
-from agent_r1_trl.environments.games import CountdownEnv  # noqa: E402
+from agent_r1_trl.environments.games import CountdownEnv
 
 CAREFUL_SHARE = 0.35
 
@@ -45,12 +43,5 @@ def say(env: CountdownEnv, rng: random.Random) -> str:
     return f"<answer>{right[0] if is_careful else rng.choice(list(found))}</answer>"
 
 
-def main() -> None:
-    """Make and save tokenizer and model."""
-    args = make_parser(__doc__, out=Path("outputs/countdown/start"), steps=400).parse_args()
-    make_env = read_env(HERE / "grpo" / "config_cpu.yaml")
-    cold_start(args, functools.partial(play, make_env, say), vocab_size=400)
-
-
 if __name__ == "__main__":
-    main()
+    game_cold_start(__file__, __doc__, say, steps=400)

@@ -8,16 +8,14 @@ there (60%), or stumbles about (10%). It takes two minutes on one core.
 
 from __future__ import annotations
 
-import functools
 import random
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from tiny_model import cold_start, make_parser, play, read_env  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tiny_model import game_cold_start, write_moves
 
-from agent_r1_trl.environments.games import FrozenLakeEnv  # noqa: E402
+from agent_r1_trl.environments.games import FrozenLakeEnv
 
 SHARES = {"careful": 0.3, "hasty": 0.6, "clumsy": 0.1}
 
@@ -31,15 +29,8 @@ def say(env: FrozenLakeEnv, rng: random.Random) -> str:
         moves = ["Right"] * (env.size - 1 - env.place[1]) + ["Down"] * (env.size - 1)
     else:
         moves = rng.choices(env.actions, k=env.max_actions_per_turn)
-    return f"<answer>{f' {env.separator} '.join(moves[: env.max_actions_per_turn])}</answer>"
-
-
-def main() -> None:
-    """Make and save tokenizer and model."""
-    args = make_parser(__doc__, out=Path("outputs/frozen_lake/start"), steps=350).parse_args()
-    make_env = read_env(HERE / "grpo" / "config_cpu.yaml")
-    cold_start(args, functools.partial(play, make_env, say), vocab_size=400)
+    return write_moves(env, moves)
 
 
 if __name__ == "__main__":
-    main()
+    game_cold_start(__file__, __doc__, say, steps=350)

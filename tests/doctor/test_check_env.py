@@ -8,11 +8,13 @@ import asyncio
 import functools
 import random
 import sqlite3
+import threading
 import time
 import typing
 
 import pytest
 
+from agent_r1_trl.doctor.environment import caller as caller_module
 from agent_r1_trl.doctor.environment import check_env
 from agent_r1_trl.doctor.environment.check import examine_env
 from agent_r1_trl.environments import FunctionToolsEnv, SearchQAEnv, ToolEnv, TRLEnvAdapter
@@ -717,3 +719,22 @@ def test_an_environment_whose_tools_exist_only_after_reset_is_sound():
             return {"Oslo": [lookup], "Madrid": []}[self.example["answer"]]
 
     assert check_env(Late, EXAMPLES) == []
+
+
+def test_a_call_that_is_left_alone_ends_its_event_loop_once_it_lets_go_of_it(monkeypatch):
+    monkeypatch.setattr(caller_module, "_GRACE_S", 0.0)
+    caller, wakes_up = caller_module.Caller(0.1), threading.Event()
+    blocked = caller._loop
+
+    async def block():
+        wakes_up.wait(10)
+
+    assert "did not come back" in caller.call("env.reset", block()).failure
+    used = caller._loop
+    assert used is not blocked and caller.call("env.reset", asyncio.sleep(0, "value")).value == "value"
+    wakes_up.set()
+    caller.close()
+    deadline = time.monotonic() + 10
+    while not (blocked.is_closed() and used.is_closed()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert blocked.is_closed() and used.is_closed()

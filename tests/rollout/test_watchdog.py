@@ -1,6 +1,7 @@
 """A rollout that stands still: who holds it up is said, and it ends within its limits."""
 
 import asyncio
+import gc
 import logging
 import os
 import re
@@ -9,12 +10,14 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 
 import pytest
 
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import LoopLostError, RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.rollout.waiting import end_when_free
 from agent_r1_trl.rollout.watchdog import reported
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import StopReason, ToolErrorKind
@@ -237,3 +240,15 @@ def test_a_rollout_that_waits_for_the_sampler_alone_is_reported_less_often(caplo
     runner.run(requests_for(1))
     runner.close()
     assert caplog.messages == []
+
+
+def test_a_loop_that_never_gets_free_leaves_no_coroutine_that_nobody_has_awaited():
+    loop = asyncio.new_event_loop()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        end_when_free(loop)
+        loop.close()
+        end_when_free(loop)  # it is closed
+        del loop
+        gc.collect()
+    assert not [warning for warning in said if "never awaited" in str(warning.message)]

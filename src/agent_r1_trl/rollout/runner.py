@@ -25,7 +25,7 @@ from agent_r1_trl.rollout.failures import MAX_CAUSES, FailureCause, failure_of
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest
-from agent_r1_trl.rollout.waiting import copy_outcome, end_loop, result_in_time
+from agent_r1_trl.rollout.waiting import copy_outcome, end_when_free, result_in_time
 from agent_r1_trl.rollout.watchdog import LoopLostError, Watchdog
 from agent_r1_trl.tools import directory
 from agent_r1_trl.tools.holding import owner_name, timed_task
@@ -186,7 +186,7 @@ class RolloutRunner:
             self._loop = None
             self._under_way.clear()
             directory.guard.forget()
-            asyncio.run_coroutine_threadsafe(end_loop(), loop)
+            end_when_free(loop)
             return None
 
     @contextlib.contextmanager
@@ -335,9 +335,8 @@ class RolloutRunner:
         with contextlib.suppress(Exception):  # said in the log; what is lost must not hold up the rest
             closing.result(timeout=2 * CLOSE_TIMEOUT_S)
         self.environments = [each.session.env for each in plays]
-        with contextlib.suppress(RuntimeError):  # it is closed
-            if lost is not None:  # if it ever wakes up, it ends what it played, and then itself
-                asyncio.run_coroutine_threadsafe(end_loop(), lost)
+        if lost is not None:  # if it ever wakes up, it ends what it played, and then itself
+            end_when_free(lost)
         if isinstance(error, LoopLostError):
             answer.set_exception(error)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from concurrent.futures import Future
@@ -45,6 +46,15 @@ async def end_loop() -> None:
     if tasks:
         await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
     asyncio.get_running_loop().stop()
+
+
+def end_when_free(loop: asyncio.AbstractEventLoop) -> None:
+    """Have a loop of another thread do `end_loop` as soon as it is free; nothing if it is closed.
+
+    The coroutine is made on the loop: one that never gets free leaves none behind that nobody has awaited.
+    """
+    with contextlib.suppress(RuntimeError):  # it is closed
+        loop.call_soon_threadsafe(lambda: loop.create_task(end_loop()))
 
 
 def copy_outcome(played: Future[Any], *, to: Future[Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from agent_r1_trl.doctor.report import describe_error
 from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.rollout import EnvironmentFailure
+from agent_r1_trl.rollout.waiting import end_when_free
 
 _GRACE_S = 2.0
 
@@ -46,13 +47,14 @@ class Caller:
         try:
             return future.result(timeout=self.timeout_s + _GRACE_S)
         except concurrent.futures.TimeoutError:
-            # It blocks and never lets go of the loop: leave that loop to it and go on with another.
+            # It blocks and may never let go of the loop: leave that loop to it and go on with another.
+            end_when_free(self._loop)
             self._loop = _start_loop()
             return Outcome(failure=too_slow, blocked_s=self.timeout_s + _GRACE_S)
 
     def close(self) -> None:
-        """Stop the thread of the event loop."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """End what still runs, and the thread of the event loop."""
+        end_when_free(self._loop)
 
     async def _call(self, coroutine: Coroutine[Any, Any, Any], too_slow: str) -> Outcome:
         async def guarded() -> Outcome:
@@ -84,5 +86,10 @@ async def _measure_pauses(pauses: list[float]) -> None:
 
 def _start_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="check-loop", daemon=True).start()
+    threading.Thread(target=_run_loop, args=(loop,), name="check-loop", daemon=True).start()
     return loop
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()

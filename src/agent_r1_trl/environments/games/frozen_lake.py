@@ -13,6 +13,7 @@ from agent_r1_trl.environments.games.grid import (
     MOVES,
     Place,
     check_grid_settings,
+    explain_marks,
     list_places,
     moved,
     read_grid,
@@ -103,11 +104,7 @@ class FrozenLakeEnv(GameEnv):
             if self.is_slippery
             else ""
         )
-        if self.grid_format == "coordinates":
-            marks = "Places are (row, column), counted from (0, 0) at the top left."
-        else:
-            named = {name.replace("_", " "): mark for name, mark in self.symbols.items()}
-            marks = "Marks: " + ", ".join(f"{mark} {name}" for name, mark in named.items()) + "."
+        marks = explain_marks(self.grid_format, self.symbols)
         return f"Walk over a frozen lake to the goal without falling into a hole.{slip}\n{marks}"
 
     def new_level(self, seed: int) -> str:

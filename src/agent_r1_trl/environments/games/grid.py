@@ -54,6 +54,17 @@ def check_grid_settings(owner: str, grid_format: str, symbols: Mapping[str, str]
         raise ValueError(f"{owner}.symbols={dict(symbols)!r}: must give different texts to {', '.join(known)}.")
 
 
+def explain_marks(grid_format: str, symbols: Mapping[str, str]) -> str:
+    """What the model must know to read a grid.
+
+    >>> explain_marks("symbols", {"player": "P", "player_on_goal": "V"})
+    'Marks: P player, V player on goal.'
+    """
+    if grid_format == "coordinates":
+        return "Places are (row, column), counted from (0, 0) at the top left."
+    return "Marks: " + ", ".join(f"{mark} {name.replace('_', ' ')}" for name, mark in symbols.items()) + "."
+
+
 def list_places(places: Mapping[str, Sequence[Place]]) -> str:
     """Places by what stands there, one line each.
 

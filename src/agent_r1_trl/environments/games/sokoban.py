@@ -13,6 +13,7 @@ from agent_r1_trl.environments.games.grid import (
     MOVES,
     Place,
     check_grid_settings,
+    explain_marks,
     list_places,
     moved,
     read_grid,
@@ -137,14 +138,9 @@ class SokobanEnv(GameEnv):
 
     def rules(self) -> str:
         """The aim and the marks."""
-        if self.grid_format == "coordinates":
-            marks = "Places are (row, column), counted from (0, 0) at the top left."
-        else:
-            named = {name.replace("_", " "): mark for name, mark in self.symbols.items()}
-            marks = "Marks: " + ", ".join(f"{mark} {name}" for name, mark in named.items()) + "."
         return (
             "Push every box onto a target. You push a box by walking into it; it moves if the place behind it is "
-            f"free. You cannot pull.\n{marks}"
+            f"free. You cannot pull.\n{explain_marks(self.grid_format, self.symbols)}"
         )
 
     def new_level(self, seed: int) -> str:
