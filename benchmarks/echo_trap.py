@@ -4,7 +4,7 @@
 
 Both recipes are the bandit's with mistakes that users make:
 
-    repetition   a learning rate five times too high that does not decay. The task is learned, and then one update too
+    repetition   a learning rate more than ten times too high that does not decay. The task is learned, and then one update too
                  many leaves a policy that says the same in every group; all earn the same, and no gradient leads back.
     inaction     pulls that cost, and groups of four that are divided by their own spread (TRL's default). The better
                  arm pays on one pull in four, so in every third group nobody who pulled it was lucky, and whoever did
@@ -97,7 +97,7 @@ SHARED: dict[str, Any] = {
     "disable_tqdm": True,
 }
 GUARD: dict[str, dict[str, Any]] = {
-    "repetition": {"echo_rate_factor": 0.2, "echo_rate_steps": 100},  # the recipe's own rate, to the end of the run
+    "repetition": {"echo_rate_factor": 0.2, "echo_rate_steps": 100},  # a rate of 1e-3, to the end of the run
     "inaction": {},
 }
 """Settings of the guard that differ from its defaults."""
