@@ -67,13 +67,7 @@ def make_trainer(args: argparse.Namespace, kind: str, folder: str) -> Any:
 
 def score(args: argparse.Namespace, kind: str) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """A scored batch, and what of its trajectories the filter reads: only every fourth group has spread."""
-    batch = make_batch(args)
-    batch["in_baseline"] = torch.ones(len(batch["tool_mask"]), dtype=torch.bool)
-    if kind == "ppo":
-        batch["value_mask"] = batch["tool_mask"].bool()
-        batch["old_values"] = torch.zeros(batch["tool_mask"].shape)
-        batch["returns"] = batch["advantages"].clone()
-        batch["num_value_items"] = batch["num_items_in_batch"]
+    batch = make_batch(argparse.Namespace(**vars(args), rows="ragged", trainer=kind))
     rewards = [
         float(member % 2) if group % round(1 / KEPT) == 0 else 1.0
         for group in range(args.groups)
