@@ -5,7 +5,8 @@
 Both recipes are the bandit's with mistakes that users make:
 
     repetition   a learning rate more than ten times too high that does not decay. The task is learned, and then one
-                 update too many leaves a policy that says the same in every group; all earn the same, and no gradient leads back.
+                 update too many leaves a policy that says the same in every group; all earn the same, and no gradient
+                 leads back.
     inaction     pulls that cost, and groups of four that are divided by their own spread (TRL's default). The better
                  arm pays on one pull in four, so in every third group nobody who pulled it was lucky, and whoever did
                  nothing there is praised as if that were right. In the end nobody pulls.
