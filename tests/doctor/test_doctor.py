@@ -349,6 +349,7 @@ def test_a_template_that_cannot_be_rendered_without_tools_is_fine():
 def test_a_call_that_comes_back_in_the_next_turn_is_flagged(monkeypatch):
     """The parser once read what stands before the turn as part of it."""
     monkeypatch.setattr(ChatFormat, "_written_by_template", lambda self, ids: self.encoder.decode(list(ids)))
+    monkeypatch.setattr("agent_r1_trl.rollout.loop.PREFIX_TOKENS", 10**6)  # it was handed everything then
     tokenizer = FORMATS["ministral_3"]()
     chat = ChatFormat(tokenizer)
     tokenizer.response_template = {**chat.grammar, "start_anchor": "[/INST]"}
