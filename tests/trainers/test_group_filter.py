@@ -130,7 +130,7 @@ def test_in_every_layout_the_gradient_is_that_of_the_kept_rows(tmp_path, layout)
 
 
 @pytest.mark.parametrize("layout", ["padded", "shared"])
-def test_old_and_reference_log_probs_are_computed_of_the_kept_rows_alone_and_bit_for_bit_the_same(tmp_path, layout):
+def test_old_and_reference_log_probs_are_computed_of_the_kept_rows_alone_and_are_the_same(tmp_path, layout):
     make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
     seen, found = [], []
     for options in ({}, HALF):
@@ -143,8 +143,10 @@ def test_old_and_reference_log_probs_are_computed_of_the_kept_rows_alone_and_bit
         found.append({name: batch[name] for name in ("old_per_token_logps", "ref_per_token_logps", "advantages")})
         seen.append(None)
     plain, filtered = found
+    rounding = 0.0 if layout == "padded" else 1e-5  # shared rows begin with other rows where some are left out
     for name in plain:
-        assert torch.equal(plain[name][KEPT], filtered[name][KEPT]) and plain[name][KEPT].abs().max() > 0
+        torch.testing.assert_close(plain[name][KEPT], filtered[name][KEPT], rtol=rounding, atol=rounding)
+        assert plain[name][KEPT].abs().max() > 0
     others = [row for row in range(1, 16) if row not in KEPT]  # row 0 fills up the forward pass
     assert not filtered["ref_per_token_logps"][others].any()
     if layout == "padded":
