@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig, Multi
 from agent_r1_trl.trainers.checkpoints import CheckpointError
 from agent_r1_trl.trainers.echo_guard import CollapsedError, EchoGuard
 from agent_r1_trl.trainers.echo_ladder import ACTIONS
+from agent_r1_trl.trainers.resume import check_has_reference
 from tests.trainers.echo_helpers import guarded, is_equal, weights_of
 from tests.trainers.helpers import make_trainer, questions
 
@@ -156,6 +158,14 @@ def test_a_rollout_that_was_scored_without_the_reference_is_not_trained_on_with_
         assert cured.state.global_step == 4
     trainer.train()  # a new run, with the KL term, in the middle of that rollout
     assert trainer.state.global_step == 3 and trainer.beta == 0.1
+
+
+def test_a_rollout_that_was_dealt_out_to_passes_is_asked_for_its_reference_as_well(tmp_path):
+    args = SimpleNamespace(kl_placement="loss")
+    scored = [{"passes": []}, {"passes": [{"ref_per_token_logps": torch.zeros(1)}]}]
+    check_has_reference(tmp_path, scored, args, beta=0.1)
+    with pytest.raises(CheckpointError, match="resume_without"):
+        check_has_reference(tmp_path, [{"passes": [{}]}], args, beta=0.1)
 
 
 def test_every_further_roll_back_lowers_the_learning_rate_once_more(tmp_path):

@@ -223,12 +223,14 @@ class GroupFilter:
     def rescale(self, model: torch.nn.Module) -> None:
         """Make the gradients of an optimizer step over several rollouts a mean over those that have signal.
 
-        The others have put zeros into that mean. Not with DeepSpeed, which has made its step already, and not with
-        `critic_uses_filtered`, whose critic has learnt from all of them.
+        The others have put zeros into that mean. Not with DeepSpeed, which has made its step already, not with
+        `critic_uses_filtered`, whose critic has learnt from all of them, and not with `max_tokens_per_micro_batch`,
+        whose passes do not say how many micro-batches they stand for.
         """
         num_live, num = sum(self._signals), len(self._signals)
         is_for_critic = getattr(self._args, "critic_uses_filtered", False)
-        if self._is_engine or is_for_critic or num_live in (0, num):
+        has_passes = self._args.max_tokens_per_micro_batch is not None
+        if self._is_engine or is_for_critic or has_passes or num_live in (0, num):
             return
         for parameter in model.parameters():
             if parameter.grad is not None:

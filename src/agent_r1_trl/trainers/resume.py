@@ -15,6 +15,7 @@ from torch.utils.data import Sampler
 
 from agent_r1_trl.trainers.checkpoints import CheckpointError
 from agent_r1_trl.trainers.construction import is_placeholder
+from agent_r1_trl.update.micro_batches import PASSES
 
 ROLLOUT_STATE = "rollout_state_rank{rank}.pt"
 """File of each rank in a checkpoint."""
@@ -140,7 +141,8 @@ def check_has_reference(folder: Path, buffered_inputs: Any, args: Any, *, beta: 
     """
     if not buffered_inputs or beta == 0 or args.kl_placement != "loss":
         return
-    if "ref_per_token_logps" not in buffered_inputs[0]:
+    batches = [batch for inputs in buffered_inputs for batch in inputs.get(PASSES, [inputs])]
+    if batches and "ref_per_token_logps" not in batches[0]:
         raise CheckpointError(
             f"resume_from_checkpoint={str(folder)!r}: its rollout under way was scored without the reference, after "
             f"the echo guard's 'clip' had switched the KL term off, and this run has beta={beta}. Start it with "
