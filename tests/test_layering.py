@@ -16,7 +16,7 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "agent_r1_trl"
 
 # From the first step of the data flow to the last. A module may import from its own set and from those before it.
 ORDER = [
-    {"trajectory", "objects", "safe_text", "sandbox", "echo_trap"},
+    {"trajectory", "rows", "tool_results", "objects", "safe_text", "sandbox", "echo_trap"},
     {"tools"},
     {"environments", "rewards"},
     {"chat"},
@@ -35,7 +35,18 @@ PLACE_OF = {module: place for place, modules in enumerate(ORDER) for module in m
 # the recorder reads nothing but trajectories.
 ALLOWED_UPWARDS = {("trajectory", "recording"), ("trainers", "recording")}
 
-LIGHT = {"trajectory", "objects", "safe_text", "sandbox", "echo_trap", "tools", "environments", "rewards"}
+LIGHT = {
+    "trajectory",
+    "rows",
+    "tool_results",
+    "objects",
+    "safe_text",
+    "sandbox",
+    "echo_trap",
+    "tools",
+    "environments",
+    "rewards",
+}
 HEAVY = {"torch", "transformers", "trl", "vllm", "accelerate", "datasets", "peft", "deepspeed", "numpy", "pandas"}
 OPTIONAL = {"vllm", "deepspeed", "pyarrow", "gguf", "sandlock", "pydantic_monty", "gymnasium", "reasoning_gym"}
 

@@ -28,6 +28,11 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
+from agent_r1_trl.rows import Row, Segment, check_segments, split_rows
+from agent_r1_trl.tool_results import ToolCall as ToolCall
+from agent_r1_trl.tool_results import ToolErrorKind as ToolErrorKind
+from agent_r1_trl.tool_results import ToolResult as ToolResult
+
 Message = dict[str, Any]
 """A chat message: `role`, `content`, and where it applies `tool_calls`, `name`, `tool_call_id`."""
 
@@ -79,69 +84,6 @@ class StopReason(StrEnum):
             StopReason.TOOL_FAILURE,
             StopReason.PROMPT_TOO_LONG,
         )
-
-
-class ToolErrorKind(StrEnum):
-    """How a tool call failed."""
-
-    MALFORMED = "malformed"
-    """The call could not be read (broken JSON, missing name, cut off)."""
-    UNKNOWN_TOOL = "unknown_tool"
-    INVALID_ARGUMENTS = "invalid_arguments"
-    """The arguments violate the tool's JSON schema."""
-    EXCEPTION = "exception"
-    """The tool raised."""
-    TIMEOUT = "timeout"
-    INFRASTRUCTURE = "infrastructure"
-    """The infrastructure behind the tool failed, as the tool declares; it ends the trajectory with `tool_failure`."""
-
-
-@dataclass(kw_only=True)
-class ToolCall:
-    """One call that the model wrote."""
-
-    name: str
-    """Tool name as the model wrote it; empty if it could not be read."""
-    arguments: Any
-    """Parsed arguments (a dict when well formed), else the raw text."""
-    id: str = ""
-    """Call id, unique in the trajectory."""
-
-
-@dataclass(kw_only=True)
-class ToolResult:
-    """The result of one call; `content` is the text that the model reads."""
-
-    call: ToolCall
-    content: str
-    error: ToolErrorKind | None = None
-    """None for a call that succeeded."""
-    latency_s: float = 0.0
-    """Seconds that the tool itself ran, all attempts together."""
-    queue_s: float = 0.0
-    """Seconds that the call waited for a free thread."""
-    attempts: int = 1
-    """How often the tool was called: more than once after failures of its infrastructure, 0 if it could not be."""
-    is_truncated: bool = False
-    """The content was cut to the tool's token limit."""
-    is_models_mistake: bool | None = None
-    """Of an exception: True if the tool declares it as its callers' (`user_errors`), False if wrong arguments do not
-    cause its type, None if that cannot be told."""
-
-    @property
-    def is_error(self) -> bool:
-        """Whether the call failed."""
-        return self.error is not None
-
-    @property
-    def is_infrastructure_failure(self) -> bool:
-        """Whether the call failed by the fault of the infrastructure, for which the policy is not charged."""
-        return self.error is ToolErrorKind.INFRASTRUCTURE
-
-    @property
-    def cause(self) -> str:
-        """What went wrong, in one line."""
-        return self.content.partition("\n")[0].removeprefix("Error: ").strip()
 
 
 @dataclass(kw_only=True)
@@ -219,6 +161,8 @@ class Trajectory:
     info: dict[str, Any] = field(default_factory=dict)
     """JSON-serialisable extras from the environment (gold answer, prediction, scores, ...)."""
     duration_s: float = 0.0
+    segments: list[Segment] = field(default_factory=list)
+    """Where the tokens go on in another row, because the context was rewritten; empty for one row (`rows.py`)."""
     advantages: list[float] | None = None
     """(T,) set by the trainer before the trajectory is recorded."""
 
@@ -248,6 +192,7 @@ class Trajectory:
                 raise ValueError(f"Turn {index} spans [{turn.start}, {turn.end}) but turn_ids disagree there.")
         if sum(turn.end - turn.start for turn in self.turns) != sum(self.action_mask):
             raise ValueError("The turns do not cover the action tokens exactly.")
+        check_segments(self.segments, num_tokens)
 
     def __repr__(self) -> str:
         """A summary without token ids, short enough for a log line."""
@@ -256,6 +201,11 @@ class Trajectory:
             f"{len(self.completion_ids)} tokens, stop_reason={self.stop_reason.value!r}, "
             f"total_reward={self.total_reward:g})"
         )
+
+    @property
+    def rows(self) -> list[Row]:
+        """The training rows: one, unless the context was rewritten on the way."""
+        return split_rows(self)
 
     # ---------------------------------------------------------------- rewards
 
@@ -363,6 +313,9 @@ class Trajectory:
         record["reward_parts"] = dict(self.reward_parts)
         record["stop_reason"] = self.stop_reason.value
         record["authors"] = [author.value for author in self.authors]
+        record["segments"] = [dict(vars(segment)) for segment in self.segments]
+        if not self.segments:  # a trajectory of one row is written as ever
+            del record["segments"]
         for turn, turn_record in zip(self.turns, record["turns"], strict=True):
             for result, result_record in zip(turn.tool_results, turn_record["tool_results"], strict=True):
                 result_record["error"] = result.error.value if result.error else None
@@ -374,6 +327,7 @@ class Trajectory:
         known = {item.name for item in fields(cls)}
         values = {key: value for key, value in record.items() if key in known}
         values["turns"] = [_turn_from_dict(turn) for turn in record["turns"]]
+        values["segments"] = [Segment(**segment) for segment in record.get("segments", ())]
         return cls(**values)
 
     def to_json(self) -> str:

@@ -182,6 +182,11 @@ def trajectory_record(trajectory: Trajectory) -> Record:
         {**vars(turn), "tool_results": [_result_record(result) for result in turn.tool_results]}
         for turn in trajectory.turns
     ]
+    if segments := record.pop("segments"):  # a trajectory of one row is written as ever
+        record["segments"] = [
+            {**vars(segment), "prompt_ids": segment.prompt_ids and pack_ids(segment.prompt_ids)}
+            for segment in segments
+        ]
     return record | {
         "prompt_ids": pack_ids(trajectory.prompt_ids),
         "completion_ids": pack_ids(trajectory.completion_ids),
@@ -214,6 +219,10 @@ def read_trajectory(record: Record) -> Trajectory:
             "completion_ids": ids,
             "logprobs": logprobs,
             "authors": [_AUTHORS[int(digit)] for digit in record["authors"]],
+            "segments": [
+                {**segment, "prompt_ids": segment["prompt_ids"] and unpack_ids(segment["prompt_ids"])}
+                for segment in record.get("segments", ())
+            ],
             "turn_ids": turn_ids,
             "action_mask": [int(turn_id >= 0) for turn_id in turn_ids],
         }

@@ -39,7 +39,13 @@ def mask_record(record: dict[str, Any]) -> dict[str, Any]:
             _overwrite(completion_ids, before["start"], before["end"])
         if before["answered"] != after["answered"]:
             _overwrite(completion_ids, before["end"], end)
-    return {**record, **masked, "prompt_ids": prompt_ids, "completion_ids": completion_ids, "is_masked": True}
+    record = {**record, **masked, "prompt_ids": prompt_ids, "completion_ids": completion_ids, "is_masked": True}
+    if "segments" in record:  # a rewritten context may repeat any part of the conversation
+        record["segments"] = [
+            {**segment, "prompt_ids": segment["prompt_ids"] and [MASKED_ID] * len(segment["prompt_ids"])}
+            for segment in record["segments"]
+        ]
+    return record
 
 
 def _parts(turn: dict[str, Any]) -> dict[str, Any]:

@@ -89,6 +89,8 @@ def _header(trajectory: Trajectory) -> Text:
     text.append(f"{counts[Author.TEMPLATE]} template", style=STYLES[Author.TEMPLATE]).append("  ")
     text.append(f"{counts[Author.ENVIRONMENT]} environment", style=STYLES[Author.ENVIRONMENT])
     text.append(f"  {len(trajectory.prompt_ids)} prompt", style="dim")
+    if trajectory.segments:
+        text.append(f"   rows: {len(trajectory.rows)}", style="dim")
     if trajectory.error:
         text.append("\n" + visible(trajectory.error), style="red")
     return text
@@ -178,6 +180,8 @@ def _turn_rule(trajectory: Trajectory, index: int) -> RenderableType:
     if trajectory.advantages is not None and turn.end > turn.start:
         values = trajectory.advantages[turn.start : turn.end]
         title += f" · advantage {math.fsum(values) / len(values):+.3f}"
+    opened = [item for item in trajectory.segments if item.start == turn.start and item.prompt_ids]
+    title += f" · after a new context of {len(opened[-1].prompt_ids or ())} tokens" if opened else ""
     flags = [name for name, is_set in (("cut", turn.is_truncated), ("invalid", turn.is_invalid)) if is_set]
     failures = _num_failures(turn)
     flags += [f"{failures} failed call{'s' if failures > 1 else ''}"] if failures else []

@@ -8,6 +8,7 @@ from typing import Any
 
 from agent_r1_trl.generation.base import Generation
 from agent_r1_trl.rollout.requests import RolloutRequest
+from agent_r1_trl.rows import Segment, extended_row
 from agent_r1_trl.trajectory import Author, Message, StopReason, ToolResult, Trajectory, Turn
 
 
@@ -24,6 +25,11 @@ class Draft:
     turn_ids: list[int] = field(default_factory=list)
     authors: list[Author] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
+    """Ids of each row so far, once a context was rewritten; the last segment says which of them goes on."""
+    num_dropped: int = 0
+    """Tokens of observations that no row holds, because the context after them was rewritten."""
     phase: str = "waiting"
     """What the trajectory is waiting for; the watchdog reports it."""
     error: str | None = None
@@ -39,13 +45,24 @@ class Draft:
 
     @property
     def context_ids(self) -> list[int]:
-        """Everything so far."""
-        return self.prompt_ids + self.completion_ids
+        """Everything that the next turn is sampled after."""
+        return list(self.rows[self.segments[-1].row]) if self.rows else self.prompt_ids + self.completion_ids
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of the context that do not count as the trajectory's, and those of the trajectory after its prompt.
+
+        Without rewritten contexts these are the prompt and the completion.
+        """
+        if not self.rows:
+            return len(self.prompt_ids), len(self.completion_ids)
+        num_spent = len(self.completion_ids) + self.num_dropped
+        return len(self.rows[self.segments[-1].row]) - num_spent, num_spent
 
     def add_turn(self, generation: Generation, message: Message, *, generate_s: float) -> Turn:
         """Append what the policy sampled: the only tokens with mask 1."""
         start, count = len(self.completion_ids), len(generation.token_ids)
-        self.completion_ids += generation.token_ids
+        self._add(generation.token_ids)
         self.logprobs += generation.logprobs
         self.action_mask += [1] * count
         self.turn_ids += [len(self.turns)] * count
@@ -62,11 +79,37 @@ class Draft:
 
     def add_context(self, ids: Sequence[int], authors: Sequence[Author]) -> None:
         """Append what the template or the environment wrote."""
-        self.completion_ids += ids
+        self._add(ids)
         self.logprobs += [0.0] * len(ids)
         self.action_mask += [0] * len(ids)
         self.turn_ids += [-1] * len(ids)
         self.authors += authors
+
+    def rewrite_context(self, ids: Sequence[int], authors: Sequence[Author]) -> None:
+        """Let the next turn be sampled after `ids`, in the row that they extend or in a new one.
+
+        Args:
+            ids: the whole context.
+            authors: of what follows the last turn; the new tokens of a row that goes on are as a rule these.
+        """
+        rows = self.rows or [self.prompt_ids + self.completion_ids]
+        current = self.segments[-1].row if self.segments else 0
+        row = extended_row(rows, ids)
+        start = len(self.completion_ids)
+        if row is None:
+            self.num_dropped += len(authors)
+            self.rows = [*rows, list(ids)]
+            self.segments.append(Segment(start=start, row=len(rows), prompt_ids=list(ids)))
+            return
+        if row != current:
+            self.segments.append(Segment(start=start, row=row))
+        rest = ids[len(rows[row]) :]
+        self.add_context(rest, authors if len(rest) == len(authors) else [Author.ENVIRONMENT] * len(rest))
+
+    def _add(self, ids: Sequence[int]) -> None:
+        self.completion_ids += ids
+        if self.rows:
+            self.rows[self.segments[-1].row] += ids
 
     def finish(self, stop_reason: StopReason, *, duration_s: float) -> Trajectory:
         """The trajectory as it stands."""
@@ -79,6 +122,7 @@ class Draft:
             turn_ids=self.turn_ids,
             authors=self.authors,
             turns=self.turns,
+            segments=[item for item in self.segments if item.start < len(self.completion_ids)],
             stop_reason=stop_reason,
             example_id=self.request.example_id,
             generation=self.request.generation,
