@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tests.distributed import agreement, critics, filtering, nonfinite, resampling, roll_back
+from tests.distributed import agreement, critics, filtering, nonfinite, resampling, roll_back, rows
 
 RESULTS_FILE = "results.pt"
 
@@ -27,6 +27,8 @@ def compute(folder):
         "filtered": {case: filtering.filtered(case, folder) for case in filtering.CASES},
         "resampled": resampling.resampled(folder),
         "gone_back": roll_back.gone_back(folder),
+        "rows": {case: rows.split(case, folder) for case in rows.CASES},
+        "whole": {case: rows.whole(case, folder) for case in rows.CASES},
         "credit": {case: agreement.credit(case, folder) for case in credit_cases},
     }
 

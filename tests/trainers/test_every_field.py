@@ -124,6 +124,19 @@ TABLE = {
     "max_tokens_per_turn": Acts(effects.limits, 5),
     "max_observation_tokens": Acts(effects.limits, 7),
     "max_invalid_calls": Acts(effects.limits, 0),
+    "context_policy": (
+        ShownBy("tests/rollout/test_contexts.py::test_a_window_holds_the_prompt_and_the_last_turns"),
+        Refused("window", {"context_turns": 2}),
+        Refused("widow", {"context_policy": "keep"}),
+    ),
+    "context_turns": (
+        ShownBy("tests/rollout/test_contexts.py::test_a_window_holds_the_prompt_and_the_last_turns"),
+        Refused(2, {"context_policy": "window"}, {"context_policy": "drop_observations"}),
+    ),
+    "context_tokens": (
+        Acts(effects.limits, 100, context_policy="window", context_turns=2),
+        Refused(100, {"context_policy": "window", "context_turns": 2}),
+    ),
     "max_concurrency": (Acts(effects.limits, 9), Acts(effects.engine, 9)),
     "rollout_timeout": Acts(effects.limits, 1.5),
     "reset_timeout": Acts(effects.limits, 1.5),
@@ -208,6 +221,7 @@ TABLE = {
     ),
     "loss_mask": (Acts(effects.batch, False), Refused(False, {"advantage_mask": False}, config_class=PPO)),
     "advantage_mask": Acts(effects.batch, False, advantage_estimator="reinforce_pp"),
+    "loss_unit": (Acts(effects.loss, "trajectory"), Refused("row", {"loss_unit": "token"})),
     "importance_sampling_unit": (
         Acts(effects.batch, "turn", **BY_TOKEN),
         Refused("turn", ENGINE),

@@ -208,3 +208,9 @@ def test_a_checkpoint_is_written_by_the_methods_that_are_contained():
 
 def test_a_finished_run_is_one_without_epochs():
     assert "for epoch in range(epochs_trained, num_train_epochs):" in inspect.getsource(Trainer._inner_training_loop)
+
+
+def test_the_loss_reads_beta_in_two_ways_which_a_weight_per_row_can_answer():
+    """`WeightedBeta` stands in its place where trajectories have several rows."""
+    lines = {line.strip() for line in source("_compute_loss").splitlines() if "self.beta" in line}
+    assert lines == {"if self.beta != 0.0:", "per_token_loss = per_token_loss + self.beta * per_token_kl"}

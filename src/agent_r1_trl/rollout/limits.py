@@ -13,6 +13,10 @@ TIMES = ("rollout_timeout", "reset_timeout", "scoring_timeout", "watchdog_interv
 """The limits that are seconds."""
 
 
+COUNTING_POLICIES = ("window", "drop_observations")
+"""Values of `context_policy` that read `context_turns` and `context_tokens`."""
+
+
 @dataclass(kw_only=True)
 class RolloutSettings:
     """The limits that a user sets."""
@@ -42,6 +46,24 @@ class RolloutSettings:
         default=1024,
         metadata={
             "help": "Maximum number of tokens of observation text after one turn. Longer text is cut with a note."
+        },
+    )
+    context_policy: str = field(
+        default="keep",
+        metadata={
+            "help": "What each turn is sampled after: 'keep' everything so far; 'window': the prompt and the last "
+            "`context_turns` turns; 'drop_observations': of what answered the turns before those, only a note. Or the "
+            "path of your own, my_module.my_policy."
+        },
+    )
+    context_turns: int | None = field(
+        default=None, metadata={"help": "How many of the last turns `context_policy` leaves as they are."}
+    )
+    context_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Rewrite a context (`context_policy`) only where it would have more tokens than this. None: "
+            "rewrite it before every turn."
         },
     )
     max_invalid_calls: int = field(
@@ -98,6 +120,7 @@ class RolloutSettings:
         check_whole_number("max_completion_length", self.max_completion_length, is_optional=is_length_optional)
         check_whole_number("max_invalid_calls", self.max_invalid_calls, minimum=0)
         check_whole_number("max_tokens_per_turn", self.max_tokens_per_turn, is_optional=True)
+        check_context(self)
         for name in TIMES:
             check_seconds(name, getattr(self, name))
 
@@ -163,6 +186,30 @@ def check_whole_number(name: str, value: Any, *, minimum: int = 1, is_optional: 
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         none = ", or None" if is_optional else ""
         raise ValueError(f"{name}={value!r} must be a whole number >= {minimum}{none}. Set {name} to such a value.")
+
+
+def check_context(limits: RolloutSettings) -> None:
+    """Refuse a policy without its settings, and settings without a policy that reads them.
+
+    Raises:
+        ValueError: names the option, the rule and the cure.
+    """
+    policy, turns, tokens = limits.context_policy, limits.context_turns, limits.context_tokens
+    if not isinstance(policy, str) or not policy:
+        raise ValueError(f"context_policy={policy!r} must be a name or a path. Set context_policy='keep' or 'window'.")
+    check_whole_number("context_turns", turns, is_optional=True)
+    check_whole_number("context_tokens", tokens, is_optional=True)
+    if policy in COUNTING_POLICIES and turns is None:
+        raise ValueError(
+            f"context_policy={policy!r} does not say how many turns stay as they are. Set context_turns (4, for "
+            "example), or context_policy='keep'."
+        )
+    for name, value in (("context_turns", turns), ("context_tokens", tokens)):
+        if value is not None and policy not in COUNTING_POLICIES:
+            raise ValueError(
+                f"{name}={value} has no effect with context_policy={policy!r}. Remove {name}, or set context_policy "
+                f"to {' or '.join(map(repr, COUNTING_POLICIES))}."
+            )
 
 
 def check_seconds(name: str, value: Any) -> None:

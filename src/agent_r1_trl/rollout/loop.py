@@ -1,10 +1,10 @@
 """The rollout of one trajectory, on one page.
 
-Ids are only ever appended: what the policy sampled (mask 1), what the template adds to close a turn, what the
-environment answered (mask 0).
+Within a context, ids are only ever appended: what the policy sampled (mask 1), what the template adds to close a turn,
+what the environment answered (mask 0).
 
 Covered here: the order of events and every way a trajectory can end. Not covered: what a message looks like in tokens
-(`chat/format.py`), how many trajectories run at once (`runner.py`).
+(`chat/format.py`), which context comes next (`contexts.py`), how many trajectories run at once (`runner.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from agent_r1_trl.generation.base import (
     SamplingParams,
     check_generation,
 )
+from agent_r1_trl.rollout.contexts import Contexts
 from agent_r1_trl.rollout.draft import Draft, record_step
 from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession, ToolFailure
 from agent_r1_trl.rollout.limits import RolloutLimits
@@ -111,9 +112,10 @@ async def _play(
         draft.prompt_ids = chat.encode_prompt(draft.prompt_messages, tools or None)
     if limits.turn_budget(len(draft.prompt_ids), 0) < 1:
         return StopReason.PROMPT_TOO_LONG
+    contexts = Contexts(draft, chat, tools, limits)
     num_invalid = 0
     for turn_index in range(limits.max_turns):
-        max_tokens = limits.turn_budget(len(draft.prompt_ids), len(draft.completion_ids))
+        max_tokens = limits.turn_budget(*draft.lengths)
         draft.phase = f"turn {turn_index}: generation"
         began = time.perf_counter()
         context = draft.context_ids
@@ -125,7 +127,7 @@ async def _play(
         if generation.stop == "length":
             message = _cut_message(message, max_tokens)
         turn = draft.add_turn(generation, message, generate_s=time.perf_counter() - began)
-        if generation.stop == "length" and limits.room(len(draft.prompt_ids), len(draft.completion_ids)) < 1:
+        if generation.stop == "length" and limits.room(*draft.lengths) < 1:
             return StopReason.MAX_COMPLETION_LENGTH
         if turn_index == limits.max_tool_calling_iterations and message.get("tool_calls"):
             return StopReason.MAX_TURNS
@@ -146,10 +148,8 @@ async def _play(
             observations = _shortened(observations, chat, limits.max_observation_tokens)
             closing = chat.encode_turn_end(generation.token_ids, stopped=generation.stop == "stop")
             ids, authors = chat.encode_observations(message, observations, tools or None)
-        if len(closing) + len(ids) >= limits.room(len(draft.prompt_ids), len(draft.completion_ids)):
+        if not contexts.go_on(observations, [*closing, *ids], [*[Author.TEMPLATE] * len(closing), *authors]):
             break  # no room to go on, whatever turns are left
-        turn.observations = observations
-        draft.add_context([*closing, *ids], [*[Author.TEMPLATE] * len(closing), *authors])
     return StopReason.MAX_TURNS if len(draft.turns) == limits.max_turns else StopReason.MAX_COMPLETION_LENGTH
 
 

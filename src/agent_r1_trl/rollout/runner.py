@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.generation.base import Generator, SamplingParams, TrajectorySlot, current_slot
 from agent_r1_trl.rollout.collector import rollout_begins, rollout_ends
+from agent_r1_trl.rollout.contexts import find_policy
 from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.rollout.env_session import CLOSE_TIMEOUT_S, EnvSession
 from agent_r1_trl.rollout.failures import MAX_CAUSES, FailureCause, failure_of
@@ -81,6 +82,7 @@ class RolloutRunner:
         self.generator = generator
         self.chat = chat
         self.limits = (limits or RolloutLimits()).within(getattr(generator, "max_model_length", None))
+        find_policy(self.limits)  # refused here, not in the first trajectory
         self.params = params or SamplingParams()
         self.retry_failed = retry_failed
         self.on_trajectory = on_trajectory

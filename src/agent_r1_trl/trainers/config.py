@@ -142,6 +142,13 @@ class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOCon
         metadata={"help": f"Discount per turn ({_readers('gamma_turn')}). None: 0.95 for gigpo, else 0.99."},
     )
     step_weight: float = field(default=1.0, metadata={"help": "Weight of GiGPO's step advantages."})
+    loss_unit: str | None = field(
+        default=None,
+        metadata={
+            "help": "What has the same weight in the policy loss: each 'token', or each 'trajectory', spread over its "
+            "action tokens. None: as `loss_type` has it, a trajectory counting as one row however many it has."
+        },
+    )
     kl_placement: str = field(
         default="loss",
         metadata={

@@ -14,6 +14,7 @@ from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import EstimatorName, estimator_names, find_estimator
 from agent_r1_trl.filtering import RULES
 from agent_r1_trl.generation.vllm.find_servers import check_urls
+from agent_r1_trl.rollout.contexts import find_policy
 from agent_r1_trl.rollout.limits import check_share, check_whole_number
 from agent_r1_trl.safe_text import check_rules
 from agent_r1_trl.trainers.rollout_checks import Need, check_needs
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from agent_r1_trl.trainers.config import MultiTurnConfig
 
 TRUNCATION_POLICIES = ("keep", "mask", "penalise")
+LOSS_UNITS = ("token", "trajectory")
 RECORD_FORMATS = ("jsonl", "parquet", "none")
 SCHEDULES = ("constant", "linear", "cosine")
 LOSS_TYPES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
@@ -76,6 +78,7 @@ def check_config(config: MultiTurnConfig) -> None:
     check_needs(config, OUR_NEEDS)
     check_micro_batch_means(config)
     check_open_loss_mask(config)
+    check_rows(config)
 
 
 # -------------------------------------------------------------------- rollout
@@ -319,6 +322,35 @@ def check_open_loss_mask(config: MultiTurnConfig) -> None:
             "the mask would compare log-probabilities of observation tokens, which the engine did not sample. Remove "
             "off_policy_mask_threshold, or set loss_mask=True."
         )
+
+
+def check_rows(config: MultiTurnConfig) -> None:
+    """Where a trajectory may have several rows, nothing may be computed over a row as if it were all there is."""
+    if config.loss_unit is not None:
+        check_choice(config, "loss_unit", LOSS_UNITS)
+    if find_policy(config) is None:
+        return
+    asked = f"with context_policy={config.context_policy!r}"
+    for name, accepted in WHOLE_ROWS.items():
+        if getattr(config, name) != accepted:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} {asked}: it is computed over whole rows, and a row may hold only "
+                f"some of a trajectory's turns. Set {name}={accepted!r}, or context_policy='keep'."
+            )
+    if config.loss_type == "vespo":
+        raise ValueError(
+            f"loss_type='vespo' {asked}: it weighs whole rows, and a row may hold only some of a trajectory's turns. "
+            "Set another loss_type, or context_policy='keep'."
+        )
+
+
+WHOLE_ROWS = {
+    "importance_sampling_level": "token",
+    "off_policy_mask_threshold": None,
+    "loss_mask": True,
+    "advantage_mask": True,
+}
+"""Options that look at a row as a whole, or at observations that another row holds: the only value accepted."""
 
 
 def settle_ddp(config: MultiTurnConfig) -> None:

@@ -165,11 +165,11 @@ class GroupFilter:
         kept = played.chosen[0].get(IS_KEPT)
         if kept is None:
             return
-        rows = kept.nonzero().flatten().tolist()
+        rows = played.training_rows.expand(kept).nonzero().flatten().tolist()
         size = self._args.per_device_train_batch_size
         most = max(1, *gather_object([len(rows)]))
         num = -(-most // size) * size  # full forward passes, and equally many on all ranks
-        if num < len(kept):
+        if num < len(played.training_rows):
             played.scored_rows = [*rows, *[0] * num][:num]
 
     def apply(self, buffer: list[Inputs]) -> list[Inputs]:
@@ -180,12 +180,7 @@ class GroupFilter:
         if IS_KEPT not in buffer[0]:
             return buffer
         rows = join_rows(buffer)
-        kept = rows.pop(IS_KEPT)
-        rows["tool_mask"] = rows["tool_mask"] * kept.unsqueeze(1)
-        rows["in_baseline"] = rows["in_baseline"] & kept
-        for_critic = "value_mask" in rows and self._args.critic_uses_filtered
-        if "value_mask" in rows and not for_critic:
-            rows["value_mask"] = rows["value_mask"] & kept.unsqueeze(1)
+        kept, for_critic = self.take_out(rows)
         spread = deal_all_rows if for_critic else spread_rows
         buffer, has_signal = spread(
             rows,
@@ -194,8 +189,33 @@ class GroupFilter:
             steps_per_update=self._args.gradient_accumulation_steps,
             accelerator=self._accelerator,
         )
+        return self.mark_signal(buffer, has_signal)
+
+    def take_out(self, rows: Inputs) -> tuple[torch.Tensor, bool]:
+        """Take the tokens of filtered rows out of the losses.
+
+        Returns:
+            (R,) bool, the rows that stay in the update; and whether the critic trains on the others nevertheless.
+        """
+        kept = rows.pop(IS_KEPT)
+        rows["tool_mask"] = rows["tool_mask"] * kept.unsqueeze(1)
+        rows["in_baseline"] = rows["in_baseline"] & kept
+        for_critic = "value_mask" in rows and self._args.critic_uses_filtered
+        if "value_mask" in rows and not for_critic:
+            rows["value_mask"] = rows["value_mask"] & kept.unsqueeze(1)
+        return kept, for_critic
+
+    def mark_signal(self, buffer: list[Inputs], has_signal: Sequence[bool]) -> list[Inputs]:
+        """Say which micro-batches belong to a step that is made, and divide by the mean over these steps alone.
+
+        All ranks must call it.
+
+        Args:
+            buffer: the micro-batches of a rollout, without the rows that are not trained on.
+            has_signal: of each, whether its optimizer step holds a row that is kept, on any rank.
+        """
         counted = {"num_items_in_batch": "tool_mask", "num_value_items": "value_mask"}
-        counted = {name: mask for name, mask in counted.items() if mask in rows}
+        counted = {name: mask for name, mask in counted.items() if mask in buffer[0]}
         tokens = {name: self._count(buffer, has_signal, mask) for name, mask in counted.items()}
         live = max(1, sum(has_signal)) / len(buffer)  # TRL divides by the mean over all optimizer steps
         for inputs, signal in zip(buffer, has_signal, strict=True):

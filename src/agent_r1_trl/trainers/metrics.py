@@ -41,6 +41,7 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "outcome": trajectory.outcome_reward,
         "parts": dict(parts),
         "turns": len(trajectory.turns),
+        "rows": 1 + sum(segment.prompt_ids is not None for segment in trajectory.segments),
         "invalid_turns": sum(turn.is_invalid for turn in trajectory.turns),
         "calls": [
             (result.call.name, result.latency_s, result.queue_s, result.is_truncated)
@@ -82,6 +83,8 @@ def rollout_metrics(records: Sequence[dict[str, Any]], *, num_generations: int) 
     metrics.update(_reward_metrics(records, num_generations))
     num = len(records)
     metrics["rollout/turns"] = _mean([record["turns"] for record in records])
+    if any(record["rows"] > 1 for record in records):
+        metrics["rollout/rows"] = _mean([record["rows"] for record in records])
     metrics["rollout/invalid_turns"] = _mean([record["invalid_turns"] for record in records])
     metrics["rollout/tool_calls"] = _mean([len(record["calls"]) for record in records])
     metrics["rollout/truncated_share"] = _mean([record["truncated"] for record in records])

@@ -66,15 +66,15 @@ from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint
 from agent_r1_trl.trainers.reward_calls import RewardCalls
 from agent_r1_trl.trainers.rewards import Rewards
 from agent_r1_trl.trainers.rollouts import Rollouts
+from agent_r1_trl.trainers.row_batches import RowBatches, policy_weights
 from agent_r1_trl.trainers.saving import Saving
 from agent_r1_trl.trainers.signals import RunGuard
+from agent_r1_trl.trainers.training_rows import TrainingRows, weigh_mismatch_of_rows
 from agent_r1_trl.trainers.trl_logs import correct_trl_logs, drop_token_means
 from agent_r1_trl.trainers.under_way import Position
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import batch_trajectories, loss_masks, settle_masks, whole_rows
-from agent_r1_trl.update.importance import weigh_mismatch
 from agent_r1_trl.update.layout import UpdateLayout
-from agent_r1_trl.update.live_rows import policy_scale
 from agent_r1_trl.update.losses import LossPass
 
 
@@ -192,6 +192,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         self.checkpoint = RolloutCheckpoint(self.args, self.accelerator, watches)
         self.store = trajectory_store(self.args, rank)
         self.numbers = NumberWatch(self.args.max_nonfinite_steps, self.args.output_dir)
+        self.row_batches = RowBatches(self.group_filter, self.args, self.accelerator)
         reference = [] if self.ref_model is None else [self.accelerator.unwrap_model(self.ref_model)]
         self.layout.prepare(self.model, *reference, has_router_loss=self.aux_loss_enabled)
 
@@ -250,7 +251,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
             return inputs
         if self._buffered_inputs is not None and self._buffered_inputs is not before:
             rows = in_seeded_order(self._buffered_inputs, self.args.seed, self._step)
-            rows = rows if self.env_factory is None else self.group_filter.apply(rows)
+            rows = rows if self.env_factory is None else self.group_filter.apply(self.row_batches.deal(rows))
             self._buffered_inputs = self.layout.arrange(rows, self.accelerator)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return self.layout.trim(inputs)
@@ -264,6 +265,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         start = time.perf_counter()
         played = self._played = self.resampling.play(inputs, self._position())
         trajectories = self.last_trajectories = played.trajectories
+        rows = played.training_rows
         self.environments = None  # TRL would reset them
         try:
             output = super()._generate_and_score_completions(played.rows_with_prompts)
@@ -272,8 +274,9 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         group_size = self._group_size if self.model.training else 1
         self.rewards.settle(played, **self._reward_table, group_size=group_size)
         if "importance_sampling_ratio" in output:
-            self._add_metrics(weigh_mismatch(output, trajectories, self.args))
-        settle_masks(output, trajectories, played.in_baseline, played.in_loss, self.args, self.accelerator)
+            self._add_metrics(weigh_mismatch_of_rows(output, rows, self.args))
+        baseline, in_loss = rows.expand(played.in_baseline), rows.expand(played.in_loss)
+        settle_masks(output, rows.rows, baseline, in_loss, self.args, self.accelerator)
         output |= self._advantages(output, played)
         if self.model.training:
             kept, metrics = self.group_filter.chosen(played, self._group_size)
@@ -283,21 +286,17 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
             output[ROW_INDEX] = torch.arange(len(trajectories))
         self._number_rows(trajectories, output)
         self._rollout_s += time.perf_counter() - start
-        self._log_and_record(trajectories, output)
-        return output
+        of_trajectories = {"in_baseline": played.in_baseline, IS_KEPT: output.get(IS_KEPT)}
+        self._log_and_record(trajectories, rows.by_trajectory(output, of_trajectories))
+        return self.row_batches.hold(output, rows, is_training=self.model.training)
 
     def _generate(self, prompts: list[Any]) -> tuple:
         """TRL's generation step: hands over the trajectories that were just played, in TRL's 8-tuple."""
         if self._played is None:
             return super()._generate(prompts)
         self.environments = self._played.environments  # type: ignore[assignment]
-        return trl_generation(
-            self._played,
-            tokenizer=self._tokenizer,
-            in_loss=self.rewards.in_loss,
-            has_logprobs=self.use_vllm,
-            is_single_turn=self.env_factory is SingleTurnEnv,
-        )
+        parts: Any = {"tokenizer": self._tokenizer, "in_loss": self.rewards.in_loss, "has_logprobs": self.use_vllm}
+        return trl_generation(self._played, **parts, is_single_turn=self.env_factory is SingleTurnEnv)
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
@@ -306,6 +305,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self._played.all_reward_values is not None:  # `resampling.py` has scored them
             return self._played.all_reward_values
+        completion_ids_list = self._played.completion_ids(completion_ids_list, self._tokenizer.pad_token_id)
         calls = RewardCalls(self._played.trajectories, len(inputs))
         interval = self.args.watchdog_interval and 6 * self.args.watchdog_interval  # judges take their time
         waiting = reported("The reward functions have been running", interval)
@@ -322,24 +322,24 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         return values
 
     def _advantages(self, output: dict[str, Any], played: PlayedBatch) -> dict[str, torch.Tensor]:
-        """Tensors to put into TRL's batch: `advantages`, (B, T), 0 outside the estimator's mask."""
+        """Tensors to put into TRL's batch: `advantages`, (R, T), 0 outside the estimator's mask."""
         credit, mask = self._estimate(output, played)
-        if self.args.loss_mask:
-            return {"advantages": credit.advantages}
-        # Observation tokens in the loss have the advantage of the action token before them.
-        return {"advantages": carry_forward(credit.advantages, mask) * output["tool_mask"]}
+        advantages, mask = (played.training_rows.to_rows(x, output["tool_mask"]) for x in (credit.advantages, mask))
+        if not self.args.loss_mask:  # observation tokens have the advantage of the action token before them
+            advantages = carry_forward(advantages, mask) * output["tool_mask"]
+        return {"advantages": advantages}
 
     def _estimate(
         self, output: dict[str, Any], played: PlayedBatch, **critic: torch.Tensor | None
     ) -> tuple[Credit, torch.Tensor]:
-        """This rank's rows of the estimator's result, and the (B, T) mask that it saw.
+        """This rank's part of the estimator's result, over time (`training_rows.py`), and the (B, T) mask that it saw.
 
         Args:
             output: TRL's batch.
             played: B trajectories.
             critic: `values` (B, T) and `bootstrap_values` (B,), for estimators with a critic.
         """
-        mask = output["completion_mask"]
+        mask = played.training_rows.to_time(output["completion_mask"])
         if self.args.advantage_mask:
             mask = batch_trajectories(played.trajectories, length=mask.shape[1]).to(mask.device).action_mask
         mask = mask.bool() & played.in_loss.unsqueeze(1)  # (B, T)
@@ -349,22 +349,23 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
             in_baseline=played.in_baseline,
             group_size=self._group_size,
             progress=self.state.global_step / max(1, self.state.max_steps),
-            kl_rewards=self._kl_rewards(output, mask),
+            kl_rewards=self._kl_rewards(output, mask, played.training_rows),
             **critic,
         )
         self._add_metrics(metrics)
         return credit, mask
 
-    def _kl_rewards(self, output: dict[str, Any], mask: torch.Tensor) -> torch.Tensor | None:
+    def _kl_rewards(self, output: dict[str, Any], mask: torch.Tensor, rows: TrainingRows) -> torch.Tensor | None:
         """(B, T) -beta * k1 on the estimator's positions; None with the KL term in the loss."""
         if self.args.kl_placement == "loss" or self.beta == 0.0:
             return None
         if output.get("old_per_token_logps") is None:  # TRL leaves them out where its own loss can do without
             with torch.no_grad():
+                num_tokens = output["completion_mask"].shape[1]
                 output["old_per_token_logps"], *_ = self._get_per_token_logps_and_entropies(
-                    self.model, *whole_rows(output), mask.shape[1], batch_size=self.args.per_device_train_batch_size
+                    self.model, *whole_rows(output), num_tokens, batch_size=self.args.per_device_train_batch_size
                 )
-        old, reference = output["old_per_token_logps"], output["ref_per_token_logps"]
+        old, reference = (rows.to_time(output[f"{name}_per_token_logps"]) for name in ("old", "ref"))
         penalties, mean_kl = self.credit.kl_penalties(old, reference, mask, beta=self.beta)
         self._add_metrics({"kl": mean_kl})
         return penalties
@@ -374,11 +375,11 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """TRL's loss, plus `extra_loss`; a KL term that stands in the rewards does not enter it a second time."""
         mask, scored = loss_masks(inputs)  # (B, T)
-        scale = policy_scale(inputs, self.loss_type)
+        scale, weighted_beta = policy_weights(inputs, self)
         inputs = self.layout.mask_log_probs(inputs, mask)
         beta, self._loss_pass = self.beta, LossPass(mask, scored, float(inputs.get("micro_batch_scale", 1.0)))
         in_rewards = self.env_factory is not None and self.args.kl_placement == "reward"
-        self.beta = 0.0 if in_rewards else beta * scale  # TRL reads it here, and elsewhere for the reference
+        self.beta = 0.0 if in_rewards else weighted_beta  # TRL reads it here, and elsewhere for the reference
         try:
             loss = super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"] * scale})
             if self.env_factory is not None and not self.accelerator.reduce(mask.sum(), reduction="sum"):

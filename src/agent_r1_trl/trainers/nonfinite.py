@@ -258,7 +258,7 @@ class NumberWatchingTrainer(GRPOTrainer):
             return
         self.numbers.begin_rollout(trajectories)
         first = 0
-        if self.group_filter.settings.rule is not None:  # rows may change their rank
+        if self.group_filter.settings.rule is not None or self.args.context_policy != "keep":  # rows may change rank
             self.numbers.share_names()
             first = self.accelerator.process_index * len(trajectories)
         rows = torch.arange(first, first + len(trajectories), device=output["completion_ids"].device)

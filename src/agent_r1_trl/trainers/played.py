@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from agent_r1_trl.trainers.training_rows import TrainingRows
 from agent_r1_trl.trajectory import Trajectory
 
 
@@ -29,17 +30,30 @@ class PlayedBatch:
     chosen: tuple[dict[str, torch.Tensor], dict[str, float]] | None = None
     """What `GroupFilter.choose` returned, where that is known before TRL scores the rows."""
     scored_rows: list[int] | None = None
-    """The rows whose old and reference log-probs TRL computes; None for all."""
+    """Of the R rows those whose old and reference log-probs TRL computes; None for all."""
+    split: TrainingRows | None = None
+    """The trajectories' rows, once it is clear which of them are trained on; None: each trajectory is its row."""
     in_baseline: torch.Tensor = field(init=False)
     """(B,) bool: whose reward counts in statistics, once the reward functions ran."""
     in_loss: torch.Tensor = field(init=False)
     """(B,) bool: whose tokens get gradients; these rows are all in the baseline."""
 
     @property
+    def training_rows(self) -> TrainingRows:
+        """The R rows that TRL's batch consists of."""
+        return self.split or TrainingRows(self.trajectories)
+
+    @property
     def rows_with_prompts(self) -> list[dict[str, Any]]:
         """The rows as TRL and reward functions see them: with the prompt that the environment made."""
         pairs = zip(self.rows, self.trajectories, strict=True)
         return [{**row, "prompt": trajectory.prompt_messages} for row, trajectory in pairs]
+
+    def completion_ids(self, of_rows: list[list[int]], pad_token_id: int) -> list[list[int]]:
+        """What reward functions get as `completion_ids`: all of each trajectory, not those of R rows."""
+        if not self.training_rows.is_split:
+            return of_rows
+        return [trajectory.completion_ids or [pad_token_id] for trajectory in self.trajectories]
 
     def put(self, places: Sequence[int], other: PlayedBatch) -> list[Trajectory]:
         """Put n scored trajectories in the place of others.
@@ -77,7 +91,7 @@ def trl_generation(
     """The 8-tuple that TRL's `_generate` returns, for the trajectories of a rollout.
 
     Args:
-        played: B trajectories.
+        played: B trajectories of R rows.
         tokenizer: of the policy; its padding token stands for an empty prompt or completion, on which TRL crashes.
         in_loss: whether a trajectory's action tokens enter the loss.
         has_logprobs: whether TRL compares the sampler's log-probs with the trainer's (`use_vllm`).
@@ -85,21 +99,22 @@ def trl_generation(
             reward functions as one text, reasoning included, unless the tokenizer says how replies are parsed.
     """
     trajectories, pad_token_id = played.trajectories, tokenizer.pad_token_id
-    completion_ids = [trajectory.completion_ids or [pad_token_id] for trajectory in trajectories]
+    rows = played.training_rows
+    completion_ids = [row.completion_ids or [pad_token_id] for row in rows.rows]
     completions = [trajectory.answered_messages for trajectory in trajectories]
     if is_single_turn and not any(getattr(tokenizer, f"response_{kind}", None) for kind in ("template", "schema")):
-        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)  # of one turn, and so of one row
         completions = [[{"role": "assistant", "content": text}] for text in texts]
     tool_mask = [
-        trajectory.action_mask or [0] if in_loss(trajectory) else [0] * len(ids)
-        for trajectory, ids in zip(trajectories, completion_ids, strict=True)
+        row.action_mask or [0] if in_loss(trajectories[index]) else [0] * len(ids)
+        for row, index, ids in zip(rows.rows, rows.index, completion_ids, strict=True)
     ]
     return (
-        [trajectory.prompt_ids or [pad_token_id] for trajectory in trajectories],
+        [row.prompt_ids or [pad_token_id] for row in rows.rows],
         completion_ids,
         tool_mask,
         completions,
-        [trajectory.logprobs or [0.0] for trajectory in trajectories] if has_logprobs else None,
+        [row.logprobs or [0.0] for row in rows.rows] if has_logprobs else None,
         {"trajectory": trajectories},
         None,
         [],

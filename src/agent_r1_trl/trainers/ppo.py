@@ -41,6 +41,7 @@ from agent_r1_trl.trainers.ppo_optimizer import (
     policy_rate_at_zero,
     split_by_role,
 )
+from agent_r1_trl.trainers.training_rows import TrainingRows
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import loss_masks, whole_rows, with_one_more
 from agent_r1_trl.update.layout import UpdateLayout
@@ -96,31 +97,36 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
 
     def _advantages(self, output: dict[str, Any], played: PlayedBatch) -> dict[str, torch.Tensor]:
         self._refresh_critic()  # TRL's reference pass froze the critic's adapter
-        privileged = self._privileged_columns(output, played.rows)
-        values, bootstrap = self._old_values({**output, **privileged}, played.trajectories)
-        credit, mask = self._estimate(output, played, values=values, bootstrap_values=bootstrap)
+        rows, places = played.training_rows, output["completion_mask"]
+        privileged = self._privileged_columns(output, [played.rows[index] for index in rows.index])
+        values, bootstrap = self._old_values({**output, **privileged}, played.trajectories, rows)
+        in_time = rows.to_time(values)
+        credit, mask = self._estimate(output, played, values=in_time, bootstrap_values=bootstrap)
         assert credit.returns is not None
-        self._log_values(values, credit.returns, mask)
+        self._log_values(in_time, credit.returns, mask)
         return {
-            "advantages": credit.advantages,
-            "returns": credit.returns,
-            "value_mask": mask,
+            "advantages": rows.to_rows(credit.advantages, places),
+            "returns": rows.to_rows(credit.returns, places),
+            "value_mask": rows.to_rows(mask, places),
             "old_values": values,
             "num_value_items": self.accelerator.gather(mask.sum()).sum(),
             **privileged,
         }
 
     def _old_values(
-        self, inputs: dict[str, Any], trajectories: list[Trajectory]
+        self, inputs: dict[str, Any], trajectories: list[Trajectory], rows: TrainingRows | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(B, T) values of the completion tokens and (B,) values after the last one of truncated rows."""
+        """(R, T) values of completion tokens, and (B,) values after the last one of truncated trajectories."""
+        last = (rows or TrainingRows(trajectories)).last
         is_truncated = torch.tensor([t.stop_reason.is_truncated for t in trajectories])
         size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
         mask = inputs["completion_mask"]
-        ends = mask.sum(dim=1, keepdim=True)  # (B, 1) the column behind the last valid token
+        ends = mask.sum(dim=1, keepdim=True)  # (R, 1) the column behind the last valid token
         with torch.no_grad(), self.accelerator.autocast():  # as in the loss
             if self.layout.is_packed:  # V of a token after the last one is that of the state behind it
-                longer = with_one_more({name: inputs[name] for name in _COLUMNS if name in inputs}, is_truncated)
+                has_more = torch.zeros(len(mask), dtype=torch.bool)
+                has_more[last] = is_truncated
+                longer = with_one_more({name: inputs[name] for name in _COLUMNS if name in inputs}, has_more)
                 values = self.layout.values(self.model, *whole_rows(longer), longer["completion_mask"], size)
             else:
                 chunks = []
@@ -130,10 +136,10 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
                     result = self.model(input_ids=ids, attention_mask=attention_mask, values_only=True)
                     chunks.append(result.state_values)
                 # V of a token is read one position before it.
-                values = torch.cat(chunks)[:, -mask.shape[1] - 1 :]  # (B, T + 1)
+                values = torch.cat(chunks)[:, -mask.shape[1] - 1 :]  # (R, T + 1)
         if not self.args.bootstrap_truncated:
             return values[:, :-1], None
-        behind = values.gather(1, ends).squeeze(1)
+        behind = values.gather(1, ends).squeeze(1)[last]  # (B,)
         return values[:, :-1], torch.where(is_truncated.to(behind.device), behind, torch.zeros_like(behind))
 
     def _privileged_columns(self, output: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:

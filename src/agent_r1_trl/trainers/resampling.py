@@ -36,6 +36,7 @@ from agent_r1_trl.trainers.agreement import raised_everywhere
 from agent_r1_trl.trainers.curriculum import Curriculum
 from agent_r1_trl.trainers.failures import is_main_process
 from agent_r1_trl.trainers.played import PlayedBatch
+from agent_r1_trl.trainers.training_rows import TrainingRows
 from agent_r1_trl.trainers.under_way import Position
 from agent_r1_trl.trajectory import Trajectory
 
@@ -118,6 +119,7 @@ class Resampling:
             self._score(played)
             self._judge(played, position.group_size)
             self._hand_over(played)
+        played.split = TrainingRows.of(played.trajectories, trainer.args)
         if is_filtered_here:
             trainer.group_filter.choose_early(played, position.group_size)
         trainer._add_metrics(metrics)

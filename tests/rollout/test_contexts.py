@@ -1,0 +1,195 @@
+"""Contexts that are rewritten on the way: what the sampler is given, and what it costs."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.trajectory import StopReason
+from tests.effort import examples
+from tests.rollout.helpers import PROMPT, chat_of
+from tests.toys import AddEchoEnv, call, say
+
+FAMILIES = ("qwen3", "llama3", "gemma4", "gptoss")
+
+
+def play(turns, *, family="qwen3", env=AddEchoEnv, **limits):
+    """One trajectory of these turns, messages or ids, and (context, sampled ids) of each as the generator saw them."""
+    chat = chat_of(family)
+    script = [chat.encode_reply(turn) if isinstance(turn, dict) else turn for turn in turns]
+    generator = ScriptedGenerator(lambda request: script[request.index], stop_token_ids=chat.stop_token_ids)
+    log = []
+
+    class Log:
+        async def generate(self, prompt_ids, **options):
+            generation = await generator.generate(prompt_ids, **options)
+            log.append((list(prompt_ids), list(generation.token_ids)))
+            return generation
+
+    runner = RolloutRunner(env, Log(), chat, RolloutLimits(**({"max_turns": len(turns)} | limits)))
+    (trajectory,) = runner.run([RolloutRequest(example={"prompt": PROMPT})])
+    runner.close()
+    return trajectory, log
+
+
+def text_of(ids, family="qwen3"):
+    return chat_of(family).encoder.to_text(ids)
+
+
+ECHOES = [call("echo", text=f"word{number}, and others that need some room in a context") for number in range(5)]
+
+
+def test_a_window_holds_the_prompt_and_the_last_turns():
+    trajectory, log = play([*ECHOES, say("done")], context_policy="window", context_turns=2)
+    assert len(trajectory.turns) == 6 and trajectory.stop_reason is StopReason.DONE
+    prompt = text_of(trajectory.prompt_ids)
+    for turn, (context, _) in enumerate(log):
+        text = text_of(context)
+        assert text.startswith(prompt)
+        seen = [number for number in range(5) if f"word{number}" in text]
+        assert seen == list(range(max(0, turn - 2), turn))
+        assert text.endswith("<|im_start|>assistant\n")
+    assert [len(row.prompt_ids) for row in trajectory.rows] == [len(log[turn][0]) for turn in (0, 3, 4, 5)]
+    assert [sorted({*row.turn_ids} - {-1}) for row in trajectory.rows] == [[0, 1, 2], [3], [4], [5]]
+
+
+def test_a_window_that_nothing_leaves_changes_no_bit():
+    turns = [*ECHOES, say("done")]
+    kept, asked = play(turns)
+    windowed, asked_in_window = play(turns, context_policy="window", context_turns=9)
+    times = {"duration_s": 0.0}
+    records = [{**item.to_dict(), **times} for item in (kept, windowed)]
+    for record in records:
+        for turn in record["turns"]:
+            turn.update(generate_s=0.0, env_s=0.0)
+            for result in turn["tool_results"]:
+                result.update(latency_s=0.0, queue_s=0.0)
+    assert records[0] == records[1] and asked == asked_in_window
+
+
+def test_old_observations_become_notes_of_their_length():
+    trajectory, log = play([*ECHOES, say("done")], context_policy="drop_observations", context_turns=1)
+    last = text_of(log[-1][0])
+    assert last.count("[50 characters of echo left out]") == 4
+    assert all(f'"text": "word{number},' in last for number in range(5)), "what the policy said stays"
+    assert last.rindex("word4") > last.rindex("left out]"), "and what answered it last"
+    assert len(trajectory.rows) == 5
+
+
+@pytest.mark.parametrize("policy", ("window", "drop_observations"))
+def test_a_context_is_rewritten_only_where_it_would_be_longer_than_context_tokens(policy):
+    turns = [*ECHOES, say("done")]
+    _, whole = play(turns)
+    lengths = [len(context) for context, _ in whole]
+    options = {"context_policy": policy, "context_turns": 1}
+    trajectory, log = play(turns, context_tokens=lengths[3], **options)
+    assert [context for context, _ in log[:4]] == [context for context, _ in whole[:4]]
+    assert len(log[4][0]) < lengths[4] and len(trajectory.rows) >= 2
+    trajectory, log = play(turns, context_tokens=lengths[-1], **options)
+    assert len(trajectory.rows) == 1 and log == whole
+
+
+def test_the_models_limit_counts_in_a_context_and_the_completions_in_a_trajectory():
+    turns = [*ECHOES, say("done")]
+    trajectory, log = play(turns)
+    longest = len(log[2][0]) + len(log[2][1])
+    kept, _ = play(turns, max_model_length=longest)
+    assert kept.stop_reason is StopReason.MAX_COMPLETION_LENGTH
+    windowed, _ = play(turns, max_model_length=longest, context_policy="window", context_turns=1)
+    assert windowed.stop_reason is StopReason.DONE and len(windowed.turns) == 6
+    # What the turns sampled and what answered them is the same in any context.
+    spent = len(trajectory.completion_ids)
+    for policy in ({}, {"context_policy": "window", "context_turns": 1}):
+        fits, _ = play(turns, max_completion_length=spent, **policy)
+        short, _ = play(turns, max_completion_length=spent - len(log[-1][1]), **policy)
+        assert fits.stop_reason is StopReason.DONE
+        assert short.stop_reason is StopReason.MAX_COMPLETION_LENGTH and len(short.turns) == 5
+
+
+def test_a_context_without_room_ends_the_trajectory():
+    turns = [call("echo", text="word " * 40), say("done")]
+    prompt = len(play(turns)[1][0][0])
+    trajectory, _ = play(turns, max_model_length=prompt + 130, context_policy="window", context_turns=1)
+    assert trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH
+    assert len(trajectory.turns) == 1 and trajectory.turns[0].observations == []
+
+
+# -------------------------------------------------------------------- a user's own
+
+
+def reminder(view):
+    """The question, a word of the user's, and the last turn."""
+    last = view.turns[-1]
+    note = {"role": "user", "content": f"(turn {len(view.turns)}, {view.num_tokens} tokens) <|im_end|>"}
+    return [*view.prompt_messages, note, last.message, *last.observations]
+
+
+def nothing(view):
+    return None
+
+
+def test_a_policy_of_ones_own_may_write_messages():
+    path = f"{__name__}.reminder"
+    trajectory, log = play([*ECHOES[:2], say("done")], context_policy=path)
+    for turn in (1, 2):
+        text = text_of(log[turn][0])
+        assert f"(turn {turn}, " in text and f"word{turn - 1}" in text
+        assert (f"word{turn - 2}" in text) == (turn == 0)
+    control = chat_of().encoder.control_ids["<|im_end|>"]
+    assert log[1][0].count(control) == log[0][0].count(control) + 3, "what a message spells stays text"
+    assert len(trajectory.rows) == 3
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("context_policy", {"context_policy": "widow"}),
+        ("context_policy", {"context_policy": ""}),
+        ("context_policy", {"context_policy": "tests.rollout.helpers.PROMPT"}),
+        ("context_policy", {"context_policy": f"{__name__}.nothing"}),
+        ("context_turns", {"context_policy": "window"}),
+        ("context_turns", {"context_policy": "window", "context_turns": 0}),
+        ("context_turns", {"context_turns": 2}),
+        ("context_tokens", {"context_tokens": 2}),
+    ],
+)
+def test_what_makes_no_policy_is_refused(name, options):
+    with pytest.raises(ValueError, match=name):
+        play([*ECHOES[:1], say("done")], **options)
+
+
+# -------------------------------------------------------------------- laws
+
+
+@st.composite
+def policies(draw):
+    return {
+        "context_policy": draw(st.sampled_from(["window", "drop_observations"])),
+        "context_turns": draw(st.integers(1, 3)),
+        "context_tokens": draw(st.none() | st.integers(100, 900)),
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_sampled_id_is_in_one_row_after_what_the_sampler_was_given(family):
+    chat = chat_of(family)
+    texts = st.text(max_size=12) | st.sampled_from(["<|im_end|>", "</tool_call>", "é🙂"])
+    odd = st.lists(st.integers(0, len(chat.tokenizer) - 1), max_size=8)
+    turn = texts.map(lambda text: call("echo", text=text)) | st.just(call()) | odd
+
+    @settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(st.lists(turn, min_size=1, max_size=6), policies(), st.integers(40, 400))
+    def law(turns, policy, length):
+        trajectory, log = play([*turns, say()], family=family, max_completion_length=length, **policy)
+        assert len(trajectory.turns) == len(log)
+        found = [[] for _ in log]
+        for row in trajectory.rows:
+            ids = [*row.prompt_ids, *row.completion_ids]
+            for position, index in enumerate(row.turn_ids, len(row.prompt_ids)):
+                if index >= 0:
+                    found[index].append((ids[:position], ids[position]))
+        for tokens, (context, sampled) in zip(found, log, strict=True):
+            assert tokens == [(context + sampled[:n], token) for n, token in enumerate(sampled)]
+
+    law()

@@ -1,0 +1,251 @@
+"""A trajectory that splits into rows is trained as it was in one row.
+
+The same tokens are trained in one row each and cut into rows at turns, whose contexts are then the same ids: nothing
+that the model computes changes, so advantages must not change by a bit, and loss and gradients not beyond rounding.
+"""
+
+import random
+
+import pytest
+import torch
+
+from agent_r1_trl.recording import read_trajectories
+from agent_r1_trl.rows import Segment
+from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from agent_r1_trl.trainers.config_checks import WHOLE_ROWS
+from agent_r1_trl.trainers.training_rows import TrainingRows, trained_rows
+from agent_r1_trl.trajectory import Trajectory, Turn
+from tests.tokenizers import make_tokenizer
+from tests.toys import call, say
+from tests.trainers.effects import CPU
+from tests.trainers.helpers import make_policy, make_trainer, move_weights, questions, scored_batch
+
+MANY = {"context_policy": "window", "context_turns": 99}  # allows for rows, and rewrites nothing
+
+
+def three_turns(rng, turn):
+    """Two calls, then an answer of random length; one of four trajectories answers at once."""
+    ends = turn == 2 or rng.random() < 0.25
+    return say("x" * rng.randrange(1, 9)) if ends else call(a=rng.randrange(9), b=rng.randrange(9))
+
+
+def split(trajectory, turns):
+    """Open a new row at each of these turns, with the context that there is."""
+    ids = trajectory.prompt_ids + trajectory.completion_ids
+    starts = [trajectory.turns[turn].start for turn in turns if 0 < turn < len(trajectory.turns)]
+    trajectory.segments = [
+        Segment(start=start, row=row, prompt_ids=ids[: len(trajectory.prompt_ids) + start])
+        for row, start in enumerate(starts, start=1)
+    ]
+    return trajectory
+
+
+def at_random(trajectory):
+    rng = random.Random(trajectory.seed)
+    return split(trajectory, [turn for turn in range(1, 5) if rng.random() < 0.7])
+
+
+def at_every_turn(trajectory):
+    return split(trajectory, range(1, 9))
+
+
+def splitting(trainer, cut):
+    """The trainer, whose rollouts are cut into rows."""
+    play = trainer.rollouts.play
+
+    def played(*args, **kwargs):
+        batch, metrics = play(*args, **kwargs)
+        batch.trajectories = [cut(item) for item in batch.trajectories]
+        return batch, metrics
+
+    trainer.rollouts.play = played
+    return trainer
+
+
+def one_step(trainer):
+    """Loss and gradients of the first optimizer step, added up over its micro-batches, and advantages over time."""
+    trainer.model.train()
+    trainer.model.zero_grad()
+    per_update = trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    rows = next(iter(trainer.get_train_dataloader()))
+    torch.manual_seed(2)  # TRL shuffles the trajectories of a rollout
+    loss = 0.0
+    for trainer._step in range(per_update):
+        inputs = trainer._prepare_inputs(rows)
+        if trainer._step == 0:
+            credit = [item.advantages for item in trainer.last_trajectories]
+            move_weights(trainer.model)
+        part = trainer.compute_loss(trainer.model, inputs)
+        part.backward()
+        loss += part.item()
+    return loss, {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}, credit
+
+
+def both(tmp_path, cut=at_random, **options):
+    """One step with each trajectory in one row, and with rows."""
+    options = {"script": three_turns, "record_trajectories": "jsonl", **MANY, **options}
+    if "beta" in options:  # TRL loads the reference from a folder
+        make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
+        options["model"] = str(tmp_path / "policy")
+    whole = one_step(make_trainer(tmp_path / "one", **options))
+    trainer = splitting(make_trainer(tmp_path / "rows", **options), cut)
+    rows = one_step(trainer)
+    assert max(rows_of(trainer)) > 1 and len(set(rows_of(trainer))) > 1
+    return whole, rows
+
+
+def assert_same_step(whole, rows):
+    (loss, gradients, credit), (loss_of_rows, gradients_of_rows, credit_of_rows) = whole, rows
+    assert credit_of_rows == credit, "advantages"
+    assert any(any(values) for values in credit)
+    assert loss_of_rows == pytest.approx(loss, abs=1e-6, rel=1e-5)
+    assert gradients_of_rows.keys() == gradients.keys()
+    largest = max(gradient.abs().max() for gradient in gradients.values())
+    assert largest > 0
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradients_of_rows[name], gradient, atol=1e-6 * float(largest) + 1e-8, rtol=1e-4)
+
+
+def rows_of(trainer):
+    return [len(item.rows) for item in trainer.last_trajectories]
+
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_rows_have_the_loss_and_the_gradient_of_one_row(tmp_path, loss_type):
+    assert_same_step(*both(tmp_path, loss_type=loss_type, beta=0.05))
+
+
+ESTIMATORS = {
+    "turn_grpo": {},
+    "gigpo": {},
+    "rloo": {},
+    "reinforce_pp": {"gamma": 0.9, "beta": 0.05, "kl_placement": "reward"},
+    "reinforce_pp_baseline": {},
+}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_credit_runs_over_a_trajectorys_tokens_in_time_whatever_their_rows(tmp_path, estimator):
+    assert_same_step(*both(tmp_path, advantage_estimator=estimator, **ESTIMATORS[estimator]))
+
+
+@pytest.mark.parametrize("estimator", ("gae", "bilevel_gae"))
+def test_values_are_read_in_a_tokens_own_row(tmp_path, estimator):
+    options = {"trainer": MultiTurnPPOTrainer, "gamma": 0.9, "lam": 0.8, "bootstrap_truncated": True, "max_turns": 2}
+    assert_same_step(*both(tmp_path, at_every_turn, advantage_estimator=estimator, num_generations=1, **options))
+
+
+@pytest.mark.parametrize("unit", ("token", "trajectory"))
+@pytest.mark.parametrize("loss_type", ("grpo", "dapo", "bnpo"))
+def test_the_unit_of_the_loss_is_a_token_or_a_trajectory_never_a_row(tmp_path, loss_type, unit):
+    assert_same_step(*both(tmp_path, loss_type=loss_type, loss_unit=unit))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_steps": 2},
+        {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "loss_type": "dr_grpo"},
+        {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "loss_type": "luspo"},
+        {"update_layout": "grouped", "gradient_accumulation_steps": 2},
+        {"update_layout": "packed"},
+        {"update_layout": "shared", "gradient_accumulation_steps": 2, "loss_type": "grpo"},
+        {"filter_groups": "top_fraction", "filter_value": 0.5, "gradient_accumulation_steps": 2, "loss_type": "grpo"},
+        {"truncated_trajectories": "mask", "max_turns": 2, "loss_type": "grpo", "gradient_accumulation_steps": 2},
+    ],
+    ids=str,
+)
+def test_rows_are_dealt_without_a_change_to_the_optimizer_step(tmp_path, options):
+    assert_same_step(*both(tmp_path, per_device_train_batch_size=4, num_generations=2, **options))
+
+
+REFUSED = {
+    "importance_sampling_level": "sequence",
+    "off_policy_mask_threshold": 0.5,
+    "loss_mask": False,
+    "advantage_mask": False,
+    "loss_type": "vespo",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_looks_at_a_whole_row_is_refused_where_there_may_be_several(name):
+    assert {*WHOLE_ROWS, "loss_type"} == {*REFUSED}
+    option = {name: REFUSED[name]}
+    with pytest.raises(ValueError, match=rf"{name}=.*context_policy"):
+        MultiTurnGRPOConfig(**CPU, **option, **MANY)
+    MultiTurnGRPOConfig(**CPU, **MANY)
+    MultiTurnGRPOConfig(**CPU, **option)
+
+
+def trajectory_of(turns, **changes):
+    """Two sampled tokens after the prompt [1]."""
+    values = {
+        "prompt_messages": [], "prompt_ids": [1], "completion_ids": [8, 9], "action_mask": [1, 1],
+        "logprobs": [-1.0, -1.0], "authors": ["policy", "policy"], "stop_reason": "done",
+    }  # fmt: skip
+    return Trajectory(**values, turns=turns, **changes)
+
+
+def test_a_context_that_was_rewritten_before_anything_was_sampled_is_the_one_that_is_trained():
+    """The first turn sampled nothing; the second stands after another prompt, in the only row with an action."""
+    turns = [Turn(start=0, end=0, message=say("")), Turn(start=0, end=2, message=say("5"))]
+    trajectory = trajectory_of(turns, turn_ids=[1, 1], segments=[Segment(start=0, row=1, prompt_ids=[2, 3])])
+    (row,) = TrainingRows.of([trajectory], MultiTurnGRPOConfig(**CPU, **MANY)).rows
+    assert (row.prompt_ids, row.completion_ids) == ([2, 3], [8, 9])
+
+
+def test_rewritten_contexts_are_refused_where_no_policy_rewrites_any():
+    turns = [Turn(start=0, end=1, message=say("")), Turn(start=1, end=2, message=say("5"))]
+    trajectory = split(trajectory_of(turns, turn_ids=[0, 1]), [1])
+    with pytest.raises(ValueError, match="context_policy"):
+        TrainingRows.of([trajectory], MultiTurnGRPOConfig(**CPU))
+    assert len(TrainingRows.of([trajectory], MultiTurnGRPOConfig(**CPU, **MANY))) == 2
+
+
+# -------------------------------------------------------------------- contexts that a policy rewrites
+
+WINDOW = {"context_policy": "window", "context_turns": 1, "max_turns": 4, "script": three_turns}
+
+
+def test_old_log_probs_of_a_row_are_those_of_a_plain_forward_of_it(tmp_path):
+    by_halves = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "per_device_train_batch_size": 4}
+    trainer = make_trainer(tmp_path, **WINDOW, **by_halves)
+    scored_batch(trainer)
+    held = trainer.row_batches._rows
+    rows = [row for item in trainer.last_trajectories for row in trained_rows(item)]
+    assert len(rows) == len(held["completion_ids"]) > len(trainer.last_trajectories)
+    for number, row in enumerate(rows):
+        ids = torch.tensor([[*row.prompt_ids, *row.completion_ids]])
+        with torch.no_grad():
+            scores = trainer.model(ids).logits.log_softmax(dim=-1)[0, :-1].gather(1, ids[0, 1:, None])
+        expected = scores[len(row.prompt_ids) - 1 :, 0]
+        found = held["old_per_token_logps"][number, : len(expected)]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("trainer_class", (MultiTurnGRPOTrainer, MultiTurnPPOTrainer))
+def test_a_window_is_trained_evaluated_logged_and_recorded(tmp_path, trainer_class):
+    trainer = make_trainer(
+        tmp_path, trainer=trainer_class, **WINDOW, max_steps=2, eval_dataset=questions(4), record_trajectories="jsonl",
+        per_device_eval_batch_size=4, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+        reward_funcs=[lengths],
+    )  # fmt: skip
+    trainer.train()
+    trainer.evaluate()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 2 and all(entry["rollout/rows"] > 1 and entry["grad_norm"] > 0 for entry in logged)
+    trajectories = list(read_trajectories(tmp_path))
+    assert max(len(item.rows) for item in trajectories) == 3  # turns 0 and 1, then one row each
+    assert len(trajectories) == 2 * 8 + 4 * trainer.num_generations_eval, "trajectories, not rows"
+    for item in trajectories:
+        assert [advantage != 0 for advantage in item.advantages or [0]].count(True) <= item.num_action_tokens
+
+
+def lengths(completion_ids, trajectory, **kwargs):
+    """Functions see trajectories, whose completion is that of all rows."""
+    assert completion_ids == [item.completion_ids for item in trajectory]
+    return [len(ids) / 100 for ids in completion_ids]
