@@ -221,7 +221,10 @@ TABLE = {
     ),
     "loss_mask": (Acts(effects.batch, False), Refused(False, {"advantage_mask": False}, config_class=PPO)),
     "advantage_mask": Acts(effects.batch, False, advantage_estimator="reinforce_pp"),
-    "loss_unit": (Acts(effects.loss, "trajectory"), Refused("row", {"loss_unit": "token"})),
+    "loss_unit": (
+        ShownBy("tests/trainers/test_rows.py::test_with_a_unit_one_loss_type_weighs_as_the_other_does_without"),
+        Refused("row", {"loss_unit": "token"}),
+    ),
     "importance_sampling_unit": (
         Acts(effects.batch, "turn", **BY_TOKEN),
         Refused("turn", ENGINE),

@@ -144,6 +144,16 @@ def test_the_unit_of_the_loss_is_a_token_or_a_trajectory_never_a_row(tmp_path, l
     assert_same_step(*both(tmp_path, loss_type=loss_type, loss_unit=unit))
 
 
+@pytest.mark.parametrize(("loss_type", "unit", "same"), [("dapo", "trajectory", "grpo"), ("grpo", "token", "dapo")])
+def test_with_a_unit_one_loss_type_weighs_as_the_other_does_without(tmp_path, loss_type, unit, same):
+    options = {"script": three_turns, "record_trajectories": "jsonl"}
+    steps = [
+        one_step(make_trainer(tmp_path / name, loss_type=kind, loss_unit=asked, **options))
+        for name, kind, asked in (("plain", same, None), ("unit", loss_type, unit))
+    ]
+    assert_same_step(*steps)
+
+
 @pytest.mark.parametrize(
     "options",
     [
