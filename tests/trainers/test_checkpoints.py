@@ -114,7 +114,9 @@ def test_a_run_with_another_setting_is_refused_by_name(saved_run, tmp_path, name
     assert trainer.state.global_step == step and trainer._step == 0, "nothing was trained"
 
 
-@pytest.mark.parametrize("option", [{"update_layout": "shared"}, {"beta": 0.1}, {"use_vllm": True}], ids=str)
+@pytest.mark.parametrize(
+    "option", [{"update_layout": "shared"}, {"beta": 0.1}, {"use_vllm": True}, {"loss_unit": "token"}], ids=str
+)
 def test_a_rollout_under_way_is_not_trained_on_in_another_form(saved_run, tmp_path, option):
     (name,) = option
     checkpoint = checkpoint_of(tmp_path, **(SAVED | option))

@@ -29,7 +29,7 @@ SHAPE = (
     "num_iterations",
 )
 """Arguments that a run's place in the data is counted in."""
-ROLLOUT = ("update_layout", "max_tokens_per_micro_batch", "use_vllm", "beta", "has_critic")
+ROLLOUT = ("update_layout", "max_tokens_per_micro_batch", "loss_unit", "use_vllm", "beta", "has_critic")
 """Arguments that decide which tensors a rollout under way holds, and how they lie."""
 
 
