@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from agent_r1_trl.critic import critic_parameters
 from agent_r1_trl.recording import read_trajectories
 from agent_r1_trl.rows import Segment
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOTrainer
@@ -132,10 +133,26 @@ def test_credit_runs_over_a_trajectorys_tokens_in_time_whatever_their_rows(tmp_p
     assert_same_step(*both(tmp_path, advantage_estimator=estimator, **ESTIMATORS[estimator]))
 
 
+class ValuedTrainer(MultiTurnPPOTrainer):
+    """Its critic, which begins with zeros, tells states apart from the start."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        torch.manual_seed(3)
+        for parameter in critic_parameters(self.model).values():
+            parameter.data.normal_(0, 0.5)
+
+
+@pytest.mark.parametrize("layout", ("padded", "shared"))
 @pytest.mark.parametrize("estimator", ("gae", "bilevel_gae"))
-def test_values_are_read_in_a_tokens_own_row(tmp_path, estimator):
-    options = {"trainer": MultiTurnPPOTrainer, "gamma": 0.9, "lam": 0.8, "bootstrap_truncated": True, "max_turns": 2}
-    assert_same_step(*both(tmp_path, at_every_turn, advantage_estimator=estimator, num_generations=1, **options))
+def test_values_are_read_in_a_tokens_own_row(tmp_path, estimator, layout):
+    options = {"trainer": ValuedTrainer, "gamma": 0.9, "lam": 0.8, "bootstrap_truncated": True, "max_turns": 2}
+    options |= {"critic": "head", "advantage_estimator": estimator, "num_generations": 1, "update_layout": layout}
+    whole, rows = both(tmp_path, at_every_turn, **options)
+    # Values come from forward passes of other widths.
+    for credit, credit_of_rows in zip(whole[2], rows[2], strict=True):
+        assert credit_of_rows == pytest.approx(credit, abs=1e-5)
+    assert_same_step(whole, (*rows[:2], whole[2]))
 
 
 @pytest.mark.parametrize("unit", ("token", "trajectory"))
@@ -154,6 +171,10 @@ def test_with_a_unit_one_loss_type_weighs_as_the_other_does_without(tmp_path, lo
     assert_same_step(*steps)
 
 
+HALF = {"filter_groups": "top_fraction", "filter_value": 0.5}
+BY_TOKENS = {"update_layout": "shared", "max_tokens_per_micro_batch": 500, "gradient_accumulation_steps": 2}
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -163,13 +184,58 @@ def test_with_a_unit_one_loss_type_weighs_as_the_other_does_without(tmp_path, lo
         {"update_layout": "grouped", "gradient_accumulation_steps": 2},
         {"update_layout": "packed"},
         {"update_layout": "shared", "gradient_accumulation_steps": 2, "loss_type": "grpo"},
-        {"filter_groups": "top_fraction", "filter_value": 0.5, "gradient_accumulation_steps": 2, "loss_type": "grpo"},
+        {**BY_TOKENS, "loss_type": "grpo"},
+        {**BY_TOKENS, "loss_type": "dapo", "steps_per_generation": 2, "gradient_accumulation_steps": 4},
+        {**HALF, "gradient_accumulation_steps": 2, "loss_type": "grpo"},
+        {**HALF, **BY_TOKENS, "loss_type": "dr_grpo", "beta": 0.05},
         {"truncated_trajectories": "mask", "max_turns": 2, "loss_type": "grpo", "gradient_accumulation_steps": 2},
     ],
     ids=str,
 )
 def test_rows_are_dealt_without_a_change_to_the_optimizer_step(tmp_path, options):
     assert_same_step(*both(tmp_path, per_device_train_batch_size=4, num_generations=2, **options))
+
+
+def test_the_reference_scores_the_rows_of_the_kept_trajectories_alone(tmp_path):
+    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
+    options = {"model": str(tmp_path / "policy"), "beta": 0.05, "per_device_train_batch_size": 4, **HALF, **MANY}
+    trainer = make_trainer(
+        tmp_path, script=three_turns, num_generations=2, gradient_accumulation_steps=2, echo_trap=True, **options
+    )
+    seen, take = [], trainer.echo_signals.take
+    trainer.echo_signals.take = lambda *args: seen.append(args[3]) or take(*args)
+    trainer = splitting(trainer, at_every_turn)
+    scored_batch(trainer)
+    held = trainer.row_batches._rows
+    is_kept, is_scored = held["is_kept"].tolist(), held["ref_per_token_logps"].any(dim=1).tolist()
+    assert 0 < sum(is_kept) < len(is_kept) > len(trainer.last_trajectories)
+    assert is_scored[1:] == is_kept[1:] and is_scored[0], "row 0 fills up the forward pass"
+    (of_trajectories,) = seen
+    assert [bool(of_trajectories[index]) for index in trainer.row_batches._index] == is_kept
+
+
+@pytest.mark.parametrize("for_critic", (False, True))
+def test_kept_trajectories_take_turns_in_the_optimizer_steps_with_all_their_rows(tmp_path, for_critic):
+    """One group of two is kept, for four optimizer steps of two trajectories."""
+    options = {"trainer": MultiTurnPPOTrainer, "critic": "head", "critic_uses_filtered": True} if for_critic else {}
+    options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}
+    options |= {"filter_groups": "top_fraction", "filter_value": 0.25, "num_generations": 2, **MANY}
+    trainer = splitting(make_trainer(tmp_path, script=three_turns, **options), at_every_turn)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    buffer = trainer._buffered_inputs
+    trained = [set(inputs["trajectory_row"][inputs["tool_mask"].any(dim=1)].tolist()) for inputs in buffer]
+    assert [len(names) for names in trained] == [1, 1, 0, 0] and not trained[0] & trained[1]
+    assert [bool(inputs["has_signal"]) for inputs in buffer] == [True, True, False, False]
+    for names, inputs in zip(trained[:2], buffer, strict=False):
+        (name,) = names
+        rows = [row for row in trained_rows(trainer.last_trajectories[name]) if any(row.action_mask)]
+        assert int(inputs["tool_mask"].any(dim=1).sum()) == len(rows)
+    if for_critic:
+        alive = sum(int(inputs["value_mask"].sum()) for inputs in buffer[:2])
+        assert float(buffer[0]["num_value_items"]) == 4 / 2 * alive
+        assert sum(int(inputs["in_baseline"].shape[0]) for inputs in buffer) > 4, "the others' rows are there"
 
 
 REFUSED = {
