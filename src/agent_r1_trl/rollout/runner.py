@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.generation.base import Generator, SamplingParams, TrajectorySlot, current_slot
 from agent_r1_trl.rollout.collector import rollout_begins, rollout_ends
-from agent_r1_trl.rollout.contexts import find_policy
+from agent_r1_trl.rollout.context_policies import find_policy
 from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.rollout.env_session import CLOSE_TIMEOUT_S, EnvSession
 from agent_r1_trl.rollout.failures import MAX_CAUSES, FailureCause, failure_of

@@ -14,7 +14,7 @@ from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import EstimatorName, estimator_names, find_estimator
 from agent_r1_trl.filtering import RULES
 from agent_r1_trl.generation.vllm.find_servers import check_urls
-from agent_r1_trl.rollout.contexts import find_policy
+from agent_r1_trl.rollout.context_policies import find_policy
 from agent_r1_trl.rollout.limits import check_share, check_whole_number
 from agent_r1_trl.safe_text import check_rules
 from agent_r1_trl.trainers.rollout_checks import Need, check_needs

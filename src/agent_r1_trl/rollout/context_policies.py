@@ -1,0 +1,122 @@
+"""Context policies: which messages each turn gets to read (`context_policy`).
+
+Covered here: the protocol and the policies of the package. Not covered: the ids of a context
+(`agent_r1_trl.rollout.contexts`) and what a row is trained on (`agent_r1_trl.rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from agent_r1_trl.objects import import_object
+from agent_r1_trl.rollout.limits import RolloutSettings
+from agent_r1_trl.trajectory import Message, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextView:
+    """What a policy reads before a turn. It holds the trajectory's own records, which a policy must not change."""
+
+    prompt_messages: Sequence[Message]
+    turns: Sequence[Turn]
+    """All turns so far, each with the observations that answered it; at least one."""
+    messages: Sequence[Message]
+    """The context as it goes on if nothing is rewritten: the last one, the last turn and its observations."""
+    num_tokens: int
+    """Length of that context."""
+    max_tokens: int | None
+    """What a context can hold, turn included, as the model or the engine says; None if neither does."""
+
+
+class ContextPolicy(Protocol):
+    """Decides what the policy gets to read. It depends on the view alone, so that a killed run can be resumed."""
+
+    def __call__(self, view: ContextView) -> Sequence[Message]:
+        """The messages of the next context; `view.messages` leaves it as it is.
+
+        Messages that are taken over should be the view's own objects: their ids are then those that were sampled.
+        """
+
+
+@dataclass(frozen=True)
+class Window:
+    """The prompt and the last turns."""
+
+    num_turns: int
+    """Turns that stay."""
+    num_tokens: int | None = None
+    """A context of up to so many tokens stays whole; None: the window moves with every turn."""
+
+    def __call__(self, view: ContextView) -> Sequence[Message]:
+        """See `ContextPolicy`."""
+        if self.num_tokens is not None and view.num_tokens <= self.num_tokens:
+            return view.messages
+        kept = view.turns[-self.num_turns :]
+        return [*view.prompt_messages, *(message for turn in kept for message in messages_of(turn))]
+
+
+@dataclass(frozen=True)
+class DropObservations:
+    """Everything, but of what answered the older turns only a note that says what was there."""
+
+    num_turns: int
+    """Last turns whose observations stay."""
+    num_tokens: int | None = None
+    """A context of up to so many tokens stays whole; None: with every turn another observation goes."""
+
+    def __call__(self, view: ContextView) -> Sequence[Message]:
+        """See `ContextPolicy`."""
+        if self.num_tokens is not None and view.num_tokens <= self.num_tokens:
+            return view.messages
+        old = {id(message) for turn in view.turns[: -self.num_turns] for message in turn.observations}
+        return [left_out(message) if id(message) in old else message for message in view.messages]
+
+
+def left_out(observation: Message) -> Message:
+    """The note in place of an observation; the observation itself where that is shorter.
+
+    >>> left_out({"role": "tool", "name": "search", "content": "Paris is the capital of ..." * 9})["content"]
+    '[243 characters of search left out]'
+    """
+    content = str(observation.get("content") or "")
+    source = f" of {observation['name']}" if observation.get("name") else ""
+    note = f"[{len(content)} characters{source} left out]"
+    return {**observation, "content": note} if len(note) < len(content) else observation
+
+
+def messages_of(turn: Turn) -> list[Message]:
+    """A turn and what answered it."""
+    return [turn.message, *turn.observations]
+
+
+POLICIES: dict[str, Callable[[RolloutSettings], ContextPolicy | None]] = {
+    "keep": lambda limits: None,
+    "window": lambda limits: Window(limits.context_turns or 1, limits.context_tokens),
+    "drop_observations": lambda limits: DropObservations(limits.context_turns or 1, limits.context_tokens),
+}
+"""Name in `context_policy` -> what makes the policy; None for one that never rewrites a context."""
+
+
+def find_policy(limits: RolloutSettings) -> ContextPolicy | None:
+    """The policy that `context_policy` names, or to which it is the path; None if no context is ever rewritten.
+
+    Raises:
+        ValueError: there is none, or it cannot be called.
+    """
+    name = limits.context_policy
+    if name in POLICIES:
+        return POLICIES[name](limits)
+    if "." not in name and ":" not in name:
+        raise ValueError(
+            f"context_policy={name!r} is not one of {', '.join(map(repr, POLICIES))}. Set context_policy to one of "
+            "them, or to the path of your own function, such as my_module.my_policy."
+        )
+    target: Any = import_object(name, "context_policy")
+    if not callable(target):
+        raise ValueError(
+            f"context_policy={name!r} is of type {type(target).__name__}, which cannot be called. Name a function "
+            "from a ContextView to a list of messages."
+        )
+    return target  # type: ignore[no-any-return]
