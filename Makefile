@@ -37,7 +37,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 # early ends the run: another in its place would wait for ever.
 PYTEST = $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: help quickstart install test test-fast fuzz soak kills lint types audit check format notebooks clean
+.PHONY: help quickstart install test test-fast fuzz soak kills lint types audit check format options notebooks clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -92,6 +92,9 @@ check: lint types test ## lint, types and tests
 format: $(STAMPS)/dev ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+options: $(STAMPS)/package ## write the list of all options anew (train --help, docs/options.md)
+	$(BIN)/python -m agent_r1_trl.cli.options
 
 notebooks: $(STAMPS)/test ## run the notebooks and keep what they show
 	$(SAY) "Notebooks"

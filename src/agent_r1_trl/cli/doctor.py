@@ -11,7 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from agent_r1_trl.cli.arguments import DoctorArguments, TrainArguments
 from agent_r1_trl.cli.errors import UsageError, run_command
+from agent_r1_trl.cli.options import options_of, show_help
 from agent_r1_trl.cli.recipe import read_recipe, split_config
 
 COMMAND = "agent-r1-trl doctor"
@@ -20,11 +22,12 @@ EXIT_ERRORS = 1
 
 def run(argv: Sequence[str]) -> int:
     """Run the checks; returns the exit code."""
+    if show_help(COMMAND, argv, "Check a run before it starts.", lambda: options_of(Settings=DoctorArguments)):
+        return 0
     config_path, _ = split_config(argv)
     if config_path is not None:
         read_recipe(config_path)
 
-    from agent_r1_trl.cli.arguments import DoctorArguments, TrainArguments
     from agent_r1_trl.cli.console import PlainConsole
     from agent_r1_trl.cli.parser import RecipeParser
     from agent_r1_trl.cli.resolve import load_rows, resolve_env, resolve_object

@@ -34,6 +34,15 @@ STEP = 0
 
 def run(argv: Sequence[str]) -> int:
     """Evaluate a model; returns the exit code."""
+    from agent_r1_trl.cli.arguments import EvalArguments, TaskArguments
+    from agent_r1_trl.cli.options import options_of, show_help
+    from agent_r1_trl.rollout.limits import RolloutSettings
+
+    def options() -> list[dict[str, Any]]:
+        return options_of(Task_and_data=TaskArguments, Limits_of_a_rollout=RolloutSettings, Evaluation=EvalArguments)
+
+    if show_help(COMMAND, argv, "Run a model on a data set and score it.", options):
+        return 0
     from agent_r1_trl.cli.console import PlainConsole
 
     config_path, _ = split_config(argv)

@@ -30,6 +30,14 @@ _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
 
 def run(argv: Sequence[str]) -> int:
     """Print the estimate; returns the exit code."""
+    from agent_r1_trl.cli.arguments import MemoryArguments
+    from agent_r1_trl.cli.options import options_of, read_options, show_help
+
+    def options() -> list[dict[str, Any]]:
+        return options_of(Settings=MemoryArguments) + read_options("Model and adapter (TRL)")
+
+    if show_help(COMMAND, argv, "Estimate the memory that a recipe needs on each GPU.", options):
+        return 0
     config_path, _ = split_config(argv)
     if config_path is not None:
         read_recipe(config_path)

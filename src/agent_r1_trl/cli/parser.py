@@ -43,6 +43,8 @@ class RecipeParser(TrlParser):
         self._names = [item.name for kind in dataclass_types for item in dataclasses.fields(kind) if item.init]
         self._elsewhere = set(known) - set(self._names)
         self._private = set(private)
+        self.settings: dict[str, Any] = {}
+        """Every setting by its name once the arguments are parsed, before a dataclass derives others from it."""
 
     def parse(self, argv: Sequence[str], defaults: dict[str, Any] | None = None) -> tuple[Any, ...]:
         """Read the recipe and then the command line, which takes precedence.
@@ -66,7 +68,7 @@ class RecipeParser(TrlParser):
         self.set_defaults_with_config(**values)
         namespace, unknown = self.parse_known_args(arguments)
         self._check_unknown(unknown)
-        given = vars(namespace)
+        self.settings = given = vars(namespace)
         return tuple(self._make(kind, given, path) for kind in self.dataclass_types)
 
     def _check_unknown(self, unknown: list[str]) -> None:

@@ -1,6 +1,7 @@
 """Recipe files: from YAML to values of the right type, before anything heavy is imported.
 
-Paths in a recipe are relative to the directory the command runs in, as on the command line.
+Paths in a recipe are relative to the directory the command runs in, as on the command line. In a recipe that comes
+with the package and is called by its name, those that begin with `recipes/` are the package's files.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from agent_r1_trl.cli.errors import UsageError
+from agent_r1_trl.cli.shipped_recipes import find_recipe, shipped_recipes, with_package_paths
 from agent_r1_trl.objects import did_you_mean
 
 # TRL and `train` also take true and false for these, which the annotations leave out.
@@ -66,20 +68,23 @@ def read_recipe(path: str, *, flag: str = "--config") -> dict[str, Any]:
     """Read the mapping in a YAML file.
 
     Args:
-        path: of the file.
+        path: of the file, or the name of a recipe that comes with the package.
         flag: the option that named the file, for errors.
 
     Raises:
         UsageError: there is no such file, its YAML is broken (with the line), or it is not a mapping of names.
     """
     file = Path(path)
+    shipped = find_recipe(path) if flag == "--config" and not file.is_file() else None
+    file = shipped or file
     if not file.is_file():
         near = [str(item) for item in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
-        hint = did_you_mean(path, near)
+        hint = did_you_mean(path, [*near, *(shipped_recipes() if flag == "--config" else ())])
         kind = "recipe" if flag == "--config" else "YAML file"
+        named = ", or a name that agent-r1-trl train --list-recipes shows" if flag == "--config" else ""
         raise UsageError(
             f"{flag} {path}: no such file (looked in {Path.cwd()}).{hint} Pass the path of a {kind}, "
-            "relative to the current directory."
+            f"relative to the current directory{named}."
         )
     try:
         values = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
@@ -91,7 +96,7 @@ def read_recipe(path: str, *, flag: str = "--config") -> dict[str, Any]:
             f"{path} must be a mapping of setting names to values. Write one setting per line, such as "
             "'learning_rate: 1.0e-6'."
         )
-    return values
+    return values if shipped is None else with_package_paths(values)
 
 
 def check_keys(path: str, values: Mapping[str, Any], known: Sequence[str]) -> None:

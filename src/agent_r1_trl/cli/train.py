@@ -24,7 +24,10 @@ from agent_r1_trl.cli.errors import (
     with_cure,
 )
 from agent_r1_trl.cli.launch import check_launcher, check_num_processes, device_defaults, use_one_gpu
+from agent_r1_trl.cli.options import read_options, show_help
 from agent_r1_trl.cli.recipe import read_recipe, split_config
+from agent_r1_trl.cli.resolved_recipe import facts_of_run, write_resolved_recipe
+from agent_r1_trl.cli.shipped_recipes import recipe_list
 from agent_r1_trl.safe_text import shown
 
 if TYPE_CHECKING:
@@ -37,13 +40,18 @@ COMMAND = "agent-r1-trl train"
 
 def run(argv: Sequence[str]) -> int:
     """Train an agent; returns the exit code."""
+    if show_help(COMMAND, argv, "Train an agent.", read_options):
+        return 0
+    if "--list-recipes" in argv:
+        print(recipe_list(), end="")
+        return 0
     check_launcher(os.environ)
     config_path, _ = split_config(argv)
     find_trainer(argv)  # shows a mistake in the file before seconds of imports
     use_one_gpu()
     from agent_r1_trl.cli.resolve import make_folder
 
-    script_args, args, model_args = read_arguments(argv)
+    settings, script_args, args, model_args = _read(argv)
     check_num_processes(os.environ, args.world_size, script_args.num_processes_expected)
     console = _console()
     task = _task(script_args)
@@ -60,6 +68,11 @@ def run(argv: Sequence[str]) -> int:
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
     )
+    if trainer.is_world_process_zero():
+        data = {"dataset_name": train_dataset, "eval_dataset_name": eval_dataset}
+        facts = facts_of_run(processes=args.world_size, device=str(args.device), data=data)
+        given = settings | {name: getattr(script_args, name) for name in ("env_kwargs", "reward_options")}
+        write_resolved_recipe(given, task["env"], facts, args.output_dir)
     _train(trainer, checkpoint, _show_progress(trainer, args, console))
     _save(trainer, args.output_dir)
     if trainer.is_world_process_zero():
@@ -78,6 +91,11 @@ def read_arguments(argv: Sequence[str]) -> tuple[TrainArguments, Any, Any]:
     Raises:
         UsageError: there is a mistake in the recipe or on the command line.
     """
+    return _read(argv)[1:]
+
+
+def _read(argv: Sequence[str]) -> tuple[dict[str, Any], TrainArguments, Any, Any]:
+    """The settings as they were given, defaults included, and the three objects made of them."""
     from agent_r1_trl.cli.arguments import TrainArguments
     from agent_r1_trl.cli.parser import RecipeParser
     from agent_r1_trl.trainers.trl_arguments import ModelConfig
@@ -96,7 +114,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[TrainArguments, Any, Any]:
             args.check_supported()
         except ValueError as error:
             raise UsageError(with_cure(str(error))) from error
-    return script_args, args, model_args
+    return parser.settings, script_args, args, model_args
 
 
 def find_trainer(argv: Sequence[str]) -> str:

@@ -1,0 +1,64 @@
+"""The list of all settings: `train --help`, docs/options.md, and the answer of every command to --help."""
+
+import re
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from agent_r1_trl.cli import COMMANDS, main
+from agent_r1_trl.cli.options import PAGE, make_options, page_text, read_options
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_list_is_that_of_the_dataclasses():
+    kept, made = read_options(), make_options()
+    pinned = (ROOT / "requirements" / "constraints.txt").read_text()
+    if f"transformers=={version('transformers')}\n" not in pinned:  # theirs differ between versions
+        kept, made = ([group for group in groups if "(t" not in group["title"].lower()] for groups in (kept, made))
+    assert kept == made, "run `make options`"
+    assert (ROOT / PAGE).read_text() == page_text(), "run `make options`"
+
+
+def test_every_setting_of_our_own_has_a_meaning():
+    ours = [group for group in read_options() if "(t" not in group["title"].lower()]
+    assert len(ours) > 15
+    assert [item["name"] for group in ours for item in group["options"] if len(item["help"]) < 8] == []
+
+
+def test_the_help_of_training_names_every_flag_that_the_parser_takes(capsys):
+    from agent_r1_trl.cli.arguments import TrainArguments
+    from agent_r1_trl.cli.parser import RecipeParser
+    from agent_r1_trl.trainers import MultiTurnPPOConfig
+    from agent_r1_trl.trainers.trl_arguments import ModelConfig
+
+    assert main(["train", "--help"]) == 0
+    shown = set(re.findall(r"(?<![\w-])--(\w+)", capsys.readouterr().out))
+    parser = RecipeParser((TrainArguments, MultiTurnPPOConfig, ModelConfig), command="train")
+    flags = {action.option_strings[0].removeprefix("--") for action in parser._actions}
+    assert flags - {"-h"} <= shown | {"help"}
+
+
+def test_our_settings_come_before_those_of_the_libraries(capsys):
+    main(["train", "--help"])
+    text = capsys.readouterr().out
+    assert text.index("--max_turns") < text.index("--lora_r") < text.index("--vllm_mode") < text.index("--adam_beta1")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_loads_nothing_heavy(command):
+    began = time.perf_counter()
+    script = (
+        "import sys\nfrom agent_r1_trl.cli import main\n"
+        f"try:\n    code = main([{command!r}, '--help'])\nexcept SystemExit as end:\n    code = end.code\n"
+        "heavy = ('torch', 'transformers', 'trl', 'datasets', 'vllm')\n"
+        "print('HEAVY', [name for name in heavy if name in sys.modules])\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "usage: agent-r1-trl " + command in done.stdout
+    assert done.stdout.splitlines()[-1] == "HEAVY []", f"after {time.perf_counter() - began:.1f} s"

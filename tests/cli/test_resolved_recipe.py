@@ -1,0 +1,76 @@
+"""`recipe.yaml` of a run: everything it ran with, and a run that starts from it again."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agent_r1_trl.cli import main
+from agent_r1_trl.cli.resolved_recipe import git_state
+from agent_r1_trl.cli.train import _read
+from agent_r1_trl.recording import read_records
+
+
+def losses(folder):
+    history = json.loads(Path(folder, "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+def test_a_run_starts_again_from_the_recipe_that_it_left(recipe):
+    path = recipe(eval_dataset_name=None, env_kwargs={"bonus": 2})
+    assert main(["train", "--config", path, "--seed", "11"]) == 0
+    kept = yaml.safe_load(Path("out/recipe.yaml").read_text())
+    assert kept["seed"] == 11 and kept["env_kwargs"] == {"bonus": 2}
+    assert main(["train", "--config", "out/recipe.yaml", "--output_dir", "again"]) == 0
+    first, second = ([item.trajectory.completion_ids for item in read_records(name)] for name in ("out", "again"))
+    assert first == second and losses("out") == losses("again")
+    again = yaml.safe_load(Path("again/recipe.yaml").read_text())
+    assert again | {"output_dir": "out"} == kept
+
+
+def test_the_environments_defaults_are_written(recipe):
+    assert main(["train", "--config", recipe(eval_dataset_name=None, max_steps=1)]) == 0
+    assert yaml.safe_load(Path("out/recipe.yaml").read_text())["env_kwargs"] == {"bonus": 1.0}
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "ppo"])
+def test_every_setting_survives(recipe, trainer):
+    path = recipe(trainer=trainer, report_to=["tensorboard"], lr_scheduler_kwargs={"num_cycles": 2}, bf16=None)
+    settings, *made = _read(["--config", path])
+    from agent_r1_trl.cli.resolved_recipe import write_resolved_recipe
+
+    write_resolved_recipe(settings, None, {}, ".")
+    assert yaml.safe_load(Path("recipe.yaml").read_text()).keys() >= {"max_turns", "adam_beta1", "lora_r", "beta"}
+    again, *made_again = _read(["--config", "recipe.yaml"])
+    assert {name: value for name, value in again.items() if name != "config"} == {
+        name: value for name, value in settings.items() if name != "config"
+    }
+    assert [type(item) for item in made_again] == [type(item) for item in made]
+
+
+def test_the_facts_of_the_run_stand_at_the_top(recipe):
+    assert main(["train", "--config", recipe(max_steps=1)]) == 0
+    top = Path("out/recipe.yaml").read_text().split("\n\n")[0]
+    assert "# data: dataset_name 4 rows (id, prompt); eval_dataset_name 2 rows (id, prompt)" in top
+    assert "trl 1.16" in top and "1 process(es), cpu" in top and "# git: " in top
+
+
+def test_secrets_are_left_out(recipe, monkeypatch):
+    monkeypatch.setenv("SERVICE_API_KEY", "sk-very-secret-1")
+    path = recipe(max_steps=1, env_kwargs={"bonus": 1}, run_name="by sk-very-secret-1", hub_token="hf_abcdefghijkl")
+    assert main(["train", "--config", path]) == 0
+    text = Path("out/recipe.yaml").read_text()
+    assert "sk-very-secret-1" not in text and "hf_abcdefghijkl" not in text
+
+
+def test_the_state_of_the_code(tmp_path):
+    assert git_state(str(tmp_path)) == "no repository"
+    run = ["git", "-c", "user.name=A", "-c", "user.email=a@b.c"]
+    (tmp_path / "a.py").write_text("1")
+    for arguments in (["init", "-q", "-b", "trunk"], ["add", "."], ["commit", "-qm", "A"]):
+        subprocess.run([*run, *arguments], cwd=tmp_path, check=True)
+    assert git_state(str(tmp_path)).endswith(" (trunk)")
+    (tmp_path / "a.py").write_text("2")
+    assert git_state(str(tmp_path)).endswith(" (trunk), with changes that were not committed")
