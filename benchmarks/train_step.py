@@ -15,12 +15,13 @@ one before up to a place in its last quarter. All trajectories of a group begin 
 TRL's side is `trl.GRPOTrainer`, ours is `MultiTurnGRPOTrainer` with each `update_layout`, or with `--trainer ppo`
 `MultiTurnPPOTrainer`, which is compared with its own padded rows. The layout `tokens` is `shared` with
 `max_tokens_per_micro_batch`. All start from the same weights and see the same rows in the same optimizer step, so
-their first gradients must have the same norm (1e-4 relative), or the benchmark fails.
+the loss of their first step and the norm of its gradients must be the same (1e-4 relative), or the benchmark fails.
 
-Every trainer runs in a process of its own. Its peak memory is the largest resident set of that process
-(`ru_maxrss`), interpreter, libraries and weights included; `step_memory` is what of it came with the steps, above the
-resident set right before them. Besides wall time the processor time of all threads is kept, which other programs on
-the machine disturb less.
+Every trainer runs in a process of its own, as often as `--rounds` says and in turns with the others, so that a busy
+minute of the machine meets all of them; the figures are medians. The peak memory is the largest resident set of the
+process (`ru_maxrss`), interpreter, libraries and weights included; `step_memory` is what of it came with the steps,
+above the resident set right before them. Besides wall time the processor time of all threads is kept, which other
+programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -181,20 +182,21 @@ def make_trainer(args: argparse.Namespace, layout: str, folder: str) -> Any:
     return make(args=config, reward_funcs=lambda completions, **_: [0.0], env=ToolEnv, **common)
 
 
-def optimizer_step(trainer: Any, batch: dict[str, torch.Tensor]) -> float:
-    """One optimizer step on a rollout that stands ready; the norm of its gradients, a critic's included."""
+def optimizer_step(trainer: Any, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """One optimizer step on a rollout that stands ready; its loss, and the norm of all gradients."""
     trainer._step = 0
     trainer._generate_and_score_completions = lambda inputs: batch
+    loss = 0.0
     for _ in range(trainer.args.gradient_accumulation_steps):
-        trainer.training_step(trainer.model_wrapped, [], None)
+        loss += float(trainer.training_step(trainer.model_wrapped, [], None))
     norm = trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), 1.0)
     trainer.optimizer.step()
     trainer.optimizer.zero_grad()
-    return float(norm)
+    return loss, float(norm)
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Seconds of each step, bytes at the peak, and the first step's gradient norm, of the trainer `args.only`."""
+    """Seconds of a step, bytes at the peak, loss and gradient norm of the first step; of the trainer `args.only`."""
     be_quiet()
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(args, args.only, folder)
@@ -205,11 +207,12 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         device = trainer.accelerator.device
         batch = {name: value.to(device) for name, value in make_batch(args).items()}
         before = memory(device)["now"]
-        seconds, processor_seconds, norms = [], [], []
+        seconds, processor_seconds, first = [], [], (0.0, 0.0)
         for repeat in range(args.repeats + 1):
             torch.manual_seed(args.seed + repeat)  # the same shuffle for every trainer
             start, processor_start = time.perf_counter(), time.process_time()
-            norms.append(optimizer_step(trainer, batch))
+            result = optimizer_step(trainer, batch)
+            first = first if repeat else result
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
@@ -220,7 +223,8 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         "processor_seconds": statistics.median(processor_seconds[1:]),
         "peak": peak,
         "step_memory": peak - before,
-        "grad_norm": norms[0],
+        "loss": first[0],
+        "grad_norm": first[1],
         "action_tokens": float(batch["tool_mask"].sum()),
     }
 
@@ -240,29 +244,39 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def run_all(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """The figures of every layout, each from its own process; the first layout is what the others are held against."""
-    base = args.layouts[0]
-    figures = {layout: run_alone(__file__, [*args.given, "--only", layout]) for layout in args.layouts}
-    for layout, row in figures.items():
-        if not math.isclose(row["grad_norm"], figures[base]["grad_norm"], rel_tol=args.tolerance):
-            raise RuntimeError(
-                f"{layout}: gradient norm {row['grad_norm']} is not that of {base}, {figures[base]['grad_norm']}: "
-                "the two did not do the same work"
-            )
-    return figures
+    """The figures of every layout, medians over the rounds; each run has its own process.
+
+    Raises:
+        RuntimeError: a layout's loss or gradients are not those of the first.
+    """
+    rounds = [
+        {layout: run_alone(__file__, [*args.given, "--only", layout]) for layout in args.layouts}
+        for _ in range(args.rounds)
+    ]
+    base = rounds[0][args.layouts[0]]
+    for layout in args.layouts:
+        for name in ("loss", "grad_norm"):
+            value = rounds[0][layout][name]
+            if not math.isclose(value, base[name], rel_tol=args.tolerance):
+                raise RuntimeError(
+                    f"{layout}: {name} {value} is not that of {args.layouts[0]}, {base[name]}: the two did not do the "
+                    "same work"
+                )
+    return {
+        layout: {name: statistics.median(figures[layout][name] for figures in rounds) for name in base}
+        for layout in args.layouts
+    }
 
 
 def ratios(figures: dict[str, dict[str, float]]) -> dict[str, float]:
-    """The JSON line: the last layout against the first, then every layout's own figures."""
-    base, ours = (figures[list(figures)[place]] for place in (0, -1))
-    result = {
-        "speedup": base["seconds"] / ours["seconds"],
-        "processor_speedup": base["processor_seconds"] / ours["processor_seconds"],
-        "memory_ratio": ours["peak"] / base["peak"],
-        "step_memory_ratio": ours["step_memory"] / base["step_memory"],
-        "action_tokens": base["action_tokens"],
-    }
+    """The JSON line: every layout's own figures, and what they are against the first layout."""
+    base = next(iter(figures.values()))
+    result = {"action_tokens": base["action_tokens"]}
     for layout, row in figures.items():
+        result[f"{layout}_speedup"] = base["seconds"] / row["seconds"]
+        result[f"{layout}_processor_speedup"] = base["processor_seconds"] / row["processor_seconds"]
+        result[f"{layout}_memory_ratio"] = row["peak"] / base["peak"]
+        result[f"{layout}_step_memory_ratio"] = row["step_memory"] / base["step_memory"]
         result[f"{layout}_tokens_per_s"] = row["action_tokens"] / row["seconds"]
         result[f"{layout}_processor_s"] = row["processor_seconds"]
         result[f"{layout}_peak_mb"] = row["peak"] / 1e6
@@ -272,16 +286,23 @@ def ratios(figures: dict[str, dict[str, float]]) -> dict[str, float]:
 
 def show(result: dict[str, float], args: argparse.Namespace) -> None:
     """Print one row per layout."""
-    rows = []
-    for layout in args.layouts:
-        speed = result[f"{layout}_tokens_per_s"]
-        sizes = (f"{result[f'{layout}_{name}']:.0f}" for name in ("peak_mb", "step_mb"))
-        against_first = f"{speed / result[f'{args.layouts[0]}_tokens_per_s']:.2f}"
-        rows.append((layout, f"{speed:.0f}", against_first, f"{result[f'{layout}_processor_s']:.1f}", *sizes))
+    columns = {
+        "tokens_per_s": ("tokens/s", "{:.0f}"),
+        "speedup": ("speed", "{:.2f}"),
+        "processor_s": ("CPU s", "{:.1f}"),
+        "processor_speedup": ("CPU speed", "{:.2f}"),
+        "peak_mb": ("peak MB", "{:.0f}"),
+        "step_mb": ("steps MB", "{:.0f}"),
+        "step_memory_ratio": ("ratio", "{:.2f}"),
+    }
     print_table(
-        f"{args.model} model, {args.dtype}, {result['action_tokens']:.0f} action tokens a step",
-        ("layout", "action tokens/s", "against the first", "processor s", "peak MB", "of it by the steps"),
-        rows,
+        f"{args.model} model, {args.dtype}, {result['action_tokens']:.0f} action tokens a step; ratios against "
+        f"{args.layouts[0]}",
+        ("layout", *(heading for heading, _ in columns.values())),
+        [
+            (layout, *(form.format(result[f"{layout}_{name}"]) for name, (_, form) in columns.items()))
+            for layout in args.layouts
+        ],
     )
 
 
@@ -301,18 +322,19 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sigma", type=float, default=0.6, help="sigma of the completion lengths")
     parser.add_argument("--longest", type=int, default=2048, help="cap of the completion lengths")
     parser.add_argument("--observations", type=float, default=0.25, help="share of observation tokens")
-    parser.add_argument("--repeats", type=int, default=3, help="timed optimizer steps")
+    parser.add_argument("--repeats", type=int, default=3, help="timed optimizer steps of a process")
+    parser.add_argument("--rounds", type=int, default=1, help="processes of each layout, in turns")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--lora", action="store_true", help="train a LoRA adapter of rank 16")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="relative gap of gradient norms allowed")
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="the last one is 'ours'")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="relative gap of losses and gradient norms")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="ratios are against the first")
     parser.add_argument("--only", choices=LAYOUTS, help="measure one trainer in this process")
     given = sys.argv[1:] if given is None else given
     args = parser.parse_args(given)
     args.given = [word for word in given if word != "--json"]
-    check_at_least(parser, args, 1, "groups", "micro_batch", "prompt", "longest", "repeats", "max_tokens")
+    check_at_least(parser, args, 1, "groups", "micro_batch", "prompt", "longest", "repeats", "rounds", "max_tokens")
     check_at_least(parser, args, 2, "group_size")
     if num_rows(args) % args.micro_batch:
         parser.error(f"--micro-batch must divide the number of rows, {num_rows(args)}")

@@ -92,15 +92,14 @@ TINY = {
             *("--median", "12", "--longest", "40", "--repeats", "1", "--layouts", "trl", "tokens"),
         ],
         {
-            "speedup",
-            "processor_speedup",
-            "memory_ratio",
-            "step_memory_ratio",
             "action_tokens",
             *(
                 f"{layout}_{name}"
                 for layout in ("trl", "tokens")
-                for name in ("tokens_per_s", "processor_s", "peak_mb", "step_mb")
+                for name in (
+                    *("tokens_per_s", "processor_s", "peak_mb", "step_mb"),
+                    *("speedup", "processor_speedup", "memory_ratio", "step_memory_ratio"),
+                )
             ),
         },
     ),
