@@ -283,8 +283,9 @@ def words(rng, turn):
         {"filter_groups": "top_p", "filter_when": 100.0},  # the gate is shut, and still there is nothing to train on
         HALF | {"trainer": MultiTurnPPOTrainer, "peft_config": LoraConfig(r=2), "critic": "adapter"},
         HALF | {"trainer": MultiTurnPPOTrainer, "critic": "model", "critic_uses_filtered": True},
+        HALF | {"update_layout": "packed", "max_tokens_per_micro_batch": 300, "gradient_accumulation_steps": 2},
     ],
-    ids=["grpo", "gate", "ppo", "critic on all"],
+    ids=["grpo", "gate", "ppo", "critic on all", "by tokens"],
 )
 def test_a_step_without_signal_changes_nothing_and_is_counted_and_said_once(tmp_path, caplog, options):
     trainer = paid_trainer(tmp_path, (1, 2), max_steps=4, num_generations=4, **options)
@@ -299,9 +300,14 @@ def test_a_step_without_signal_changes_nothing_and_is_counted_and_said_once(tmp_
     assert len(said) == 1 and said[0].startswith("Optimizer step 2 was skipped")
 
 
-def test_an_optimizer_step_of_two_rollouts_is_skipped_only_if_both_teach_nothing(tmp_path):
+BY_TOKENS = {"update_layout": "shared", "max_tokens_per_micro_batch": 300}
+
+
+@pytest.mark.parametrize("layout", [{}, BY_TOKENS], ids=["padded", "by tokens"])
+def test_an_optimizer_step_of_two_rollouts_is_skipped_only_if_both_teach_nothing(tmp_path, layout):
     """The rollouts 0 and 1 make the first step, 2 and 3 the second; only 1, 2 and 3 are flat."""
-    trainer = paid_trainer(tmp_path, (), max_steps=2, steps_per_generation=1, gradient_accumulation_steps=2, **HALF)
+    options = {"steps_per_generation": 1, **layout, **HALF}
+    trainer = paid_trainer(tmp_path, (), max_steps=2, gradient_accumulation_steps=2, **options)
     numbers = itertools.count()
     choose = trainer.group_filter.choose
 
@@ -315,7 +321,7 @@ def test_an_optimizer_step_of_two_rollouts_is_skipped_only_if_both_teach_nothing
     states = watched(trainer)
     assert [not same(a, b) for a, b in itertools.pairwise(states)] == [True, False]
     assert trainer.group_filter.num_skipped == 1
-    alone = paid_trainer(tmp_path, (), max_steps=1, steps_per_generation=1, **HALF)
+    alone = paid_trainer(tmp_path, (), max_steps=1, **options)
     alone.train()
     norms = [run.state.log_history[0]["grad_norm"] for run in (trainer, alone)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5), "a mean over the rollouts that have signal"

@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from agent_r1_trl.generation.scripted import ScriptedTurn
 from agent_r1_trl.rollout import NothingPlayedError
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers import ppo as ppo_module
-from agent_r1_trl.trainers.nonfinite import NonFiniteError, last_checkpoint, nonfinite_weights
+from agent_r1_trl.trainers.nonfinite import NonFiniteError, NumberWatch, last_checkpoint, nonfinite_weights
 from tests.trainers.helpers import make_trainer, two_turns
 
 NAN, INF = float("nan"), float("inf")
@@ -111,6 +112,57 @@ def test_the_trajectory_that_is_named_is_the_one(tmp_path, caplog):
         tmp_path, trainer=Broken, max_steps=1, gradient_accumulation_steps=2, per_device_train_batch_size=4
     ).train()
     assert f"of example {played[0].example_id!r}, generation {played[0].generation}. 1 in a row" in caplog.text
+
+
+@pytest.mark.parametrize("broken", (0, 1))
+def test_of_two_rollouts_in_a_step_the_one_that_is_broken_is_named(tmp_path, caplog, broken):
+    played = []
+
+    class Broken(MultiTurnGRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            played.append(self.last_trajectories)
+            if len(played) == broken + 1:
+                output["advantages"][5] = NAN
+            return output
+
+    make_trainer(tmp_path, trainer=Broken, gradient_accumulation_steps=2, steps_per_generation=1).train()
+    found, other = played[broken][5], played[1 - broken][5]
+    assert (found.example_id, found.generation) != (other.example_id, other.generation)
+    assert f"of example {found.example_id!r}, generation {found.generation}. 1 in a row" in caplog.text
+
+
+@pytest.mark.parametrize("layout", [{}, {"update_layout": "shared", "max_tokens_per_micro_batch": 400}], ids=str)
+def test_of_a_trajectory_with_several_rows_the_trajectory_is_named(tmp_path, caplog, layout):
+    class Broken(MultiTurnGRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            batches = self.row_batches
+            last = len(self.last_trajectories) - 1
+            row = max(row for row, index in enumerate(batches._index) if index == last)
+            assert row > last, "the number of a row is that of no trajectory"
+            batches._rows["advantages"][row] = NAN
+            return output
+
+    trainer = make_trainer(
+        tmp_path, trainer=Broken, context_policy="window", context_turns=1, gradient_accumulation_steps=2,
+        per_device_train_batch_size=4, script=lambda rng, turn: two_turns(rng, max(0, turn - 1)), **layout,
+    )  # fmt: skip
+    trainer.train()
+    found = trainer.last_trajectories[-1]
+    assert f"the advantages of example {found.example_id!r}, generation {found.generation}. 1" in caplog.text
+
+
+@pytest.mark.parametrize("forget", [lambda watch: watch.go_back(0), lambda watch: watch.begin_run()])
+def test_a_rollout_of_a_checkpoint_has_not_the_names_of_the_one_that_was_trained_on_before(tmp_path, forget):
+    watch = NumberWatch(1, str(tmp_path))
+    watch.begin_rollout([SimpleNamespace(example_id="q0", generation=0)])
+    forget(watch)
+    ones = torch.ones(1, 2)
+    inputs = {"completion_mask": ones, "advantages": ones * NAN, "trajectory_row": torch.tensor([0])}
+    watch.weigh(torch.tensor(0.0), inputs)
+    with pytest.raises(NonFiniteError, match="the advantages of row 0 of a rollout that was resumed"):
+        watch.end_step(is_finite=False, is_scaled=False, step=0)
 
 
 def test_positions_that_the_loss_does_not_see_are_not_looked_at(tmp_path, caplog):

@@ -291,6 +291,17 @@ def check_micro_batch_tokens(config: MultiTurnConfig) -> None:
             "would hold a part of a rollout's rows. Set steps_per_generation to a multiple of "
             f"gradient_accumulation_steps, or remove {name}."
         )
+    if value is not None and (optim := optimizer_in_backward(config)):
+        raise ValueError(
+            f"{name}={value} with optim={optim!r}, which updates each weight inside the backward pass: an optimizer "
+            f"step may be several of them here. Set another optim, such as 'adamw_torch', or remove {name}."
+        )
+
+
+def optimizer_in_backward(config: MultiTurnConfig) -> str | None:
+    """The optimizer, if it updates weights inside the backward pass, as LOMO and the layer-wise ones do."""
+    name = str(getattr(config.optim, "value", config.optim))
+    return name if name in ("lomo", "adalomo") or name.endswith("_layerwise") else None
 
 
 def check_micro_batch_means(config: MultiTurnConfig) -> None:

@@ -20,6 +20,7 @@ from agent_r1_trl.filtering import DEFAULT_VALUES, check_rule, raw_returns, sele
 from agent_r1_trl.trainers.failures import is_main_process
 from agent_r1_trl.trainers.played import PlayedBatch
 from agent_r1_trl.trajectory import Trajectory
+from agent_r1_trl.update.micro_batches import STANDS_FOR
 from agent_r1_trl.update.rows import Inputs, join_rows
 from agent_r1_trl.update.spreading import deal_all_rows, spread_rows
 
@@ -58,8 +59,8 @@ class GroupFilter:
         self.num_skipped = 0
         """Optimizer steps skipped for want of signal, of this run, or since it was resumed."""
         self._args, self._accelerator = args, accelerator
-        self._signals: list[bool] = []
-        """Of each micro-batch of the optimizer step under way, whether its rollout has any."""
+        self._signals: list[tuple[bool, float]] = []
+        """Of each pass of the optimizer step under way, whether its rollout has any, and the micro-batches it is."""
         self._is_engine = accelerator.distributed_type == DistributedType.DEEPSPEED
         if args.filter_groups is not None:
             self.enable(
@@ -236,25 +237,29 @@ class GroupFilter:
         With DeepSpeed, which makes the optimizer step inside the backward pass, NaN in a step without signal: then it
         makes none.
         """
-        self._signals.append(bool(inputs.get(HAS_SIGNAL, True)))
-        must_skip = self._is_engine and self._accelerator.sync_gradients and not any(self._signals)
+        self._signals.append((bool(inputs.get(HAS_SIGNAL, True)), inputs.get(STANDS_FOR, 1.0)))
+        must_skip = self._is_engine and self._accelerator.sync_gradients and not self._has_signal
         return loss * inputs.get(KEPT_SHARE, 1.0) * (math.nan if must_skip else 1.0)
 
     def rescale(self, model: torch.nn.Module) -> None:
         """Make the gradients of an optimizer step over several rollouts a mean over those that have signal.
 
-        The others have put zeros into that mean. Not with DeepSpeed, which has made its step already, not with
-        `critic_uses_filtered`, whose critic has learnt from all of them, and not with `max_tokens_per_micro_batch`,
-        whose passes do not say how many micro-batches they stand for.
+        The others have put zeros into that mean. Not with DeepSpeed, which has made its step already, and not with
+        `critic_uses_filtered`, whose critic has learnt from all of them.
         """
-        num_live, num = sum(self._signals), len(self._signals)
-        is_for_critic = getattr(self._args, "critic_uses_filtered", False)
-        has_passes = self._args.max_tokens_per_micro_batch is not None
-        if self._is_engine or is_for_critic or has_passes or num_live in (0, num):
+        num_live = sum(number for has_signal, number in self._signals if has_signal)
+        is_mixed = self._has_signal and not all(has_signal for has_signal, _ in self._signals)
+        if self._is_engine or getattr(self._args, "critic_uses_filtered", False) or not is_mixed:
             return
+        num = sum(number for _, number in self._signals)
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(num / num_live)
+
+    @property
+    def _has_signal(self) -> bool:
+        """Whether any rollout of the optimizer step under way has signal, as far as it was trained on."""
+        return any(has_signal for has_signal, _ in self._signals)
 
     def ends_without_signal(self, step: int) -> bool:
         """Whether the optimizer step under way has nothing to train on; the next one begins.
@@ -262,8 +267,8 @@ class GroupFilter:
         Args:
             step: number of optimizer steps before this one.
         """
-        signals, self._signals = self._signals, []
-        if any(signals):
+        has_signal, self._signals = self._has_signal, []
+        if has_signal:
             return False
         self.num_skipped += 1
         if is_main_process() and self.num_skipped == 1:

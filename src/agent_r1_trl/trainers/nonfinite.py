@@ -46,7 +46,7 @@ _CRITICS = ("old_values", "returns")
 LOG_PROBS, VALUES = "the policy's log-probs", "the critic's values"
 QUANTITIES = (*BATCH.values(), LOG_PROBS, VALUES)
 TRAJECTORY_ROW = "trajectory_row"
-"""Entry of TRL's batch, (B,): the place of each row's trajectory in this rank's rollout (filtered: in all ranks')."""
+"""Entry of TRL's batch, (B,): the place of each row's trajectory in the rollout of all ranks."""
 
 
 class NonFiniteError(RuntimeError):
@@ -72,13 +72,14 @@ class NumberWatch:
         """Of the trajectories of the rollout that is trained on."""
         self._pending: dict[str, torch.Tensor] = {}
         """By quantity (B,) bool: whether a row of the micro-batch under way holds what is not finite."""
-        self._found: list[torch.Tensor] = []
-        """Per micro-batch of the step (B, 1 + Q + 1): number of the row, whether each quantity is broken, the loss."""
+        self._found: list[tuple[torch.Tensor, list[str]]] = []
+        """Per micro-batch of the step (B, 1 + Q + 1): number of the trajectory, whether each quantity is broken, the
+        loss; and the names of its rollout, of which an optimizer step may take several."""
 
     def begin_run(self) -> None:
         """Forget the steps of an earlier run."""
         self.num_skipped = self._in_a_row = self._last_healthy_step = 0
-        self._pending, self._found = {}, []
+        self._pending, self._found, self._names = {}, [], []
 
     def go_back(self, step: int) -> None:
         """The run goes back to a checkpoint, whose next steps are other ones.
@@ -87,14 +88,16 @@ class NumberWatch:
             step: number of optimizer steps behind it.
         """
         self._in_a_row, self._last_healthy_step = 0, min(step, self._last_healthy_step)
+        self._pending, self._found, self._names = {}, [], []
 
     def begin_rollout(self, trajectories: Sequence[Trajectory]) -> None:
-        """Remember whose rows the next micro-batches hold."""
-        self._names = [f"example {item.example_id!r}, generation {item.generation}" for item in trajectories]
+        """Remember whose rows the next micro-batches hold, on whatever rank they lie then. All ranks must call it.
 
-    def share_names(self) -> None:
-        """Number the rows of the rollout over all ranks, instead of this one's. All ranks must call it."""
-        self._names = gather_object(self._names)
+        Args:
+            trajectories: this rank's.
+        """
+        names = [f"example {item.example_id!r}, generation {item.generation}" for item in trajectories]
+        self._names = gather_object(names)
 
     def take(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
         """Look at what a forward pass gave for a micro-batch.
@@ -127,7 +130,8 @@ class NumberWatch:
         rows = inputs.get(TRAJECTORY_ROW, torch.full_like(mask[:, 0], -1))
         is_finite = torch.isfinite(loss.detach())
         bad_loss = torch.zeros_like(rows) + (~is_finite).to(rows.dtype)
-        self._found.append(torch.cat([rows.unsqueeze(1), found.to(rows.dtype), bad_loss.unsqueeze(1)], dim=1))
+        table = torch.cat([rows.unsqueeze(1), found.to(rows.dtype), bad_loss.unsqueeze(1)], dim=1)
+        self._found.append((table, self._names))
         return loss * torch.where(is_finite & ~found.any(), 1.0, math.nan).to(loss.dtype)
 
     def end_step(self, *, is_finite: bool, is_scaled: bool, step: int) -> bool:
@@ -185,17 +189,19 @@ class NumberWatch:
             return "There is no healthy checkpoint."
         return f"The last healthy checkpoint is {path}."
 
-    def _first_cause(self, found: Sequence[torch.Tensor]) -> tuple[int, str] | None:
+    def _first_cause(self, found: Sequence[tuple[torch.Tensor, list[str]]]) -> tuple[int, str] | None:
         """What in this rank's micro-batches was the first to be not finite, and its place among `QUANTITIES`."""
-        rows = torch.cat(list(found)).tolist() if found else []
-        for column, name in enumerate((*QUANTITIES, "the loss"), start=1):
-            for row in rows:
+        rows = [(row, names) for table, names in found for row in table.tolist()]
+        for column, quantity in enumerate((*QUANTITIES, "the loss"), start=1):
+            for row, names in rows:
                 if row[column]:
-                    return column, name if column > len(QUANTITIES) else f"{name} of {self._name(int(row[0]))}"
+                    is_whole = column > len(QUANTITIES)
+                    return column, quantity if is_whole else f"{quantity} of {_name(int(row[0]), names)}"
         return None
 
-    def _name(self, row: int) -> str:
-        return self._names[row] if 0 <= row < len(self._names) else f"row {row} of a rollout that was resumed"
+
+def _name(number: int, names: Sequence[str]) -> str:
+    return names[number] if 0 <= number < len(names) else f"row {number} of a rollout that was resumed"
 
 
 def last_checkpoint(folder: Path, step: int) -> Path | None:
@@ -257,10 +263,7 @@ class NumberWatchingTrainer(GRPOTrainer):
         if self.numbers is None or not self.model.training:
             return
         self.numbers.begin_rollout(trajectories)
-        first = 0
-        if self.group_filter.settings.rule is not None or self.args.context_policy != "keep":  # rows may change rank
-            self.numbers.share_names()
-            first = self.accelerator.process_index * len(trajectories)
+        first = self.accelerator.process_index * len(trajectories)
         rows = torch.arange(first, first + len(trajectories), device=output["completion_ids"].device)
         output[TRAJECTORY_ROW] = rows
 

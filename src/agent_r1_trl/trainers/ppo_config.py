@@ -9,7 +9,7 @@ from agent_r1_trl.critic import CRITIC_KINDS
 from agent_r1_trl.filtering import RULES
 from agent_r1_trl.rollout.limits import check_share
 from agent_r1_trl.trainers.config import MultiTurnConfig
-from agent_r1_trl.trainers.config_checks import check_bool, check_choice, check_finite
+from agent_r1_trl.trainers.config_checks import check_bool, check_choice, check_finite, optimizer_in_backward
 from agent_r1_trl.trainers.echo_checks import refusal
 from agent_r1_trl.trainers.echo_ladder import ALL
 from agent_r1_trl.trainers.rollout_checks import Need, check_needs
@@ -156,8 +156,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
             raise ValueError(
                 "max_grad_norm=None: the Trainer compares it with 0. Set max_grad_norm=0 for no clipping."
             )
-        name = str(getattr(self.optim, "value", self.optim))
-        if name in ("lomo", "adalomo") or name.endswith("_layerwise"):
+        if name := optimizer_in_backward(self):
             raise ValueError(
                 f"optim={name!r} updates each weight inside the backward pass, where policy and critic can have "
                 "neither rates nor gradient norms of their own. Set another optim, such as 'adamw_torch'."

@@ -29,6 +29,8 @@ from agent_r1_trl.update.spreading import dummy_row, pad_rows, row_widths, to_de
 
 PASSES = "passes"
 """The only entry of a micro-step's inputs: a list of micro-batches, each for a forward and backward pass."""
+STANDS_FOR = "stands_for"
+"""Entry of a pass: how many of the Trainer's micro-steps it stands for."""
 
 
 def repack(
@@ -57,6 +59,8 @@ def repack(
         passes = _passes_of(window, max_tokens, share_prefixes=share_prefixes, accelerator=accelerator, least=least)
         for index in range(width):
             steps.append({PASSES: passes[index * len(passes) // width : (index + 1) * len(passes) // width]})
+        for one in passes:
+            one[STANDS_FOR] = width / len(passes)
     return steps
 
 
