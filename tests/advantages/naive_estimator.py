@@ -1,6 +1,7 @@
 """Estimators that are named by their path."""
 
-from agent_r1_trl.advantages.estimators import Credit, Estimator
+from agent_r1_trl.advantages.credit import Credit
+from agent_r1_trl.advantages.estimators import Estimator
 
 
 def one(inputs):

@@ -14,10 +14,12 @@ from agent_r1_trl.advantages import (
     compute_reinforce_pp_baseline_advantages,
     compute_returns_to_go,
     compute_rloo_advantages,
+    compute_step_gae,
     compute_turn_group_advantages,
     masked_mean,
     masked_whiten,
 )
+from agent_r1_trl.advantages.gae import whiten_turns
 
 # Row by row: two turns with an observation between; one token; no token; a turn behind an observation, ends in one.
 TURNS = torch.tensor(
@@ -46,6 +48,7 @@ gae = functools.partial(compute_gae, gamma=0.9, lam=0.8, bootstrap_values=BOOTST
 bilevel_gae = functools.partial(
     compute_bilevel_gae, gamma_turn=0.95, lam_turn=0.9, gamma=0.99, lam=0.8, bootstrap_values=BOOTSTRAP
 )
+step_gae = functools.partial(compute_step_gae, gamma_turn=0.95, lam_turn=0.9, bootstrap_values=BOOTSTRAP)
 
 # Each takes token tensors (B, T) and then the mask.
 ON_TOKENS = {
@@ -56,6 +59,8 @@ ON_TOKENS = {
     "reinforce_pp": (functools.partial(compute_reinforce_pp_advantages, gamma=0.9), 1),
     "reinforce_pp_baseline": (reinforce_pp_baseline, 1),
     "bilevel_gae": (lambda rewards, values, mask: bilevel_gae(rewards, values, mask, pad_turns(mask)), 2),
+    "step_gae": (lambda rewards, values, mask: step_gae(rewards, values, mask, pad_turns(mask)), 2),
+    "whiten_turns": (lambda x, mask: whiten_turns(x, pad_turns(mask), mask), 1),
 }
 on_tokens = pytest.mark.parametrize("name", ON_TOKENS)
 
@@ -115,7 +120,7 @@ def test_padding_on_the_right_changes_nothing(name, extra):
         torch.testing.assert_close(wider, narrow, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["gae", "bilevel_gae", "returns_to_go"])
+@pytest.mark.parametrize("name", ["gae", "bilevel_gae", "step_gae", "returns_to_go"])
 def test_rows_do_not_know_of_each_other(name):
     function, count = ON_TOKENS[name]
     inputs = [tokens(seed) for seed in range(count)]
@@ -130,8 +135,9 @@ def test_rows_do_not_know_of_each_other(name):
 
 def test_turn_ids_at_mask_0_are_not_read():
     rewards, values = tokens(0), tokens(1)
-    expected = bits(bilevel_gae(rewards, values, MASK, TURNS))
-    assert bits(bilevel_gae(rewards, values, MASK, TURNS.masked_fill(~MASK, 17))) == expected
+    for over_turns in (bilevel_gae, step_gae):
+        expected = bits(over_turns(rewards, values, MASK, TURNS))
+        assert bits(over_turns(rewards, values, MASK, TURNS.masked_fill(~MASK, 17))) == expected
 
 
 def test_the_bootstrap_value_of_a_row_without_action_tokens_is_not_read():
@@ -155,6 +161,8 @@ def test_empty_batches_give_empty_results(shape):
     assert compute_gae(empty, empty, mask, gamma=1, lam=1)[0].shape == shape
     found, _ = compute_bilevel_gae(empty, empty, mask, mask - 1, gamma_turn=1, lam_turn=1, gamma=1, lam=1)
     assert found.shape == shape
+    found, _ = compute_step_gae(empty, empty, mask, mask - 1, gamma_turn=1, lam_turn=1)
+    assert found.shape == whiten_turns(empty, mask - 1, mask).shape == shape
     assert compute_reinforce_pp_advantages(empty, mask, gamma=1).shape == shape
     assert compute_reinforce_pp_baseline_advantages(rows, rows.long(), mask).shape == shape
     turn_rewards, anchors = torch.zeros(shape[0], 0), torch.zeros(shape[0], 0, dtype=torch.long)
@@ -197,6 +205,7 @@ MISFITS = {
     "gae values": lambda: gae(ZEROS, ZEROS[:, 1:], MASK),
     "gae bootstrap": lambda: compute_gae(ZEROS, ZEROS, MASK, gamma=1, lam=1, bootstrap_values=ROWS.unsqueeze(1)),
     "bilevel turns": lambda: bilevel_gae(ZEROS, ZEROS, MASK, TURNS[:, :-1]),
+    "step turns": lambda: step_gae(ZEROS, ZEROS, MASK, TURNS[:, :-1]),
     "returns": lambda: compute_returns_to_go(ZEROS, MASK[:1], gamma=1),
     "reinforce": lambda: compute_reinforce_pp_advantages(ZEROS, MASK[:1], gamma=1),
     "baseline rows": lambda: compute_reinforce_pp_baseline_advantages(ROWS[1:], GROUPS[1:], MASK),

@@ -21,6 +21,7 @@ from agent_r1_trl.advantages import (
     compute_reinforce_pp_baseline_advantages,
     compute_returns_to_go,
     compute_rloo_advantages,
+    compute_step_gae,
     compute_turn_group_advantages,
     masked_mean,
     masked_whiten,
@@ -223,6 +224,33 @@ def test_bilevel_gae(has_bootstrap):
             lam_turn=lam_turn,
             gamma=gamma,
             lam=lam,
+            bootstrap_values=batch.bootstrap if has_bootstrap else None,
+        )
+        assert_same(advantages, expected)
+        assert_same(returns, targets)
+
+
+@pytest.mark.parametrize("has_bootstrap", [False, True])
+def test_step_gae(has_bootstrap):
+    for batch in batches():
+        gamma_turn, lam_turn, *_ = batch.gammas
+        expected = torch.zeros(ROWS, batch.length, dtype=torch.float64)
+        targets = torch.zeros_like(expected)
+        for row, turn_ids in enumerate(batch.turn_id_rows):
+            after = float(batch.bootstrap[row]) if has_bootstrap else 0.0
+            tokens = [[t for t, turn in enumerate(turn_ids) if turn == k] for k in range(batch.num_turns[row])]
+            rewards = [math.fsum(batch.rewards[row, found].tolist()) for found in tokens]
+            values = [float(batch.values[row, found[0]]) for found in tokens]
+            of_turns = naive_gae(rewards, values, after, gamma_turn, lam_turn)
+            for found, advantage, value in zip(tokens, of_turns, values, strict=True):
+                expected[row, found], targets[row, found] = advantage, advantage + value
+        advantages, returns = compute_step_gae(
+            batch.rewards,
+            batch.values,
+            batch.mask,
+            batch.turn_ids,
+            gamma_turn=gamma_turn,
+            lam_turn=lam_turn,
             bootstrap_values=batch.bootstrap if has_bootstrap else None,
         )
         assert_same(advantages, expected)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from agent_r1_trl.advantages import compute_group_advantages
-from agent_r1_trl.advantages.estimators import ESTIMATORS, Credit, CreditInputs, CreditSettings, Estimator
+from agent_r1_trl.advantages.credit import Credit, CreditInputs, CreditSettings
+from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import EstimatorName, find_estimator
 from agent_r1_trl.trainers import MultiTurnPPOConfig
 

@@ -11,9 +11,11 @@ from agent_r1_trl.advantages import (
     compute_gae,
     compute_reinforce_pp_advantages,
     compute_returns_to_go,
+    compute_step_gae,
     masked_mean,
     masked_whiten,
 )
+from agent_r1_trl.advantages.gae import whiten_turns
 
 MASK = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 0]])
 REWARDS = torch.tensor([[0, 0.5, 0, 0, 0, 0, 1, 0]])
@@ -62,6 +64,19 @@ def test_bilevel_gae_discounts_once_per_turn_and_a_turn_without_reward_stays_a_t
         rewards, torch.zeros_like(VALUES), MASK, TURNS, gamma_turn=0.95, lam_turn=1, gamma=1, lam=1
     ):  # with values of zero, advantages and returns are the same
         assert_numbers(returns, expected)
+
+
+@mask_kinds
+def test_step_gae_takes_a_turn_for_one_action(mask):
+    # V .1 and .3: the last turn has delta 1 - .3, the first .5 + .95 * .3 - .1 = .685, and A = .685 + .95 * .9 * .7
+    advantages, returns = compute_step_gae(REWARDS, VALUES, mask, TURNS, gamma_turn=0.95, lam_turn=0.9)
+    assert_numbers(advantages, [1.2835, 1.2835, 0, 0, 0.7, 0.7, 0.7, 0])
+    assert_numbers(returns, [1.3835, 1.3835, 0, 0, 1, 1, 1, 0])
+
+
+def test_whitening_over_turns_counts_each_turn_once_whatever_its_tokens():
+    x = torch.tensor([[1.0, 1, 99, 99, 3, 3, 3, 99]])
+    assert_numbers(whiten_turns(x, TURNS, MASK), [-(0.5**0.5)] * 2 + [0, 0] + [0.5**0.5] * 3 + [0])
 
 
 @mask_kinds

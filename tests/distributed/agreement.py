@@ -12,7 +12,7 @@ from tests.trainers.helpers import LikelihoodTrainer, call, make_trainer, questi
 NUM_STEPS = 3
 POLICIES = ("full", "lora", "extra_loss", "rows", "tokens")
 BY_TOKENS = {"update_layout": "shared", "max_tokens_per_micro_batch": 500}
-CRITIC_ESTIMATORS = ("gae", "bilevel_gae")
+CRITIC_ESTIMATORS = ("gae", "bilevel_gae", "step_gae")
 CREDIT_CASES = {name: {"advantage_estimator": name} for name in ESTIMATORS} | {
     "parts": {"separate_process_advantages": True, "normalize_process_rewards": True},
     "batch_scale": {"scale_rewards": "batch"},
@@ -68,6 +68,9 @@ def credit(case, output_dir):
     """
     options = CREDIT_CASES[case]
     has_critic = options.get("advantage_estimator") in CRITIC_ESTIMATORS
+    of_critic = {"critic": "head", "bootstrap_truncated": True, "gamma": 0.9}
+    if options.get("advantage_estimator") == "step_gae":
+        of_critic["gamma_turn"] = of_critic.pop("gamma")
     trainer = make_trainer(
         output_dir,
         model=str(output_dir / POLICY_FOLDER),
@@ -79,7 +82,7 @@ def credit(case, output_dir):
         max_completion_length=400,
         max_turns=4,
         peft_config=_lora() if "beta" in options else None,
-        **({"critic": "head", "bootstrap_truncated": True, "gamma": 0.9} if has_critic else {}),
+        **(of_critic if has_critic else {}),
         **options,
     )
     fill(trainer.model)

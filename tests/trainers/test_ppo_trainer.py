@@ -8,7 +8,8 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from agent_r1_trl.advantages import compute_bilevel_gae, compute_gae, masked_whiten
+from agent_r1_trl.advantages import compute_bilevel_gae, compute_gae, compute_step_gae, masked_whiten
+from agent_r1_trl.advantages.gae import whiten_turns
 from agent_r1_trl.critic import CRITIC_FILE, critic_parameters, is_critic_name
 from agent_r1_trl.trainers import MultiTurnPPOConfig, MultiTurnPPOTrainer
 from tests.toys import call, say
@@ -55,7 +56,7 @@ def trainer_rewards(trainer):
     return [trajectory.token_rewards() for trajectory in trainer.last_trajectories]
 
 
-def test_bilevel_gae_sees_turns(tmp_path):
+def test_gae_over_turns_sees_turns(tmp_path):
     trainer = make_ppo(tmp_path, advantage_estimator="bilevel_gae", gamma_turn=0.5, gamma=0.9, whiten_advantages=False)
     random_head(trainer)
     batch = scored_batch(trainer)
@@ -68,6 +69,12 @@ def test_bilevel_gae_sees_turns(tmp_path):
         rewards, batch["old_values"], mask, turn_ids, gamma_turn=0.5, lam_turn=0.95, gamma=0.9, lam=0.95
     )
     torch.testing.assert_close(batch["advantages"], advantages)
+    torch.testing.assert_close(batch["returns"], returns)
+    trainer = make_ppo(tmp_path, advantage_estimator="step_gae", gamma_turn=0.5)
+    random_head(trainer)
+    batch = scored_batch(trainer)
+    advantages, returns = compute_step_gae(rewards, batch["old_values"], mask, turn_ids, gamma_turn=0.5, lam_turn=0.95)
+    torch.testing.assert_close(batch["advantages"], whiten_turns(advantages, turn_ids, mask))
     torch.testing.assert_close(batch["returns"], returns)
 
 

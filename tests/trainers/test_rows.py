@@ -144,9 +144,10 @@ class ValuedTrainer(MultiTurnPPOTrainer):
 
 
 @pytest.mark.parametrize("layout", ("padded", "shared"))
-@pytest.mark.parametrize("estimator", ("gae", "bilevel_gae"))
+@pytest.mark.parametrize("estimator", ("gae", "bilevel_gae", "step_gae"))
 def test_values_are_read_in_a_tokens_own_row(tmp_path, estimator, layout):
-    options = {"trainer": ValuedTrainer, "gamma": 0.9, "lam": 0.8, "bootstrap_truncated": True, "max_turns": 2}
+    options = {"trainer": ValuedTrainer, "bootstrap_truncated": True, "max_turns": 2}
+    options |= {"gamma_turn": 0.9, "lam_turn": 0.8} if estimator == "step_gae" else {"gamma": 0.9, "lam": 0.8}
     options |= {"critic": "head", "advantage_estimator": estimator, "num_generations": 1, "update_layout": layout}
     whole, rows = both(tmp_path, at_every_turn, **options)
     # Values come from forward passes of other widths.

@@ -4,8 +4,9 @@ prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewar
        -> batch -> [advantages] -> loss -> step -> sync weights -> next rollout
 """
 
-from agent_r1_trl.advantages.estimators import ESTIMATORS, Credit, CreditInputs, CreditSettings, Estimator
-from agent_r1_trl.advantages.gae import compute_bilevel_gae, compute_gae
+from agent_r1_trl.advantages.credit import Credit, CreditInputs, CreditSettings
+from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
+from agent_r1_trl.advantages.gae import compute_bilevel_gae, compute_gae, compute_step_gae
 from agent_r1_trl.advantages.gigpo import compute_gigpo_advantages, gigpo_parts
 from agent_r1_trl.advantages.group import compute_group_advantages, compute_rloo_advantages
 from agent_r1_trl.advantages.masked import masked_mean, masked_whiten
@@ -30,6 +31,7 @@ __all__ = [
     "compute_reinforce_pp_baseline_advantages",
     "compute_returns_to_go",
     "compute_rloo_advantages",
+    "compute_step_gae",
     "compute_turn_group_advantages",
     "gigpo_parts",
     "masked_mean",

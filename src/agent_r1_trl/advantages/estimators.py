@@ -9,14 +9,14 @@ The mathematics stands in the modules beside this one.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from agent_r1_trl.advantages.gae import compute_bilevel_gae, compute_gae, extend_turn_ids
+from agent_r1_trl.advantages.credit import Credit, CreditInputs
+from agent_r1_trl.advantages.gae import compute_bilevel_gae, compute_gae, compute_step_gae, extend_turn_ids
 from agent_r1_trl.advantages.gigpo import compute_gigpo_advantages
 from agent_r1_trl.advantages.group import compute_group_advantages, compute_rloo_advantages
 from agent_r1_trl.advantages.reinforce_pp import (
@@ -24,105 +24,6 @@ from agent_r1_trl.advantages.reinforce_pp import (
     compute_reinforce_pp_baseline_advantages,
 )
 from agent_r1_trl.advantages.turn_group import compute_turn_group_advantages
-
-
-@dataclass(frozen=True, kw_only=True)
-class CreditSettings:
-    """The training arguments that estimators read, under the names that they have there."""
-
-    gamma: float = 1.0
-    """Discount per action token."""
-    gamma_turn: float = 0.99
-    """Discount per turn."""
-    lam: float = 0.95
-    """GAE's lambda per action token (PPO trainer)."""
-    lam_turn: float = 0.95
-    """GAE's lambda per turn (PPO trainer)."""
-    step_weight: float = 1.0
-    """Weight of GiGPO's step advantages."""
-    scale_rewards: str = "group"
-    """What GRPO divides by: the std of the `group`, of the `batch`, or nothing (`none`)."""
-    whiten_advantages: bool = False
-    """Whether the trainer whitens what the estimator returned (PPO trainer). Estimators need not do it."""
-
-
-@dataclass(kw_only=True)
-class CreditInputs:
-    """What an estimator reads: N trajectories of T completion tokens and K turns, the rows of all ranks.
-
-    A trajectory outside the baseline (an infrastructure failure, or one that no reward function scored) stays a row:
-    its `outcome_rewards` and `returns` are NaN and its mask is empty. One that is in the baseline but not in the loss
-    (truncated, with `truncated_trajectories="mask"`) has rewards and an empty mask: it counts in means and standard
-    deviations of returns, not in those of tokens (whitening).
-    """
-
-    mask: torch.Tensor
-    """(N, T) bool: the positions that get an advantage, which are the action tokens of rows in the loss (with
-    `advantage_mask=False` all their completion tokens)."""
-    turn_ids: torch.Tensor
-    """(N, T) int64: the turn of each action token, counted from 0; -1 elsewhere."""
-    group_ids: torch.Tensor
-    """(N,) int64: which prompt; the trajectories of one prompt share the number."""
-    process_token_rewards: torch.Tensor
-    """(N, T) turn rewards, each on the last token of its turn."""
-    outcome_token_rewards: torch.Tensor
-    """(N, T) outcome rewards, each on the last action token of its trajectory."""
-    turn_rewards: torch.Tensor
-    """(N, K) turn rewards; 0 after a row's last turn."""
-    outcome_rewards: torch.Tensor
-    """(N,) outcome rewards; NaN for rows outside the baseline."""
-    anchor_ids: torch.Tensor
-    """(N, K) int64: a number for the observation before each turn; -1 after a row's last turn."""
-    kl_rewards: torch.Tensor | None = None
-    """(N, T) the KL penalty as a reward; None unless `kl_placement="reward"`."""
-    values: torch.Tensor | None = None
-    """(N, T) the critic's values of action tokens; None without a critic."""
-    bootstrap_values: torch.Tensor | None = None
-    """(N,) the critic's value after the last token of truncated rows, 0 for the others; None for 0 everywhere."""
-    settings: CreditSettings = field(default_factory=CreditSettings)
-
-    @property
-    def in_baseline(self) -> torch.Tensor:
-        """(N,) bool: whether a trajectory's return counts in means and standard deviations."""
-        return ~self.outcome_rewards.isnan()
-
-    @property
-    def returns(self) -> torch.Tensor:
-        """(N,) turn rewards + outcome; NaN for rows outside the baseline."""
-        return self.turn_rewards.sum(dim=1) + self.outcome_rewards
-
-    @property
-    def token_rewards(self) -> torch.Tensor:
-        """(N, T) all rewards that stand on tokens, the KL penalty included."""
-        rewards = self.process_token_rewards + self.outcome_token_rewards
-        return rewards if self.kl_rewards is None else rewards + self.kl_rewards
-
-    def only(self, part: str) -> CreditInputs:
-        """A copy with the `process` or the `outcome` rewards alone; values and KL stay with the outcome."""
-        if part == "outcome":
-            return dataclasses.replace(
-                self,
-                process_token_rewards=torch.zeros_like(self.process_token_rewards),
-                turn_rewards=torch.zeros_like(self.turn_rewards),
-            )
-        return dataclasses.replace(
-            self,
-            outcome_token_rewards=torch.zeros_like(self.outcome_token_rewards),
-            outcome_rewards=torch.zeros_like(self.outcome_rewards) + 0 * self.outcome_rewards,  # NaN stays
-            kl_rewards=None,
-            values=None if self.values is None else torch.zeros_like(self.values),
-            bootstrap_values=None,
-        )
-
-
-@dataclass(kw_only=True)
-class Credit:
-    """What an estimator returns. The package sets whatever stands outside the mask to 0."""
-
-    advantages: torch.Tensor
-    """(N, T), or (N,) for one number per trajectory, which all its tokens get."""
-    returns: torch.Tensor | None = None
-    """(N, T) the critic's targets; None without a critic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +52,8 @@ class Estimator:
     logs_parts: bool = True
     """Whether `credit/process_advantage_abs` and `credit/outcome_advantage_abs` are logged. Switch it off for a
     function that keeps a state: it is then called once per rollout."""
+    weighs_turns: bool = False
+    """Whether all tokens of a turn have one advantage, so that whitening counts turns, not tokens."""
     default_gamma_turn: float = 0.99
     """What `gamma_turn=None` stands for."""
     loss_type: str | None = None
@@ -295,6 +198,20 @@ def _bilevel_gae(inputs: CreditInputs) -> Credit:
     return Credit(advantages=advantages, returns=returns)
 
 
+def _step_gae(inputs: CreditInputs) -> Credit:
+    assert inputs.values is not None
+    advantages, returns = compute_step_gae(
+        inputs.token_rewards,
+        inputs.values,
+        inputs.mask,
+        inputs.turn_ids,
+        gamma_turn=inputs.settings.gamma_turn,
+        lam_turn=inputs.settings.lam_turn,
+        bootstrap_values=inputs.bootstrap_values,
+    )
+    return Credit(advantages=advantages, returns=returns)
+
+
 # -------------------------------------------------------------------- the table
 
 _GRPO = ("DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models (GRPO)", "2402.03300")
@@ -308,6 +225,8 @@ _GIGPO = ("Group-in-Group Policy Optimization for LLM Agent Training", "2505.109
 _PPO = ("Proximal Policy Optimization Algorithms", "1707.06347")
 _GAE = ("High-Dimensional Continuous Control Using Generalized Advantage Estimation", "1506.02438")
 _VAGEN = ("VAGEN: Reinforcing World Model Reasoning for Multi-Turn VLM Agents", "2510.16907")
+
+_STEPPO = ("StepPO: Step-Aligned Policy Optimization for Agentic Reinforcement Learning", "2604.18401")
 
 _ROWS = (
     Estimator(
@@ -394,6 +313,17 @@ _ROWS = (
         papers=(_PPO, _VAGEN),
         needs_critic=True,
         reads_token_rewards=True,
+    ),
+    Estimator(
+        name="step_gae",
+        compute=_step_gae,
+        baseline="a critic",
+        credit="one number per turn",
+        options=("gamma_turn", "lam_turn"),
+        papers=(_PPO, _STEPPO),
+        needs_critic=True,
+        reads_token_rewards=True,
+        weighs_turns=True,
     ),
 )
 ESTIMATORS: dict[str, Estimator] = {row.name: row for row in _ROWS}

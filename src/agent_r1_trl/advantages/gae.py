@@ -1,11 +1,11 @@
-"""Generalised advantage estimation over action tokens, and in two levels: turns, then tokens."""
+"""Generalised advantage estimation over action tokens, over turns, and in two levels: turns, then tokens."""
 
 from __future__ import annotations
 
 import torch
 
-from agent_r1_trl.advantages.masked import check_one_per_row, check_shapes, float_dtype, masked_values
-from agent_r1_trl.advantages.scan import scan_marked, take_next
+from agent_r1_trl.advantages.masked import check_one_per_row, check_shapes, float_dtype, masked_values, masked_whiten
+from agent_r1_trl.advantages.scan import carry_forward, scan_marked, take_next
 
 
 @torch.no_grad()
@@ -107,6 +107,95 @@ def compute_bilevel_gae(
     advantages = scan_marked(delta, mask, gamma * lam, restart=is_end)
     dtype = float_dtype(rewards, values)
     return advantages.to(dtype), (advantages + value).to(dtype)
+
+
+@torch.no_grad()
+def compute_step_gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    action_mask: torch.Tensor,
+    turn_ids: torch.Tensor,
+    *,
+    gamma_turn: float,
+    lam_turn: float,
+    bootstrap_values: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """GAE whose actions are whole turns (the step-level MDP of Agent-R1 0.1; StepPO, arXiv 2604.18401).
+
+    Turn k begins at its first action token b_k, whose value is that of the state in which the turn is taken, and earns
+    r_k, the sum of its token rewards. delta_k = r_k + gamma_turn * V(b_{k+1}) - V(b_k),
+    A_k = delta_k + gamma_turn * lam_turn * A_{k+1}. All tokens of the turn get A_k, and A_k + V(b_k) as the critic's
+    target. A turn without a reward stays a turn.
+
+    Args:
+        rewards: (B, T) token rewards.
+        values: (B, T), as in `compute_gae`; those after a turn's first token are not read.
+        action_mask: (B, T) bool, int or float.
+        turn_ids: (B, T), as in `compute_bilevel_gae`.
+        gamma_turn: discount per turn.
+        lam_turn: weight of longer estimates over turns.
+        bootstrap_values: (B,) value after the last turn, as in `compute_gae`.
+
+    Returns:
+        (advantages, returns), both (B, T) and 0 at mask 0.
+
+    Raises:
+        ValueError: if the shapes differ.
+
+    >>> one = torch.ones(1, 3)
+    >>> turns = torch.tensor([[0, 0, 1]])
+    >>> compute_step_gae(one, one * 0, one, turns, gamma_turn=0.5, lam_turn=1.0)[0].tolist()
+    [[2.5, 2.5, 1.0]]
+    """
+    check_shapes(rewards=rewards, values=values, action_mask=action_mask, turn_ids=turn_ids)
+    check_one_per_row(rewards, bootstrap_values=bootstrap_values)
+    mask = action_mask.bool()
+    reward, value = masked_values(rewards, mask), masked_values(values, mask)
+    is_first = turn_starts(turn_ids, mask)  # (B, T)
+    number = (is_first.long().cumsum(dim=1) - 1).clamp(min=0)  # (B, T) the same for all tokens of a turn, < T
+    turn_reward = torch.zeros_like(reward).scatter_add(1, number, reward).gather(1, number)  # (B, T) r_k
+    delta = turn_reward + gamma_turn * take_next(value, is_first, bootstrap_values) - value
+    of_turn = scan_marked(delta, is_first, gamma_turn * lam_turn)  # (B, T) A_k at b_k
+    dtype = float_dtype(rewards, values)
+    advantages, returns = (
+        masked_values(carry_forward(x, is_first), mask).to(dtype) for x in (of_turn, of_turn + value)
+    )
+    return advantages, returns
+
+
+def whiten_turns(advantages: torch.Tensor, turn_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`masked_whiten` where all tokens of a turn have one advantage: mean and variance are those of turns.
+
+    Args:
+        advantages: (B, T).
+        turn_ids: (B, T), as in `compute_bilevel_gae`.
+        mask: (B, T) bool, int or float.
+
+    Returns:
+        (B, T), 0 at mask 0.
+    """
+    is_first = turn_starts(turn_ids, mask)
+    return torch.where(mask.bool(), carry_forward(masked_whiten(advantages, is_first), is_first), 0.0)
+
+
+def turn_starts(turn_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The first masked token of each turn.
+
+    Args:
+        turn_ids: (B, T), as in `compute_bilevel_gae`.
+        mask: (B, T) bool, int or float.
+
+    Returns:
+        (B, T) bool; nothing in a row without turns.
+
+    >>> turn_starts(torch.tensor([[0, 0, -1, 1]]), torch.ones(1, 4)).long().tolist()
+    [[1, 0, 0, 1]]
+    """
+    turns = extend_turn_ids(turn_ids, mask)
+    if turns.shape[1] == 0:
+        return turns.bool()
+    before = torch.nn.functional.pad(turns.cummax(dim=1).values[:, :-1], (1, 0), value=-1)
+    return turns > before
 
 
 def extend_turn_ids(turn_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from agent_r1_trl.advantages.estimators import ESTIMATORS, Credit, CreditInputs, Estimator
+from agent_r1_trl.advantages.credit import Credit, CreditInputs
+from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.objects import import_object
 
 

@@ -273,7 +273,7 @@ def check_unread_options(config: MultiTurnConfig) -> None:
 
 _ESTIMATOR_OPTIONS = ("gamma", "gamma_turn", "lam", "lam_turn", "step_weight", "scale_rewards")
 _SCALE_OF = {
-    **dict.fromkeys(("dr_grpo", "rloo", "gae", "bilevel_gae"), "none"),
+    **dict.fromkeys(("dr_grpo", "rloo", "gae", "bilevel_gae", "step_gae"), "none"),
     **dict.fromkeys(("reinforce_pp", "reinforce_pp_baseline"), "batch"),
 }
 """The `scale_rewards` that says what an estimator does anyway."""

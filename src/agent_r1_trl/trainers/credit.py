@@ -18,7 +18,8 @@ import torch
 from accelerate.utils import gather_object
 
 from agent_r1_trl.advantages import masked_mean, masked_whiten
-from agent_r1_trl.advantages.estimators import Credit, CreditInputs, CreditSettings
+from agent_r1_trl.advantages.credit import Credit, CreditInputs, CreditSettings
+from agent_r1_trl.advantages.gae import whiten_turns
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trajectory import Message, Trajectory
 from agent_r1_trl.update.batching import pad_right
@@ -109,7 +110,10 @@ class CreditEstimator:
         parts = {name: self.estimator.estimate(inputs.only(name)).advantages for name in names}
         credit = self.estimator.estimate(inputs)
         if inputs.settings.whiten_advantages:
-            credit.advantages = masked_whiten(credit.advantages, inputs.mask)
+            if self.estimator.weighs_turns:
+                credit.advantages = whiten_turns(credit.advantages, inputs.turn_ids, inputs.mask)
+            else:
+                credit.advantages = masked_whiten(credit.advantages, inputs.mask)
         return credit, parts
 
     def _from_weighted_parts(

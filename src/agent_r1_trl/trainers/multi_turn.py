@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 import torch
 from trl import GRPOConfig
 
-from agent_r1_trl.advantages.estimators import Credit
+from agent_r1_trl.advantages.credit import Credit
 from agent_r1_trl.advantages.scan import carry_forward
 from agent_r1_trl.environments.factory import EnvFactory, read_form, resolve_env_factory
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv

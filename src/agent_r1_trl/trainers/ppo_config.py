@@ -36,14 +36,18 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     )
     advantage_estimator: str = field(
         default="gae",
-        metadata={"help": "'gae' over action tokens, 'bilevel_gae' over turns, then tokens, or the path of your own."},
+        metadata={
+            "help": "'gae' over action tokens, 'bilevel_gae' over turns, then tokens, 'step_gae' over turns, or the "
+            "path of your own."
+        },
     )
     lam: float = field(default=0.95, metadata={"help": "GAE's lambda per action token."})
-    lam_turn: float = field(default=0.95, metadata={"help": "GAE's lambda per turn (bilevel_gae)."})
+    lam_turn: float = field(default=0.95, metadata={"help": "GAE's lambda per turn (bilevel_gae, step_gae)."})
     whiten_advantages: bool = field(
         default=True,
         metadata={
-            "help": "Normalise the advantages to mean 0 and variance 1 over the action tokens of the whole batch."
+            "help": "Normalise the advantages to mean 0 and variance 1 over the action tokens of the whole batch "
+            "(step_gae: over its turns)."
         },
     )
     bootstrap_truncated: bool = field(
