@@ -27,6 +27,7 @@ ORDER = [
     {"update", "critic"},
     {"trainers"},
     {"evaluation", "recording", "doctor", "memory"},
+    {"merging"},
     {"cli"},
 ]
 PLACE_OF = {module: place for place, modules in enumerate(ORDER) for module in modules}

@@ -1,4 +1,4 @@
-"""The command line: `agent-r1-trl train | eval | view | doctor | memory`, one file per command.
+"""The command line: `agent-r1-trl train | eval | view | doctor | merge | memory`, one file per command.
 
 `main` finds the command and calls its `run`. Nothing heavy is imported before a command needs it.
 """
@@ -17,6 +17,7 @@ COMMANDS = {
     "eval": "run a model on a data set and score it",
     "view": "show recorded trajectories with their masks in colour",
     "doctor": "check model, template, tools and environment before a run",
+    "merge": "write a plain Hugging Face model from an adapter or a checkpoint",
     "memory": "estimate the memory that a recipe needs on each GPU",
 }
 

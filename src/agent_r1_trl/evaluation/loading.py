@@ -13,8 +13,17 @@ def load_agent(
     tokenizer: Any = None,
     trust_remote_code: bool = False,
     to_device: bool = True,
+    keep_pad_token: bool = False,
 ) -> tuple[Any, Any]:
     """Model (in eval mode) and tokenizer of a directory or Hub id; a PEFT adapter is loaded onto its base model.
+
+    Args:
+        path: of a model or an adapter.
+        dtype: None: that of the checkpoint on a GPU, float32 on a CPU.
+        tokenizer: None: that of the model.
+        trust_remote_code: whether code that comes with the model may run.
+        to_device: whether the model goes to the GPU where there is one.
+        keep_pad_token: leave a tokenizer without padding token as it is.
 
     Raises:
         ValueError: see `check_model_folder`.
@@ -39,7 +48,7 @@ def load_agent(
         if is_adapter and not (Path(path) / "tokenizer_config.json").exists():
             source = model.peft_config["default"].base_model_name_or_path
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    if tokenizer.pad_token is None:
+    if tokenizer.pad_token is None and not keep_pad_token:
         tokenizer.pad_token = tokenizer.eos_token
     if to_device and has_gpu:
         model = model.to("cuda")
