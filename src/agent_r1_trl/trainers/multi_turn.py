@@ -7,13 +7,14 @@ TRL 1.16 names that this file touches (`tests/trainers/test_trl_contract.py` che
 
 - overridden: `__init__`, `_set_signature_columns_if_needed`, `_get_train_sampler` (its `seed`, `shuffle` and
   `generator`), `get_batch_samples`, `training_step`, `_prepare_inputs`, `_generate_and_score_completions`,
-  `_generate`, `_calculate_rewards`, `_get_per_token_logps_and_entropies`, `_compute_loss`; in `publishing.py`
-  `create_model_card`, `push_to_hub`, `_push_from_checkpoint`; in `saving.py` `train`, `_init_training_state`,
-  `_load_optimizer_and_scheduler`, `_load_rng_state`, `_get_output_dir`, `_push_from_checkpoint`, `_save_checkpoint`
+  `_generate`, `_calculate_rewards`; in `loss.py` `_get_per_token_logps_and_entropies` and `_compute_loss`; in
+  `publishing.py` `create_model_card`, `push_to_hub`, `_push_from_checkpoint`; in `saving.py` `train`,
+  `_init_training_state`, `_load_optimizer_and_scheduler`, `_load_rng_state`, `_get_output_dir`,
+  `_push_from_checkpoint`, `_save_checkpoint`
 - read: `_metrics`, `_logs`, `_tokenizer`, `_is_vlm`, `eos_token_ids`, `num_generations`, `num_generations_eval`,
   `num_iterations`, `reward_funcs`, `reward_weights`, `reward_func_names`, `model_wrapped`, `ref_model`,
   `aux_loss_enabled`, `current_gradient_accumulation_steps`, `accelerator`, `state`
-- set: `use_vllm`, `tools`, `environments`, and for a while `beta`, `_step`, `_buffered_inputs`
+- set: `use_vllm`, `tools`, `environments`, and for a while `_step`, `_buffered_inputs`; in `loss.py` `beta`
 - of a batch: `prompt_ids`, `prompt_mask`, `completion_ids`, `completion_mask`, `tool_mask`, `advantages`,
   `num_items_in_batch`, `importance_sampling_ratio`, `old_per_token_logps`, `ref_per_token_logps`,
   `sampling_per_token_logps`
@@ -22,7 +23,7 @@ TRL 1.16 names that this file touches (`tests/trainers/test_trl_contract.py` che
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -54,11 +55,11 @@ from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.echo_guard import EchoGuardedTrainer
 from agent_r1_trl.trainers.echo_signals import make_echo_signals
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
-from agent_r1_trl.trainers.group_filter import IS_KEPT, GroupFilter, of_scored_rows
+from agent_r1_trl.trainers.group_filter import IS_KEPT, GroupFilter
 from agent_r1_trl.trainers.lookahead import ROW_INDEX, in_seeded_order
+from agent_r1_trl.trainers.loss import LossTrainer
 from agent_r1_trl.trainers.metrics import gather_metrics
-from agent_r1_trl.trainers.nonfinite import LOG_PROBS, NumberWatch
-from agent_r1_trl.trainers.passes import PassesTrainer
+from agent_r1_trl.trainers.nonfinite import NumberWatch
 from agent_r1_trl.trainers.played import PlayedBatch, trl_generation
 from agent_r1_trl.trainers.publishing import Publishing, rows_not_logged
 from agent_r1_trl.trainers.resampling import Resampling, check_can_draw
@@ -66,19 +67,17 @@ from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint
 from agent_r1_trl.trainers.reward_calls import RewardCalls
 from agent_r1_trl.trainers.rewards import Rewards
 from agent_r1_trl.trainers.rollouts import Rollouts
-from agent_r1_trl.trainers.row_batches import RowBatches, policy_weights
+from agent_r1_trl.trainers.row_batches import RowBatches
 from agent_r1_trl.trainers.saving import Saving
 from agent_r1_trl.trainers.signals import RunGuard
 from agent_r1_trl.trainers.training_rows import TrainingRows, weigh_mismatch_of_rows
-from agent_r1_trl.trainers.trl_logs import correct_trl_logs, drop_token_means
-from agent_r1_trl.trainers.under_way import Position
+from agent_r1_trl.trainers.trl_logs import correct_trl_logs
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import batch_trajectories, loss_masks, settle_masks, whole_rows
+from agent_r1_trl.update.batching import batch_trajectories, settle_masks, whole_rows
 from agent_r1_trl.update.layout import UpdateLayout
-from agent_r1_trl.update.losses import LossPass
 
 
-class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer, PassesTrainer):
+class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer, LossTrainer):
     """Base of the multi-turn trainers: rollouts, rewards, masks, metrics, recording, checkpoints.
 
     One training step, with the method below and the file that does the work:
@@ -94,7 +93,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
     6. The estimator turns rewards into advantages, (B, T), over the rows of all ranks (`credit.py`, `advantages/`).
     7. Metrics are logged (`metrics.py`) and trajectories recorded (`recording/`).
     8. Groups that teach nothing leave the update (`group_filter.py`), micro-batches are laid out (`update/layout.py`),
-       and `_compute_loss` computes TRL's loss over the masked tokens.
+       and `_compute_loss` computes TRL's loss over the masked tokens (`loss.py`).
     9. The Trainer makes the optimizer step; a checkpoint holds the rollout under way (`saving.py`).
 
     Args:
@@ -118,11 +117,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
     """Makes the environment of each trajectory; None leaves everything to TRL."""
     _played: PlayedBatch | None = None
     """The batch that TRL is being handed, while `_generate_and_score_completions` runs."""
-    _loss_pass: LossPass | None = None
-    """Set while `_compute_loss` runs."""
-    # TRL's own, declared because they are set here for a while.
-    beta: float
-    _step: int
+    # TRL's own, declared because it is set here for a while.
     _buffered_inputs: list[dict[str, Any]] | None
 
     def __init__(
@@ -370,80 +365,6 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         self._add_metrics({"kl": mean_kl})
         return penalties
 
-    # ---------------------------------------------------------------- loss
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """TRL's loss, plus `extra_loss`; a KL term that stands in the rewards does not enter it a second time."""
-        mask, scored = loss_masks(inputs)  # (B, T)
-        scale, weighted_beta = policy_weights(inputs, self)
-        inputs = self.layout.mask_log_probs(inputs, mask)
-        beta, self._loss_pass = self.beta, LossPass(mask, scored, float(inputs.get("micro_batch_scale", 1.0)))
-        in_rewards = self.env_factory is not None and self.args.kl_placement == "reward"
-        self.beta = 0.0 if in_rewards else weighted_beta  # TRL reads it here, and elsewhere for the reference
-        try:
-            loss = super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"] * scale})
-            if self.env_factory is not None and not self.accelerator.reduce(mask.sum(), reduction="sum"):
-                drop_token_means(self._metrics[self._mode], in_rewards=in_rewards)
-            if type(self).extra_loss is MultiTurnTrainer.extra_loss:
-                return loss
-            term, metrics = self._loss_pass.extra_term(self.extra_loss, inputs, self.accelerator)
-            self._add_metrics(metrics)
-            return loss + term / self._normaliser(inputs["num_items_in_batch"])
-        finally:
-            self.beta, self._loss_pass = beta, None
-
-    @of_scored_rows
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
-    ) -> tuple:
-        """TRL's log-probs and entropies, (B, T) each; in the loss, packed layouts leave 0 outside its mask."""
-        loss_pass = self._loss_pass
-        if self.layout.is_packed:
-            scored = attention_mask[:, -logits_to_keep:] if loss_pass is None else loss_pass.scored
-            size = kwargs.get("batch_size") or len(input_ids)
-            log_probs, entropies = self.layout.log_probs(
-                model, input_ids, attention_mask, scored, accelerator=self.accelerator, batch_size=size
-            )
-            result: tuple = (log_probs, entropies, None)
-            if loss_pass is not None:
-                result = (*loss_pass.masked(log_probs, entropies), None)
-        else:
-            result = super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
-            )
-        if loss_pass is not None:
-            loss_pass.take(*result[:2])
-            self._watch_numbers(LOG_PROBS, result[0], loss_pass.mask)
-        return result
-
-    def extra_loss(self, inputs: dict[str, Any], log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
-        """A loss term of your own: override this method in a subclass.
-
-        The trainer divides what it returns by the number of loss tokens in the whole optimizer step, on all ranks, and
-        adds it to the policy loss. A sum over tokens therefore means the same in every layout, on any number of ranks.
-
-        Args:
-            inputs: TRL's micro-batch of B rows: `advantages` (B, T), `completion_ids` (B, T), `old_per_token_logps`
-                (B, T) or None, and so on.
-            log_probs: (B, T) the policy's log-probs of the completion tokens, with gradients; 0 outside `mask`.
-            mask: (B, T) bool, the tokens that enter the loss.
-
-        Returns:
-            A scalar, the term summed over the tokens of `mask`; None for no term.
-        """
-        return None
-
-    def _normaliser(self, num_tokens: torch.Tensor) -> torch.Tensor:
-        """What a micro-batch's sum over tokens is divided by, so that an optimizer step is a mean over its tokens.
-
-        Args:
-            num_tokens: of the generation batch, on all ranks.
-        """
-        normaliser = num_tokens.clamp(min=1.0) / self.accelerator.num_processes
-        if self.model.training:  # in evaluation the batch is neither split nor accumulated
-            normaliser = normaliser * self.current_gradient_accumulation_steps / self.args.steps_per_generation
-        return normaliser
-
     # ---------------------------------------------------------------- metrics, records
 
     def _log_and_record(self, trajectories: list[Trajectory], output: dict[str, Any]) -> None:
@@ -467,34 +388,3 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         self.store.write(step, [*trajectories, *self.resampling.replaced], split=mode)
         if self.store.num_lost:
             self._metrics[mode]["recording/lost_trajectories"] = [self.store.num_lost]
-
-    # ---------------------------------------------------------------- where the run stands
-
-    @property
-    def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
-
-    @property
-    def _group_size(self) -> int:
-        """Rows of one prompt."""
-        return self.num_generations if self.model.training else self.num_generations_eval
-
-    @property
-    def _reward_table(self) -> dict[str, Any]:
-        """TRL's reward functions, their names and weights."""
-        weights = self.reward_weights.tolist()
-        return {"functions": self.reward_funcs, "names": self.reward_func_names, "weights": weights}
-
-    def _position(self) -> Position:
-        return Position(
-            micro_step=self._step,
-            optimizer_step=self.state.global_step,
-            num_micro_steps=self.state.max_steps * self.args.gradient_accumulation_steps,
-            group_size=self._group_size,
-            is_training=self.model.training,
-            first_row=0 if self.model.training else self.evaluation.first_row,
-        )
-
-    def _add_metrics(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._metrics[self._mode][name].append(value)
