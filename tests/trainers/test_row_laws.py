@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.critic import critic_parameters
 from agent_r1_trl.rows import Segment
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
@@ -172,9 +173,15 @@ CASES = {
     "kl": {"beta": 0.05, "truncated_trajectories": "mask"},
     "gae": {"advantage_estimator": "gae", "gamma": 0.9, "lam": 0.8, "bootstrap_truncated": True},
     "bilevel_gae": {"advantage_estimator": "bilevel_gae", "gamma": 0.95, "gamma_turn": 0.9, "lam_turn": 0.8},
+    "step_gae": {"advantage_estimator": "step_gae", "gamma_turn": 0.9, "lam_turn": 0.8, "bootstrap_truncated": True},
     "whitened": {"advantage_estimator": "gae", "whiten_advantages": True, "truncated_trajectories": "mask"},
 }
-CRITICS = ("gae", "bilevel_gae", "whitened")
+CRITICS = ("gae", "bilevel_gae", "step_gae", "whitened")
+
+
+def test_every_estimator_is_among_the_cases():
+    names = {options.get("advantage_estimator", "grpo") for options in CASES.values()}
+    assert names == {*ESTIMATORS}
 
 
 @functools.cache
