@@ -79,6 +79,20 @@ def test_a_turn_that_comes_back_to_an_earlier_conversation_joins_its_row():
     assert (second.prompt_ids, second.completion_ids) == ([2], [20])
 
 
+def test_a_turn_joins_the_longest_of_the_rows_that_its_context_extends():
+    draft = draft_of([1, 2])
+    say(draft, [10])
+    draft.rewrite_context([1], [])
+    say(draft, [2, 10, 30])  # now the first row is the beginning of this one
+    draft.rewrite_context([1, 2, 10, 30, 5], [TEXT])
+    say(draft, [40])
+    draft.rewrite_context([1, 2, 10, 6], [TEXT])
+    say(draft, [11])
+    first, second = draft.finish(StopReason.DONE, duration_s=0.0).rows
+    assert (first.completion_ids, first.turn_ids) == ([10, 6, 11], [0, -1, 3])
+    assert (second.completion_ids, second.turn_ids) == ([2, 10, 30, 5, 40], [1, 1, 1, -1, 2])
+
+
 def test_a_context_that_nothing_was_sampled_after_opens_no_row():
     draft = draft_of([1])
     say(draft, [10])

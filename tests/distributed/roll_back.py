@@ -16,10 +16,10 @@ from tests.trainers.echo_helpers import Watch, guarded
 def gone_back(output_dir):
     """Per rank: the steps begun with digests of its weights, the seed of the draws, the guard's events, the losses."""
     is_last = int(os.environ.get("RANK", 0)) == num_processes() - 1
-    options = {"model": str(output_dir / POLICY_FOLDER), "max_steps": 4}
+    options = {"model": str(output_dir / POLICY_FOLDER), "max_steps": 5}
     options["per_device_train_batch_size"] = 8 // num_processes()
     seen, ended = [], None
-    for verdicts in ({3: "collapsed"} if is_last else {}, {}):
+    for verdicts in ({4: "collapsed"} if is_last else {}, {}):
         trainer = guarded(output_dir / "gone_back", verdicts, "entropy", "roll_back", **options)
         Watch(trainer, lambda trainer: fingerprint(trainer.model.named_parameters())).seen = seen
         try:

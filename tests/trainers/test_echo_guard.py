@@ -183,7 +183,7 @@ def test_every_further_roll_back_lowers_the_learning_rate_once_more(tmp_path):
 
 
 def test_a_dry_run_says_what_it_would_do_and_changes_nothing(tmp_path, caplog):
-    verdicts = dict.fromkeys(range(2, 9), "collapsed")
+    verdicts = dict.fromkeys(range(3, 9), "collapsed")
     options = {**WITH_KL, "per_device_train_batch_size": 4, "max_steps": 6, **SAVES}
     plain = make_trainer(tmp_path / "plain", **options)
     plain.train()
@@ -196,11 +196,11 @@ def test_a_dry_run_says_what_it_would_do_and_changes_nothing(tmp_path, caplog):
     assert is_equal(plain.optimizer.state_dict()["state"][0], watched.optimizer.state_dict()["state"][0])
     events = [(event["step"], event["action"], event["outcome"]) for event in watched.echo_guard.state.events]
     assert events == [
-        (2, "clip", "dry run"), (2, "learning_rate", "dry run"), (2, "roll_back", "dry run"), (4, "stop", "dry run"),
+        (3, "clip", "dry run"), (3, "learning_rate", "dry run"), (3, "roll_back", "dry run"), (5, "stop", "dry run"),
     ]  # fmt: skip
     assert "would take 'roll_back': the run goes back to checkpoint-1" in caplog.text
     logged = [entry for entry in watched.state.log_history if "loss" in entry]
-    assert logged[1]["echo/dry_run_action"] == ACTIONS["roll_back"] and "echo/action" not in logged[1]
+    assert logged[2]["echo/dry_run_action"] == ACTIONS["roll_back"] and "echo/action" not in logged[2]
     # What was only said is still to be done once the user has seen it.
     real = guarded(tmp_path / "watched", {7: "warning"}, "learning_rate", **{**options, "max_steps": 8})
     real.echo_guard._judge.num_all = 6
@@ -212,16 +212,17 @@ def test_a_dry_run_says_what_it_would_do_and_changes_nothing(tmp_path, caplog):
 
 
 def test_stop_ends_the_run_with_a_report_that_names_the_last_healthy_checkpoint(tmp_path, capsys):
-    verdicts = {3: "warning", 4: "collapsed", 5: "collapsed"}
+    verdicts = {4: "warning", 5: "collapsed", 6: "collapsed"}
     trainer = guarded(tmp_path, verdicts, "learning_rate", "stop", record_trajectories="jsonl")
     with pytest.raises(CollapsedError) as caught:
         trainer.train()
     message = str(caught.value)
-    assert "ended the run at step 4" in message and "entropy is gone" in message
-    assert f"last healthy checkpoint is {tmp_path / 'checkpoint-2'}" in message and "learning_rate (step 3)" in message
-    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2"}, "a collapsed model is not saved"
+    assert "ended the run at step 5" in message and "entropy is gone" in message
+    assert f"last healthy checkpoint is {tmp_path / 'checkpoint-2'}" in message and "learning_rate (step 4)" in message
+    saved = {path.name for path in tmp_path.glob("checkpoint-*")}
+    assert saved == {"checkpoint-2", "checkpoint-4"}, "a collapsed model is not saved"
     assert trainer.state.log_history[-2]["echo/action"] == ACTIONS["stop"]
-    assert "| 4 | collapsed | stop | taken |" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "| 5 | collapsed | stop | taken |" in (tmp_path / "README.md").read_text(encoding="utf-8")
 
     assert [event["action"] for event in read_events(tmp_path)] == ["learning_rate", "stop"]
     assert command(["view", str(tmp_path), "--events"]) == 0

@@ -57,18 +57,20 @@ def test_a_run_that_recovers_is_neither_rolled_back_nor_ended(tmp_path):
     assert trainer.echo_guard.state.num_taken == {"learning_rate": 1}  # as in a run with a warning
 
 
-@pytest.mark.parametrize(("kind", "options"), [
-    ("grpo", {"save_steps": 2}),
-    ("ppo", {"save_steps": 3, "steps_per_generation": 2}),  # the rollout is used by half at the checkpoint
+@pytest.mark.parametrize(("kind", "noticed", "options"), [
+    ("grpo", 5, {"save_steps": 2, "max_steps": 6}),  # to step 2: checkpoint-4 is one rollout behind
+    ("ppo", 7, {"save_steps": 3, "steps_per_generation": 2, "max_steps": 8}),  # to 3, its rollout used by half
 ], ids=str)  # fmt: skip
-def test_a_run_goes_back_to_weights_optimizer_and_place_of_the_checkpoint_with_other_draws(tmp_path, kind, options):
-    trainer = guarded(tmp_path, {5: "collapsed"}, "roll_back", trainer=TRAINERS[kind], record_trajectories="jsonl",
-                      **options)  # fmt: skip
+def test_a_run_goes_back_to_weights_optimizer_and_place_of_the_checkpoint_with_other_draws(
+    tmp_path, kind, noticed, options
+):
+    trainer = guarded(tmp_path, {noticed: "collapsed"}, "roll_back", trainer=TRAINERS[kind],
+                      record_trajectories="jsonl", **options)  # fmt: skip
     copying, watch = Copying(trainer), Watch(trainer, look)
-    saved = {"grpo": 4, "ppo": 3}[kind]
+    saved = {"grpo": 2, "ppo": 3}[kind]
     trainer.train()
     steps = [step for step, _ in watch.seen]
-    assert steps == [0, 1, 2, 3, 4, *range(saved, 6)], "left behind step 5, entered again behind the checkpoint"
+    assert steps == [*range(noticed), *range(saved, noticed + 1)], "entered again behind the checkpoint"
     (before, after) = (values for step, values in watch.seen if step == saved)
     assert is_equal(before.pop("weights"), after.pop("weights"))
     assert len(before["momentum"]) > 5 and is_equal(before.pop("momentum"), after.pop("momentum"))
@@ -125,7 +127,7 @@ def test_a_run_that_is_killed_while_it_rolls_back_goes_on_as_if_it_were_not(tmp_
         guarded(tmp_path / "killed", {5: "collapsed"}, "roll_back").train()
     resumed = guarded(tmp_path / "killed", {}, "roll_back")
     resumed.train(resume_from_checkpoint=True)
-    assert resumed.echo_guard.state.num_roll_backs == 1 and resumed.echo_guard.state.num_steps == 7
+    assert resumed.echo_guard.state.num_roll_backs == 1 and resumed.echo_guard.state.num_steps == 9
     assert is_equal(weights_of(straight.model), weights_of(resumed.model))
     plain = make_trainer(tmp_path / "plain", max_steps=6, per_device_train_batch_size=4)
     plain.train()
@@ -136,8 +138,42 @@ def test_the_last_healthy_checkpoint_outlives_save_total_limit(tmp_path):
     verdicts = {3: "warning", 4: "warning", 5: "collapsing", 6: "collapsing"}
     trainer = guarded(tmp_path, verdicts, "stop", save_steps=1, save_total_limit=2)
     trainer.train()
-    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-6"}
-    assert [path.name for path in healthy_checkpoints(tmp_path, trainer.echo_guard.state.run)] == ["checkpoint-2"]
+    kept = ["checkpoint-1", "checkpoint-2", "checkpoint-6"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == kept
+    healthy = healthy_checkpoints(tmp_path, trainer.echo_guard.state.run)
+    assert [path.name for path in healthy] == ["checkpoint-2", "checkpoint-1"]
+
+
+@pytest.mark.parametrize("updates", (1, 2))
+def test_rotation_leaves_a_checkpoint_two_rollouts_behind_in_every_step(tmp_path, updates):
+    trainer = guarded(
+        tmp_path, {}, "roll_back", save_steps=1, save_total_limit=1, max_steps=9, steps_per_generation=updates
+    )
+    watch = Watch(trainer, lambda trainer: trainer.echo_guard._last_healthy())
+    trainer.train()
+    for step, folder in watch.seen:
+        latest = step + 1 - 2 * updates  # of a collapse that is noticed in the step that begins
+        assert (folder is None) == (latest < 1)
+        assert folder is None or latest - 2 * updates < int(folder.name[11:]) <= latest
+    assert len(list(tmp_path.glob("checkpoint-*"))) <= 3, "the newest and two candidates"
+
+
+def test_what_was_saved_between_the_beginning_of_a_collapse_and_its_notice_is_passed_over(tmp_path):
+    """Noticed by a warning at step 5: the rollouts of 4 and 5 were bad, checkpoint-4 was saved between them."""
+    verdicts = {5: "warning", 6: "warning", 7: "collapsing"}
+    trainer = guarded(tmp_path, verdicts, "roll_back", save_steps=1, max_steps=8)
+    trainer.train()
+    (event,) = trainer.echo_guard.state.events
+    assert (event["step"], event["text"]) == (7, "the run goes back to checkpoint-3, with other draws from there on")
+    assert trainer.echo_guard.state.noticed_at is None
+
+
+def test_a_warning_that_has_passed_does_not_count_towards_the_next(tmp_path):
+    verdicts = {2: "warning", 7: "collapsing"}
+    trainer = guarded(tmp_path, verdicts, "roll_back", save_steps=1, max_steps=8)
+    trainer.train()
+    (event,) = trainer.echo_guard.state.events
+    assert "goes back to checkpoint-5" in event["text"]
 
 
 def test_checkpoints_of_another_run_and_damaged_ones_are_no_place_to_go_back_to(tmp_path):
@@ -157,11 +193,11 @@ def test_checkpoints_of_another_run_and_damaged_ones_are_no_place_to_go_back_to(
 
 
 def test_a_roll_back_under_deepspeed_or_fsdp_ends_the_process_and_a_new_one_goes_on(tmp_path):
-    trainer = guarded(tmp_path, {3: "collapsed"}, "roll_back")
+    trainer = guarded(tmp_path, {4: "collapsed"}, "roll_back")
     trainer.echo_guard._is_sharded = True
     with pytest.raises(RestartError, match="resume_from_checkpoint: true"):
         trainer.train()
-    assert trainer.state.global_step == 3 and (tmp_path / "checkpoint-2" / ROLLED_BACK).exists()
+    assert trainer.state.global_step == 4 and (tmp_path / "checkpoint-2" / ROLLED_BACK).exists()
     resumed = judged_by(guarded(tmp_path, {}, "roll_back"), {})
     resumed.train(resume_from_checkpoint=True)
     assert resumed.echo_guard.state.num_roll_backs == 1 and resumed.state.global_step == 6

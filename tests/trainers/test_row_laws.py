@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.critic import critic_parameters
 from agent_r1_trl.rows import Segment
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
@@ -39,16 +40,18 @@ NUM_TRAJECTORIES = 8
 def one_trajectory(rng, index, most_turns=5):
     """Turns of one token or more, an observation behind each, in one row; some are lost, truncated or silent."""
     ids, turn_ids, turns = [], [], []
-    for number in range(rng.randint(1, most_turns)):
+    num_turns = rng.randint(1, most_turns)
+    for number in range(num_turns):
         sampled = [rng.randrange(10, 20) for _ in range(rng.choice((1, 1, 2, 5)))]
         turns.append(Turn(start=len(ids), end=len(ids) + len(sampled), message={"role": "assistant", "content": ""}))
         turns[-1].reward = rng.choice((0.0, 0.0, 0.5, -1.0))
         turns[-1].observations = [{"role": "tool", "content": f"{rng.randrange(2)}"}]
         behind = [*(rng.randrange(20, 30) for _ in range(rng.randrange(3))), LAST]
+        behind = behind if number + 1 < num_turns else behind[:-1]  # a state of its own to bootstrap from
         ids += sampled + behind
         turn_ids += [number] * len(sampled) + [-1] * len(behind)
     mask = [int(turn >= 0) for turn in turn_ids]
-    stop = rng.choice((StopReason.DONE,) * 6 + (StopReason.MAX_TURNS, StopReason.GENERATION_ERROR))
+    stop = rng.choice((StopReason.DONE,) * 4 + (StopReason.MAX_TURNS,) * 2 + (StopReason.GENERATION_ERROR,))
     return Trajectory(
         prompt_messages=[{"role": "user", "content": "?"}],
         prompt_ids=[rng.randrange(30, 40) for _ in range(rng.randrange(3))] + [LAST],
@@ -170,9 +173,15 @@ CASES = {
     "kl": {"beta": 0.05, "truncated_trajectories": "mask"},
     "gae": {"advantage_estimator": "gae", "gamma": 0.9, "lam": 0.8, "bootstrap_truncated": True},
     "bilevel_gae": {"advantage_estimator": "bilevel_gae", "gamma": 0.95, "gamma_turn": 0.9, "lam_turn": 0.8},
+    "step_gae": {"advantage_estimator": "step_gae", "gamma_turn": 0.9, "lam_turn": 0.8, "bootstrap_truncated": True},
     "whitened": {"advantage_estimator": "gae", "whiten_advantages": True, "truncated_trajectories": "mask"},
 }
-CRITICS = ("gae", "bilevel_gae", "whitened")
+CRITICS = ("gae", "bilevel_gae", "step_gae", "whitened")
+
+
+def test_every_estimator_is_among_the_cases():
+    names = {options.get("advantage_estimator", "grpo") for options in CASES.values()}
+    assert names == {*ESTIMATORS}
 
 
 @functools.cache

@@ -11,6 +11,7 @@ transformers 5.17 names that this file touches: `_get_learning_rate` (overridden
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -30,14 +31,15 @@ from agent_r1_trl.trainers.ranks import Agreement
 from agent_r1_trl.trainers.roll_back import (
     ROLLED_BACK,
     RollBack,
+    candidates,
     delete_after,
-    healthy_checkpoints,
     last_healthy,
     read_guard,
     run_with_roll_backs,
     tokens_seen,
     write_guard,
 )
+from agent_r1_trl.trainers.shaping import RolloutShape
 
 logger = logging.getLogger(__name__)
 
@@ -156,10 +158,19 @@ class EchoGuard(TrainerCallback):
         if saved.num_roll_backs:
             self._trainer.rollouts.seed = derive_seed(self._trainer.args.seed, "roll_back", saved.num_roll_backs)
 
-    def kept_checkpoint(self) -> Path | None:
-        """The checkpoint that `save_total_limit` must not delete."""
-        folders = healthy_checkpoints(Path(self._trainer.args.output_dir), self.state.run)
-        return folders[0] if folders else None
+    def kept_checkpoints(self) -> list[Path]:
+        """The checkpoints that `save_total_limit` must not delete."""
+        return candidates(Path(self._trainer.args.output_dir), self.state.run, until=self._trusted_until)
+
+    @property
+    def _trusted_until(self) -> int:
+        """Optimizer step after which what was saved may hold the collapse: two rollouts before it was noticed.
+
+        A collapse shows in the rollouts behind it, of which a verdict needs two at least.
+        """
+        noticed_at, args = self.state.noticed_at, self._trainer.args
+        noticed_at = self._trainer.state.global_step + 1 if noticed_at is None else noticed_at
+        return noticed_at - math.ceil(2 * RolloutShape.of(args).updates_per_rollout)
 
     # ---------------------------------------------------------------- the Trainer's events
 
@@ -192,6 +203,7 @@ class EchoGuard(TrainerCallback):
         if self._judge.verdict.is_recovering and own in _STATES[2:]:
             own = "warning"  # what was done works: a roll back would undo it
         place, _ = self._agreement.largest(_STATES.index(own) if own in _STATES else 0, None)
+        self.state.note(state.global_step, is_healthy=place == 0)
         if place and not self._trainer.guard.is_ending:  # a resumed run decides again
             self._act(_STATES[place], control)
         for name in ("num_steps", "num_roll_backs", "num_discarded_tokens"):
@@ -251,6 +263,7 @@ class EchoGuard(TrainerCallback):
         control.should_save = control.should_evaluate = False
         trainer, state = self._trainer, self.state
         state.num_roll_backs += 1
+        state.noticed_at = None
         if state.rate_until:
             state.rate_until = state.num_steps + trainer.args.echo_rate_steps
         state.num_discarded_tokens += trainer.state.num_input_tokens_seen - self._on_main(lambda: tokens_seen(folder))
@@ -272,8 +285,8 @@ class EchoGuard(TrainerCallback):
             self._micro_step = self._on_main(lambda: (read_guard(folder) or {})["micro_step"])
 
     def _last_healthy(self) -> Path | None:
-        args = self._trainer.args
-        return self._on_main(lambda: last_healthy(Path(args.output_dir), self.state.run, args.world_size))
+        args, until = self._trainer.args, self._trusted_until
+        return self._on_main(lambda: last_healthy(Path(args.output_dir), self.state.run, args.world_size, until=until))
 
     def _on_main(self, read: Callable[[], Any]) -> Any:
         """What the main process reads, on every rank: nodes need not share a disk."""

@@ -41,6 +41,8 @@ class GuardState:
     """Roll backs that really happened; they seed the draws of the rollouts."""
     num_discarded_tokens: int = 0
     """Tokens of the trajectories whose steps were rolled back."""
+    noticed_at: int | None = None
+    """Optimizer step, as checkpoints count them, whose verdict was the first in a row not to be healthy."""
     rate_until: int = 0
     """The learning rate is lowered as long as `num_steps` is below this."""
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -55,6 +57,15 @@ class GuardState:
         """The state that `to_dict` gave; what another version has written besides is left out."""
         names = {item.name for item in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in names})
+
+    def note(self, step: int, *, is_healthy: bool) -> None:
+        """Keep when it was noticed that the run is not healthy.
+
+        Args:
+            step: optimizer steps made.
+            is_healthy: the verdict on the last of them.
+        """
+        self.noticed_at = None if is_healthy else step if self.noticed_at is None else self.noticed_at
 
     def take(self, name: str) -> None:
         """Count an action that is taken now."""

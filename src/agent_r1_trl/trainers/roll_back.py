@@ -83,14 +83,37 @@ def healthy_checkpoints(output_dir: Path, run: str) -> list[Path]:
     return sorted(healthy, key=_step, reverse=True)
 
 
-def last_healthy(output_dir: Path, run: str, num_processes: int) -> Path | None:
-    """The newest healthy checkpoint that is whole."""
+def last_healthy(output_dir: Path, run: str, num_processes: int, *, until: int) -> Path | None:
+    """The newest healthy checkpoint that is whole.
+
+    Args:
+        output_dir: of the run.
+        run: as for `healthy_checkpoints`.
+        num_processes: of the run.
+        until: optimizer steps behind it at most; what was saved later may hold a collapse that nobody had noticed.
+    """
     for folder in healthy_checkpoints(output_dir, run):
+        if _step(folder) > until:
+            continue
         problem = problem_of(folder, num_processes=num_processes)
         if problem is None:
             return folder
         logger.warning("Passed over %s, which was healthy: %s.", folder, problem)
     return None
+
+
+def candidates(output_dir: Path, run: str, *, until: int) -> list[Path]:
+    """The checkpoints that rotation must leave: the one to go back to, and the one that will take its place.
+
+    Args:
+        output_dir: of the run.
+        run: as for `healthy_checkpoints`.
+        until: as for `last_healthy`, were the collapse noticed in the next step.
+    """
+    healthy = healthy_checkpoints(output_dir, run)
+    return [path for path in healthy if _step(path) <= until][:1] + [path for path in healthy if _step(path) > until][
+        -1:
+    ]
 
 
 def delete_after(folder: Path, run: str) -> list[str]:

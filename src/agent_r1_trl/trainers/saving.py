@@ -225,7 +225,7 @@ class Saving:
         if self.args.should_save:
             best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
             if self.echo_guard is not None:
-                rotate_around(run_dir, limit, (best, self.echo_guard.kept_checkpoint()))
+                rotate_around(run_dir, limit, (best, *self.echo_guard.kept_checkpoints()))
             else:
                 rotate_checkpoints(str(run_dir), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
 
