@@ -98,6 +98,8 @@ class Turn:
     """The assistant message as parsed from the sampled tokens."""
     observations: list[Message] = field(default_factory=list)
     """Messages that the environment answered with (empty if the trajectory ended here)."""
+    next_context: list[Message] | None = None
+    """What the environment said the next context is, where a context policy was there to read it."""
     tool_results: list[ToolResult] = field(default_factory=list)
     """One per call, in the order of the calls."""
     reward: float = 0.0
@@ -317,6 +319,8 @@ class Trajectory:
         if not self.segments:  # a trajectory of one row is written as ever
             del record["segments"]
         for turn, turn_record in zip(self.turns, record["turns"], strict=True):
+            if turn.next_context is None:
+                del turn_record["next_context"]
             for result, result_record in zip(turn.tool_results, turn_record["tool_results"], strict=True):
                 result_record["error"] = result.error.value if result.error else None
         return record

@@ -2,6 +2,7 @@
 
 import collections
 import random
+from dataclasses import replace
 
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation import Generation, Generator
@@ -111,6 +112,19 @@ class Game:
         self.moves = list(state["moves"])
 
 
+class Board(Game):
+    """Gives the next context: the board, and of the past the last move alone."""
+
+    def step(self, message):
+        observations, reward, done, _ = super().step(message)
+        board = {"role": "user", "content": f"the board after {len(self.moves)} moves"}
+        return observations, reward, done, {"next_context": [*PROMPT, message, board]}
+
+
+class RestartedBoard(Board):
+    on_resume = "restart"
+
+
 class Talker(Generator):
     """Says what seed and prompt decide, as a policy with fixed weights would; counts its turns by their seeds."""
 
@@ -141,6 +155,7 @@ def moving(rng):
 
 CASES = {"shop": (Shop, shopper), "counter": (Counter, counting), "replayed": (ReplayedCounter, counting)}
 CASES |= {"restored": (RestoredCounter, counting), "game": (Game, moving)}
+CASES |= {"board": (Board, moving), "restarted_board": (RestartedBoard, moving)}
 
 
 def requests(count=NUM_TRAJECTORIES):
@@ -153,7 +168,8 @@ def roll_out(path, env, policy, **options):
     recorded = read_rollout(path) if path is not None else None
     log = None if path is None else RolloutLog(path, HEADER, recorded=recorded, **options)
     talker = Talker(chat_of(), policy)
-    runner = RolloutRunner(env, talker, chat_of(), LIMITS)
+    limits = replace(LIMITS, context_policy="step") if issubclass(env, Board) else LIMITS
+    runner = RolloutRunner(env, talker, chat_of(), limits)
     try:
         return runner.run(requests(), journal=log), talker
     finally:

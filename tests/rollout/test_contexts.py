@@ -125,10 +125,6 @@ def reminder(view):
     return [*view.prompt_messages, note, last.message, *last.observations]
 
 
-def nothing(view):
-    return None
-
-
 def test_a_policy_of_ones_own_may_write_messages():
     path = f"{__name__}.reminder"
     trajectory, log = play([*ECHOES[:2], say("done")], context_policy=path)
@@ -147,11 +143,11 @@ def test_a_policy_of_ones_own_may_write_messages():
         ("context_policy", {"context_policy": "widow"}),
         ("context_policy", {"context_policy": ""}),
         ("context_policy", {"context_policy": "tests.rollout.helpers.PROMPT"}),
-        ("context_policy", {"context_policy": f"{__name__}.nothing"}),
         ("context_turns", {"context_policy": "window"}),
         ("context_turns", {"context_policy": "window", "context_turns": 0}),
         ("context_turns", {"context_turns": 2}),
         ("context_tokens", {"context_tokens": 2}),
+        ("context_tokens", {"context_policy": "step", "context_tokens": 2}),
     ],
 )
 def test_what_makes_no_policy_is_refused(name, options):
@@ -164,11 +160,13 @@ def test_what_makes_no_policy_is_refused(name, options):
 
 @st.composite
 def policies(draw):
-    return {
-        "context_policy": draw(st.sampled_from(["window", "drop_observations"])),
+    policy = {
+        "context_policy": draw(st.sampled_from(["window", "drop_observations", "step"])),
         "context_turns": draw(st.integers(1, 3)),
-        "context_tokens": draw(st.none() | st.integers(100, 900)),
     }
+    if policy["context_policy"] != "step":
+        policy["context_tokens"] = draw(st.none() | st.integers(100, 900))
+    return policy
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -131,7 +131,7 @@ TABLE = {
     ),
     "context_turns": (
         ShownBy("tests/rollout/test_contexts.py::test_a_window_holds_the_prompt_and_the_last_turns"),
-        Refused(2, {"context_policy": "window"}, {"context_policy": "drop_observations"}),
+        Refused(2, {"context_policy": "window"}, {"context_policy": "drop_observations"}, {"context_policy": "step"}),
     ),
     "context_tokens": (
         Acts(effects.limits, 100, context_policy="window", context_turns=2),
@@ -223,7 +223,7 @@ TABLE = {
     "advantage_mask": Acts(effects.batch, False, advantage_estimator="reinforce_pp"),
     "loss_unit": (
         ShownBy("tests/trainers/test_rows.py::test_with_a_unit_one_loss_type_weighs_as_the_other_does_without"),
-        Refused("row", {"loss_unit": "token"}),
+        Refused("row", {"loss_unit": "token"}, {"loss_unit": "turn"}),
     ),
     "importance_sampling_unit": (
         Acts(effects.batch, "turn", **BY_TOKEN),

@@ -156,9 +156,9 @@ def test_values_are_read_in_a_tokens_own_row(tmp_path, estimator, layout):
     assert_same_step(whole, (*rows[:2], whole[2]))
 
 
-@pytest.mark.parametrize("unit", ("token", "trajectory"))
+@pytest.mark.parametrize("unit", ("token", "turn", "trajectory"))
 @pytest.mark.parametrize("loss_type", ("grpo", "dapo", "bnpo"))
-def test_the_unit_of_the_loss_is_a_token_or_a_trajectory_never_a_row(tmp_path, loss_type, unit):
+def test_the_unit_of_the_loss_is_a_token_a_turn_or_a_trajectory_never_a_row(tmp_path, loss_type, unit):
     assert_same_step(*both(tmp_path, loss_type=loss_type, loss_unit=unit))
 
 
@@ -190,6 +190,8 @@ BY_TOKENS = {"update_layout": "shared", "max_tokens_per_micro_batch": 500, "grad
         {**HALF, "gradient_accumulation_steps": 2, "loss_type": "grpo"},
         {**HALF, **BY_TOKENS, "loss_type": "dr_grpo", "beta": 0.05},
         {"truncated_trajectories": "mask", "max_turns": 2, "loss_type": "grpo", "gradient_accumulation_steps": 2},
+        {**HALF, **BY_TOKENS, "loss_unit": "turn", "beta": 0.05},
+        {"truncated_trajectories": "mask", "max_turns": 2, "loss_unit": "turn", "update_layout": "packed"},
     ],
     ids=str,
 )
@@ -256,6 +258,12 @@ def test_what_looks_at_a_whole_row_is_refused_where_there_may_be_several(name):
         MultiTurnGRPOConfig(**CPU, **option, **MANY)
     MultiTurnGRPOConfig(**CPU, **MANY)
     MultiTurnGRPOConfig(**CPU, **option)
+    steps = {**CPU, **option, "context_policy": "step"}
+    if name == "importance_sampling_level":  # of a row that is one turn
+        MultiTurnGRPOConfig(**steps)
+    else:
+        with pytest.raises(ValueError, match=rf"{name}=.*context_policy='step'"):
+            MultiTurnGRPOConfig(**steps)
 
 
 def trajectory_of(turns, **changes):

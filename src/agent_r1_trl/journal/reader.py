@@ -147,9 +147,11 @@ def read_step(record: Record) -> StepResult:
 
 
 def is_same_answer(result: StepResult, record: Record) -> bool:
-    """Whether an answer has the messages, reward and end of the recorded one."""
+    """Whether an answer has the messages, reward and end of the recorded one, and the next context if it has any."""
     now = {"observations": result.observations, "reward": result.reward, "done": result.done}
-    return json.loads(dump(now)) == {name: record[name] for name in now}
+    before = {name: record[name] for name in now}
+    now["next_context"], before["next_context"] = (info.get("next_context") for info in (result.info, record["info"]))
+    return json.loads(dump(now)) == before
 
 
 def _result_record(result: ToolResult) -> Record:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from agent_r1_trl.objects import import_object
 from agent_r1_trl.rollout.limits import RolloutSettings
@@ -58,6 +58,23 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Step:
+    """What the environment says the next context is; where it says nothing, the prompt and the last turns.
+
+    Every turn is a row of its own, even where its context goes on from the one before.
+    """
+
+    num_turns: int = 1
+    """Turns that stay where the environment gives no context."""
+    has_row_per_turn: ClassVar[bool] = True
+
+    def __call__(self, view: ContextView) -> Sequence[Message]:
+        """See `ContextPolicy`."""
+        given = view.turns[-1].next_context
+        return Window(self.num_turns)(view) if given is None else given
+
+
+@dataclass(frozen=True)
 class DropObservations:
     """Everything, but of what answered the older turns only a note that says what was there."""
 
@@ -95,8 +112,23 @@ POLICIES: dict[str, Callable[[RolloutSettings], ContextPolicy | None]] = {
     "keep": lambda limits: None,
     "window": lambda limits: Window(limits.context_turns or 1, limits.context_tokens),
     "drop_observations": lambda limits: DropObservations(limits.context_turns or 1, limits.context_tokens),
+    "step": lambda limits: Step(limits.context_turns or 1),
 }
 """Name in `context_policy` -> what makes the policy; None for one that never rewrites a context."""
+
+
+def has_row_per_turn(policy: ContextPolicy | None) -> bool:
+    """Whether every turn is a row of its own."""
+    return bool(getattr(policy, "has_row_per_turn", False))
+
+
+def is_context(messages: Any) -> bool:
+    """Whether this is a list of messages, at least one."""
+    return (
+        isinstance(messages, list | tuple)
+        and bool(messages)
+        and all(isinstance(message, dict) and "role" in message for message in messages)
+    )
 
 
 def find_policy(limits: RolloutSettings) -> ContextPolicy | None:

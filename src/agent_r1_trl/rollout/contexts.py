@@ -10,12 +10,20 @@ Covered here: ids of a context. Not covered: what a row is trained on.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 from agent_r1_trl.chat.format import ChatFormat
-from agent_r1_trl.rollout.context_policies import ContextView, find_policy, messages_of
+from agent_r1_trl.rollout.context_policies import (
+    ContextView,
+    find_policy,
+    has_row_per_turn,
+    is_context,
+    messages_of,
+)
 from agent_r1_trl.rollout.draft import Draft
+from agent_r1_trl.rollout.env_session import EnvironmentFailure
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.trajectory import Author, Message, Turn
 
@@ -38,13 +46,19 @@ class Contexts:
         self._deltas: list[list[int]] = []
         """Of each turn, the ids that followed its sampled ones."""
 
-    def go_on(self, observations: list[Message], ids: list[int], authors: list[Author]) -> bool:
+    def go_on(
+        self, observations: list[Message], ids: list[int], authors: list[Author], next_context: Any = None
+    ) -> bool:
         """Answer the last turn, after which another one can be sampled; False, and no change, if there is no room.
 
         Args:
             observations: what the environment answered.
             ids: (N,) what closes the turn, the rendered observations and the next generation prompt.
             authors: (N,)
+            next_context: messages of the next context, if the environment gave them. Policies read it.
+
+        Raises:
+            EnvironmentFailure: the policy, or what it or the environment returned, makes no context.
         """
         draft, limits = self._draft, self._limits
         turn = draft.turns[-1]
@@ -56,23 +70,18 @@ class Contexts:
             return True
         assert limits.max_completion_length is not None
         num_left = limits.max_completion_length - draft.lengths[1]
-        turn.observations = observations
+        turn.observations, turn.next_context = observations, _checked(next_context)
         self._deltas.append(ids)
-        messages = self._rewritten(turn, len(draft.context_ids) + len(ids))
-        context = self._ids_of(messages)
+        messages, context = self._rewritten(turn, len(draft.context_ids) + len(ids))
         if len(ids) >= num_left or (limits.max_model_length or len(context) + 1) <= len(context):
-            turn.observations = []
+            turn.observations, turn.next_context = [], None
             return False
         self._messages = messages
-        draft.rewrite_context(context, authors)
+        draft.rewrite_context(context, authors, opens_row=has_row_per_turn(self._policy))
         return True
 
-    def _rewritten(self, turn: Turn, num_tokens: int) -> Sequence[Message]:
-        """What the policy makes of the context.
-
-        Raises:
-            ValueError: it returned no messages.
-        """
+    def _rewritten(self, turn: Turn, num_tokens: int) -> tuple[Sequence[Message], list[int]]:
+        """What the policy makes of the context, and its ids."""
         assert self._policy is not None
         view = ContextView(
             prompt_messages=self._draft.prompt_messages,
@@ -81,15 +90,22 @@ class Contexts:
             num_tokens=num_tokens,
             max_tokens=self._limits.max_model_length,
         )
-        messages = self._policy(view)
-        if not isinstance(messages, list | tuple) or not all(
-            isinstance(message, dict) and "role" in message for message in messages
-        ):
-            raise ValueError(
-                f"context_policy={self._limits.context_policy!r} returned {messages!r:.200}. Return a list of "
-                "messages, or view.messages to leave the context as it is."
+        name = f"context_policy={self._limits.context_policy!r}"
+        try:
+            messages = self._policy(view)
+        except Exception as error:
+            raise EnvironmentFailure(f"{name} raised {type(error).__name__}: {error}") from error
+        if not is_context(messages):
+            raise EnvironmentFailure(
+                f"{name} returned {messages!r:.200}. Return a list of messages, or view.messages to leave the context "
+                "as it is."
             )
-        return messages
+        try:
+            return messages, self._ids_of(messages)
+        except Exception as error:
+            raise EnvironmentFailure(
+                f"{name}: the chat template refuses its messages: {type(error).__name__}: {error}"
+            ) from error
 
     # ---------------------------------------------------------------- ids
 
@@ -137,3 +153,15 @@ class Contexts:
             hide(message, special_only=True) if message["role"] == "assistant" else message for message in messages
         ]
         return self._chat.encode_prompt(safe, self._tools or None)
+
+
+def _checked(next_context: Any) -> list[Message] | None:
+    """A copy of the context that an environment gave, which stays as it is whatever the environment does with it."""
+    if next_context is None:
+        return None
+    if not is_context(next_context):
+        raise EnvironmentFailure(
+            f"step returned info['next_context']={next_context!r:.200}, which is no context. Return a list of "
+            "messages such as [{'role': 'user', 'content': '...'}], or leave it out."
+        )
+    return [copy.deepcopy(message) for message in next_context]

@@ -85,16 +85,17 @@ class Draft:
         self.turn_ids += [-1] * len(ids)
         self.authors += authors
 
-    def rewrite_context(self, ids: Sequence[int], authors: Sequence[Author]) -> None:
+    def rewrite_context(self, ids: Sequence[int], authors: Sequence[Author], *, opens_row: bool = False) -> None:
         """Let the next turn be sampled after `ids`, in the row that they extend or in a new one.
 
         Args:
             ids: the whole context.
             authors: of what follows the last turn; the new tokens of a row that goes on are as a rule these.
+            opens_row: whether they open a new one in any case.
         """
         rows = self.rows or [self.prompt_ids + self.completion_ids]
         current = self.segments[-1].row if self.segments else 0
-        row = extended_row(rows, ids)
+        row = None if opens_row else extended_row(rows, ids)
         start = len(self.completion_ids)
         if row is None:
             self.num_dropped += len(authors)

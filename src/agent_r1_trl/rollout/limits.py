@@ -14,7 +14,9 @@ TIMES = ("rollout_timeout", "reset_timeout", "scoring_timeout", "watchdog_interv
 
 
 COUNTING_POLICIES = ("window", "drop_observations")
-"""Values of `context_policy` that read `context_turns` and `context_tokens`."""
+"""Values of `context_policy` that need `context_turns` and read `context_tokens`."""
+READERS = {"context_turns": (*COUNTING_POLICIES, "step"), "context_tokens": COUNTING_POLICIES}
+"""The values of `context_policy` that read each of these."""
 
 
 @dataclass(kw_only=True)
@@ -52,12 +54,14 @@ class RolloutSettings:
         default="keep",
         metadata={
             "help": "What each turn is sampled after: 'keep' everything so far; 'window': the prompt and the last "
-            "`context_turns` turns; 'drop_observations': of what answered the turns before those, only a note. Or the "
-            "path of your own, my_module.my_policy."
+            "`context_turns` turns; 'drop_observations': of what answered the turns before those, only a note; "
+            "'step': what the environment gives (info['next_context']), else as 'window', and every turn is a row of "
+            "its own. Or the path of your own, my_module.my_policy."
         },
     )
     context_turns: int | None = field(
-        default=None, metadata={"help": "How many of the last turns `context_policy` leaves as they are."}
+        default=None,
+        metadata={"help": "How many of the last turns `context_policy` leaves as they are. None for 'step': 1."},
     )
     context_tokens: int | None = field(
         default=None,
@@ -205,10 +209,10 @@ def check_context(limits: RolloutSettings) -> None:
             "example), or context_policy='keep'."
         )
     for name, value in (("context_turns", turns), ("context_tokens", tokens)):
-        if value is not None and policy not in COUNTING_POLICIES:
+        if value is not None and policy not in READERS[name]:
             raise ValueError(
                 f"{name}={value} has no effect with context_policy={policy!r}. Remove {name}, or set context_policy "
-                f"to {' or '.join(map(repr, COUNTING_POLICIES))}."
+                f"to {' or '.join(map(repr, READERS[name]))}."
             )
 
 

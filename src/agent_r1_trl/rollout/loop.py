@@ -148,7 +148,8 @@ async def _play(
             observations = _shortened(observations, chat, limits.max_observation_tokens)
             closing = chat.encode_turn_end(generation.token_ids, stopped=generation.stop == "stop")
             ids, authors = chat.encode_observations(message, observations, tools or None)
-        if not contexts.go_on(observations, [*closing, *ids], [*[Author.TEMPLATE] * len(closing), *authors]):
+        authors = [*[Author.TEMPLATE] * len(closing), *authors]
+        if not contexts.go_on(observations, [*closing, *ids], authors, info.get("next_context")):
             break  # no room to go on, whatever turns are left
     return StopReason.MAX_TURNS if len(draft.turns) == limits.max_turns else StopReason.MAX_COMPLETION_LENGTH
 

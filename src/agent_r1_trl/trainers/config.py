@@ -145,8 +145,9 @@ class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOCon
     loss_unit: str | None = field(
         default=None,
         metadata={
-            "help": "What has the same weight in the policy loss: each 'token', or each 'trajectory', spread over its "
-            "action tokens. None: as `loss_type` has it, a trajectory counting as one row however many it has."
+            "help": "What has the same weight in the policy loss: each 'token', or each 'turn' or 'trajectory', "
+            "spread over its action tokens. None: as `loss_type` has it, a trajectory counting as one row however "
+            "many it has."
         },
     )
     kl_placement: str = field(

@@ -14,7 +14,7 @@ from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import EstimatorName, estimator_names, find_estimator
 from agent_r1_trl.filtering import RULES
 from agent_r1_trl.generation.vllm.find_servers import check_urls
-from agent_r1_trl.rollout.context_policies import find_policy
+from agent_r1_trl.rollout.context_policies import find_policy, has_row_per_turn
 from agent_r1_trl.rollout.limits import check_share, check_whole_number
 from agent_r1_trl.safe_text import check_rules
 from agent_r1_trl.trainers.rollout_checks import Need, check_needs
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from agent_r1_trl.trainers.config import MultiTurnConfig
 
 TRUNCATION_POLICIES = ("keep", "mask", "penalise")
-LOSS_UNITS = ("token", "trajectory")
+LOSS_UNITS = ("token", "turn", "trajectory")
 RECORD_FORMATS = ("jsonl", "parquet", "none")
 SCHEDULES = ("constant", "linear", "cosine")
 LOSS_TYPES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
@@ -339,11 +339,13 @@ def check_rows(config: MultiTurnConfig) -> None:
     """Where a trajectory may have several rows, nothing may be computed over a row as if it were all there is."""
     if config.loss_unit is not None:
         check_choice(config, "loss_unit", LOSS_UNITS)
-    if find_policy(config) is None:
+    policy = find_policy(config)
+    if policy is None:
         return
     asked = f"with context_policy={config.context_policy!r}"
     for name, accepted in WHOLE_ROWS.items():
-        if getattr(config, name) != accepted:
+        is_of_turns = name == "importance_sampling_level" and has_row_per_turn(policy)  # then a ratio is a turn's
+        if getattr(config, name) != accepted and not is_of_turns:
             raise ValueError(
                 f"{name}={getattr(config, name)!r} {asked}: it is computed over whole rows, and a row may hold only "
                 f"some of a trajectory's turns. Set {name}={accepted!r}, or context_policy='keep'."

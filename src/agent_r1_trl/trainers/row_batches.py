@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
+from agent_r1_trl.advantages.gae import extend_turn_ids
 from agent_r1_trl.trainers.group_filter import IS_KEPT, GroupFilter
 from agent_r1_trl.trainers.lookahead import ROW_INDEX
 from agent_r1_trl.trainers.nonfinite import TRAJECTORY_ROW
 from agent_r1_trl.trainers.training_rows import TrainingRows
+from agent_r1_trl.update.batching import pad_right
 from agent_r1_trl.update.live_rows import policy_scale
 from agent_r1_trl.update.rows import Inputs
 from agent_r1_trl.update.spreading import spread_rows
@@ -29,6 +31,10 @@ NUM_TOKENS = "trajectory_tokens"
 NUM_TRAJECTORIES = "num_trajectories"
 """Entry of a micro-batch: trajectories in the baseline of its optimizer step, on all ranks, per micro-batch of TRL's
 accumulation (their number, unless a rollout is a part of an optimizer step)."""
+TURN_SHARES = "turn_shares"
+"""Entry of a micro-batch with `loss_unit="turn"`, (R, T): one over the tokens of its turn, at tokens in the loss."""
+NUM_TURNS = "num_turns"
+"""As `NUM_TRAJECTORIES`, the turns that have tokens in the loss."""
 _IS_FIRST = "is_first_row"
 
 
@@ -62,6 +68,8 @@ class RowBatches:
         device = output["completion_ids"].device
         loss_tokens = (output["completion_mask"] * output["tool_mask"]).sum(dim=1)  # (R,)
         output[NUM_TOKENS] = rows.expand(rows.total(loss_tokens))
+        if self._args.loss_unit == "turn":
+            output[TURN_SHARES] = turn_shares(output, rows)
         output[_IS_FIRST] = torch.tensor(rows.is_first, device=device)
         for name in (IS_KEPT, TRAJECTORY_ROW):
             if name in output:
@@ -140,7 +148,7 @@ class RowBatches:
         return step_of, sum(num_kept for num_kept, _ in counts)
 
     def _count(self, rows: Inputs, in_step: torch.Tensor, window: list[Inputs], *, share: float) -> None:
-        """Count the trajectories of an optimizer step.
+        """Count the trajectories of an optimizer step, and its turns if the loss weighs these.
 
         Args:
             rows: this rank's R.
@@ -153,13 +161,35 @@ class RowBatches:
         for inputs in window:
             inputs.pop(_IS_FIRST, None)
             inputs[NUM_TRAJECTORIES] = live
+        if TURN_SHARES in rows:
+            shares = (rows[TURN_SHARES] * rows["tool_mask"])[in_step]  # filtered ones have left the mask
+            turns = self._accelerator.reduce(shares.sum(), reduction="sum").round().clamp(min=1) / share
+            for inputs in window:
+                inputs[NUM_TURNS] = turns
 
 
 # -------------------------------------------------------------------- weights in the loss
 
 
+def turn_shares(output: Inputs, rows: TrainingRows) -> torch.Tensor:
+    """(R, T) one over the tokens of its turn that are in the loss, at each of these; 0 elsewhere.
+
+    Args:
+        output: TRL's batch of R rows.
+        rows: of the batch.
+    """
+    mask = output["completion_mask"] * output["tool_mask"]  # (R, T)
+    turn_ids = pad_right([row.turn_ids for row in rows.rows], -1, length=mask.shape[1], dtype=torch.long)
+    turns = extend_turn_ids(turn_ids.to(mask.device), mask).clamp(min=0)  # (R, T)
+    in_loss = mask.float()
+    counts = in_loss.new_zeros(len(turns), int(turns.max()) + 1).scatter_add(1, turns, in_loss)  # (R, K)
+    return in_loss / counts.gather(1, turns).clamp(min=1)
+
+
 def row_weights(inputs: Inputs, trainer: Any) -> torch.Tensor | None:
     """(M, 1) what the loss of each row of a micro-batch is multiplied by; None where TRL's own weights stand.
+
+    With `loss_unit="turn"`, (M, T): what that of each token is multiplied by.
 
     TRL's loss types divide by rows, by micro-batches, or by tokens. Here every token gets the weight that it would
     have if its trajectory were one row, or that `loss_unit` asks for.
@@ -187,6 +217,8 @@ def row_weights(inputs: Inputs, trainer: Any) -> torch.Tensor | None:
         "dapo": (per_token + 0 * tokens, None),
     }
     given, wanted = natural[{"sapo": "grpo", "cispo": "dapo", "vespo": "dapo"}.get(kind, kind)]
+    if unit == "turn":
+        return num_ranks / inputs[NUM_TURNS] * inputs[TURN_SHARES] / given.unsqueeze(1)
     if unit == "token":
         wanted = per_token + 0 * tokens
     elif unit == "trajectory":
@@ -211,7 +243,7 @@ def policy_weights(inputs: Inputs, trainer: Any) -> tuple[Any, Any]:
 
 
 class WeightedBeta:
-    """The weight of the KL term, times one of each row, as TRL's loss reads it."""
+    """The weight of the KL term, times one of each row or token, as TRL's loss reads it."""
 
     def __init__(self, beta: float, weights: torch.Tensor) -> None:
         self._beta, self._weights = beta, weights
