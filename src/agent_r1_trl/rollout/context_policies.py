@@ -94,13 +94,14 @@ def messages_of(turn: Turn) -> list[Message]:
 POLICIES: dict[str, Callable[[RolloutSettings], ContextPolicy | None]] = {
     "keep": lambda limits: None,
     "window": lambda limits: Window(limits.context_turns or 1, limits.context_tokens),
+    "summarise": lambda limits: None,  # contexts only grow until a summary opens another (`summaries.py`)
     "drop_observations": lambda limits: DropObservations(limits.context_turns or 1, limits.context_tokens),
 }
-"""Name in `context_policy` -> what makes the policy; None for one that never rewrites a context."""
+"""Name in `context_policy` -> what makes the policy; None where none decides before each turn."""
 
 
 def find_policy(limits: RolloutSettings) -> ContextPolicy | None:
-    """The policy that `context_policy` names, or to which it is the path; None if no context is ever rewritten.
+    """The policy that `context_policy` names, or to which it is the path; None if none decides before each turn.
 
     Raises:
         ValueError: there is none, or it cannot be called.

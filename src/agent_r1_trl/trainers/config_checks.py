@@ -339,7 +339,8 @@ def check_rows(config: MultiTurnConfig) -> None:
     """Where a trajectory may have several rows, nothing may be computed over a row as if it were all there is."""
     if config.loss_unit is not None:
         check_choice(config, "loss_unit", LOSS_UNITS)
-    if find_policy(config) is None:
+    find_policy(config)
+    if config.context_policy == "keep":
         return
     asked = f"with context_policy={config.context_policy!r}"
     for name, accepted in WHOLE_ROWS.items():
