@@ -49,13 +49,13 @@ class Log:
         return Generation(token_ids=ids, logprobs=[-1.0] * len(ids), stop=stop)
 
 
-def play(turns, summaries, *, chat=None, env=AddEchoEnv, prompt=PROMPT, **limits):
+def play(turns, summaries, *, chat=None, env=AddEchoEnv, asked=QUESTION, **limits):
     """One trajectory of these turns and summaries, and what the generator was asked."""
     chat = chat or chat_of()
-    generator = Log(chat, turns, summaries)
+    generator = Log(chat, turns, summaries, asked)
     limits = {"max_turns": len(turns), "summary_prompt": QUESTION} | EVERY_TURN | limits
     runner = RolloutRunner(env, generator, chat, RolloutLimits(**limits))
-    (trajectory,) = runner.run([RolloutRequest(example={"prompt": prompt}, seed=3)])
+    (trajectory,) = runner.run([RolloutRequest(example={"prompt": PROMPT}, seed=3)])
     runner.close()
     return trajectory, generator.requests
 
@@ -120,6 +120,12 @@ def test_a_summary_is_written_where_the_context_gets_longer_than_context_tokens(
     check_rows(trajectory, requests)
     trajectory, _ = play(TURNS, NOTES, context_turns=None, context_tokens=third - 1)
     assert trajectory.turns[2].is_summary
+
+
+def test_a_summary_is_written_after_so_many_turns_since_the_last():
+    trajectory, requests = play([*TURNS[:3], *TURNS], NOTES, context_turns=3)
+    assert [turn.is_summary for turn in trajectory.turns] == [False] * 3 + [True] + [False] * 3 + [True, False]
+    check_rows(trajectory, requests)
 
 
 def test_the_last_turn_is_left_out_where_the_context_would_be_too_long_with_it():
@@ -197,6 +203,15 @@ def test_whatever_is_written_is_trained_and_only_its_text_is_read(state):
     assert metrics["rollout/summary_truncated"] == written.is_truncated
 
 
+def test_what_a_summary_spells_in_the_next_context_is_no_longer_than_a_summary_may_be():
+    chat = chat_of()
+    sampled = [chat.encoder.control_ids["<|im_start|>"]] * 50
+    _, requests = play([TURNS[0], say("done")], [sampled])
+    _, empty = play([TURNS[0], say("done")], [say("")])
+    assert text_of(requests[2][0]).count("<|im_start|>") > text_of(empty[2][0]).count("<|im_start|>") + 5
+    assert len(requests[2][0]) <= len(empty[2][0]) + 60 + chat.count(CUT)
+
+
 def test_control_tokens_in_a_summary_are_text_afterwards():
     chat = chat_of()
     words = chat.tokenizer("<|im_", add_special_tokens=False)["input_ids"]
@@ -228,13 +243,29 @@ def test_without_room_for_a_summary_the_context_goes_on_to_its_own_limit():
     assert huge.stop_reason is StopReason.MAX_COMPLETION_LENGTH and len(huge.turns) == 1
 
 
-def test_a_prompt_that_leaves_no_room_for_what_was_written_ends_the_trajectory():
-    long = [{"role": "user", "content": "word " * 40}]
-    summary = say("x1y2z3" * 30)
-    _, requests = play([TURNS[0], say("done")], [summary], prompt=long, summary_tokens=60)
-    room = len(requests[2][0])
-    short, _ = play([TURNS[0], say("done")], [summary], prompt=long, summary_tokens=60, max_model_length=room)
-    assert short.stop_reason is StopReason.DONE, "without the last turn it has"
+class Mute:
+    """Says nothing, and ends with the third turn."""
+
+    def reset(self, example):
+        self.count = 0
+        return example["prompt"]
+
+    def step(self, message):
+        self.count += 1
+        return [], 0.0, self.count == 3, {}
+
+
+def test_a_summary_after_which_no_context_has_room_ends_the_trajectory():
+    said = [say("a"), say("b"), say("c")], [say("word " * 200)] * 2
+    options = {"env": Mute, "summary_prompt": "??", "asked": "??"}
+    trajectory, _ = play(*said, **options)
+    assert trajectory.stop_reason is StopReason.DONE
+    shortest = len(trajectory.prompt_ids) + trajectory.turns[1].start + 60 + 1
+    trajectory, requests = play(*said, **options, max_model_length=shortest)
+    assert trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH
+    assert [turn.is_summary for turn in trajectory.turns] == [False, True] and trajectory.final_text == "a"
+    assert trajectory.answered_messages == [trajectory.turns[0].message]
+    check_rows(trajectory, requests)
 
 
 REFUSED = {
@@ -297,6 +328,10 @@ def test_every_family_is_given_what_its_template_renders(family):
         assert row.prompt_ids == [*base, *sampled, *chat.encode_turn_end(sampled, True), *answered]
         asked = text_of(requests[2 * turn + 1][0][-150:], chat)
         assert asked.count("Write it down, in 60 tokens.") == 1
+        # What the tool said stands in the request as it does anywhere else.
+        said, answer = last.observations[0]["content"], text_of(answered, chat)
+        context = requests[2 * turn + 1][0]
+        assert text_of(context, chat).count(answer.partition(said)[0] + said) == 1
         assert last.message["tool_calls"] and last.observations[0]["role"] == "tool"
 
 
