@@ -114,6 +114,20 @@ class Turn:
     """Seconds spent waiting for the sampler."""
     env_s: float = 0.0
     """Seconds spent in the environment (tools included)."""
+    summary_request: Message | None = None
+    """The user message that asked for a summary, before which it stands; None for a turn that the environment got."""
+
+    @property
+    def is_summary(self) -> bool:
+        """The turn is a summary of the context (`context_policy="summarise"`), which the environment does not get."""
+        return self.summary_request is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The turn as a dictionary, its tool results too; one that is no summary is written as ever."""
+        record = asdict(self)
+        if self.summary_request is None:
+            del record["summary_request"]
+        return record
 
 
 @dataclass(kw_only=True, repr=False)
@@ -217,6 +231,11 @@ class Trajectory:
         return self.is_scored and not self.is_group_too_small and not self.stop_reason.is_infrastructure_failure
 
     @property
+    def env_turns(self) -> list[Turn]:
+        """The turns that the environment got: all but summaries."""
+        return [turn for turn in self.turns if not turn.is_summary]
+
+    @property
     def num_action_tokens(self) -> int:
         """Number of sampled tokens."""
         return sum(self.action_mask)
@@ -257,24 +276,21 @@ class Trajectory:
 
     @property
     def completion_messages(self) -> list[Message]:
-        """Assistant turns and observations, in order."""
-        messages: list[Message] = []
-        for turn in self.turns:
-            messages.append(turn.message)
-            messages.extend(turn.observations)
-        return messages
+        """Assistant turns and observations, in order; a summary stands after the message that asked for it."""
+        return [message for turn in self.turns for message in _messages_of(turn)]
 
     @property
     def answered_messages(self) -> list[Message]:
-        """`completion_messages` up to the last assistant turn, as reward functions of TRL's form read them.
+        """`completion_messages` up to the last turn that is no summary, as reward functions of TRL's form read them.
 
         A limit may end a trajectory after an observation that nobody answered; TRL hands over none of that kind.
         Without any turn this is one empty assistant message.
         """
-        if not self.turns:
+        last = max((index for index, turn in enumerate(self.turns) if not turn.is_summary), default=None)
+        if last is None:
             return [{"role": "assistant", "content": ""}]
-        messages = self.completion_messages
-        return messages[: len(messages) - len(self.turns[-1].observations)]
+        before = [message for turn in self.turns[:last] for message in _messages_of(turn)]
+        return [*before, self.turns[last].message]
 
     @property
     def messages(self) -> list[Message]:
@@ -288,8 +304,9 @@ class Trajectory:
 
     @property
     def final_text(self) -> str:
-        """Content of the last assistant message, or "" if there is none."""
-        return str(self.turns[-1].message.get("content") or "") if self.turns else ""
+        """Content of the last assistant message that is no summary, or "" if there is none."""
+        turns = self.env_turns
+        return str(turns[-1].message.get("content") or "") if turns else ""
 
     # ---------------------------------------------------------------- display and JSON
 
@@ -310,7 +327,7 @@ class Trajectory:
             if isinstance(value, list):
                 record[name] = list(value)
         record["prompt_messages"] = copy.deepcopy(self.prompt_messages)
-        record["turns"] = [asdict(turn) for turn in self.turns]
+        record["turns"] = [turn.to_dict() for turn in self.turns]
         record["info"] = dict(self.info)
         record["reward_parts"] = dict(self.reward_parts)
         record["stop_reason"] = self.stop_reason.value
@@ -342,6 +359,11 @@ class Trajectory:
     def from_json(cls, text: str) -> Trajectory:
         """The inverse of `to_json`."""
         return cls.from_dict(json.loads(text))
+
+
+def _messages_of(turn: Turn) -> list[Message]:
+    asked = [turn.summary_request] if turn.summary_request is not None else []
+    return [*asked, turn.message, *turn.observations]
 
 
 def _turn_from_dict(record: dict[str, Any]) -> Turn:

@@ -16,6 +16,7 @@ from tests.toys import call, calls, say
 NUM_TRAJECTORIES = 3
 HEADER = {"size": NUM_TRAJECTORIES, "weights": "w"}
 LIMITS = RolloutLimits(max_turns=5, max_completion_length=600)
+SUMMARIES = replace(LIMITS, context_policy="summarise", context_turns=1, summary_tokens=30, summary_prompt="Sum up.")
 CALLS = collections.Counter()
 """How often each tool or method ran, by its name and argument."""
 
@@ -156,6 +157,7 @@ def moving(rng):
 CASES = {"shop": (Shop, shopper), "counter": (Counter, counting), "replayed": (ReplayedCounter, counting)}
 CASES |= {"restored": (RestoredCounter, counting), "game": (Game, moving)}
 CASES |= {"board": (Board, moving), "restarted_board": (RestartedBoard, moving)}
+CASES |= {"summaries": (RestoredCounter, counting, SUMMARIES)}
 
 
 def requests(count=NUM_TRAJECTORIES):
@@ -163,12 +165,12 @@ def requests(count=NUM_TRAJECTORIES):
     return [RolloutRequest(example=row, example_id=str(row["number"]), seed=100 + row["number"]) for row in rows]
 
 
-def roll_out(path, env, policy, **options):
+def roll_out(path, env, policy, limits=LIMITS, **options):
     """Play, and go on with the journal if there is one; returns the trajectories and the generator."""
     recorded = read_rollout(path) if path is not None else None
     log = None if path is None else RolloutLog(path, HEADER, recorded=recorded, **options)
     talker = Talker(chat_of(), policy)
-    limits = replace(LIMITS, context_policy="step") if issubclass(env, Board) else LIMITS
+    limits = replace(limits, context_policy="step") if issubclass(env, Board) else limits
     runner = RolloutRunner(env, talker, chat_of(), limits)
     try:
         return runner.run(requests(), journal=log), talker

@@ -161,21 +161,22 @@ def test_a_finished_trajectory_comes_back_bit_for_bit(tmp_path, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rollout_that_was_cut_at_any_record_goes_on_as_if_it_had_not_been(tmp_path, case):
-    env, policy = CASES[case]
-    expected, whole = roll_out(None, env, policy)
+    played = CASES[case]
+    expected, whole = roll_out(None, *played)
     path = tmp_path / "file"
-    roll_out(path, env, policy)
+    roll_out(path, *played)
     data, ends = path.read_bytes(), cut_points(path)
     assert len(ends) > 15
+    assert any(turn.is_summary for item in expected for turn in item.turns) is (case == "summaries")
     for number, end in enumerate([0, *ends]):
         path.write_bytes(data[:end] + data[end : end + 5])  # and a torn record behind it
         records = read_file(path)[0]
         recorded = sum(record["kind"] == "turn" for record in records)
-        trajectories, talker = roll_out(path, env, policy)
+        trajectories, talker = roll_out(path, *played)
         assert list(map(without_times, trajectories)) == list(map(without_times, expected)), number
         assert sum(talker.sampled.values()) == sum(whole.sampled.values()) - recorded, "no recorded turn is sampled"
         assert read_rollout(path).is_complete
-        again, talker = roll_out(path, env, policy)
+        again, talker = roll_out(path, *played)
         assert [item.to_json() for item in again] == [item.to_json() for item in trajectories], "times included"
         assert not talker.sampled
 

@@ -116,6 +116,7 @@ RATE_TEST = (
     "test_the_learning_rates_of_policy_and_critic_are_halved_for_some_steps_and_the_schedule_goes_on"
 )
 
+SUMMARIES = "tests/rollout/test_summaries.py"
 RESAMPLING, CURRICULUM = "tests/trainers/test_resampling.py", "tests/trainers/test_curriculum.py"
 
 TABLE = {
@@ -127,6 +128,7 @@ TABLE = {
     "context_policy": (
         ShownBy("tests/rollout/test_contexts.py::test_a_window_holds_the_prompt_and_the_last_turns"),
         Refused("window", {"context_turns": 2}),
+        Refused("summarise", {"context_turns": 2, "summary_tokens": 100}),
         Refused("widow", {"context_policy": "keep"}),
     ),
     "context_turns": (
@@ -136,6 +138,14 @@ TABLE = {
     "context_tokens": (
         Acts(effects.limits, 100, context_policy="window", context_turns=2),
         Refused(100, {"context_policy": "window", "context_turns": 2}),
+    ),
+    "summary_tokens": (
+        ShownBy(f"{SUMMARIES}::test_summaries_have_seeds_and_lengths_of_their_own_and_move_no_others"),
+        Refused(100, {"context_policy": "summarise", "context_turns": 2}),
+    ),
+    "summary_prompt": (
+        Acts(effects.limits, "Why?", context_policy="summarise", context_turns=2, summary_tokens=100),
+        Refused("Why?", {"context_policy": "summarise", "context_turns": 2, "summary_tokens": 100}),
     ),
     "max_concurrency": (Acts(effects.limits, 9), Acts(effects.engine, 9)),
     "rollout_timeout": Acts(effects.limits, 1.5),

@@ -334,3 +334,28 @@ def lengths(completion_ids, trajectory, **kwargs):
     """Functions see trajectories, whose completion is that of all rows."""
     assert completion_ids == [item.completion_ids for item in trajectory]
     return [len(ids) / 100 for ids in completion_ids]
+
+
+@pytest.mark.parametrize("trainer_class", (MultiTurnGRPOTrainer, MultiTurnPPOTrainer))
+def test_summaries_are_trained_evaluated_logged_and_recorded(tmp_path, trainer_class):
+    def script(rng, turn):  # every second one is a summary
+        return say("x" * rng.randrange(1, 9)) if turn % 2 or rng.random() < 0.2 else call(a=rng.randrange(9), b=2)
+
+    trainer = make_trainer(
+        tmp_path, trainer=trainer_class, script=script, context_policy="summarise", context_turns=1, max_turns=3,
+        summary_tokens=12, summary_prompt="Sum up.", max_completion_length=400, max_steps=2, eval_dataset=questions(4),
+        record_trajectories="jsonl", per_device_eval_batch_size=4, per_device_train_batch_size=4,
+        gradient_accumulation_steps=2, reward_funcs=[lengths],
+    )  # fmt: skip
+    trainer.train()
+    trainer.evaluate()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 2 and all(entry["rollout/summaries"] > 0 and entry["grad_norm"] > 0 for entry in logged)
+    assert all(entry["rollout/rows"] == 1 + entry["rollout/summaries"] for entry in logged)
+    trajectories = list(read_trajectories(tmp_path))
+    summaries = [turn for item in trajectories[:16] for turn in item.turns if turn.is_summary]
+    assert len(summaries) > 8 and all(turn.summary_request["content"] == "Sum up." for turn in summaries)
+    for item in trajectories[:16]:
+        for turn in item.turns:
+            if turn.is_summary and any(item.advantages):
+                assert any(item.advantages[turn.start : turn.end]), "a summary is trained"

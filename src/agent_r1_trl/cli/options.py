@@ -160,7 +160,8 @@ def make_options() -> list[dict[str, Any]]:
     arguments = fields_of(TrainArguments)
     add(TaskArguments, "Task and data", arguments)
     add(TrainArguments, "Task and data", arguments)
-    add(RolloutSettings, "Limits of a rollout", shared)
+    for kind in RolloutSettings.__mro__[:-1]:
+        add(kind, "Limits of a rollout", shared)
     for kind in (MultiTurnConfig, MultiTurnPPOConfig, StabilitySettings, FaultSettings):
         add(kind, "PPO" if kind is MultiTurnPPOConfig else kind.__name__, ppo)
     add(ModelConfig, "Model and adapter (TRL)", fields_of(ModelConfig))

@@ -24,7 +24,7 @@ def signal_record(trajectory: Trajectory) -> dict[str, Any]:
         "in_baseline": trajectory.in_baseline,
         "return": trajectory.total_reward - trajectory.reward_parts.get("truncation_penalty", 0.0),
         "has_call": bool(trajectory.tool_results) or _num_actions(trajectory) > 0,
-        "turns": [_digest(trajectory.completion_ids[turn.start : turn.end]) for turn in trajectory.turns],
+        "turns": [_digest(trajectory.completion_ids[turn.start : turn.end]) for turn in trajectory.env_turns],
         "length": trajectory.num_action_tokens,
         "log_prob": math.fsum(trajectory.logprobs),
         "success": None if success is None else float(success),

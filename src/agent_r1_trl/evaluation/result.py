@@ -91,7 +91,7 @@ def trajectory_sums(trajectory: Trajectory) -> Row:
     results = trajectory.tool_results
     sums: Row = {
         "reward": (trajectory.total_reward if trajectory.is_scored else 0.0, float(trajectory.is_scored)),
-        "turns": (float(len(trajectory.turns)), 1.0),
+        "turns": (float(len(trajectory.env_turns)), 1.0),
         "tool_calls": (float(len(results)), 1.0),
         "tool_error_rate": (float(sum(result.is_error for result in results)), float(len(results))),
         "truncated_rate": (float(trajectory.stop_reason.is_truncated), 1.0),

@@ -44,7 +44,7 @@ class RecordedTurn:
 
     sampled: Record
     step: Record | None = None
-    """None if the run ended before the environment had answered."""
+    """None for a summary, and if the run ended before the environment had answered."""
 
     @property
     def generation(self) -> Generation:
@@ -181,7 +181,10 @@ def trajectory_record(trajectory: Trajectory) -> Record:
     for name in ("action_mask", "turn_ids"):  # follow from the turns
         del record[name]
     record["turns"] = [
-        {**vars(turn), "tool_results": [_result_record(result) for result in turn.tool_results]}
+        {
+            **{name: value for name, value in vars(turn).items() if name != "summary_request" or value is not None},
+            "tool_results": [_result_record(result) for result in turn.tool_results],
+        }
         for turn in trajectory.turns
     ]
     if segments := record.pop("segments"):  # a trajectory of one row is written as ever

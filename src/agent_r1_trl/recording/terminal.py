@@ -83,7 +83,10 @@ def _header(trajectory: Trajectory) -> Text:
         f" = turns {trajectory.process_reward:+.3f} + outcome {trajectory.outcome_reward:+.3f}"
         f"{_parts(trajectory.reward_parts)}"
     )
-    text.append(f"   turns: {len(trajectory.turns)}   {trajectory.duration_s:.2f} s\n", style="dim")
+    num_summaries = len(trajectory.turns) - len(trajectory.env_turns)
+    text.append(f"   turns: {len(trajectory.env_turns)}", style="dim")
+    text.append(f"   summaries: {num_summaries}" if num_summaries else "", style="dim")
+    text.append(f"   {trajectory.duration_s:.2f} s\n", style="dim")
     text.append("tokens: ", style="dim")
     text.append(f"{counts[Author.POLICY]} policy (mask 1)", style=STYLES[Author.POLICY]).append("  ")
     text.append(f"{counts[Author.TEMPLATE]} template", style=STYLES[Author.TEMPLATE]).append("  ")
@@ -137,6 +140,9 @@ def _messages(trajectory: Trajectory) -> list[RenderableType]:
         parts.append(Text(visible(f"{message.get('role')}: {_content(message)}"), style="dim"))
     for index, turn in enumerate(trajectory.turns):
         parts.append(_turn_rule(trajectory, index))
+        if turn.summary_request is not None:
+            asked = visible(f"user: {_content(turn.summary_request)}")
+            parts.append(Text(asked, style=STYLES[Author.ENVIRONMENT]))
         parts.append(Text(visible(_content(turn.message)), style=STYLES[Author.POLICY]))
         for message in turn.observations:
             parts.append(
@@ -176,7 +182,8 @@ def _append_call(text: Text, turn: int, result: ToolResult) -> None:
 
 def _turn_rule(trajectory: Trajectory, index: int) -> RenderableType:
     turn = trajectory.turns[index]
-    title = f"turn {index} · reward {turn.reward:+.3f}{_parts(turn.reward_parts)}"
+    kind = "summary" if turn.is_summary else "turn"
+    title = f"{kind} {index} · reward {turn.reward:+.3f}{_parts(turn.reward_parts)}"
     if trajectory.advantages is not None and turn.end > turn.start:
         values = trajectory.advantages[turn.start : turn.end]
         title += f" · advantage {math.fsum(values) / len(values):+.3f}"
@@ -214,7 +221,7 @@ def summary_table(records: Sequence[Record], title: str | None = None) -> Table:
             str(record.index),
             Text(visible(f"{item.example_id}#{item.generation}")),
             item.stop_reason.value,
-            str(len(item.turns)),
+            str(len(item.env_turns)),
             str(len(item.tool_results)),
             str(sum(map(_num_failures, item.turns))),
             str(len(item.completion_ids)),

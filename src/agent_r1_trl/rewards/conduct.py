@@ -69,6 +69,9 @@ def repetition_penalty(trajectory: Any, *, n: int = 4, tolerated: float = 0.25) 
     seen: set[tuple[str, ...]] = set()
     scores: list[float | None] = []
     for turn in need_trajectory(trajectory, "repetition_penalty").turns:
+        if turn.is_summary:  # which is there to say things again
+            scores.append(None)
+            continue
         texts = [text_of(turn.message.get(name)) for name in (*THOUGHT_FIELDS, "content")]
         runs = [run for text in texts + call_texts(turn.message) for run in n_grams(words_of(text), n)]
         num_seen = len(seen)
@@ -108,6 +111,9 @@ def new_information(trajectory: Any, *, max_total: float = 1.0, tag: str = THINK
     before = ""
     for turn in played.turns:
         known.update(written_words(turn.message))
+        if turn.is_summary:
+            scores.append(None)
+            continue
         said = " ".join(words_of(read_message(turn.message, tag=tag).visible))
         observed = "\n".join(text_of(message.get("content")) for message in turn.observations)
         scores.append(_finds(turn, f"{before}\n{said}", observed, known, done))

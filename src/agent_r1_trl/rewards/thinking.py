@@ -98,7 +98,10 @@ def thinking_format_penalty(
     check_number("penalty", penalty)
     options = _format_options(tag, answer_tag, min_words, opened_by_template)
     turns = need_trajectory(trajectory, "thinking_format_penalty").turns
-    return [0.0 if is_well_formed_turn(turn.message, **options) else -penalty for turn in turns]
+    return [
+        None if turn.is_summary else 0.0 if is_well_formed_turn(turn.message, **options) else -penalty
+        for turn in turns
+    ]
 
 
 def _format_options(tag: str, answer_tag: str | None, min_words: int, opened_by_template: bool) -> dict[str, Any]:
@@ -152,6 +155,10 @@ def grounded_thinking(
     observed: list[str] = []
     scores: list[float | None] = []
     for turn in played.turns:
+        if turn.is_summary:  # it is no answer to what was observed
+            scores.append(None)
+            known.update(written_words(turn.message))
+            continue
         thought = read_message(turn.message, tag=tag, opened_by_template=opened_by_template).thought
         said = content_words(words_of(thought))[:max_words]
         scores.append(_share_taken_up(said, observed, known, target=target, max_run=max_run))

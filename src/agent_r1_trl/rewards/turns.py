@@ -56,9 +56,9 @@ def read_message(message: Message, *, tag: str = THINK_TAG, opened_by_template: 
 
 
 def assistant_messages(item: Any) -> list[Message]:
-    """The policy's messages in a trajectory, in a list of messages, or in a text that is one message."""
+    """The policy's messages in a trajectory (without summaries), in a list of messages, or in one message's text."""
     if isinstance(item, Trajectory):
-        return [turn.message for turn in item.turns]
+        return [turn.message for turn in item.env_turns]
     if isinstance(item, str):
         return [{"role": "assistant", "content": item}]
     return [message for message in item if message.get("role") == "assistant"]

@@ -111,10 +111,11 @@ def messages_of(turn: Turn) -> list[Message]:
 POLICIES: dict[str, Callable[[RolloutSettings], ContextPolicy | None]] = {
     "keep": lambda limits: None,
     "window": lambda limits: Window(limits.context_turns or 1, limits.context_tokens),
+    "summarise": lambda limits: None,  # contexts only grow until a summary opens another (`summaries.py`)
     "drop_observations": lambda limits: DropObservations(limits.context_turns or 1, limits.context_tokens),
     "step": lambda limits: Step(limits.context_turns or 1),
 }
-"""Name in `context_policy` -> what makes the policy; None for one that never rewrites a context."""
+"""Name in `context_policy` -> what makes the policy; None where none decides before each turn."""
 
 
 def has_row_per_turn(policy: ContextPolicy | None) -> bool:
@@ -132,7 +133,7 @@ def is_context(messages: Any) -> bool:
 
 
 def find_policy(limits: RolloutSettings) -> ContextPolicy | None:
-    """The policy that `context_policy` names, or to which it is the path; None if no context is ever rewritten.
+    """The policy that `context_policy` names, or to which it is the path; None if none decides before each turn.
 
     Raises:
         ValueError: there is none, or it cannot be called.

@@ -9,18 +9,20 @@ import math
 from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from typing import Any
 
+from agent_r1_trl.rollout.summary_settings import SUMMARISE, SummarySettings, check_summaries
+
 TIMES = ("rollout_timeout", "reset_timeout", "scoring_timeout", "watchdog_interval", "stall_timeout")
 """The limits that are seconds."""
 
 
-COUNTING_POLICIES = ("window", "drop_observations")
-"""Values of `context_policy` that need `context_turns` and read `context_tokens`."""
+COUNTING_POLICIES = ("window", "drop_observations", SUMMARISE)
+"""Values of `context_policy` that read `context_turns` and `context_tokens`, and need one of them."""
 READERS = {"context_turns": (*COUNTING_POLICIES, "step"), "context_tokens": COUNTING_POLICIES}
 """The values of `context_policy` that read each of these."""
 
 
 @dataclass(kw_only=True)
-class RolloutSettings:
+class RolloutSettings(SummarySettings):
     """The limits that a user sets."""
 
     max_turns: int = field(
@@ -56,18 +58,22 @@ class RolloutSettings:
             "help": "What each turn is sampled after: 'keep' everything so far; 'window': the prompt and the last "
             "`context_turns` turns; 'drop_observations': of what answered the turns before those, only a note; "
             "'step': what the environment gives (info['next_context']), else as 'window', and every turn is a row of "
-            "its own. Or the path of your own, my_module.my_policy."
+            "its own; 'summarise': the prompt and a summary that the model wrote. Or the path of your own, "
+            "my_module.my_policy."
         },
     )
     context_turns: int | None = field(
         default=None,
-        metadata={"help": "How many of the last turns `context_policy` leaves as they are. None for 'step': 1."},
+        metadata={
+            "help": "How many of the last turns `context_policy` leaves as they are (None for 'step': 1); with "
+            "'summarise', after how many turns a summary is written."
+        },
     )
     context_tokens: int | None = field(
         default=None,
         metadata={
             "help": "Rewrite a context (`context_policy`) only where it would have more tokens than this. None: "
-            "rewrite it before every turn."
+            "rewrite it before every turn ('summarise': as `context_turns` says)."
         },
     )
     max_invalid_calls: int = field(
@@ -124,7 +130,9 @@ class RolloutSettings:
         check_whole_number("max_completion_length", self.max_completion_length, is_optional=is_length_optional)
         check_whole_number("max_invalid_calls", self.max_invalid_calls, minimum=0)
         check_whole_number("max_tokens_per_turn", self.max_tokens_per_turn, is_optional=True)
+        check_whole_number("summary_tokens", self.summary_tokens, is_optional=True)
         check_context(self)
+        check_summaries(self)
         for name in TIMES:
             check_seconds(name, getattr(self, name))
 
@@ -203,7 +211,7 @@ def check_context(limits: RolloutSettings) -> None:
         raise ValueError(f"context_policy={policy!r} must be a name or a path. Set context_policy='keep' or 'window'.")
     check_whole_number("context_turns", turns, is_optional=True)
     check_whole_number("context_tokens", tokens, is_optional=True)
-    if policy in COUNTING_POLICIES and turns is None:
+    if policy in COUNTING_POLICIES and policy != SUMMARISE and turns is None:
         raise ValueError(
             f"context_policy={policy!r} does not say how many turns stay as they are. Set context_turns (4, for "
             "example), or context_policy='keep'."

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from agent_r1_trl.rollout.draft import Draft, record_step
 from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession, ToolFailure
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.requests import derive_seed
+from agent_r1_trl.rollout.summaries import Summaries
 from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
 
 MAX_CHARS_PER_TOKEN = 64
@@ -112,21 +114,15 @@ async def _play(
         draft.prompt_ids = chat.encode_prompt(draft.prompt_messages, tools or None)
     if limits.turn_budget(len(draft.prompt_ids), 0) < 1:
         return StopReason.PROMPT_TOO_LONG
-    contexts = Contexts(draft, chat, tools, limits)
+    contexts, summaries = Contexts(draft, chat, tools, limits), Summaries(draft, chat, tools, limits)
+    sample = functools.partial(_sample, draft, generator, chat, tools, params)
     num_invalid = 0
     for turn_index in range(limits.max_turns):
         max_tokens = limits.turn_budget(*draft.lengths)
         draft.phase = f"turn {turn_index}: generation"
-        began = time.perf_counter()
-        context = draft.context_ids
-        prefix, position = context[-PREFIX_TOKENS:], len(draft.prompt_ids) + len(draft.completion_ids)
-        seed = derive_seed(draft.request.seed, turn_index)
-        generation = await _generate(generator, context, max_tokens=max_tokens, seed=seed, params=params)
-        with _chat_failures(GenerationFailure):
-            message = chat.parse(generation.token_ids, prefix, tools or None, position=position)
-        if generation.stop == "length":
-            message = _cut_message(message, max_tokens)
-        turn = draft.add_turn(generation, message, generate_s=time.perf_counter() - began)
+        generation, message, seconds = await sample(max_tokens, derive_seed(draft.request.seed, turn_index))
+        message = _cut_message(message, max_tokens) if generation.stop == "length" else message
+        turn = draft.add_turn(generation, message, generate_s=seconds)
         if generation.stop == "length" and limits.room(*draft.lengths) < 1:
             return StopReason.MAX_COMPLETION_LENGTH
         if turn_index == limits.max_tool_calling_iterations and message.get("tool_calls"):
@@ -148,10 +144,39 @@ async def _play(
             observations = _shortened(observations, chat, limits.max_observation_tokens)
             closing = chat.encode_turn_end(generation.token_ids, stopped=generation.stop == "stop")
             ids, authors = chat.encode_observations(message, observations, tools or None)
-        authors = [*[Author.TEMPLATE] * len(closing), *authors]
-        if not contexts.go_on(observations, [*closing, *ids], authors, info.get("next_context")):
+            request = summaries.request(observations, closing, ids) if turn_index + 1 < limits.max_turns else None
+        if request is not None:
+            draft.phase = f"turn {turn_index}: summary"
+            summaries.ask(request)
+            seed = derive_seed(draft.request.seed, turn_index, "summary")
+            generation, message, seconds = await sample(request.max_tokens, seed)
+            with _chat_failures():
+                goes_on = summaries.take(request, generation, message, generate_s=seconds)
+        else:
+            authors = [*[Author.TEMPLATE] * len(closing), *authors]
+            goes_on = contexts.go_on(observations, [*closing, *ids], authors, info.get("next_context"))
+        if not goes_on:
             break  # no room to go on, whatever turns are left
-    return StopReason.MAX_TURNS if len(draft.turns) == limits.max_turns else StopReason.MAX_COMPLETION_LENGTH
+    return StopReason.MAX_TURNS if turn_index + 1 == limits.max_turns else StopReason.MAX_COMPLETION_LENGTH
+
+
+async def _sample(
+    draft: Draft,
+    generator: Generator,
+    chat: ChatFormat,
+    tools: Any,
+    params: SamplingParams,
+    max_tokens: int,
+    seed: int,
+) -> tuple[Generation, Message, float]:
+    """What the policy says after the present context, the message in it, and the seconds that it took."""
+    began = time.perf_counter()
+    context = draft.context_ids
+    prefix, position = context[-PREFIX_TOKENS:], len(draft.prompt_ids) + len(draft.completion_ids)
+    generation = await _generate(generator, context, max_tokens=max_tokens, seed=seed, params=params)
+    with _chat_failures(GenerationFailure):
+        message = chat.parse(generation.token_ids, prefix, tools or None, position=position)
+    return generation, message, time.perf_counter() - began
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ def recorded_calls(
                 found.setdefault(name, []).append((index, place))
 
     def recorded(name: str, index: int, place: int) -> RecordedCall:
-        messages = [turn.message for turn in trajectories[place].turns[: index + 1]]
+        messages = [turn.message for turn in trajectories[place].turns[: index + 1] if not turn.is_summary]
         return RecordedCall(tool=name, request=requests[place], messages=messages)
 
     return {name: [recorded(name, *where) for where in sorted(places)[:limit]] for name, places in found.items()}

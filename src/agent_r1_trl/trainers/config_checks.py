@@ -340,7 +340,7 @@ def check_rows(config: MultiTurnConfig) -> None:
     if config.loss_unit is not None:
         check_choice(config, "loss_unit", LOSS_UNITS)
     policy = find_policy(config)
-    if policy is None:
+    if config.context_policy == "keep":
         return
     asked = f"with context_policy={config.context_policy!r}"
     for name, accepted in WHOLE_ROWS.items():

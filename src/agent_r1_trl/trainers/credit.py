@@ -230,9 +230,18 @@ def read_credit_inputs(
 
 
 def anchors(trajectory: Trajectory) -> list[int]:
-    """Per turn a number that names the observation before it (GiGPO's anchor state), equal on every rank."""
-    before = [trajectory.prompt_messages, *(turn.observations for turn in trajectory.turns)]
-    return [_digest(messages) for messages in before[: len(trajectory.turns)]]
+    """Per turn a number that names the observation before it (GiGPO's anchor state), equal on every rank.
+
+    A summary's is a state of its own kind, with the request; the turn after it stands where the summary stood.
+    """
+    found, before = [], trajectory.prompt_messages
+    for turn in trajectory.turns:
+        if turn.summary_request is not None:
+            found.append(_digest([*before, turn.summary_request]))
+            continue
+        found.append(_digest(before))
+        before = turn.observations
+    return found
 
 
 def _digest(messages: Sequence[Message]) -> int:

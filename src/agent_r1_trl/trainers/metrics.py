@@ -40,7 +40,8 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "process": trajectory.process_reward,
         "outcome": trajectory.outcome_reward,
         "parts": dict(parts),
-        "turns": len(trajectory.turns),
+        "turns": len(trajectory.env_turns),
+        "summaries": [turn.is_truncated for turn in trajectory.turns if turn.is_summary],
         "rows": 1 + sum(segment.prompt_ids is not None for segment in trajectory.segments),
         "invalid_turns": sum(turn.is_invalid for turn in trajectory.turns),
         "calls": [
@@ -85,6 +86,9 @@ def rollout_metrics(records: Sequence[dict[str, Any]], *, num_generations: int) 
     metrics["rollout/turns"] = _mean([record["turns"] for record in records])
     if any(record["rows"] > 1 for record in records):
         metrics["rollout/rows"] = _mean([record["rows"] for record in records])
+    if summaries := [is_cut for record in records for is_cut in record["summaries"]]:
+        metrics["rollout/summaries"] = len(summaries) / num
+        metrics["rollout/summary_truncated"] = _mean(summaries)
     metrics["rollout/invalid_turns"] = _mean([record["invalid_turns"] for record in records])
     metrics["rollout/tool_calls"] = _mean([len(record["calls"]) for record in records])
     metrics["rollout/truncated_share"] = _mean([record["truncated"] for record in records])

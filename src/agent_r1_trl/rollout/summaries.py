@@ -1,0 +1,191 @@
+"""Summaries: the policy writes down what it needs, and goes on after that (`context_policy="summarise"`).
+
+When the context would reach `context_tokens`, or after `context_turns` turns, the policy is asked for a summary by a
+user message that follows the last observations. What it samples is a turn like any other, trained in the row it was
+written in, but the environment does not see it. The next context, which opens a row, is
+
+    prompt + summary + last turn and what answered it
+
+The last turn is there so that nothing unanswered is lost; it is left out where the context would be too long with it.
+
+Covered here: when a summary is asked for, what is asked, and the context after it. Not covered: rows
+(`agent_r1_trl.rows`), settings (`summary_settings.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agent_r1_trl.chat.errors import ChatFormatError
+from agent_r1_trl.chat.format import ChatFormat
+from agent_r1_trl.chat.jinja import calling, tool_answer
+from agent_r1_trl.chat.messages import as_text
+from agent_r1_trl.generation.base import Generation
+from agent_r1_trl.rollout.draft import Draft
+from agent_r1_trl.rollout.limits import RolloutLimits
+from agent_r1_trl.rollout.summary_settings import SUMMARISE, summary_request
+from agent_r1_trl.trajectory import Author, Message
+
+HEADING = "Summary of your work so far, written by you:\n\n"
+NO_SUMMARY = "(You wrote no summary.)"
+CUT = "\n[The summary was cut off here.]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the context goes on with where a summary is asked for."""
+
+    observations: list[Message]
+    """That answered the last turn."""
+    answer_ids: list[int]
+    """(N,) these alone, rendered."""
+    ids: list[int]
+    """(M,) these and the request."""
+    authors: list[Author]
+    """(M,)"""
+    max_tokens: int
+    """Of the summary."""
+
+
+class Summaries:
+    """The summaries of one trajectory; none are asked for under another `context_policy`.
+
+    Args:
+        draft: of the trajectory, with its prompt.
+        chat: the model's chat format.
+        tools: schemas of the environment's tools.
+        limits: with the settings of summaries.
+    """
+
+    def __init__(self, draft: Draft, chat: ChatFormat, tools: Any, limits: RolloutLimits) -> None:
+        self._draft, self._chat, self._tools, self._limits = draft, chat, tools, limits
+        self._message = summary_request(limits)
+        self._num_before = 0
+        """Turns up to the last summary, with it."""
+
+    def request(self, observations: list[Message], closing: list[int], ids: list[int]) -> Request | None:
+        """What asks for a summary after the last turn; None if none is due, or if it has no room.
+
+        Without room the context goes on as it is, to its own limit.
+
+        Args:
+            observations: what the environment answered.
+            closing: what closes the turn.
+            ids: (N,) the rendered observations.
+        """
+        draft, limits = self._draft, self._limits
+        if limits.context_policy != SUMMARISE:
+            return None
+        num_turns = len(draft.turns) - self._num_before
+        length = sum(draft.lengths) + len(closing) + len(ids)
+        is_full = limits.context_tokens is not None and length > limits.context_tokens
+        if not is_full and num_turns < (limits.context_turns or num_turns + 1):
+            return None
+        asked, authors = self._asked(observations)
+        assert limits.summary_tokens is not None
+        request = Request(
+            observations=observations,
+            answer_ids=[*closing, *ids],
+            ids=[*closing, *asked],
+            authors=[*[Author.TEMPLATE] * len(closing), *authors],
+            max_tokens=limits.summary_tokens,
+        )
+        # One token of the turn after it, too.
+        return request if len(request.ids) + request.max_tokens < limits.room(*draft.lengths) else None
+
+    def ask(self, request: Request) -> None:
+        """Answer the last turn and ask for the summary, which is then to be sampled."""
+        self._draft.turns[-1].observations = request.observations
+        self._draft.add_context(request.ids, request.authors)
+
+    def take(self, request: Request, generation: Generation, message: Message, *, generate_s: float) -> bool:
+        """Add the summary and open the context after it; False if that has no room for a turn.
+
+        Args:
+            request: what was asked.
+            generation: what was sampled.
+            message: in it.
+            generate_s: seconds that it took.
+        """
+        draft, limits = self._draft, self._limits
+        answered = draft.turns[-1]
+        turn = draft.add_turn(generation, _without_calls(message), generate_s=generate_s)
+        turn.summary_request = dict(self._message)
+        prompt = self._next_prompt(self._text_of(turn.message, turn.is_truncated))
+        base = self._chat.encode_prompt(prompt, self._tools or None)
+        last = [*draft.completion_ids[answered.start : answered.end], *request.answer_ids]
+        longest = (limits.max_model_length or len(base) + len(last) + 1) - 1
+        if len(base) > longest:
+            return False
+        if len(base) + len(last) <= min(longest, limits.context_tokens or longest):
+            base += last
+        draft.rewrite_context(base, [])
+        self._num_before = len(draft.turns)
+        return True
+
+    # ---------------------------------------------------------------- messages
+
+    def _asked(self, observations: list[Message]) -> tuple[list[int], list[Author]]:
+        """Ids and authors of the observations and the request after them."""
+        said = self._draft.turns[-1].message
+        asked = [*observations, self._message]
+        if observations and observations[-1].get("role") == "tool" and not _takes_users_after_tools(self._chat):
+            asked = _joined(observations, self._message["content"])
+        return self._chat.encode_observations(said, asked, self._tools or None)
+
+    def _text_of(self, message: Message, is_cut: bool) -> str:
+        """The summary as it stands in the next context: no thoughts, no calls, and no longer than was asked."""
+        text = str(message.get("content") or "").strip()
+        text = self._chat.truncate(text, self._limits.summary_tokens or 0)
+        return HEADING + (f"{text}{CUT if is_cut else ''}" if text else NO_SUMMARY)
+
+    def _next_prompt(self, text: str) -> list[Message]:
+        """The prompt with the summary at its end: in its last message, as some templates want roles to alternate."""
+        text = self._chat.encoder.hide(text)  # what looks like a control token stays text
+        prompt = self._draft.prompt_messages
+        if prompt[-1].get("role") == "user":
+            return _joined(prompt, text)
+        return [*prompt, {"role": "user", "content": text}]
+
+
+def check_room(chat: ChatFormat, limits: RolloutLimits) -> None:
+    """Refuse limits under which a context that is full could never hold the request and its summary.
+
+    Raises:
+        ValueError: names the limits, the rule and the cure.
+    """
+    if limits.context_policy != SUMMARISE or limits.max_model_length is None or limits.context_tokens is None:
+        return
+    ids, _ = chat.encode_observations({"role": "assistant", "content": ""}, [summary_request(limits)])
+    most = limits.max_model_length - len(ids) - (limits.summary_tokens or 0) - 1
+    if limits.context_tokens >= most:
+        raise ValueError(
+            f"context_tokens={limits.context_tokens} with summary_tokens={limits.summary_tokens}: the request for a "
+            f"summary has {len(ids)} tokens, and the model or engine holds {limits.max_model_length}, so that a "
+            f"context that is full would have no room for its summary. Set context_tokens below {most} (well below, "
+            "because the turn and the observations that fill the context come on top), or lower summary_tokens."
+        )
+
+
+def _without_calls(message: Message) -> Message:
+    """A summary's message: calls in it are not made, so they are not recorded as calls."""
+    return {name: value for name, value in message.items() if name not in ("tool_calls", "malformed_tool_call")}
+
+
+def _joined(messages: Sequence[Message], text: str) -> list[Message]:
+    """The messages with a text at the end of the last one."""
+    *before, last = messages
+    content = as_text(last.get("content"), "the last message")
+    return [*before, {**last, "content": f"{content}\n\n{text}" if content else text}]
+
+
+def _takes_users_after_tools(chat: ChatFormat) -> bool:
+    """Whether the template renders a user message after a tool's; Mistral's want a turn between them."""
+    question: Message = {"role": "user", "content": "."}
+    try:
+        chat.encode_prompt([question, calling(), tool_answer("."), question])
+    except ChatFormatError:
+        return False
+    return True
