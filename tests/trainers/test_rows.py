@@ -13,7 +13,7 @@ from agent_r1_trl.critic import critic_parameters
 from agent_r1_trl.recording import read_trajectories
 from agent_r1_trl.rows import Segment
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.config_checks import WHOLE_ROWS
+from agent_r1_trl.trainers.row_checks import WHOLE_ROWS
 from agent_r1_trl.trainers.training_rows import TrainingRows, trained_rows
 from agent_r1_trl.trajectory import Trajectory, Turn
 from tests.tokenizers import make_tokenizer

@@ -15,11 +15,11 @@ from agent_r1_trl.advantages.lookup import EstimatorName, estimator_names, find_
 from agent_r1_trl.chat.templates import THINKING
 from agent_r1_trl.filtering import RULES
 from agent_r1_trl.generation.vllm.find_servers import check_urls
-from agent_r1_trl.rollout.context_policies import find_policy, has_row_per_turn
 from agent_r1_trl.rollout.limits import check_share, check_whole_number
 from agent_r1_trl.rollout.thinking import settle_thinking
 from agent_r1_trl.safe_text import check_rules
 from agent_r1_trl.trainers.rollout_checks import Need, check_needs
+from agent_r1_trl.trainers.row_checks import LOSS_UNITS, check_rows
 from agent_r1_trl.update.importance import UNITS
 from agent_r1_trl.update.layout import PACKED_LAYOUTS, REGROUPING_LAYOUTS, UPDATE_LAYOUTS
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from agent_r1_trl.trainers.config import MultiTurnConfig
 
 TRUNCATION_POLICIES = ("keep", "mask", "penalise")
-LOSS_UNITS = ("token", "turn", "trajectory")
 RECORD_FORMATS = ("jsonl", "parquet", "none")
 SCHEDULES = ("constant", "linear", "cosine")
 LOSS_TYPES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
@@ -81,6 +80,8 @@ def check_config(config: MultiTurnConfig) -> None:
     check_needs(config, OUR_NEEDS)
     check_micro_batch_means(config)
     check_open_loss_mask(config)
+    if config.loss_unit is not None:
+        check_choice(config, "loss_unit", LOSS_UNITS)
     check_rows(config)
 
 
@@ -336,37 +337,6 @@ def check_open_loss_mask(config: MultiTurnConfig) -> None:
             "the mask would compare log-probabilities of observation tokens, which the engine did not sample. Remove "
             "off_policy_mask_threshold, or set loss_mask=True."
         )
-
-
-def check_rows(config: MultiTurnConfig) -> None:
-    """Where a trajectory may have several rows, nothing may be computed over a row as if it were all there is."""
-    if config.loss_unit is not None:
-        check_choice(config, "loss_unit", LOSS_UNITS)
-    policy = find_policy(config)
-    if config.context_policy == "keep":
-        return
-    asked = f"with context_policy={config.context_policy!r}"
-    for name, accepted in WHOLE_ROWS.items():
-        is_of_turns = name == "importance_sampling_level" and has_row_per_turn(policy)  # then a ratio is a turn's
-        if getattr(config, name) != accepted and not is_of_turns:
-            raise ValueError(
-                f"{name}={getattr(config, name)!r} {asked}: it is computed over whole rows, and a row may hold only "
-                f"some of a trajectory's turns. Set {name}={accepted!r}, or context_policy='keep'."
-            )
-    if config.loss_type == "vespo":
-        raise ValueError(
-            f"loss_type='vespo' {asked}: it weighs whole rows, and a row may hold only some of a trajectory's turns. "
-            "Set another loss_type, or context_policy='keep'."
-        )
-
-
-WHOLE_ROWS = {
-    "importance_sampling_level": "token",
-    "off_policy_mask_threshold": None,
-    "loss_mask": True,
-    "advantage_mask": True,
-}
-"""Options that look at a row as a whole, or at observations that another row holds: the only value accepted."""
 
 
 def settle_ddp(config: MultiTurnConfig) -> None:
