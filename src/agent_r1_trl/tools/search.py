@@ -89,10 +89,7 @@ class SearchIndex:
         Raises:
             ValueError: `k` is not an integer >= 1, or `query` is not a string.
         """
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ValueError(f"k={k!r}: must be an integer >= 1.")
-        if not isinstance(query, str):
-            raise ValueError(f"query={query!r}: must be a string.")
+        check_search(query, k)
         terms = query_terms(query)
         if not terms:
             return []
@@ -130,24 +127,39 @@ class SearchIndex:
         return SearchStore(self.path, self.title_weight)
 
 
+def check_search(query: str, k: int) -> None:
+    """Refuse what no search can be made of.
+
+    Raises:
+        ValueError: `k` is not an integer >= 1, or `query` is not a string.
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"k={k!r}: must be an integer >= 1.")
+    if not isinstance(query, str):
+        raise ValueError(f"query={query!r}: must be a string.")
+
+
 def make_search_tool(
-    index: SearchIndex, *, top_k: int = 3, max_passage_chars: int = 500, name: str = "search", **settings: Any
+    retriever: Any, *, top_k: int = 3, max_passage_chars: int = 500, name: str = "search", **settings: Any
 ) -> Tool:
-    """A `search(query)` tool over an index.
+    """A `search(query)` tool.
 
     Args:
-        index: the index to search.
+        retriever: what is searched: a `SearchIndex`, or anything that `open_retriever` takes.
         top_k: passages per search.
         max_passage_chars: maximum length of a passage's text; the rest is replaced by "[truncated]".
         name: name of the tool.
         **settings: further arguments of `Tool` (`timeout_s`, `max_result_tokens`, ...).
 
     Raises:
-        ValueError: `top_k` or `max_passage_chars` is not an integer >= 1.
+        ValueError: `top_k` or `max_passage_chars` is not an integer >= 1, or there is no such retriever.
     """
+    from agent_r1_trl.tools.retrieval import open_retriever
+
     for label, value in (("top_k", top_k), ("max_passage_chars", max_passage_chars)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{label}={value!r}: must be an integer >= 1.")
+    opened = open_retriever(retriever)
 
     def search(query: str) -> str:
         """Search a collection of documents and return the passages that match best.
@@ -155,9 +167,10 @@ def make_search_tool(
         Args:
             query: The words to look for.
         """
-        return render_passages(index.search(query, top_k), max_passage_chars)
+        return render_passages(opened.search(query, top_k), max_passage_chars)
 
-    return Tool(search, name=name, **settings)
+    # A retriever elsewhere repeats its requests itself.
+    return Tool(search, name=name, **{"backend": True, "attempts": 1, **settings})
 
 
 def render_passages(passages: list[Passage], max_passage_chars: int = 500) -> str:
