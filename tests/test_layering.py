@@ -48,7 +48,17 @@ LIGHT = {
     "rewards",
 }
 HEAVY = {"torch", "transformers", "trl", "vllm", "accelerate", "datasets", "peft", "deepspeed", "numpy", "pandas"}
-OPTIONAL = {"vllm", "deepspeed", "pyarrow", "gguf", "sandlock", "pydantic_monty", "gymnasium", "reasoning_gym"}
+OPTIONAL = {
+    "vllm",
+    "deepspeed",
+    "pyarrow",
+    "gguf",
+    "sandlock",
+    "pydantic_monty",
+    "gymnasium",
+    "reasoning_gym",
+    "faiss",
+}
 
 MAX_FILE_LINES = 400
 LONGER_FILES = {"trainers/multi_turn.py": 500}

@@ -99,7 +99,7 @@ class Elsewhere:
 
 
 def test_an_object_with_a_search_is_a_retriever_and_words_are_ids_where_none_can_be_looked_up():
-    env = started(Elsewhere(), {**EXAMPLE, "evidence": ["author", "born in Bloemfontein", "novel"]}, top_k=1)
+    env = started(Elsewhere(), {**EXAMPLE, "evidence": ["author", "born in Bloemfontein", "zoo"]}, top_k=1)
     assert rewards(env, search("Tolkien"), search("Born")) == [0.5, 0.5]
     assert rewards(env, search("zoo"), search("xyzzy")) == [0.0, 0.0]
 

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import pickle
+import signal
 import threading
+import time
 
 import pytest
 
@@ -266,8 +268,17 @@ def test_a_retriever_travels_to_other_processes():
         retriever.search("here")
         again = pickle.loads(pickle.dumps(retriever))
         assert again.search("there")[0].id == "there-0" and again.cache_size == 5
+
+
+def test_a_fork_in_the_middle_of_a_search_can_search():
+    with serving(delay_s=0.3) as (url, _):
+        retriever = quick(url, max_connections=1)
+        searching = threading.Thread(target=retriever.search, args=["parent"], daemon=True)
+        searching.start()
+        time.sleep(0.1)
         child = os.fork()
         if child == 0:
+            signal.alarm(10)  # its only place would never become free
             try:
                 code = 0 if retriever.search("forked")[0].id == "forked-0" else 1
             except BaseException:
@@ -314,10 +325,12 @@ def test_the_options_of_a_mapping_are_those_of_the_classes():
     import inspect
 
     from agent_r1_trl.tools import SearchIndex
-    from agent_r1_trl.tools.retrieval.opening import PATH_OPTIONS, URL_OPTIONS
+    from agent_r1_trl.tools.retrieval import open_index
+    from agent_r1_trl.tools.retrieval.opening import FILE_OPTIONS, FOLDER_OPTIONS, URL_OPTIONS
 
     assert set(URL_OPTIONS) == set(inspect.signature(HttpRetriever).parameters) - {"url"}
-    assert set(PATH_OPTIONS) <= set(inspect.signature(SearchIndex).parameters)
+    assert set(FILE_OPTIONS) <= set(inspect.signature(SearchIndex).parameters)
+    assert set(FOLDER_OPTIONS) == set(inspect.signature(open_index).parameters) - {"folder", "flag"}
 
 
 def test_an_environment_searches_elsewhere_and_an_outage_is_not_the_policys():

@@ -1,6 +1,6 @@
-"""The command line: `agent-r1-trl train | eval | view | doctor | memory`, one file per command.
+"""The command line: `agent-r1-trl train | eval | view | doctor | memory | index | serve-retriever`.
 
-`main` finds the command and calls its `run`. Nothing heavy is imported before a command needs it.
+One file per command: `main` finds it and calls its `run`. Nothing heavy is imported before a command needs it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ COMMANDS = {
     "view": "show recorded trajectories with their masks in colour",
     "doctor": "check model, template, tools and environment before a run",
     "memory": "estimate the memory that a recipe needs on each GPU",
+    "index": "build a search index from a corpus, or search one",
+    "serve-retriever": "serve a search index over HTTP",
 }
 
 _USAGE = """\
@@ -54,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return EXIT_USAGE
-    module = importlib.import_module(f"agent_r1_trl.cli.{name}")
+    module = importlib.import_module(f"agent_r1_trl.cli.{name.replace('-', '_')}")
     return run_command(module.run, arguments[1:])
 
 
 def _usage() -> str:
-    return _USAGE.format(commands="\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items()))
+    return _USAGE.format(commands="\n".join(f"  {name:15} {text}" for name, text in COMMANDS.items()))

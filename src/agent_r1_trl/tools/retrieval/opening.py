@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from agent_r1_trl.objects import did_you_mean
+from agent_r1_trl.tools.retrieval.folder import MANIFEST, open_index
 from agent_r1_trl.tools.retrieval.http import HttpRetriever, is_url
 from agent_r1_trl.tools.search import Passage, SearchIndex
 
@@ -36,7 +37,8 @@ RetrieverSource = Retriever | str | os.PathLike[str] | Mapping[str, Any]
 URL_OPTIONS = (
     "timeout_s", "attempts", "retry_wait_s", "max_connections", "max_batch", "cache_size", "dialect", "headers",
 )  # fmt: skip
-PATH_OPTIONS = ("title_weight",)
+FILE_OPTIONS = ("title_weight",)
+FOLDER_OPTIONS = ("kind", "title_weight", "device")
 
 _opened: dict[str, Retriever] = {}
 _lock = threading.Lock()
@@ -46,12 +48,13 @@ def open_retriever(source: RetrieverSource, *, flag: str = "retriever") -> Retri
     """A retriever from a setting; whatever the whole process can share is opened once.
 
     Args:
-        source: the path of a JSONL corpus, the address of a server (`http://host:8010`), a mapping with `path` or
-            `url` and options (`{"url": ..., "timeout_s": 5}`), or an object with a method `search`.
+        source: the path of a JSONL or Parquet corpus, the folder of an index (`agent-r1-trl index`), the address of a
+            server (`http://host:8010`), a mapping with `path` or `url` and options (`{"url": ..., "timeout_s": 5}`),
+            or an object with a method `search`.
         flag: the setting, for errors.
 
     Raises:
-        ValueError: there is no such file, or the setting has another form.
+        ValueError: there is no such file or index, or the setting has another form.
     """
     if isinstance(source, Mapping):
         return _from_mapping(dict(source), flag)
@@ -62,8 +65,8 @@ def open_retriever(source: RetrieverSource, *, flag: str = "retriever") -> Retri
     if callable(getattr(source, "search", None)) and not isinstance(source, type):
         return source  # type: ignore[return-value]
     raise ValueError(
-        f"{flag}={source!r:.200}: must be the path of a corpus, the address of a server, a mapping with 'path' or "
-        "'url', or an object with a search method. Set it to one of them."
+        f"{flag}={source!r:.200}: must be the path of a corpus or an index, the address of a server, a mapping with "
+        "'path' or 'url', or an object with a search method. Set it to one of them."
     )
 
 
@@ -72,7 +75,8 @@ def _from_mapping(settings: dict[str, Any], flag: str) -> Retriever:
     if len(places) != 1:
         raise ValueError(f"{flag}={settings}: must have either 'path' or 'url'. Give it one of them.")
     place = settings.pop(places[0])
-    known = URL_OPTIONS if places == ["url"] else PATH_OPTIONS
+    is_folder = places == ["path"] and Path(place).is_dir()
+    known = URL_OPTIONS if places == ["url"] else FOLDER_OPTIONS if is_folder else FILE_OPTIONS
     for name in settings:
         if name not in known:
             raise ValueError(
@@ -86,11 +90,19 @@ def _from_mapping(settings: dict[str, Any], flag: str) -> Retriever:
 
 
 def _from_path(path: Path, options: dict[str, Any], flag: str) -> Retriever:
-    if not path.is_file():
-        raise ValueError(f"{flag}={str(path)!r}: no such file; pass the path of a JSONL file.")
-    status = path.stat()  # a file that has changed on disk gets a new index
+    if path.is_dir():
+        marked, make = path / MANIFEST, lambda: open_index(path, flag=flag, **options)
+        if not marked.exists():
+            make()  # says what is missing
+    elif path.is_file():
+        marked, make = path, lambda: SearchIndex(path, **options)
+    else:
+        raise ValueError(
+            f"{flag}={str(path)!r}: no such file. Pass the path of a JSONL or Parquet file, or the folder of an index."
+        )
+    status = marked.stat()  # what has changed on disk is opened anew
     key = json.dumps([str(path.resolve()), status.st_size, status.st_mtime_ns, options], sort_keys=True)
-    return _shared(key, lambda: SearchIndex(path, **options))
+    return _shared(key, make)
 
 
 def _shared(key: str, make: Any) -> Any:

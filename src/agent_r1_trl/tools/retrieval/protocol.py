@@ -12,10 +12,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from agent_r1_trl.tools.search import Passage
 from agent_r1_trl.tools.search_corpus import join_contents, split_contents
+
+MAX_QUERIES = 4096
+MAX_K = 1000
+DEFAULT_K = 3
 
 
 class ProtocolError(ValueError):
@@ -26,6 +31,35 @@ def make_request(queries: Sequence[str], k: int, *, singular: bool = False) -> d
     """The body of a request; with `singular`, of one for the first query alone."""
     asked: dict[str, Any] = {"query": queries[0]} if singular else {"queries": list(queries)}
     return {**asked, "topk": k, "return_scores": True}
+
+
+@dataclass(kw_only=True, frozen=True)
+class Request:
+    """What a client asks a server."""
+
+    queries: list[str]
+    k: int
+    with_scores: bool
+
+
+def read_request(body: Any) -> Request:
+    """A request with several queries or one. Three passages each, and no scores, unless it says otherwise.
+
+    Raises:
+        ProtocolError: the request has another form.
+    """
+    if not isinstance(body, Mapping):
+        raise ProtocolError(f'a request must be {{"queries": [...], "topk": 3}}, not {body!r:.200}')
+    queries = [body["query"]] if "query" in body and "queries" not in body else body.get("queries")
+    if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
+        raise ProtocolError(f"'queries' must be a list of strings, not {queries!r:.200}")
+    if len(queries) > MAX_QUERIES:
+        raise ProtocolError(f"'queries' has {len(queries)} items, at most {MAX_QUERIES} are answered at once")
+    k = body.get("topk")
+    k = DEFAULT_K if k is None else k
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MAX_K:
+        raise ProtocolError(f"'topk' must be a whole number from 1 to {MAX_K}, not {k!r:.200}")
+    return Request(queries=queries, k=k, with_scores=bool(body.get("return_scores")))
 
 
 def read_answer(answer: Any, num_queries: int) -> list[list[Passage]]:
