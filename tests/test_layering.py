@@ -49,7 +49,17 @@ LIGHT = {
     "rewards",
 }
 HEAVY = {"torch", "transformers", "trl", "vllm", "accelerate", "datasets", "peft", "deepspeed", "numpy", "pandas"}
-OPTIONAL = {"vllm", "deepspeed", "pyarrow", "gguf", "sandlock", "pydantic_monty", "gymnasium", "reasoning_gym"}
+OPTIONAL = {
+    "vllm",
+    "deepspeed",
+    "pyarrow",
+    "gguf",
+    "sandlock",
+    "pydantic_monty",
+    "gymnasium",
+    "reasoning_gym",
+    "faiss",
+}
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50

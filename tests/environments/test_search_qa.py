@@ -8,8 +8,7 @@ import pickle
 import pytest
 
 from agent_r1_trl.environments import SearchQAEnv
-from agent_r1_trl.environments.search_qa import shared_index
-from agent_r1_trl.tools import SearchIndex
+from agent_r1_trl.tools import Passage, SearchIndex, open_retriever
 from agent_r1_trl.trajectory import StopReason
 from tests.environments.helpers import finished, message
 
@@ -68,6 +67,41 @@ def test_without_evidence_any_new_passage_counts(index):
 def test_evidence_may_be_text_that_a_shown_passage_contains(index):
     env = started(index, {**EXAMPLE, "evidence": ["born in Bloemfontein"]}, top_k=1)
     assert rewards(env, search("hobbit"), search("tolkien born")) == [0.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("evidence", "earned"),
+    [
+        ([{"title": "the hobbit"}, {"title": "Tolkien", "text": "Born in"}], [0.5, 0.5]),
+        ([{"title": "Tolkien", "text": "A novel"}], [0.0, 0.0]),
+        ([{"id": "author", "text": "novel"}], [0.5, 0.0]),
+        ({"title": "Tolkien"}, [0.0, 0.5]),
+    ],
+)
+def test_evidence_may_be_a_title_an_id_a_text_or_several_of_them(index, evidence, earned):
+    env = started(index, {**EXAMPLE, "evidence": evidence}, top_k=1)
+    assert rewards(env, search("hobbit"), search("tolkien born")) == earned
+
+
+def test_evidence_that_says_nothing_is_refused(index):
+    for item in ({}, {"title": ""}, {"page": "Tolkien"}):
+        with pytest.raises(ValueError, match=r"evidence: \{.*'title'"):
+            started(index, {**EXAMPLE, "evidence": [item]})
+
+
+class Elsewhere:
+    """A retriever of the user's own, which cannot look up an id."""
+
+    def search(self, query, k=3):
+        return [Passage(id=row["id"], title=row["title"], text=row["text"]) for row in ROWS if query in row["text"]][
+            :k
+        ]
+
+
+def test_an_object_with_a_search_is_a_retriever_and_words_are_ids_where_none_can_be_looked_up():
+    env = started(Elsewhere(), {**EXAMPLE, "evidence": ["author", "born in Bloemfontein", "zoo"]}, top_k=1)
+    assert rewards(env, search("Tolkien"), search("Born")) == [0.5, 0.5]
+    assert rewards(env, search("zoo"), search("xyzzy")) == [0.0, 0.0]
 
 
 def test_evidence_that_was_cut_off_was_not_seen(index):
@@ -171,8 +205,8 @@ def test_a_setting_out_of_range_is_named(index):
 
 
 def test_an_index_or_a_corpus_is_needed(index, tmp_path):
-    for arguments in ({}, {"index": index, "corpus": index}):
-        with pytest.raises(ValueError, match=r"index=.*corpus="):
+    for arguments in ({}, {"index": index, "corpus": index}, {"retriever": index, "index": index}):
+        with pytest.raises(ValueError, match=r"retriever=.*corpus="):
             SearchQAEnv(**arguments)
     with pytest.raises(ValueError, match=r"corpus=.*missing\.jsonl"):
         SearchQAEnv(corpus=tmp_path / "missing.jsonl")
@@ -182,9 +216,9 @@ def test_a_corpus_file_is_indexed_once_per_process(tmp_path, monkeypatch):
     monkeypatch.setenv("AGENT_R1_TRL_CACHE", str(tmp_path))
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in ROWS))
-    assert SearchQAEnv(path).index is SearchQAEnv(corpus=str(path)).index is shared_index(path)
+    assert SearchQAEnv(path).retriever is SearchQAEnv(corpus=str(path)).retriever is open_retriever(path)
     path.write_text(json.dumps({"text": "something else"}))
-    assert len(SearchQAEnv(path).index) == 1
+    assert len(SearchQAEnv(path).retriever) == 1
 
 
 def test_the_environment_class_holds_no_state_between_instances(index):

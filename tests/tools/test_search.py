@@ -176,7 +176,8 @@ def test_texts_that_no_database_likes_are_stored(tmp_path):
     ("rows", "named"),
     [
         ([], "corpus"),
-        ([{"contents": "x"}], "row 0: 'text'.*contents"),
+        ([{"passage": "x"}], "row 0: 'text'.*passage"),
+        ([{"contents": ""}], "row 0: 'text'.*contents"),
         ([{"text": "x"}, {"text": "  "}], "row 1: 'text'"),
         ([{"text": 5}], "row 0: 'text'"),
         ([{"id": 1, "text": "x"}, {"id": "1", "text": "y"}], "row 1: id='1'"),

@@ -1,6 +1,6 @@
-"""The command line: `agent-r1-trl train | eval | view | doctor | merge | memory`, one file per command.
+"""The command line: `agent-r1-trl COMMAND`; `COMMANDS` lists them.
 
-`main` finds the command and calls its `run`. Nothing heavy is imported before a command needs it.
+One file per command: `main` finds it and calls its `run`. Nothing heavy is imported before a command needs it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ COMMANDS = {
     "doctor": "check model, template, tools and environment before a run",
     "merge": "write a plain Hugging Face model from an adapter or a checkpoint",
     "memory": "estimate the memory that a recipe needs on each GPU",
+    "index": "build a search index from a corpus, or search one",
+    "serve-retriever": "serve a search index over HTTP",
 }
 
 _USAGE = """\
@@ -55,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return EXIT_USAGE
-    module = importlib.import_module(f"agent_r1_trl.cli.{name}")
+    module = importlib.import_module(f"agent_r1_trl.cli.{name.replace('-', '_')}")
     return run_command(module.run, arguments[1:])
 
 
 def _usage() -> str:
-    return _USAGE.format(commands="\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items()))
+    return _USAGE.format(commands="\n".join(f"  {name:15} {text}" for name, text in COMMANDS.items()))

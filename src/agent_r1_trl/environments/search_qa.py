@@ -1,16 +1,15 @@
 """SearchQAEnv: a multi-hop question, a `search` tool, a final answer.
 
 env = functools.partial(SearchQAEnv, "corpus.jsonl", metric="em", top_k=3)
+env = functools.partial(SearchQAEnv, "http://10.0.0.7:8010", metric="em", top_k=5)
 row = {"question": "...", "answer": ["Oslo"], "evidence": ["no-capital", "no-highest-point"]}
 """
 
 from __future__ import annotations
 
-import os
-import threading
-from pathlib import Path
 from typing import Any
 
+from agent_r1_trl.environments.evidence import read_evidence
 from agent_r1_trl.environments.tool_env import ToolEnv, check_finite
 from agent_r1_trl.rewards import (
     check_golds,
@@ -18,10 +17,10 @@ from agent_r1_trl.rewards import (
     extract_answer,
     f1_score,
     format_reward,
-    normalize_answer,
     strip_reasoning,
 )
-from agent_r1_trl.tools import Passage, SearchIndex, tool
+from agent_r1_trl.tools import Passage, tool
+from agent_r1_trl.tools.retrieval import RetrieverSource, open_retriever
 from agent_r1_trl.tools.search import render_passages
 from agent_r1_trl.trajectory import Message, StopReason, ToolCall, ToolResult, Trajectory
 
@@ -33,7 +32,8 @@ class SearchQAEnv(ToolEnv):
     """The model answers a question after searching a corpus as often as it needs to.
 
     A row has the column `question` (or `prompt`), the gold answer or answers in `answer`, and optionally `evidence`:
-    ids of the passages that a correct line of reasoning needs, or texts that they contain.
+    the passages that a correct line of reasoning needs, each by its id, by a text that it contains, or by a mapping
+    with `id`, `title` or `text`.
 
     A search earns `tool_call_reward` if it finds a relevant passage that this trajectory had not seen before. The
     row's evidence is relevant; in a row without evidence, every passage is. The outcome is
@@ -41,8 +41,11 @@ class SearchQAEnv(ToolEnv):
     Info: `prediction`, `em`, `f1`, `valid_answer`, `gold`.
 
     Args:
-        index: a `SearchIndex`, or the path of a JSONL corpus (which is indexed once per process).
-        corpus: another name for `index`.
+        retriever: what is searched: the path of a JSONL corpus (which is indexed once per process), the address of a
+            server, a mapping with `url` or `path` and options, or an object with a method `search`; see
+            `open_retriever`.
+        index: another name for `retriever`.
+        corpus: another name for `retriever`.
         metric: "em" (exact match) or "f1".
         answer_tag: True if the answer is the text in `<answer>...</answer>`, False if it is the whole final text.
         top_k: passages per search.
@@ -52,7 +55,7 @@ class SearchQAEnv(ToolEnv):
         **settings: settings of `ToolEnv`.
 
     Raises:
-        ValueError: there is no index, or a setting is unknown or out of range.
+        ValueError: there is no retriever, or a setting is unknown or out of range.
     """
 
     on_resume = "replay"  # searching again finds the same
@@ -67,9 +70,10 @@ class SearchQAEnv(ToolEnv):
 
     def __init__(
         self,
-        index: SearchIndex | str | os.PathLike[str] | None = None,
+        retriever: RetrieverSource | None = None,
         *,
-        corpus: SearchIndex | str | os.PathLike[str] | None = None,
+        index: RetrieverSource | None = None,
+        corpus: RetrieverSource | None = None,
         metric: str = "em",
         answer_tag: bool = True,
         top_k: int = 3,
@@ -78,15 +82,20 @@ class SearchQAEnv(ToolEnv):
         useless_search_reward: float = 0.0,
         **settings: Any,
     ) -> None:
-        if (index is None) == (corpus is None):
-            raise ValueError("SearchQAEnv: pass index= (a SearchIndex or the path of a JSONL corpus), or corpus=.")
+        named = {"retriever": retriever, "index": index, "corpus": corpus}
+        given = {name: source for name, source in named.items() if source is not None}
+        if len(given) != 1:
+            raise ValueError(
+                f"SearchQAEnv: pass one of retriever=, index= and corpus=, not {' and '.join(given) or 'none'}. Each "
+                "is the path of a corpus, the address of a server or an object with a search method."
+            )
         if metric not in METRICS:
             raise ValueError(f"metric={metric!r}: must be one of {', '.join(map(repr, METRICS))}.")
         for label, value in (("top_k", top_k), ("max_passage_chars", max_passage_chars)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{label}={value!r}: must be an integer >= 1.")
-        source = index if index is not None else corpus
-        self.index = source if isinstance(source, SearchIndex) else shared_index(source)  # type: ignore[arg-type]
+        ((flag, source),) = given.items()
+        self.retriever = open_retriever(source, flag=flag)
         self.metric = metric
         self.answer_tag = answer_tag
         self.top_k = top_k
@@ -99,14 +108,14 @@ class SearchQAEnv(ToolEnv):
         for label in ("format_reward", "useless_search_reward"):
             check_finite(type(self).__name__, label, getattr(self, label))
 
-    @tool(sequential=False)
+    @tool(sequential=False, backend=True)
     def search(self, query: str) -> str:
         """Search a collection of documents and return the passages that match best.
 
         Args:
             query: The words to look for.
         """
-        passages = self.index.search(query, self.top_k)
+        passages = self.retriever.search(query, self.top_k)
         self._passages[query] = passages
         return render_passages(passages, self.max_passage_chars)
 
@@ -118,13 +127,9 @@ class SearchQAEnv(ToolEnv):
         """
         messages = super().reset(example)
         self.golds = read_golds(example)
-        evidence = example.get("evidence")
-        evidence = [] if evidence is None else [evidence] if isinstance(evidence, str) else list(evidence)
-        named = [str(item) for item in evidence]
-        self._evidence_ids = {item for item in named if self.index.get(item) is not None}
-        self._evidence_texts = [item for item in named if item not in self._evidence_ids]
+        self._evidence = read_evidence(example.get("evidence"), getattr(self.retriever, "get", None))
         self._passages: dict[str, list[Passage]] = {}
-        self._found: set[str] = set()
+        self._found: set[Any] = set()
         return messages
 
     def process_reward(self, call: ToolCall, result: ToolResult) -> float:
@@ -160,13 +165,12 @@ class SearchQAEnv(ToolEnv):
         """The answer in a final text, or None."""
         return extract_answer(text) if self.answer_tag else strip_reasoning(text) or None
 
-    def _relevant(self, passages: list[Passage]) -> set[str]:
-        ids = {passage.id for passage in passages}
-        if not self._evidence_ids and not self._evidence_texts:
-            return ids
-        shown = [f"{passage.title} {passage.text[: self.max_passage_chars]}" for passage in passages]
-        texts = {item for item in self._evidence_texts if any(_contains(text, item) for text in shown)}
-        return (ids & self._evidence_ids) | texts
+    def _relevant(self, passages: list[Passage]) -> set[Any]:
+        """What these passages bring: items of the evidence, or ids where the row has no evidence."""
+        if not self._evidence:
+            return {passage.id for passage in passages}
+        limit = self.max_passage_chars
+        return {item for item in self._evidence if any(item.is_found_in(passage, limit) for passage in passages)}
 
 
 def read_golds(example: dict[str, Any]) -> list[str]:
@@ -182,25 +186,3 @@ def read_golds(example: dict[str, Any]) -> list[str]:
         f"SearchQAEnv.reset: the example has the columns {sorted(example)}, but no gold answer: name its column "
         f"{' or '.join(map(repr, GOLD_COLUMNS))}."
     )
-
-
-def _contains(text: str, part: str) -> bool:
-    wanted = normalize_answer(part)
-    return bool(wanted) and f" {wanted} " in f" {normalize_answer(text)} "
-
-
-_indexes: dict[tuple[Any, ...], SearchIndex] = {}
-_indexes_lock = threading.Lock()
-
-
-def shared_index(path: str | os.PathLike[str]) -> SearchIndex:
-    """The index of a corpus file, shared by the whole process; a file that has changed on disk gets a new index."""
-    source = Path(path)
-    if not source.is_file():
-        raise ValueError(f"corpus={str(source)!r}: no such file; pass the path of a JSONL file.")
-    status = source.stat()
-    key = (str(source.resolve()), status.st_size, status.st_mtime_ns)
-    with _indexes_lock:  # so that 256 environments that start together build it once
-        if key not in _indexes:
-            _indexes[key] = SearchIndex(source)
-        return _indexes[key]

@@ -7,6 +7,7 @@ from agent_r1_trl.tools.executor import ToolExecutor
 from agent_r1_trl.tools.faults import InfrastructureError, ReportedError
 from agent_r1_trl.tools.pool import DaemonThreadPool, shared_pool
 from agent_r1_trl.tools.python import PythonTool, SandboxTool
+from agent_r1_trl.tools.retrieval import HttpRetriever, Retriever, open_retriever
 from agent_r1_trl.tools.schema import describe_signature
 from agent_r1_trl.tools.search import Passage, SearchIndex, make_search_tool
 from agent_r1_trl.tools.shell import ShellTool
@@ -15,10 +16,12 @@ from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolResult
 
 __all__ = [
     "DaemonThreadPool",
+    "HttpRetriever",
     "InfrastructureError",
     "Passage",
     "PythonTool",
     "ReportedError",
+    "Retriever",
     "SandboxTool",
     "SearchIndex",
     "ShellTool",
@@ -32,6 +35,7 @@ __all__ = [
     "calculator",
     "describe_signature",
     "make_search_tool",
+    "open_retriever",
     "read_call",
     "read_calls",
     "render_result",

@@ -13,12 +13,13 @@ import os
 import re
 import tempfile
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.tools.base import Tool
+from agent_r1_trl.tools.search_corpus import read_file, read_rows
 from agent_r1_trl.tools.search_store import DamagedIndexError, Row, SearchStore
 
 FORMAT_VERSION = 2
@@ -51,8 +52,9 @@ class SearchIndex:
     valid query. An index may be used from many threads at once.
 
     Args:
-        corpus: path of a JSONL file, a `datasets.Dataset`, or an iterable of dicts, with the columns `text`, `id`
-            (optional, unique; by default the row number) and `title` (optional).
+        corpus: path of a JSONL or Parquet file, a `datasets.Dataset`, or an iterable of dicts, with the columns
+            `text`, `id` (optional, unique; by default the row number) and `title` (optional), or with `contents`,
+            whose first line is the title.
         cache_dir: where indexes are kept; by default `$AGENT_R1_TRL_CACHE`, else `~/.cache/agent_r1_trl`.
         title_weight: weight of a word found in the title, relative to the text.
 
@@ -73,15 +75,27 @@ class SearchIndex:
         is_path = isinstance(corpus, (str, os.PathLike))
         if is_path:
             source = Path(corpus)  # type: ignore[arg-type]
-            if not source.is_file():
-                raise ValueError(f"corpus={str(source)!r}: no such file; pass the path of a JSONL file.")
+            rows: Iterable[Row] = read_rows(read_file(source), str(source))
             digest = _hash_file(source)
-            rows: Iterable[Row] = _read_rows(_read_jsonl(source), str(source))
         else:
-            checked = list(_read_rows(corpus, "corpus"))  # type: ignore[arg-type]
+            checked = list(read_rows(corpus, "corpus"))  # type: ignore[arg-type]
             digest, rows = _hash_rows(checked), checked
         self.path = _cache_folder(cache_dir) / f"{digest}-v{FORMAT_VERSION}.sqlite"
         self._store = self._open(rows)
+
+    @classmethod
+    def at(cls, path: Path, *, title_weight: float = 2.0) -> SearchIndex:
+        """The index in a file that `SearchStore.build` made.
+
+        Raises:
+            ValueError: there is no index in the file.
+        """
+        index = cls.__new__(cls)
+        try:
+            index.__setstate__({"title_weight": float(title_weight), "path": path})
+        except DamagedIndexError as error:
+            raise ValueError(f"{path}: is not a search index ({error}). Build it again.") from error
+        return index
 
     def search(self, query: str, k: int = 3) -> list[Passage]:
         """The best `k` passages, best first; an empty list if no word of the query occurs.
@@ -89,10 +103,7 @@ class SearchIndex:
         Raises:
             ValueError: `k` is not an integer >= 1, or `query` is not a string.
         """
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ValueError(f"k={k!r}: must be an integer >= 1.")
-        if not isinstance(query, str):
-            raise ValueError(f"query={query!r}: must be a string.")
+        check_search(query, k)
         terms = query_terms(query)
         if not terms:
             return []
@@ -105,6 +116,10 @@ class SearchIndex:
         """The passage with this id, or None."""
         row = self._store.get(str(identifier))
         return Passage(id=row[0], title=row[1], text=row[2]) if row else None
+
+    def rows_at(self, numbers: Sequence[int]) -> list[Row]:
+        """Id, title and text of the passages with these places in the corpus, the first being 0."""
+        return self._store.rows_at(numbers)
 
     def __len__(self) -> int:
         """Number of passages."""
@@ -130,24 +145,39 @@ class SearchIndex:
         return SearchStore(self.path, self.title_weight)
 
 
+def check_search(query: str, k: int) -> None:
+    """Refuse what no search can be made of.
+
+    Raises:
+        ValueError: `k` is not an integer >= 1, or `query` is not a string.
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"k={k!r}: must be an integer >= 1.")
+    if not isinstance(query, str):
+        raise ValueError(f"query={query!r}: must be a string.")
+
+
 def make_search_tool(
-    index: SearchIndex, *, top_k: int = 3, max_passage_chars: int = 500, name: str = "search", **settings: Any
+    retriever: Any, *, top_k: int = 3, max_passage_chars: int = 500, name: str = "search", **settings: Any
 ) -> Tool:
-    """A `search(query)` tool over an index.
+    """A `search(query)` tool.
 
     Args:
-        index: the index to search.
+        retriever: what is searched: a `SearchIndex`, or anything that `open_retriever` takes.
         top_k: passages per search.
         max_passage_chars: maximum length of a passage's text; the rest is replaced by "[truncated]".
         name: name of the tool.
         **settings: further arguments of `Tool` (`timeout_s`, `max_result_tokens`, ...).
 
     Raises:
-        ValueError: `top_k` or `max_passage_chars` is not an integer >= 1.
+        ValueError: `top_k` or `max_passage_chars` is not an integer >= 1, or there is no such retriever.
     """
+    from agent_r1_trl.tools.retrieval import open_retriever
+
     for label, value in (("top_k", top_k), ("max_passage_chars", max_passage_chars)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{label}={value!r}: must be an integer >= 1.")
+    opened = open_retriever(retriever)
 
     def search(query: str) -> str:
         """Search a collection of documents and return the passages that match best.
@@ -155,9 +185,10 @@ def make_search_tool(
         Args:
             query: The words to look for.
         """
-        return render_passages(index.search(query, top_k), max_passage_chars)
+        return render_passages(opened.search(query, top_k), max_passage_chars)
 
-    return Tool(search, name=name, **settings)
+    # A retriever elsewhere repeats its requests itself.
+    return Tool(search, name=name, **{"backend": True, "attempts": 1, **settings})
 
 
 def render_passages(passages: list[Passage], max_passage_chars: int = 500) -> str:
@@ -185,43 +216,6 @@ def query_terms(query: str) -> list[str]:
 
 
 # -------------------------------------------------------------------- reading and caching
-
-
-def _read_jsonl(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: not valid JSON ({error}).") from error
-
-
-def _read_rows(records: Iterable[Any], source: str) -> Iterator[Row]:
-    seen: set[str] = set()
-    for number, record in enumerate(records):
-        if not isinstance(record, dict):
-            raise ValueError(
-                f"{source}, row {number}: must be a dict with 'id', 'title' and 'text', not {record!r:.80}."
-            )
-        text, title, identifier = record.get("text"), record.get("title"), record.get("id")
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError(
-                f"{source}, row {number}: 'text' must be a non-empty string; the row has {sorted(map(str, record))}. "
-                "Rename the column that holds the passage to 'text'."
-            )
-        identifier = str(number if identifier is None else identifier)
-        if identifier in seen:
-            raise ValueError(f"{source}, row {number}: id={identifier!r} occurs twice; ids must be unique.")
-        seen.add(identifier)
-        yield _clean(identifier), _clean("" if title is None else str(title)), _clean(text)
-    if not seen:
-        raise ValueError(f"{source}: contains no passages.")
-
-
-def _clean(text: str) -> str:
-    return text.encode("utf-8", errors="replace").decode("utf-8").replace("\x00", " ")
 
 
 def _hash_file(path: Path) -> str:

@@ -22,6 +22,10 @@ FREQUENT_SHARE = 0.2
 MIN_ROWS_FOR_FREQUENT_WORDS = 5000
 
 
+BUILD_CACHE_KIB = 64 * 1024
+"""Memory of sqlite while it builds; more passages take more time and disk, not more memory."""
+
+
 class DamagedIndexError(RuntimeError):
     """The file at the index's path is not an index."""
 
@@ -51,12 +55,16 @@ class SearchStore:
 
     @classmethod
     def build(cls, path: Path, rows: Iterable[Row]) -> None:
-        """Write the index file of `rows`."""
+        """Write the index file of `rows`, in memory that does not grow with them.
+
+        Raises:
+            ValueError: an id occurs twice.
+        """
         temporary = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
         connection = sqlite3.connect(temporary, isolation_level=None)
         try:
             connection.executescript(
-                "PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; BEGIN;"
+                f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-{BUILD_CACHE_KIB}; BEGIN;"
                 f"CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize='{TOKENIZER}');"
                 "CREATE TABLE passages_ids (id TEXT PRIMARY KEY, number INTEGER) WITHOUT ROWID;"
                 "CREATE TABLE passages_by_number (number INTEGER PRIMARY KEY, id TEXT);"
@@ -64,7 +72,12 @@ class SearchStore:
             )
             for number, (identifier, title, text) in enumerate(rows, start=1):
                 connection.execute("INSERT INTO passages(rowid, title, text) VALUES (?, ?, ?)", (number, title, text))
-                connection.execute("INSERT INTO passages_ids VALUES (?, ?)", (identifier, number))
+                try:
+                    connection.execute("INSERT INTO passages_ids VALUES (?, ?)", (identifier, number))
+                except sqlite3.IntegrityError as error:
+                    raise ValueError(
+                        f"row {number - 1}: id={identifier!r} occurs twice; ids must be unique."
+                    ) from error
                 connection.execute("INSERT INTO passages_by_number VALUES (?, ?)", (number, identifier))
             connection.execute("INSERT INTO passages(passages) VALUES ('optimize')")
             connection.executemany(
@@ -123,6 +136,17 @@ class SearchStore:
             memory.execute("CREATE VIRTUAL TABLE stems USING fts5vocab(word, row)")
             memory.execute("INSERT INTO word VALUES (?)", (term,))
             return [stem for (stem,) in memory.execute("SELECT term FROM stems")]
+
+    def rows_at(self, numbers: Sequence[int]) -> list[Row]:
+        """The rows with these places in the corpus, the first being 0, in the order asked for."""
+        marks = ",".join("?" * len(numbers))
+        found = self._connection().execute(
+            "SELECT passages.rowid - 1, ids.id, passages.title, passages.text FROM passages "
+            f"JOIN passages_by_number AS ids ON ids.number = passages.rowid WHERE passages.rowid IN ({marks})",
+            [number + 1 for number in numbers],
+        )
+        rows = {number: (identifier, title, text) for number, identifier, title, text in found}
+        return [rows[number] for number in numbers]
 
     def get(self, identifier: str) -> Row | None:
         """The row with this id, or None."""

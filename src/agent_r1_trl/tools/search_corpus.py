@@ -1,0 +1,119 @@
+"""Passages as corpora hold them: `text` with `id` and `title`, or Search-R1's `contents`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from agent_r1_trl.tools.search_store import Row
+
+SUFFIXES = (".jsonl", ".parquet")
+
+
+def split_contents(contents: str) -> tuple[str, str]:
+    r"""Title and text of a passage in one string: the title is the first line, often in quotes.
+
+    >>> split_contents('"Oslo"\nThe capital of Norway.')
+    ('Oslo', 'The capital of Norway.')
+    >>> split_contents("No title here.")
+    ('', 'No title here.')
+    """
+    title, _, text = contents.partition("\n")
+    if not text.strip():
+        return "", contents
+    title = title.strip()
+    if len(title) > 1 and title[0] == title[-1] == '"':
+        title = title[1:-1]
+    return title, text
+
+
+def join_contents(title: str, text: str) -> str:
+    """A passage in one string; the inverse of `split_contents`."""
+    return f'"{title}"\n{text}' if title else text
+
+
+# -------------------------------------------------------------------- files
+
+
+def read_file(path: Path) -> Iterator[Any]:
+    """The records of a JSONL or Parquet file, a few at a time.
+
+    Raises:
+        ValueError: there is no such file (at once), or a line is not JSON.
+    """
+    if not path.is_file():
+        raise ValueError(f"corpus={str(path)!r}: no such file; pass the path of a JSONL or Parquet file.")
+    return _read_parquet(path) if path.suffix.lower() == ".parquet" else _read_jsonl(path)
+
+
+def count_records(path: Path) -> int:
+    """About how many records a file has: its lines, or what its footer says."""
+    if path.suffix.lower() == ".parquet":
+        from pyarrow.parquet import ParquetFile
+
+        return int(ParquetFile(path).metadata.num_rows)
+    with path.open("rb") as stream:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(1 << 20), b""))
+
+
+def _read_jsonl(path: Path) -> Iterator[Any]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: not valid JSON ({error}).") from error
+
+
+def _read_parquet(path: Path) -> Iterator[Any]:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:
+            wanted = [name for name in file.schema_arrow.names if name in ("id", "title", "text", "contents")]
+            for batch in file.iter_batches(batch_size=1000, columns=wanted or None):
+                yield from batch.to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path}: not a Parquet file ({error}).") from error
+
+
+# -------------------------------------------------------------------- rows
+
+
+def read_rows(records: Iterable[Any], source: str) -> Iterator[Row]:
+    """Id, title and text of each record; the number of the record where it has no id.
+
+    Raises:
+        ValueError: a record has no text, or there are no records; names `source` and the row.
+    """
+    number = -1
+    for number, record in enumerate(records):
+        if not isinstance(record, dict):
+            raise ValueError(
+                f"{source}, row {number}: must be a dict with 'id', 'title' and 'text', not {record!r:.80}."
+            )
+        text, title, identifier = record.get("text"), record.get("title"), record.get("id")
+        if text is None and isinstance(record.get("contents"), str):
+            title, text = split_contents(record["contents"])
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(
+                f"{source}, row {number}: 'text' must be a non-empty string; the row has {sorted(map(str, record))}. "
+                "Rename the column that holds the passage to 'text', or to 'contents' if its first line is the title."
+            )
+        yield (
+            clean(str(number if identifier is None else identifier)),
+            clean("" if title is None else str(title)),
+            clean(text),
+        )
+    if number < 0:
+        raise ValueError(f"{source}: contains no passages.")
+
+
+def clean(text: str) -> str:
+    """The text without what no database stores."""
+    return text.encode("utf-8", errors="replace").decode("utf-8").replace("\x00", " ")
