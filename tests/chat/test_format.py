@@ -384,7 +384,7 @@ def test_a_forced_thought_opener_is_read_as_the_begin_of_the_thought():
 @pytest.mark.parametrize(
     ("family", "options", "flag"),
     [
-        ("qwen3", {"thinking": "strip"}, "thinking='strip'"),
+        ("qwen2_5", {"thinking": "strip"}, "thinking='strip'"),
         ("qwen3", {"thinking": "maybe"}, "thinking='maybe'"),
         ("qwen2_5", {"thinking": "off"}, "thinking='off'"),
         ("llama3", {"chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking=False"),

@@ -38,7 +38,7 @@ def test_a_value_out_of_range_is_refused_with_its_flag_and_value():
         "truncation_penalty": (0.5, float("nan")),
         "advantage_estimator": ("ppo", 3, "no_such_module.fn"),
         "record_trajectories": ("csv",),
-        "thinking": ("strip",),
+        "thinking": ("loud",),
         "eval_temperature": (-0.1,),
         "gamma": (1.1,),
         "gamma_turn": (-0.1,),

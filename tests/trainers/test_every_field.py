@@ -153,7 +153,11 @@ TABLE = {
     "scoring_timeout": Acts(effects.limits, 1.5),
     "watchdog_interval": Acts(effects.limits, 1.5),
     "stall_timeout": Acts(effects.limits, 1.5),
-    "thinking": Acts(effects.chat, "off"),
+    "thinking": (
+        Acts(effects.chat, "off"),
+        ShownBy("tests/rollout/test_strip_thinking.py::test_every_context_is_what_the_published_template_shows"),
+        Refused("strip", {"context_policy": "keep", "context_turns": None}, context_policy="window", context_turns=2),
+    ),
     "eval_temperature": Acts(effects.evaluation, 0.5),
     "generation_batch_rows": (Acts(effects.local_generator, 3), Refused(3, {"use_vllm": False}, **ENGINE)),
     "vllm_server_urls": (Acts(effects.engine, ["http://a:1"], **SERVER), Refused(["http://a:1"], SERVERS)),

@@ -11,6 +11,7 @@ Not covered: chat templates (`rendering.py`, `templates.py`), reading calls (`pa
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
@@ -40,6 +41,8 @@ class TextEncoder:
         self.tokenizer = tokenizer
         self.special_ids: dict[str, int] = {}
         """Spelling -> id of the tokens that the tokenizer marks special."""
+        self._borders: set[str] = set()
+        """Control tokens that leave the text beside them alone."""
         self.control_ids: dict[str, int] = {}
         """Spelling -> id of the special tokens and of the added tokens that the template uses."""
         for token_id, token in sorted(tokenizer.added_tokens_decoder.items()):
@@ -51,6 +54,8 @@ class TextEncoder:
                 self.special_ids[spelling] = token_id
             if is_special or spelling in template or re.fullmatch(r"<\|.*\|>", spelling):
                 self.control_ids[spelling] = token_id
+                if not (token.lstrip or token.rstrip or token.single_word):
+                    self._borders.add(spelling)
         # Drawn at random so that no data can spell a private name.
         self._key = f"{_OPEN}{secrets.randbelow(10**12)}{_MIDDLE}"
         self._spellings = list(self.control_ids)
@@ -87,6 +92,23 @@ class TextEncoder:
     def encode(self, text: str) -> list[int]:
         """Ids of rendered text: live spellings become tokens, hidden ones stay text."""
         return list(self._backend.encode(self._privately(text), add_special_tokens=False).ids)
+
+    def encode_pieces(self, text: str, known: dict[str, list[int]]) -> tuple[list[int], dict[str, list[int]]]:
+        """`encode`, for a text of which parts were encoded before.
+
+        The text is cut before control tokens, across which no tokenizer merges.
+
+        Args:
+            text: rendered text.
+            known: the pieces of an earlier text and their ids.
+
+        Returns:
+            ids, and the pieces of this text.
+        """
+        cuts = [start for start, _, token in self.live_tokens(text) if token in self._borders]
+        pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)]) if start < end]
+        found = {piece: known[piece] if piece in known else self.encode(piece) for piece in dict.fromkeys(pieces)}
+        return [token_id for piece in pieces for token_id in found[piece]], found
 
     def encode_segments(self, segments: Sequence[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
         """Encode the concatenation of `segments` and say which flag each token carries.

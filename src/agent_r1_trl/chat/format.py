@@ -6,7 +6,8 @@ the text after the stand-in's end-of-turn token, so it starts with the separator
 generation prompt, forced `<think>` prefixes included. Nothing sampled is ever rendered.
 
 Thinking: a stream that only grows keeps every thought the policy sampled. Published templates of thinking models
-drop earlier thoughts; TRL's training templates keep them, and those are used.
+drop earlier thoughts; TRL's training templates keep them, and those are used. With `thinking='strip'` the published
+template is used, and every context is rendered anew (`thoughts.py`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from agent_r1_trl.chat.templates import (
     text_grammar,
     without_tools,
 )
+from agent_r1_trl.chat.thoughts import History, check_drops, find_rule
 from agent_r1_trl.trajectory import Author, Message
 
 Schema = dict[str, Any]
@@ -54,7 +56,8 @@ class ChatFormat:
             transformers `response_template` as a dict or a JSON file, or the name of a family (`hermes`, `mistral`).
         chat_template_kwargs: passed to the template in every rendering.
         thinking: `keep` leaves the template's default; `off` sets `enable_thinking=False`, whose forced empty
-            thought is template glue.
+            thought is template glue; `strip` takes the template as it is, whatever it drops of earlier turns, for
+            contexts that `history` renders.
         extra_stop_token_ids: more ids that end a turn, from the model's generation config.
 
     Raises:
@@ -80,7 +83,9 @@ class ChatFormat:
         self.tokenizer = tokenizer
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise not_fast(tokenizer)
-        self.chat_template, self.supports_tools = choose_chat_template(tokenizer, chat_template, trl)
+        self.chat_template, self.supports_tools = choose_chat_template(
+            tokenizer, chat_template, trl, is_rendered_anew=thinking == "strip"
+        )
         """Source of the template in use: save it with the model."""
         self.chat_template_kwargs = check_template_kwargs(self.chat_template, chat_template_kwargs, thinking)
         self.encoder = TextEncoder(tokenizer, self.chat_template)
@@ -95,6 +100,10 @@ class ChatFormat:
             if chat_template is not None or error.cure is not GENERAL_CURE:
                 raise
             raise ChatFormatError(error.problem, suggestion(tokenizer, self.chat_template)) from error
+        self.thought_rule = find_rule(template) if thinking == "strip" else None
+        """Which thoughts the template drops, with `thinking='strip'`."""
+        if self.thought_rule is not None:
+            check_drops(self.thought_rule, thinks=self.thinks, kwargs=self.chat_template_kwargs)
         self._ends = (self._renderer.text_end, self._renderer.call_end)
         stops = [self._id(end.sampled) for end in self._ends]
         eos = tokenizer.eos_token_id
@@ -195,6 +204,12 @@ class ChatFormat:
         ids, is_environment = self.encoder.encode_segments([(staging.end.rendered, False), *segments])
         authors = [Author.ENVIRONMENT if flag else Author.TEMPLATE for flag in is_environment]
         return ids[1:], authors[1:]
+
+    def history(self, tools: Sequence[Schema] | None = None) -> History | None:
+        """What renders a conversation anew before every turn, with `thinking='strip'`; else None."""
+        if self.thought_rule is None:
+            return None
+        return History(self._renderer.template, self.encoder, self.thought_rule, tools)
 
     def encode_turn_end(self, token_ids: Sequence[int], stopped: bool = False) -> list[int]:
         """Glue (mask 0) that closes an assistant turn which does not end as the template ends turns.

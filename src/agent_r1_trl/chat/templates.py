@@ -29,6 +29,9 @@ from agent_r1_trl.chat.jinja import (
 
 _RESERVED = {"tokenize", "add_generation_prompt", "chat_template", "tools", "return_dict", "continue_final_message"}
 
+THINKING = ("keep", "off", "strip")
+"""Values of `thinking`."""
+
 _CALLING = calling()
 _NUM_CANDIDATES = 4
 # Renderings that a revision must share with a template of TRL's to count as the same.
@@ -46,7 +49,9 @@ _PROBES: tuple[list[dict[str, Any]], ...] = (
 )
 
 
-def choose_chat_template(tokenizer: Any, requested: str | None, trl: Any) -> tuple[str, bool]:
+def choose_chat_template(
+    tokenizer: Any, requested: str | None, trl: Any, *, is_rendered_anew: bool = False
+) -> tuple[str, bool]:
     """The training template's source, and whether it can render tool conversations.
 
     Args:
@@ -54,6 +59,7 @@ def choose_chat_template(tokenizer: Any, requested: str | None, trl: Any) -> tup
         requested: source of a template, name of one that TRL ships (`qwen3_training`), path of a `.jinja` file, or
             None for the tokenizer's own.
         trl: the module `trl.chat_template_utils`.
+        is_rendered_anew: the conversation is rendered before every turn, so a template may change earlier turns.
 
     Raises:
         ChatFormatError: if there is no template, or it renders earlier turns differently once later ones follow.
@@ -68,6 +74,8 @@ def choose_chat_template(tokenizer: Any, requested: str | None, trl: Any) -> tup
     own = ChatTemplate(tokenizer, template)
     if not supports_tools(own):
         return template, False
+    if is_rendered_anew:
+        return template, True
     preserves = preserves_prefixes(own)
     if preserves and ends_turns(own) and keeps_thoughts(own):
         return template, True
@@ -153,14 +161,8 @@ def check_template_kwargs(template: str, kwargs: dict[str, Any] | None, thinking
         ChatFormatError: if `thinking` is impossible or unknown, or an argument belongs to the rollout.
     """
     kwargs = dict(kwargs or {})
-    if thinking == "strip":
-        raise ChatFormatError(
-            "thinking='strip' is impossible: a rollout only appends tokens, and removing earlier thoughts would "
-            "change the ids the policy was sampled after.",
-            "Use thinking='keep', or thinking='off' for a model that can answer without thinking.",
-        )
-    if thinking not in ("keep", "off"):
-        raise ChatFormatError(f"thinking={thinking!r} is unknown:", "it must be 'keep' or 'off'.")
+    if thinking not in THINKING:
+        raise ChatFormatError(f"thinking={thinking!r} is unknown:", f"it must be one of {', '.join(THINKING)}.")
     if thinking == "off":
         kwargs["enable_thinking"] = False
     if taken := _RESERVED & kwargs.keys():

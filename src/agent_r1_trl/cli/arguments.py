@@ -161,7 +161,7 @@ class EvalArguments(RolloutSettings, TaskArguments):
     )
     thinking: str = field(
         default="keep",
-        metadata={"help": "Reasoning of earlier turns.", "choices": ["keep", "off"]},
+        metadata={"help": "Reasoning of earlier turns.", "choices": ["keep", "off", "strip"]},
     )
 
     def __post_init__(self) -> None:
@@ -207,7 +207,7 @@ class DoctorArguments(TaskArguments):
     )
     thinking: str = field(
         default="keep",
-        metadata={"help": "Reasoning of earlier turns.", "choices": ["keep", "off"]},
+        metadata={"help": "Reasoning of earlier turns.", "choices": ["keep", "off", "strip"]},
     )
 
     def __post_init__(self) -> None:

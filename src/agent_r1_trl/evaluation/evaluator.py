@@ -31,6 +31,7 @@ from agent_r1_trl.rollout import (
 )
 from agent_r1_trl.rollout.failures import count_causes, describe_causes, failure_of
 from agent_r1_trl.rollout.limits import check_whole_number
+from agent_r1_trl.rollout.thinking import format_options, settle_thinking
 from agent_r1_trl.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ def evaluate_model(
         chat_template: see `ChatFormat`.
         response_template: see `ChatFormat`.
         chat_template_kwargs: passed to the chat template.
-        thinking: see `ChatFormat`.
+        thinking: see `ChatFormat`; "strip" sets the context policy `strip_thinking`.
         max_batch_size: maximum number of rows per forward pass (transformers only).
         trust_remote_code: run code that comes with the model.
         **settings: `params`, `num_generations`, `seed`, `retry_failed`, `on_trajectory`, `journal` of `evaluate`.
@@ -189,16 +190,17 @@ def evaluate_model(
         )
     if tokenizer is None:
         raise ValueError("tokenizer=None: a loaded model comes without its tokenizer. Pass tokenizer= as well.")
+    limits = limits or RolloutLimits()
+    thinking, context_policy = settle_thinking(thinking, limits.context_policy)
+    limits = replace(limits, context_policy=context_policy)
     eos = getattr(model.generation_config, "eos_token_id", None)
     chat = ChatFormat(
         tokenizer,
         chat_template=chat_template,
         response_template=response_template,
-        chat_template_kwargs=chat_template_kwargs,
-        thinking=thinking,
+        **format_options(thinking, limits.context_policy, chat_template_kwargs),
         extra_stop_token_ids=[eos] if isinstance(eos, int) else list(eos or []),
     )
-    limits = limits or RolloutLimits()
     if limits.max_model_length is None:
         limits = replace(limits, max_model_length=context_length(model.config))
     generator = _make_generator(model, chat, tokenizer, use_vllm, limits, max_batch_size)

@@ -91,6 +91,15 @@ class DropObservations:
         return [left_out(message) if id(message) in old else message for message in view.messages]
 
 
+@dataclass(frozen=True)
+class StripThinking:
+    """Everything, as the model's chat template shows it: without the thoughts of earlier turns that it drops."""
+
+    def __call__(self, view: ContextView) -> Sequence[Message]:
+        """See `ContextPolicy`. The messages stay; `agent_r1_trl.chat.thoughts` renders them."""
+        return view.messages
+
+
 def left_out(observation: Message) -> Message:
     """The note in place of an observation; the observation itself where that is shorter.
 
@@ -114,6 +123,7 @@ POLICIES: dict[str, Callable[[RolloutSettings], ContextPolicy | None]] = {
     "summarise": lambda limits: None,  # contexts only grow until a summary opens another (`summaries.py`)
     "drop_observations": lambda limits: DropObservations(limits.context_turns or 1, limits.context_tokens),
     "step": lambda limits: Step(limits.context_turns or 1),
+    "strip_thinking": lambda limits: StripThinking(),
 }
 """Name in `context_policy` -> what makes the policy; None where none decides before each turn."""
 

@@ -41,6 +41,7 @@ class Contexts:
     def __init__(self, draft: Draft, chat: ChatFormat, tools: Any, limits: RolloutLimits) -> None:
         self._draft, self._chat, self._tools, self._limits = draft, chat, tools, limits
         self._policy = find_policy(limits)
+        self._history = chat.history(tools) if limits.context_policy == "strip_thinking" else None
         self._messages: Sequence[Message] = list(draft.prompt_messages)
         """Of the present context."""
         self._deltas: list[list[int]] = []
@@ -112,6 +113,8 @@ class Contexts:
     def _ids_of(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a context, those that were sampled wherever a message is a turn of this trajectory."""
         prompt = self._draft.prompt_messages
+        if self._history is not None and (shown := self._history.encode(messages, len(prompt))) is not None:
+            return shown
         if list(messages[: len(prompt)]) != prompt:
             return self._rendered(messages)
         ids, position = list(self._draft.prompt_ids), len(prompt)

@@ -27,6 +27,7 @@ from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.rollout.summaries import check_room
+from agent_r1_trl.rollout.thinking import check_thinking
 from agent_r1_trl.rollout.waiting import copy_outcome, end_when_free, result_in_time
 from agent_r1_trl.rollout.watchdog import LoopLostError, Watchdog
 from agent_r1_trl.tools import directory
@@ -85,6 +86,7 @@ class RolloutRunner:
         self.limits = (limits or RolloutLimits()).within(getattr(generator, "max_model_length", None))
         find_policy(self.limits)  # refused here, not in the first trajectory
         check_room(chat, self.limits)
+        check_thinking(chat, self.limits.context_policy)
         self.params = params or SamplingParams()
         self.retry_failed = retry_failed
         self.on_trajectory = on_trajectory

@@ -43,7 +43,8 @@ class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOCon
         default="keep",
         metadata={
             "help": "'keep': reasoning of earlier turns stays in the token stream. 'off': render the chat template "
-            "with enable_thinking=False."
+            "with enable_thinking=False. 'strip': earlier reasoning is dropped as the published chat template drops "
+            "it (`context_policy='strip_thinking'`)."
         },
     )
     chat_template: str | None = field(

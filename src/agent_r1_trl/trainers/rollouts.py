@@ -28,6 +28,7 @@ from agent_r1_trl.rollout import NothingPlayedError, RolloutRunner, context_leng
 from agent_r1_trl.rollout.probe import PROBE_TIMEOUT_S, RecordedCall, succeeds
 from agent_r1_trl.rollout.processes import marked_processes
 from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
+from agent_r1_trl.rollout.thinking import format_options
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.failures import FailureWatch, gather_failures
 from agent_r1_trl.trainers.host_memory import release_free_memory
@@ -85,8 +86,7 @@ class Rollouts:
             tokenizer,
             chat_template=args.chat_template,
             response_template=args.response_template,
-            chat_template_kwargs=args.chat_template_kwargs,
-            thinking=args.thinking,
+            **format_options(args.thinking, args.context_policy, args.chat_template_kwargs),
             extra_stop_token_ids=eos_token_ids,
         )
         self.limits = args.rollout_limits(context_length(policy.config))
