@@ -126,6 +126,13 @@ def test_other_sampling_settings_play_anew(tmp_path, caplog):
     assert resumed.num_sampled == 2 * 4 * 2 and "params differs" in caplog.text
 
 
+def test_another_context_policy_plays_anew(tmp_path, caplog):
+    train(tmp_path)
+    policy = {"context_policy": "window", "context_turns": 1}
+    resumed = train(tmp_path, checkpoint=str(tmp_path / "checkpoint-2"), **policy)
+    assert resumed.num_sampled == 2 * 4 * 2 and "limits differs" in caplog.text
+
+
 def test_a_run_that_begins_anew_uses_nothing_of_the_run_before_it_and_leaves_nothing_of_it(tmp_path):
     train(tmp_path, journal_keep=9)
     assert train(tmp_path, max_steps=2).num_sampled == 2 * 4 * 2

@@ -43,6 +43,9 @@ LIMITS = (
     "max_invalid_calls",
     "max_model_length",
     "max_tool_calling_iterations",
+    "context_policy",
+    "context_turns",
+    "context_tokens",
 )
 """Limits that decide what a trajectory is; the others decide how long it takes."""
 CHUNK = 2**22
