@@ -33,9 +33,9 @@ def test_a_context_that_was_rewritten_opens_a_row_and_one_that_goes_on_does_not(
     """P | a b, then P' | d e + o + f."""
     draft = draft_of([1, 2])
     say(draft, [10, 11])
-    draft.rewrite_context([1, 3], [TEXT])
+    draft.rewrite_context([1, 3], [3], [TEXT])
     say(draft, [20, 21])
-    draft.rewrite_context([1, 3, 20, 21, 7], [TEXT])
+    draft.rewrite_context([1, 3, 20, 21, 7], [7], [TEXT])
     say(draft, [30])
     trajectory = draft.finish(StopReason.DONE, duration_s=0.0)
     assert trajectory.completion_ids == [10, 11, 20, 21, 7, 30]
@@ -56,7 +56,7 @@ def test_credit_over_two_rows_is_that_of_one_row_of_their_tokens():
     """[P | a b], [P' | d e]: the token after b is d; V is read in each token's own row."""
     draft = draft_of([1])
     say(draft, [10, 11])
-    draft.rewrite_context([2], [])
+    draft.rewrite_context([2], [], [])
     say(draft, [20, 21])
     rows = TrainingRows([draft.finish(StopReason.DONE, duration_s=0.0)], is_split=True)
     values = rows.to_time(torch.tensor([[0.2, 0.3], [0.4, 0.6]], dtype=torch.float64))
@@ -70,9 +70,9 @@ def test_credit_over_two_rows_is_that_of_one_row_of_their_tokens():
 def test_a_turn_that_comes_back_to_an_earlier_conversation_joins_its_row():
     draft = draft_of([1])
     say(draft, [10])
-    draft.rewrite_context([2], [])
+    draft.rewrite_context([2], [], [])
     say(draft, [20])
-    draft.rewrite_context([1, 10, 5], [TEXT])
+    draft.rewrite_context([1, 10, 5], [5], [TEXT])
     say(draft, [11])
     first, second = draft.finish(StopReason.DONE, duration_s=0.0).rows
     assert (first.completion_ids, first.turn_ids, first.spans) == ([10, 5, 11], [0, -1, 2], [(0, 1), (2, 4)])
@@ -82,11 +82,11 @@ def test_a_turn_that_comes_back_to_an_earlier_conversation_joins_its_row():
 def test_a_turn_joins_the_longest_of_the_rows_that_its_context_extends():
     draft = draft_of([1, 2])
     say(draft, [10])
-    draft.rewrite_context([1], [])
+    draft.rewrite_context([1], [], [])
     say(draft, [2, 10, 30])  # now the first row is the beginning of this one
-    draft.rewrite_context([1, 2, 10, 30, 5], [TEXT])
+    draft.rewrite_context([1, 2, 10, 30, 5], [5], [TEXT])
     say(draft, [40])
-    draft.rewrite_context([1, 2, 10, 6], [TEXT])
+    draft.rewrite_context([1, 2, 10, 6], [6], [TEXT])
     say(draft, [11])
     first, second = draft.finish(StopReason.DONE, duration_s=0.0).rows
     assert (first.completion_ids, first.turn_ids) == ([10, 6, 11], [0, -1, 3])
@@ -96,7 +96,7 @@ def test_a_turn_joins_the_longest_of_the_rows_that_its_context_extends():
 def test_a_context_that_nothing_was_sampled_after_opens_no_row():
     draft = draft_of([1])
     say(draft, [10])
-    draft.rewrite_context([2], [])
+    draft.rewrite_context([2], [], [])
     assert len(draft.finish(StopReason.MAX_TURNS, duration_s=0.0).rows) == 1
 
 
@@ -135,7 +135,8 @@ def conversations(draw):
         if turn:
             rows = draft.rows or [draft.context_ids]
             begun = draw(st.sampled_from([*rows, draft.context_ids, [1]]))
-            draft.rewrite_context([*begun, *draw(ids)], [TEXT] * draw(st.integers(0, 2)))
+            delta = [1] * draw(st.integers(0, 2))
+            draft.rewrite_context([*begun, *draw(ids)], delta, [TEXT] * len(delta))
         asked.append(draft.context_ids)
         say(draft, draw(ids))
     return draft.finish(StopReason.DONE, duration_s=0.0), asked
@@ -204,7 +205,7 @@ def test_a_secret_in_a_trajectory_masks_the_ids_of_its_contexts():
     draft = draft_of([1])
     draft.prompt_messages = [{"role": "user", "content": "the key is hunter2hunter2"}]
     say(draft, [10])
-    draft.rewrite_context([2, 3], [])
+    draft.rewrite_context([2, 3], [], [])
     say(draft, [20])
     trajectory = draft.finish(StopReason.DONE, duration_s=0.0)
     safe_text.set_rules(patterns=["hunter2"])

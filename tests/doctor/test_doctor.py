@@ -100,6 +100,15 @@ def test_thinking_switched_off_has_no_findings():
     assert flagged(examine(make_tokenizer("qwen3"), thinking="off")) == []
 
 
+@pytest.mark.parametrize("family", ("qwen3", "gemma4", "gptoss"))
+def test_thoughts_that_are_dropped_on_purpose_are_no_findings(family):
+    assert flagged(examine(make_tokenizer(family), thinking="strip")) == []
+    assert (
+        "thinking='strip' has no effect"
+        in errors_of(examine(make_tokenizer("llama3"), thinking="strip"), "chat template")[0].message
+    )
+
+
 def test_a_saved_model_folder_and_a_model_object_have_no_findings(tmp_path):
     tokenizer = make_tokenizer("llama3")
     config = LlamaConfig(

@@ -19,6 +19,7 @@ from agent_r1_trl.doctor.template import Schema, speak
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.generation.scripted import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.rollout.thinking import STRIP_POLICY
 from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
 
 # Longer than any scripted turn.
@@ -216,7 +217,7 @@ def _text(chat: ChatFormat, rng: random.Random) -> str:
 def _play(chat: ChatFormat, scene: _Scene, tools: Sequence[Schema] | None) -> Trajectory:
     from agent_r1_trl.tools import Tool
 
-    generator = ScriptedGenerator(list(scene.turns), stop_token_ids=chat.stop_token_ids)
+    generator = ScriptedGenerator(lambda request: scene.turns[request.index], stop_token_ids=chat.stop_token_ids)
     shown = [Tool(_never_called, schema=schema) for schema in tools or ()]
     limits = RolloutLimits(
         max_turns=len(scene.turns),
@@ -224,6 +225,7 @@ def _play(chat: ChatFormat, scene: _Scene, tools: Sequence[Schema] | None) -> Tr
         max_tokens_per_turn=_TURN_TOKENS,
         max_observation_tokens=_TURN_TOKENS,
         max_invalid_calls=len(scene.turns),
+        context_policy="keep" if chat.thought_rule is None else STRIP_POLICY,
     )
     runner = RolloutRunner(lambda: _ScriptedEnv(scene, shown), generator, chat, limits)
     try:
@@ -269,7 +271,10 @@ def _check_trajectory(report: Report, chat: ChatFormat, scene: _Scene, trajector
 
 def _check_closings(report: Report, chat: ChatFormat, trajectory: Trajectory) -> None:
     ends = {*chat.turn_end_ids, *chat.encode_turn_end([])}
+    rewritten = {segment.start for segment in trajectory.segments}
     for turn in trajectory.turns[:-1]:
+        if turn.end in rewritten:
+            continue
         around = trajectory.completion_ids[turn.end - 1 : turn.end + 1]
         if not ends & set(around):
             report.error(
@@ -296,8 +301,10 @@ def _check_calls(report: Report, scene: _Scene, trajectory: Trajectory) -> None:
 
 def _check_words(report: Report, chat: ChatFormat, scene: _Scene, trajectory: Trajectory) -> None:
     """Every observation must arrive word for word (or as a JSON string) between its turn and the next."""
+    rewritten = {segment.start: segment.prompt_ids or [] for segment in trajectory.segments}
     for turn, following, told in zip(trajectory.turns, trajectory.turns[1:], scene.observations, strict=False):
-        text = _folded(chat.encoder.to_text(trajectory.completion_ids[turn.end : following.start]))
+        between = rewritten.get(turn.end, []) + trajectory.completion_ids[turn.end : following.start]
+        text = _folded(chat.encoder.to_text(between))
         for observation in told:
             words = _folded(observation["content"])
             if words not in text and json.dumps(words, ensure_ascii=False)[1:-1] not in text:

@@ -137,6 +137,9 @@ def _check_appending(report: Report, chat: ChatFormat, tools: Sequence[Schema] |
         if difference and (place == "observation" or (place == "tool" and len(thoughts) == 1)):
             report.error("chat template", f"Not prefix preserving: {difference}.", suggestion(chat.tokenizer, ""))
             return
+    if chat.thought_rule is not None:
+        report.ok("chat template", "Thoughts are dropped before each turn where the template drops them.")
+        return
     # With a forced opener only turns with a thought can agree; the last difference is theirs.
     difference, _ = found[thoughts[-1]]
     if difference and len(thoughts) > 1:
@@ -146,7 +149,8 @@ def _check_appending(report: Report, chat: ChatFormat, tools: Sequence[Schema] |
             "chat template",
             f"The template changes thoughts once something follows: {difference}. Rollouts keep what was sampled, so "
             "the policy is trained on conversations that a server with this template does not show it.",
-            f"Pass {switch}a chat_template that keeps thoughts, and serve the model with it.",
+            f"Pass {switch}a chat_template that keeps thoughts, and serve the model with it. Or set thinking='strip': "
+            "the policy is then trained on what the server shows.",
         )
     elif difference:
         report.warning(

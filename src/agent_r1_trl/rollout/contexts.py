@@ -78,7 +78,7 @@ class Contexts:
             turn.observations, turn.next_context = [], None
             return False
         self._messages = messages
-        draft.rewrite_context(context, authors, opens_row=has_row_per_turn(self._policy))
+        draft.rewrite_context(context, ids, authors, opens_row=has_row_per_turn(self._policy))
         return True
 
     def _rewritten(self, turn: Turn, num_tokens: int) -> tuple[Sequence[Message], list[int]]:

@@ -85,12 +85,16 @@ class Draft:
         self.turn_ids += [-1] * len(ids)
         self.authors += authors
 
-    def rewrite_context(self, ids: Sequence[int], authors: Sequence[Author], *, opens_row: bool = False) -> None:
+    def rewrite_context(
+        self, ids: Sequence[int], delta: Sequence[int], authors: Sequence[Author], *, opens_row: bool = False
+    ) -> None:
         """Let the next turn be sampled after `ids`, in the row that they extend or in a new one.
 
         Args:
             ids: the whole context.
-            authors: of what follows the last turn; the new tokens of a row that goes on are as a rule these.
+            delta: what follows the last turn if nothing is rewritten; the new tokens of a row that goes on are as a
+                rule these.
+            authors: of `delta`.
             opens_row: whether they open a new one in any case.
         """
         rows = self.rows or [self.prompt_ids + self.completion_ids]
@@ -105,7 +109,7 @@ class Draft:
         if row != current:
             self.segments.append(Segment(start=start, row=row))
         rest = ids[len(rows[row]) :]
-        self.add_context(rest, authors if len(rest) == len(authors) else [Author.ENVIRONMENT] * len(rest))
+        self.add_context(rest, authors_of(rest, delta, authors))
 
     def _add(self, ids: Sequence[int]) -> None:
         self.completion_ids += ids
@@ -131,6 +135,25 @@ class Draft:
             error=self.error,
             duration_s=duration_s,
         )
+
+
+def authors_of(ids: Sequence[int], known: Sequence[int], authors: Sequence[Author]) -> list[Author]:
+    """Authors of ids that differ little from those whose authors are known.
+
+    What both begin and end with has the same authors. Between that, everything is the environment's if anything is.
+
+    >>> of_delta = [Author.TEMPLATE, Author.ENVIRONMENT, Author.TEMPLATE]
+    >>> [author.value[0] for author in authors_of([7, 1, 2, 9], [1, 2, 9], of_delta)]
+    ['t', 't', 'e', 't']
+    """
+    start, end, shorter = 0, 0, min(len(ids), len(known))
+    while start < shorter and ids[start] == known[start]:
+        start += 1
+    while end < shorter - start and ids[-1 - end] == known[-1 - end]:
+        end += 1
+    between = authors[start : len(known) - end]
+    author = Author.ENVIRONMENT if Author.ENVIRONMENT in between else Author.TEMPLATE
+    return [*authors[:start], *[author] * (len(ids) - start - end), *authors[len(known) - end :]]
 
 
 def record_step(turn: Turn, reward: float, info: dict[str, Any], *, env_s: float) -> None:
