@@ -91,16 +91,19 @@ class ChatFormat:
         self.encoder = TextEncoder(tokenizer, self.chat_template)
         self.plain_template = None if chat_template else without_tools(tokenizer, self.chat_template)
         """Source of the template of conversations without tools, where the tokenizer has one of its own for them."""
-        template = ChatTemplate(tokenizer, self.chat_template, self.chat_template_kwargs, plain=self.plain_template)
-        self.no_tools = template.no_tools
+        self.template = ChatTemplate(
+            tokenizer, self.chat_template, self.chat_template_kwargs, plain=self.plain_template
+        )
+        """Renders conversations."""
+        self.no_tools = self.template.no_tools
         """What the template takes as tools where there are none: None as a rule, or an empty list."""
         try:
-            self._renderer = TemplateRenderer(template, self.encoder, supports_tools=self.supports_tools)
+            self._renderer = TemplateRenderer(self.template, self.encoder, supports_tools=self.supports_tools)
         except ChatFormatError as error:
             if chat_template is not None or error.cure is not GENERAL_CURE:
                 raise
             raise ChatFormatError(error.problem, suggestion(tokenizer, self.chat_template)) from error
-        self.thought_rule = find_rule(template) if thinking == "strip" else None
+        self.thought_rule = find_rule(self.template) if thinking == "strip" else None
         """Which thoughts the template drops, with `thinking='strip'`."""
         if self.thought_rule is not None:
             check_drops(self.thought_rule, thinks=self.thinks, kwargs=self.chat_template_kwargs)
@@ -209,7 +212,7 @@ class ChatFormat:
         """What renders a conversation anew before every turn, with `thinking='strip'`; else None."""
         if self.thought_rule is None:
             return None
-        return History(self._renderer.template, self.encoder, self.thought_rule, tools)
+        return History(self.template, self.encoder, self.thought_rule, tools)
 
     def encode_turn_end(self, token_ids: Sequence[int], stopped: bool = False) -> list[int]:
         """Glue (mask 0) that closes an assistant turn which does not end as the template ends turns.

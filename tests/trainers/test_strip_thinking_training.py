@@ -1,0 +1,77 @@
+"""Both trainers with `thinking='strip'`: contexts of the published template in all they do."""
+
+import pytest
+
+from agent_r1_trl.evaluation import evaluate_model
+from agent_r1_trl.recording import read_trajectories
+from agent_r1_trl.rollout import RolloutLimits
+from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from tests.tokenizers import make_tokenizer, read_template
+from tests.toys import say
+from tests.trainers.effects import CPU
+from tests.trainers.helpers import PlainEnv, make_policy, make_trainer, questions
+
+
+def two_thoughts(rng, turn):
+    """Answers, most of them with a thought."""
+    thought = {
+        "role": "assistant",
+        "content": f"{rng.randint(0, 99)}",
+        "reasoning_content": f"so {rng.randint(0, 99)}",
+    }
+    return thought if rng.random() < 0.8 else say("none")
+
+
+class AskingEnv(PlainEnv):
+    """Asks once more."""
+
+    def next_user_message(self, message):
+        return "Sure?"
+
+
+@pytest.mark.parametrize("trainer_class", (MultiTurnGRPOTrainer, MultiTurnPPOTrainer))
+def test_thoughts_are_stripped_in_training_evaluation_and_after_a_resume(tmp_path, trainer_class):
+    options = {
+        "trainer": trainer_class, "thinking": "strip", "max_turns": 2, "script": two_thoughts, "env": AskingEnv,
+        "eval_dataset": questions(4), "per_device_eval_batch_size": 4, "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2, "record_trajectories": "jsonl", "save_strategy": "steps", "save_steps": 1,
+    }  # fmt: skip
+    trainer = make_trainer(tmp_path, **options, max_steps=2)
+    trainer.train()
+    trainer.evaluate()
+    assert trainer.args.context_policy == "strip_thinking"
+    assert trainer.rollouts.chat.chat_template == read_template("qwen3"), "not TRL's, which keeps thoughts"
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 2 and all(entry["rollout/rows"] > 1 and entry["grad_norm"] > 0 for entry in logged)
+    resumed = make_trainer(tmp_path, **options, max_steps=3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    tokenizer = trainer.processing_class
+    for item in [*read_trajectories(tmp_path), *resumed.last_trajectories]:
+        last = tokenizer.decode(item.rows[-1].prompt_ids)
+        thoughts = [turn.message.get("reasoning_content") for turn in item.turns]
+        if thoughts[0]:
+            assert len(item.rows) == 2 and thoughts[0] not in last and item.turns[0].message["content"] in last
+
+
+def test_evaluation_plays_with_the_same_policy():
+    tokenizer = make_tokenizer("qwen3")
+    limits = RolloutLimits(max_turns=2, max_completion_length=60, max_tokens_per_turn=8)
+    model, rows = make_policy(tokenizer), list(questions(2))
+    result = evaluate_model(model, AskingEnv, rows, tokenizer=tokenizer, limits=limits, thinking="strip")
+    assert result.settings["limits"]["context_policy"] == "strip_thinking"
+    with pytest.raises(ValueError, match="thinking='strip' with context_policy='window'"):
+        window = RolloutLimits(context_policy="window", context_turns=1)
+        evaluate_model(model, AskingEnv, rows, tokenizer=tokenizer, limits=window, thinking="strip")
+
+
+def test_either_setting_sets_the_other():
+    for options in ({"thinking": "strip"}, {"context_policy": "strip_thinking"}):
+        config = MultiTurnGRPOConfig(**CPU, **options)
+        assert (config.thinking, config.context_policy) == ("strip", "strip_thinking")
+    config = MultiTurnGRPOConfig(**CPU, thinking="off", context_policy="strip_thinking")
+    assert (config.thinking, config.context_policy) == ("off", "strip_thinking")
+
+
+def test_a_model_without_thoughts_is_refused_by_the_trainer(tmp_path):
+    with pytest.raises(ValueError, match=r"thinking='strip' has no effect.*thinking='keep'"):
+        make_trainer(tmp_path, family="qwen2_5", thinking="strip")
