@@ -121,7 +121,7 @@ class Summaries:
             return False
         if len(base) + len(last) <= min(longest, limits.context_tokens or longest):
             base += last
-        draft.rewrite_context(base, [])
+        draft.rewrite_context(base, [], [])
         self._num_before = len(draft.turns)
         return True
 
