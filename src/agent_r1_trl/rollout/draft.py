@@ -140,7 +140,8 @@ class Draft:
 def authors_of(ids: Sequence[int], known: Sequence[int], authors: Sequence[Author]) -> list[Author]:
     """Authors of ids that differ little from those whose authors are known.
 
-    What both begin and end with has the same authors. Between that, everything is the environment's if anything is.
+    What both begin and end with has the same authors. Between that, everything is the environment's if anything is, or
+    if nothing is known.
 
     >>> of_delta = [Author.TEMPLATE, Author.ENVIRONMENT, Author.TEMPLATE]
     >>> [author.value[0] for author in authors_of([7, 1, 2, 9], [1, 2, 9], of_delta)]
@@ -151,8 +152,8 @@ def authors_of(ids: Sequence[int], known: Sequence[int], authors: Sequence[Autho
         start += 1
     while end < shorter - start and ids[-1 - end] == known[-1 - end]:
         end += 1
-    between = authors[start : len(known) - end]
-    author = Author.ENVIRONMENT if Author.ENVIRONMENT in between else Author.TEMPLATE
+    is_heard = not authors or Author.ENVIRONMENT in authors[start : len(known) - end]
+    author = Author.ENVIRONMENT if is_heard else Author.TEMPLATE
     return [*authors[:start], *[author] * (len(ids) - start - end), *authors[len(known) - end :]]
 
 

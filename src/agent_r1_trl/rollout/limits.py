@@ -58,8 +58,8 @@ class RolloutSettings(SummarySettings):
             "help": "What each turn is sampled after: 'keep' everything so far; 'window': the prompt and the last "
             "`context_turns` turns; 'drop_observations': of what answered the turns before those, only a note; "
             "'step': what the environment gives (info['next_context']), else as 'window', and every turn is a row of "
-            "its own; 'strip_thinking': without the reasoning that the published chat template drops; "
-            "'summarise': the prompt and a summary that the model wrote. Or the path of your own, my_module.my_policy."
+            "its own; 'summarise': the prompt and a summary that the model wrote; 'strip_thinking': without the "
+            "reasoning that the published chat template drops. Or the path of your own, my_module.my_policy."
         },
     )
     context_turns: int | None = field(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agent_r1_trl.chat.format import ChatFormat
+from agent_r1_trl.chat.templates import THINKING
 
 STRIP_POLICY = "strip_thinking"
 """The context policy that renders every context anew."""
@@ -16,13 +17,17 @@ def settle_thinking(thinking: str, context_policy: str) -> tuple[str, str]:
     `thinking='off'` beside the policy stays: the empty thought that the template forces is then what it drops.
 
     Raises:
-        ValueError: `thinking='strip'` with another policy.
+        ValueError: `thinking` is unknown, or it is 'strip' with another policy.
 
     >>> settle_thinking("strip", "keep"), settle_thinking("keep", "strip_thinking")
     (('strip', 'strip_thinking'), ('strip', 'strip_thinking'))
     >>> settle_thinking("off", "strip_thinking"), settle_thinking("keep", "window")
     (('off', 'strip_thinking'), ('keep', 'window'))
     """
+    if thinking not in THINKING:
+        raise ValueError(
+            f"thinking={thinking!r} is not one of {', '.join(map(repr, THINKING))}. Set thinking to one of them."
+        )
     if thinking == "strip" and context_policy not in ("keep", STRIP_POLICY):
         raise ValueError(
             f"thinking='strip' with context_policy={context_policy!r}: thinking='strip' is the policy "

@@ -15,6 +15,7 @@ from trl import GRPOConfig
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import estimator_names, find_estimator
 from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings, check_whole_number
+from agent_r1_trl.rollout.thinking import settle_thinking
 from agent_r1_trl.safe_text import SECRET_NAMES, SECRET_NAMES_HELP, SECRET_PATTERNS_HELP
 from agent_r1_trl.trainers.config_checks import check_config
 from agent_r1_trl.trainers.fault_settings import FaultSettings
@@ -243,6 +244,7 @@ class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOCon
         Raises:
             ValueError: names the flag, its value, the rule and the cure.
         """
+        self.thinking, self.context_policy = settle_thinking(self.thinking, self.context_policy)
         check_config(self)
 
     def asked_features(self) -> list[str]:

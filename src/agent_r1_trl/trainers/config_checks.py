@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import EstimatorName, estimator_names, find_estimator
-from agent_r1_trl.chat.templates import THINKING
 from agent_r1_trl.filtering import RULES
 from agent_r1_trl.generation.vllm.find_servers import check_urls
 from agent_r1_trl.rollout.limits import check_share, check_whole_number
-from agent_r1_trl.rollout.thinking import settle_thinking
 from agent_r1_trl.safe_text import check_rules
 from agent_r1_trl.trainers.rollout_checks import Need, check_needs
 from agent_r1_trl.trainers.row_checks import LOSS_UNITS, check_rows
@@ -64,8 +62,6 @@ def check_config(config: MultiTurnConfig) -> None:
     check_importance_sampling(config)
     check_choice(config, "record_trajectories", RECORD_FORMATS)
     check_choice(config, "loss_type", LOSS_TYPES)
-    check_choice(config, "thinking", THINKING)
-    config.thinking, config.context_policy = settle_thinking(config.thinking, config.context_policy)
     check_rules(config.secret_names, config.secret_patterns)
     settle_estimator(config)
     check_choice(config, "update_layout", UPDATE_LAYOUTS)
