@@ -120,15 +120,10 @@ def test_other_weights_play_anew_and_say_why(tmp_path, caplog):
     assert "micro-step 2" in caplog.text and "weights differs" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [({"temperature": 0.7}, "params"), ({"context_policy": "window", "context_turns": 9}, "limits")],
-    ids=["temperature", "contexts"],
-)
-def test_other_sampling_settings_play_anew(tmp_path, caplog, change, named):
+def test_other_sampling_settings_play_anew(tmp_path, caplog):
     train(tmp_path)
-    resumed = train(tmp_path, checkpoint=str(tmp_path / "checkpoint-2"), **change)
-    assert resumed.num_sampled == 2 * 4 * 2 and f"{named} differs" in caplog.text
+    resumed = train(tmp_path, checkpoint=str(tmp_path / "checkpoint-2"), temperature=0.7)
+    assert resumed.num_sampled == 2 * 4 * 2 and "params differs" in caplog.text
 
 
 def test_another_context_policy_plays_anew(tmp_path, caplog):

@@ -46,10 +46,10 @@ LIMITS = (
     "context_policy",
     "context_turns",
     "context_tokens",
+    "summary_tokens",
+    "summary_prompt",
 )
 """Limits that decide what a trajectory is; the others decide how long it takes."""
-CONTEXT_LIMITS = ("context_policy", "context_turns", "context_tokens", "summary_tokens", "summary_prompt")
-"""So do these, written down where contexts are rewritten at all."""
 CHUNK = 2**22
 """Elements that are summed at once, so that the fingerprint needs no memory to speak of."""
 
@@ -78,8 +78,7 @@ class TrainingJournal:
         self._is_on, self._keep = bool(args.journal) and self._cassette is None, args.journal_keep
         self._overlaps = args.overlap_rollout
         self._folder = rank_folder(args.output_dir, accelerator.process_index)
-        names = LIMITS if limits.context_policy == "keep" else LIMITS + CONTEXT_LIMITS
-        limited = {name: getattr(limits, name, None) for name in names}
+        limited = {name: getattr(limits, name, None) for name in LIMITS}
         self._settings = {
             "processes": accelerator.num_processes,
             "template": hashlib.blake2b(template.encode("utf-8", "replace"), digest_size=8).hexdigest(),
