@@ -9,7 +9,7 @@ import math
 from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from typing import Any
 
-from agent_r1_trl.rollout.summary_settings import SUMMARISE, SummarySettings, check_summaries
+from agent_r1_trl.rollout.summary_settings import SUMMARISE, check_summaries
 
 TIMES = ("rollout_timeout", "reset_timeout", "scoring_timeout", "watchdog_interval", "stall_timeout")
 """The limits that are seconds."""
@@ -22,7 +22,7 @@ READERS = {"context_turns": (*COUNTING_POLICIES, "step"), "context_tokens": COUN
 
 
 @dataclass(kw_only=True)
-class RolloutSettings(SummarySettings):
+class RolloutSettings:
     """The limits that a user sets."""
 
     max_turns: int = field(
@@ -74,6 +74,20 @@ class RolloutSettings(SummarySettings):
         metadata={
             "help": "Rewrite a context (`context_policy`) only where it would have more tokens than this. None: "
             "rewrite it before every turn ('summarise': as `context_turns` says)."
+        },
+    )
+    summary_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Maximum number of tokens that the model may sample for a summary, thoughts included "
+            "(context_policy='summarise')."
+        },
+    )
+    summary_prompt: str | None = field(
+        default=None,
+        metadata={
+            "help": "The user message that asks for a summary (context_policy='summarise'); {summary_tokens} in it "
+            "stands for the number. None: one in plain English."
         },
     )
     max_invalid_calls: int = field(

@@ -1,11 +1,10 @@
-"""Settings of `context_policy="summarise"`, and what must hold between them and the other limits.
+"""What asks for a summary (`context_policy="summarise"`), and what must hold between its settings and other limits.
 
 Not covered: when a summary is asked for and what comes of it (`rollout/summaries.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 SUMMARISE = "summarise"
@@ -18,26 +17,6 @@ DEFAULT_PROMPT = (
     "Write plain text, and call no tool now."
 )
 """What asks for a summary where `summary_prompt` is None; `{summary_tokens}` stands for the number."""
-
-
-@dataclass(kw_only=True)
-class SummarySettings:
-    """How summaries are asked for."""
-
-    summary_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Maximum number of tokens that the model may sample for a summary, thoughts included "
-            "(context_policy='summarise')."
-        },
-    )
-    summary_prompt: str | None = field(
-        default=None,
-        metadata={
-            "help": "The user message that asks for a summary (context_policy='summarise'); {summary_tokens} in it "
-            "stands for the number. None: one in plain English."
-        },
-    )
 
 
 def summary_request(settings: Any) -> dict[str, str]:

@@ -46,6 +46,8 @@ LIMITS = (
     "context_policy",
     "context_turns",
     "context_tokens",
+    "summary_tokens",
+    "summary_prompt",
 )
 """Limits that decide what a trajectory is; the others decide how long it takes."""
 CHUNK = 2**22
