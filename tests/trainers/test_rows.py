@@ -222,7 +222,13 @@ def test_kept_trajectories_take_turns_in_the_optimizer_steps_with_all_their_rows
     """One group of two is kept, for four optimizer steps of two trajectories."""
     options = {"trainer": MultiTurnPPOTrainer, "critic": "head", "critic_uses_filtered": True} if for_critic else {}
     options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}
-    options |= {"filter_groups": "top_fraction", "filter_value": 0.25, "num_generations": 2, **MANY}
+    options |= {
+        "filter_groups": "top_fraction",
+        "filter_value": 0.25,
+        "num_generations": 2,
+        "loss_unit": "turn",
+        **MANY,
+    }
     trainer = splitting(make_trainer(tmp_path, script=three_turns, **options), at_every_turn)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
@@ -235,6 +241,7 @@ def test_kept_trajectories_take_turns_in_the_optimizer_steps_with_all_their_rows
         (name,) = names
         rows = [row for row in trained_rows(trainer.last_trajectories[name]) if any(row.action_mask)]
         assert int(inputs["tool_mask"].any(dim=1).sum()) == len(rows)
+        assert float(inputs["num_turns"]) == len(rows), "turns that are trained on"
     if for_critic:
         alive = sum(int(inputs["value_mask"].sum()) for inputs in buffer[:2])
         assert float(buffer[0]["num_value_items"]) == 4 / 2 * alive
