@@ -121,7 +121,7 @@ WORDS = "|".join(
 """What byte-pair merges stay within; the fixed parts of a call and an answer stand first and become one token each."""
 
 
-def make_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def make_tokenizer(texts: list[str], vocab_size: int, context: int = 1024) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer (any unicode survives a round trip) with the chat template and response template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -148,7 +148,7 @@ def make_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,
-        model_max_length=1024,
+        model_max_length=context,
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.response_template = RESPONSE_TEMPLATE
@@ -168,7 +168,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=32,
-        max_position_embeddings=1024,
+        max_position_embeddings=tokenizer.model_max_length,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -272,6 +272,7 @@ def cold_start(
     demonstration: Callable[[random.Random], Messages],
     *,
     vocab_size: int,
+    context: int = 1024,
     tools: Sequence[dict[str, Any]] = (),
     texts: Callable[[Messages], list[str]] = lambda sample: [f"{item['role']}\n{item['content']}" for item in sample],
 ) -> None:
@@ -281,14 +282,16 @@ def cold_start(
         args: the options of `make_parser`.
         demonstration: makes one conversation.
         vocab_size: tokens, special ones and single bytes (260 in all) included.
+        context: maximum number of tokens that the model takes; longer demonstrations are cut there.
         tools: JSON schemas of the tools that the prompt names.
         texts: what the tokenizer learns its words from, given the messages of 200 demonstrations.
     """
     rng = random.Random(args.seed)
     torch.manual_seed(args.seed)
     sample = [message for _ in range(200) for message in demonstration(rng)]
-    tokenizer = make_tokenizer(texts(sample), vocab_size)
-    rows = [encode(tokenizer, demonstration(rng), tools) for _ in range(args.steps * args.batch_size)]
+    tokenizer = make_tokenizer(texts(sample), vocab_size, context)
+    whole = (encode(tokenizer, demonstration(rng), tools) for _ in range(args.steps * args.batch_size))
+    rows = [(ids[:context], mask[:context]) for ids, mask in whole]
     model = make_model(tokenizer)
     train(model, rows, args, tokenizer.pad_token_id)
     save(model, tokenizer, args.out)

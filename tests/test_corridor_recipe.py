@@ -1,0 +1,137 @@
+"""recipes/corridor: the game, its settings, and from the cold start to a trained policy."""
+
+import asyncio
+import json
+import random
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agent_r1_trl import check_env
+from agent_r1_trl.cli import main
+from agent_r1_trl.cli.train import read_arguments
+from agent_r1_trl.objects import import_object
+from agent_r1_trl.rollout.summaries import HEADING
+from tests.environments.helpers import finished
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "recipes" / "corridor"
+CONFIGS = {algo: RECIPE / algo / "config_cpu.yaml" for algo in ("grpo", "ppo")}
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    """The recipe names its files from here, and its script puts this folder on the path."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(RECIPE.parent))
+
+
+@pytest.fixture(scope="module")
+def env_class():
+    return import_object(f"{RECIPE / 'env.py'}:CorridorEnv", "env")
+
+
+def open_door(env, name):
+    return asyncio.run(env.step({"role": "assistant", "content": f"<answer>{name}</answer>"}))
+
+
+def success(env):
+    trajectory = finished("")
+    reward, _ = env.outcome_reward(trajectory)
+    assert trajectory.info["rooms"] == env.rooms
+    return reward, trajectory.info["success"]
+
+
+def test_the_lit_door_leads_on(env_class):
+    env = env_class(max_actions=3)
+    messages = env.reset({"level": "Ahead Right Left"})
+    assert messages[-1]["content"] == "Room 1: Left dark Ahead lit Right dark"
+    first = open_door(env, "Ahead")
+    assert first.observations[0]["content"] == "Room 2: Left dark Ahead dark Right lit"
+    assert first.reward == pytest.approx(1 / 3) and not first.done
+    second, third = open_door(env, "right"), open_door(env, "Left")
+    assert not second.done and third.done and third.reward == pytest.approx(1 / 3)
+    assert success(env) == (1.0, 1.0)
+
+
+def test_a_dark_door_ends_the_game_and_no_door_does_not(env_class):
+    env = env_class()
+    env.reset({"seed": 3})
+    start = env.describe()
+    assert not open_door(env, "Up").done and env.describe() == start
+    passed = [open_door(env, env.lit_door) for _ in range(7)]
+    assert not any(step.done for step in passed) and env.rooms == 7
+    end = open_door(env, next(door for door in env.actions if door != env.lit_door))
+    assert end.done and end.reward == 0 and success(env) == (0.0, 0.0)
+
+
+def test_levels_differ_and_each_door_is_lit_in_a_third_of_the_rooms(env_class):
+    levels = [env_class().new_level(seed) for seed in range(100)]
+    assert levels == [env_class().new_level(seed) for seed in range(100)] and len(set(levels)) == 100
+    doors = " ".join(levels).split()
+    assert len(doors) == 3000 and all(0.3 < doors.count(door) / 3000 < 0.37 for door in env_class.actions)
+
+
+@pytest.mark.parametrize("level", ["", "Left", "Left Up", "Left Ahead Right"])
+def test_a_level_that_is_no_corridor_of_this_length_is_refused(env_class, level):
+    with pytest.raises(ValueError, match="max_actions=2"):
+        env_class(max_actions=2).reset({"level": level})
+
+
+def test_the_linter_of_environments_has_nothing_to_say(env_class):
+    findings = check_env(env_class, [{"seed": 1}, {"prompt": ""}])
+    assert [finding for finding in findings if finding.level != "ok"] == []
+
+
+@pytest.mark.parametrize("algo", CONFIGS)
+def test_the_settings_are_accepted(algo):
+    script, args, model = read_arguments(["--config", str(CONFIGS[algo])])
+    assert args.output_dir == f"outputs/corridor/{algo}" and model.model_name_or_path == "outputs/corridor/start"
+    assert script.env_kwargs == yaml.safe_load(CONFIGS["grpo"].read_text(encoding="utf-8"))["env_kwargs"]
+
+
+def script():
+    return runpy.run_path(str(RECIPE / "make_cold_start.py"), run_name="corridor")
+
+
+def test_the_demonstrator_opens_a_dark_door_now_and_then():
+    from tiny_model import play, read_env
+
+    make_env, made, rng, say = read_env(CONFIGS["grpo"]), [], random.Random(0), script()["say"]
+    for _ in range(200):
+        play(lambda: made.append(make_env()) or made[-1], say, rng)
+    assert 7 < sum(env.rooms for env in made) / len(made) < 14
+    assert 0.02 < sum(env.is_won for env in made) / len(made) < 0.15
+
+
+def test_the_demonstrator_writes_summaries_and_goes_on_from_them():
+    roles = ["system", *["user", "assistant"] * 3]
+    texts = ["Go.", "Room 1: ...", "Left", "Room 2: ...", "Ahead", "Room 3: ...", "Right"]
+    game = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    last, with_summary = random.Random(1), script()["with_summary"]
+    last.randint = lambda low, high: high  # the summary is written after the last turn that was answered
+    assert with_summary(game, "whole", last) == game and with_summary(game[:3], "asked", last) == game[:3]
+    asked = [message["content"] for message in with_summary(game, "asked", last)]
+    assert asked == [*texts[:6], "Where are you?", "Room 3"]
+    after = [message["content"] for message in with_summary(game, "summarised", last)]
+    assert after == ["Go.", f"Room 1: ...\n\n{HEADING}Room 3", "Ahead", "Room 3: ...", "Right"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", CONFIGS)
+def test_it_trains_from_the_model_that_the_script_makes(algo, tmp_path, monkeypatch):
+    start = tmp_path / "start"
+    monkeypatch.setattr(sys, "argv", ["make_cold_start.py", "--steps", "2", "--batch-size", "2", "--out", str(start)])
+    runpy.run_path(str(RECIPE / "make_cold_start.py"), run_name="__main__")
+    changed = {
+        "model_name_or_path": str(start), "output_dir": f"{tmp_path}/{algo}", "max_steps": "2",
+        "per_device_train_batch_size": "4", "gradient_accumulation_steps": "1", "generation_batch_rows": "4",
+        "max_tokens_per_turn": "4", "num_generations": "2" if algo == "grpo" else "1",
+    }  # fmt: skip
+    options = [part for name, value in changed.items() for part in (f"--{name}", value)]
+    assert main(["train", "--config", str(CONFIGS[algo]), *options]) == 0
+    history = json.loads((tmp_path / algo / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    assert [0 <= row["env/success"] <= 1 for row in history if "env/success" in row] == [True, True]
