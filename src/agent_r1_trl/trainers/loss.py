@@ -57,13 +57,13 @@ class LossTrainer(RunStateTrainer, PassesTrainer):
         loss_pass = self._loss_pass
         if self.layout.is_packed:
             scored = attention_mask[:, -logits_to_keep:] if loss_pass is None else loss_pass.scored
-            size = kwargs.get("batch_size") or len(input_ids)
-            log_probs, entropies = self.layout.log_probs(
+            size: int | None = kwargs.get("batch_size") or len(input_ids)
+            size = self.layout.scoring_size(size) if loss_pass is None else size
+            both: Any = self.layout.log_probs(
                 model, input_ids, attention_mask, scored, accelerator=self.accelerator, batch_size=size
             )
-            result: tuple = (log_probs, entropies, None)
-            if loss_pass is not None:
-                result = (*loss_pass.masked(log_probs, entropies), None)
+            both = both if loss_pass is None else loss_pass.masked(*both)
+            result: tuple = (*both, None)
         else:
             result = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, *args, **kwargs

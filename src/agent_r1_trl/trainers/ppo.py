@@ -127,7 +127,8 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
                 has_more = torch.zeros(len(mask), dtype=torch.bool)
                 has_more[last] = is_truncated
                 longer = with_one_more({name: inputs[name] for name in _COLUMNS if name in inputs}, has_more)
-                values = self.layout.values(self.model, *whole_rows(longer), longer["completion_mask"], size)
+                chosen = self.layout.scoring_size(size)
+                values = self.layout.values(self.model, *whole_rows(longer), longer["completion_mask"], chosen)
             else:
                 chunks = []
                 for start in range(0, len(mask), size):

@@ -23,7 +23,7 @@ from accelerate.utils import DistributedType
 
 from agent_r1_trl.critic import base_causal_lm
 from agent_r1_trl.update.live_rows import set_live_scales
-from agent_r1_trl.update.micro_batches import live_ids, repack, sort_key
+from agent_r1_trl.update.micro_batches import computed_ids, live_ids, plan_scoring, repack, sort_key
 from agent_r1_trl.update.packed_attention import SEGMENTS, use_packed_attention
 from agent_r1_trl.update.packing import PackedBatch, pack, packed_log_probs
 from agent_r1_trl.update.rows import Inputs, join_rows, take_rows, trim_padding
@@ -139,7 +139,7 @@ class UpdateLayout:
         scored: torch.Tensor,
         *,
         accelerator: Any,
-        batch_size: int,
+        batch_size: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs and entropies from forward passes without padding; for the packed layouts.
 
@@ -149,22 +149,29 @@ class UpdateLayout:
             attention_mask: (B, P + T).
             scored: (B, T) the completion tokens that need a log-prob.
             accelerator: of the trainer.
-            batch_size: rows per forward pass.
+            batch_size: rows per forward pass; None: as `max_tokens_per_micro_batch` allows, which all ranks must call.
 
         Returns:
             Two (B, T) tensors, 0 where nothing is scored; no entropies from a head that has none.
         """
         whole = accelerator.unwrap_model(getattr(model, "inner_model", model))  # PPO hands over a model that collects
         backbone = base_causal_lm(whole).base_model
-        parts = []
-        for batch in self._packed(input_ids, attention_mask, scored, batch_size):
+        order, parts = [], []
+        for rows, batch in self._packed(input_ids, attention_mask, scored, batch_size):
             with accelerator.autocast():
-                parts.append(packed_log_probs(model, backbone, batch))
-        log_probs, entropies = zip(*parts, strict=True)
-        return torch.cat(log_probs), torch.cat(entropies) if entropies[0] is not None else None
+                both = packed_log_probs(model, backbone, batch)
+            parts.append([part[: len(rows)] for part in both if part is not None])
+            order += rows
+        log_probs, *entropies = (_in_order(torch.cat(part), order) for part in zip(*parts, strict=True))
+        return log_probs, entropies[0] if entropies else None
 
     def values(
-        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor, batch_size: int
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        scored: torch.Tensor,
+        batch_size: int | None,
     ) -> torch.Tensor:
         """(B, T) the critic's values of the scored tokens, 0 elsewhere; for the packed layouts.
 
@@ -173,12 +180,18 @@ class UpdateLayout:
             input_ids: (B, P + T).
             attention_mask: (B, P + T).
             scored: (B, T) the completion tokens that need a value.
-            batch_size: rows per forward pass.
+            batch_size: as for `log_probs`.
         """
-        batches = self._packed(input_ids, attention_mask, scored, batch_size)
-        return torch.cat(
-            [batch.layout.spread(model(**batch.inputs, values_only=True).state_values) for batch in batches]
-        )
+        order, parts = [], []
+        for rows, batch in self._packed(input_ids, attention_mask, scored, batch_size):
+            values = model(**batch.inputs, values_only=True).state_values
+            parts.append(batch.layout.spread(values)[: len(rows)])
+            order += rows
+        return _in_order(torch.cat(parts), order)
+
+    def scoring_size(self, batch_size: int | None) -> int | None:
+        """Rows of a forward pass that trains nothing; None where the limit of tokens holds for it."""
+        return batch_size if self._max_tokens is None else None
 
     def pack(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor) -> PackedBatch:
         """A batch as `values` takes it, in one row."""
@@ -190,10 +203,26 @@ class UpdateLayout:
             attention=self._attention or SEGMENTS,
         )
 
-    def _packed(self, *tensors_and_size: Any) -> Iterator[PackedBatch]:
-        *tensors, size = tensors_and_size
-        for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True):
-            yield self.pack(*chunk)
+    def _packed(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor, size: int | None
+    ) -> Iterator[tuple[list[int], PackedBatch]]:
+        """Forward passes and the rows in each; one without rows computes a token, for the other ranks' sake."""
+        if size is None:
+            assert self._max_tokens is not None
+            ids = computed_ids(input_ids, attention_mask, scored)
+            passes = plan_scoring(ids, self._max_tokens, share_prefixes=self.name == "shared")
+            passes[0] = passes[0] + [row for row, computed in enumerate(ids) if not len(computed)]  # they cost nothing
+        else:
+            passes = [[*range(start, min(start + size, len(scored)))] for start in range(0, len(scored), size)]
+        for rows in passes:
+            chosen = torch.tensor(rows or [0], device=scored.device)
+            is_scored = scored[chosen] if rows else torch.zeros_like(scored[chosen])
+            yield rows, self.pack(input_ids[chosen], attention_mask[chosen], is_scored)
+
+
+def _in_order(values: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """(B, T) values of the rows `order`, in the order of their numbers."""
+    return values[torch.tensor(order, device=values.device).argsort()]
 
 
 def regroup(buffer: list[Inputs], *, steps_per_update: int, by_beginning: bool) -> list[Inputs]:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 
-from agent_r1_trl.update.batching import loss_masks
+from agent_r1_trl.update.batching import loss_masks, whole_rows
 from agent_r1_trl.update.packing import needed_columns
 from agent_r1_trl.update.rows import Inputs, join_rows, take_rows, trim_padding
 from agent_r1_trl.update.spreading import dummy_row, pad_rows, row_widths, to_device
@@ -91,12 +91,25 @@ def _passes_of(
 
 
 def live_ids(rows: Inputs) -> list[np.ndarray]:
-    """Of each row the ids that a packed forward pass computes: up to the last that predicts; none without a loss."""
-    prompt_mask, num_prompt = rows["prompt_mask"].cpu(), rows["prompt_mask"].shape[1]
-    ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1).cpu().numpy()
-    scored = (loss_masks(rows)[1] & rows["completion_mask"].bool()).cpu()
-    starts = prompt_mask.int().argmax(dim=1).tolist()
-    ends = needed_columns(scored, num_prompt).tolist()
+    """Of each row of TRL's batch the ids that a packed forward pass of its loss computes.
+
+    The critic's are counted where it reads a prefix of its own: they are the more.
+    """
+    return computed_ids(*whole_rows(rows), loss_masks(rows)[1])
+
+
+def computed_ids(input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor) -> list[np.ndarray]:
+    """Of each row the ids that a packed forward pass computes: up to the last that predicts; none if none is scored.
+
+    Args:
+        input_ids: (B, P + T), prompts padded on the left and completions on the right.
+        attention_mask: (B, P + T).
+        scored: (B, T).
+    """
+    ids, is_token = input_ids.cpu().numpy(), attention_mask.cpu()
+    num_prompt = input_ids.shape[1] - scored.shape[1]
+    starts = is_token.int().argmax(dim=1).tolist()
+    ends = needed_columns(scored.cpu().bool() & is_token[:, num_prompt:].bool(), num_prompt).tolist()
     return [row[start:end] if end else row[:0] for row, start, end in zip(ids, starts, ends, strict=True)]
 
 
@@ -178,6 +191,22 @@ def _num_common(first: np.ndarray, second: np.ndarray) -> int:
     length = min(len(first), len(second))
     differs = first[:length] != second[:length]
     return int(differs.argmax()) if differs.any() else length
+
+
+def plan_scoring(ids: Sequence[np.ndarray], max_tokens: int, *, share_prefixes: bool) -> list[list[int]]:
+    """Rows of each forward pass that scores this rank's rows; as many on all ranks, which must call it.
+
+    Args:
+        ids: what `computed_ids` returned, of B rows.
+        max_tokens: of a pass, unless a single row has more.
+        share_prefixes: as for `pack`.
+
+    Returns:
+        Numbers of rows, none for a pass that only other ranks need.
+    """
+    (passes,) = plan_passes(ids if share_prefixes else [len(row) for row in ids], 1, max_tokens)
+    most = max(gather_object([len(passes)]))  # sharded weights are gathered by all ranks together
+    return passes + [[]] * (most - len(passes))
 
 
 # -------------------------------------------------------------------- moving rows, running passes

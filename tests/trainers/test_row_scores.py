@@ -1,0 +1,127 @@
+"""Old and reference log-probs and values of a row are those of a plain forward pass of it, in every layout."""
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from agent_r1_trl.critic import critic_parameters
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from agent_r1_trl.trainers.training_rows import trained_rows
+from agent_r1_trl.update import layout as layout_module
+from agent_r1_trl.update.micro_batches import PASSES, live_ids
+from tests.tokenizers import make_tokenizer
+from tests.trainers.helpers import make_policy, make_trainer, questions, scored_batch
+from tests.trainers.test_rows import three_turns
+
+LAYOUTS = {
+    "padded": {},
+    "packed": {"update_layout": "packed"},
+    "shared": {"update_layout": "shared"},
+    "packed by tokens": {"update_layout": "packed", "max_tokens_per_micro_batch": 700},
+    "shared by tokens": {"update_layout": "shared", "max_tokens_per_micro_batch": 700},
+}
+WINDOW = {"context_policy": "window", "context_turns": 1, "max_turns": 4, "script": three_turns}
+CRITICS = {
+    "head": {"critic": "head"},
+    "adapter": {"critic": "adapter", "peft_config": LoraConfig(r=4, target_modules="all-linear")},
+    "model": {"critic": "model", "critic_context": "gold"},
+}
+
+
+def make(tmp_path, **options):
+    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
+    trainer = make_trainer(
+        tmp_path, model=str(tmp_path / "policy"), per_device_train_batch_size=4, steps_per_generation=2,
+        gradient_accumulation_steps=1, num_generations=4, **WINDOW, **options,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if parameter.requires_grad and ("lora_" in name or name in critic_parameters(trainer.model)):
+                parameter.normal_(0, 0.2)
+    return trainer
+
+
+def rows_of(trainer):
+    rows = [row for item in trainer.last_trajectories for row in trained_rows(item)]
+    held = trainer.row_batches._rows
+    assert len(rows) == len(held["completion_ids"]) > len(trainer.last_trajectories)
+    return rows, held
+
+
+def assert_scored(held, name, rows, expected):
+    for number, row in enumerate(rows):
+        mask = torch.tensor(row.action_mask).bool()
+        found = held[name][number, : len(mask)][mask]
+        torch.testing.assert_close(found, expected(row)[mask], atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def plain_log_probs(model, row):
+    ids = torch.tensor([[*row.prompt_ids, *row.completion_ids]])
+    scores = model(ids).logits.log_softmax(dim=-1)[0, :-1].gather(1, ids[0, 1:, None])
+    return scores[len(row.prompt_ids) - 1 :, 0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_old_and_reference_log_probs_are_those_of_each_row_alone(tmp_path, layout):
+    trainer = make(tmp_path, trainer=MultiTurnGRPOTrainer, beta=0.1, **LAYOUTS[layout])
+    with torch.no_grad():
+        for parameter in trainer.ref_model.parameters():
+            parameter.mul_(1.1)
+    scored_batch(trainer)
+    rows, held = rows_of(trainer)
+    assert_scored(held, "old_per_token_logps", rows, lambda row: plain_log_probs(trainer.model, row))
+    assert_scored(held, "ref_per_token_logps", rows, lambda row: plain_log_probs(trainer.ref_model, row))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", CRITICS)
+def test_old_values_are_those_of_each_row_alone(tmp_path, kind, layout):
+    gold = ["a", "a long hint " * 3]
+    data = questions().add_column("gold", [gold[index % 2] for index in range(8)])
+    options = {"trainer": MultiTurnPPOTrainer, "train_dataset": data, "bootstrap_truncated": True}
+    trainer = make(tmp_path, **options, **CRITICS[kind], **LAYOUTS[layout])
+    scored_batch(trainer)
+    rows, held = rows_of(trainer)
+    prefixes = [[] for _ in rows]
+    if "privileged_ids" in held:
+        pairs = zip(held["privileged_ids"], held["privileged_mask"].bool(), strict=True)
+        prefixes = [ids[mask].tolist() for ids, mask in pairs]
+        assert len({len(prefix) for prefix in prefixes}) == 2
+    of_row = {id(row): prefix for row, prefix in zip(rows, prefixes, strict=True)}
+
+    @torch.no_grad()
+    def plain_values(row):
+        ids = torch.tensor([[*of_row[id(row)], *row.prompt_ids, *row.completion_ids]])
+        values = trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids), values_only=True).state_values
+        return values[0, -len(row.completion_ids) - 1 : -1]
+
+    assert held["old_values"][held["value_mask"].bool()].std() > 0.01
+    assert_scored(held, "old_values", rows, plain_values)
+
+
+@pytest.mark.parametrize("layout", ("packed", "shared"))
+def test_no_forward_pass_holds_more_tokens_than_the_limit_unless_a_row_does(tmp_path, monkeypatch, layout):
+    """Those that score, those of the critic with its prefix, and those of the update."""
+    sizes, pack = [], layout_module.pack
+
+    def note(*args, **kwargs):
+        batch = pack(*args, **kwargs)
+        sizes.append(batch.input_ids.shape[1])
+        return batch
+
+    monkeypatch.setattr(layout_module, "pack", note)
+    data = questions().add_column("gold", ["a long hint " * 5] * 8)
+    limit = 700
+    trainer = make(
+        tmp_path, trainer=MultiTurnPPOTrainer, train_dataset=data, update_layout=layout,
+        max_tokens_per_micro_batch=limit, beta=0.1, **CRITICS["model"],
+    )  # fmt: skip
+    trainer.train()
+    assert len(sizes) > 12 and max(sizes) <= limit
+    passes = [one for step in trainer._buffered_inputs for one in step[PASSES]]
+    for one in passes:
+        prefix, own = one["privileged_mask"].sum(dim=1), one["prompt_mask"].sum(dim=1)
+        for ids, least in zip(live_ids(one), (prefix + own).tolist(), strict=True):
+            assert not len(ids) or len(ids) >= least, "the prefix is counted"
