@@ -335,7 +335,7 @@ def write_moves(env: GameEnv, moves: Sequence[str]) -> str:
 
 
 def game_cold_start(
-    script: str, description: str | None, say: Callable[[Any, random.Random], str], *, steps: int, context: int = 1024
+    script: str, description: str | None, say: Callable[[Any, random.Random], str], *, steps: int
 ) -> None:
     """What the `make_cold_start.py` of a game does: a model that imitates its demonstrator.
 
@@ -344,9 +344,8 @@ def game_cold_start(
         description: of the command.
         say: the demonstrator; see `play`.
         steps: optimizer steps, unless the command line says otherwise.
-        context: maximum number of tokens that the model takes.
     """
     folder = Path(script).resolve().parent
     args = make_parser(description, out=Path("outputs") / folder.name / "start", steps=steps).parse_args()
     make_env = read_env(folder / "grpo" / "config_cpu.yaml")
-    cold_start(args, lambda rng: play(make_env, say, rng), vocab_size=400, context=context)
+    cold_start(args, lambda rng: play(make_env, say, rng), vocab_size=400)

@@ -86,6 +86,13 @@ TINY = {
         {"rows"},
     ),
     "echo_trap.py": (["--recipes", "inaction", "--max-steps", "1", "--cold-steps", "1"], {"rows"}),
+    "long_agents.py": (
+        [
+            *("--policies", "window", "--algos", "grpo", "--max-steps", "1", "--cold-steps", "1"),
+            *("--num-examples", "2"),
+        ],
+        {"rows"},
+    ),
     "train_step.py": (
         [
             *("--model", "tiny", "--groups", "2", "--group-size", "2", "--micro-batch", "2", "--prompt", "16"),
