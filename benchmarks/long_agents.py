@@ -39,10 +39,10 @@ RECIPE = Path("recipes/corridor")
 ALGOS = ("grpo", "ppo")
 POLICIES: dict[str, dict[str, Any]] = {
     "keep": {"context_policy": "keep"},
-    "window": {"context_policy": "window", "context_turns": 1, "context_tokens": 384},
+    "window": {"context_policy": "window", "context_turns": 1, "context_tokens": 256},
     "summarise": {
         "context_policy": "summarise",
-        "context_tokens": 384,
+        "context_tokens": 256,
         "summary_tokens": 12,
         "summary_prompt": "Where are you?",
     },
