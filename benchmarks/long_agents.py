@@ -39,10 +39,10 @@ RECIPE = Path("recipes/corridor")
 ALGOS = ("grpo", "ppo")
 POLICIES: dict[str, dict[str, Any]] = {
     "keep": {"context_policy": "keep"},
-    "window": {"context_policy": "window", "context_turns": 1, "context_tokens": 384},
+    "window": {"context_policy": "window", "context_turns": 1, "context_tokens": 256},
     "summarise": {
         "context_policy": "summarise",
-        "context_tokens": 384,
+        "context_tokens": 256,
         "summary_tokens": 12,
         "summary_prompt": "Where are you?",
     },
@@ -143,8 +143,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                         "seed": seed,
                         "before": before["success"],
                         "after": after["success"],
-                        "rooms_before": before["metrics"]["env/rooms"],
-                        "rooms_after": after["metrics"]["env/rooms"],
+                        "rooms_before": before["rooms"],
+                        "rooms_after": after["rooms"],
                         "seconds": seconds,
                     }
                 )

@@ -60,5 +60,7 @@ def demonstration(rng: random.Random) -> Messages:
 if __name__ == "__main__":
     folder = Path(__file__).resolve().parent
     make_env = read_env(folder / "grpo" / "config_cpu.yaml")
-    args = make_parser(__doc__, out=Path("outputs/corridor/start"), steps=240).parse_args()
+    parser = make_parser(__doc__, out=Path("outputs/corridor/start"), steps=450)
+    parser.set_defaults(batch_size=16)
+    args = parser.parse_args()
     cold_start(args, demonstration, vocab_size=400, context=512)
