@@ -35,9 +35,18 @@ TEMPLATES = {
 LONG = 100_000
 
 
+STRIP = ("qwen3", "deepseek_v3_1", "gpt_oss", "trl")
+"""Families whose templates drop thoughts."""
+
+
 @functools.cache
-def chat_of(family):
-    return ChatFormat(TEMPLATES[family]())
+def chat_of(family, thinking="keep"):
+    kwargs = {"preserve_thinking": False} if (family, thinking) == ("trl", "strip") else None
+    return ChatFormat(TEMPLATES[family](), thinking=thinking, chat_template_kwargs=kwargs)
+
+
+def chat_for(family, limits):
+    return chat_of(family, "strip" if limits["context_policy"] == "strip_thinking" else "keep")
 
 
 @functools.cache
@@ -80,7 +89,8 @@ def environment(conversation):
                 for item in asked
             ]
             answers = answers or [{"role": "user", "content": text}]
-            return StepResult(answers, conversation.rewards[self.turn], False, {})
+            info = {"next_context": context_of(self.turn)} if gives_context(conversation, self.turn) else {}
+            return StepResult(answers, conversation.rewards[self.turn], False, info)
 
         def outcome_reward(self, trajectory):
             return conversation.rewards[-1]
@@ -89,6 +99,14 @@ def environment(conversation):
             pass
 
     return Sights
+
+
+def gives_context(conversation, turn):
+    return conversation.limits["context_policy"] == "step" and (conversation.seed + turn) % 3 == 0
+
+
+def context_of(turn):
+    return [{"role": "user", "content": f"sight{50 + turn}: all that you need to know."}]
 
 
 def anything(view):
@@ -129,7 +147,7 @@ class Request(NamedTuple):
 
 def play(family, conversation):
     """The trajectory and the sampler's log."""
-    chat, log = chat_of(family), []
+    chat, log = chat_for(family, conversation.limits), []
     said = ScriptedGenerator(
         lambda request: conversation.turns[request.index % len(conversation.turns)],
         stop_token_ids=chat.stop_token_ids,
@@ -161,19 +179,26 @@ def turns_of(family):
 def conversations(draw, family):
     turns = draw(st.lists(turns_of(family), min_size=1, max_size=6))
     number = len(turns) + 1
-    policy = draw(st.sampled_from(["keep", "window", "drop_observations", f"{__name__}.anything"]))
+    policies = ["keep", "window", "drop_observations", "step", "summarise", f"{__name__}.anything"]
+    policy = draw(st.sampled_from([*policies, *(["strip_thinking"] if family in STRIP else [])]))
     limits = {"context_policy": policy, "max_turns": number, "max_completion_length": LONG}
     if draw(st.booleans()):
         limits["max_tokens_per_turn"] = draw(st.integers(1, 40))
     match draw(st.sampled_from(["free", "completion", "model"])):
         case "completion":
-            limits["max_completion_length"] = draw(st.integers(1, 400))
+            limits["max_completion_length"] = draw(st.integers(30, 400))
         case "model":
             limits["max_model_length"] = prompt_length(family) + draw(st.integers(1, 400))
     if policy in ("window", "drop_observations"):
         most = limits.get("max_model_length", 900) - 1
         tokens = draw(st.none() | st.integers(50, most))
         limits |= {"context_turns": draw(st.integers(1, 3)), "context_tokens": tokens}
+    if policy == "step":
+        limits["context_turns"] = draw(st.none() | st.integers(1, 3))
+    if policy == "summarise":
+        tokens = None if "max_model_length" in limits else draw(st.none() | st.integers(50, 900))
+        limits |= {"context_turns": draw(st.integers(1, 3)), "context_tokens": tokens}
+        limits["summary_tokens"] = draw(st.integers(1, 20))
     return Conversation(
         turns=turns,
         sizes=draw(st.lists(st.integers(5, 30), min_size=number, max_size=number)),
@@ -216,8 +241,9 @@ def check_rewards(trajectory: Trajectory, rewards):
 
 def check_limits(trajectory: Trajectory, log, limits, deltas):
     """A context has room in the model, and what was said and answered has room in the trajectory."""
-    for context, max_tokens, sampled in log:
-        assert 1 <= max_tokens <= limits.get("max_tokens_per_turn", LONG) and len(sampled) <= max_tokens
+    for turn, (context, max_tokens, sampled) in zip(trajectory.turns, log, strict=True):
+        most = limits["summary_tokens"] if turn.is_summary else limits.get("max_tokens_per_turn", LONG)
+        assert 1 <= max_tokens <= most and len(sampled) <= max_tokens
         assert len(context) + max_tokens <= limits.get("max_model_length", 2 * LONG)
     spent = sum(len(request.sampled) for request in log) + sum(map(len, deltas[: len(log) - 1]))
     assert spent <= limits["max_completion_length"]
@@ -225,62 +251,68 @@ def check_limits(trajectory: Trajectory, log, limits, deltas):
     if limits["context_policy"] == "keep":
         # An answer that nothing follows may stand at the end of the completion.
         assert len(trajectory.completion_ids) in (spent, spent + sum(map(len, deltas[len(log) - 1 :])))
-    assert len(log) <= limits["max_turns"]
+    assert sum(not turn.is_summary for turn in trajectory.turns) <= limits["max_turns"]
 
 
 def sights(text):
     return sorted({int(number) for number in re.findall(r"sight(\d+)", text)})
 
 
-def check_sights(trajectory: Trajectory, log, limits, deltas, encoder):
+def check_sights(trajectory: Trajectory, log, conversation, deltas, encoder):
     """The answers that stand in a context are those of the policy's rule."""
+    limits = conversation.limits
     policy, turns, tokens = (limits.get(name) for name in ("context_policy", "context_turns", "context_tokens"))
-    present = []
-    for number, (context, *_) in enumerate(log):
-        if number:
-            previous = log[number - 1]
-            whole = len(previous.context) + len(previous.sampled) + len(deltas[number - 1])
-            present = [*present, number - 1]
+    present, number = [], 0
+    for place, (context, *_) in enumerate(log):
+        found = sights(encoder.to_text(context))
+        if place and trajectory.turns[place - 1].is_summary:
+            assert found in ([], present[-1:]), "the prompt, the summary, and the last turn if there is room"
+            present = found
+        elif place:
+            previous = log[place - 1]
+            whole = len(previous.context) + len(previous.sampled) + len(deltas[place - 1])
+            present, number = [*present, number], number + 1
             if policy in ("window", "drop_observations") and (tokens is None or whole > tokens):
                 present = present[-turns:]
+            if policy == "step":
+                is_given = gives_context(conversation, number - 1)
+                present = [49 + number] if is_given else [*range(number)][-(turns or 1) :]
             if policy.endswith(".anything"):
                 returned = anything.returned[number - 1]
                 present = sights(" ".join(str(message.get("content")) for message in returned))
-        assert sights(encoder.to_text(context)) == present
+        assert found == present
         if policy == "drop_observations":
-            assert encoder.to_text(context).count(" left out]") == sum(
-                observation["content"].startswith(f"sight{turn}.")
-                for turn in range(number)
-                if turn not in present
-                for observation in trajectory.turns[turn].observations
-            )
+            old = [turn for index, turn in enumerate(trajectory.turns[:number]) if index not in present]
+            assert encoder.to_text(context).count(" left out]") == sum(len(turn.observations) for turn in old)
+    if policy == "step":
+        assert all(len({*row.turn_ids} - {-1}) <= 1 for row in trajectory.rows)
 
 
 def answered(trajectory, chat):
-    """The ids that follow each turn that was answered."""
+    """The ids that follow each turn, if it was answered."""
     deltas = []
     for turn in trajectory.turns:
+        sampled = trajectory.completion_ids[turn.start : turn.end]
+        deltas.append([])
         if turn.observations:
-            sampled = trajectory.completion_ids[turn.start : turn.end]
             ids, _ = chat.encode_observations(turn.message, turn.observations, [add.schema])
-            deltas.append([*chat.encode_turn_end(sampled, stopped=not turn.is_truncated), *ids])
+            deltas[-1] = [*chat.encode_turn_end(sampled, stopped=not turn.is_truncated), *ids]
     return deltas
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_rows_rewards_limits_and_what_stands_in_a_context(family):
-    chat = chat_of(family)
-
     @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(conversations(family))
     def laws(conversation):
         trajectory, log = play(family, conversation)
-        limits, deltas = conversation.limits, answered(trajectory, chat)
+        chat, limits = chat_for(family, conversation.limits), conversation.limits
+        deltas = answered(trajectory, chat)
         assert len(trajectory.turns) == len(log)
         assert limits["context_policy"].endswith(".anything") or not trajectory.stop_reason.is_infrastructure_failure
         check_rows(trajectory, log)
         check_rewards(trajectory, conversation.rewards)
         check_limits(trajectory, log, limits, deltas)
-        check_sights(trajectory, log, limits, deltas, chat.encoder)
+        check_sights(trajectory, log, conversation, deltas, chat.encoder)
 
     laws()

@@ -11,6 +11,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("policy_server")]
 POLICIES = {
     "window": {"context_policy": "window", "context_turns": 1},
     "drop_observations": {"context_policy": "drop_observations", "context_turns": 1, "context_tokens": 90},
+    # The template forces an empty thought, and shows none in earlier turns.
+    "strip_thinking": {"context_policy": "strip_thinking", "thinking": "off"},
+    "summarise": {"context_policy": "summarise", "context_turns": 2, "summary_tokens": 6},
 }
 
 
@@ -51,5 +54,6 @@ def test_a_server_and_the_trainer_agree(tmp_path, policy, policy_server):
     check(tmp_path, policy, **on(policy_server))
 
 
-def test_an_engine_in_process_and_the_trainer_agree(tmp_path):
-    check(tmp_path, "window")
+@pytest.mark.parametrize("policy", ["window", "strip_thinking", "summarise"])
+def test_an_engine_in_process_and_the_trainer_agree(tmp_path, policy):
+    check(tmp_path, policy)
