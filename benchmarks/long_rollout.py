@@ -1,6 +1,6 @@
 """What a turn costs in a long rollout: our own processor time per turn, by the number of turns.
 
-    python benchmarks/long_rollout.py [--json]
+    python benchmarks/long_rollout.py [--context_policy window --context_turns 4] [--json]
 
 The policy follows a script and takes no time: every turn is one tool call with a note in its arguments, and the tool
 answers at once. What is measured is our own work. Every turn has the same number of tokens, so a cost that does not
@@ -173,7 +173,8 @@ def measure(said: Conversation, num_turns: int, args: argparse.Namespace, url: s
     count = args.trajectories
     requests = [RolloutRequest(example={"question": f"Start {i}."}, example_id=str(i), seed=i) for i in range(count)]
     generator = Script(said.turns(num_turns), requests)
-    limits = RolloutLimits(max_turns=num_turns, max_completion_length=2**30)
+    context = {name: getattr(args, name) for name in ("context_policy", "context_turns", "context_tokens")}
+    limits = RolloutLimits(max_turns=num_turns, max_completion_length=2**30, **context)
     runner = RolloutRunner(said.environment(), generator, said.chat, limits)
     runner.run(requests)  # warms up
     costs: dict[str, float] = {}
@@ -202,10 +203,17 @@ def ask(url: str, trajectory: Trajectory) -> None:
     """Send the requests of a trajectory to a server, one after the other, as its rollout would."""
     generator = VLLMServerGenerator([url], stop_token_ids=[0])
 
+    begins = {  # turn -> its row, and where in it
+        row.turn_ids[place]: (row, place)
+        for row in trajectory.rows
+        for place in range(len(row.turn_ids))
+        if row.turn_ids[place] >= 0 and (place == 0 or row.turn_ids[place - 1] != row.turn_ids[place])
+    }
+
     async def requests() -> None:
         current_slot.set(TrajectorySlot())
-        for turn in trajectory.turns:
-            context = trajectory.prompt_ids + trajectory.completion_ids[: turn.start]
+        for _, (row, place) in sorted(begins.items(), key=lambda item: item[0]):
+            context = row.prompt_ids + row.completion_ids[:place]
             await generator.generate(context, max_tokens=512, seed=0, params=SamplingParams())
 
     try:
@@ -253,6 +261,9 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=2, help="played at once (default: %(default)s)")
     parser.add_argument("--all-turns", type=int, default=400, help="over which a figure is taken, at least")
     parser.add_argument("--repeats", type=int, default=3, help="the fastest one counts (default: %(default)s)")
+    parser.add_argument("--context_policy", default="keep", help="as in a recipe (default: %(default)s)")
+    parser.add_argument("--context_turns", type=int)
+    parser.add_argument("--context_tokens", type=int)
     args = parser.parse_args()
     for turns in args.turns:
         if turns < 1:

@@ -43,6 +43,9 @@ class FakeServer:
         self.may_receive = threading.Event()
         """Unset it to stop reading in the middle of a weight transfer."""
         self.may_receive.set()
+        self.may_join = threading.Event()
+        """Until then it is in no transfer."""
+        self.may_join.set()
         self.knows_every_name = False
         """Answer requests for unknown models with the base model."""
         self.context = None
@@ -177,6 +180,7 @@ class FakeServer:
 
     def _receive(self, host, port, token, timeout_s, name, is_complete):
         self.weights = None
+        self.may_join.wait(20)
         for key, value in receive_weights(host, port, token, rank=0, timeout_s=timeout_s):
             self.sums[key] = float(value.sum())
             self.may_receive.wait(20)

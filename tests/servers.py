@@ -49,6 +49,11 @@ def serve_policy(folder, seed, *options, environment=None):
         yield url
 
 
+def on(url):
+    """Options of a trainer whose sampler is this server."""
+    return {"vllm_mode": "server", "vllm_server_urls": [url], "vllm_group_port": 0}
+
+
 def start_vllm_server(model, folder, port, *options, environment=None):
     """The process of a server, which leads a session of its own and is not ready yet."""
     command = [

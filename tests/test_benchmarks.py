@@ -16,6 +16,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 # file -> (arguments of a run that takes seconds, names of its JSON line)
 TINY = {
+    "context_policies.py": (["--turns", "2", "--tokens", "40", "--context", "400"], {"rows"}),
     "critic_memory.py": (["--layers", "1", "--rank", "2"], {"adapter_over_grpo", "model_over_grpo"}),
     "filter_cost.py": (
         ["--model", "tiny", "--groups", "4", "--prompt", "4", "--median", "4", "--longest", "8", "--repeats", "1"],
@@ -111,7 +112,7 @@ TINY = {
         },
     ),
 }
-NEED_VLLM = {"overlap.py", "rollout_throughput.py"}
+NEED_VLLM = {"context_policies.py", "overlap.py", "rollout_throughput.py"}
 NAMES = [pytest.param(name, marks=[pytest.mark.vllm] if name in NEED_VLLM else []) for name in TINY]
 
 
@@ -147,7 +148,8 @@ def test_a_benchmark_prints_a_table_and_its_figures_as_one_line_of_json(name):
     figures = json.loads(last)
     assert set(figures) == names
     rows = figures.get("rows", [figures])
-    assert len(rows) == {"long_rollout.py": 2, "rollout_scale.py": 4, "rollout_throughput.py": 2}.get(name, 1)
+    several = {"context_policies.py": 7, "long_rollout.py": 2, "rollout_scale.py": 4, "rollout_throughput.py": 2}
+    assert len(rows) == several.get(name, 1)
     for row in rows:
         assert all(math.isfinite(value) for value in row.values())
 

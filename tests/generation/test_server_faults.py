@@ -297,6 +297,25 @@ def test_a_frozen_server_is_left_out_of_a_sync():
         frozen.is_frozen = False
 
 
+def test_servers_that_freeze_before_a_transfer_do_not_break_that_of_the_others():
+    with (
+        FakeServer() as first,
+        FakeServer() as second,
+        FakeServer() as other,
+        generator_on(other, first, second, sync_timeout_s=0.5) as generator,
+    ):
+        generator.sync(policy(20))
+        for frozen in (first, second):
+            frozen.may_join.clear()
+        start = time.monotonic()
+        generator.sync(policy(21))
+        assert time.monotonic() - start < 6
+        assert generator.metrics()["sampling/servers_left_out"] == 2
+        assert turns(generator, 2) == [21] * 2
+        for frozen in (first, second):
+            frozen.may_join.set()
+
+
 def test_a_server_that_freezes_while_it_receives_is_left_behind():
     model = nn.ModuleList([nn.Linear(3000, 3000, bias=False) for _ in range(3)])  # more than the sockets buffer
     with torch.no_grad():

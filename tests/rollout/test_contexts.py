@@ -1,17 +1,12 @@
-"""Contexts that are rewritten on the way: what the sampler is given, and what it costs."""
+"""Contexts that are rewritten on the way: what the sampler is given. The laws stand in test_context_laws.py."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trajectory import StopReason
-from tests.effort import examples
 from tests.rollout.helpers import PROMPT, chat_of
 from tests.toys import AddEchoEnv, call, say
-
-FAMILIES = ("qwen3", "llama3", "gemma4", "gptoss")
 
 
 def play(turns, *, family="qwen3", env=AddEchoEnv, **limits):
@@ -125,6 +120,38 @@ def reminder(view):
     return [*view.prompt_messages, note, last.message, *last.observations]
 
 
+def nothing(view):
+    return None
+
+
+def fails(view):
+    raise KeyError(len(view.turns))
+
+
+def changes_a_message(view):
+    view.turns[0].observations[0]["content"] = "less"
+    return view.messages
+
+
+def same_list(view):
+    """Always the same object, and it says how its own context would have gone on."""
+    same_list.seen.append([message["content"] for message in view.messages])
+    same_list.messages[:] = [*view.prompt_messages, {"role": "user", "content": f"note {len(view.turns)}"}]
+    return same_list.messages
+
+
+def ends_with_a_turn(view):
+    return [*view.prompt_messages, view.turns[-1].message]
+
+
+def no_messages(view):
+    return []
+
+
+def with_an_image(view):
+    return [*view.messages, {"role": "user", "content": [{"type": "image"}]}]
+
+
 def test_a_policy_of_ones_own_may_write_messages():
     path = f"{__name__}.reminder"
     trajectory, log = play([*ECHOES[:2], say("done")], context_policy=path)
@@ -135,6 +162,46 @@ def test_a_policy_of_ones_own_may_write_messages():
     control = chat_of().encoder.control_ids["<|im_end|>"]
     assert log[1][0].count(control) == log[0][0].count(control) + 3, "what a message spells stays text"
     assert len(trajectory.rows) == 3
+
+
+def test_a_turn_that_a_policy_keeps_keeps_its_ids_whatever_stands_before_it():
+    chat = chat_of()
+    letters = [chat.encoder.encode(letter)[0] for letter in "capital"]
+    assert chat.encoder.encode("capital") != letters, "as no tokenizer would write it"
+    turn = [*letters, *chat.encode_reply(say())[-1:]]
+    _, log = play([turn, turn, say("done")], context_policy=f"{__name__}.reminder")
+    for context, _ in log[1:]:
+        assert text_of(context).count("capital") == 1
+        place = next(place for place in range(len(context)) if context[place : place + len(turn)] == turn)
+        assert text_of(context[:place]).endswith("<|im_start|>assistant\n")
+
+
+def test_what_a_policy_returned_is_what_goes_on_even_if_it_returns_the_same_list():
+    same_list.seen, same_list.messages = [], []
+    _, log = play([*ECHOES[:2], say("done")], context_policy=f"{__name__}.same_list")
+    assert [text_of(context).count("note") for context, _ in log] == [0, 1, 1]
+    assert "note 1" in same_list.seen[1] and "note 2" in text_of(log[2][0])
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("fails", "KeyError: 1"),
+        ("with_an_image", "image"),
+        ("nothing", "None"),
+        ("no_messages", "list of messages"),
+        ("changes_a_message", "changed a message"),
+    ],
+)
+def test_a_policy_that_fails_ends_its_trajectory_alone(name, said):
+    trajectory, _ = play([*ECHOES[:1], say("done")], context_policy=f"{__name__}.{name}")
+    assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and len(trajectory.turns) == 1
+    assert f"{__name__}.{name}" in trajectory.error and said in trajectory.error
+
+
+def test_a_context_that_ends_with_a_turn_asks_for_another_one():
+    _, log = play([*ECHOES[:1], say("done")], context_policy=f"{__name__}.ends_with_a_turn")
+    assert text_of(log[1][0]).endswith("<|im_start|>assistant\n") and len(log[1][0]) > sum(map(len, log[0]))
 
 
 @pytest.mark.parametrize(
@@ -148,46 +215,12 @@ def test_a_policy_of_ones_own_may_write_messages():
         ("context_turns", {"context_turns": 2}),
         ("context_tokens", {"context_tokens": 2}),
         ("context_tokens", {"context_policy": "step", "context_tokens": 2}),
+        (
+            "context_tokens",
+            {"context_policy": "window", "context_turns": 1, "context_tokens": 9, "max_model_length": 9},
+        ),
     ],
 )
 def test_what_makes_no_policy_is_refused(name, options):
     with pytest.raises(ValueError, match=name):
         play([*ECHOES[:1], say("done")], **options)
-
-
-# -------------------------------------------------------------------- laws
-
-
-@st.composite
-def policies(draw):
-    policy = {
-        "context_policy": draw(st.sampled_from(["window", "drop_observations", "step"])),
-        "context_turns": draw(st.integers(1, 3)),
-    }
-    if policy["context_policy"] != "step":
-        policy["context_tokens"] = draw(st.none() | st.integers(100, 900))
-    return policy
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_sampled_id_is_in_one_row_after_what_the_sampler_was_given(family):
-    chat = chat_of(family)
-    texts = st.text(max_size=12) | st.sampled_from(["<|im_end|>", "</tool_call>", "é🙂"])
-    odd = st.lists(st.integers(0, len(chat.tokenizer) - 1), max_size=8)
-    turn = texts.map(lambda text: call("echo", text=text)) | st.just(call()) | odd
-
-    @settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(st.lists(turn, min_size=1, max_size=6), policies(), st.integers(40, 400))
-    def law(turns, policy, length):
-        trajectory, log = play([*turns, say()], family=family, max_completion_length=length, **policy)
-        assert len(trajectory.turns) == len(log)
-        found = [[] for _ in log]
-        for row in trajectory.rows:
-            ids = [*row.prompt_ids, *row.completion_ids]
-            for position, index in enumerate(row.turn_ids, len(row.prompt_ids)):
-                if index >= 0:
-                    found[index].append((ids[:position], ids[position]))
-        for tokens, (context, sampled) in zip(found, log, strict=True):
-            assert tokens == [(context + sampled[:n], token) for n, token in enumerate(sampled)]
-
-    law()

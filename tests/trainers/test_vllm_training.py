@@ -17,7 +17,7 @@ from agent_r1_trl.generation.vllm.server_sync import ServerSync
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import StopReason
-from tests.servers import Line, serve_policy
+from tests.servers import Line, on, serve_policy
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import AddEnv, make_policy, make_trainer, questions
 
@@ -30,10 +30,10 @@ def make_vllm_trainer(tmp_path, **options):
     # vLLM's attention on a CPU wants heads of at least 32.
     policy = make_policy(make_tokenizer("qwen3"), hidden_size=64)
     defaults = {
-        "use_vllm": True, "vllm_max_model_length": 512, "max_completion_length": 24, "max_steps": 2,
+        "env": AddEnv, "use_vllm": True, "vllm_max_model_length": 512, "max_completion_length": 24, "max_steps": 2,
         "learning_rate": 0.02, "temperature": 0.9,
     }  # fmt: skip
-    return make_trainer(tmp_path, script=None, env=AddEnv, model=policy, **(defaults | options))
+    return make_trainer(tmp_path, script=None, model=policy, **(defaults | options))
 
 
 def check_two_steps(trainer):
@@ -98,11 +98,6 @@ def lora_server(tmp_path_factory):
     options = ("--enable-lora", "--max-lora-rank", "8")
     with serve_policy(tmp_path_factory.mktemp("server"), 0, *options, environment=settings) as url:
         yield url
-
-
-def on(url):
-    """Options of a trainer whose sampler is this server."""
-    return {"vllm_mode": "server", "vllm_server_urls": [url], "vllm_group_port": 0}
 
 
 @pytest.mark.parametrize("peft_config", [None, LORA], ids=["full", "merged lora"])

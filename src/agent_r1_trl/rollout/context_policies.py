@@ -17,7 +17,7 @@ from agent_r1_trl.trajectory import Message, Turn
 
 @dataclass(frozen=True, kw_only=True)
 class ContextView:
-    """What a policy reads before a turn. It holds the trajectory's own records, which a policy must not change."""
+    """What a policy reads before a turn. Its messages are not to be changed: return others in their place."""
 
     prompt_messages: Sequence[Message]
     turns: Sequence[Turn]

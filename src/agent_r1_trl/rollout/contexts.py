@@ -11,7 +11,10 @@ Covered here: ids of a context. Not covered: what a row is trained on.
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from agent_r1_trl.chat.format import ChatFormat
@@ -42,10 +45,20 @@ class Contexts:
         self._draft, self._chat, self._tools, self._limits = draft, chat, tools, limits
         self._policy = find_policy(limits)
         self._history = chat.history(tools) if limits.context_policy == "strip_thinking" else None
-        self._messages: Sequence[Message] = list(draft.prompt_messages)
+        self._originals: dict[int, Message] = {}
+        """Identity of a message as policies see it -> the trajectory's own. Policies see copies, made once."""
+        self._prompt = [self._shown(message) for message in draft.prompt_messages]
+        self._turns: list[Turn] = []
+        """As policies see them."""
+        self._messages: Sequence[Message] = self._prompt
         """Of the present context."""
+        self._turn_by_id: dict[int, int] = {}
+        self._turn_by_text: dict[str, int] = {}
+        """A message's identity, and what it says -> its turn: finding it costs the same after any number of turns."""
         self._deltas: list[list[int]] = []
         """Of each turn, the ids that followed its sampled ones."""
+        self._rendered_deltas: dict[int, tuple[list[Message], list[int]]] = {}
+        """Turn -> messages that took the place of what answered it, and what they were rendered to."""
 
     def go_on(
         self, observations: list[Message], ids: list[int], authors: list[Author], next_context: Any = None
@@ -70,24 +83,43 @@ class Contexts:
             draft.add_context(ids, authors)
             return True
         assert limits.max_completion_length is not None
-        num_left = limits.max_completion_length - draft.lengths[1]
+        room = limits.max_completion_length - draft.lengths[1]
         turn.observations, turn.next_context = observations, _checked(next_context)
-        self._deltas.append(ids)
-        messages, context = self._rewritten(turn, len(draft.context_ids) + len(ids))
-        if len(ids) >= num_left or (limits.max_model_length or len(context) + 1) <= len(context):
+        self._add(turn, ids)
+        messages, context = self._rewritten(sum(draft.lengths) + len(ids))
+        opens_row = has_row_per_turn(self._policy)
+        if len(context) >= (limits.max_model_length or math.inf) or not draft.rewrite_context(
+            context, ids, authors, opens_row=opens_row, room=room
+        ):
             turn.observations, turn.next_context = [], None
             return False
         self._messages = messages
-        draft.rewrite_context(context, ids, authors, opens_row=has_row_per_turn(self._policy))
         return True
 
-    def _rewritten(self, turn: Turn, num_tokens: int) -> tuple[Sequence[Message], list[int]]:
+    def _add(self, turn: Turn, delta: list[int]) -> None:
+        """Take note of the last turn."""
+        index = len(self._turns)
+        observations = [self._shown(message) for message in turn.observations]
+        given = None if turn.next_context is None else [self._shown(message) for message in turn.next_context]
+        self._turns.append(
+            replace(turn, message=self._shown(turn.message), observations=observations, next_context=given)
+        )
+        self._deltas.append(delta)
+        self._turn_by_id[id(self._turns[index].message)] = index
+        self._turn_by_text[repr(turn.message)] = index
+
+    def _shown(self, message: Message) -> Message:
+        shown = copy.deepcopy(message)
+        self._originals[id(shown)] = message
+        return shown
+
+    def _rewritten(self, num_tokens: int) -> tuple[list[Message], list[int]]:
         """What the policy makes of the context, and its ids."""
         assert self._policy is not None
         view = ContextView(
-            prompt_messages=self._draft.prompt_messages,
-            turns=self._draft.turns,
-            messages=[*self._messages, *messages_of(turn)],
+            prompt_messages=self._prompt,
+            turns=self._turns,
+            messages=[*self._messages, *messages_of(self._turns[-1])],
             num_tokens=num_tokens,
             max_tokens=self._limits.max_model_length,
         )
@@ -101,8 +133,13 @@ class Contexts:
                 f"{name} returned {messages!r:.200}. Return a list of messages, or view.messages to leave the context "
                 "as it is."
             )
+        if any(self._originals.get(id(message), message) != message for message in messages):
+            raise EnvironmentFailure(
+                f"{name} changed a message of its view. Return another one in its place, such as "
+                "{**message, 'content': ...}."
+            )
         try:
-            return messages, self._ids_of(messages)
+            return list(messages), self._ids_of(list(messages))
         except Exception as error:
             raise EnvironmentFailure(
                 f"{name}: the chat template refuses its messages: {type(error).__name__}: {error}"
@@ -110,31 +147,29 @@ class Contexts:
 
     # ---------------------------------------------------------------- ids
 
-    def _ids_of(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a context, those that were sampled wherever a message is a turn of this trajectory."""
+    def _ids_of(self, messages: list[Message]) -> list[int]:
+        """Ids of a context, the sampled ones of every turn after which no message of the model is a policy's."""
         prompt = self._draft.prompt_messages
         if self._history is not None and (shown := self._history.encode(messages, len(prompt))) is not None:
             return shown
-        if list(messages[: len(prompt)]) != prompt:
-            return self._rendered(messages)
-        ids, position = list(self._draft.prompt_ids), len(prompt)
-        while position < len(messages):
-            index = self._turn_of(messages[position])
-            if index is None:
-                return self._rendered(messages)
-            following = position + 1
-            while following < len(messages) and messages[following].get("role") != "assistant":
-                following += 1
-            ids += self._sampled(index) + self._delta(index, list(messages[position + 1 : following]))
-            position = following
+        head = len(prompt) if messages[: len(prompt)] == prompt else 0
+        turns = {}
+        for position in reversed(range(head, len(messages))):
+            if messages[position]["role"] == "assistant":
+                index = self._turn_of(messages[position])
+                if index is None or position == 0:
+                    break
+                turns[position] = index
+        starts = [*sorted(turns), len(messages)]
+        before = messages[: starts[0]]
+        ids = list(self._draft.prompt_ids) if head == len(before) else self._rendered(before)
+        for start, end in itertools.pairwise(starts):
+            ids += self._sampled(turns[start]) + self._delta(turns[start], messages[start + 1 : end])
         return ids
 
     def _turn_of(self, message: Message) -> int | None:
-        turns = self._draft.turns
-        for index in reversed(range(len(turns))):
-            if turns[index].message is message:
-                return index
-        return next((index for index in reversed(range(len(turns))) if turns[index].message == message), None)
+        index = self._turn_by_id.get(id(message))
+        return self._turn_by_text.get(repr(message)) if index is None else index
 
     def _sampled(self, index: int) -> list[int]:
         turn = self._draft.turns[index]
@@ -142,12 +177,16 @@ class Contexts:
 
     def _delta(self, index: int, observations: list[Message]) -> list[int]:
         """The ids between a turn and the next one."""
-        turn, delta = self._draft.turns[index], self._deltas[index]
+        turn = self._draft.turns[index]
         if observations == turn.observations:
-            return delta
-        rendered, _ = self._chat.encode_observations(turn.message, observations, self._tools or None)
-        closing = self._chat.encode_turn_end(self._sampled(index), stopped=not turn.is_truncated)
-        return [*closing, *rendered]
+            return self._deltas[index]
+        known, delta = self._rendered_deltas.get(index, (None, []))
+        if known != observations:
+            rendered, _ = self._chat.encode_observations(turn.message, observations, self._tools or None)
+            closing = self._chat.encode_turn_end(self._sampled(index), stopped=not turn.is_truncated)
+            delta = [*closing, *rendered]
+            self._rendered_deltas[index] = ([dict(message) for message in observations], delta)
+        return delta
 
     def _rendered(self, messages: Sequence[Message]) -> list[int]:
         """Ids of messages that are not the trajectory's own; what looks like a special token in them stays text."""

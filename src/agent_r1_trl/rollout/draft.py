@@ -29,7 +29,7 @@ class Draft:
     rows: list[list[int]] = field(default_factory=list)
     """Ids of each row so far, once a context was rewritten; the last segment says which of them goes on."""
     num_dropped: int = 0
-    """Tokens of observations that no row holds, because the context after them was rewritten."""
+    """Tokens of observations that stand in no row's completion, because the context after them was rewritten."""
     phase: str = "waiting"
     """What the trajectory is waiting for; the watchdog reports it."""
     error: str | None = None
@@ -54,10 +54,10 @@ class Draft:
 
         Without rewritten contexts these are the prompt and the completion.
         """
-        if not self.rows:
-            return len(self.prompt_ids), len(self.completion_ids)
+        row = self.rows[self.segments[-1].row] if self.rows else None
+        length = len(self.prompt_ids) + len(self.completion_ids) if row is None else len(row)
         num_spent = len(self.completion_ids) + self.num_dropped
-        return len(self.rows[self.segments[-1].row]) - num_spent, num_spent
+        return length - num_spent, num_spent
 
     def add_turn(self, generation: Generation, message: Message, *, generate_s: float) -> Turn:
         """Append what the policy sampled: the only tokens with mask 1."""
@@ -86,8 +86,14 @@ class Draft:
         self.authors += authors
 
     def rewrite_context(
-        self, ids: Sequence[int], delta: Sequence[int], authors: Sequence[Author], *, opens_row: bool = False
-    ) -> None:
+        self,
+        ids: Sequence[int],
+        delta: Sequence[int],
+        authors: Sequence[Author],
+        *,
+        opens_row: bool = False,
+        room: int | None = None,
+    ) -> bool:
         """Let the next turn be sampled after `ids`, in the row that they extend or in a new one.
 
         Args:
@@ -96,20 +102,27 @@ class Draft:
                 rule these.
             authors: of `delta`.
             opens_row: whether they open a new one in any case.
+            room: tokens that the trajectory may still hold, the next turn included; None: no limit.
+
+        Returns:
+            Whether there is room to go on; if not, nothing has changed.
         """
         rows = self.rows or [self.prompt_ids + self.completion_ids]
         current = self.segments[-1].row if self.segments else 0
         row = None if opens_row else extended_row(rows, ids)
+        rest = [] if row is None else ids[len(rows[row]) :]
+        if room is not None and max(len(authors), len(rest)) >= room:
+            return False
+        self.num_dropped += max(0, len(authors) - len(rest))
         start = len(self.completion_ids)
         if row is None:
-            self.num_dropped += len(authors)
             self.rows = [*rows, list(ids)]
             self.segments.append(Segment(start=start, row=len(rows), prompt_ids=list(ids)))
-            return
+            return True
         if row != current:
             self.segments.append(Segment(start=start, row=row))
-        rest = ids[len(rows[row]) :]
         self.add_context(rest, authors_of(rest, delta, authors))
+        return True
 
     def _add(self, ids: Sequence[int]) -> None:
         self.completion_ids += ids

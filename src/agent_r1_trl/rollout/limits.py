@@ -173,6 +173,12 @@ class RolloutLimits(RolloutSettings):
     def __post_init__(self) -> None:
         self.check_limits()
         check_whole_number("max_model_length", self.max_model_length, minimum=2, is_optional=True)
+        tokens, most = self.context_tokens, self.max_model_length
+        if tokens is not None and most is not None and tokens >= most:
+            raise ValueError(
+                f"context_tokens={tokens} is never reached: the model's context holds {most} tokens, the next turn "
+                f"included. Set context_tokens well below that, such as {max(1, most * 3 // 4)}, or remove it."
+            )
         object.__setattr__(self, "_is_fixed", True)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -249,8 +249,7 @@ class ServerSync:
             arguments = (self._own_address, sender.port, sender.expect(url), self._timeout_s, name, is_complete)
             received = rpc(self._http, url, "agent_r1_receive", *arguments, timeout_s=_WHOLE_TRANSFER_S)
             calls[url] = self._http.start(received)
-        for url, call in calls.items():
-            sender.wait_for(url, len(workers[url]), call.done)
+        sender.wait_for({url: (len(workers[url]), call.done) for url, call in calls.items()})
         sender.send(weights)
         return {url: self._outcome(url, call, name, sender.failures.get(url)) for url, call in calls.items()}
 

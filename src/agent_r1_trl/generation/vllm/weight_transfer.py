@@ -23,14 +23,15 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
 _BUCKET_BYTES = 64 * 2**20
 _HANDSHAKE_S = 10.0
+_PATIENCE = 3
+"""How many times longer a worker waits than the trainer: for servers that do not join, then for one that hangs."""
 _LENGTHS = struct.Struct("!QQ")  # of header and payload
 _RANK = struct.Struct("!I")
 _DIGEST_BYTES = 32
@@ -74,15 +75,20 @@ class WeightSender:
             self._tokens[token.encode()] = server
         return token
 
-    def wait_for(self, server: str, size: int, has_failed: Any = lambda: False) -> None:
-        """Return when all `size` workers of a server have joined, or it has failed (see `failures`)."""
+    def wait_for(self, servers: dict[str, tuple[int, Callable[[], bool]]]) -> None:
+        """Return when all workers of all servers have joined; servers that are not there in time have failed.
+
+        Args:
+            servers: server -> number of its workers, and whether it has failed already (see `failures`).
+        """
         deadline = time.monotonic() + self._timeout_s
         with self._changed:
-            while len(self._workers.get(server, {})) < size:
-                if has_failed() or time.monotonic() > deadline:
-                    self._drop(server, "not all of its workers connected")
-                    return
-                self._changed.wait(0.05)
+            for server, (size, has_failed) in servers.items():
+                while len(self._workers.get(server, {})) < size:
+                    if has_failed() or time.monotonic() > deadline:
+                        self._drop(server, "not all of its workers connected")
+                        break
+                    self._changed.wait(0.05)
 
     def send(self, weights: Iterable[Named]) -> None:
         """Send every weight, in order, to every worker that has joined; a server that fails is left behind.
@@ -189,7 +195,7 @@ def receive_weights(host: str, port: int, token: str, *, rank: int, timeout_s: f
         port: there.
         token: of this server in this transfer.
         rank: of this worker.
-        timeout_s: seconds to wait for one bucket.
+        timeout_s: of the trainer; it may take three times as long to wait for servers that hang.
 
     Raises:
         TransferError: the trainer does not know the token, or the connection broke before the end.
@@ -198,7 +204,7 @@ def receive_weights(host: str, port: int, token: str, *, rank: int, timeout_s: f
     with socket.create_connection((host, port), timeout=_HANDSHAKE_S) as connection:
         connection.sendall(_RANK.pack(rank))
         _challenge(connection, {token.encode(): ""}, b"worker", b"trainer")
-        connection.settimeout(timeout_s)
+        connection.settimeout(_PATIENCE * timeout_s)
         _keep_alive(connection)
         while True:
             header_size, payload_size = _LENGTHS.unpack(_read(connection, _LENGTHS.size))
