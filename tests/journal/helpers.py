@@ -17,6 +17,7 @@ NUM_TRAJECTORIES = 3
 HEADER = {"size": NUM_TRAJECTORIES, "weights": "w"}
 LIMITS = RolloutLimits(max_turns=5, max_completion_length=600)
 SUMMARIES = replace(LIMITS, context_policy="summarise", context_turns=1, summary_tokens=30, summary_prompt="Sum up.")
+BY_STEP = replace(LIMITS, context_policy="step")
 CALLS = collections.Counter()
 """How often each tool or method ran, by its name and argument."""
 
@@ -156,7 +157,7 @@ def moving(rng):
 
 CASES = {"shop": (Shop, shopper), "counter": (Counter, counting), "replayed": (ReplayedCounter, counting)}
 CASES |= {"restored": (RestoredCounter, counting), "game": (Game, moving)}
-CASES |= {"board": (Board, moving), "restarted_board": (RestartedBoard, moving)}
+CASES |= {"board": (Board, moving, BY_STEP), "restarted_board": (RestartedBoard, moving, BY_STEP)}
 CASES |= {"summaries": (RestoredCounter, counting, SUMMARIES)}
 
 
@@ -170,7 +171,6 @@ def roll_out(path, env, policy, limits=LIMITS, **options):
     recorded = read_rollout(path) if path is not None else None
     log = None if path is None else RolloutLog(path, HEADER, recorded=recorded, **options)
     talker = Talker(chat_of(), policy)
-    limits = replace(limits, context_policy="step") if issubclass(env, Board) else limits
     runner = RolloutRunner(env, talker, chat_of(), limits)
     try:
         return runner.run(requests(), journal=log), talker
