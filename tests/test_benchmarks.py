@@ -50,6 +50,7 @@ TINY = {
             "overlapped_staleness",
         },
     ),
+    "retrieval.py": (["--passages", "50", "--queries", "4", "--rounds", "1"], {"rows"}),
     "rollout_concurrency.py": (
         ["--trajectories", "2", "--latency", "0.01", "--median", "0.01", "--turns", "2", "--repeats", "1"],
         {

@@ -9,7 +9,7 @@ import pytest
 
 from agent_r1_trl.environments import SearchQAEnv
 from agent_r1_trl.tools import Passage, SearchIndex, open_retriever
-from agent_r1_trl.trajectory import StopReason
+from agent_r1_trl.trajectory import StopReason, ToolCall, ToolResult, Turn
 from tests.environments.helpers import finished, message
 
 ROWS = [
@@ -18,6 +18,7 @@ ROWS = [
     {"id": "other", "title": "Bloemfontein", "text": "A city with a zoo."},
     {"id": "noise", "title": "Zoo", "text": "A zoo keeps animals. " * 40 + "Secret bridge."},
 ]
+CALL = ToolCall(name="search", arguments={"query": "hobbit"})
 EXAMPLE = {
     "question": "Where was the author of The Hobbit born?",
     "answer": "Bloemfontein",
@@ -145,6 +146,40 @@ def test_the_outcome_is_exact_match_plus_form(index, text, total, em, valid):
     assert (trajectory.info["em"], trajectory.info["valid_answer"]) == (em, valid)
 
 
+@pytest.mark.parametrize(
+    ("text", "strict", "composite"),
+    [
+        ("<answer>Bloemfontein</answer>", 1.0, 1.0),
+        ("<answer>Bloemfontein</answer> for sure", 0.0, -0.5),
+        ("<answer>Cape Town</answer>", 0.0, 0.0),
+        ("Bloemfontein", 0.0, -0.5),
+    ],
+)
+def test_a_strict_outcome_needs_the_form_and_a_composite_one_pays_for_it(index, text, strict, composite):
+    """After one search that could be run: the form is 0.5 for it, and 0.5 for a well-formed answer."""
+    trajectory = finished(text)
+    searched = Turn(start=0, end=0, message=search("hobbit"), tool_results=[ToolResult(call=CALL, content="found")])
+    trajectory.turns.insert(0, searched)
+    env = started(index, outcome="strict", failure_reward=0.0)
+    assert env.outcome_reward(trajectory) == (strict, {"answer": strict})
+    reward, parts = started(index, outcome="composite").outcome_reward(trajectory)
+    assert reward == composite == sum(parts.values())
+
+
+def test_the_form_of_a_composite_outcome_needs_a_search_that_could_be_run(index):
+    env = started(index, outcome="composite")
+    assert env.outcome_reward(finished("<answer>Bloemfontein</answer>"))[0] == -0.5
+    assert env.outcome_reward(finished(""))[0] == -1.0
+    trajectory = finished("<answer>Bloemfontein</answer>")
+    failed = ToolResult(call=CALL, content="no such tool")
+    unusable = Turn(start=0, end=0, message=search("x"), tool_results=[failed], is_invalid=True)
+    trajectory.turns.insert(0, unusable)
+    assert env.outcome_reward(trajectory)[0] == -0.5
+    usable = Turn(start=0, end=0, message=search("x"), tool_results=[failed])
+    trajectory.turns[:1] = [usable, usable, usable]
+    assert env.outcome_reward(trajectory)[0] == 1.0, "more turns earn no more"
+
+
 def test_f1_gives_partial_credit(index):
     env = started(index, metric="f1", format_reward=0.0)
     reward, parts = env.outcome_reward(finished("<answer>Bloemfontein town</answer>"))
@@ -198,7 +233,7 @@ def test_the_outcome_is_scaled_to_the_rewards_given(index):
 
 
 def test_a_setting_out_of_range_is_named(index):
-    settings = {"metric": "bleu", "top_k": 0, "max_passage_chars": -1, "format_reward": math.nan}
+    settings = {"metric": "bleu", "outcome": "lenient", "top_k": 0, "max_passage_chars": -1, "format_reward": math.nan}
     for name, value in {**settings, "useless_search_reward": "x", "tool_error_reward": math.inf}.items():
         with pytest.raises(ValueError, match=f"{name}={value!r}"):
             SearchQAEnv(index, **{name: value})

@@ -25,6 +25,7 @@ from agent_r1_trl.tools.search import render_passages
 from agent_r1_trl.trajectory import Message, StopReason, ToolCall, ToolResult, Trajectory
 
 GOLD_COLUMNS = ("answer", "answers", "golden_answers", "gold")
+OUTCOMES = ("sum", "strict", "composite")
 METRICS = {"em": exact_match, "f1": f1_score}
 
 
@@ -36,8 +37,16 @@ class SearchQAEnv(ToolEnv):
     with `id`, `title` or `text`.
 
     A search earns `tool_call_reward` if it finds a relevant passage that this trajectory had not seen before. The
-    row's evidence is relevant; in a row without evidence, every passage is. The outcome is
-    `failure_reward + metric * (success_reward - failure_reward)`, plus `format_reward` for a well-formed final answer.
+    row's evidence is relevant; in a row without evidence, every passage is. The outcome is one of
+
+    - "sum": `failure_reward + metric * (success_reward - failure_reward)`, plus `format_reward` for a well-formed
+      final answer;
+    - "strict": the same without the part for the form, and the metric counts as 0 where the final answer is not well
+      formed;
+    - "composite" (that of Agent-R1's released code): `-1 + form + (metric if form == 1 else 0)`, where the form is 0.5
+      for each turn whose calls could be run and for a well-formed final answer, at most 1. So a search and a
+      well-formed answer make the metric count.
+
     Info: `prediction`, `em`, `f1`, `valid_answer`, `gold`.
 
     Args:
@@ -46,11 +55,12 @@ class SearchQAEnv(ToolEnv):
             `open_retriever`.
         index: another name for `retriever`.
         corpus: another name for `retriever`.
+        outcome: "sum", "strict" or "composite".
         metric: "em" (exact match) or "f1".
         answer_tag: True if the answer is the text in `<answer>...</answer>`, False if it is the whole final text.
         top_k: passages per search.
         max_passage_chars: maximum length of a passage's text in a result.
-        format_reward: reward of a well-formed final answer.
+        format_reward: reward of a well-formed final answer, for the outcome "sum".
         useless_search_reward: reward of a search that finds nothing new and relevant.
         **settings: settings of `ToolEnv`.
 
@@ -74,6 +84,7 @@ class SearchQAEnv(ToolEnv):
         *,
         index: RetrieverSource | None = None,
         corpus: RetrieverSource | None = None,
+        outcome: str = "sum",
         metric: str = "em",
         answer_tag: bool = True,
         top_k: int = 3,
@@ -89,14 +100,16 @@ class SearchQAEnv(ToolEnv):
                 f"SearchQAEnv: pass one of retriever=, index= and corpus=, not {' and '.join(given) or 'none'}. Each "
                 "is the path of a corpus, the address of a server or an object with a search method."
             )
-        if metric not in METRICS:
-            raise ValueError(f"metric={metric!r}: must be one of {', '.join(map(repr, METRICS))}.")
+        for label, choice, known in (("metric", metric, METRICS), ("outcome", outcome, OUTCOMES)):
+            if choice not in known:
+                raise ValueError(f"{label}={choice!r}: must be one of {', '.join(map(repr, known))}.")
         for label, value in (("top_k", top_k), ("max_passage_chars", max_passage_chars)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{label}={value!r}: must be an integer >= 1.")
         ((flag, source),) = given.items()
         self.retriever = open_retriever(source, flag=flag)
         self.metric = metric
+        self.outcome = outcome
         self.answer_tag = answer_tag
         self.top_k = top_k
         self.max_passage_chars = max_passage_chars
@@ -140,13 +153,20 @@ class SearchQAEnv(ToolEnv):
         return self.tool_call_reward if new else self.useless_search_reward
 
     def outcome_reward(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
-        """The metric, scaled to [failure_reward, success_reward], plus the format reward."""
+        """See the class; the parts are `answer` and `format`."""
         scores = self.score_answer(trajectory)
         trajectory.info.update(scores)
-        span = self.success_reward - self.failure_reward
-        parts = {"answer": self.failure_reward + scores[self.metric] * span}
-        if self.format_reward:
-            parts["format"] = self.format_reward * scores["valid_answer"]
+        metric, valid = scores[self.metric], scores["valid_answer"]
+        if self.outcome == "composite":
+            num_formed = valid + sum(1 for turn in trajectory.turns if turn.tool_results and not turn.is_invalid)
+            form = min(1.0, 0.5 * num_formed)
+            parts = {"answer": metric if form == 1 else 0.0, "format": form - 1.0}
+            return sum(parts.values()), parts
+        if self.outcome == "strict":
+            metric *= valid
+        parts = {"answer": self.failure_reward + metric * (self.success_reward - self.failure_reward)}
+        if self.format_reward and self.outcome == "sum":
+            parts["format"] = self.format_reward * valid
         return sum(parts.values()), parts
 
     def score_answer(self, trajectory: Trajectory) -> dict[str, Any]:

@@ -1,0 +1,198 @@
+"""Retrieval at several sizes: building, searching, and 200 queries at once over HTTP.
+
+    python benchmarks/retrieval.py --passages 20000 200000 1000000 [--json]
+
+The passages are made up: a hundred words each, drawn by Zipf's law from a vocabulary of 200,000, with titles of two
+words. A query is four words of a passage. For every size, processes of their own
+
+- build the index (seconds, the peak of their memory, size on the disk),
+- search it, one query after the other (median and 99th percentile, and processor time),
+- serve it, and ask the server `--queries` different queries at once, each on a thread of its own as the tools of that
+  many trajectories do, through one `HttpRetriever`: time until the slowest 1% have their answer, queries per second,
+  and the server's processor time for each query. The same with one query in each request (`max_batch=1`, as many
+  connections as the retriever has by default).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+from _common import check_at_least, make_parser, print_table, report, rounded, run_alone
+
+from agent_r1_trl.tools.retrieval import HttpRetriever, build_index, open_index
+
+VOCABULARY = 200_000
+WORDS_PER_PASSAGE = 100
+WEIGHTS = list(itertools.accumulate(1 / rank for rank in range(1, VOCABULARY + 1)))
+"""Cumulative, by Zipf's law."""
+
+
+def draw_words(rng: random.Random, count: int) -> list[str]:
+    return [f"w{rank}" for rank in rng.choices(range(VOCABULARY), cum_weights=WEIGHTS, k=count)]
+
+
+def make_passages(count: int) -> Iterator[dict[str, str]]:
+    for number in range(count):
+        rng = random.Random(number)
+        title = " ".join(draw_words(rng, 2))
+        yield {"id": str(number), "title": title, "text": " ".join(draw_words(rng, WORDS_PER_PASSAGE))}
+
+
+def make_queries(num_passages: int, count: int, seed: int) -> list[str]:
+    rng = random.Random(f"{seed}")
+    queries = []
+    for _ in range(count):
+        passage = random.Random(rng.randrange(num_passages))
+        draw_words(passage, 2)
+        queries.append(" ".join(rng.sample(draw_words(passage, WORDS_PER_PASSAGE), 4)))
+    return queries
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+# ---------------------------------------------------------------- the parts, each in a process of its own
+
+
+def measure_build(folder: Path, num_passages: int) -> dict[str, float]:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    build_index(make_passages(num_passages), folder)
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    return {"build_s": seconds, "build_mb": (peak - before) / 1024, "peak_mb": peak / 1024, "disk_mb": size / 2**20}
+
+
+def measure_search(folder: Path, num_passages: int, num_queries: int) -> dict[str, float]:
+    index = open_index(folder)
+    times = []
+    queries = make_queries(num_passages, num_queries, seed=1)
+    processor = time.process_time()
+    for query in queries:
+        start = time.perf_counter()
+        index.search(query, 5)
+        times.append(1000 * (time.perf_counter() - start))
+    return {
+        "search_ms": statistics.median(times),
+        "search_p99_ms": percentile(times, 0.99),
+        "search_processor_ms": 1000 * (time.process_time() - processor) / num_queries,
+        "search_peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def ask_at_once(retriever: HttpRetriever, queries: list[str]) -> tuple[float, float]:
+    """Seconds of the slowest 1%, and queries per second."""
+    times = [0.0] * len(queries)
+    start_line = threading.Barrier(len(queries) + 1)
+
+    def ask(number: int, query: str) -> None:
+        start_line.wait()
+        start = time.perf_counter()
+        retriever.search(query, 5)
+        times[number] = time.perf_counter() - start
+
+    threads = [threading.Thread(target=ask, args=item) for item in enumerate(queries)]
+    for thread in threads:
+        thread.start()
+    start_line.wait()
+    start = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    return percentile(times, 0.99), len(queries) / (time.perf_counter() - start)
+
+
+def measure_http(folder: Path, num_passages: int, num_queries: int, rounds: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "agent_r1_trl.cli.serve_retriever", str(folder), "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    figures = {}
+    try:
+        assert server.stdout is not None
+        server.stdout.readline()
+        url = server.stdout.readline().removeprefix("retriever: ").strip()
+        for prefix, options in {"http": {}, "single": {"max_batch": 1}}.items():
+            retriever = HttpRetriever(url, timeout_s=60.0, cache_size=0, **options)
+            retriever.search("warm up", 5)
+            processor = sum(psutil.Process(server.pid).cpu_times()[:2])
+            rows = [
+                ask_at_once(retriever, make_queries(num_passages, num_queries, seed=10 + n)) for n in range(rounds)
+            ]
+            figures[f"{prefix}_p99_ms"] = 1000 * statistics.median(row[0] for row in rows)
+            figures[f"{prefix}_queries_per_s"] = statistics.median(row[1] for row in rows)
+            spent = sum(psutil.Process(server.pid).cpu_times()[:2]) - processor
+            figures[f"{prefix}_processor_ms"] = 1000 * spent / (rounds * num_queries)
+    finally:
+        server.kill()
+        server.wait()
+    return figures
+
+
+# ---------------------------------------------------------------- the whole
+
+
+def measure(args: argparse.Namespace, num_passages: int) -> dict[str, float]:
+    folder = Path(tempfile.mkdtemp(dir=args.folder))
+    row: dict[str, float] = {"passages": num_passages}
+    try:
+        for part in ("build", "search", "http"):
+            arguments = ["--part", part, "--folder", str(folder / "index"), "--passages", str(num_passages)]
+            row |= run_alone(__file__, [*arguments, "--queries", str(args.queries), "--rounds", str(args.rounds)])
+    finally:
+        shutil.rmtree(folder)
+    return row
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument("--passages", type=int, nargs="+", default=[20_000, 200_000])
+    parser.add_argument("--queries", type=int, default=200, help="at once, and one after the other")
+    parser.add_argument("--rounds", type=int, default=5, help="of queries at once; the median counts")
+    parser.add_argument("--folder", help="where the indexes are kept meanwhile; default: the folder for such files")
+    parser.add_argument("--part", choices=("build", "search", "http"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    check_at_least(parser, args, 1, "queries", "rounds")
+    if min(args.passages) < 1:
+        parser.error(f"--passages={args.passages}: must be 1 or more.")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.part:
+        import json
+
+        folder, number = Path(args.folder), args.passages[0]
+        parts = {
+            "build": lambda: measure_build(folder, number),
+            "search": lambda: measure_search(folder, number, args.queries),
+            "http": lambda: measure_http(folder, number, args.queries, args.rounds),
+        }
+        print(json.dumps(parts[args.part]()))
+        return
+    rows = [measure(args, number) for number in args.passages]
+    report({"rows": rows}, args, show, figures=lambda result: {"rows": [rounded(row) for row in result["rows"]]})
+
+
+def show(result: dict[str, list[dict[str, float]]], args: argparse.Namespace) -> None:
+    """One line per figure, one column per size."""
+    rows = result["rows"]
+    lines = [[name, *(f"{row[name]:,.1f}" for row in rows)] for name in list(rows[0])[1:]]
+    print_table("Retrieval", ["", *(f"{row['passages']:,} passages" for row in rows)], lines)
+
+
+if __name__ == "__main__":
+    main()
