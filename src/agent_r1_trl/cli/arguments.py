@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from agent_r1_trl.cli.errors import UsageError
+from agent_r1_trl.cli.eval_settings import TableSettings
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.rollout.limits import RolloutSettings, check_whole_number
 from agent_r1_trl.safe_text import SECRET_NAMES, SECRET_NAMES_HELP, SECRET_PATTERNS_HELP, check_rules
@@ -94,7 +95,7 @@ class TrainArguments(TaskArguments):
 
 
 @dataclass
-class EvalArguments(RolloutSettings, TaskArguments):
+class EvalArguments(RolloutSettings, TaskArguments, TableSettings):
     """Settings of `eval`; the limits of a trajectory are those of training."""
 
     model_name_or_path: str | None = field(
@@ -102,13 +103,6 @@ class EvalArguments(RolloutSettings, TaskArguments):
     )
     dataset_name: str | None = field(
         default=None, metadata={"help": "Training data of the recipe, used if eval_dataset_name is not set."}
-    )
-    eval_dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Data set: a .jsonl, .json, .csv or .parquet file, a directory, or a Hub id.",
-            "aliases": ["--dataset"],
-        },
     )
     num_examples: int | None = field(default=None, metadata={"help": "Number of rows to use. None: all."})
     num_generations_eval: int = field(
@@ -121,7 +115,10 @@ class EvalArguments(RolloutSettings, TaskArguments):
     seed: int = field(default=42, metadata={"help": "Seed of sampling, environments and bootstrap intervals."})
     output_dir: str | None = field(
         default=None,
-        metadata={"help": "Directory for evaluation.json and trajectories. Not set: only print the table."},
+        metadata={
+            "help": "Directory for the table (evaluation.json, .md, .csv), trajectories and journal. Not set: "
+            "only print the table."
+        },
     )
     journal: bool = field(
         default=True, metadata={"help": "Keep every turn in output_dir/journal, for replay. Needs output_dir."}
@@ -170,6 +167,7 @@ class EvalArguments(RolloutSettings, TaskArguments):
         if not self.env:
             raise UsageError(f"env: not set, so the agent has nothing to act in. Set env. {_ENV_HELP}")
         self.check_limits()
+        self.check_table()
         check_rules(self.secret_names, self.secret_patterns)
         check_positive("num_examples", self.num_examples)
         check_positive("num_generations_eval", self.num_generations_eval)

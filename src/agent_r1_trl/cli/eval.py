@@ -1,6 +1,7 @@
-"""`agent-r1-trl eval`: run a model on a data set and score it, within the limits of a recipe.
+"""`agent-r1-trl eval`: run a model on data sets and score it, within the limits of a recipe, beside baselines.
 
 agent-r1-trl eval --config recipe.yaml --model outputs/my-agent
+agent-r1-trl eval --config recipe.yaml --model outputs/my-agent --baselines base naive_rag closed_book
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from agent_r1_trl.cli.arguments import EvalArguments
-    from agent_r1_trl.evaluation import EvaluationResult
+    from agent_r1_trl.cli.eval_plan import PlannedRow
+    from agent_r1_trl.evaluation import Agent, EvaluationResult, EvaluationTable, TableRow
+    from agent_r1_trl.generation import SamplingParams
 
 COMMAND = "agent-r1-trl eval"
 RESULT_FILE = "evaluation.json"
 STEP = 0
 """Under which the trajectories are recorded."""
+MIN_WIDTH = 150
+"""Columns of a table of several rows where there is no terminal."""
+VIEW_OPTIONS = f"--terminal --split eval --step {STEP}"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -41,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
     def options() -> list[dict[str, Any]]:
         return options_of(Task_and_data=TaskArguments, Limits_of_a_rollout=RolloutSettings, Evaluation=EvalArguments)
 
-    if show_help(COMMAND, argv, "Run a model on a data set and score it.", options):
+    if show_help(COMMAND, argv, "Run a model on data sets and score it, beside baselines.", options):
         return 0
     from agent_r1_trl.cli.console import PlainConsole
 
@@ -50,16 +56,13 @@ def run(argv: Sequence[str]) -> int:
         read_recipe(config_path)
     arguments = read_arguments(argv)
     console = PlainConsole(soft_wrap=True)
-    result = run_evaluation(arguments, console)
-
-    from agent_r1_trl.cli.tables import result_table
-
-    title = f"{arguments.model_name_or_path or arguments.replay}, {result.num_examples} examples"
-    PlainConsole().print(result_table(result, title=title))
+    table = run_table(arguments, console)
+    _show(table, arguments)
     if arguments.output_dir:
-        folder = write_result(result, arguments.output_dir)
-        hint = f"agent-r1-trl view {folder} --terminal --split eval --step {STEP}"
-        console.print(f"{folder / RESULT_FILE}; trajectories: {hint}")
+        folder = write_table(table, arguments.output_dir)
+        for row in table.rows:
+            place = folder / row_folder(table, row)
+            console.print(f"{place / RESULT_FILE}; trajectories: agent-r1-trl view {place} {VIEW_OPTIONS}")
     return 0
 
 
@@ -84,75 +87,159 @@ def read_arguments(argv: Sequence[str]) -> EvalArguments:
         raise UsageError("--model: not set. Pass the directory or the Hub id of the model to evaluate.")
     if not (arguments.eval_dataset_name or arguments.dataset_name):
         raise UsageError("--dataset: not set. Pass a data file, a directory or a Hub id to evaluate on.")
+    config_path, _ = split_config(argv)
+    recipe = {} if config_path is None else read_recipe(config_path)
+    if arguments.base_model is None and recipe.get("model_name_or_path") != arguments.model_name_or_path:
+        arguments.base_model = recipe.get("model_name_or_path")
     return arguments
 
 
 def run_evaluation(arguments: EvalArguments, console: Console, *, description: str = "evaluation") -> EvaluationResult:
-    """Load data, environment and model, and evaluate with a progress bar.
+    """Evaluate one model on one data set; see `run_table`."""
+    return run_table(arguments, console, description=description).rows[-1].result
+
+
+def run_table(arguments: EvalArguments, console: Console, *, description: str = "evaluation") -> EvaluationTable:
+    """Load data, environment and models, and play each row of the table with a progress bar.
 
     Raises:
-        UsageError: the environment, the data or the model cannot be loaded.
-        InfrastructureError: no trajectory could be played, or the engine failed.
+        UsageError: the environment, the data or a model cannot be loaded, or a baseline is not possible.
+        InfrastructureError: no trajectory of a row could be played, or the engine failed.
     """
-    from agent_r1_trl.cli.progress import trajectory_progress
+    from agent_r1_trl.cli.eval_plan import make_plan
     from agent_r1_trl.cli.resolve import check_first_row, make_folder, resolve_env
-    from agent_r1_trl.evaluation import evaluate_model
+    from agent_r1_trl.evaluation import EvaluationTable, TableRow
     from agent_r1_trl.evaluation.loading import check_model_folder
-    from agent_r1_trl.generation import SamplingParams
-    from agent_r1_trl.journal import eval_journal
-    from agent_r1_trl.trainers.signal_handlers import signals_raise
 
     set_rules(arguments.secret_names, arguments.secret_patterns)
     if arguments.replay:
-        return _replay(arguments, _load(arguments))
-    env_factory = resolve_env(arguments.env, arguments.env_kwargs)  # type: ignore[arg-type]
-    rows = _load(arguments)
-    data = arguments.eval_dataset_name or arguments.dataset_name
-    check_first_row(f"env={arguments.env!r}", env_factory, repr(data), rows)
-    if arguments.output_dir:
-        make_folder("output_dir", arguments.output_dir)
-    try:
-        check_model_folder(arguments.model_name_or_path, flag="model_name_or_path")  # type: ignore[arg-type]
-        num_trajectories = len(rows) * arguments.num_generations_eval
-        with signals_raise(), trajectory_progress(console, description, num_trajectories) as on_trajectory:
-            return evaluate_model(
-                arguments.model_name_or_path,
-                env_factory,
-                rows,
-                use_vllm=arguments.use_vllm,
-                limits=arguments.rollout_limits(),
-                dtype=arguments.dtype,
-                chat_template=arguments.chat_template,
-                response_template=arguments.response_template,
-                chat_template_kwargs=arguments.chat_template_kwargs or None,  # type: ignore[arg-type]
-                thinking=arguments.thinking,
-                max_batch_size=arguments.generation_batch_rows,
-                trust_remote_code=arguments.trust_remote_code,
-                params=SamplingParams(temperature=arguments.eval_temperature),
-                num_generations=arguments.num_generations_eval,
-                seed=arguments.seed,
-                retry_failed=arguments.retry_failed,
-                on_trajectory=on_trajectory,
-                journal=eval_journal(arguments.output_dir) if arguments.output_dir and arguments.journal else None,
-            )
-    except OSError as error:
-        raise UsageError(model_problem(arguments.model_name_or_path, error)) from error
-    except infrastructure_errors() as error:
-        raise InfrastructureError(str(error)) from error
-    except ValueError as error:  # limits, template, environment
-        raise UsageError(str(error)) from error
+        plan = make_plan(arguments, lambda: None)
+        results = [_replay(arguments, row) for row in plan]
+    else:
+        env_factory = resolve_env(arguments.env, arguments.env_kwargs)  # type: ignore[arg-type]
+        plan = make_plan(arguments, env_factory)
+        for row in plan:
+            check_first_row(f"env={arguments.env!r}", row.env_factory, repr(row.dataset), row.rows)
+        if arguments.output_dir:
+            make_folder("output_dir", arguments.output_dir)
+        try:
+            for row in plan:
+                flag = "base_model" if row.model == arguments.base_model else "model_name_or_path"
+                check_model_folder(str(row.model), flag=flag)
+            results = _play_all(arguments, plan, console, description)
+        except infrastructure_errors() as error:
+            raise InfrastructureError(str(error)) from error
+        except UsageError:
+            raise
+        except ValueError as error:  # limits, template, environment
+            raise UsageError(str(error)) from error
+    return EvaluationTable(
+        rows=[
+            TableRow(method=row.method, dataset=row.dataset, model=row.model, result=result)
+            for row, result in zip(plan, results, strict=True)
+        ]
+    )
 
 
-def _replay(arguments: EvalArguments, rows: Any) -> EvaluationResult:
+def _play_all(
+    arguments: EvalArguments, plan: Sequence[PlannedRow], console: Console, description: str
+) -> list[EvaluationResult]:
+    """The results in the order of the plan; each model is loaded once."""
+    from agent_r1_trl.evaluation import open_agent
+    from agent_r1_trl.trainers.signal_handlers import signals_raise
+
+    results: dict[int, EvaluationResult] = {}
+    for model in dict.fromkeys(row.model for row in plan):
+        try:
+            with (
+                signals_raise(),
+                open_agent(
+                    model,
+                    use_vllm=arguments.use_vllm,
+                    limits=arguments.rollout_limits(),
+                    dtype=arguments.dtype,
+                    chat_template=arguments.chat_template,
+                    response_template=arguments.response_template,
+                    chat_template_kwargs=arguments.chat_template_kwargs or None,  # type: ignore[arg-type]
+                    thinking=arguments.thinking,
+                    max_batch_size=arguments.generation_batch_rows,
+                    trust_remote_code=arguments.trust_remote_code,
+                ) as agent,
+            ):
+                for index, row in enumerate(plan):
+                    if row.model == model:
+                        title = f"{row.dataset}, {row.method}" if row.folder else description
+                        results[index] = _play(arguments, row, agent, console, title)
+        except OSError as error:
+            raise UsageError(model_problem(model, error)) from error
+    return [results[index] for index in range(len(plan))]
+
+
+def _play(arguments: EvalArguments, row: PlannedRow, agent: Agent, console: Console, title: str) -> EvaluationResult:
+    from agent_r1_trl.cli.progress import trajectory_progress
+    from agent_r1_trl.evaluation import evaluate
+    from agent_r1_trl.journal import eval_journal
+
+    journal = None
+    if arguments.output_dir and arguments.journal:
+        journal = eval_journal(Path(arguments.output_dir) / row.folder)
+    with trajectory_progress(console, title, len(row.rows) * arguments.num_generations_eval) as on_trajectory:
+        result = evaluate(
+            agent.generator,
+            row.env_factory,
+            agent.chat,
+            row.rows,
+            limits=row.limits(agent.limits),
+            params=sampling_params(arguments),
+            num_generations=arguments.num_generations_eval,
+            seed=arguments.seed,
+            retry_failed=arguments.retry_failed,
+            on_trajectory=on_trajectory,
+            journal=journal,
+        )
+    result.settings = {"model": agent.name, "use_vllm": arguments.use_vllm, **result.settings}
+    console.print(f"{title}: {result.settings['played']}")
+    return result
+
+
+def sampling_params(arguments: EvalArguments) -> SamplingParams:
+    """How tokens are drawn."""
+    from agent_r1_trl.generation import SamplingParams
+
+    return SamplingParams(
+        temperature=arguments.eval_temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        min_p=arguments.min_p or 0.0,
+        repetition_penalty=arguments.repetition_penalty,
+    )
+
+
+def _replay(arguments: EvalArguments, row: PlannedRow) -> EvaluationResult:
     from agent_r1_trl.evaluation.evaluator import replay_evaluation
     from agent_r1_trl.rollout import NothingPlayedError
 
+    folder = Path(str(arguments.replay)) / row.folder if row.folder else str(arguments.replay)
     try:
-        return replay_evaluation(
-            str(arguments.replay), rows, num_generations=arguments.num_generations_eval, seed=arguments.seed
-        )
+        return replay_evaluation(folder, row.rows, num_generations=arguments.num_generations_eval, seed=arguments.seed)
     except (ValueError, NothingPlayedError) as error:
         raise UsageError(str(error)) from error
+
+
+def _show(table: EvaluationTable, arguments: EvalArguments) -> None:
+    from agent_r1_trl.cli.console import PlainConsole
+    from agent_r1_trl.cli.tables import result_table, rows_table
+
+    if len(table.rows) == 1:
+        result = table.rows[0].result
+        title = f"{arguments.model_name_or_path or arguments.replay}, {result.num_examples} examples"
+        PlainConsole().print(result_table(result, title=title))
+        return
+    console = PlainConsole()
+    if not console.is_terminal:
+        console = PlainConsole(width=max(console.width, MIN_WIDTH))
+    console.print(rows_table(table))
+    PlainConsole(soft_wrap=True).print("\n".join(table.notes()))
 
 
 def write_result(result: EvaluationResult, output_dir: str | Path) -> Path:
@@ -166,17 +253,21 @@ def write_result(result: EvaluationResult, output_dir: str | Path) -> Path:
     return folder
 
 
-def _load(arguments: EvalArguments) -> Any:
-    from agent_r1_trl.cli.resolve import load_rows
+def write_table(table: EvaluationTable, output_dir: str | Path) -> Path:
+    """Write the table as JSON, Markdown and CSV, and each row with its trajectories; returns the folder."""
+    folder = Path(output_dir)
+    for row in table.rows:
+        write_result(row.result, folder / row_folder(table, row))
+    stem = folder / RESULT_FILE
+    stem.write_text(table.to_json(), encoding="utf-8")
+    stem.with_suffix(".md").write_text(table.to_markdown(), encoding="utf-8")
+    stem.with_suffix(".csv").write_text(table.to_csv(), encoding="utf-8")
+    return folder
 
-    is_own = arguments.eval_dataset_name is not None
-    return load_rows(
-        "eval_dataset_name" if is_own else "dataset_name",
-        arguments.eval_dataset_name or arguments.dataset_name,  # type: ignore[arg-type]
-        config=arguments.dataset_config,
-        split=arguments.dataset_test_split if is_own else arguments.dataset_train_split,
-        limit=arguments.num_examples,
-    )
+
+def row_folder(table: EvaluationTable, row: TableRow) -> str:
+    """Where a row is kept below output_dir; "" for the only one."""
+    return "" if len(table.rows) == 1 else f"{row.dataset}/{row.method}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from agent_r1_trl.evaluation import EvaluationResult, difference
+from agent_r1_trl.evaluation import EvaluationResult, EvaluationTable, difference
 from agent_r1_trl.safe_text import shown
 
 if TYPE_CHECKING:
@@ -40,6 +40,19 @@ def result_table(result: EvaluationResult, title: str = "") -> Table:
     for name in _order(result.metrics):
         table.add_row(_label(name), _number(name, result.metrics[name]), _interval(name, result.intervals[name]))
     return table
+
+
+def rows_table(table: EvaluationTable, title: str = "") -> Table:
+    """A table with a line for each method on each data set."""
+    from rich.text import Text
+
+    shape = _table(title)
+    headings, lines = table.cells()
+    for index, heading in enumerate(headings):
+        shape.add_column(heading, justify="left" if index < 2 else "right")
+    for line in lines:
+        shape.add_row(*(Text(shown(cell)) for cell in line))
+    return shape
 
 
 def comparison_table(

@@ -1,0 +1,116 @@
+"""What an evaluation plays: a row for each method on each data set, ordered by model so that each is loaded once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agent_r1_trl.cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from agent_r1_trl.cli.arguments import EvalArguments
+    from agent_r1_trl.rollout import RolloutLimits
+
+MODEL = "model"
+"""Method: the evaluated model, with its tools."""
+
+
+@dataclass(kw_only=True)
+class PlannedRow:
+    """One row of the table, before it is played."""
+
+    method: str
+    dataset: str
+    model: str | None
+    """None where nothing is sampled (`replay`)."""
+    rows: Any
+    env_factory: Callable[[], Any]
+    is_one_answer: bool
+    folder: str
+    """Below output_dir; "" if this is the only row."""
+
+    def limits(self, limits: RolloutLimits) -> RolloutLimits:
+        """Those of the run, with one turn for a baseline of one answer."""
+        from agent_r1_trl.evaluation.baselines import one_answer_limits
+
+        return one_answer_limits(limits) if self.is_one_answer else limits
+
+
+def make_plan(arguments: EvalArguments, env_factory: Callable[[], Any]) -> list[PlannedRow]:
+    """The rows of the table, in its order: by data set, baselines first.
+
+    Raises:
+        UsageError: a data set cannot be loaded, or a baseline is not possible.
+    """
+    from agent_r1_trl.evaluation.table import dataset_labels
+
+    names = arguments.eval_dataset_name or [str(arguments.dataset_name)]
+    if len(set(names)) < len(names):
+        raise UsageError(f"eval_dataset_name={names}: a data set stands there twice. Remove one of them.")
+    methods = list(dict.fromkeys([*(arguments.baselines or ()), MODEL]))
+    factories = {method: _factory(arguments, method, env_factory) for method in methods}
+    base = _base_model(arguments)
+    models = {method: arguments.model_name_or_path if method == MODEL else base for method in methods}
+    if "base" in models and not arguments.replay and base == arguments.model_name_or_path:
+        raise UsageError(
+            f"baselines='base': no other model than {base} is named. Pass --base_model, the model before training, or "
+            "--model together with a recipe that names that model."
+        )
+    is_alone = len(names) * len(methods) == 1
+    return [
+        PlannedRow(
+            method=method,
+            dataset=label,
+            model=None if arguments.replay else models[method],
+            rows=rows,
+            env_factory=factories[method],
+            is_one_answer=method in ("naive_rag", "closed_book"),
+            folder="" if is_alone else f"{label}/{method}",
+        )
+        for label, rows in zip(dataset_labels(names), [_load(arguments, name) for name in names], strict=True)
+        for method in methods
+    ]
+
+
+def _factory(arguments: EvalArguments, method: str, env_factory: Callable[[], Any]) -> Callable[[], Any]:
+    from agent_r1_trl.evaluation.baselines import NAIVE_RAG, check_baseline, without_tools
+
+    if method == MODEL or arguments.replay:
+        return env_factory
+    try:
+        check_baseline(method, env_factory, f"env={arguments.env!r}")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if method == "base":
+        return env_factory
+    return without_tools(
+        env_factory,
+        searches=method == NAIVE_RAG,
+        system_prompt=arguments.baseline_prompt,
+        max_passage_tokens=arguments.max_observation_tokens,
+    )
+
+
+def _base_model(arguments: EvalArguments) -> str | None:
+    if arguments.base_model:
+        return arguments.base_model
+    adapter = Path(str(arguments.model_name_or_path)) / "adapter_config.json"
+    if adapter.is_file():
+        return str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    return arguments.model_name_or_path
+
+
+def _load(arguments: EvalArguments, name: str) -> Any:
+    from agent_r1_trl.cli.resolve import load_rows
+
+    is_own = arguments.eval_dataset_name is not None
+    return load_rows(
+        "eval_dataset_name" if is_own else "dataset_name",
+        name,
+        config=arguments.dataset_config,
+        split=arguments.dataset_test_split if is_own else arguments.dataset_train_split,
+        limit=arguments.num_examples,
+    )

@@ -1,0 +1,58 @@
+"""Settings of `eval` that make a table of it: what is compared, how tokens are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from agent_r1_trl.cli.errors import UsageError
+from agent_r1_trl.objects import did_you_mean
+
+BASELINES = ("base", "naive_rag", "closed_book")
+
+
+@dataclass
+class TableSettings:
+    """Settings of `eval` beside data, limits and model."""
+
+    eval_dataset_name: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Data sets, one or several: .jsonl, .json, .csv or .parquet files, directories, or Hub ids.",
+            "aliases": ["--dataset", "--datasets"],
+        },
+    )
+    baselines: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "What to play beside the model, on the same rows: 'base': the base model in the same environment; "
+            "'naive_rag': one search with the question, one answer; 'closed_book': no tools, one answer."
+        },
+    )
+    base_model: str | None = field(
+        default=None,
+        metadata={
+            "help": "The model of the baselines. None: the recipe's model, where --model names another one, or the "
+            "one that an adapter was trained on; without any, the model itself plays naive_rag and closed_book."
+        },
+    )
+    baseline_prompt: str | None = field(
+        default=None,
+        metadata={"help": "System message of naive_rag and closed_book. None: the environment's."},
+    )
+    top_p: float = field(default=1.0, metadata={"help": "As in training; without effect where decoding is greedy."})
+    top_k: int = field(default=0, metadata={"help": "As in training; without effect where decoding is greedy."})
+    min_p: float | None = field(
+        default=None, metadata={"help": "As in training; without effect where decoding is greedy."}
+    )
+    repetition_penalty: float = field(default=1.0, metadata={"help": "As in training, greedy decoding included."})
+
+    def check_table(self) -> None:
+        """Refuse baselines that do not exist.
+
+        Raises:
+            UsageError: names the setting, the value and the cure.
+        """
+        for name in self.baselines or ():
+            if name not in BASELINES:
+                hint = did_you_mean(name, BASELINES)
+                raise UsageError(f"baselines={name!r}: must be some of {', '.join(BASELINES)}.{hint} Set it to those.")

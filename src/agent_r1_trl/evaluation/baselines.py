@@ -1,0 +1,201 @@
+"""What an agent is compared with: the same questions, scored by the same environment, without its tools.
+
+- `closed_book`: the question alone, one answer
+- `naive_rag`: one search with the question, the passages in the prompt, one answer
+
+The third baseline, `base`, is another model in the environment as it is, and needs nothing from here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from agent_r1_trl.environments import SearchQAEnv, ToolEnv
+from agent_r1_trl.environments.base import StepResult
+from agent_r1_trl.environments.factory import made_and_closed
+from agent_r1_trl.rollout import RolloutLimits
+from agent_r1_trl.tools import InfrastructureError, Tool, as_tool, shared_pool
+from agent_r1_trl.trajectory import Message, ToolCall, ToolResult
+
+BASE, NAIVE_RAG, CLOSED_BOOK = BASELINES = ("base", "naive_rag", "closed_book")
+SEARCH = "search"
+"""Name of the tool that `naive_rag` calls."""
+_THREADS = 256
+_TAGGED = "Give the answer as short as possible between <answer> and </answer>, for example <answer>Paris</answer>."
+_PLAIN = "Reply with the answer only, as short as possible."
+
+
+def check_baseline(name: str, env_factory: Callable[[], Any], env: str) -> None:
+    """Refuse a baseline that an environment does not allow.
+
+    Args:
+        name: of the baseline.
+        env_factory: makes the environment.
+        env: the setting that names it, for errors.
+
+    Raises:
+        ValueError: there is no such baseline, or the environment has nothing to take away or to search with.
+    """
+    if name not in BASELINES:
+        known = ", ".join(BASELINES)
+        raise ValueError(f"baselines={name!r}: must be some of {known}. Set baselines to one or more of them.")
+    if name == BASE:
+        return
+    with made_and_closed(env_factory) as made:
+        tools = [as_tool(item).name for item in getattr(made, "tools", None) or ()]
+        is_tool_env = isinstance(made, ToolEnv)
+    if not is_tool_env or not tools:
+        raise ValueError(
+            f"baselines={name!r}: {env} is no ToolEnv with tools, so there are none to take away. Remove {name} from "
+            "baselines, or choose an environment with tools (search_qa)."
+        )
+    if name == NAIVE_RAG and SEARCH not in tools:
+        raise ValueError(
+            f"baselines='naive_rag' asks the environment's tool {SEARCH!r} once, but {env} has only "
+            f"{', '.join(tools)}. Name its search tool {SEARCH!r}, or set baselines to 'closed_book'."
+        )
+
+
+def without_tools(
+    env_factory: Callable[[], Any],
+    *,
+    searches: bool = False,
+    system_prompt: str | None = None,
+    max_passage_tokens: int | None = None,
+) -> Callable[[], OneAnswerEnv]:
+    """A factory of the environment without its tools.
+
+    Args:
+        env_factory: makes the environment.
+        searches: put what its search tool finds for the question into the prompt (`naive_rag`).
+        system_prompt: in place of the environment's own. None: that one; `SearchQAEnv`'s default loses its sentence
+            about the tool.
+        max_passage_tokens: of the model, that the passages may take.
+    """
+
+    def make() -> OneAnswerEnv:
+        return OneAnswerEnv(
+            env_factory(), searches=searches, system_prompt=system_prompt, max_passage_tokens=max_passage_tokens
+        )
+
+    return make
+
+
+def one_answer_limits(limits: RolloutLimits) -> RolloutLimits:
+    """The limits with a single turn, whose context nothing rewrites."""
+    return replace(
+        limits,
+        max_turns=1,
+        context_policy="strip_thinking" if limits.context_policy == "strip_thinking" else "keep",
+        context_turns=None,
+        context_tokens=None,
+        summary_tokens=None,
+        summary_prompt=None,
+    )
+
+
+class OneAnswerEnv:
+    """An environment whose tools are taken away: one prompt, one answer, scored as the environment scores it.
+
+    The retrieval of `naive_rag` counts as a tool call of the turn. It earns nothing.
+
+    Args:
+        env: the environment; whatever is not defined here is its own.
+        searches: see `without_tools`.
+        system_prompt: see `without_tools`.
+        max_passage_tokens: see `without_tools`.
+    """
+
+    tools = ()
+    on_resume = "replay"
+    truncate_text: Callable[[str, int], str] | None = None
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        searches: bool = False,
+        system_prompt: str | None = None,
+        max_passage_tokens: int | None = None,
+    ) -> None:
+        self.env = env
+        self._searches = searches
+        self._system_prompt = system_prompt
+        self._max_passage_tokens = max_passage_tokens
+        self._found: list[ToolResult] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["env"], name)
+
+    async def reset(self, example: Mapping[str, Any]) -> list[Message]:
+        """The environment's prompt, with passages where it searches.
+
+        Raises:
+            InfrastructureError: the search failed.
+            ValueError: the prompt does not end with a text of the user.
+        """
+        self.env.truncate_text = self.truncate_text
+        messages = await _call(self.env.reset, example)
+        messages = self._with_system_prompt([dict(message) for message in messages])
+        if not self._searches:
+            return messages
+        question = messages[-1].get("content")
+        if messages[-1].get("role") != "user" or not isinstance(question, str):
+            raise ValueError(
+                "naive_rag searches with the text of the last message, which must be the user's. Leave naive_rag out."
+            )
+        passages = await self._search(question)
+        messages[-1] = {**messages[-1], "content": f"Passages:\n{passages}\n\nQuestion: {question}"}
+        return messages
+
+    async def _search(self, question: str) -> str:
+        (found,) = [as_tool(item) for item in self.env.tools if as_tool(item).name == SEARCH]
+        parameters = found.schema["function"]["parameters"]
+        names = [*parameters.get("required", ()), *parameters.get("properties", {}), "query"]
+        executor = self.env.executor
+        executor.truncate = self.truncate_text
+        call = ToolCall(name=SEARCH, arguments={names[0]: question}, id="naive_rag")
+        self._found = await executor.execute([call])
+        if self._found[0].is_error:
+            raise InfrastructureError(f"the search of naive_rag failed: {self._found[0].content}")
+        text = self._found[0].content
+        if self.truncate_text is not None and self._max_passage_tokens is not None:
+            text = self.truncate_text(text, self._max_passage_tokens)
+        return text
+
+    def _with_system_prompt(self, messages: list[Message]) -> list[Message]:
+        text, rest = self._system_prompt, messages
+        if messages[0].get("role") == "system":
+            rest = messages[1:]
+            is_default = messages[0].get("content") in (SearchQAEnv.system_prompt, SearchQAEnv.plain_system_prompt)
+            if text is None and is_default and isinstance(self.env, SearchQAEnv):
+                task = "Answer the question" + (" with the help of the passages." if self._searches else ".")
+                text = f"{task} {_TAGGED if self.env.answer_tag else _PLAIN}"
+        if text is None:
+            return messages
+        return [{"role": "system", "content": text}, *rest] if text else rest
+
+    async def step(self, message: Message) -> StepResult:
+        """The answer ends the episode; an attempt at a call, or a turn that was cut, is no answer."""
+        is_answer = not any(message.get(name) for name in ("tool_calls", "malformed_tool_call", "cut_off"))
+        info = {"tool_results": self._found, "reward_parts": {}, "is_invalid": not is_answer}
+        return StepResult([] if is_answer else [{"role": "user", "content": "Answer."}], 0.0, is_answer, info)
+
+    async def close(self) -> None:
+        """Close the environment and its tools."""
+        if callable(getattr(self.env, "close", None)):
+            await _call(self.env.close)
+        for item in getattr(self.env, "tools", None) or ():
+            if isinstance(item, Tool) and type(item).close is not Tool.close:
+                await _call(item.close)
+
+
+async def _call(method: Callable[..., Any], *arguments: Any) -> Any:
+    """A method that may be plain and slow, or async."""
+    if inspect.iscoroutinefunction(method):
+        return await method(*arguments)
+    result = await shared_pool(_THREADS).run(lambda: method(*arguments))
+    return await result if inspect.isawaitable(result) else result

@@ -1,0 +1,144 @@
+"""Several evaluations side by side: a row for each method on each data set; as JSON, Markdown and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent_r1_trl.evaluation.result import EvaluationResult
+
+COLUMNS = {
+    "exact_match": "EM",
+    "f1": "F1",
+    "success": "success",
+    "reward": "reward",
+    "turns": "turns",
+    "tool_calls": "calls",
+    "completion_tokens": "tokens",
+}
+"""Metric -> heading; a metric that no row has is left out."""
+WITH_INTERVAL = ("exact_match", "f1", "success", "reward")
+
+
+@dataclass(kw_only=True)
+class TableRow:
+    """One method on one data set."""
+
+    method: str
+    dataset: str
+    result: EvaluationResult
+    model: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as JSON data: that of the result, and what was evaluated."""
+        return {"method": self.method, "dataset": self.dataset, **self.result.to_dict()}
+
+
+@dataclass(kw_only=True)
+class EvaluationTable:
+    """The rows of a table, in its order."""
+
+    rows: list[TableRow] = field(default_factory=list)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Metric -> heading, of the metrics that some row has."""
+        return {name: title for name, title in COLUMNS.items() if any(name in row.result.metrics for row in self.rows)}
+
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """Headings, and the cells of each row as text."""
+        columns = self.columns
+        headings = ["data set", "method", "examples", *columns.values()]
+        lines = [
+            [row.dataset, row.method, str(row.result.num_examples), *(_cell(row.result, name) for name in columns)]
+            for row in self.rows
+        ]
+        return headings, lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """Of one row that row, flat; else `rows`."""
+        if len(self.rows) == 1:
+            return self.rows[0].to_dict()
+        return {"rows": [row.to_dict() for row in self.rows]}
+
+    def to_json(self) -> str:
+        """`to_dict` as indented JSON."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, default=repr) + "\n"
+
+    def to_markdown(self) -> str:
+        """A Markdown table, and below it how the rows were played."""
+        headings, lines = self.cells()
+        body = [headings, ["---"] * 2 + ["---:"] * (len(headings) - 2), *lines]
+        text = "".join(f"| {' | '.join(map(_escaped, line))} |\n" for line in body)
+        return f"{text}\n{''.join(f'- {line}{chr(10)}' for line in self.notes())}"
+
+    def to_csv(self) -> str:
+        """A line for each row with every metric, its interval as `NAME_low` and `NAME_high`."""
+        names = list(dict.fromkeys(name for row in self.rows for name in row.result.metrics))
+        file = io.StringIO()
+        writer = csv.writer(file, lineterminator="\n")
+        ends = [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
+        writer.writerow(["dataset", "method", "model", "num_examples", "num_generations", *ends])
+        for row in self.rows:
+            result, values = row.result, []
+            for name in names:
+                bounds = result.intervals.get(name, (math.nan, math.nan))
+                values += [_plain(value) for value in (result.metrics.get(name, math.nan), *bounds)]
+            head = [row.dataset, row.method, row.model or "", result.num_examples, result.num_generations]
+            writer.writerow([*head, *values])
+        return file.getvalue()
+
+    def notes(self) -> list[str]:
+        """Which model plays each method, and how."""
+        notes: dict[str, None] = {}
+        for row in self.rows:
+            played = row.result.settings.get("played")
+            notes[f"{row.method}: {row.model or 'a loaded model'}{f', {played}' if played else ''}"] = None
+        return [*notes, "In brackets: 95% bootstrap interval over examples."]
+
+
+def dataset_labels(names: Sequence[str]) -> list[str]:
+    """Short, distinct names of data sets, fit for folders: a file's name without its ending, else the whole path.
+
+    >>> dataset_labels(["data/test.jsonl", "hotpotqa/dev"])
+    ['test', 'hotpotqa_dev']
+    """
+    short = [_stem(name) for name in names]
+    return [
+        label if short.count(label) == 1 else name.strip("./").replace("/", "_")
+        for label, name in zip(short, names, strict=True)
+    ]
+
+
+def _stem(name: str) -> str:
+    path, dot, ending = name.rpartition(".")
+    if dot and "/" not in ending and path:
+        return path.rpartition("/")[2]
+    return name.strip("./").replace("/", "_")
+
+
+def _cell(result: EvaluationResult, name: str) -> str:
+    value = result.metrics.get(name, math.nan)
+    if not math.isfinite(value):
+        return "-"
+    text = _number(value)
+    low, high = result.intervals.get(name, (math.nan, math.nan))
+    has_interval = name in WITH_INTERVAL and math.isfinite(low) and math.isfinite(high)
+    return f"{text} [{_number(low)}, {_number(high)}]" if has_interval else text
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def _plain(value: float) -> Any:
+    return value if math.isfinite(value) else ""
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

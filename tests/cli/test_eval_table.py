@@ -1,0 +1,125 @@
+"""`agent-r1-trl eval` as a table: several data sets, baselines, files, and what is refused.
+
+Covered: which rows there are, who plays them, what is written. Not covered: baselines (tests/test_baselines.py).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from agent_r1_trl.cli import main
+from agent_r1_trl.recording import read_records
+
+SEARCH_ENV = """
+
+class Shelf:
+    def search(self, query, top_k):
+        SEARCHED.append(query)
+        return [Passage(id="p", title="Sums", text="Four is the sum.", score=1.0)]
+
+
+SEARCHED = []
+
+
+class ShelfEnv(SearchQAEnv):
+    def __init__(self):
+        super().__init__(Shelf(), answer_tag=False)
+"""
+
+
+@pytest.fixture
+def search_recipe(recipe):
+    """A recipe with a search environment, and a second data set `more.jsonl`."""
+    path = recipe(env="task.py:ShelfEnv", output_dir="scores", max_observation_tokens=64)
+    task = Path("task.py")
+    imports = "from agent_r1_trl import SearchQAEnv\nfrom agent_r1_trl.tools import Passage\n"
+    task.write_text(imports + task.read_text() + SEARCH_ENV)
+    for name in ("train", "test", "more"):
+        rows = [{"id": f"{name}{i}", "question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(2)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def other_model(model_folder, tmp_path):
+    """A second directory with the same model."""
+    folder = tmp_path / "trained"
+    folder.symlink_to(model_folder)
+    return str(folder)
+
+
+def test_methods_and_data_sets_make_the_rows_of_one_table(search_recipe, model_folder, other_model, capsys):
+    flags = ["--model", other_model, "--datasets", "test.jsonl", "more.jsonl"]
+    assert main(["eval", "--config", search_recipe, *flags, "--baselines", "base", "naive_rag", "closed_book"]) == 0
+    rows = json.loads(Path("scores/evaluation.json").read_text())["rows"]
+    methods = ["base", "naive_rag", "closed_book", "model"]
+    assert [(row["dataset"], row["method"]) for row in rows] == [(d, m) for d in ("test", "more") for m in methods]
+    assert [row["settings"]["model"] for row in rows[:4]] == [*[str(model_folder)] * 3, other_model]
+    assert [row["settings"]["limits"]["max_turns"] for row in rows[:4]] == [2, 1, 1, 2]
+    assert rows[1]["tool_calls"] == 1 and rows[2]["tool_calls"] == 0
+    with Path("scores/evaluation.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [float(line["exact_match"]) for line in lines] == [row["exact_match"] for row in rows]
+    assert [float(line["f1_high"]) for line in lines] == [row["intervals"]["f1"][1] for row in rows]
+    markdown = Path("scores/evaluation.md").read_text().splitlines()
+    assert markdown[0].startswith("| data set | method | examples | EM | F1 | reward | turns | calls | tokens |")
+    assert markdown[3].startswith("| test | naive_rag | 2 | 0.000 [0.000, 0.000] |")
+    assert any(line.startswith(f"- base: {model_folder}, greedy, 1 attempt per example") for line in markdown)
+    questions = [record.trajectory.prompt_messages[-1]["content"] for record in read_records("scores/test/naive_rag")]
+    assert all("Four is the sum." in text and "Question: What is" in text for text in questions)
+    printed = capsys.readouterr().out
+    assert "agent-r1-trl view scores/more/model --terminal --split eval --step 0" in printed
+
+
+def test_a_table_of_one_row_is_flat(recipe):
+    assert main(["eval", "--config", recipe(), "--output_dir", "scores"]) == 0
+    result = json.loads(Path("scores/evaluation.json").read_text())
+    assert (result["dataset"], result["method"]) == ("test", "model") and "rows" not in result
+    assert Path("scores/evaluation.md").exists() and Path("scores/evaluation.csv").exists()
+
+
+def test_a_table_is_replayed_from_its_journals(search_recipe, other_model):
+    flags = ["--config", search_recipe, "--model", other_model, "--baselines", "naive_rag"]
+    assert main(["eval", *flags]) == 0
+    assert main(["eval", *flags, "--replay", "scores", "--output_dir", "again"]) == 0
+    first, second = (
+        [
+            {name: value for name, value in row.items() if name not in ("settings", "duration_s")}
+            for row in json.loads(Path(folder, "evaluation.json").read_text())["rows"]
+        ]
+        for folder in ("scores", "again")
+    )
+    assert first == second
+
+
+def test_the_base_of_an_adapter_is_its_base_model(search_recipe, model_folder):
+    from peft import LoraConfig, get_peft_model
+
+    from agent_r1_trl.evaluation import load_agent
+
+    model = get_peft_model(load_agent(str(model_folder))[0], LoraConfig(target_modules=["q_proj"]))
+    model.save_pretrained("adapter")
+    recipe = Path(search_recipe)
+    recipe.write_text(recipe.read_text().replace(f"model_name_or_path: {model_folder}\n", ""))
+    assert main(["eval", "--config", search_recipe, "--model", "adapter", "--baselines", "base"]) == 0
+    rows = json.loads(Path("scores/evaluation.json").read_text())["rows"]
+    assert [row["settings"]["model"] for row in rows] == [str(model_folder), "adapter"]
+
+
+MISTAKES = {
+    "no base model": (["--baselines", "base"], "base_model"),
+    "no such baseline": (["--baselines", "closed_boko"], "mean 'closed_book'"),
+    "nothing to search with": (["--env", "task.py:AddEnv", "--baselines", "naive_rag"], "only add. Name its search"),
+    "a data set twice": (["--datasets", "test.jsonl", "test.jsonl"], "twice"),
+    "a base model that is not there": (["--baselines", "base", "--base_model", "./nowhere"], "base_model='./nowhere'"),
+    "one of the data sets is missing": (["--datasets", "test.jsonl", "nor.jsonl"], "eval_dataset_name='nor.jsonl'"),
+}
+
+
+@pytest.mark.parametrize(("flags", "words"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_what_makes_no_table_is_refused(search_recipe, refusal, flags, words):
+    assert words in refusal("eval", "--config", search_recipe, *flags)
