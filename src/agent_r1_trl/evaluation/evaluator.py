@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments.rows import warn_of_added_keys
-from agent_r1_trl.evaluation.loading import load_agent
+from agent_r1_trl.evaluation.agent import open_agent
 from agent_r1_trl.evaluation.result import EvaluationResult, example_sums
 from agent_r1_trl.generation.base import Generator, SamplingParams
 from agent_r1_trl.journal import Cassette, RolloutLog
@@ -26,12 +26,10 @@ from agent_r1_trl.rollout import (
     RolloutRequest,
     RolloutRunner,
     check_some_played,
-    context_length,
     rollout_requests,
 )
 from agent_r1_trl.rollout.failures import count_causes, describe_causes, failure_of
 from agent_r1_trl.rollout.limits import check_whole_number
-from agent_r1_trl.rollout.thinking import format_options, settle_thinking
 from agent_r1_trl.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -182,48 +180,19 @@ def evaluate_model(
     Raises:
         ValueError: there is no such model, a loaded model comes without `tokenizer`, or as for `evaluate`.
     """
-    name = None if hasattr(model, "parameters") else str(model)
-    if name is not None:
-        # vLLM reads a plain checkpoint itself; an adapter is merged into its base on the way in.
-        model, tokenizer = load_agent(
-            name, dtype=dtype, tokenizer=tokenizer, trust_remote_code=trust_remote_code, to_device=not use_vllm
-        )
-    if tokenizer is None:
-        raise ValueError("tokenizer=None: a loaded model comes without its tokenizer. Pass tokenizer= as well.")
-    limits = limits or RolloutLimits()
-    thinking, context_policy = settle_thinking(thinking, limits.context_policy)
-    limits = replace(limits, context_policy=context_policy)
-    eos = getattr(model.generation_config, "eos_token_id", None)
-    chat = ChatFormat(
-        tokenizer,
+    with open_agent(
+        model,
+        tokenizer=tokenizer,
+        use_vllm=use_vllm,
+        limits=limits,
+        dtype=dtype,
         chat_template=chat_template,
         response_template=response_template,
-        **format_options(thinking, limits.context_policy, chat_template_kwargs),
-        extra_stop_token_ids=[eos] if isinstance(eos, int) else list(eos or []),
-    )
-    if limits.max_model_length is None:
-        limits = replace(limits, max_model_length=context_length(model.config))
-    generator = _make_generator(model, chat, tokenizer, use_vllm, limits, max_batch_size)
-    try:
-        result = evaluate(generator, env_factory, chat, examples, limits=limits, **settings)
-    finally:
-        generator.close()
-    result.settings = {"model": name, "use_vllm": use_vllm, **result.settings}
-    return result
-
-
-def _make_generator(
-    model: Any, chat: ChatFormat, tokenizer: Any, use_vllm: bool, limits: RolloutLimits, max_batch_size: int
-) -> Generator:
-    if use_vllm:
-        from agent_r1_trl.generation import VLLMGenerator
-
-        return VLLMGenerator(model, stop_token_ids=chat.stop_token_ids, max_model_len=limits.max_model_length)
-    from agent_r1_trl.generation import TransformersGenerator
-
-    return TransformersGenerator(
-        model,
-        pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=chat.stop_token_ids,
+        chat_template_kwargs=chat_template_kwargs,
+        thinking=thinking,
         max_batch_size=max_batch_size,
-    )
+        trust_remote_code=trust_remote_code,
+    ) as agent:
+        result = evaluate(agent.generator, env_factory, agent.chat, examples, limits=agent.limits, **settings)
+    result.settings = {"model": agent.name, "use_vllm": use_vllm, **result.settings}
+    return result
