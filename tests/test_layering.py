@@ -28,6 +28,7 @@ ORDER = [
     {"trainers"},
     {"evaluation", "recording", "doctor", "memory"},
     {"merging"},
+    {"conversation"},
     {"cli"},
 ]
 PLACE_OF = {module: place for place, modules in enumerate(ORDER) for module in modules}

@@ -17,6 +17,7 @@ COMMANDS = {
     "eval": "run a model on a data set and score it",
     "view": "show recorded trajectories with their masks in colour",
     "doctor": "check model, template, tools and environment before a run",
+    "chat": "talk to an agent, with its tools, as it was trained",
     "merge": "write a plain Hugging Face model from an adapter or a checkpoint",
     "memory": "estimate the memory that a recipe needs on each GPU",
     "index": "build a search index from a corpus, or search one",

@@ -11,10 +11,18 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from agent_r1_trl.generation.base import Generation, GenerationError, Generator, SamplingParams, check_request
+from agent_r1_trl.generation.base import (
+    Generation,
+    GenerationError,
+    Generator,
+    SamplingParams,
+    check_request,
+    token_listener,
+)
 
 _IDLE_S = 2.0  # an idle worker thread ends, so a forgotten close() leaks nothing; the next request starts another
 _POLL_S = 0.1  # how soon an idle worker notices that the program ends
@@ -35,6 +43,8 @@ class Request:
     outcome: Generation | Exception | None = None
     """How it ended."""
     is_cancelled: bool = False
+    on_token: Callable[[int], None] | None = None
+    """Called with each sampled id, by a back end that samples one at a time (see `token_listener`)."""
 
     def fail(self, error: BaseException) -> None:
         """End with a `GenerationError` caused by `error`, unless it has ended already."""
@@ -77,7 +87,13 @@ class ThreadedGenerator(Generator):
             GenerationError: the back end failed (the cause is chained), hangs or was closed.
         """
         check_request(prompt_ids, max_tokens)
-        request = Request(prompt_ids=list(prompt_ids), max_tokens=max_tokens, seed=seed, params=params)
+        request = Request(
+            prompt_ids=list(prompt_ids),
+            max_tokens=max_tokens,
+            seed=seed,
+            params=params,
+            on_token=token_listener.get(),
+        )
         self._submit(request)
         answer = asyncio.wrap_future(request.done)
         try:
