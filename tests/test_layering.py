@@ -16,7 +16,7 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "agent_r1_trl"
 
 # From the first step of the data flow to the last. A module may import from its own set and from those before it.
 ORDER = [
-    {"trajectory", "rows", "tool_results", "objects", "safe_text", "sandbox", "echo_trap"},
+    {"trajectory", "rows", "tool_results", "objects", "safe_text", "secret_scan", "sandbox", "echo_trap"},
     {"tools"},
     {"environments", "rewards"},
     {"chat"},
@@ -25,6 +25,7 @@ ORDER = [
     {"journal"},
     {"advantages", "filtering"},
     {"update", "critic"},
+    {"publishing"},
     {"trainers"},
     {"evaluation", "recording", "doctor", "memory"},
     {"merging"},
@@ -43,6 +44,7 @@ LIGHT = {
     "tool_results",
     "objects",
     "safe_text",
+    "secret_scan",
     "sandbox",
     "echo_trap",
     "tools",

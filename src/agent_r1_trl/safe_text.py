@@ -157,6 +157,10 @@ class SecretRules:
             return [self.mask_all(value, extra) for value in item]
         return item
 
+    def known_values(self) -> dict[str, str]:
+        """Every value that is known to be a secret, with its name: of the environment, and of rows."""
+        return dict(self._names) if self._current_values() is not None else {}
+
     @property
     def is_idle(self) -> bool:
         """Whether nothing is known that could be masked."""

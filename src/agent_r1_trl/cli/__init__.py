@@ -19,6 +19,8 @@ COMMANDS = {
     "doctor": "check model, template, tools and environment before a run",
     "chat": "talk to an agent, with its tools, as it was trained",
     "merge": "write a plain Hugging Face model from an adapter or a checkpoint",
+    "push": "send a trained agent, or its trajectories, to the Hub",
+    "export": "write recorded trajectories as a data set, or as conversations for SFT",
     "memory": "estimate the memory that a recipe needs on each GPU",
     "index": "build a search index from a corpus, or search one",
     "serve-retriever": "serve a search index over HTTP",

@@ -53,6 +53,8 @@ class Record:
     index: int
     """Position among the records of its step and split, over all processes."""
     path: Path
+    is_masked: bool = False
+    """Whether a secret was masked in it."""
 
 
 class TrajectoryStore:
@@ -241,6 +243,7 @@ def read_records(
                     rank=int(values.get("rank", 0)),
                     index=index,
                     path=file,
+                    is_masked=bool(values.get("is_masked")),
                 )
 
 

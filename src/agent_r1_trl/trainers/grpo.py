@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from agent_r1_trl.publishing.sections import AGENT_R1
 from agent_r1_trl.trainers.config import MultiTurnGRPOConfig
-from agent_r1_trl.trainers.model_card import AGENT_R1
 from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 
 

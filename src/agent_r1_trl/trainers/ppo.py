@@ -27,7 +27,7 @@ from agent_r1_trl.critic import (
     set_detached,
 )
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
-from agent_r1_trl.trainers.model_card import AGENT_R1
+from agent_r1_trl.publishing.sections import AGENT_R1
 from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 from agent_r1_trl.trainers.nonfinite import VALUES
 from agent_r1_trl.trainers.played import PlayedBatch

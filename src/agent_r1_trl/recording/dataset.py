@@ -1,0 +1,221 @@
+"""Recorded trajectories as a data set that `datasets.load_dataset` reads: Parquet for each split, and a card.
+
+A row is a trajectory. Its ids, masks and rewards are those of the record. Texts and ids in which a secret was masked
+stay masked (`is_masked`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from agent_r1_trl.recording.plain_json import dump_json
+from agent_r1_trl.recording.store import SPLITS, Record, read_records
+
+COLUMNS = {
+    "id": "of the example in the data set",
+    "generation": "index of the trajectory among those of its example",
+    "step": "of the training under which it is logged",
+    "rank": "the process that played it",
+    "stop_reason": "why it ended",
+    "reward": "turn rewards and outcome reward",
+    "outcome_reward": "of the finished trajectory",
+    "in_baseline": "whether its reward counts: not after failures of the infrastructure, nor where nothing scored it",
+    "messages": "the conversation; `arguments` of tool calls as JSON",
+    "prompt_ids": "token ids of the prompt",
+    "completion_ids": "every token after the prompt, in the order of time",
+    "action_mask": "1 where the policy sampled the token",
+    "logprobs": "of the sampler; 0 where the mask is 0",
+    "turn_ids": "the turn of a sampled token, else -1",
+    "authors": "who wrote the token: policy, template or environment",
+    "token_rewards": "each reward on the last sampled token of what earned it",
+    "advantages": "that it was trained with; null if none was recorded",
+    "turns": "start and end among the completion tokens, reward",
+    "rows": "the training rows: the ids of the context, and which completion tokens follow it; one unless the context "
+    "was rewritten",
+    "reward_parts": "the outcome reward by source, as JSON",
+    "info": "what the environment said of it, as JSON",
+    "is_masked": "whether a secret was masked; ids of such parts are 0",
+}
+"""Column -> what it holds."""
+_ROWS_AT_ONCE = 64
+
+
+def write_dataset(run: str | Path, folder: str | Path, *, title: str = "") -> dict[str, int]:
+    """Write the recorded trajectories of a run as a data set, with a card.
+
+    Args:
+        run: its output directory, its folder `trajectories`, or a file in that.
+        folder: a directory that does not exist yet, or is empty.
+        title: of the card. Empty: the name of the directory.
+
+    Returns:
+        Split -> number of its trajectories.
+
+    Raises:
+        FileNotFoundError: `run` does not exist.
+        ValueError: nothing was recorded, `folder` is not empty, or a line is not a trajectory.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    target = Path(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"output={str(folder)!r} is not empty. Pass a directory that does not exist yet.")
+    schema, counts = _schema(), dict.fromkeys(SPLITS, 0)
+    records = read_records(run)
+    with ExitStack() as stack:
+        writers: dict[str, Any] = {}
+        while batch := list(islice(records, _ROWS_AT_ONCE)):
+            for split in SPLITS:
+                rows = [_row(record) for record in batch if record.split == split]
+                if rows and split not in writers:
+                    (target / "data").mkdir(parents=True, exist_ok=True)
+                    path = target / "data" / f"{split}-00000.parquet"
+                    writers[split] = stack.enter_context(pq.ParquetWriter(path, schema, compression="zstd"))
+                if rows:
+                    writers[split].write_table(pa.Table.from_pylist(rows, schema))
+                    counts[split] += len(rows)
+    counts = {split: count for split, count in counts.items() if count}
+    if not counts:
+        raise ValueError(
+            f"{str(run)!r}: no trajectories are recorded there. Train or evaluate with record_trajectories: jsonl."
+        )
+    (target / "README.md").write_text(_card(counts, title or target.name), encoding="utf-8")
+    return counts
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    function = pa.struct({"name": pa.string(), "arguments": pa.string()})
+    call = pa.struct({"id": pa.string(), "type": pa.string(), "function": function})
+    texts = ("role", "content", "reasoning_content", "name", "tool_call_id", "malformed_tool_call")
+    message = pa.struct({name: pa.string() for name in texts} | {"tool_calls": pa.list_(call)})
+    turn = pa.struct({"start": pa.int32(), "end": pa.int32(), "reward": pa.float64()})
+    ids = pa.list_(pa.int32())
+    row = pa.struct({"prompt_ids": ids, "starts": ids, "ends": ids})
+    types = {name: pa.string() for name in COLUMNS}
+    types |= dict.fromkeys(("generation", "rank"), pa.int32()) | {"step": pa.int64()}
+    types |= dict.fromkeys(("reward", "outcome_reward"), pa.float64())
+    types |= dict.fromkeys(("in_baseline", "is_masked"), pa.bool_())
+    types |= dict.fromkeys(("prompt_ids", "completion_ids", "turn_ids"), ids)
+    types |= dict.fromkeys(("logprobs", "token_rewards", "advantages"), pa.list_(pa.float64()))
+    types |= {"action_mask": pa.list_(pa.int8()), "authors": pa.list_(pa.string())}
+    types |= {"messages": pa.list_(message), "turns": pa.list_(turn), "rows": pa.list_(row)}
+    return pa.schema(types)
+
+
+def _row(record: Record) -> dict[str, Any]:
+    item = record.trajectory
+    same = ("generation", "outcome_reward", "in_baseline", "prompt_ids", "completion_ids", "action_mask")
+    values: dict[str, Any] = {name: getattr(item, name) for name in (*same, "logprobs", "turn_ids", "advantages")}
+    return values | {
+        "id": _text(item.example_id),
+        "step": record.step,
+        "rank": record.rank,
+        "stop_reason": item.stop_reason.value,
+        "reward": item.total_reward,
+        "messages": [_message(message) for message in item.messages],
+        "authors": [author.value for author in item.authors],
+        "token_rewards": item.token_rewards(),
+        "turns": [{"start": turn.start, "end": turn.end, "reward": turn.reward} for turn in item.turns],
+        "rows": [
+            {
+                "prompt_ids": row.prompt_ids,
+                "starts": [start for start, _ in row.spans],
+                "ends": [end for _, end in row.spans],
+            }
+            for row in item.rows
+        ],
+        "reward_parts": dump_json(item.reward_parts),
+        "info": dump_json(item.info),
+        "is_masked": record.is_masked,
+    }
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with texts as values; a content of several parts is written as JSON."""
+    plain = {
+        name: _text(message[name])
+        for name in ("role", "content", "reasoning_content", "name", "tool_call_id", "malformed_tool_call")
+        if message.get(name) is not None
+    }
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", call)
+        calls.append(
+            {
+                "id": None if call.get("id") is None else _text(call["id"]),
+                "type": "function",
+                "function": {"name": _text(function.get("name")), "arguments": _text(function.get("arguments"))},
+            }
+        )
+    return plain | {"tool_calls": calls or None}
+
+
+def _text(value: Any) -> str:
+    """A text that Parquet can hold: no lone surrogate, and JSON of what is no text."""
+    text = value if isinstance(value, str) else dump_json(value)
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _card(counts: dict[str, int], title: str) -> str:
+    import yaml
+
+    files = [{"split": split, "path": f"data/{split}-*.parquet"} for split in counts]
+    metadata = {
+        "pretty_name": title,
+        "tags": ["agent-r1-trl", "trl", "agent", "tool-use", "reinforcement-learning"],
+        "configs": [{"config_name": "default", "data_files": files}],
+    }
+    header = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
+    heading = " ".join(title.split())
+    splits = ", ".join(f"`{split}`: {count}" for split, count in counts.items())
+    rows = [f"| `{name}` | {text} |" for name, text in COLUMNS.items()]
+    return "\n".join(
+        [
+            f"---\n{header}---\n",
+            f"# {heading}\n",
+            "Trajectories of a tool-using agent, recorded by agent-r1-trl while it was trained or evaluated. A row "
+            f"is a trajectory ({splits}).\n",
+            "What models, tools and web pages wrote stands here as it was; treat it as text of strangers.\n",
+            "| column | what it holds |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+# ---------------------------------------------------------------- for supervised fine-tuning
+
+
+def sft_rows(
+    run: str | Path, *, min_reward: float, tools: list[dict[str, Any]] | None = None, split: str | None = "train"
+) -> Iterator[dict[str, Any]]:
+    """Conversations for supervised fine-tuning (`messages`, and `tools` if there are any), in TRL's form.
+
+    Left out are trajectories that a limit or a failure ended, that nothing scored, and those whose context was
+    rewritten: no one conversation is what their model read.
+
+    Args:
+        run: see `write_dataset`.
+        min_reward: least total reward.
+        tools: JSON schemas.
+        split: `train`, `eval`, or None for both.
+
+    Raises:
+        FileNotFoundError: `run` does not exist.
+        ValueError: a line is not a trajectory.
+    """
+    for record in read_records(run, split=split):
+        item = record.trajectory
+        is_whole = item.stop_reason.value == "done" and item.in_baseline and not item.segments
+        if is_whole and item.total_reward >= min_reward:
+            row: dict[str, Any] = {"messages": json.loads(dump_json(item.messages))}
+            yield row | ({"tools": tools} if tools else {})

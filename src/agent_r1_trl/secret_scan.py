@@ -1,0 +1,228 @@
+"""Secrets in files that are about to leave the machine: found by file and line, and never printed.
+
+Three kinds: what the rules of `safe_text` know (values of environment variables with a secret's name, values under
+such a name, the user's own patterns), tokens in well-known forms (`TOKEN_FORMS`), and private keys.
+
+Covered here: text, JSON, JSONL, YAML, Parquet, the header of safetensors, small binary files. Not covered: weights, a
+secret in another encoding, and token ids, which spell what the messages beside them say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from agent_r1_trl import safe_text
+
+TOKEN_FORMS: dict[str, tuple[tuple[str, ...], str]] = {
+    "Hugging Face token": (("hf_", "api_org_"), r"\b(?:hf_|api_org_)[A-Za-z0-9]{30,}"),
+    "API key (sk-...)": (("sk-",), r"\bsk-[A-Za-z0-9][A-Za-z0-9_\-]{18,}"),
+    "AWS access key": (("AKIA", "ASIA"), r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
+    "AWS secret key": (("aws", "AWS"), r"(?i:aws_?secret_?(?:access_?)?key)\W{1,6}[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"),
+    "GitHub token": (("gh", "github_pat_"), r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{40,})"),
+    "GitLab token": (("glpat-",), r"\bglpat-[A-Za-z0-9_\-]{20,}"),
+    "Google API key": (("AIza",), r"\bAIza[0-9A-Za-z_\-]{35}"),
+    "Slack token": (("xox",), r"\bxox[abeprs]-[0-9A-Za-z\-]{10,}"),
+    "Stripe key": (("k_live_",), r"\b[sr]k_live_[0-9A-Za-z]{16,}"),
+    "JSON web token": (("eyJ",), r"\beyJ[A-Za-z0-9_\-]{10,}\.eyJ[A-Za-z0-9_\-]{10,}\.[A-Za-z0-9_\-]{10,}"),
+    "private key": (("PRIVATE KEY",), r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"),
+}
+"""Kind -> (words of which one stands in every such token, regular expression)."""
+WEIGHTS = (".safetensors", ".gguf", ".pt", ".pth", ".bin", ".npz")
+"""Endings of files that are not searched when they are large."""
+MAX_BINARY_BYTES = 16 * 2**20
+"""Larger weights are not searched, but for the header of safetensors."""
+NAMES_ARE_NO_SECRETS = (
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*config.json", "vocab.json",
+)  # fmt: skip
+"""Files whose keys end in `_token` because they name special tokens."""
+
+_FORMS = {kind: (words, re.compile(pattern)) for kind, (words, pattern) in TOKEN_FORMS.items()}
+_MASKED = re.compile(r"\[secret(?:: [^\]]*)?\]")
+
+
+class SecretFoundError(ValueError):
+    """Something that looks like a secret is in a file that was about to leave the machine; nothing was sent."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A place that looks like a secret."""
+
+    path: Path
+    line: int
+    """From 1; the row of a Parquet file. 0 in a binary file."""
+    kind: str
+
+    def __str__(self) -> str:
+        place = "row" if self.path.suffix == ".parquet" else "line"
+        return f"{self.path}{f', {place} {self.line}' if self.line else ''}: {self.kind}"
+
+
+def check_files(files: Mapping[str, Path], *, allowed: Sequence[str] = (), cure: str) -> None:
+    """Refuse files in which something looks like a secret.
+
+    Args:
+        files: name, as it will stand in the repository -> file.
+        allowed: patterns of names that are not searched.
+        cure: the option that takes `allowed`, such as `--allow_secrets`.
+
+    Raises:
+        SecretFoundError: names the first places, and how to allow them.
+    """
+    findings = [
+        (name, finding)
+        for name, path in files.items()
+        if not any(fnmatch(name, pattern) for pattern in allowed)
+        for finding in scan_file(path)
+    ]
+    if not findings:
+        return
+    shown = [f"  {name}{str(finding).removeprefix(str(finding.path))}" for name, finding in findings]
+    more = [f"  and {len(shown) - 10} more"] if len(shown) > 10 else []
+    names = " ".join(dict.fromkeys(name for name, _ in findings))
+    raise SecretFoundError(
+        "\n".join(["Nothing was sent, because something looks like a secret:", *shown[:10], *more])
+        + f"\nTake it out, and make the key void if it was real. If it is none: {cure} {names}"
+    )
+
+
+def scan_file(path: Path) -> list[Finding]:
+    """What looks like a secret in a file, at most one finding of a kind and line.
+
+    Args:
+        path: of any kind of file; its ending says which.
+    """
+    with_names = not any(fnmatch(path.name, pattern) for pattern in NAMES_ARE_NO_SECRETS)
+    found: dict[Finding, None] = {}
+    for line, text, value in _pieces(path):
+        kinds = dict.fromkeys(_kinds(text))
+        if value is not None and with_names:
+            kinds |= dict.fromkeys(_named(value))
+        found |= dict.fromkeys(Finding(path, line, kind) for kind in kinds)
+    return list(found)
+
+
+def _kinds(text: str) -> Iterator[str]:
+    """Kinds of secrets in a text."""
+    for kind, (words, pattern) in _FORMS.items():
+        if any(word in text for word in words) and pattern.search(text):
+            yield kind
+    rules = safe_text.rules()
+    for value, name in rules.known_values().items():
+        if value in text or json.dumps(value)[1:-1] in text or json.dumps(value, ensure_ascii=False)[1:-1] in text:
+            yield f"the value of {name}"
+    if any(pattern.search(text) for pattern in rules.patterns):
+        yield "what a pattern of secret_patterns matches"
+
+
+def _named(value: Any) -> Iterator[str]:
+    """Values under a secret's name in nested dicts and lists."""
+    for text, name in safe_text.rules().values_in(value).items():
+        if not _MASKED.fullmatch(text.strip()):
+            yield f"a value under the name {safe_text.visible(name)!r}"
+
+
+# ---------------------------------------------------------------- files
+
+
+def _pieces(path: Path) -> Iterator[tuple[int, str, Any]]:
+    """(line, text, what the text is as an object, or None) for every part of a file."""
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+    elif path.suffix == ".safetensors":
+        yield 0, _safetensors_header(path), None
+    elif path.suffix in WEIGHTS and path.stat().st_size > MAX_BINARY_BYTES:
+        return
+    elif b"\0" in _beginning(path):
+        yield 0, path.read_bytes().decode("latin-1"), None
+    elif path.suffix in (".json", ".yaml", ".yml"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for number, line in enumerate(text.splitlines(), start=1):
+            yield number, line, None
+        yield from _objects(path, text)
+    else:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, start=1):
+                yield number, line, _without_numbers(_parsed(line)) if path.suffix == ".jsonl" else None
+
+
+def _beginning(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(8192)
+
+
+def _objects(path: Path, text: str) -> Iterator[tuple[int, str, Any]]:
+    """The top level of a file of JSON or YAML, each entry with the line that names it."""
+    import yaml
+
+    try:
+        value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
+        return
+    if not isinstance(value, dict):
+        value = {"": value}
+    lines = text.splitlines()
+    for name, item in value.items():
+        place = next((number for number, line in enumerate(lines, start=1) if str(name) in line), 1)
+        yield place, "", {name: _without_numbers(item)}
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _without_numbers(value: Any) -> Any:
+    """Without lists of numbers (token ids), which hold no text and are long; JSON in texts is read."""
+    if isinstance(value, dict):
+        return {name: _without_numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        if value and isinstance(value[0], int | float):
+            return []
+        return [_without_numbers(item) for item in value]
+    if isinstance(value, str) and value[:1] in ("{", "["):
+        inside = _parsed(value)
+        return value if inside is None else _without_numbers(inside)
+    return value
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, str, Any]]:
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(path)
+    columns = [
+        field.name for field in file.schema_arrow if any(word in str(field.type) for word in ("string", "binary"))
+    ]
+    number = 0
+    for batch in file.iter_batches(batch_size=64, columns=columns):
+        for row in batch.to_pylist():
+            number += 1
+            yield number, "\n".join(_texts(row)), _without_numbers(row)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, bytes):
+        yield value.decode("latin-1")
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield str(name)
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _safetensors_header(path: Path) -> str:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return file.read(min(size, MAX_BINARY_BYTES)).decode("utf-8", "replace")
