@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from tests.distributed import agreement, critics, filtering, nonfinite, resampling, roll_back, rows
+from tests.distributed.critics import num_processes
 
 RESULTS_FILE = "results.pt"
 
@@ -27,8 +28,9 @@ def compute(folder):
         "filtered": {case: filtering.filtered(case, folder) for case in filtering.CASES},
         "resampled": resampling.resampled(folder),
         "gone_back": roll_back.gone_back(folder),
-        "rows": {case: rows.split(case, folder) for case in rows.CASES},
-        "whole": {case: rows.whole(case, folder) for case in rows.CASES},
+        "rows": {case: rows.rows(case, folder) for case in rows.CASES},
+        "whole": {case: rows.whole(case, folder) for case in rows.CASES if num_processes() == 1},
+        "rewritten": {case: rows.rewritten(case, folder) for case in rows.REWRITTEN},
         "credit": {case: agreement.credit(case, folder) for case in credit_cases},
     }
 
