@@ -1,0 +1,185 @@
+"""Trajectories of several rows in a run that is stopped, killed or rolled back: it ends like one that never was."""
+
+import json
+import multiprocessing
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from agent_r1_trl.trainers import MultiTurnPPOTrainer, roll_back
+from tests.toys import AddEnv
+from tests.trainers import journal_run
+from tests.trainers.echo_helpers import guarded, is_equal, weights_of
+from tests.trainers.helpers import make_trainer, questions
+from tests.trainers.test_rows import three_turns
+
+ROOT = Path(__file__).resolve().parents[2]
+WINDOW = {"context_policy": "window", "context_turns": 1, "max_turns": 4}
+BY_TOKENS = {"update_layout": "shared", "max_tokens_per_micro_batch": 500}
+HALF = {"filter_groups": "top_fraction", "filter_value": 0.5}
+PPO = {"trainer": MultiTurnPPOTrainer, "critic": "head", "num_generations": 1}
+
+
+def train(folder, checkpoint=None, **options):
+    """A finished run; `trainer.scored` holds the rows of each rollout, `num_sampled` counts turns from the sampler."""
+    defaults = {"script": three_turns, "env": AddEnv, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    defaults |= {"per_device_train_batch_size": 4, "num_generations": 2}
+    trainer = make_trainer(folder, **{**defaults, **WINDOW, **options})
+    trainer.scored, score = [], trainer._generate_and_score_completions
+
+    def keep(inputs):
+        output = score(inputs)
+        assert max(len(item.rows) for item in trainer.last_trajectories) > 1
+        trainer.scored.append(dict(trainer.row_batches._rows))
+        return output
+
+    trainer._generate_and_score_completions = keep
+    trainer.train(resume_from_checkpoint=checkpoint and str(folder / checkpoint))
+    trainer.num_sampled = len(trainer.rollouts._generator.requests)
+    return trainer
+
+
+def assert_same_rows(scored, expected):
+    assert len(scored) == len(expected) > 0
+    for rows, others in zip(scored, expected, strict=True):
+        assert rows.keys() == others.keys() and len(rows["completion_ids"]) > 0
+        for name, value in rows.items():
+            assert not isinstance(value, torch.Tensor) or torch.equal(value, others[name]), name
+
+
+def assert_same_end(resumed, whole):
+    assert is_equal(weights_of(resumed.model), weights_of(whole.model))
+    steps = [
+        {entry["step"]: (entry["loss"], entry["grad_norm"]) for entry in run.state.log_history if "loss" in entry}
+        for run in (resumed, whole)
+    ]
+    assert steps[0] == steps[1]
+
+
+UNDER_WAY = {
+    "grpo": {"loss_type": "grpo", **HALF, **BY_TOKENS},
+    "ppo": {**PPO, "update_layout": "packed", "num_iterations": 2, "steps_per_generation": 2},
+}
+
+
+@pytest.mark.parametrize("kind", UNDER_WAY)
+def test_a_run_goes_on_in_the_middle_of_a_rollout(tmp_path, kind):
+    """Four optimizer steps train on a rollout; the checkpoint stands between them, the next rollout behind it."""
+    options = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 5, "journal": False}
+    options |= UNDER_WAY[kind]
+    whole = train(tmp_path, **options)
+    assert len(whole.scored) == 2
+    resumed = train(tmp_path, "checkpoint-2", **options)
+    assert_same_rows(resumed.scored, whole.scored[1:])
+    assert_same_end(resumed, whole)
+
+
+REPLACED = {"resample_rounds": 3, "per_device_train_batch_size": 8, "journal_keep": 99}
+OVERLAP = {"overlap_rollout": True, "use_vllm": True}  # the scripted generator plays
+JOURNALED = {
+    "resampled": {**REPLACED, "curriculum": True},
+    "overlap": {**OVERLAP, **PPO, **BY_TOKENS},
+    "both": {**REPLACED, **OVERLAP, "curriculum": True},
+}
+
+
+@pytest.mark.parametrize("kind", JOURNALED)
+def test_a_resumed_run_has_the_same_rows_and_samples_nothing_again(tmp_path, kind, caplog):
+    options = {"train_dataset": questions(40), **JOURNALED[kind]}
+    whole = train(tmp_path, **options)
+    rounds = [path for path in (tmp_path / "journal" / "rank0").iterdir() if path.name.count(".") == 2]
+    assert bool(rounds) == ("resample_rounds" in options), "some groups were replaced"
+    resumed = train(tmp_path, "checkpoint-2", **options)
+    assert resumed.num_sampled == 0 and "anew" not in caplog.text
+    assert_same_rows(resumed.scored, whole.scored[2:])
+    assert_same_end(resumed, whole)
+    if "curriculum" in options:
+        rates = [run.resampling.curriculum.pass_rates for run in (resumed, whole)]
+        assert torch.equal(*rates) and rates[0].unique().numel() > 2
+
+
+def test_an_overlapped_run_trains_on_the_rows_of_one_that_waits(tmp_path):
+    options = {"learning_rate": 0.0, "use_vllm": True, "steps_per_generation": 2, "gradient_accumulation_steps": 1}
+    plain = train(tmp_path / "plain", **options)
+    overlapped = train(tmp_path / "overlap", **options, overlap_rollout=True)
+    assert len(plain.scored) == 2
+    assert_same_rows(
+        [{name: rows[name] for name in rows if name != "row_index"} for rows in overlapped.scored], plain.scored
+    )
+
+
+def test_a_run_that_dies_while_it_rolls_back_goes_on_as_if_it_did_not(tmp_path, monkeypatch):
+    """Back to a checkpoint whose rollout was used by half."""
+    options = {"script": three_turns, "save_steps": 3, "steps_per_generation": 2, "max_steps": 8, **PPO, **WINDOW}
+    options |= {"per_device_train_batch_size": 2}
+    verdicts = {7: "collapsed"}
+    straight = guarded(tmp_path / "straight", verdicts, "roll_back", **options)
+    straight.train()
+
+    def die(*args):
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr(roll_back, "forget_after", die)
+        guarded(tmp_path / "killed", verdicts, "roll_back", **options).train()
+    resumed = guarded(tmp_path / "killed", {}, "roll_back", **options)
+    resumed.train(resume_from_checkpoint=True)
+    for run in (straight, resumed):
+        assert run.echo_guard.state.num_roll_backs == 1 and run.echo_guard.state.num_steps == 12
+    assert max(len(item.rows) for item in resumed.last_trajectories) > 1
+    assert is_equal(weights_of(straight.model), weights_of(resumed.model))
+
+
+@pytest.fixture
+def one_thread():
+    """As many as `journal_run` sets."""
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_that_is_killed_in_the_middle_of_a_rollout_ends_like_one_that_was_not(tmp_path, monkeypatch):
+    """SIGKILL in the third rollout, behind the checkpoint of step 2."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}")  # of the server that the process is forked from
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TESTS_WITHOUT_VLLM", "1")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    options = {"context_policy": "window", "context_turns": 1}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([journal_run.__name__])
+    process = context.Process(target=journal_run.run, args=(killed, "ppo", 5), kwargs=options)
+    process.start()
+    try:
+        while process.is_alive() and len(notes(killed)) < 2.5 * NOTES_OF_A_ROLLOUT:
+            time.sleep(0.001)
+    finally:
+        process.kill()
+        process.join()
+    assert process.exitcode == -signal.SIGKILL
+    before = notes(killed)
+    for folder in (killed, whole):
+        journal_run.run(folder, "ppo", 5, **options)
+    once, again = notes(whole), notes(killed)[len(before) :]
+    assert len(once) == 5 * NOTES_OF_A_ROLLOUT > len(again) > 0
+    twice = {seed for what, seed in before if what == "sampled"} & {seed for what, seed in again if what == "sampled"}
+    assert len(twice) <= 1, "but for the turn between the sampler's answer and its record"
+    weights, expected = (torch.load(folder / journal_run.WEIGHTS_FILE) for folder in (killed, whole))
+    assert is_equal(weights, expected)
+
+
+NOTES_OF_A_ROLLOUT = 2 * 4 * journal_run.NUM_TURNS
+"""Turns that were asked for and sampled, of four trajectories."""
+
+
+def notes(folder):
+    """(what, seed) of each request for a turn, in order."""
+    path = folder / journal_run.SAMPLED_FILE.format(rank=0)
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return [tuple(json.loads(line)[1:]) for line in lines]
