@@ -73,6 +73,8 @@ def test_metrics_of_three_trajectories_by_hand():
         "tool_error_rate": 1 / 4,
         "truncated_rate": 1 / 3,
         "completion_tokens": 0.0,
+        "input_tokens": 0.0,
+        "sampled_tokens": 0.0,
         "infrastructure_failure_rate": 0.0,
     }
     assert metrics == pytest.approx(expected)

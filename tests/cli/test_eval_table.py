@@ -34,7 +34,7 @@ class ShelfEnv(SearchQAEnv):
 @pytest.fixture
 def search_recipe(recipe):
     """A recipe with a search environment, and a second data set `more.jsonl`."""
-    path = recipe(env="task.py:ShelfEnv", output_dir="scores", max_observation_tokens=64)
+    path = recipe(env="task.py:ShelfEnv", output_dir="scores", max_observation_tokens=64, max_completion_length=200)
     task = Path("task.py")
     imports = "from agent_r1_trl import SearchQAEnv\nfrom agent_r1_trl.tools import Passage\n"
     task.write_text(imports + task.read_text() + SEARCH_ENV)
@@ -123,3 +123,58 @@ MISTAKES = {
 @pytest.mark.parametrize(("flags", "words"), MISTAKES.values(), ids=MISTAKES.keys())
 def test_what_makes_no_table_is_refused(search_recipe, refusal, flags, words):
     assert words in refusal("eval", "--config", search_recipe, *flags)
+
+
+def test_attempts_tags_and_prices_add_columns_and_lines(recipe, capsys):
+    path = recipe()
+    rows = [{"id": f"q{i}", "prompt": f"What is {i}?", "level": "easy" if i else "hard"} for i in range(3)]
+    Path("test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = [
+        "--num_generations",
+        "2",
+        "--temperature",
+        "1",
+        "--by",
+        "level",
+        "--price_per_million_tokens",
+        "100",
+        "300",
+    ]
+    assert main(["eval", "--config", path, "--output_dir", "scores", *flags]) == 0
+    result = json.loads(Path("scores/evaluation.json").read_text())
+    assert {"pass@1", "pass@2", "solved_always", "solved_never", "cost_per_1000"} <= set(result)
+    by = result["by"]["level"]
+    assert (by["hard"]["num_examples"], by["easy"]["num_examples"]) == (1, 2)
+    assert (by["hard"]["pass@2"] + 2 * by["easy"]["pass@2"]) / 3 == pytest.approx(result["pass@2"])
+    with Path("scores/evaluation.csv").open() as file:
+        assert [line["part"] for line in csv.DictReader(file)] == ["", "level=hard", "level=easy"]
+    printed = capsys.readouterr().out
+    assert "- level=hard" in printed and "sampled at temperature 1, 2 attempts per example" in printed
+    examples = [json.loads(line) for line in Path("scores/examples.jsonl").read_text().splitlines()]
+    assert [(item["example_id"], len(item["attempts"])) for item in examples] == [("q0", 2), ("q1", 2), ("q2", 2)]
+
+
+def test_a_tag_that_is_no_column_and_a_price_that_is_none_are_refused(recipe, refusal):
+    assert "by='lvl'" in refusal("eval", "--config", recipe(), "--by", "lvl")
+    assert "price_per_million_tokens=[1.0, -2.0]" in refusal(
+        "eval", "--config", recipe(), "--price_per_million_tokens", "1", "-2"
+    )
+
+
+def test_two_evaluations_are_compared_row_by_row(search_recipe, other_model, refusal, capsys):
+    flags = ["--config", search_recipe, "--model", other_model, "--baselines", "closed_book"]
+    assert main(["eval", *flags]) == 0
+    assert main(["eval", *flags, "--baselines", "closed_book", "naive_rag", "--output_dir", "more"]) == 0
+    capsys.readouterr()
+    assert main(["eval", "compare", "scores", "more", "--metric", "exact_match", "turns"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("exact match") == 2 and "reward" not in printed
+    assert main(["eval", "compare", "scores/test/closed_book", "scores/test/model", "--metric", "turns"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "turns" in line)
+    assert line.split() == ["turns", "1.000", "2.000", "+1.000", "[+1.000,", "+1.000]", "0.5000", "2", "0", "0"]
+    assert main(["eval", *flags, "--num_examples", "1", "--output_dir", "one"]) == 0
+    assert "1 ('test1') only in the first" in refusal("eval", "compare", "scores", "one")
+    assert "no row is in both" in refusal("eval", "compare", "scores", "more/test/naive_rag")
+    assert "nowhere: holds no evaluation" in refusal("eval", "compare", "scores", "nowhere")
+    assert "--metric emm" in refusal("eval", "compare", "scores", "more", "--metric", "emm")
+    assert "takes two directories" in refusal("eval", "compare", "scores")

@@ -14,7 +14,7 @@ from agent_r1_trl.objects import did_you_mean
 
 COMMANDS = {
     "train": "train an agent according to a recipe",
-    "eval": "run a model on a data set and score it",
+    "eval": "run a model on data sets and score it, or compare two runs",
     "view": "show recorded trajectories with their masks in colour",
     "doctor": "check model, template, tools and environment before a run",
     "chat": "talk to an agent, with its tools, as it was trained",

@@ -2,6 +2,7 @@
 
 agent-r1-trl eval --config recipe.yaml --model outputs/my-agent
 agent-r1-trl eval --config recipe.yaml --model outputs/my-agent --baselines base naive_rag closed_book
+agent-r1-trl eval compare scores-before scores-after
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ COMMAND = "agent-r1-trl eval"
 RESULT_FILE = "evaluation.json"
 STEP = 0
 """Under which the trajectories are recorded."""
-MIN_WIDTH = 150
-"""Columns of a table of several rows where there is no terminal."""
 VIEW_OPTIONS = f"--terminal --split eval --step {STEP}"
 
 
@@ -47,6 +46,10 @@ def run(argv: Sequence[str]) -> int:
     def options() -> list[dict[str, Any]]:
         return options_of(Task_and_data=TaskArguments, Limits_of_a_rollout=RolloutSettings, Evaluation=EvalArguments)
 
+    if argv and argv[0] == "compare":
+        from agent_r1_trl.cli.eval_compare import run as compare
+
+        return compare(argv[1:])
     if show_help(COMMAND, argv, "Run a model on data sets and score it, beside baselines.", options):
         return 0
     from agent_r1_trl.cli.console import PlainConsole
@@ -108,7 +111,7 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
     """
     from agent_r1_trl.cli.eval_plan import make_plan
     from agent_r1_trl.cli.resolve import check_first_row, make_folder, resolve_env
-    from agent_r1_trl.evaluation import EvaluationTable, TableRow
+    from agent_r1_trl.evaluation import EvaluationTable
     from agent_r1_trl.evaluation.loading import check_model_folder
 
     set_rules(arguments.secret_names, arguments.secret_patterns)
@@ -134,11 +137,18 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
         except ValueError as error:  # limits, template, environment
             raise UsageError(str(error)) from error
     return EvaluationTable(
-        rows=[
-            TableRow(method=row.method, dataset=row.dataset, model=row.model, result=result)
-            for row, result in zip(plan, results, strict=True)
-        ]
+        rows=[_table_row(arguments, row, result) for row, result in zip(plan, results, strict=True)]
     )
+
+
+def _table_row(arguments: EvalArguments, row: PlannedRow, result: EvaluationResult) -> TableRow:
+    from agent_r1_trl.evaluation import TableRow
+    from agent_r1_trl.evaluation.groups import split_by, with_cost
+
+    if arguments.price_per_million_tokens:
+        result = with_cost(result, arguments.price_per_million_tokens, seed=arguments.seed)
+    parts = {arguments.by: split_by(result, row.rows, arguments.by, seed=arguments.seed)} if arguments.by else {}
+    return TableRow(method=row.method, dataset=row.dataset, model=row.model, result=result, by=parts)
 
 
 def _play_all(
@@ -227,28 +237,27 @@ def _replay(arguments: EvalArguments, row: PlannedRow) -> EvaluationResult:
 
 
 def _show(table: EvaluationTable, arguments: EvalArguments) -> None:
-    from agent_r1_trl.cli.console import PlainConsole
+    from agent_r1_trl.cli.console import PlainConsole, table_console
     from agent_r1_trl.cli.tables import result_table, rows_table
 
-    if len(table.rows) == 1:
+    if len(table.rows) == 1 and not arguments.by:
         result = table.rows[0].result
         title = f"{arguments.model_name_or_path or arguments.replay}, {result.num_examples} examples"
         PlainConsole().print(result_table(result, title=title))
         return
-    console = PlainConsole()
-    if not console.is_terminal:
-        console = PlainConsole(width=max(console.width, MIN_WIDTH))
-    console.print(rows_table(table))
+    table_console().print(rows_table(table))
     PlainConsole(soft_wrap=True).print("\n".join(table.notes()))
 
 
 def write_result(result: EvaluationResult, output_dir: str | Path) -> Path:
-    """Write `evaluation.json` and the trajectories; returns the folder."""
+    """Write `evaluation.json`, `examples.jsonl` and the trajectories; returns the folder."""
+    from agent_r1_trl.evaluation.comparison import EXAMPLES_FILE, write_examples
     from agent_r1_trl.recording import TrajectoryStore
 
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RESULT_FILE).write_text(result.to_json(), encoding="utf-8")
+    write_examples(result, folder / EXAMPLES_FILE)
     TrajectoryStore(folder).write(STEP, result.trajectories, split="eval")
     return folder
 

@@ -105,12 +105,21 @@ def _base_model(arguments: EvalArguments) -> str | None:
 
 def _load(arguments: EvalArguments, name: str) -> Any:
     from agent_r1_trl.cli.resolve import load_rows
+    from agent_r1_trl.evaluation.groups import tag_of
 
     is_own = arguments.eval_dataset_name is not None
-    return load_rows(
-        "eval_dataset_name" if is_own else "dataset_name",
+    flag = "eval_dataset_name" if is_own else "dataset_name"
+    rows = load_rows(
+        flag,
         name,
         config=arguments.dataset_config,
         split=arguments.dataset_test_split if is_own else arguments.dataset_train_split,
         limit=arguments.num_examples,
     )
+    if arguments.by:
+        try:
+            for row in rows:
+                tag_of(row, arguments.by)
+        except ValueError as error:
+            raise UsageError(f"{flag}={name!r}: {error}") from error
+    return rows

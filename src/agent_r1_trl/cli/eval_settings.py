@@ -46,8 +46,17 @@ class TableSettings:
     )
     repetition_penalty: float = field(default=1.0, metadata={"help": "As in training, greedy decoding included."})
 
+    by: str | None = field(
+        default=None,
+        metadata={"help": "Column of the rows, such as 'level' or 'metadata.type': also the figures of each value."},
+    )
+    price_per_million_tokens: list[float] | None = field(
+        default=None,
+        metadata={"help": "Price of tokens read and of tokens sampled (one number: of both), for a column of costs."},
+    )
+
     def check_table(self) -> None:
-        """Refuse baselines that do not exist.
+        """Refuse baselines that do not exist, and prices that are none.
 
         Raises:
             UsageError: names the setting, the value and the cure.
@@ -56,3 +65,9 @@ class TableSettings:
             if name not in BASELINES:
                 hint = did_you_mean(name, BASELINES)
                 raise UsageError(f"baselines={name!r}: must be some of {', '.join(BASELINES)}.{hint} Set it to those.")
+        prices = self.price_per_million_tokens
+        if prices is not None and (len(prices) not in (1, 2) or not all(price >= 0 for price in prices)):
+            raise UsageError(
+                f"price_per_million_tokens={prices}: must be one or two prices >= 0. Set it to that of the tokens "
+                "read and that of the tokens sampled."
+            )

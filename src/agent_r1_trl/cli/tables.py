@@ -24,6 +24,11 @@ LABELS = {
     "truncated_rate": "truncated",
     "reward": "reward",
     "completion_tokens": "tokens",
+    "input_tokens": "tokens read",
+    "sampled_tokens": "tokens sampled",
+    "cost_per_1000": "cost of 1000",
+    "solved_always": "solved every time",
+    "solved_never": "never solved",
     "infrastructure_failure_rate": "infrastructure failures",
 }
 SHARES = frozenset(
@@ -33,12 +38,14 @@ SHARES = frozenset(
 
 def result_table(result: EvaluationResult, title: str = "") -> Table:
     """A table with one line per metric and its 95% interval."""
-    table = _table(title)
+    table = new_table(title)
     table.add_column("metric")
     table.add_column("value", justify="right")
     table.add_column("95% interval", justify="right", style="dim")
     for name in _order(result.metrics):
-        table.add_row(_label(name), _number(name, result.metrics[name]), _interval(name, result.intervals[name]))
+        table.add_row(
+            metric_label(name), number_text(name, result.metrics[name]), interval_text(name, result.intervals[name])
+        )
     return table
 
 
@@ -46,7 +53,7 @@ def rows_table(table: EvaluationTable, title: str = "") -> Table:
     """A table with a line for each method on each data set."""
     from rich.text import Text
 
-    shape = _table(title)
+    shape = new_table(title)
     headings, lines = table.cells()
     for index, heading in enumerate(headings):
         shape.add_column(heading, justify="left" if index < 2 else "right")
@@ -72,7 +79,7 @@ def comparison_table(
         metrics: the metrics to show; None: all.
         title: of the table.
     """
-    table = _table(title)
+    table = new_table(title)
     table.add_column("metric")
     for name in names:
         table.add_column(name, justify="right")
@@ -85,19 +92,20 @@ def comparison_table(
     for name in _order({**before.metrics, **after.metrics}):
         if metrics is not None and name not in metrics:
             continue
-        cells: list[RenderableType] = [_label(name)]
+        cells: list[RenderableType] = [metric_label(name)]
         for result in (before, after):
             value = result.metrics.get(name, math.nan)
-            cells += [_number(name, value), _interval(name, result.intervals.get(name, (math.nan, math.nan)))]
+            cells += [number_text(name, value), interval_text(name, result.intervals.get(name, (math.nan, math.nan)))]
         change = after.metrics.get(name, math.nan) - before.metrics.get(name, math.nan)
-        cells.append(_number(name, change, sign=True))
+        cells.append(number_text(name, change, sign=True))
         if is_paired:
-            cells.append(_interval(name, changes[name][1:], sign=True) if name in changes else "")
+            cells.append(interval_text(name, changes[name][1:], sign=True) if name in changes else "")
         table.add_row(*cells, style="bold" if name == "exact_match" else None)
     return table
 
 
-def _table(title: str) -> Table:
+def new_table(title: str) -> Table:
+    """An empty table in the style of all."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -111,21 +119,23 @@ def _order(metrics: Mapping[str, float]) -> list[str]:
     return [*known, *(name for name in metrics if name not in LABELS)]
 
 
-def _label(name: str) -> Text:
+def metric_label(name: str) -> Text:
     """The environment names its own metrics, so they are shown as they are, not as markup."""
     from rich.text import Text
 
     return Text(LABELS.get(name) or shown(name))
 
 
-def _number(name: str, value: float, *, sign: bool = False) -> str:
+def number_text(name: str, value: float, *, sign: bool = False) -> str:
+    """A metric's value; "-" if there is none."""
     if not math.isfinite(value):
         return "-"
     plus = "+" if sign else ""
     return f"{value:{plus}.3f}" if name in SHARES or abs(value) < 100 else f"{value:{plus}.0f}"
 
 
-def _interval(name: str, bounds: tuple[float, ...], *, sign: bool = False) -> str:
+def interval_text(name: str, bounds: tuple[float, ...], *, sign: bool = False) -> str:
+    """A metric's interval; "" if there is none."""
     if not all(map(math.isfinite, bounds)):
         return ""
-    return "[" + ", ".join(_number(name, value, sign=sign) for value in bounds) + "]"
+    return "[" + ", ".join(number_text(name, value, sign=sign) for value in bounds) + "]"

@@ -18,6 +18,7 @@ from typing import Any
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments.rows import warn_of_added_keys
 from agent_r1_trl.evaluation.agent import open_agent
+from agent_r1_trl.evaluation.groups import group_sums
 from agent_r1_trl.evaluation.result import EvaluationResult, example_sums
 from agent_r1_trl.generation.base import Generator, SamplingParams
 from agent_r1_trl.journal import Cassette, RolloutLog
@@ -138,7 +139,7 @@ def _result(
         )
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     return EvaluationResult.from_rows(
-        [example_sums(group) for group in groups],
+        [{**example_sums(group), **group_sums(group)} for group in groups],
         example_ids=[trajectory.example_id for trajectory in trajectories[::num_generations]],
         seed=seed,
         num_generations=num_generations,

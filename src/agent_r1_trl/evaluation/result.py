@@ -23,6 +23,9 @@ NAMES = {"em": "exact_match", "valid_answer": "valid_answer_rate"}
 NUM_RESAMPLES = 10_000
 """Of the bootstrap; for more than 1,000 examples fewer, but at least 1,000."""
 
+USAGE = "endpoint_usage"
+"""Key of `Trajectory.info` with the token counts of a trajectory that was played without ids, by a server."""
+
 Row = dict[str, tuple[float, float]]
 """Metric -> (numerator, denominator) of one trajectory or example."""
 
@@ -95,7 +98,7 @@ def trajectory_sums(trajectory: Trajectory) -> Row:
         "tool_calls": (float(len(results)), 1.0),
         "tool_error_rate": (float(sum(result.is_error for result in results)), float(len(results))),
         "truncated_rate": (float(trajectory.stop_reason.is_truncated), 1.0),
-        "completion_tokens": (float(len(trajectory.completion_ids)), 1.0),
+        **{name: (float(count), 1.0) for name, count in token_counts(trajectory).items()},
         **failures,
     }
     scores: Row = {}
@@ -104,6 +107,24 @@ def trajectory_sums(trajectory: Trajectory) -> Row:
             name = NAMES.get(str(key), str(key))
             scores[f"info_{name}" if name in sums else name] = (float(value), 1.0)
     return {**scores, **sums}
+
+
+def token_counts(trajectory: Trajectory) -> dict[str, int]:
+    """Tokens after the prompt, and what a server would charge for: tokens read (the whole context of each turn) and
+    tokens sampled.
+    """
+    if USAGE in trajectory.info:
+        return dict(trajectory.info[USAGE])
+    num_read = 0
+    for row in trajectory.rows:
+        for place, (before, turn) in enumerate(zip([-1, *row.turn_ids], row.turn_ids, strict=False)):
+            if turn >= 0 and turn != before:
+                num_read += len(row.prompt_ids) + place
+    return {
+        "completion_tokens": len(trajectory.completion_ids),
+        "input_tokens": num_read,
+        "sampled_tokens": trajectory.num_action_tokens,
+    }
 
 
 def example_sums(trajectories: Sequence[Trajectory]) -> Row:

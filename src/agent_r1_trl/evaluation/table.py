@@ -20,6 +20,7 @@ COLUMNS = {
     "turns": "turns",
     "tool_calls": "calls",
     "completion_tokens": "tokens",
+    "cost_per_1000": "cost of 1000",
 }
 """Metric -> heading; a metric that no row has is left out."""
 WITH_INTERVAL = ("exact_match", "f1", "success", "reward")
@@ -33,10 +34,21 @@ class TableRow:
     dataset: str
     result: EvaluationResult
     model: str | None = None
+    by: dict[str, dict[str, EvaluationResult]] = field(default_factory=dict)
+    """Column -> tag -> the result of the examples with this tag."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as JSON data: that of the result, and what was evaluated."""
-        return {"method": self.method, "dataset": self.dataset, **self.result.to_dict()}
+        """The row as JSON data: that of the result, what was evaluated, and the parts."""
+        record = {"method": self.method, "dataset": self.dataset, **self.result.to_dict()}
+        if self.by:
+            parts = {column: {tag: _part(part) for tag, part in tags.items()} for column, tags in self.by.items()}
+            record["by"] = parts
+        return record
+
+    def lines(self) -> list[tuple[str, EvaluationResult]]:
+        """Method with its result, then each tag with its own."""
+        tags = [(f"- {column}={tag}", part) for column, tags in self.by.items() for tag, part in tags.items()]
+        return [(self.method, self.result), *tags]
 
 
 @dataclass(kw_only=True)
@@ -48,15 +60,20 @@ class EvaluationTable:
     @property
     def columns(self) -> dict[str, str]:
         """Metric -> heading, of the metrics that some row has."""
-        return {name: title for name, title in COLUMNS.items() if any(name in row.result.metrics for row in self.rows)}
+        names = list(dict.fromkeys(name for row in self.rows for name in row.result.metrics))
+        tries = {name: name for name in names if name.startswith("pass@")}
+        known = {name: title for name, title in COLUMNS.items() if name in names}
+        ahead = {name: title for name, title in known.items() if name in WITH_INTERVAL}
+        return ahead | tries | known
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Headings, and the cells of each row as text."""
         columns = self.columns
         headings = ["data set", "method", "examples", *columns.values()]
         lines = [
-            [row.dataset, row.method, str(row.result.num_examples), *(_cell(row.result, name) for name in columns)]
+            [row.dataset, method, str(result.num_examples), *(_cell(result, name) for name in columns)]
             for row in self.rows
+            for method, result in row.lines()
         ]
         return headings, lines
 
@@ -83,14 +100,16 @@ class EvaluationTable:
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         ends = [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
-        writer.writerow(["dataset", "method", "model", "num_examples", "num_generations", *ends])
+        writer.writerow(["dataset", "method", "part", "model", "num_examples", "num_generations", *ends])
         for row in self.rows:
-            result, values = row.result, []
-            for name in names:
-                bounds = result.intervals.get(name, (math.nan, math.nan))
-                values += [_plain(value) for value in (result.metrics.get(name, math.nan), *bounds)]
-            head = [row.dataset, row.method, row.model or "", result.num_examples, result.num_generations]
-            writer.writerow([*head, *values])
+            for tag, result in row.lines():
+                values = []
+                for name in names:
+                    bounds = result.intervals.get(name, (math.nan, math.nan))
+                    values += [_plain(value) for value in (result.metrics.get(name, math.nan), *bounds)]
+                part = "" if result is row.result else tag.removeprefix("- ")
+                head = [row.dataset, row.method, part, row.model or "", result.num_examples, result.num_generations]
+                writer.writerow([*head, *values])
         return file.getvalue()
 
     def notes(self) -> list[str]:
@@ -120,6 +139,10 @@ def _stem(name: str) -> str:
     if dot and "/" not in ending and path:
         return path.rpartition("/")[2]
     return name.strip("./").replace("/", "_")
+
+
+def _part(result: EvaluationResult) -> dict[str, Any]:
+    return {name: value for name, value in result.to_dict().items() if name not in ("duration_s", "settings")}
 
 
 def _cell(result: EvaluationResult, name: str) -> str:

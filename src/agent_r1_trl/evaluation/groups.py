@@ -1,0 +1,112 @@
+"""Several attempts at an example, and several kinds of examples: pass@k, groups, tags."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from agent_r1_trl.evaluation.result import EvaluationResult, Row
+from agent_r1_trl.trajectory import Trajectory
+
+
+def is_solved(trajectory: Trajectory) -> bool:
+    """Whether an attempt counts for pass@k: exact match, else the environment's `success`, else an outcome above 0."""
+    for name in ("em", "success"):
+        score = trajectory.info.get(name)
+        if isinstance(score, bool | int | float):
+            return bool(score)
+    return trajectory.outcome_reward > 0
+
+
+def pass_at_k(num_attempts: int, num_solved: int, k: int) -> float:
+    """Chance that k of the attempts, drawn without replacement, hold a solved one (Chen et al. 2021).
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 4, 2)
+    (0.25, 0.5, 1.0)
+    """
+    return 1.0 - math.comb(num_attempts - num_solved, k) / math.comb(num_attempts, k)
+
+
+def attempts_of(group_size: int) -> list[int]:
+    """The values of k: powers of two, and the number of attempts.
+
+    >>> attempts_of(6)
+    [1, 2, 4, 6]
+    """
+    return sorted({1 << power for power in range(group_size.bit_length())} | {group_size})
+
+
+def group_sums(group: Sequence[Trajectory]) -> Row:
+    """What the attempts at one example add to `pass@k`, `solved_always` and `solved_never`; nothing for one attempt.
+
+    A failure that was not the policy's fault is no attempt; with fewer than k of them left, `pass@k` is not counted.
+    """
+    played = [trajectory for trajectory in group if not trajectory.stop_reason.is_infrastructure_failure]
+    if len(group) < 2 or not played:
+        return {}
+    num_solved = sum(map(is_solved, played))
+    sums: Row = {
+        f"pass@{k}": (pass_at_k(len(played), num_solved, k), 1.0) for k in attempts_of(len(group)) if k <= len(played)
+    }
+    sums["solved_always"] = (float(num_solved == len(played)), 1.0)
+    sums["solved_never"] = (float(num_solved == 0), 1.0)
+    return sums
+
+
+def tag_of(example: Mapping[str, Any], column: str) -> str:
+    """The value of a column as text; `metadata.type` is the key `type` of the column `metadata`.
+
+    Raises:
+        ValueError: the example has no such column.
+    """
+    value: Any = example
+    for name in [column] if column in example else column.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise ValueError(
+                f"by={column!r}: a row has no such column (it has {', '.join(map(str, example))}). Name one that "
+                "every row has; a dot leads into a column that holds a mapping."
+            )
+        value = value[name]
+    return str(value)
+
+
+def split_by(
+    result: EvaluationResult, examples: Iterable[Mapping[str, Any]], column: str, *, seed: int = 0
+) -> dict[str, EvaluationResult]:
+    """The result of the examples of each tag, in the order of their first appearance.
+
+    Raises:
+        ValueError: an example has no such column.
+    """
+    tags = [tag_of(example, column) for example in examples]
+    parts = {}
+    for tag in dict.fromkeys(tags):
+        chosen = [index for index, other in enumerate(tags) if other == tag]
+        parts[tag] = EvaluationResult.from_rows(
+            [result.rows[index] for index in chosen],
+            example_ids=[result.example_ids[index] for index in chosen],
+            seed=seed,
+            num_generations=result.num_generations,
+        )
+    return parts
+
+
+def with_cost(result: EvaluationResult, prices: Sequence[float], *, seed: int = 0) -> EvaluationResult:
+    """The result with the metric `cost_per_1000`: the price of a thousand trajectories.
+
+    Args:
+        result: of an evaluation.
+        prices: of a million tokens, read and sampled; one number is the price of both.
+        seed: of the bootstrap.
+    """
+    rows = []
+    for row in result.rows:
+        read, count = row.get("input_tokens", (0.0, 0.0))
+        sampled, _ = row.get("sampled_tokens", (0.0, 0.0))
+        cost = (read * prices[0] + sampled * prices[-1]) / 1_000
+        rows.append({**row, "cost_per_1000": (cost, count)})
+    values = {name: value for name, value in vars(result).items() if name not in ("metrics", "intervals", "rows")}
+    del values["num_examples"]
+    values["settings"] = {**result.settings, "price_per_million_tokens": list(prices)}
+    return EvaluationResult.from_rows(rows, seed=seed, **values)

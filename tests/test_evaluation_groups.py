@@ -1,0 +1,128 @@
+"""pass@k, tags, costs and paired comparisons, against sums by hand and other ways to the same number."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from agent_r1_trl.evaluation import EvaluationResult
+from agent_r1_trl.evaluation.comparison import compare, permutation_test, read_examples, write_examples
+from agent_r1_trl.evaluation.groups import attempts_of, group_sums, pass_at_k, split_by, tag_of, with_cost
+from agent_r1_trl.evaluation.result import example_sums, token_counts
+from agent_r1_trl.rows import Segment
+from agent_r1_trl.trajectory import Author, StopReason, Trajectory, Turn
+from tests.test_evaluation import played, result_of
+
+
+@pytest.mark.parametrize("num_solved", range(6))
+@pytest.mark.parametrize("k", range(1, 6))
+def test_pass_at_k_is_the_share_of_draws_with_a_solved_attempt(num_solved, k):
+    attempts = [True] * num_solved + [False] * (5 - num_solved)
+    draws = list(itertools.combinations(attempts, k))
+    assert pass_at_k(5, num_solved, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_groups_are_counted_over_what_was_played():
+    group = [played(em=1.0), played(em=0.0), played(success=True), played(reason=StopReason.ENVIRONMENT_ERROR)]
+    sums = group_sums(group)
+    assert sums["pass@1"] == (pytest.approx(2 / 3), 1.0) and sums["pass@2"] == (1.0, 1.0) and "pass@4" not in sums
+    assert sums["solved_always"] == sums["solved_never"] == (0.0, 1.0)
+    assert group_sums([played(em=1.0)]) == {} and attempts_of(8) == [1, 2, 4, 8]
+
+
+def test_without_a_score_an_outcome_above_zero_is_solved():
+    sums = group_sums([played(reward=1.0), played(reward=0.5)])
+    assert sums["solved_always"] == (1.0, 1.0)
+    assert group_sums([played(reward=-1.0), played(reward=0.0)])["solved_never"] == (1.0, 1.0)
+
+
+def test_a_tag_has_the_figures_of_its_own_examples():
+    result = result_of([1, 0, 1, 1])
+    rows = [{"meta": {"level": level}} for level in (1, 2, 1, 2)]
+    parts = split_by(result, rows, "meta.level")
+    assert {tag: part.metrics["exact_match"] for tag, part in parts.items()} == {"1": 1.0, "2": 0.5}
+    assert parts["2"].example_ids == ["1", "3"] and parts["1"].num_examples == 2
+    assert tag_of({"a.b": 3}, "a.b") == "3"
+    with pytest.raises(ValueError, match=r"by='meta.kind': .*it has meta"):
+        split_by(result, rows, "meta.kind")
+
+
+def tokens(text: str, turns: list[tuple[int, int]], prompt: int, segments=()) -> Trajectory:
+    """`a` is sampled, `o` is not."""
+    turn_ids = [next((i for i, (start, end) in enumerate(turns) if start <= n < end), -1) for n in range(len(text))]
+    return Trajectory(
+        prompt_messages=[],
+        prompt_ids=[7] * prompt,
+        completion_ids=[1] * len(text),
+        action_mask=[int(letter == "a") for letter in text],
+        logprobs=[0.0] * len(text),
+        turn_ids=turn_ids,
+        authors=[Author.POLICY if letter == "a" else Author.ENVIRONMENT for letter in text],
+        turns=[Turn(start=start, end=end, message={"role": "assistant"}) for start, end in turns],
+        stop_reason=StopReason.DONE,
+        segments=list(segments),
+    )
+
+
+def test_a_server_reads_the_whole_context_of_each_turn():
+    counts = token_counts(tokens("aaooaa", [(0, 2), (4, 6)], prompt=10))
+    assert counts == {"completion_tokens": 6, "input_tokens": 10 + 14, "sampled_tokens": 4}
+    rewritten = tokens("aaaa", [(0, 2), (2, 4)], 10, [Segment(start=2, row=1, prompt_ids=[7] * 3)])
+    assert token_counts(rewritten)["input_tokens"] == 10 + 3
+
+
+def test_costs_follow_from_tokens_and_prices():
+    trajectory = tokens("aaooaa", [(0, 2), (4, 6)], prompt=10)
+    plain = EvaluationResult.from_rows([example_sums([trajectory])], example_ids=["a"], settings={"seed": 1})
+    priced = with_cost(plain, [2.0, 10.0])
+    assert priced.metrics["cost_per_1000"] == pytest.approx(1000 * (24 * 2.0 + 4 * 10.0) / 1e6)
+    assert with_cost(plain, [1.0]).metrics["cost_per_1000"] == pytest.approx(1000 * 28 / 1e6)
+    assert priced.settings == {"seed": 1, "price_per_million_tokens": [2.0, 10.0]}
+    assert "cost_per_1000" not in plain.metrics
+
+
+# ---------------------------------------------------------------- comparisons
+
+
+def test_few_changes_are_tested_exactly_and_many_as_the_sign_test_says():
+    assert permutation_test([1.0] * 8) == 2 / 2**8
+    assert permutation_test([1.0, -1.0, 0.0]) == 1.0
+    assert math.isnan(permutation_test([]))
+    deltas = np.array([1.0] * 28 + [-1.0] * 12 + [0.0] * 60)
+    exact = 2 * sum(math.comb(40, i) for i in range(13)) / 2**40
+    assert permutation_test(deltas) == pytest.approx(exact, abs=0.004)
+    assert permutation_test(deltas) == permutation_test(-deltas)
+
+
+def test_a_comparison_has_difference_interval_test_and_counts():
+    change = compare(result_of([0, 0, 1, 1] * 25), result_of([1, 0, 1, 1] * 25))["exact_match"]
+    assert (change.before, change.after) == (0.5, 0.75)
+    assert 0.16 < change.low < 0.25 < change.high < 0.34
+    assert change.p_value == 1 / 10_000  # no draw reaches what was seen
+    assert (change.num_better, change.num_worse, change.num_equal) == (25, 0, 75)
+
+
+def test_the_order_of_the_examples_does_not_matter_and_other_examples_are_refused():
+    before = EvaluationResult.from_rows([{"f1": (0.0, 1.0)}, {"f1": (1.0, 1.0)}], example_ids=["a", "b"])
+    after = EvaluationResult.from_rows([{"f1": (1.0, 1.0)}, {"f1": (0.5, 1.0)}], example_ids=["b", "a"])
+    assert compare(before, after)["f1"].num_better == 1 and compare(before, after)["f1"].num_equal == 1
+    other = EvaluationResult.from_rows([{"f1": (1.0, 1.0)}] * 2, example_ids=["b", "c"])
+    with pytest.raises(ValueError, match=r"1 \('a'\) only in the first evaluation, 1 \('c'\) only"):
+        compare(before, other)
+
+
+def test_examples_survive_the_file(tmp_path):
+    groups = [[played(em=1.0, f1=1.0), played(em=0.0, f1=0.5)], [played(em=0.0, f1=0.0), played(em=0.0, f1=0.1)]]
+    result = EvaluationResult.from_rows(
+        [{**example_sums(group), **group_sums(group)} for group in groups],
+        example_ids=["a", "b"],
+        num_generations=2,
+        trajectories=[item for group in groups for item in group],
+    )
+    write_examples(result, tmp_path / "examples.jsonl")
+    again = read_examples(tmp_path / "examples.jsonl")
+    assert again.rows == result.rows and again.example_ids == ["a", "b"] and again.num_generations == 2
+    (tmp_path / "examples.jsonl").write_text('{"example_id": 1}\n')
+    with pytest.raises(ValueError, match="line 1"):
+        read_examples(tmp_path / "examples.jsonl")
