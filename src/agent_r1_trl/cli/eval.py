@@ -110,6 +110,7 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
         InfrastructureError: no trajectory of a row could be played, or the engine failed.
     """
     from agent_r1_trl.cli.eval_plan import make_plan
+    from agent_r1_trl.cli.eval_resume import unfinished
     from agent_r1_trl.cli.resolve import check_first_row, make_folder, resolve_env
     from agent_r1_trl.evaluation import EvaluationTable
     from agent_r1_trl.evaluation.loading import check_model_folder
@@ -129,7 +130,8 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
             for row in plan:
                 flag = "base_model" if row.model == arguments.base_model else "model_name_or_path"
                 check_model_folder(str(row.model), flag=flag)
-            results = _play_all(arguments, plan, console, description)
+            with unfinished(arguments) as goes_on:
+                results = _play_all(arguments, plan, console, description, goes_on)
         except infrastructure_errors() as error:
             raise InfrastructureError(str(error)) from error
         except UsageError:
@@ -152,7 +154,7 @@ def _table_row(arguments: EvalArguments, row: PlannedRow, result: EvaluationResu
 
 
 def _play_all(
-    arguments: EvalArguments, plan: Sequence[PlannedRow], console: Console, description: str
+    arguments: EvalArguments, plan: Sequence[PlannedRow], console: Console, description: str, goes_on: bool
 ) -> list[EvaluationResult]:
     """The results in the order of the plan; each model is loaded once."""
     from agent_r1_trl.evaluation import open_agent
@@ -179,13 +181,16 @@ def _play_all(
                 for index, row in enumerate(plan):
                     if row.model == model:
                         title = f"{row.dataset}, {row.method}" if row.folder else description
-                        results[index] = _play(arguments, row, agent, console, title)
+                        results[index] = _play(arguments, row, agent, console, title, goes_on)
         except OSError as error:
             raise UsageError(model_problem(model, error)) from error
     return [results[index] for index in range(len(plan))]
 
 
-def _play(arguments: EvalArguments, row: PlannedRow, agent: Agent, console: Console, title: str) -> EvaluationResult:
+def _play(
+    arguments: EvalArguments, row: PlannedRow, agent: Agent, console: Console, title: str, goes_on: bool
+) -> EvaluationResult:
+    from agent_r1_trl.cli.eval_resume import identity_of
     from agent_r1_trl.cli.progress import trajectory_progress
     from agent_r1_trl.evaluation import evaluate
     from agent_r1_trl.journal import eval_journal
@@ -206,6 +211,8 @@ def _play(arguments: EvalArguments, row: PlannedRow, agent: Agent, console: Cons
             retry_failed=arguments.retry_failed,
             on_trajectory=on_trajectory,
             journal=journal,
+            resume=goes_on,
+            identity=identity_of(arguments, row),
         )
     result.settings = {"model": agent.name, "use_vllm": arguments.use_vllm, **result.settings}
     console.print(f"{title}: {result.settings['played']}")

@@ -55,6 +55,13 @@ class TableSettings:
         metadata={"help": "Price of tokens read and of tokens sampled (one number: of both), for a column of costs."},
     )
 
+    resume: bool = field(
+        default=True,
+        metadata={
+            "help": "Go on with an evaluation that was killed in output_dir, from its journal; --no_resume: anew."
+        },
+    )
+
     def check_table(self) -> None:
         """Refuse baselines that do not exist, and prices that are none.
 

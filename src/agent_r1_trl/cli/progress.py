@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback
 
 from agent_r1_trl.cli.console import PlainConsole
+from agent_r1_trl.rollout import describe_play
 
 HEADLINE = {
     "reward": "reward",
@@ -63,7 +64,8 @@ class TrainingProgress(TrainerCallback):
             return
         headline = headline_of({name.removeprefix("eval_"): value for name, value in logs.items()})
         if any(name.startswith("eval_") for name in logs):
-            self.console.print(f"step {state.global_step}, evaluation: {headline}")
+            how = f" ({played})" if (played := how_evaluated(args)) else ""
+            self.console.print(f"step {state.global_step}, evaluation{how}: {headline}")
             return
         self._progress.update(self._training, note=headline)
         every = max(1, state.max_steps // NUM_LINES)
@@ -98,6 +100,14 @@ class TrainingProgress(TrainerCallback):
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+def how_evaluated(args: Any) -> str:
+    """How the trainer plays its evaluations; "" for arguments of another trainer."""
+    if not hasattr(args, "sampling_params"):
+        return ""
+    num_attempts = args.num_generations_eval or args.num_generations
+    return describe_play(args.sampling_params(is_training=False), num_attempts, args)
 
 
 def headline_of(logs: dict[str, Any]) -> str:
@@ -149,7 +159,7 @@ def trajectory_progress(console: Console, description: str, total: int) -> Itera
             yield advance
         except (KeyboardInterrupt, SystemExit):
             console.print(
-                f"{description} interrupted: {num_done} of {total} trajectories finished, nothing is written"
+                f"{description} interrupted: {num_done} of {total} trajectories finished, no table is written"
             )
             raise
     if not console.is_terminal:

@@ -8,6 +8,7 @@ For example:
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +23,8 @@ from agent_r1_trl.evaluation.groups import group_sums
 from agent_r1_trl.evaluation.result import EvaluationResult, example_sums
 from agent_r1_trl.generation.base import Generator, SamplingParams
 from agent_r1_trl.journal import Cassette, RolloutLog
+from agent_r1_trl.journal.reader import read_rollout
+from agent_r1_trl.journal.records import dump
 from agent_r1_trl.rollout import (
     RolloutLimits,
     RolloutRequest,
@@ -52,6 +55,8 @@ def evaluate(
     retry_failed: int = 0,
     on_trajectory: Callable[[Trajectory], None] | None = None,
     journal: str | Path | None = None,
+    resume: bool = False,
+    identity: Mapping[str, Any] | None = None,
 ) -> EvaluationResult:
     """Play every example and score what happened.
 
@@ -67,15 +72,21 @@ def evaluate(
         retry_failed: how often a trajectory that failed for no fault of the policy is played again.
         on_trajectory: called with each trajectory as it ends, from another thread.
         journal: file that keeps every turn, from which `replay_evaluation` evaluates again.
+        resume: go on with that file if there is one: what it holds is not played again.
+        identity: JSON data that the trajectories depend on, such as the model's name; it must be that of the journal.
 
     Raises:
-        ValueError: no examples, `num_generations` below 1, or a negative `retry_failed`.
+        ValueError: no examples, `num_generations` below 1, a negative `retry_failed`, or the journal to go on with is
+            of other settings.
         NothingPlayedError: no trajectory could be played; the message lists the causes.
     """
     check_whole_number("retry_failed", retry_failed, minimum=0)
     requests = _requests(examples, num_generations, seed)
     limits = limits or RolloutLimits()
-    log = None if journal is None else RolloutLog(Path(journal), {"size": len(requests), "params": asdict(params)})
+    log = None
+    if journal is not None:
+        header = {"size": len(requests), "params": asdict(params), "limits": vars(limits), **(identity or {})}
+        log = _open_log(Path(journal), header, resume=resume)
     start = time.perf_counter()
     runner = RolloutRunner(
         env_factory, generator, chat, limits, params, retry_failed=retry_failed, on_trajectory=on_trajectory
@@ -93,6 +104,25 @@ def evaluate(
         "limits": vars(limits).copy(),
     }
     return _result(trajectories, num_generations, seed, settings, start)
+
+
+def _open_log(path: Path, header: dict[str, Any], *, resume: bool) -> RolloutLog:
+    recorded = read_rollout(path) if resume else None
+    if recorded is None:
+        return RolloutLog(path, header)
+    now = json.loads(dump(header))
+    before = {name: value for name, value in recorded.header.items() if name not in ("kind", "version")}
+    if now != before:
+        name = next(name for name in {**before, **now} if before.get(name) != now.get(name))
+        raise ValueError(
+            f"the evaluation that was stopped ({path}) had other settings: {name} was {before.get(name)!r:.300} and "
+            f"is now {now.get(name)!r:.300}. Set it back to go on, pass --no_resume to begin anew, or pass another "
+            "output_dir."
+        )
+    log = RolloutLog(path, header, recorded=recorded)
+    ended = sum(item.end is not None for item in recorded.trajectories)
+    logger.warning("Going on with %s: %d of %d trajectories have been played.", path, ended, header["size"])
+    return log
 
 
 def replay_evaluation(

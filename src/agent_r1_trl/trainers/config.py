@@ -14,6 +14,7 @@ from trl import GRPOConfig
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import estimator_names, find_estimator
+from agent_r1_trl.generation.base import SamplingParams
 from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings, check_whole_number
 from agent_r1_trl.rollout.thinking import settle_thinking
 from agent_r1_trl.safe_text import SECRET_NAMES, SECRET_NAMES_HELP, SECRET_PATTERNS_HELP
@@ -270,6 +271,17 @@ class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOCon
             if self.rollout_timeout is None:
                 del defaults["rollout_timeout"]
         return [name for name, default in defaults.items() if getattr(self, name) != default]
+
+    def sampling_params(self, *, is_training: bool) -> SamplingParams:
+        """How tokens are drawn, in training or in evaluation."""
+        temperature = self.temperature if is_training or self.eval_temperature is None else self.eval_temperature
+        return SamplingParams(
+            temperature=temperature,
+            top_p=self.top_p,
+            top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty,
+        )
 
     def rollout_limits(self, max_model_length: int | None = None) -> RolloutLimits:
         """These limits, with those that TRL's own arguments set.

@@ -20,7 +20,7 @@ from trl.models import unwrap_model_for_generation
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
-from agent_r1_trl.generation import SamplingParams, TransformersGenerator
+from agent_r1_trl.generation import TransformersGenerator
 from agent_r1_trl.generation.base import Generator, as_generator
 from agent_r1_trl.generation.sync import sync_weights
 from agent_r1_trl.generation.vllm.build import build_vllm, check_vllm
@@ -92,13 +92,7 @@ class Rollouts:
         self.limits = args.rollout_limits(context_length(policy.config))
         if env_factory is SingleTurnEnv and args.rollout_timeout == args.default_of("rollout_timeout"):
             self.limits = replace(self.limits, rollout_timeout=None)  # as in TRL, tokens alone end a reply
-        self.params = SamplingParams(
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k or 0,
-            min_p=args.min_p or 0.0,
-            repetition_penalty=args.repetition_penalty,
-        )
+        self.params = args.sampling_params(is_training=True)
         self.upcoming: Rollout | ReplayedRollout | None = None
         """The next batch's rollout, played while the update trains on this one (`overlap_rollout`)."""
         self.failures = FailureWatch(args.max_failure_share, args.failure_window)
@@ -215,9 +209,7 @@ class Rollouts:
         if replayed is not None:
             replayed.rows = rows
             return replayed
-        params = self.params
-        if not position.is_training and self.args.eval_temperature is not None:
-            params = replace(params, temperature=self.args.eval_temperature)
+        params = self.params if position.is_training else self.args.sampling_params(is_training=False)
         journal = None
         if position.is_training:
             journal = self.journal.open(requests, params, micro_step, self.synced_step, position.round)

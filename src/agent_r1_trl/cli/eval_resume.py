@@ -1,0 +1,50 @@
+"""An evaluation that was killed goes on: nothing that its journals hold is played again.
+
+While an evaluation runs, its output directory holds the file `unfinished`; a start that finds it goes on with the
+journals of the rows. What an evaluation depends on stands in the journals, and a start that differs is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agent_r1_trl.cli.arguments import EvalArguments
+    from agent_r1_trl.cli.eval_plan import PlannedRow
+
+MARK = "unfinished"
+_WEIGHTS = ("*.safetensors", "*.bin", "*.json")
+
+
+@contextlib.contextmanager
+def unfinished(arguments: EvalArguments) -> Iterator[bool]:
+    """Marks the output directory while rows are played; yields whether to go on with what is there."""
+    if not (arguments.output_dir and arguments.journal):
+        yield False
+        return
+    mark = Path(arguments.output_dir) / MARK
+    goes_on = arguments.resume and mark.exists()
+    mark.touch()
+    yield goes_on
+    mark.unlink(missing_ok=True)  # not after an error: then the next start goes on
+
+
+def identity_of(arguments: EvalArguments, row: PlannedRow) -> dict[str, Any]:
+    """What the trajectories of a row depend on besides their requests, limits and sampling settings."""
+    names = ("env", "env_kwargs", "seed", "dtype", "use_vllm", "thinking", "chat_template_kwargs", "baseline_prompt")
+    settings = {name: getattr(arguments, name) for name in (*names, "chat_template", "response_template")}
+    return {"method": row.method, "model": row.model, "weights": _fingerprint(row.model), **settings}
+
+
+def _fingerprint(model: str | None) -> str | None:
+    """Changes when the files of a model in a directory are written anew; None for a Hub id."""
+    folder = Path(str(model))
+    if not folder.is_dir():
+        return None
+    files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)} - {folder / "evaluation.json"})
+    state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.blake2b(repr(state).encode(), digest_size=8).hexdigest()
