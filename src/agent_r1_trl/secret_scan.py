@@ -21,7 +21,7 @@ from agent_r1_trl import safe_text
 
 TOKEN_FORMS: dict[str, tuple[tuple[str, ...], str]] = {
     "Hugging Face token": (("hf_", "api_org_"), r"\b(?:hf_|api_org_)[A-Za-z0-9]{30,}"),
-    "API key (sk-...)": (("sk-",), r"\bsk-[A-Za-z0-9][A-Za-z0-9_\-]{18,}"),
+    "API key (sk-...)": (("sk-",), r"\bsk-(?=[A-Za-z_\-]*\d)[A-Za-z0-9][A-Za-z0-9_\-]{18,}"),
     "AWS access key": (("AKIA", "ASIA"), r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
     "AWS secret key": (("aws", "AWS"), r"(?i:aws_?secret_?(?:access_?)?key)\W{1,6}[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"),
     "GitHub token": (("gh", "github_pat_"), r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{40,})"),
@@ -195,9 +195,14 @@ def _without_numbers(value: Any) -> Any:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, str, Any]]:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    file = pq.ParquetFile(path)
+    try:
+        file = pq.ParquetFile(path)
+    except pa.ArrowInvalid:  # cut off, or none
+        yield 0, path.read_bytes().decode("latin-1"), None
+        return
     columns = [
         field.name for field in file.schema_arrow if any(word in str(field.type) for word in ("string", "binary"))
     ]
@@ -224,5 +229,6 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _safetensors_header(path: Path) -> str:
     with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        return file.read(min(size, MAX_BINARY_BYTES)).decode("utf-8", "replace")
+        size = file.read(8)
+        header = file.read(min(int.from_bytes(size, "little"), MAX_BINARY_BYTES))
+        return (size + header).decode("utf-8", "replace")

@@ -270,6 +270,10 @@ TABLE = {
         ShownBy("tests/trainers/test_publishing.py::test_trajectories_are_uploaded_only_if_asked"),
         Refused(True, {"record_trajectories": "parquet"}, record_trajectories="none"),
     ),
+    "allow_secrets": ShownBy(
+        "tests/trainers/test_uploads.py::test_a_secret_stops_the_upload_of_a_trainer_until_its_file_is_allowed"
+    ),
+    "push_critic": ShownBy("tests/trainers/test_uploads.py::test_the_critic_is_uploaded_only_if_asked"),
     "secret_names": ShownBy(
         "tests/trainers/test_publishing.py::test_names_of_secrets_decide_what_is_masked_in_records_and_in_the_table"
     ),

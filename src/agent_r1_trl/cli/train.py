@@ -78,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
     if trainer.is_world_process_zero():
         trainer.save_state()
     if args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        _push(trainer, script_args.dataset_name)
     if hasattr(trainer, "end"):  # transformers >= 5.18: closes trackers and the process group
         trainer.end()
     console.print(_farewell(args.output_dir, config_path, args))
@@ -274,6 +274,15 @@ def _save(trainer: Any, output_dir: str) -> None:
             f"output_dir={output_dir!r}: the trained model cannot be written ({problem}). Free space there, and "
             "resume from the last checkpoint (resume_from_checkpoint: true); the model is then written again."
         )
+
+
+def _push(trainer: Any, dataset_name: str | None) -> None:
+    from agent_r1_trl.secret_scan import SecretFoundError
+
+    try:
+        trainer.push_to_hub(dataset_name=dataset_name)
+    except SecretFoundError as error:
+        raise UsageError(f"{error}\nThe model is in {trainer.args.output_dir}; agent-r1-trl push sends it.") from error
 
 
 def _show_progress(trainer: Any, args: Any, console: Console) -> Any:

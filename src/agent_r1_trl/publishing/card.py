@@ -26,6 +26,8 @@ STATE = "trainer_state.json"
 TAG = "agent-r1-trl"
 
 _HEADER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
+_LINK = re.compile(r"\[([^\]\n]+)\]\(https://huggingface\.co/datasets/\1\)")
+"""TRL's to a data set, which may be a path."""
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 
@@ -109,6 +111,8 @@ def make_card(facts: CardFacts, before: str = "") -> str:
     if not body.strip():
         body = _new_body(facts)
     quick = sections.quick_start_section(facts.model_id, facts.env_factory)
+    body = body.replace('model="None"', f'model="{facts.model_id}"')  # TRL's, before there is a repository
+    body = _LINK.sub(lambda link: link[0] if is_hub_id(link[1]) else markdown_code(link[1]), body)
     made = [("Quick start", quick)] if facts.env_factory is not None or not before else []
     made += [("Data", sections.data_section(facts.data))]
     made += [("Results", sections.results_section(facts.evaluation, _data_name(facts)))]
@@ -173,7 +177,8 @@ def complete_metadata(metadata: Mapping[str, Any], facts: CardFacts) -> dict[str
         given = done.pop(name, None) or found
         ids = [str(item) for item in (given if isinstance(given, list) else [given]) if is_hub_id(str(item))]
         if ids:
-            done[name] = ids[0] if name == "base_model" and len(ids) == 1 else list(dict.fromkeys(ids))
+            is_one = isinstance(given, str) or name == "base_model"
+            done[name] = ids[0] if is_one and len(ids) == 1 else list(dict.fromkeys(ids))
     if facts.evaluation and (index := model_index(facts)):
         done["model-index"] = index
     done = {name: value for name, value in done.items() if value not in (None, "", [])}

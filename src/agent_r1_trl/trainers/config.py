@@ -216,6 +216,13 @@ class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOCon
             "results, which may be private."
         },
     )
+    allow_secrets: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Names of files, or patterns of them, that are uploaded (`push_to_hub`) although something in "
+            "them looks like a secret. Any other such file stops the upload."
+        },
+    )
 
     has_critic: ClassVar[bool] = False
     """Whether the trainer of these arguments has a critic."""

@@ -57,6 +57,10 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         },
     )
 
+    push_critic: bool = field(
+        default=False, metadata={"help": "Upload the critic with the model (`push_to_hub`), in `critic/`."}
+    )
+
     # ---- critic
     critic: str | None = field(
         default=None,
