@@ -18,6 +18,7 @@ COMMANDS = {
     "view": "show recorded trajectories with their masks in colour",
     "doctor": "check model, template, tools and environment before a run",
     "chat": "talk to an agent, with its tools, as it was trained",
+    "serve": "serve a model with vLLM, or an agent with its tools",
     "merge": "write a plain Hugging Face model from an adapter or a checkpoint",
     "push": "send a trained agent, or its trajectories, to the Hub",
     "export": "write recorded trajectories as a data set, or as conversations for SFT",

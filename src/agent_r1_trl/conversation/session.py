@@ -170,6 +170,9 @@ class Conversation:
         return None if self._stage.steps[-1].is_answer else "the environment has ended the episode"
 
     def _limit(self, reason: StopReason) -> str:
+        if reason is StopReason.PROMPT_TOO_LONG:
+            longest = self.limits.max_model_length
+            return f"the prompt leaves no room for an answer within the model's limit of {longest} tokens"
         name = _LIMIT_OF[reason]
         value = getattr(self.limits, name)
         if reason is StopReason.MAX_COMPLETION_LENGTH and self.limits.max_model_length is not None:

@@ -91,10 +91,24 @@ def serve(
     Raises:
         OSError: nothing can listen there.
     """
-    asyncio.run(_serve(make_app(retriever, max_workers=max_workers), host, port, on_start))
+    asyncio.run(serve_app(make_app(retriever, max_workers=max_workers), host, port, on_start))
 
 
-async def _serve(app: web.Application, host: str, port: int, on_start: Callable[..., None] | None) -> None:
+async def serve_app(
+    app: web.Application, host: str, port: int, on_start: Callable[..., None] | None, **options: Any
+) -> None:
+    """Serve an application until the process is told to end; see `serve`.
+
+    Args:
+        app: the application.
+        host: address to listen at.
+        port: to listen at; 0 for a free one.
+        on_start: is told `host` and `port`.
+        **options: of aiohttp's `AppRunner`.
+
+    Raises:
+        OSError: nothing can listen there.
+    """
     import signal
 
     from aiohttp import web
@@ -102,7 +116,7 @@ async def _serve(app: web.Application, host: str, port: int, on_start: Callable[
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    runner = web.AppRunner(app, access_log=None)
+    runner = web.AppRunner(app, access_log=None, **options)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port, backlog=1024)

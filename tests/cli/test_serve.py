@@ -1,0 +1,112 @@
+"""`agent-r1-trl serve`: which parser and template vLLM gets; a real server, a real client, and their end."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.conversation.vllm_process import choose_parser, server_command
+from tests.families import FAMILIES
+from tests.servers import free_port
+
+PARSERS = {
+    "qwen2_5": "hermes", "qwen3": "hermes", "qwen3_5": "qwen3_coder", "hermes_3": "hermes", "llama3_1": "llama3_json",
+    "llama3_2": "llama3_json", "mistral_nemo": "mistral", "deepseek_v3_1": "deepseek_v31", "kimi_k2": "kimi_k2",
+    "glm_4_5": "glm47", "minimax_m2": "minimax_m2", "seed_oss": "seed_oss", "nemotron_nano_2": None, "lfm2": "lfm2",
+    "command_r7b": "cohere_command3", "gemma4": "gemma4", "gpt_oss": "openai",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", PARSERS)
+def test_every_family_has_its_tool_parser_or_a_reason(family):
+    parser = choose_parser(ChatFormat(FAMILIES[family]()))
+    assert parser.name == PARSERS[family]
+    assert (parser.name is None) == bool(parser.reason)
+
+
+def test_the_parsers_are_those_of_vllm():
+    tool_parsers = pytest.importorskip("vllm.tool_parsers")
+    known = tool_parsers.ToolParserManager.list_registered()
+    assert {name for name in PARSERS.values() if name is not None} <= set(known)
+
+
+def test_the_server_gets_the_template_of_training(tmp_path):
+    options = {"name": "a", "host": "127.0.0.1", "port": 1, "tool_parser": "hermes", "is_cpu": False}
+    file = tmp_path / "template.jinja"
+    chat = ChatFormat(FAMILIES["qwen2_5"]())
+    assert "--chat-template" not in server_command("m", chat, template_file=file, **options)
+    chat = ChatFormat(FAMILIES["qwen3"](), thinking="off")  # the published template is replaced
+    command = server_command("m", chat, template_file=file, **options, options=["--seed", "3"])
+    assert command[command.index("--chat-template") + 1] == str(file)
+    assert file.read_text() == chat.chat_template != chat.tokenizer.chat_template
+    assert json.loads(command[command.index("--default-chat-template-kwargs") + 1]) == {"enable_thinking": False}
+    assert command[-2:] == ["--seed", "3"] and "--enable-auto-tool-choice" in command
+
+
+def test_mistakes_are_named_with_a_cure(refusal, model_folder, tmp_path):
+    assert "MODEL" in refusal("serve")
+    assert "MODEL" in refusal("serve", "--agent")
+    assert "no adapter" in refusal("serve", model_folder, "--port", free_port(), "--merged_dir", tmp_path / "m")
+    assert "port=99999" in refusal("serve", model_folder, "--port", "99999")
+    assert "start_timeout" in refusal("serve", model_folder, "--start_timeout", "0")
+    assert "no such option" in refusal("serve", model_folder, "--max_turns_", "1")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert "cannot listen" in refusal("serve", model_folder, "--port", port, code=3)
+        assert "cannot listen" in refusal("serve", model_folder, "--agent", "--port", port, code=3)
+
+
+@contextlib.contextmanager
+def serving(*arguments, log):
+    """The URL that the command prints and its process; it ends with SIGTERM, with exit code 0."""
+    command = [sys.executable, "-m", "agent_r1_trl.cli.serve", *map(str, arguments)]
+    with open(log, "w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ)
+    try:
+        printed = []
+        for line in process.stdout:
+            printed.append(line)
+            if line.startswith("print("):
+                break
+        else:
+            raise AssertionError(Path(log).read_text()[-4000:])
+        assert any(line.startswith("curl -s http://127.0.0.1:") for line in printed)
+        (url,) = re.findall(r": (http://127.0.0.1:\d+/v1)\n", "".join(printed))  # other packages print as well
+        yield url, "".join(printed), process
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_the_agent_is_served_until_it_is_told_to_end(recipe, model_folder, tmp_path):
+    recipe()
+    with serving(
+        "--agent",
+        model_folder,
+        "--port",
+        0,
+        "--tools",
+        "task.py:add",
+        "--max_tokens_per_turn",
+        4,
+        log=tmp_path / "log",
+    ) as (url, _, _):
+        body = {"model": model_folder.name, "messages": [{"role": "user", "content": "hi"}]}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request) as answer:
+            assert json.load(answer)["choices"][0]["message"]["agent"]["events"]
