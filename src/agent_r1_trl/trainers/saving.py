@@ -35,6 +35,7 @@ from agent_r1_trl.trainers.resume import (
     describe_run,
 )
 from agent_r1_trl.trainers.roll_back import rotate_around
+from agent_r1_trl.trainers.trl_logs import write_as_text
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class Saving:
     checkpoint: RolloutCheckpoint
     rollouts: Any
     resampling: Any
+    _logs: Any
     echo_guard: Any
     _is_saving = False
     _num_failed_saves = 0
@@ -127,6 +129,9 @@ class Saving:
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's log; the table of `log_completions` that does not fit on the disk is left out, and the run goes on."""
+        if self.args.log_completions and "wandb" in (self.args.report_to or []):
+            for name in ("prompt", "completion"):
+                write_as_text(self._logs[name])
         try:
             super().log(logs, start_time)  # type: ignore[misc]
         except OSError as error:

@@ -5,6 +5,7 @@ TRL computes them from the reward functions' values and its own advantages, befo
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -90,3 +91,21 @@ def replace_last(column: deque[Any], values: Sequence[Any]) -> None:
     for _ in range(min(len(column), len(values))):
         column.pop()
     column.extend(values)
+
+
+def write_as_text(column: deque[Any]) -> None:
+    """Write the conversations of a column of `log_completions` as text; a table of wandb takes no lists of messages.
+
+    What is text already stays.
+    """
+    for index, value in enumerate(column):
+        if isinstance(value, list):
+            column[index] = "\n".join(_line(message) for message in value)
+
+
+def _line(message: dict[str, Any]) -> str:
+    calls = message.get("tool_calls") or []
+    written = [json.dumps(call.get("function", call), ensure_ascii=False, default=str) for call in calls]
+    content = message.get("content")
+    said = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
+    return " ".join(part for part in (f"{message.get('role')}:", said if content else "", *written) if part)
