@@ -12,11 +12,16 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.conversation.vllm_process import choose_parser, server_command
+from agent_r1_trl.tools import as_tool
 from tests.families import FAMILIES
 from tests.servers import free_port
+from tests.tokenizers import make_tokenizer
+from tests.toys import add, call
+from tests.trainers.helpers import make_policy
 
 PARSERS = {
     "qwen2_5": "hermes", "qwen3": "hermes", "qwen3_5": "qwen3_coder", "hermes_3": "hermes", "llama3_1": "llama3_json",
@@ -24,6 +29,10 @@ PARSERS = {
     "glm_4_5": "glm47", "minimax_m2": "minimax_m2", "seed_oss": "seed_oss", "nemotron_nano_2": None, "lfm2": "lfm2",
     "command_r7b": "cohere_command3", "gemma4": "gemma4", "gpt_oss": "openai",
 }  # fmt: skip
+FUNCTION = as_tool(add).schema["function"]
+TOOL = {"type": "function", "function": {name: FUNCTION[name] for name in ("name", "description", "parameters")}}
+"""As OpenAI's protocol has it: vLLM drops what a schema says of the return value."""
+QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
 
 
 @pytest.mark.parametrize("family", PARSERS)
@@ -110,3 +119,52 @@ def test_the_agent_is_served_until_it_is_told_to_end(recipe, model_folder, tmp_p
         request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request) as answer:
             assert json.load(answer)["choices"][0]["message"]["agent"]["events"]
+
+
+@pytest.fixture(scope="module")
+def calling_adapter(tmp_path_factory):
+    """An adapter on a tiny model that answers one question with one tool call."""
+    from peft import LoraConfig, get_peft_model
+
+    folder = tmp_path_factory.mktemp("calling")
+    tokenizer = make_tokenizer("qwen2_5")
+    chat = ChatFormat(tokenizer)
+    model = make_policy(tokenizer, hidden_size=64)
+    prompt, reply = chat.encode_prompt(QUESTION, [TOOL]), chat.encode_reply(call())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(120):
+        ids = torch.tensor([prompt + reply])
+        labels = torch.tensor([[-100] * len(prompt) + reply])
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    model.name_or_path = str(folder / "base")
+    adapted = get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM"))
+    adapted.peft_config["default"].base_model_name_or_path = str(folder / "base")
+    adapted.save_pretrained(folder / "adapter")
+    return folder / "adapter"
+
+
+@pytest.mark.vllm
+def test_an_adapter_is_served_by_vllm_and_calls_a_tool_through_the_client_of_openai(calling_adapter, tmp_path):
+    openai = pytest.importorskip("openai")
+    before = {path.name: path.read_bytes() for path in calling_adapter.iterdir()}
+    with serving(
+        calling_adapter, "--port", free_port(), "--served_name", "caller", "--vllm_options",
+        "--max-model-len 1024 --max-num-seqs 4", log=tmp_path / "log",
+    ) as (url, printed, process):  # fmt: skip
+        assert 'model="caller"' in printed
+        client = openai.OpenAI(base_url=url, api_key="none")
+        answer = client.chat.completions.create(
+            model="caller", messages=QUESTION, tools=[TOOL],
+            temperature=0, max_tokens=64,
+        )  # fmt: skip
+        (choice,) = answer.choices
+        assert choice.finish_reason == "tool_calls", (choice.message.content, answer.usage.prompt_tokens)
+        (made,) = choice.message.tool_calls
+        assert made.function.name == "add" and json.loads(made.function.arguments) == {"a": 2, "b": 3}
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert children and not [child for child in children if Path(f"/proc/{child}").exists()]
+    assert {path.name: path.read_bytes() for path in calling_adapter.iterdir()} == before
