@@ -1,5 +1,7 @@
 """Passes of an optimizer step by tokens: who computes what when, and that nothing else changes."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -48,6 +50,34 @@ def test_rows_that_begin_alike_stay_together_and_are_counted_once():
 def test_stretches_are_of_about_equal_size():
     rows = ids_of("a" * 8, "b" * 8, "c" * 8, "d" * 8)
     assert plan_passes(rows, num_ranks=1, max_tokens=25) == [[[0, 1], [2, 3]]], "not 24 and 8"
+
+
+def test_stretches_are_cut_where_little_is_shared():
+    rows = ids_of(*["a" * 10 + 2 * letter for letter in "pqrstu"], "b" * 4)
+    assert plan_passes(rows, num_ranks=1, max_tokens=22) == [[[0, 1, 2, 3, 4, 5], [6]]], "22 and 4, not 16 and 20"
+    assert plan_passes(rows, num_ranks=2, max_tokens=22) == [[[0, 1, 2, 3]], [[4, 5, 6]]], "18 each"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_way_to_cut_the_rows_is_better(seed):
+    generator = np.random.default_rng(seed)
+    rows = [bytes(generator.integers(97, 99, generator.integers(1, 9), dtype=np.uint8)).decode() for _ in range(8)]
+    rows, limit = sorted(rows), int(generator.integers(8, 25))
+
+    def tokens(chosen):
+        return len({row[:end] for row in chosen for end in range(1, len(row) + 1)})
+
+    def cost(sizes):
+        return len(sizes), sum(sizes), max(sizes)
+
+    every_way = []
+    for cuts in itertools.product([False, True], repeat=len(rows) - 1):
+        ends = [index + 1 for index, cut in enumerate(cuts) if cut] + [len(rows)]
+        sizes = [tokens(rows[first:end]) for first, end in zip([0, *ends], ends, strict=False)]
+        if max(sizes) <= limit:
+            every_way.append(cost(sizes))
+    (passes,) = plan_passes(ids_of(*rows), num_ranks=1, max_tokens=limit)
+    assert cost([tokens(rows[row] for row in chosen) for chosen in passes]) == min(every_way)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -8,6 +8,7 @@ they were: each runs its share of the passes, perhaps several, perhaps none.
 
 Tokens are counted as the layout computes them: `packed` adds up the rows, and `shared` counts what rows have in common
 at their beginning once (of rows in the order of their tokens, each adds what it does not share with the one before).
+There one process cuts where least is shared, and several cut into passes of like size.
 """
 
 from __future__ import annotations
@@ -159,27 +160,52 @@ def _bins(sizes: Sequence[int], live: list[int], num_ranks: int, max_tokens: int
 def _stretches(
     rows: Sequence[np.ndarray], live: list[int], num_ranks: int, max_tokens: int, least: int
 ) -> list[list[int]]:
-    """Rows in the order of their tokens, cut into stretches whose largest is as small as it can be."""
+    """Rows in the order of their tokens, cut into few stretches that share as much as they can.
+
+    Where several passes have to be of like size, the largest is as small as it can be first.
+    """
     order = sorted(live, key=lambda row: sort_key(rows[row]))
     sizes = [len(rows[row]) for row in order]
-    new = [len(rows[b]) - _num_common(rows[a], rows[b]) for a, b in pairwise(order)]
-
-    def cut(limit: int) -> list[tuple[int, list[int]]]:
-        stretches: list[tuple[int, list[int]]] = []
-        for index, row in enumerate(order):
-            if stretches and stretches[-1][0] + new[index - 1] <= limit:
-                stretches[-1] = (stretches[-1][0] + new[index - 1], [*stretches[-1][1], row])
-            else:
-                stretches.append((sizes[index], [row]))
-        return stretches
-
+    new = sizes[:1] + [len(rows[b]) - _num_common(rows[a], rows[b]) for a, b in pairwise(order)]
     high = max([max_tokens, *sizes])
-    num_stretches = max(least, -(-len(cut(high)) // num_ranks)) * num_ranks
-    low = max(sizes, default=0)
-    while low < high:  # the smallest limit that needs no more stretches
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(cut(middle)) <= num_stretches else (middle + 1, high)
-    return [chosen for _, chosen in sorted(cut(high), key=lambda stretch: -stretch[0])]
+    if num_ranks * least > 1:
+        num_stretches = max(least, -(-len(_cut(sizes, new, high)) // num_ranks)) * num_ranks
+        low = max(sizes, default=0)
+        while low < high:  # the smallest limit that needs no more stretches
+            middle = (low + high) // 2
+            low, high = (low, middle) if len(_cut(sizes, new, middle)) <= num_stretches else (middle + 1, high)
+    stretches = sorted(_cut(sizes, new, high), key=lambda stretch: -stretch[0])
+    return [order[first:end] for _, first, end in stretches]
+
+
+def _cut(sizes: list[int], new: list[int], limit: int) -> list[tuple[int, int, int]]:
+    """The fewest stretches within a limit; of these those with the fewest tokens, and then with the smallest largest.
+
+    Args:
+        sizes: tokens of each row; none has more than the limit.
+        new: those that it does not share with the row before.
+        limit: of a stretch.
+
+    Returns:
+        Tokens, first row and end of each stretch.
+    """
+    best = [(0, 0, 0, 0)]  # of the rows before each: stretches, tokens, the largest, and where the last begins
+    for end in range(1, len(sizes) + 1):
+        ways, beyond_first = [], 0
+        for first in range(end - 1, -1, -1):
+            size, (number, tokens, largest, _) = sizes[first] + beyond_first, best[first]
+            if size <= limit:
+                ways.append((number + 1, tokens + size, max(largest, size), first))
+            beyond_first += new[first]
+            if beyond_first > limit:
+                break
+        best.append(min(ways))
+    stretches, end = [], len(sizes)
+    while end:
+        first = best[end][3]
+        stretches.append((best[end][1] - best[first][1], first, end))
+        end = first
+    return stretches[::-1]
 
 
 def sort_key(ids: np.ndarray) -> bytes:
