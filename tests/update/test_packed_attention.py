@@ -61,6 +61,18 @@ def test_a_window_hides_what_is_further_back():
     assert (mask == 0).int().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
 
 
+def test_no_segment_has_a_gradient_as_large_as_the_whole_row():
+    batch = pack(*forked(), share_prefixes=True)
+    states = [torch.randn(1, 2, batch.input_ids.shape[1], 8, requires_grad=True) for _ in range(3)]
+    output, _ = packed_attention(torch.nn.Module(), *states, None, packed_layout=batch.layout)
+    waiting, names = [output.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        names.add(node.name())
+        waiting += [other for other, _ in node.next_functions if other is not None]
+    assert len(batch.layout.segments) > 2 and not any(name.startswith("Slice") for name in names)
+
+
 def test_a_soft_capped_score_is_refused_when_it_is_asked_for():
     model = Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8, sliding_window=4, attn_implementation="sdpa"))
     add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))

@@ -67,14 +67,14 @@ def packed_attention(
     _check_layer(module, options)
     groups = query.shape[1] // key.shape[1]
     outputs = []
-    for segment in packed_layout.segments:
-        own = slice(segment.start, segment.end)
-        queries, keys, values = query[:, :, own], key[:, :, own], value[:, :, own]
-        if segment.prefix:
-            before = [slice(*stretch) for stretch in segment.prefix]
-            keys = torch.cat([*(key[:, :, part] for part in before), keys], dim=2)
-            values = torch.cat([*(value[:, :, part] for part in before), values], dim=2)
-        has_mask = bool(segment.prefix) or (window is not None and window < keys.shape[2])
+    # Split, never sliced: the gradient of each slice is as large as the whole row.
+    all_queries, all_keys, all_values = (whole.split(packed_layout.sizes, dim=2) for whole in (query, key, value))
+    for number, seen in enumerate(packed_layout.seen):
+        queries, keys, values = all_queries[number], all_keys[number], all_values[number]
+        if seen:
+            keys = torch.cat([*(all_keys[other] for other in seen), keys], dim=2)
+            values = torch.cat([*(all_values[other] for other in seen), values], dim=2)
+        has_mask = bool(seen) or (window is not None and window < keys.shape[2])
         outputs.append(
             nn.functional.scaled_dot_product_attention(
                 queries,

@@ -18,9 +18,11 @@ the scored positions alone, once where rows score the same token after the same 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -69,6 +71,24 @@ class Layout:
             mask = closed.triu(keys - queries + 1)
             self._masks[name] = mask if window is None else mask + closed.tril(keys - queries - window)
         return self._masks[name]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Tokens of each segment."""
+        return [segment.end - segment.start for segment in self.segments]
+
+    @cached_property
+    def seen(self) -> list[list[int]]:
+        """For each segment, which others its prefix consists of; a stretch holds whole segments."""
+        starts = [segment.start for segment in self.segments]
+        return [
+            [
+                number
+                for start, end in segment.prefix
+                for number in range(bisect_left(starts, start), bisect_left(starts, end))
+            ]
+            for segment in self.segments
+        ]
 
     @property
     def horizons(self) -> torch.Tensor:
