@@ -35,6 +35,16 @@ def test_the_environments_defaults_are_written(recipe):
     assert yaml.safe_load(Path("out/recipe.yaml").read_text())["env_kwargs"] == {"bonus": 1.0}
 
 
+def test_arguments_that_the_environments_signature_does_not_name_are_written(recipe):
+    path = recipe(eval_dataset_name=None, max_steps=1, env_kwargs={"bonus": 2, "system_prompt": ""})
+    task = Path("task.py")
+    task.write_text(task.read_text().replace("bonus: float = 1.0", "bonus=1.0, **settings").replace(
+        "super().__init__()", "super().__init__(**settings)"
+    ))  # fmt: skip
+    assert main(["train", "--config", path]) == 0
+    assert yaml.safe_load(Path("out/recipe.yaml").read_text())["env_kwargs"] == {"bonus": 2, "system_prompt": ""}
+
+
 @pytest.mark.parametrize("trainer", ["grpo", "ppo"])
 def test_every_setting_survives(recipe, trainer):
     path = recipe(trainer=trainer, report_to=["tensorboard"], lr_scheduler_kwargs={"num_cycles": 2}, bf16=None)

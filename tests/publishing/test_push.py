@@ -64,7 +64,7 @@ def test_the_card_says_what_was_trained_how_and_with_what_result(hub, run_folder
         "2511.14460", "2402.03300", "@misc{cheng2025agentr1", "| exact\\_match | 0.625 | 0.5 to 0.75 |", "40 examples",
         "greedy",
         "| max_turns | 4 |",
-        "(training_curves.png)", "from tests.toys import AddEnv", "'ada/adder'",
+        "(training_curves.png)", "agent-r1-trl chat ada/adder --env tests.toys.AddEnv",
     ):  # fmt: skip
         assert part in body.replace("`add`", '"add"'), part
     assert hub.files("ada/adder")["training_curves.png"].startswith(b"\x89PNG")

@@ -39,7 +39,8 @@ def test_the_files_of_a_trainer_arrive_as_they_are_with_a_card_that_the_hub_take
     metadata, body = split_card(files["README.md"].decode())
     assert "datasets" not in metadata and "huggingface.co/datasets/data" not in body
     assert metadata["model-index"][0]["results"][0]["metrics"][0]["value"] == RESULTS["exact_match"]
-    assert "from tests.toys import AddEnv" in body and "'ada/adder'" in body and "None" not in body.split("##")[1]
+    assert "\nagent-r1-trl chat ada/adder --env tests.toys.AddEnv\n```" in body
+    assert "None" not in body.split("##")[1]
 
 
 def test_a_secret_stops_the_upload_of_a_trainer_until_its_file_is_allowed(pushed, hub, tmp_path):  # noqa: F811

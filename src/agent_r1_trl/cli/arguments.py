@@ -6,6 +6,7 @@ A setting has the same name in a recipe and on the command line. One recipe serv
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -316,12 +317,21 @@ def read_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any
         UsageError: the value is something else.
     """
     if isinstance(value, str):
-        try:
-            value = yaml.safe_load(value)
-        except yaml.YAMLError:
-            value = value or None
+        value = _read_text(value)
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise UsageError(f"{name}={value!r}: must be a mapping. Set it to names with values, such as '{{top_k: 3}}'.")
     return value
+
+
+def _read_text(text: str) -> Any:
+    """What a text of JSON or YAML holds; the text itself if it is neither. YAML alone would read 1e-05 as a text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text or None

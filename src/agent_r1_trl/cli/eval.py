@@ -147,6 +147,7 @@ def _table_row(arguments: EvalArguments, row: PlannedRow, result: EvaluationResu
     from agent_r1_trl.evaluation import TableRow
     from agent_r1_trl.evaluation.groups import split_by, with_cost
 
+    result.settings = {**result.settings, **row.source}
     if arguments.price_per_million_tokens:
         result = with_cost(result, arguments.price_per_million_tokens, seed=arguments.seed)
     parts = {arguments.by: split_by(result, row.rows, arguments.by, seed=arguments.seed)} if arguments.by else {}

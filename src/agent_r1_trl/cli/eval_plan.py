@@ -24,6 +24,9 @@ class PlannedRow:
 
     method: str
     dataset: str
+    """Its short name."""
+    source: dict[str, str | None]
+    """What the short name stands for, for the settings of the result: a path or an id, and which part of it."""
     model: str | None
     """None where nothing is sampled (`replay`)."""
     rows: Any
@@ -59,20 +62,33 @@ def make_plan(arguments: EvalArguments, env_factory: Callable[[], Any]) -> list[
             f"baselines='base': no other model than {base} is named. Pass --base_model, the model before training, or "
             "--model together with a recipe that names that model."
         )
+    loaded = [_load(arguments, name) for name in names]
     is_alone = len(names) * len(methods) == 1
     return [
         PlannedRow(
             method=method,
             dataset=label,
+            source=_source(arguments, name),
             model=None if arguments.replay else models[method],
             rows=rows,
             env_factory=factories[method],
             is_one_answer=method in ("naive_rag", "closed_book"),
             folder="" if is_alone else f"{label}/{method}",
         )
-        for label, rows in zip(dataset_labels(names), [_load(arguments, name) for name in names], strict=True)
+        for name, label, rows in zip(names, dataset_labels(names), loaded, strict=True)
         for method in methods
     ]
+
+
+def _source(arguments: EvalArguments, name: str) -> dict[str, str | None]:
+    from agent_r1_trl.cli.resolve import FILE_FORMATS
+
+    named: dict[str, str | None] = {"dataset_name": name}
+    if Path(name).suffix in FILE_FORMATS:
+        return named
+    is_own = arguments.eval_dataset_name is not None
+    split = arguments.dataset_test_split if is_own else arguments.dataset_train_split
+    return named | {"dataset_config": arguments.dataset_config, "dataset_split": split}
 
 
 def _factory(arguments: EvalArguments, method: str, env_factory: Callable[[], Any]) -> Callable[[], Any]:

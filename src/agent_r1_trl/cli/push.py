@@ -103,7 +103,7 @@ def _model_files(arguments: argparse.Namespace, scratch: Path) -> list[Sent]:
     folder = Path(arguments.run)
     files = files_of_model(folder, critic=arguments.critic)
     facts = read_facts(folder, arguments.repo_id)
-    facts.env_factory = environment_of(facts.recipe, "the card will not show how to start the agent with its tools")
+    facts.env_factory = environment_of(facts.recipe, "the card lists no tools")
     facts.tools = [] if facts.env_factory is None else tool_schemas(facts.env_factory)
     if draw_curves(facts.history, scratch / IMAGE):
         facts.curves = IMAGE

@@ -73,13 +73,14 @@ def _plain(value: Any) -> Any:
 
 
 def _arguments(factory: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments with which a factory makes environments, as far as YAML can write them."""
+    """The arguments with which a factory makes environments, as far as YAML can write them.
+
+    Those that were given come from the factory itself: its signature does not show what `**settings` takes.
+    """
     plain = (bool, int, float, str, list, tuple, dict)
-    return {
-        item.name: _plain(item.default)
-        for item in inspect.signature(factory).parameters.values()
-        if item.default is None or isinstance(item.default, plain)
-    }
+    defaults = {item.name: item.default for item in inspect.signature(factory).parameters.values()}
+    arguments = defaults | dict(getattr(factory, "keywords", {}))  # of a functools.partial
+    return {name: _plain(value) for name, value in arguments.items() if value is None or isinstance(value, plain)}
 
 
 def facts_of_run(*, processes: int, device: str, data: Mapping[str, Any]) -> dict[str, str]:

@@ -17,6 +17,9 @@ from typing import Any
 import yaml
 
 from agent_r1_trl.publishing import sections
+from agent_r1_trl.publishing.names import is_hub_id
+from agent_r1_trl.publishing.quick_start import agent_options, quick_start_section
+from agent_r1_trl.publishing.results import model_index, results_section
 from agent_r1_trl.safe_text import markdown, markdown_code, shown_all
 
 CARD = "README.md"
@@ -28,7 +31,6 @@ TAG = "agent-r1-trl"
 _HEADER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 _LINK = re.compile(r"\[([^\]\n]+)\]\(https://huggingface\.co/datasets/\1\)")
 """TRL's to a data set, which may be a path."""
-_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 
 @dataclass(kw_only=True)
@@ -56,6 +58,11 @@ class CardFacts:
         """What a data set was used for -> its Hub id or path."""
         names = {"training": "dataset_name", "evaluation": "eval_dataset_name"}
         return {use: str(self.recipe[name]) for use, name in names.items() if self.recipe.get(name)}
+
+    @property
+    def evaluated_on(self) -> str:
+        """The data set of an evaluation that does not name its own; empty if none is known."""
+        return self.data.get("evaluation") or self.data.get("training") or ""
 
 
 def read_facts(folder: Path, model_id: str) -> CardFacts:
@@ -110,12 +117,13 @@ def make_card(facts: CardFacts, before: str = "") -> str:
     metadata = complete_metadata(metadata, facts)
     if not body.strip():
         body = _new_body(facts)
-    quick = sections.quick_start_section(facts.model_id, facts.env_factory)
+    options = agent_options(facts.recipe, facts.env_factory)
+    quick = quick_start_section(facts.model_id, facts.recipe, facts.env_factory)
     body = body.replace('model="None"', f'model="{facts.model_id}"')  # TRL's, before there is a repository
     body = _LINK.sub(lambda link: link[0] if is_hub_id(link[1]) else markdown_code(link[1]), body)
-    made = [("Quick start", quick)] if facts.env_factory is not None or not before else []
+    made = [("Quick start", quick)] if options or facts.env_factory is not None or not before else []
     made += [("Data", sections.data_section(facts.data))]
-    made += [("Results", sections.results_section(facts.evaluation, _data_name(facts)))]
+    made += [("Results", results_section(facts.evaluation, facts.evaluated_on))]
     made += [("Training curves", _curves_section(facts.curves))]
     for heading, text in made:
         body = with_section(body, heading, text)
@@ -179,51 +187,10 @@ def complete_metadata(metadata: Mapping[str, Any], facts: CardFacts) -> dict[str
         if ids:
             is_one = isinstance(given, str) or name == "base_model"
             done[name] = ids[0] if is_one and len(ids) == 1 else list(dict.fromkeys(ids))
-    if facts.evaluation and (index := model_index(facts)):
+    if index := model_index(facts.model_id.rpartition("/")[2], facts.evaluation, facts.evaluated_on):
         done["model-index"] = index
     done = {name: value for name, value in done.items() if value not in (None, "", [])}
     return dict(shown_all(done))
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether a name can be the id of a model or data set; no path, and nothing that exists here under that name.
-
-    >>> is_hub_id("Qwen/Qwen3-0.6B"), is_hub_id("data/train.jsonl"), is_hub_id("./model"), is_hub_id("None")
-    (True, False, False, False)
-    """
-    endings = (".jsonl", ".json", ".csv", ".parquet", ".txt", ".yaml")
-    return (
-        bool(_ID.fullmatch(name))
-        and name != "None"
-        and not name.lower().endswith(endings)
-        and "--" not in name
-        and ".." not in name
-        and not Path(name).exists()
-    )
-
-
-def model_index(facts: CardFacts) -> list[dict[str, Any]]:
-    """The results in the Hub's form (`model-index`): each metric with its interval in `args`."""
-    num_examples = facts.evaluation.get("num_examples")
-    metrics = []
-    for name, (value, bounds) in sections.results_of(facts.evaluation).items():
-        arguments = {"num_examples": num_examples} | ({} if bounds is None else {"interval_95": list(bounds)})
-        metrics.append({"type": name, "name": name.replace("_", " "), "value": value, "args": arguments})
-    if not metrics:
-        return []
-    data = _data_name(facts) or "unknown"
-    result = {
-        "task": {"type": "text-generation", "name": "Multi-turn tool use"},
-        "dataset": {"type": data, "name": data},
-        "metrics": metrics,
-    }
-    return [{"name": facts.model_id.rpartition("/")[2], "results": [result]}]
-
-
-def _data_name(facts: CardFacts) -> str:
-    """Of the evaluation; the last two parts of a path."""
-    name = facts.data.get("evaluation") or facts.data.get("training") or ""
-    return name if is_hub_id(name) else "/".join(Path(name).parts[-2:])
 
 
 # ---------------------------------------------------------------- a card where there was none

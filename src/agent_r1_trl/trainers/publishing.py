@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.environments.factory import env_name
 from agent_r1_trl.publishing.card import CARD, make_card, read_facts
 from agent_r1_trl.publishing.curves import IMAGE, draw_curves
+from agent_r1_trl.publishing.quick_start import READ_SETTINGS
 from agent_r1_trl.secret_scan import SecretFoundError, check_files
 from agent_r1_trl.trainers.model_card import add_sections
 
@@ -58,7 +58,8 @@ class Publishing:
         """The card with a quick start, data, results, and without what the Hub would refuse."""
         facts = read_facts(path.parent, getattr(self, "hub_model_id", None) or self.args.output_dir)
         facts.env_factory = self.env_factory
-        facts.recipe.setdefault("env", None if self.env_factory is None else env_name(self.env_factory))
+        for name in READ_SETTINGS:
+            facts.recipe.setdefault(name, getattr(self.args, name, None))
         facts.curves = IMAGE if (path.parent / IMAGE).is_file() else ""
         return make_card(facts, path.read_text(encoding="utf-8"))
 
