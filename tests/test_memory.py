@@ -7,6 +7,7 @@ quantised weights and vLLM by hand. Not covered: a GPU's allocator, DeepSpeed's 
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
 
 from agent_r1_trl.critic import attach_critic, critic_parameters
-from agent_r1_trl.memory import MemorySetup, ModelShape, estimate_memory, find_savings, read_shape
+from agent_r1_trl.memory import MemorySetup, ModelShape, estimate_memory, find_savings, read_shape, row_bounds
 from agent_r1_trl.memory.activations import activation_bytes, layer_bytes
 from agent_r1_trl.memory.estimate import GIB
+from agent_r1_trl.rollout.limits import RolloutSettings
+from agent_r1_trl.update.micro_batches import plan_passes
 
 SIZES = {
     "vocab_size": 64,
@@ -309,6 +312,104 @@ def test_a_critic_with_its_own_graph_doubles_the_activations():
     assert estimated("activations", BILLION, critic="model") == 2 * plain
 
 
+def test_what_only_the_critic_reads_lengthens_its_own_rows():
+    plain = estimated("activations", BILLION, micro_batch=2, critic="model")
+    more = estimated("activations", BILLION, micro_batch=2, critic="model", critic_prefix=64)
+    assert more / plain == pytest.approx((1024 + 1024 + 64) / 2048)
+    assert estimated("activations", BILLION, critic="head", critic_prefix=64) == estimated("activations", BILLION)
+
+
+# ---------------------------------------------------------------- rows and passes
+
+
+@pytest.mark.parametrize("prefix", [0, 10])
+def test_a_pass_by_tokens_holds_what_the_update_puts_into_it(prefix):
+    """The largest pass of a real plan, with rows of all lengths up to the longest."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [prefix + 100, *(prefix + torch.randint(20, 101, (63,), generator=generator)).tolist()]
+    for limit, rows, most in ((300, 64, 300), (60, 64, 100 + prefix), (10_000, 64, 10_000), (10_000, 3, 3 * 100)):
+        setup = MemorySetup(
+            **{"prompt_tokens": 20, "completion_tokens": 80, "micro_batch": 8, "is_packed": True},
+            max_tokens_per_micro_batch=limit, update_rows=rows, critic_prefix=prefix,
+        )  # fmt: skip
+        ((*passes,),) = plan_passes(sizes[:rows], 1, limit)
+        largest = max(sum(sizes[row] for row in chosen) for chosen in passes)
+        assert largest <= setup.critic_tokens
+        assert setup.critic_tokens <= most + (3 * prefix if rows == 3 else 0)
+        assert setup.pass_tokens <= setup.critic_tokens
+
+
+def test_packed_rows_save_no_mask_and_no_padding():
+    sizes = {"micro_batch": 4, "prompt_tokens": 300, "completion_tokens": 300, "row_tokens": 400}
+    padded = MemorySetup(**sizes, saves_attention_mask=False)
+    packed = MemorySetup(**sizes, is_packed=True)
+    ratio = layer_bytes(BILLION, packed) / layer_bytes(BILLION, padded)
+    assert ratio == pytest.approx(400 / 600)
+
+
+def play(limits, prompt, turns):
+    """Rows as (opening, tokens), by the policy's definition, of turns (sampled, observation)."""
+    rows, context, opening, done, cut = [], prompt, prompt, 0, True
+    for number, (sampled, observation) in enumerate(turns):
+        if done + sampled > limits.max_completion_length:
+            break
+        row = (opening, context + sampled)
+        rows = [*rows, row] if cut else [*rows[:-1], row]
+        done += sampled + observation
+        context += sampled + observation
+        kept = turns[max(0, number + 1 - (limits.context_turns or 1)) : number + 1]
+        cut = limits.context_policy == "step" or (number + 1 > len(kept) and context > (limits.context_tokens or 0))
+        if cut:
+            context = opening = prompt + sum(map(sum, kept))
+    return rows
+
+
+@pytest.mark.parametrize(("policy", "tokens"), [("window", None), ("window", 500), ("window", 90), ("step", None)])
+@pytest.mark.parametrize("max_turns", [4, 30])
+def test_no_row_of_a_played_trajectory_is_longer_than_its_bound(policy, tokens, max_turns):
+    limits = RolloutSettings(
+        context_policy=policy, context_turns=3, context_tokens=tokens, max_turns=max_turns,
+        max_completion_length=1500, max_tokens_per_turn=40, max_observation_tokens=25,
+    )  # fmt: skip
+    bounds, draw = row_bounds(limits, 60), random.Random(0)
+    trials = [[(40, 25)] * max_turns, [(40, 10)] * max_turns]  # the longest turns, and the most
+    trials += [[(draw.randint(1, 40), draw.randint(0, 25)) for _ in range(max_turns)] for _ in range(60)]
+    played = [play(limits, 60, turns) for turns in trials]
+    assert max(opening for rows in played for opening, _ in rows) <= bounds.opening
+    assert max(end - opening for rows in played for opening, end in rows) <= bounds.completion
+    longest = max(end for rows in played for _, end in rows)
+    assert longest <= bounds.tokens <= longest + 65  # a turn at most: the bound is not idle
+    most = max(map(len, played[:2]))
+    assert most <= bounds.rows <= most + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({"context_policy": "window", "context_turns": 4}, 20),
+        ({"context_policy": "window", "context_turns": 4, "context_tokens": 3000}, 3),
+        ({"context_policy": "drop_observations", "context_turns": 4}, 20),
+        ({"context_policy": "summarise", "context_tokens": 3000, "summary_tokens": 300}, 3),
+        ({"context_policy": "step"}, 24),
+        ({}, 1),
+    ],
+)
+def test_the_rows_of_24_turns_are_those_that_a_rollout_made(changes, rows):
+    """The conversation of benchmarks/context_policies.py: 24 turns of 240 tokens, and what it counted."""
+    limits = RolloutSettings(
+        max_turns=24, max_completion_length=24 * 240, max_tokens_per_turn=40, max_observation_tokens=200, **changes
+    )
+    assert row_bounds(limits, 500).rows == rows
+
+
+def test_policies_whose_rows_nobody_can_foresee_say_so():
+    limits = {"max_completion_length": 900}
+    for policy in ("strip_thinking", "my_module.my_policy"):
+        bounds = row_bounds(RolloutSettings(context_policy=policy, **limits), 100)
+        assert not bounds.is_counted and bounds.tokens == 1000
+    assert row_bounds(RolloutSettings(**limits), 100).is_counted
+
+
 def test_vllm_takes_its_share_always_asleep_during_the_update_or_not_at_all():
     def vllm(**setup):
         lines = estimate_memory(BILLION, MemorySetup(gpu_memory_gb=80, vllm_share=0.5, **setup)).lines
@@ -346,7 +447,8 @@ def test_savings_are_real_and_sorted():
     assert peaks == sorted(peaks)
     assert max(peaks) < estimate_memory(BILLION, setup).peak
     changes = " ".join(saving.change for saving in savings)
-    assert all(word in changes for word in ("zero3", "gradient_checkpointing", "critic: head", "8bit"))
+    words = ("zero3", "gradient_checkpointing", "critic: head", "8bit", "max_tokens_per_micro_batch: 1024")
+    assert all(word in changes for word in words)
 
 
 @pytest.mark.parametrize(
@@ -358,6 +460,7 @@ def test_savings_are_real_and_sorted():
         {"num_processes": 0},
         {"gpu_memory_gb": 0},
         {"critic": "adapter"},
+        {"max_tokens_per_micro_batch": 2048},
     ],
 )
 def test_a_run_that_cannot_be_is_refused(changes):

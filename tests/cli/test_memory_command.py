@@ -73,7 +73,11 @@ def test_it_reads_every_recipe(path, model):
     recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     setup = make_setup(arguments, model_args)
     assert setup.micro_batch == recipe["per_device_train_batch_size"]
-    assert setup.completion_tokens == recipe["max_completion_length"]
+    assert setup.completion_tokens <= recipe["max_completion_length"]
+    if "context_policy" not in recipe:
+        assert setup.completion_tokens == recipe["max_completion_length"]
+    assert setup.is_packed == (recipe.get("update_layout") in ("packed", "shared"))
+    assert setup.max_tokens_per_micro_batch == recipe.get("max_tokens_per_micro_batch")
     assert (setup.critic is None) == (recipe.get("trainer", "grpo") != "ppo")
 
 
@@ -131,6 +135,39 @@ def test_the_generator_is_where_the_recipe_puts_it(model, options, generator):
     assert setup_of(model, *options).generator == generator
 
 
+def test_contexts_and_passes_are_those_of_the_recipe(model):
+    long = ["--max_completion_length", "8000", "--max_turns", "20", "--max_tokens_per_turn", "200"]
+    long += ["--max_observation_tokens", "200", "--prompt_tokens", "400"]
+    assert setup_of(model, *long).longest_row == 8400
+    window = ["--context_policy", "window", "--context_turns", "4", "--context_tokens", "3000"]
+    setup = setup_of(model, *long, *window)
+    assert setup.longest_row == 3200  # a context of 3,000 tokens, and a turn
+    assert setup.prompt_tokens == 400 + 4 * 400 and setup.rows_per_trajectory == 6
+    packed = ["--update_layout", "packed", "--max_tokens_per_micro_batch", "5000"]
+    assert setup_of(model, *long, *window, *packed).pass_tokens == 5000
+    assert setup_of(model, *long, *packed).pass_tokens == 8400  # a row that is longer stands alone
+
+
+def test_no_context_is_longer_than_the_models(model):
+    arguments, model_args = read_arguments(["--model_name_or_path", model, "--max_completion_length", "9000"])
+    assert make_setup(arguments, model_args, max_positions=4096).longest_row == 4096
+    assert read_model(model_args).max_positions == 32_768
+
+
+def test_the_critics_context_counts_for_a_critic_that_reads_it(model):
+    own = ["--critic_context", "answer", "--critic_context_tokens", "100"]
+    assert setup_of(model, "--trainer", "ppo", *own).critic_prefix == 100
+    assert setup_of(model, "--trainer", "ppo").critic_prefix == setup_of(model, *own).critic_prefix == 0
+
+
+def test_it_says_what_a_policy_of_unknown_rows_leaves_out(model, capsys):
+    options = ["--model_name_or_path", model, "--gpu_memory_gb", "800"]
+    assert run([*options, "--thinking", "strip"]) == 0
+    assert "not counted: how many rows" in capsys.readouterr().out
+    assert run(options) == 0
+    assert "not counted" not in capsys.readouterr().out
+
+
 def test_a_reference_model_exists_with_beta_and_without_lora(model):
     assert setup_of(model, "--beta", "0.04").reference_model
     assert not setup_of(model).reference_model
@@ -181,6 +218,11 @@ def test_a_recipe_and_options_read_the_same_through_the_console_script(model, tm
         (["--use_vllm", "--vllm_mode", "serve"], "--vllm_mode 'serve'"),
         (["--trainer", "ppo", "--critic", "heads"], "critic='heads'"),
         (["--gpu_memory_gb", "-3"], "gpu_memory_gb=-3"),
+        (["--max_tokens_per_micro_batch", "99"], "max_tokens_per_micro_batch=99"),
+        (["--critic_context_tokens", "0"], "critic_context_tokens=0"),
+        (["--context_tokens", "99"], "context_tokens=99"),
+        (["--context_policy", "window"], "context_policy='window'"),
+        (["--thinking", "loud"], "thinking='loud'"),
         (["--zero_stage", "2"], "--zero_stage"),
     ],
 )

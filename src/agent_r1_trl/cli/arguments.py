@@ -216,6 +216,12 @@ class DoctorArguments(TaskArguments):
         check_positive("max_completion_length", self.max_completion_length)
 
 
+def _limit(name: str) -> Any:
+    """A field of `RolloutSettings`, for a command that reads only some of them."""
+    item = RolloutSettings.__dataclass_fields__[name]
+    return field(default=item.default, metadata=item.metadata)
+
+
 @dataclass
 class MemoryArguments:
     """Settings of `memory`: its own, and those of a recipe on which memory depends, with the trainers' defaults."""
@@ -230,10 +236,16 @@ class MemoryArguments:
         default=None, metadata={"help": "Memory of one GPU in GiB. None: that of the GPU in this machine, else 80."}
     )
     prompt_tokens: int = field(default=512, metadata={"help": "Length of the longest prompt in tokens."})
+    critic_context_tokens: int = field(
+        default=64, metadata={"help": "Length of the longest `critic_context` in tokens, where the recipe names one."}
+    )
     trust_remote_code: bool = field(default=False, metadata={"help": "Allow code that comes with the model to run."})
 
     trainer: str = field(default="grpo", metadata={"help": "Algorithm: 'grpo' or 'ppo'.", "aliases": ["--algo"]})
     critic: str | None = field(default=None, metadata={"help": "Critic of PPO: 'adapter', 'head' or 'model'."})
+    critic_context: str | None = field(
+        default=None, metadata={"help": "Column of the data set that PPO's critic reads before each row."}
+    )
     per_device_train_batch_size: int = field(default=8, metadata={"help": "Trajectories per forward pass."})
     gradient_accumulation_steps: int = field(default=1, metadata={"help": "Forward passes per optimizer step."})
     steps_per_generation: int | None = field(
@@ -247,6 +259,24 @@ class MemoryArguments:
         default=None, metadata={"help": "Trajectories per prompt. None: 8, and 1 for PPO."}
     )
     max_completion_length: int = field(default=512, metadata={"help": "Tokens of the whole trajectory."})
+    max_turns: int = _limit("max_turns")
+    max_tokens_per_turn: int | None = _limit("max_tokens_per_turn")
+    max_observation_tokens: int = _limit("max_observation_tokens")
+    thinking: str = field(default="keep", metadata={"help": "'strip' is the context policy 'strip_thinking'."})
+    context_policy: str = _limit("context_policy")
+    context_turns: int | None = _limit("context_turns")
+    context_tokens: int | None = _limit("context_tokens")
+    summary_tokens: int | None = _limit("summary_tokens")
+    update_layout: str = field(
+        default="padded",
+        metadata={
+            "help": "How rows are laid out in a forward pass.",
+            "choices": ["padded", "grouped", "packed", "shared"],
+        },
+    )
+    max_tokens_per_micro_batch: int | None = field(
+        default=None, metadata={"help": "Tokens of a forward pass, in place of per_device_train_batch_size rows."}
+    )
     gradient_checkpointing: bool = field(default=True, metadata={"help": "Recompute the layers in the backward pass."})
     bf16: bool | None = field(default=None, metadata={"help": "Compute in bfloat16. None: true unless fp16 is set."})
     fp16: bool = field(default=False, metadata={"help": "Compute in float16."})
@@ -271,6 +301,8 @@ class MemoryArguments:
     def __post_init__(self) -> None:
         check_trainer(self.trainer)
         for name in ("num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"):
+            check_positive(name, getattr(self, name))
+        for name in ("critic_context_tokens", "max_tokens_per_micro_batch"):
             check_positive(name, getattr(self, name))
         if "adam" not in self.optim:
             raise UsageError(f"optim={self.optim!r}: only the states of Adam are estimated. Pass --optim adamw_torch.")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from agent_r1_trl.cli.arguments import MemoryArguments
-    from agent_r1_trl.memory import Estimate, MemorySetup, ModelShape
+    from agent_r1_trl.memory import Estimate, MemorySetup, ModelShape, RowBounds
 
 COMMAND = "agent-r1-trl memory"
 EXIT_TOO_LARGE = 1
@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
     arguments, model_args = read_arguments(argv)
     shape = read_model(model_args, trust_remote_code=arguments.trust_remote_code)
     try:
-        setup = make_setup(arguments, model_args)
+        setup = make_setup(arguments, model_args, max_positions=shape.max_positions)
         estimate = estimate_memory(shape, setup)
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -57,6 +57,8 @@ def run(argv: Sequence[str]) -> int:
     console.print(_verdict(estimate))
     for problem in estimate.problems:
         console.print(f"  {problem}")
+    for note in not_counted(arguments):
+        console.print(f"  not counted: {note}")
     if estimate.verdict != "fits":
         for saving in find_savings(shape, setup):
             console.print(f"  {saving.change}: {saving.peak / 2**30:.1f} GiB")
@@ -111,8 +113,13 @@ def read_model(model_args: Any, *, trust_remote_code: bool = False) -> ModelShap
         ) from error
 
 
-def make_setup(arguments: MemoryArguments, model_args: Any) -> MemorySetup:
+def make_setup(arguments: MemoryArguments, model_args: Any, *, max_positions: int | None = None) -> MemorySetup:
     """Translate a recipe and an accelerate configuration into what the estimate depends on.
+
+    Args:
+        arguments: of the command.
+        model_args: of the model.
+        max_positions: tokens that a context of the model can hold; None if unknown.
 
     Raises:
         ValueError: a value is out of range.
@@ -125,6 +132,8 @@ def make_setup(arguments: MemoryArguments, model_args: Any) -> MemorySetup:
     mixed = (arguments.bf16 if arguments.bf16 is not None else not arguments.fp16) or arguments.fp16
     num_processes = arguments.num_processes or launch["num_processes"]
     vllm = "server" if arguments.vllm_mode == "server" else "vllm"
+    rows = bounds_of_rows(arguments)
+    most = max_positions or rows.tokens
     return MemorySetup(
         dtype=model_args.dtype,
         mixed_precision=mixed or launch["mixed_precision"] in ("bf16", "fp16"),
@@ -133,8 +142,15 @@ def make_setup(arguments: MemoryArguments, model_args: Any) -> MemorySetup:
         optimizer_bytes=2 if "8bit" in arguments.optim else 8,
         num_processes=num_processes,
         micro_batch=arguments.per_device_train_batch_size,
-        prompt_tokens=arguments.prompt_tokens,
-        completion_tokens=arguments.max_completion_length,
+        prompt_tokens=min(rows.opening, max(1, most - 1)),
+        completion_tokens=min(rows.completion, most),
+        row_tokens=min(rows.tokens, most),
+        rows_per_trajectory=rows.rows,
+        trajectory_tokens=min(rows.total, rows.rows * most),
+        is_packed=arguments.update_layout in ("packed", "shared"),
+        max_tokens_per_micro_batch=arguments.max_tokens_per_micro_batch,
+        update_rows=arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps,
+        critic_prefix=arguments.critic_context_tokens if is_ppo and arguments.critic_context else 0,
         gradient_checkpointing=arguments.gradient_checkpointing,
         saves_attention_mask="flash" not in (model_args.attn_implementation or ""),
         reference_model=arguments.beta != 0 and is_full,
@@ -148,6 +164,34 @@ def make_setup(arguments: MemoryArguments, model_args: Any) -> MemorySetup:
         offload_optimizer=launch["offload_optimizer"],
         offload_parameters=launch["offload_parameters"],
     )
+
+
+def bounds_of_rows(arguments: MemoryArguments) -> RowBounds:
+    """The rows of a trajectory of this recipe, at most.
+
+    Raises:
+        ValueError: the limits do not go together.
+    """
+    from agent_r1_trl.memory import row_bounds
+    from agent_r1_trl.rollout.limits import RolloutSettings
+    from agent_r1_trl.rollout.thinking import settle_thinking
+
+    _, policy = settle_thinking(arguments.thinking, arguments.context_policy)
+    lengths = ("max_turns", "max_tokens_per_turn", "max_completion_length", "max_observation_tokens")
+    names = (*lengths, "context_turns", "context_tokens", "summary_tokens")
+    limits = RolloutSettings(context_policy=policy, **{name: getattr(arguments, name) for name in names})
+    limits.check_limits()
+    return row_bounds(limits, arguments.prompt_tokens)
+
+
+def not_counted(arguments: MemoryArguments) -> list[str]:
+    """What the recipe has and the estimate leaves out, in words."""
+    if bounds_of_rows(arguments).is_counted:
+        return []
+    return [
+        f"how many rows context_policy={arguments.context_policy!r} makes of a trajectory; it stands for one row "
+        "here. With max_tokens_per_micro_batch the update's memory does not depend on it."
+    ]
 
 
 def _rollout_rows(arguments: MemoryArguments, num_processes: int) -> int:

@@ -17,7 +17,12 @@ HEAD_TILE_VOCABULARY = 32768
 
 
 def layer_bytes(shape: ModelShape, setup: MemorySetup) -> float:
-    """Bytes that one decoder layer saves for one micro-batch.
+    """Bytes that one decoder layer saves for one micro-batch."""
+    return setup.pass_tokens * token_bytes(shape, setup)
+
+
+def token_bytes(shape: ModelShape, setup: MemorySetup) -> float:
+    """Bytes that one decoder layer saves for each token.
 
     Each of the two norms saves its input in float32, the normalised vector and the scaled one. Attention saves q, the
     repeated k and v, and its output twice (before and after the heads are joined). The gated MLP saves four vectors of
@@ -25,7 +30,8 @@ def layer_bytes(shape: ModelShape, setup: MemorySetup) -> float:
     """
     inner, outer = setup.compute_bytes, setup.weight_bytes
     heads, joined = shape.num_heads + shape.num_kv_heads, shape.num_heads * shape.head_dim
-    mask = setup.sequence_tokens * inner if setup.saves_attention_mask else 0
+    has_mask = setup.saves_attention_mask and not setup.is_packed  # packed rows share one among all layers
+    mask = setup.sequence_tokens * inner if has_mask else 0
     if shape.num_adapter_parameters:
         norms = 2 * shape.hidden_size * 4
         attention, mlp = 4 * joined * inner, 3 * shape.intermediate_size * inner
@@ -36,25 +42,31 @@ def layer_bytes(shape: ModelShape, setup: MemorySetup) -> float:
         adapters = 0
     if shape.has_head_norms:
         norms += heads * shape.head_dim * (4 if shape.num_adapter_parameters else 4 + inner)
-    return tokens(setup) * (norms + attention + 4 * shape.num_heads + mlp + adapters + mask)
+    return norms + attention + 4 * shape.num_heads + mlp + adapters + mask
 
 
-def activation_bytes(shape: ModelShape, setup: MemorySetup) -> float:
-    """Bytes that all layers save; with checkpointing, one vector per layer and one layer at a time in full."""
-    one_layer = layer_bytes(shape, setup)
+def activation_bytes(shape: ModelShape, setup: MemorySetup, num_tokens: int | None = None) -> float:
+    """Bytes that all layers save; with checkpointing, one vector per layer and one layer at a time in full.
+
+    Args:
+        shape: of the model.
+        setup: of the run.
+        num_tokens: in the pass; None: the policy's.
+    """
+    one_layer = token_bytes(shape, setup)
+    of_token = one_layer * shape.num_layers
     if setup.gradient_checkpointing:
-        return tokens(setup) * shape.hidden_size * setup.weight_bytes * shape.num_layers + one_layer
-    return one_layer * shape.num_layers
+        of_token = shape.hidden_size * setup.weight_bytes * shape.num_layers + one_layer
+    return (setup.pass_tokens if num_tokens is None else num_tokens) * of_token
 
 
 def head_bytes(shape: ModelShape, setup: MemorySetup) -> float:
     """Bytes of the log-probabilities: a tile of logits, two float32 copies, and float32 gradients of the inputs."""
-    completion = setup.micro_batch * setup.completion_tokens
+    completion = setup.micro_batch * setup.rows_per_trajectory * setup.completion_tokens
+    if setup.is_packed:  # in a pass by tokens, few may belong to prompts
+        completion = (
+            min(completion, setup.pass_tokens) if setup.max_tokens_per_micro_batch is None else setup.pass_tokens
+        )
     tile = min(completion, HEAD_TILE_TOKENS) * min(shape.vocab_size, HEAD_TILE_VOCABULARY)
     weight = 0 if shape.num_adapter_parameters else shape.vocab_size * shape.hidden_size
     return tile * (setup.compute_bytes + 8) + 4 * (completion * shape.hidden_size + weight)
-
-
-def tokens(setup: MemorySetup) -> int:
-    """Number of tokens in one micro-batch, padding included."""
-    return setup.micro_batch * setup.sequence_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agent_r1_trl.memory.activations import activation_bytes, head_bytes, layer_bytes, tokens
+from agent_r1_trl.memory.activations import activation_bytes, head_bytes, token_bytes
 from agent_r1_trl.memory.setup import MemorySetup
 from agent_r1_trl.memory.shape import ModelShape
 
@@ -232,8 +232,8 @@ def _communication(shape: ModelShape, setup: MemorySetup) -> list[Line]:
 
 def _update(shape: ModelShape, setup: MemorySetup) -> list[Line]:
     graphs = 2 if setup.critic in ("adapter", "model") else 1
-    per_token = layer_bytes(shape, setup) / tokens(setup)
-    rows = f"{setup.micro_batch} x {setup.sequence_tokens} tokens"
+    per_token = token_bytes(shape, setup)
+    rows = _pass_words(setup)
     if setup.gradient_checkpointing:
         stored = shape.hidden_size * setup.weight_bytes
         text = (
@@ -241,13 +241,14 @@ def _update(shape: ModelShape, setup: MemorySetup) -> list[Line]:
         )
     else:
         text = f"{rows} x {shape.num_layers} layers x {_count(per_token)} bytes"
+    total, also = activation_bytes(shape, setup), ""
+    if graphs == 2:
+        total += activation_bytes(shape, setup, setup.critic_tokens)
+        also = " x 2: policy and critic"
+        if more := setup.critic_tokens - setup.pass_tokens:
+            also += f", which reads {more} tokens of critic_context besides"
     lines = [
-        Line(
-            name="activations",
-            bytes=graphs * activation_bytes(shape, setup),
-            formula=text + (" x 2: policy and critic" if graphs == 2 else ""),
-            phase="update",
-        ),
+        Line(name="activations", bytes=total, formula=text + also, phase="update"),
         Line(
             name="log-probabilities",
             bytes=head_bytes(shape, setup),
@@ -278,12 +279,21 @@ def _rollout(shape: ModelShape, setup: MemorySetup) -> list[Line]:
         )
         lines.append(Line(name="ZeRO-3 gathered to generate", bytes=whole, formula=text, phase="rollout"))
     per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * setup.compute_bytes
-    text = f"{setup.rollout_rows} rows x {setup.sequence_tokens} tokens x {_count(per_token)} bytes"
-    total = setup.rollout_rows * setup.sequence_tokens * per_token
+    text = f"{setup.rollout_rows} rows x {setup.longest_row} tokens x {_count(per_token)} bytes"
+    total = setup.rollout_rows * setup.longest_row * per_token
     return [*lines, Line(name="KV cache", bytes=total, formula=text, phase="rollout")]
 
 
 # -------------------------------------------------------------------- words
+
+
+def _pass_words(setup: MemorySetup) -> str:
+    if setup.max_tokens_per_micro_batch is not None:
+        return f"{setup.pass_tokens} tokens a pass"
+    rows = f" x {setup.rows_per_trajectory} rows" if setup.rows_per_trajectory > 1 else ""
+    if setup.is_packed:
+        return f"{setup.micro_batch}{rows}, {setup.pass_tokens} tokens without padding,"
+    return f"{setup.micro_batch}{rows} x {setup.sequence_tokens} tokens"
 
 
 def _split(setup: MemorySetup, stage: int) -> int:

@@ -42,6 +42,13 @@ def _changes(shape: ModelShape, setup: MemorySetup) -> dict[str, dict[str, Any]]
         "a vLLM server on other GPUs": {"generator": "server"},
         "vllm_enable_sleep_mode: true": {"vllm_sleeps": True},
     }
+    if setup.max_tokens_per_micro_batch is None or setup.max_tokens_per_micro_batch > setup.longest_row:
+        layout = "" if setup.is_packed else "update_layout: shared, "
+        limit = setup.longest_row + setup.critic_prefix
+        changes[f"{layout}max_tokens_per_micro_batch: {limit}"] = {
+            "is_packed": True,
+            "max_tokens_per_micro_batch": limit,
+        }
     if setup.num_processes > 1:
         changes |= {f"zero{stage}.yaml": {"zero_stage": stage} for stage in (1, 2, 3) if stage > setup.zero_stage}
     if shape.num_adapter_parameters and not setup.quantization:

@@ -32,7 +32,21 @@ class MemorySetup:
     micro_batch: int = 1
     """Trajectories per forward pass in one process."""
     prompt_tokens: int = 512
+    """Of the longest prompt; where contexts are rewritten, the longest beginning of a row (`contexts.py`)."""
     completion_tokens: int = 512
+    row_tokens: int | None = None
+    """Length of the longest row without padding. None: prompt and completion together."""
+    rows_per_trajectory: int = 1
+    trajectory_tokens: int | None = None
+    """Of all rows of a trajectory without padding. None: those of one row."""
+    is_packed: bool = False
+    """No padding is computed: `update_layout` packed or shared."""
+    max_tokens_per_micro_batch: int | None = None
+    """Tokens of a forward pass, unless a row is longer; with a packed layout."""
+    update_rows: int | None = None
+    """Trajectories of one optimizer step in one process: all that a pass by tokens can hold. None: no limit."""
+    critic_prefix: int = 0
+    """Tokens that only the critic reads, before each row."""
     gradient_checkpointing: bool = True
     saves_attention_mask: bool = True
     """PyTorch's own attention saves the padding mask once per layer; flash attention has none."""
@@ -64,13 +78,43 @@ class MemorySetup:
         for name in ("num_processes", "micro_batch", "prompt_tokens", "completion_tokens", "rollout_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1. Set {name} to such a number.")
+        if self.max_tokens_per_micro_batch is not None and not self.is_packed:
+            raise ValueError(
+                f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} has no effect on padded rows. Set "
+                "update_layout='packed' or 'shared', or remove it."
+            )
         if not self.gpu_memory_gb > 0:
             raise ValueError(f"gpu_memory_gb={self.gpu_memory_gb} must be above 0. Set it to the GiB of one GPU.")
 
     @property
     def sequence_tokens(self) -> int:
-        """Length of the longest row."""
+        """Width of a padded micro-batch: the longest prompt beside the longest completion."""
         return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def longest_row(self) -> int:
+        """Length of the longest row without padding."""
+        return self.row_tokens or self.sequence_tokens
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens that the policy computes in one forward pass, at most."""
+        return self._tokens(0)
+
+    @property
+    def critic_tokens(self) -> int:
+        """The same of a critic with a forward pass of its own, which reads `critic_prefix` before each row."""
+        return self._tokens(self.critic_prefix)
+
+    def _tokens(self, prefix: int) -> int:
+        rows = self.rows_per_trajectory
+        if not self.is_packed:
+            return self.micro_batch * rows * (prefix + self.sequence_tokens)
+        of_trajectory = (self.trajectory_tokens or self.longest_row) + rows * prefix
+        if self.max_tokens_per_micro_batch is None:
+            return self.micro_batch * of_trajectory
+        tokens = max(self.max_tokens_per_micro_batch, self.longest_row + prefix)
+        return tokens if self.update_rows is None else min(tokens, self.update_rows * of_trajectory)
 
     @property
     def weight_bytes(self) -> int:

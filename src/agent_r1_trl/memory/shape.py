@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from agent_r1_trl.rollout.limits import context_length
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -29,6 +31,8 @@ class ModelShape:
     vocab_size: int
     has_head_norms: bool = False
     """Whether queries and keys are normalised per head (Qwen3)."""
+    max_positions: int | None = None
+    """Tokens that a context of the model can hold; None if its configuration does not say."""
     num_adapter_parameters: int = 0
     """Parameters that LoRA adds and trains; 0: the whole model is trained."""
     num_whole_parameters: int = 0
@@ -73,6 +77,7 @@ def read_shape(config: Any, peft_config: Any = None) -> ModelShape:
         num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         vocab_size=text.vocab_size,
+        max_positions=context_length(text),
         has_head_norms=any(name.endswith("q_norm") for name, _ in model.named_modules()),
         **(_adapter_sizes(model, peft_config) if peft_config is not None else {}),
     )
