@@ -2,9 +2,9 @@
 
     python benchmarks/long_agents.py --seeds 0 1 2 [--policies keep window] [--json]
 
-The corridor (recipes/corridor) needs 700 tokens, and its model takes 512. Every run has the settings of the recipe's
+The corridor (recipes/corridor) needs 630 tokens, and its model takes 512. Every run has the settings of the recipe's
 `config_cpu.yaml`, with the policy in place of the recipe's own. Success before and after is that of the 200 corridors
-of `recipes/levels.jsonl`, sampled, with the policy of the training.
+of `recipes/levels.jsonl`, sampled, with the policy of the training. Its 95% intervals are Wilson's.
 
 Runs are forked from one process that has imported everything; a command of its own takes the imports more. What is
 in `--out` already is not made again, so a measurement that was broken off goes on.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import runpy
 import sys
@@ -125,8 +126,28 @@ def train(args: argparse.Namespace, config: Path, start: Path, folder: Path, see
     return float(clock.read_text(encoding="utf-8"))
 
 
+def wilson(share: float, num: int) -> tuple[float, float]:
+    """The 95% interval of a share of `num` trials (Wilson, 1927), which has a length at 0 and 1, too."""
+    z = 1.96
+    centre = share + z * z / (2 * num)
+    reach = z * math.sqrt(share * (1 - share) / num + (z / (2 * num)) ** 2)
+    return max(0.0, (centre - reach) / (1 + z * z / num)), min(1.0, (centre + reach) / (1 + z * z / num))
+
+
+def figures(name: str, evaluation: dict[str, Any]) -> dict[str, float]:
+    """What the table says of an evaluation; `name` is "before" or "after"."""
+    low, high = wilson(evaluation["success"], evaluation["num_examples"])
+    return {
+        name: evaluation["success"],
+        f"{name}_low": low,
+        f"{name}_high": high,
+        f"rooms_{name}": evaluation["rooms"],
+        f"cut_{name}": evaluation["truncated_rate"],
+    }
+
+
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row per policy, algorithm and seed: success and rooms passed, before and after."""
+    """One row per policy, algorithm and seed."""
     start, rows = cold_start(args), []
     for policy in args.policies:
         for algo in args.algos:
@@ -141,10 +162,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                         "policy": list(POLICIES).index(policy),
                         "algo": ALGOS.index(algo),
                         "seed": seed,
-                        "before": before["success"],
-                        "after": after["success"],
-                        "rooms_before": before["rooms"],
-                        "rooms_after": after["rooms"],
+                        **figures("before", before),
+                        **figures("after", after),
                         "seconds": seconds,
                     }
                 )
@@ -172,16 +191,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     """Print the table."""
+
+    def interval(row: dict[str, Any], name: str) -> str:
+        return f"{row[name]:.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]"
+
     print_table(
         f"Success on {args.num_examples} corridors",
-        ["policy", "algorithm", "seed", "before", "after", "rooms before", "after", "processor seconds"],
+        ["policy", "algorithm", "seed", "before", "after", "rooms before", "after", "cut after", "processor seconds"],
         [
             [
                 list(POLICIES)[row["policy"]],
                 ALGOS[row["algo"]],
                 str(row["seed"]),
-                *(f"{row[name]:.3f}" for name in ("before", "after")),
+                *(interval(row, name) for name in ("before", "after")),
                 *(f"{row[name]:.1f}" for name in ("rooms_before", "rooms_after")),
+                f"{row['cut_after']:.2f}",
                 f"{row['seconds']:.0f}",
             ]
             for row in rows

@@ -195,6 +195,13 @@ def test_latencies_are_the_same_for_the_same_seed_and_have_the_median_asked_for(
     assert statistics.stdev(map(math.log, drawn)) == pytest.approx(1.0, rel=0.1)
 
 
+def test_intervals_of_the_corridor_are_those_of_wilson():
+    wilson = load_benchmark("long_agents.py").wilson
+    assert wilson(0.0, 200) == pytest.approx((0.0, 0.01885), abs=1e-5)
+    assert wilson(0.5, 10) == pytest.approx((0.23659, 0.76341), abs=1e-5)
+    assert wilson(0.95, 200) == pytest.approx((0.91042, 0.97262), abs=1e-5)
+
+
 @pytest.mark.slow
 def test_an_adapter_critic_costs_little_and_a_model_of_its_own_much():
     """SmolLM2-135M's widths; fewer layers make the adapter's share smaller, so the bound is checked at rank 64."""

@@ -97,27 +97,56 @@ def script():
     return runpy.run_path(str(RECIPE / "make_cold_start.py"), run_name="corridor")
 
 
-def test_the_demonstrator_opens_a_dark_door_now_and_then():
+def walk(rng):
+    """A walk of the player who always looks, and the script."""
     from tiny_model import play, read_env
 
-    make_env, made, rng, say = read_env(CONFIGS["grpo"]), [], random.Random(0), script()["say"]
-    for _ in range(200):
-        play(lambda: made.append(make_env()) or made[-1], say, rng)
-    assert 7 < sum(env.rooms for env in made) / len(made) < 14
-    assert 0.02 < sum(env.is_won for env in made) / len(made) < 0.15
+    made = script()
+    return play(read_env(CONFIGS["grpo"]), made["say"], rng), made
 
 
-def test_the_demonstrator_writes_summaries_and_goes_on_from_them():
-    roles = ["system", *["user", "assistant"] * 3]
-    texts = ["Go.", "Room 1: ...", "Left", "Room 2: ...", "Ahead", "Room 3: ...", "Right"]
-    game = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
-    last, with_summary = random.Random(1), script()["with_summary"]
-    last.randint = lambda low, high: high  # the summary is written after the last turn that was answered
-    assert with_summary(game, "whole", last) == game and with_summary(game[:3], "asked", last) == game[:3]
-    asked = [message["content"] for message in with_summary(game, "asked", last)]
-    assert asked == [*texts[:6], "Where are you?", "Room 3"]
-    after = [message["content"] for message in with_summary(game, "summarised", last)]
-    assert after == ["Go.", f"Room 1: ...\n\n{HEADING}Room 3", "Ahead", "Room 3: ...", "Right"]
+def test_the_demonstrator_opens_a_dark_door_now_and_then():
+    rng = random.Random(0)
+    whole, made = walk(rng)
+    assert len(whole) == 1 + 2 * 30 and whole[-2]["content"].startswith("Room 30: ")
+    spoiled = [made["spoiled"](whole, rng) for _ in range(40)]
+    same = [game[i] == whole[i] for game in spoiled for i in range(2, len(whole), 2)]
+    assert 0.86 < sum(same) / len(same) < 0.92
+    assert all(game[i] == whole[i] for game in spoiled for i in (0, *range(1, len(whole), 2)))
+
+
+def test_the_demonstrations_have_the_contexts_of_each_policy():
+    rng = random.Random(0)
+    whole, made = walk(rng)
+    in_context, room_name = made["in_context"], made["room_name"]
+    assert in_context(whole, "keep", rng) == whole
+    for _ in range(20):
+        window = in_context(whole, "window", rng)
+        begin = whole.index(window[3]) - 1
+        assert window == [*whole[:2], *whole[begin : begin + len(window) - 2]] and window[2] == whole[2]
+    written = [in_context(whole, "summarise", rng) for _ in range(40)]
+    asked = [game for game in written if game[-2]["content"] == "Where are you?"]
+    gone_on = [game for game in written if HEADING in game[1]["content"]]
+    assert len(asked) > 5 and all(game[-1]["content"] == room_name(game[-3]) for game in asked)
+    assert len(gone_on) > 5
+    for game in gone_on:
+        assert game[1]["content"] == f"{whole[1]['content']}\n\n{HEADING}{room_name(game[3])}" and game[2] == whole[2]
+    assert room_name({"content": "Room 12: Left dark Ahead lit Right dark"}) == "Room 12"
+
+
+def test_the_game_is_longer_than_the_context_and_a_cut_context_is_not():
+    """The recipe's claim, with the tokenizer that its script makes."""
+    from tiny_model import encode, make_tokenizer
+
+    rng = random.Random(0)
+    whole, made = walk(rng)
+    context = 512
+    tokenizer = make_tokenizer([f"{item['role']}\n{item['content']}" for item in whole], 400, context)
+    assert len(encode(tokenizer, whole)[0]) > 1.2 * context
+    recipe = yaml.safe_load(CONFIGS["grpo"].read_text(encoding="utf-8"))
+    pieces = [made["in_context"](whole, kind, rng) for kind in ("window", "summarise") for _ in range(20)]
+    lengths = [len(encode(tokenizer, piece)[0]) for piece in pieces]
+    assert 0.9 * recipe["context_tokens"] < max(lengths) < context
 
 
 @pytest.mark.slow
@@ -129,7 +158,7 @@ def test_it_trains_from_the_model_that_the_script_makes(algo, tmp_path, monkeypa
     changed = {
         "model_name_or_path": str(start), "output_dir": f"{tmp_path}/{algo}", "max_steps": "2",
         "per_device_train_batch_size": "4", "gradient_accumulation_steps": "1", "generation_batch_rows": "4",
-        "max_tokens_per_turn": "4", "num_generations": "2" if algo == "grpo" else "1",
+        "num_generations": "2" if algo == "grpo" else "1",
     }  # fmt: skip
     options = [part for name, value in changed.items() for part in (f"--{name}", value)]
     assert main(["train", "--config", str(CONFIGS[algo]), *options]) == 0
