@@ -1,5 +1,6 @@
 """Recipes by name, in a clone and in the wheel."""
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -37,6 +38,16 @@ def test_the_files_that_a_named_recipe_points_to_come_with_the_package(name, tmp
     values = read_recipe(name)
     texts = [text for text in flat(values) if text.startswith(("recipes/", str(FOLDER)))]
     assert [text for text in texts if not Path(text.partition(":")[0]).exists()] == []
+
+
+def test_a_model_that_is_to_be_made_first_is_named_with_its_script(tmp_path, monkeypatch, refusal):
+    made = {path: path.read_text().split("\nmodel_name_or_path: outputs/") for path in shipped_recipes().values()}
+    heads = [parts[0].splitlines()[-2:] for parts in made.values() if len(parts) == 2]
+    scripts = [re.search(r"made by (recipes/\S+\.py)", " ".join(head)) for head in heads]
+    assert len(scripts) > 5 and all(script and (ROOT / script[1]).is_file() for script in scripts)
+    monkeypatch.chdir(tmp_path)
+    message = refusal("eval", "--config", "function_calling/grpo/cpu")
+    assert "outputs/function_calling/start" in message and "made by the script that it names above" in message
 
 
 def flat(value):

@@ -63,7 +63,12 @@ def is_local(path: str, *, flag: str = "model") -> bool:
     """
     folder = Path(path)
     if not folder.is_dir() and (folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
-        raise ValueError(f"{flag}={path!r}: no such directory. Pass the directory of a saved model, or a Hub id.")
+        is_made = path.startswith("outputs/")
+        hint = " What a recipe starts from is made by the script that it names above this setting." if is_made else ""
+        raise ValueError(
+            f"{flag}={path!r}: no such directory (looked in {Path.cwd()}). Pass the directory of a saved model, or a "
+            f"Hub id.{hint}"
+        )
     return folder.is_dir()
 
 
