@@ -44,7 +44,10 @@ def outcome(env_class, row, turns):
     env.reset(row)
     for calls in turns:
         step = asyncio.run(env.step(turn(*calls)))
-    return env.outcome_reward(finished("Done."))[0], step
+    trajectory = finished("Done.")
+    reward = env.outcome_reward(trajectory)[0]
+    assert trajectory.info["success"] == reward
+    return reward, step
 
 
 def test_every_task_is_won_by_its_solution_and_by_no_part_of_it(env_class, draw_task):

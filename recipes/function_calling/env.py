@@ -63,5 +63,6 @@ class HomeEnv(ToolEnv):
         is_right = self.state == self.example["goal"]
         num_calls = sum(len(turn.tool_results) for turn in trajectory.turns)
         num_turns = sum(bool(turn.tool_results) for turn in trajectory.turns)
+        trajectory.info["success"] = float(is_right)
         trajectory.info["calls_per_turn"] = num_calls / max(num_turns, 1)
         return float(is_right), {"goal": float(is_right)}
