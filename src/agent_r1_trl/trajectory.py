@@ -33,6 +33,10 @@ from agent_r1_trl.tool_results import ToolCall as ToolCall
 from agent_r1_trl.tool_results import ToolErrorKind as ToolErrorKind
 from agent_r1_trl.tool_results import ToolResult as ToolResult
 
+USAGE = "endpoint_usage"
+"""Key of `Trajectory.info` with the token counts of a trajectory that was played without ids, by a server; without any
+counts if the server does not tell."""
+
 Message = dict[str, Any]
 """A chat message: `role`, `content`, and where it applies `tool_calls`, `name`, `tool_call_id`."""
 
@@ -234,6 +238,11 @@ class Trajectory:
     def env_turns(self) -> list[Turn]:
         """The turns that the environment got: all but summaries."""
         return [turn for turn in self.turns if not turn.is_summary]
+
+    @property
+    def is_hosted(self) -> bool:
+        """A hosted model has played it: there are messages, and no token ids."""
+        return USAGE in self.info
 
     @property
     def num_action_tokens(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from agent_r1_trl.cli.endpoint_settings import EndpointSettings
 from agent_r1_trl.cli.errors import UsageError
 from agent_r1_trl.cli.eval_settings import TableSettings
 from agent_r1_trl.objects import did_you_mean
@@ -96,7 +97,7 @@ class TrainArguments(TaskArguments):
 
 
 @dataclass
-class EvalArguments(RolloutSettings, TaskArguments, TableSettings):
+class EvalArguments(RolloutSettings, TaskArguments, TableSettings, EndpointSettings):
     """Settings of `eval`; the limits of a trajectory are those of training."""
 
     model_name_or_path: str | None = field(
@@ -169,6 +170,7 @@ class EvalArguments(RolloutSettings, TaskArguments, TableSettings):
             raise UsageError(f"env: not set, so the agent has nothing to act in. Set env. {_ENV_HELP}")
         self.check_limits()
         self.check_table()
+        self.check_endpoint(read_mapping("endpoint_options", self.endpoint_options))
         check_rules(self.secret_names, self.secret_patterns)
         check_positive("num_examples", self.num_examples)
         check_positive("num_generations_eval", self.num_generations_eval)

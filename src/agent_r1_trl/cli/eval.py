@@ -2,6 +2,7 @@
 
 agent-r1-trl eval --config recipe.yaml --model outputs/my-agent
 agent-r1-trl eval --config recipe.yaml --model outputs/my-agent --baselines base naive_rag closed_book
+agent-r1-trl eval --config recipe.yaml --endpoint https://api.openai.com/v1 --model gpt-4.1-mini
 agent-r1-trl eval compare scores-before scores-after
 """
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from agent_r1_trl.cli.arguments import EvalArguments
     from agent_r1_trl.cli.eval_plan import PlannedRow
     from agent_r1_trl.evaluation import Agent, EvaluationResult, EvaluationTable, TableRow
-    from agent_r1_trl.generation import SamplingParams
+    from agent_r1_trl.evaluation.agent import HostedAgent
 
 COMMAND = "agent-r1-trl eval"
 RESULT_FILE = "evaluation.json"
@@ -40,11 +41,17 @@ VIEW_OPTIONS = f"--terminal --split eval --step {STEP}"
 def run(argv: Sequence[str]) -> int:
     """Evaluate a model; returns the exit code."""
     from agent_r1_trl.cli.arguments import EvalArguments, TaskArguments
+    from agent_r1_trl.cli.endpoint_settings import EndpointSettings
     from agent_r1_trl.cli.options import options_of, show_help
     from agent_r1_trl.rollout.limits import RolloutSettings
 
     def options() -> list[dict[str, Any]]:
-        return options_of(Task_and_data=TaskArguments, Limits_of_a_rollout=RolloutSettings, Evaluation=EvalArguments)
+        return options_of(
+            Task_and_data=TaskArguments,
+            Limits_of_a_rollout=RolloutSettings,
+            Hosted_models=EndpointSettings,
+            Evaluation=EvalArguments,
+        )
 
     if argv and argv[0] == "compare":
         from agent_r1_trl.cli.eval_compare import run as compare
@@ -76,6 +83,7 @@ def read_arguments(argv: Sequence[str]) -> EvalArguments:
         UsageError: there is a mistake in the recipe or on the command line.
     """
     from agent_r1_trl.cli.arguments import EvalArguments, TrainArguments
+    from agent_r1_trl.cli.eval_players import check_flags
     from agent_r1_trl.cli.parser import RecipeParser
     from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
     from agent_r1_trl.trainers.trl_arguments import ModelConfig
@@ -90,6 +98,7 @@ def read_arguments(argv: Sequence[str]) -> EvalArguments:
         raise UsageError("--model: not set. Pass the directory or the Hub id of the model to evaluate.")
     if not (arguments.eval_dataset_name or arguments.dataset_name):
         raise UsageError("--dataset: not set. Pass a data file, a directory or a Hub id to evaluate on.")
+    check_flags(arguments, argv)
     config_path, _ = split_config(argv)
     recipe = {} if config_path is None else read_recipe(config_path)
     if arguments.base_model is None and recipe.get("model_name_or_path") != arguments.model_name_or_path:
@@ -110,7 +119,7 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
         InfrastructureError: no trajectory of a row could be played, or the engine failed.
     """
     from agent_r1_trl.cli.eval_plan import make_plan
-    from agent_r1_trl.cli.eval_resume import unfinished
+    from agent_r1_trl.cli.eval_resume import leave_failures, unfinished
     from agent_r1_trl.cli.resolve import check_first_row, make_folder, resolve_env
     from agent_r1_trl.evaluation import EvaluationTable
     from agent_r1_trl.evaluation.loading import check_model_folder
@@ -129,7 +138,8 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
         try:
             for row in plan:
                 flag = "base_model" if row.model == arguments.base_model else "model_name_or_path"
-                check_model_folder(str(row.model), flag=flag)
+                if not row.is_hosted:
+                    check_model_folder(str(row.model), flag=flag)
             with unfinished(arguments) as goes_on:
                 results = _play_all(arguments, plan, console, description, goes_on)
         except infrastructure_errors() as error:
@@ -138,6 +148,8 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
             raise
         except ValueError as error:  # limits, template, environment
             raise UsageError(str(error)) from error
+        if told := leave_failures(arguments, results):
+            console.print(told)
     return EvaluationTable(
         rows=[_table_row(arguments, row, result) for row, result in zip(plan, results, strict=True)]
     )
@@ -151,46 +163,34 @@ def _table_row(arguments: EvalArguments, row: PlannedRow, result: EvaluationResu
     if arguments.price_per_million_tokens:
         result = with_cost(result, arguments.price_per_million_tokens, seed=arguments.seed)
     parts = {arguments.by: split_by(result, row.rows, arguments.by, seed=arguments.seed)} if arguments.by else {}
-    return TableRow(method=row.method, dataset=row.dataset, model=row.model, result=result, by=parts)
+    model = result.settings["model"] if row.is_hosted and row.model is not None else row.model
+    return TableRow(method=row.method, dataset=row.dataset, model=model, result=result, by=parts)
 
 
 def _play_all(
     arguments: EvalArguments, plan: Sequence[PlannedRow], console: Console, description: str, goes_on: bool
 ) -> list[EvaluationResult]:
     """The results in the order of the plan; each model is loaded once."""
-    from agent_r1_trl.evaluation import open_agent
+    from agent_r1_trl.cli.eval_players import opened
     from agent_r1_trl.trainers.signal_handlers import signals_raise
 
     results: dict[int, EvaluationResult] = {}
-    for model in dict.fromkeys(row.model for row in plan):
+    for player in dict.fromkeys(row.player for row in plan):
+        rows = {index: row for index, row in enumerate(plan) if row.player == player}
         try:
-            with (
-                signals_raise(),
-                open_agent(
-                    model,
-                    use_vllm=arguments.use_vllm,
-                    limits=arguments.rollout_limits(),
-                    dtype=arguments.dtype,
-                    chat_template=arguments.chat_template,
-                    response_template=arguments.response_template,
-                    chat_template_kwargs=arguments.chat_template_kwargs or None,  # type: ignore[arg-type]
-                    thinking=arguments.thinking,
-                    max_batch_size=arguments.generation_batch_rows,
-                    trust_remote_code=arguments.trust_remote_code,
-                ) as agent,
-            ):
-                for index, row in enumerate(plan):
-                    if row.model == model:
-                        title = f"{row.dataset}, {row.method}" if row.folder else description
-                        results[index] = _play(arguments, row, agent, console, title, goes_on)
+            with signals_raise(), opened(arguments, next(iter(rows.values()))) as agent:
+                for index, row in rows.items():
+                    title = f"{row.dataset}, {row.method}" if row.folder else description
+                    results[index] = _play(arguments, row, agent, console, title, goes_on)
         except OSError as error:
-            raise UsageError(model_problem(model, error)) from error
+            raise UsageError(model_problem(player[0], error)) from error
     return [results[index] for index in range(len(plan))]
 
 
 def _play(
-    arguments: EvalArguments, row: PlannedRow, agent: Agent, console: Console, title: str, goes_on: bool
+    arguments: EvalArguments, row: PlannedRow, agent: Agent | HostedAgent, console: Console, title: str, goes_on: bool
 ) -> EvaluationResult:
+    from agent_r1_trl.cli.eval_players import hosted_settings, sampling_params
     from agent_r1_trl.cli.eval_resume import identity_of
     from agent_r1_trl.cli.progress import trajectory_progress
     from agent_r1_trl.evaluation import evaluate
@@ -206,7 +206,7 @@ def _play(
             agent.chat,
             row.rows,
             limits=row.limits(agent.limits),
-            params=sampling_params(arguments),
+            params=sampling_params(arguments, is_hosted=row.is_hosted),
             num_generations=arguments.num_generations_eval,
             seed=arguments.seed,
             retry_failed=arguments.retry_failed,
@@ -215,22 +215,10 @@ def _play(
             resume=goes_on,
             identity=identity_of(arguments, row),
         )
-    result.settings = {"model": agent.name, "use_vllm": arguments.use_vllm, **result.settings}
+    how = hosted_settings(agent.generator) if row.is_hosted else {"use_vllm": arguments.use_vllm}
+    result.settings = {"model": agent.name, **how, **result.settings}
     console.print(f"{title}: {result.settings['played']}")
     return result
-
-
-def sampling_params(arguments: EvalArguments) -> SamplingParams:
-    """How tokens are drawn."""
-    from agent_r1_trl.generation import SamplingParams
-
-    return SamplingParams(
-        temperature=arguments.eval_temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        min_p=arguments.min_p or 0.0,
-        repetition_penalty=arguments.repetition_penalty,
-    )
 
 
 def _replay(arguments: EvalArguments, row: PlannedRow) -> EvaluationResult:

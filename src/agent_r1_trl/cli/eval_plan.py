@@ -32,8 +32,15 @@ class PlannedRow:
     rows: Any
     env_factory: Callable[[], Any]
     is_one_answer: bool
+    is_hosted: bool = False
+    """The model is behind the endpoint."""
     folder: str
     """Below output_dir; "" if this is the only row."""
+
+    @property
+    def player(self) -> tuple[str | None, bool]:
+        """What is loaded or opened for this row."""
+        return self.model, self.is_hosted
 
     def limits(self, limits: RolloutLimits) -> RolloutLimits:
         """Those of the run, with one turn for a baseline of one answer."""
@@ -56,8 +63,12 @@ def make_plan(arguments: EvalArguments, env_factory: Callable[[], Any]) -> list[
     methods = list(dict.fromkeys([*(arguments.baselines or ()), MODEL]))
     factories = {method: _factory(arguments, method, env_factory) for method in methods}
     base = _base_model(arguments)
-    models = {method: arguments.model_name_or_path if method == MODEL else base for method in methods}
-    if "base" in models and not arguments.replay and base == arguments.model_name_or_path:
+    hosted = [method for method in methods if arguments.endpoint and method != "base"]
+    models = {
+        method: arguments.model_name_or_path if method == MODEL or method in hosted else base for method in methods
+    }
+    is_other = base is not None and (bool(arguments.endpoint) or base != arguments.model_name_or_path)
+    if "base" in models and not arguments.replay and not is_other:
         raise UsageError(
             f"baselines='base': no other model than {base} is named. Pass --base_model, the model before training, or "
             "--model together with a recipe that names that model."
@@ -73,6 +84,7 @@ def make_plan(arguments: EvalArguments, env_factory: Callable[[], Any]) -> list[
             rows=rows,
             env_factory=factories[method],
             is_one_answer=method in ("naive_rag", "closed_book"),
+            is_hosted=method in hosted,
             folder="" if is_alone else f"{label}/{method}",
         )
         for name, label, rows in zip(names, dataset_labels(names), loaded, strict=True)
@@ -111,7 +123,7 @@ def _factory(arguments: EvalArguments, method: str, env_factory: Callable[[], An
 
 
 def _base_model(arguments: EvalArguments) -> str | None:
-    if arguments.base_model:
+    if arguments.base_model or arguments.endpoint:
         return arguments.base_model
     adapter = Path(str(arguments.model_name_or_path)) / "adapter_config.json"
     if adapter.is_file():

@@ -78,15 +78,20 @@ def run(argv: Sequence[str]) -> int:
         if len(listed) < len(records):
             sys.stdout.write(f"{len(listed)} of {len(records)} listed.\n")
         return 0
-    tokenizer = load_tokenizer(arguments.tokenizer, Path(arguments.run), trust_remote_code=arguments.trust_remote_code)
     shown = records if arguments.index is not None else records[: arguments.num or NUM_SHOWN]
+    has_ids = not all(record.trajectory.is_hosted for record in shown)
+    tokenizer = None
+    if has_ids:
+        tokenizer = load_tokenizer(
+            arguments.tokenizer, Path(arguments.run), trust_remote_code=arguments.trust_remote_code
+        )
     for record in shown:
         split = "evaluation, " if record.split == "eval" else ""
         sys.stdout.write(visible(f"{split}step {record.step}, index {record.index}, {record.path}\n"))
         sys.stdout.write(render_trajectory(record.trajectory, tokenizer, arguments.width, color=color) + "\n")
     if len(shown) < len(records):
         sys.stdout.write(f"{len(shown)} of {len(records)} shown; --num, --index, --filter and --list choose others.\n")
-    if tokenizer is None:
+    if has_ids and tokenizer is None:
         sys.stdout.write("Tokens are not shown: no tokenizer in the run. Pass --tokenizer, a directory or a Hub id.\n")
     return 0
 

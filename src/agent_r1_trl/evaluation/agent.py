@@ -10,6 +10,7 @@ from typing import Any
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.evaluation.loading import load_agent
 from agent_r1_trl.generation.base import Generator
+from agent_r1_trl.generation.endpoint import Endpoint
 from agent_r1_trl.rollout import RolloutLimits, context_length
 from agent_r1_trl.rollout.thinking import format_options, settle_thinking
 
@@ -24,6 +25,17 @@ class Agent:
     chat: ChatFormat
     limits: RolloutLimits
     """Those asked for, with the model's context length."""
+
+
+@dataclass(kw_only=True)
+class HostedAgent:
+    """What an evaluation needs of a hosted model; see `Agent`."""
+
+    name: str
+    """The model and where it is, for results."""
+    generator: Endpoint
+    limits: RolloutLimits
+    chat: None = None
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from agent_r1_trl.evaluation.agent import open_agent
 from agent_r1_trl.evaluation.groups import group_sums
 from agent_r1_trl.evaluation.result import EvaluationResult, example_sums
 from agent_r1_trl.generation.base import Generator, SamplingParams
+from agent_r1_trl.generation.endpoint import Endpoint
 from agent_r1_trl.journal import Cassette, RolloutLog
 from agent_r1_trl.journal.reader import read_rollout
 from agent_r1_trl.journal.records import dump
@@ -34,18 +35,21 @@ from agent_r1_trl.rollout import (
     rollout_requests,
 )
 from agent_r1_trl.rollout.failures import count_causes, describe_causes, failure_of
+from agent_r1_trl.rollout.hosted import HostedRunner
 from agent_r1_trl.rollout.limits import check_whole_number
-from agent_r1_trl.trajectory import Trajectory
+from agent_r1_trl.trajectory import StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
 
 GREEDY = SamplingParams(temperature=0.0)
+_NO_MATTER = ("max_concurrency", "watchdog_interval", "stall_timeout")
+"""Limits that a start which goes on with a journal may change."""
 
 
 def evaluate(
-    generator: Generator,
+    generator: Generator | Endpoint,
     env_factory: Callable[[], Any],
-    chat: ChatFormat,
+    chat: ChatFormat | None,
     examples: Iterable[Mapping[str, Any]],
     *,
     limits: RolloutLimits | None = None,
@@ -61,9 +65,9 @@ def evaluate(
     """Play every example and score what happened.
 
     Args:
-        generator: samples turns.
+        generator: samples turns, or is a hosted model.
         env_factory: makes a fresh environment per trajectory. Every number it leaves in `trajectory.info` is a metric.
-        chat: the model's chat format.
+        chat: the model's chat format; None for a hosted model.
         examples: rows of the data set.
         limits: of every trajectory; use those of the training for comparable figures.
         params: greedy by default.
@@ -72,7 +76,8 @@ def evaluate(
         retry_failed: how often a trajectory that failed for no fault of the policy is played again.
         on_trajectory: called with each trajectory as it ends, from another thread.
         journal: file that keeps every turn, from which `replay_evaluation` evaluates again.
-        resume: go on with that file if there is one: what it holds is not played again.
+        resume: go on with that file if there is one: what it holds is not played again, but for trajectories that
+            failed for no fault of the policy.
         identity: JSON data that the trajectories depend on, such as the model's name; it must be that of the journal.
 
     Raises:
@@ -83,14 +88,19 @@ def evaluate(
     check_whole_number("retry_failed", retry_failed, minimum=0)
     requests = _requests(examples, num_generations, seed)
     limits = limits or RolloutLimits()
+    how: dict[str, Any] = {"retry_failed": retry_failed, "on_trajectory": on_trajectory}
+    if isinstance(generator, Endpoint):
+        runner: RolloutRunner = HostedRunner(env_factory, generator, limits, params, **how)
+    elif chat is None:
+        raise ValueError("chat=None: only a hosted model comes without a chat format. Pass ChatFormat(tokenizer).")
+    else:
+        runner = RolloutRunner(env_factory, generator, chat, limits, params, **how)
     log = None
     if journal is not None:
-        header = {"size": len(requests), "params": asdict(params), "limits": vars(limits), **(identity or {})}
+        spent = {name: value for name, value in _values(limits).items() if name not in _NO_MATTER}
+        header = {"size": len(requests), "params": asdict(params), "limits": spent, **(identity or {})}
         log = _open_log(Path(journal), header, resume=resume)
     start = time.perf_counter()
-    runner = RolloutRunner(
-        env_factory, generator, chat, limits, params, retry_failed=retry_failed, on_trajectory=on_trajectory
-    )
     try:
         trajectories = runner.run(requests, journal=log)
     finally:
@@ -101,9 +111,13 @@ def evaluate(
         "played": describe_play(params, num_generations, limits),
         "temperature": params.temperature,
         "seed": seed,
-        "limits": vars(limits).copy(),
+        "limits": _values(limits),
     }
     return _result(trajectories, num_generations, seed, settings, start)
+
+
+def _values(limits: RolloutLimits) -> dict[str, Any]:
+    return {item.name: getattr(limits, item.name) for item in fields(limits)}
 
 
 def _open_log(path: Path, header: dict[str, Any], *, resume: bool) -> RolloutLog:
@@ -119,8 +133,9 @@ def _open_log(path: Path, header: dict[str, Any], *, resume: bool) -> RolloutLog
             f"is now {now.get(name)!r:.300}. Set it back to go on, pass --no_resume to begin anew, or pass another "
             "output_dir."
         )
-    log = RolloutLog(path, header, recorded=recorded)
-    ended = sum(item.end is not None for item in recorded.trajectories)
+    log = RolloutLog(path, header, recorded=recorded, plays_failed=True)
+    ends = [StopReason(item.end["stop_reason"]) for item in recorded.trajectories if item.end is not None]
+    ended = sum(not reason.is_infrastructure_failure for reason in ends)
     logger.warning("Going on with %s: %d of %d trajectories have been played.", path, ended, header["size"])
     return log
 

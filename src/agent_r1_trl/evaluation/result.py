@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from agent_r1_trl.trajectory import Trajectory
+from agent_r1_trl.trajectory import USAGE, Trajectory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,9 +22,6 @@ NAMES = {"em": "exact_match", "valid_answer": "valid_answer_rate"}
 """Metric names of the `info` keys that `SearchQAEnv` sets; other numeric keys keep their own."""
 NUM_RESAMPLES = 10_000
 """Of the bootstrap; for more than 1,000 examples fewer, but at least 1,000."""
-
-USAGE = "endpoint_usage"
-"""Key of `Trajectory.info` with the token counts of a trajectory that was played without ids, by a server."""
 
 Row = dict[str, tuple[float, float]]
 """Metric -> (numerator, denominator) of one trajectory or example."""

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.generation.base import Generator
-from agent_r1_trl.journal.players import JournaledDraft, JournaledGenerator, JournaledSession, TrajectoryLog
+from agent_r1_trl.generation.endpoint import Endpoint
+from agent_r1_trl.journal.players import (
+    JournaledDraft,
+    JournaledEndpoint,
+    JournaledGenerator,
+    JournaledSession,
+    TrajectoryLog,
+)
 from agent_r1_trl.journal.reader import (
     RecordedRollout,
     RecordedTrajectory,
@@ -51,17 +58,24 @@ class RolloutLog:
         recorded: of an earlier start, if it may be used; the file is continued. None begins a new file.
         plays_finished: play finished trajectories again, for reward functions that look at the environments. What the
             policy said is still taken from the journal.
+        plays_failed: play trajectories again whose last try failed for no fault of the policy.
     """
 
     def __init__(
-        self, path: Path, header: Record, *, recorded: RecordedRollout | None = None, plays_finished: bool = False
+        self,
+        path: Path,
+        header: Record,
+        *,
+        recorded: RecordedRollout | None = None,
+        plays_finished: bool = False,
+        plays_failed: bool = False,
     ) -> None:
         self.path = path
         self._recorded: dict[str, RecordedTrajectory] = {}
         self._numbers: dict[str, int] = {}
         self._keys: dict[int, tuple[RolloutRequest, str]] = {}
         """By the request's `id`, which is unique as long as the request is held here."""
-        self._is_complete = recorded is not None and recorded.is_complete
+        self._is_complete = recorded is not None and recorded.is_complete and not plays_failed
         self.optimizer_step: Any = (header if recorded is None else recorded.header).get("optimizer_step")
         """Number of optimizer steps behind the oldest weights that a turn was sampled from."""
         self._plays_finished = plays_finished
@@ -97,7 +111,7 @@ class RolloutLog:
         """The recorded trajectory, if it has ended.
 
         A failure that was not the policy's fault counts only if the rollout went on to its end or to another try
-        (`retry_failed`): one that came with the kill is played again.
+        (`retry_failed`): one that came with the kill is played again, and with `plays_failed` every one.
         """
         recorded = self._recorded.get(self._key(request))
         if recorded is None or recorded.end is None or self._plays_finished:
@@ -114,8 +128,8 @@ class RolloutLog:
         request: RolloutRequest,
         factory: Callable[[], Any],
         truncate: Callable[[str, int], str],
-        generator: Generator,
-    ) -> tuple[Draft, EnvSession, Generator]:
+        generator: Generator | Endpoint,
+    ) -> tuple[Draft, EnvSession, Any]:
         """Draft, session and generator of a trajectory: they repeat what is recorded and write what comes after it."""
         key = self._key(request)
         recorded = self._recorded.get(key)
@@ -127,6 +141,8 @@ class RolloutLog:
         log = TrajectoryLog(lambda record: self._append(number, record), turns)
         draft = JournaledDraft(request=request, log=log)
         session = JournaledSession(factory, truncate=truncate, log=log, draft=draft)
+        if isinstance(generator, Endpoint):
+            return draft, session, JournaledEndpoint(generator, log=log, draft=draft)
         return draft, session, JournaledGenerator(generator, log=log, draft=draft)
 
     def end(self, request: RolloutRequest, trajectory: Trajectory) -> None:

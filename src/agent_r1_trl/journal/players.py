@@ -9,13 +9,15 @@ them, and where anything differs, the trajectory goes on from there as a new one
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.generation.base import Generation, Generator, SamplingParams, known_length
+from agent_r1_trl.generation.endpoint import Endpoint
 from agent_r1_trl.journal.environments import (
     RecordedResults,
     ResumeMode,
@@ -25,7 +27,7 @@ from agent_r1_trl.journal.environments import (
     users_object,
 )
 from agent_r1_trl.journal.reader import RecordedTurn, is_same_answer, read_step, step_record
-from agent_r1_trl.journal.records import Record, checksum_ids, pack_floats, pack_ids
+from agent_r1_trl.journal.records import Record, checksum_ids, dump, pack_floats, pack_ids
 from agent_r1_trl.rollout import Draft, EnvSession, RolloutRequest
 from agent_r1_trl.trajectory import Message, Trajectory, Turn
 
@@ -115,6 +117,33 @@ class JournaledGenerator(Generator):
         self._checksum = checksum_ids(prompt_ids[num_known:], self._checksum if num_known else 0)
         self._context = list(prompt_ids)
         return self._checksum
+
+
+class JournaledEndpoint:
+    """Asks a hosted model for turns that are not recorded.
+
+    Args:
+        endpoint: answers.
+        log: of the trajectory.
+        draft: of the trajectory.
+    """
+
+    def __init__(self, endpoint: Endpoint, *, log: TrajectoryLog, draft: Draft) -> None:
+        self._endpoint = endpoint
+        self._log = log
+        self._draft = draft
+
+    async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The recorded answer if it was asked for with the same words; else a new one. See `Endpoint`."""
+        index = len(self._draft.turns)
+        asked = zlib.crc32(dump(body).encode())
+        recorded = self._log.turn(index)
+        if recorded is not None and recorded.sampled.get("asked") == asked:
+            return dict(recorded.sampled["answer"])
+        self._log.forget_from(index)
+        answer = await self._endpoint.ask(body)
+        self._log.request = {"asked": asked, "answer": answer}
+        return answer
 
 
 class JournaledSession(EnvSession):

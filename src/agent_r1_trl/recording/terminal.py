@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.recording.spans import Span, decode_spans
 from agent_r1_trl.safe_text import visible
-from agent_r1_trl.trajectory import Author, StopReason, ToolResult, Trajectory, Turn
+from agent_r1_trl.trajectory import USAGE, Author, StopReason, ToolResult, Trajectory, Turn
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -39,7 +39,8 @@ def render_trajectory(
         color: use ANSI colours; without them, action tokens stand between ⟦ and ⟧.
     """
     parts: list[RenderableType] = [_header(trajectory)]
-    parts += _messages(trajectory) if tokenizer is None else _tokens(trajectory, tokenizer, color)
+    has_tokens = tokenizer is not None and not trajectory.is_hosted
+    parts += _tokens(trajectory, tokenizer, color) if has_tokens else _messages(trajectory)
     footer = _footer(trajectory)
     return render([*parts, footer] if footer else parts, width=width, color=color)
 
@@ -88,15 +89,20 @@ def _header(trajectory: Trajectory) -> Text:
     text.append(f"   summaries: {num_summaries}" if num_summaries else "", style="dim")
     text.append(f"   {trajectory.duration_s:.2f} s\n", style="dim")
     text.append("tokens: ", style="dim")
+    if trajectory.is_hosted:
+        text.append("  ".join(f"{count} {name}" for name, count in trajectory.info[USAGE].items()) or "not counted")
+        return _with_error(text, trajectory)
     text.append(f"{counts[Author.POLICY]} policy (mask 1)", style=STYLES[Author.POLICY]).append("  ")
     text.append(f"{counts[Author.TEMPLATE]} template", style=STYLES[Author.TEMPLATE]).append("  ")
     text.append(f"{counts[Author.ENVIRONMENT]} environment", style=STYLES[Author.ENVIRONMENT])
     text.append(f"  {len(trajectory.prompt_ids)} prompt", style="dim")
     if trajectory.segments:
         text.append(f"   rows: {len(trajectory.rows)}", style="dim")
-    if trajectory.error:
-        text.append("\n" + visible(trajectory.error), style="red")
-    return text
+    return _with_error(text, trajectory)
+
+
+def _with_error(text: Text, trajectory: Trajectory) -> Text:
+    return text.append("\n" + visible(trajectory.error), style="red") if trajectory.error else text
 
 
 def _tokens(trajectory: Trajectory, tokenizer: Any, color: bool) -> list[RenderableType]:
@@ -135,7 +141,8 @@ def _append(text: Text, span: Span, color: bool) -> None:
 def _messages(trajectory: Trajectory) -> list[RenderableType]:
     from rich.text import Text
 
-    parts: list[RenderableType] = [_rule("messages (no tokenizer: tokens and mask are not shown)")]
+    why = "of a hosted model: there are no token ids" if trajectory.is_hosted else "no tokenizer: no tokens, no mask"
+    parts: list[RenderableType] = [_rule(f"messages ({why})")]
     for message in trajectory.prompt_messages:
         parts.append(Text(visible(f"{message.get('role')}: {_content(message)}"), style="dim"))
     for index, turn in enumerate(trajectory.turns):
@@ -224,7 +231,7 @@ def summary_table(records: Sequence[Record], title: str | None = None) -> Table:
             str(len(item.env_turns)),
             str(len(item.tool_results)),
             str(sum(map(_num_failures, item.turns))),
-            str(len(item.completion_ids)),
+            str(item.info[USAGE].get("completion_tokens", "-") if item.is_hosted else len(item.completion_ids)),
             f"{item.total_reward:+.3f}",
             f"{item.outcome_reward:+.3f}",
         )

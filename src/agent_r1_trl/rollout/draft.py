@@ -9,7 +9,7 @@ from typing import Any
 from agent_r1_trl.generation.base import Generation
 from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.rows import Segment, extended_row
-from agent_r1_trl.trajectory import Author, Message, StopReason, ToolResult, Trajectory, Turn
+from agent_r1_trl.trajectory import USAGE, Author, Message, StopReason, ToolResult, Trajectory, Turn
 
 
 @dataclass(kw_only=True)
@@ -35,6 +35,8 @@ class Draft:
     error: str | None = None
     is_refused: bool = False
     """The back end refused the request and would refuse it again."""
+    usage: dict[str, int] | None = None
+    """What a server has counted, of a trajectory without ids (`hosted.py`); None for one with ids."""
     cut_in: str | None = None
     """The phase in which `rollout_timeout` passed."""
 
@@ -146,6 +148,7 @@ class Draft:
             generation=self.request.generation,
             seed=self.request.seed,
             error=self.error,
+            info={} if self.usage is None else {USAGE: dict(self.usage)},
             duration_s=duration_s,
         )
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from agent_r1_trl.safe_text import shown
-from agent_r1_trl.trajectory import Trajectory
+from agent_r1_trl.trajectory import StopReason, Trajectory
 
 MAX_TEXT = 500
 """Characters of an error that are kept."""
@@ -54,6 +54,12 @@ def failure_of(trajectory: Trajectory) -> FailureCause | None:
         error=shown(error.strip()).rstrip(".")[:MAX_TEXT],
         example_id=shown(trajectory.example_id),
     )
+
+
+def may_pass(trajectory: Trajectory, *, is_refused: bool) -> bool:
+    """Whether the trajectory failed for no fault of the policy, of something that may be over at the next try."""
+    reason = trajectory.stop_reason
+    return reason.is_infrastructure_failure and reason is not StopReason.PROMPT_TOO_LONG and not is_refused
 
 
 def count_causes(failures: Iterable[FailureCause | None]) -> list[FailureCause]:

@@ -13,8 +13,8 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, Protocol
 
 from agent_r1_trl.chat.format import PREFIX_TOKENS, ChatFormat
 from agent_r1_trl.environments.base import RewardError
@@ -41,6 +41,16 @@ class GenerationFailure(Exception):
     """The generation back end raised."""
 
 
+class Counting(Protocol):
+    """What counts tokens."""
+
+    def count(self, text: str) -> int:
+        """Number of tokens."""
+
+    def truncate(self, text: str, max_tokens: int) -> str:
+        """The beginning of a text."""
+
+
 async def run_trajectory(
     draft: Draft,
     session: EnvSession,
@@ -63,10 +73,23 @@ async def run_trajectory(
         ValueError: an environment that breaks the protocol (a mistake of its author).
         Exception: whatever `outcome_reward` raises (a bug in a reward function).
     """
+    return await conclude(_play(draft, session, generator, chat, limits, params), draft, session, limits)
+
+
+async def conclude(
+    play: Coroutine[Any, Any, StopReason], draft: Draft, session: EnvSession, limits: RolloutLimits
+) -> Trajectory:
+    """Await what plays a trajectory, name what ended it, score it, and close the environment.
+
+    Args:
+        play: fills the draft and returns why the trajectory ended.
+        draft: see `run_trajectory`.
+        session: see `run_trajectory`.
+        limits: see `run_trajectory`.
+    """
     start = time.perf_counter()
     try:
         try:
-            play = _play(draft, session, generator, chat, limits, params)
             stop_reason = await asyncio.wait_for(play, limits.rollout_timeout)
         except TimeoutError:
             stop_reason, draft.cut_in = StopReason.TIMEOUT, draft.phase
@@ -109,39 +132,28 @@ async def _play(
     params: SamplingParams,
 ) -> StopReason:
     draft.phase = "reset"
-    draft.prompt_messages, tools = await _reset(draft, session, limits)
+    draft.prompt_messages, tools = await reset_in_time(draft, session, limits)
     with _chat_failures():
         draft.prompt_ids = chat.encode_prompt(draft.prompt_messages, tools or None)
     if limits.turn_budget(len(draft.prompt_ids), 0) < 1:
         return StopReason.PROMPT_TOO_LONG
     contexts, summaries = Contexts(draft, chat, tools, limits), Summaries(draft, chat, tools, limits)
     sample = functools.partial(_sample, draft, generator, chat, tools, params)
-    num_invalid = 0
     for turn_index in range(limits.max_turns):
         max_tokens = limits.turn_budget(*draft.lengths)
         draft.phase = f"turn {turn_index}: generation"
         generation, message, seconds = await sample(max_tokens, derive_seed(draft.request.seed, turn_index))
-        message = _cut_message(message, max_tokens) if generation.stop == "length" else message
-        turn = draft.add_turn(generation, message, generate_s=seconds)
+        message = cut_message(message, max_tokens) if generation.stop == "length" else message
+        draft.add_turn(generation, message, generate_s=seconds)
         if generation.stop == "length" and limits.room(*draft.lengths) < 1:
             return StopReason.MAX_COMPLETION_LENGTH
         if turn_index == limits.max_tool_calling_iterations and message.get("tool_calls"):
             return StopReason.MAX_TURNS
-        draft.phase = f"turn {turn_index}: {_what_runs(message)}"
-        began = time.perf_counter()
-        observations, reward, done, info = await session.step(message)
-        record_step(turn, reward, info, env_s=time.perf_counter() - began)
-        failed = [result for result in turn.tool_results if result.is_infrastructure_failure]
-        if failed:
-            draft.error = f"tool {failed[0].cause} (attempts: {failed[0].attempts})"
-            return StopReason.TOOL_FAILURE
-        if done:
-            return StopReason.DONE
-        num_invalid = num_invalid + 1 if turn.is_invalid else 0
-        if num_invalid > limits.max_invalid_calls:
-            return StopReason.INVALID_CALLS
+        observations, info, end = await take_step(draft, session, limits, turn_index)
+        if end is not None:
+            return end
         with _chat_failures():
-            observations = _shortened(observations, chat, limits.max_observation_tokens)
+            observations = shortened(observations, chat, limits.max_observation_tokens)
             closing = chat.encode_turn_end(generation.token_ids, stopped=generation.stop == "stop")
             ids, authors = chat.encode_observations(message, observations, tools or None)
             request = summaries.request(observations, closing, ids) if turn_index + 1 < limits.max_turns else None
@@ -158,6 +170,26 @@ async def _play(
         if not goes_on:
             break  # no room to go on, whatever turns are left
     return StopReason.MAX_TURNS if turn_index + 1 == limits.max_turns else StopReason.MAX_COMPLETION_LENGTH
+
+
+async def take_step(
+    draft: Draft, session: EnvSession, limits: RolloutLimits, turn_index: int
+) -> tuple[list[Message], dict[str, Any], StopReason | None]:
+    """Give the draft's last turn to the environment: its observations and info, and why it ended if it did."""
+    turn = draft.turns[-1]
+    draft.phase = f"turn {turn_index}: {_what_runs(turn.message)}"
+    began = time.perf_counter()
+    observations, reward, done, info = await session.step(turn.message)
+    record_step(turn, reward, info, env_s=time.perf_counter() - began)
+    failed = [result for result in turn.tool_results if result.is_infrastructure_failure]
+    if failed:
+        draft.error = f"tool {failed[0].cause} (attempts: {failed[0].attempts})"
+        return observations, info, StopReason.TOOL_FAILURE
+    if done:
+        return observations, info, StopReason.DONE
+    last = [turn.is_invalid for turn in draft.turns if not turn.is_summary][-limits.max_invalid_calls - 1 :]
+    is_lost = len(last) > limits.max_invalid_calls and all(last)
+    return observations, info, StopReason.INVALID_CALLS if is_lost else None
 
 
 async def _sample(
@@ -188,9 +220,10 @@ def _chat_failures(failure: type[Exception] = EnvironmentFailure) -> Iterator[No
         raise failure(f"{type(error).__name__}: {error}") from error
 
 
-async def _reset(
+async def reset_in_time(
     draft: Draft, session: EnvSession, limits: RolloutLimits
 ) -> tuple[list[Message], list[dict[str, Any]]]:
+    """Start the episode; returns prompt messages and tool schemas."""
     try:
         async with asyncio.timeout(limits.reset_timeout):
             return await session.reset(draft.request)
@@ -232,7 +265,7 @@ async def _generate(generator: Generator, context: list[int], **options: Any) ->
         raise GenerationFailure(f"{type(error).__name__}: {error}{cause}") from error
 
 
-def _cut_message(message: Message, max_tokens: int) -> Message:
+def cut_message(message: Message, max_tokens: int) -> Message:
     """The message of a turn that a limit cut: neither an answer nor a call, and the model is told so if it fits."""
     cut = {name: value for name, value in message.items() if name not in ("tool_calls", "malformed_tool_call")}
     # Only a turn that had begun a call attempted one.
@@ -247,7 +280,7 @@ def _what_runs(message: Message) -> str:
     return f"tools {', '.join(names)}" if names else "environment step"
 
 
-def _shortened(observations: Sequence[Message], chat: ChatFormat, max_tokens: int) -> list[Message]:
+def shortened(observations: Sequence[Message], chat: Counting, max_tokens: int) -> list[Message]:
     """The observations with their texts cut to equal shares of the limit, where together they exceed it."""
     # The bound keeps a tokenizer from reading megabytes while every trajectory waits; no token is that long.
     limit = MAX_CHARS_PER_TOKEN * max_tokens
@@ -259,13 +292,13 @@ def _shortened(observations: Sequence[Message], chat: ChatFormat, max_tokens: in
     if sum(counts) <= max_tokens and all(len(text) <= limit for text in texts):
         return list(observations)
     share = max(1, max_tokens // len(counts))
-    shortened: list[dict[str, Any]] = []
+    kept_short: list[dict[str, Any]] = []
     for observation, text, count in zip(observations, texts, counts, strict=True):
         if count <= share and len(text) <= limit:
-            shortened.append(dict(observation))
+            kept_short.append(dict(observation))
             continue
         more = "more than " if len(text) > limit else ""
         note = f"\n[truncated: {more}{count} tokens, the limit is {share}]"
         kept = chat.truncate(text[:limit], max(0, share - chat.count(note)))
-        shortened.append({**observation, "content": kept + note})
-    return shortened
+        kept_short.append({**observation, "content": kept + note})
+    return kept_short

@@ -22,7 +22,7 @@ from agent_r1_trl.rollout.collector import rollout_begins, rollout_ends
 from agent_r1_trl.rollout.context_policies import find_policy
 from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.rollout.env_session import CLOSE_TIMEOUT_S, EnvSession
-from agent_r1_trl.rollout.failures import MAX_CAUSES, FailureCause, failure_of
+from agent_r1_trl.rollout.failures import MAX_CAUSES, FailureCause, failure_of, may_pass
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest
@@ -84,10 +84,8 @@ class RolloutRunner:
         self.generator = generator
         self.chat = chat
         self.limits = (limits or RolloutLimits()).within(getattr(generator, "max_model_length", None))
-        find_policy(self.limits)  # refused here, not in the first trajectory
-        check_room(chat, self.limits)
-        check_thinking(chat, self.limits.context_policy)
         self.params = params or SamplingParams()
+        self._check()  # refused here, not in the first trajectory
         self.retry_failed = retry_failed
         self.on_trajectory = on_trajectory
         self.environments: list[Any] = []
@@ -99,6 +97,17 @@ class RolloutRunner:
         """Runs the loop, if there is one."""
         self._has_reported_timeout = False
         self._under_way: set[asyncio.Task[Any]] = set()
+
+    def _check(self) -> None:
+        find_policy(self.limits)
+        check_room(self.chat, self.limits)
+        check_thinking(self.chat, self.limits.context_policy)
+
+    async def run_one(
+        self, draft: Draft, session: EnvSession, generator: Generator, params: SamplingParams
+    ) -> Trajectory:
+        """Play one trajectory; see `run_trajectory`."""
+        return await run_trajectory(draft, session, generator, self.chat, self.limits, params)
 
     def run(
         self,
@@ -261,7 +270,8 @@ class RolloutRunner:
                 while True:
                     trajectory = await self._try(each, params or self.params, journal)
                     cause = failure_of(trajectory)
-                    if cause is None or len(failed) == self.retry_failed or not may_pass(trajectory, each.draft):
+                    is_final = not may_pass(trajectory, is_refused=each.draft.is_refused)
+                    if cause is None or len(failed) == self.retry_failed or is_final:
                         break
                     failed.append(f"{cause.stop_reason}: {cause.error}")
                     self._warn_of_retry(cause)
@@ -292,7 +302,7 @@ class RolloutRunner:
         request = each.draft.request
         trajectory = None if journal is None else journal.finished(request)
         if trajectory is None:
-            trajectory = await run_trajectory(each.draft, each.session, each.generator, self.chat, self.limits, params)
+            trajectory = await self.run_one(each.draft, each.session, each.generator, params)
             if journal is not None:
                 journal.end(request, trajectory)
         return trajectory
@@ -380,12 +390,6 @@ class _Play:
     generator: Generator
     trajectory: Trajectory | None = None
     """Once it has ended."""
-
-
-def may_pass(trajectory: Trajectory, draft: Draft) -> bool:
-    """Whether the trajectory failed for no fault of the policy, of something that may be over at the next try."""
-    reason = trajectory.stop_reason
-    return reason.is_infrastructure_failure and reason is not StopReason.PROMPT_TOO_LONG and not draft.is_refused
 
 
 async def _close_all(plays: Sequence[_Play]) -> None:

@@ -1,0 +1,197 @@
+"""`agent-r1-trl eval --endpoint`: a hosted model in the table, beside baselines; its key; broken endpoints.
+
+Covered: the command. Not covered: requests (tests/generation/test_endpoint.py), rollouts
+(tests/rollout/test_hosted.py).
+"""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from agent_r1_trl.cli import main
+from agent_r1_trl.generation import endpoint
+from agent_r1_trl.recording import read_records
+from tests.cli.test_eval_table import SEARCH_ENV
+from tests.hosted import called, error, hosted, said
+
+KEY = "sk-very-secret-4711"
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch):
+    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+
+
+def read_table(folder="scores"):
+    content = json.loads(Path(folder, "evaluation.json").read_text())
+    return content.get("rows", [content])
+
+
+def answer(body):
+    """A model that searches if it can, and else answers at once."""
+    from tests.hosted import whole
+
+    has_searched = any(message["role"] == "tool" for message in body["messages"])
+    message = said("4") if has_searched or not body.get("tools") else called(("search", {"query": "sum"}))
+    return whole(message, num_messages=len(body["messages"]))
+
+
+@pytest.fixture
+def search_recipe(recipe):
+    path = recipe(env="task.py:ShelfEnv", output_dir="scores", max_completion_length=200)
+    task = Path("task.py")
+    imports = "from agent_r1_trl import SearchQAEnv\nfrom agent_r1_trl.tools import Passage\n"
+    task.write_text(imports + task.read_text() + SEARCH_ENV)
+    rows = [{"id": f"t{i}", "question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(4)]
+    Path("test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_hosted_model_stands_in_the_table_beside_its_baselines_and_a_model_of_ours(
+    search_recipe, model_folder, capsys
+):
+    flags = ["--baselines", "base", "naive_rag", "closed_book", "--price_per_million_tokens", "1", "10"]
+    with hosted([answer]) as (url, seen, _):
+        assert main(["eval", "--config", search_recipe, "--endpoint", url, "--model", "gpt", *flags]) == 0
+    rows = {row["method"]: row for row in read_table()}
+    assert list(rows) == ["base", "naive_rag", "closed_book", "model"]
+    assert rows["base"]["settings"]["model"] == str(model_folder)
+    assert {row["settings"]["model"] for name, row in rows.items() if name != "base"} == {f"gpt at {url}/v1"}
+    hosted_rows = [rows[name] for name in ("naive_rag", "closed_book", "model")]
+    assert [(row["exact_match"], row["turns"], row["tool_calls"]) for row in hosted_rows] == [
+        (0.25, 1, 1), (0.25, 1, 0), (0.25, 2, 1),
+    ]  # fmt: skip
+    # Two messages (100 + 10 tokens), then four; 7 tokens are sampled in each turn.
+    assert rows["closed_book"]["cost_per_1000"] == pytest.approx((110 + 7 * 10) / 1000)
+    assert rows["model"]["cost_per_1000"] == pytest.approx((110 + 130 + 14 * 10) / 1000)
+    assert [row["settings"]["requests"] for row in hosted_rows] == [{"requests": 4}, {"requests": 4}, {"requests": 8}]
+    assert {headers["Authorization"] for headers in seen.headers} == {f"Bearer {KEY}"}
+    with Path("scores/evaluation.csv").open() as file:
+        assert [line["method"] for line in csv.DictReader(file)] == list(rows)
+    assert f"- model: gpt at {url}/v1, greedy, 1 attempt" in Path("scores/evaluation.md").read_text()
+    capsys.readouterr()
+    assert main(["eval", "compare", "scores/test/base", "scores/test/model", "--metric", "exact_match"]) == 0
+    assert main(["view", "scores/test/model", "--terminal", "--index", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "exact match" in printed and "search({'query': 'sum'})" in printed and "t2" in printed
+    everything = b"".join(path.read_bytes() for path in Path().rglob("*") if path.is_file())
+    assert KEY.encode() not in everything
+
+
+def test_neither_recipe_nor_files_are_needed_and_the_key_may_be_named_or_missing(recipe, monkeypatch, caplog):
+    recipe()
+    flags = ["--env", "task.py:AddEnv", "--dataset", "test.jsonl", "--model", "gpt"]
+    caplog.set_level("DEBUG")
+    with hosted() as (url, seen, _):
+        assert main(["eval", "--endpoint", url, *flags, "--endpoint_options", "{top_k: 5}"]) == 0
+        monkeypatch.setenv("OTHER_KEY", "other-secret")
+        assert main(["eval", "--endpoint", url, *flags, "--api_key_env", "OTHER_KEY"]) == 0
+        monkeypatch.delenv("OPENAI_API_KEY")
+        assert main(["eval", "--endpoint", url, *flags]) == 0
+    sent = [headers.get("Authorization") for headers in seen.headers]
+    assert sent == [*[f"Bearer {KEY}"] * 2, *["Bearer other-secret"] * 2, None, None]
+    assert [body.get("top_k") for body in seen.bodies] == [5, 5, None, None, None, None]
+    assert KEY not in caplog.text and "other-secret" not in caplog.text
+
+
+def test_settings_of_the_recipe_that_a_hosted_model_does_not_know_stay_with_the_trained_one(recipe):
+    path = recipe(
+        context_policy="window", context_turns=1, top_k=7, repetition_penalty=1.1, thinking="keep", dtype="float32"
+    )
+    with hosted() as (url, seen, _):
+        assert main(["eval", "--config", path, "--endpoint", url, "--model", "gpt", "--output_dir", "scores"]) == 0
+    assert set(seen.bodies[0]) == {"model", "messages", "max_tokens", "temperature", "tools"}
+    (row,) = read_table()
+    assert row["settings"]["limits"]["context_policy"] == "keep"
+    assert row["settings"]["played"].startswith("greedy, 1 attempt")
+
+
+MISTAKES = {
+    "no model": ([], "--model: not set"),
+    "no address": (["--endpoint", "localhost:1"], "endpoint='localhost:1': must begin with http"),
+    "a secret in the address": (["--endpoint", "http://me:geheim@a/v1"], "no password"),
+    "no such variable": (["--model", "gpt", "--api_key_env", "NO_SUCH_KEY"], "api_key_env='NO_SUCH_KEY'"),
+    "an option of ours": (["--model", "gpt", "--endpoint_options", "{messages: []}"], "'messages' is what"),
+    "options that are none": (["--model", "gpt", "--endpoint_options", "low"], "endpoint_options='low'"),
+    "vLLM": (["--model", "gpt", "--use_vllm"], "--use_vllm has no effect"),
+    "a context policy": (["--model", "gpt", "--context_policy", "step"], "--context_policy has no effect"),
+    "a filter": (["--model", "gpt", "--top_k", "5"], "--endpoint_options '{top_k: ...}'"),
+    "another limit": (["--model", "gpt", "--max_concurrency", "5"], "--endpoint_concurrency"),
+    "nobody at once": (["--model", "gpt", "--endpoint_concurrency", "0"], "endpoint_concurrency=0"),
+    "no time": (["--model", "gpt", "--endpoint_timeout", "0"], "endpoint_timeout=0"),
+    "no base": (["--model", "gpt", "--baselines", "base"], "--base_model"),
+}
+
+
+@pytest.mark.parametrize(("flags", "words"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistakes_are_named_with_a_cure(recipe, refusal, flags, words):
+    path = Path(recipe())
+    text = path.read_text()
+    path.write_text(re.sub("model_name_or_path:.*\n", "", text))
+    url = [] if "--endpoint" in flags else ["--endpoint", "http://127.0.0.1:9"]
+    message = refusal("eval", "--config", path, *url, *flags)
+    assert words in message and "geheim" not in message
+
+
+def test_settings_of_an_endpoint_without_one_are_refused(recipe, refusal):
+    path = recipe()
+    assert "endpoint" in refusal("eval", "--config", path, "--api_key_env", "OPENAI_API_KEY")
+    assert "endpoint" in refusal("eval", "--config", path, "--endpoint_options", "{a: 1}")
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        (error(401, f"bad key {KEY}"), 2, "refuses the key in OPENAI_API_KEY (HTTP 401: bad key [secret"),
+        (error(404, "no model"), 2, "there is no such model or address (HTTP 404: no model)"),
+        (error(402, "pay"), 3, "no credit left (HTTP 402: pay)"),
+    ],
+    ids=str,
+)
+def test_an_endpoint_that_will_not_answer_ends_the_evaluation_at_once(recipe, refusal, fault, code, words):
+    flags = ["--config", recipe(), "--model", "gpt", "--endpoint_concurrency", "1", "--output_dir", "scores"]
+    with hosted(faults=[fault] * 9) as (url, seen, model):
+        message = refusal("eval", *flags, "--endpoint", url, code=code)
+        assert len(seen.bodies) == 1 and words in message and KEY not in message
+        model.faults.clear()
+        assert main(["eval", *flags, "--endpoint", url]) == 0  # the same command goes on
+
+
+def test_what_failed_is_said_and_the_same_command_plays_it_again_and_nothing_else(recipe, refusal, capsys):
+    rows = [{"id": f"q{i}", "prompt": f"What is {i}?"} for i in range(3)]
+    flags = ["--config", recipe(), "--model", "gpt", "--endpoint_concurrency", "1", "--output_dir", "scores"]
+    Path("test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with hosted([said("five")], [error(400, "strange")]) as (url, seen, model):
+        flags += ["--endpoint", url]
+        assert main(["eval", *flags]) == 0
+        printed = capsys.readouterr().out
+        assert "1 of 3 trajectories failed for no fault of the model. The same command plays those again" in printed
+        assert read_table()[0]["infrastructure_failure_rate"] == pytest.approx(1 / 3)
+        assert "endpoint_options was" in refusal("eval", *flags, "--endpoint_options", "{seed: 1}")
+        seen.bodies.clear()
+        assert main(["eval", *flags]) == 0
+        assert [body["messages"][-1]["content"] for body in seen.bodies] == ["What is 0?"]
+        assert read_table()[0]["infrastructure_failure_rate"] == 0
+        assert len(list(read_records("scores", split="eval"))) == 3
+        seen.bodies.clear()
+        assert main(["eval", *flags]) == 0  # it had ended: all of it, once more
+        assert len(seen.bodies) == 3
+        model.faults = [error(400, "strange")] * 3
+        message = refusal("eval", *flags, code=3)
+        assert "3 x generation_error: RefusedRequestError: HTTP 400: strange" in message
+        assert main(["eval", *flags]) == 0
+
+
+def test_without_counts_of_the_server_there_are_no_tokens_and_no_costs(recipe):
+    from tests.hosted import whole
+
+    flags = ["--model", "gpt", "--output_dir", "scores", "--price_per_million_tokens", "1"]
+    with hosted([lambda body: whole(said("5"), usage=False)]) as (url, _, _):
+        assert main(["eval", "--config", recipe(), *flags, "--endpoint", url]) == 0
+    (row,) = read_table()
+    assert row["turns"] == 1 and "input_tokens" not in row and row["cost_per_1000"] is None
