@@ -268,15 +268,29 @@ class _Handler(BaseHTTPRequestHandler):
             files = self._repo(match[1], match[2])
             siblings = [{"rfilename": name} for name in files]
             return self._json({"id": match[2], "modelId": match[2], "sha": "a" * 40, "siblings": siblings, "tags": []})
-        if match := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)/tree/[^/]+(/.*)?", path):
-            files = self._repo(match[1], match[2])
-            inside = (match[3] or "/")[1:]
-            found = [
-                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                for name, content in files.items()
-                if name.startswith(inside)
-            ]
-            if not found:
-                raise Refused(404, "Entry not found", "EntryNotFound")
-            return self._json(found)
+        if match := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)/tree/[^/]+(?:/(.*))?", path):
+            is_recursive = "recursive=true" in self.path.lower()
+            return self._json(_tree(self._repo(match[1], match[2]), match[3] or "", is_recursive=is_recursive))
         raise Refused(404, f"no such address: {path}")
+
+
+def _tree(files: dict[str, bytes], folder: str, *, is_recursive: bool) -> list[dict[str, Any]]:
+    """The files and folders in a folder; with `is_recursive` those inside its folders, too."""
+    beginning = f"{folder}/" if folder else ""
+    found: dict[str, dict[str, Any]] = {}
+    for name, content in files.items():
+        rest = name.removeprefix(beginning).split("/")
+        if not name.startswith(beginning):
+            continue
+        for depth in range(1, len(rest)):
+            path = beginning + "/".join(rest[:depth])
+            found[path] = {
+                "type": "directory",
+                "path": path,
+                "size": 0,
+                "oid": hashlib.sha1(path.encode()).hexdigest(),
+            }
+        found[name] = {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+    if not found:
+        raise Refused(404, "Entry not found", "EntryNotFound")
+    return [item for path, item in found.items() if is_recursive or "/" not in path.removeprefix(beginning)]

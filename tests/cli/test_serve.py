@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.conversation.vllm_process import choose_parser, server_command
@@ -40,6 +41,16 @@ def test_every_family_has_its_tool_parser_or_a_reason(family):
     parser = choose_parser(ChatFormat(FAMILIES[family]()))
     assert parser.name == PARSERS[family]
     assert (parser.name is None) == bool(parser.reason)
+
+
+def test_calls_in_the_tags_of_hermes_are_read_by_its_parser_whatever_the_grammar_is_called():
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "recipes/quickstart/model")
+    assert tokenizer.response_template is not None  # of its own
+    assert choose_parser(ChatFormat(tokenizer)).name == "hermes"
+    grammar = json.loads(json.dumps(tokenizer.response_template))
+    grammar["fields"]["tool_calls"]["content"] = "text"
+    other = choose_parser(ChatFormat(tokenizer, response_template=grammar))
+    assert other.name is None and "grammar of its own" in other.reason
 
 
 def test_the_parsers_are_those_of_vllm():

@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.chat.grammars import GRAMMARS
@@ -70,9 +71,19 @@ def choose_parser(chat: ChatFormat) -> Parser:
     marked = next((parser for mark, parser in _MARKS.items() if mark in chat.chat_template), None)
     if grammar is None and marked is not None:
         return Parser(marked)
+    if grammar is None and _is_hermes(chat.grammar):
+        return Parser("hermes")
     if grammar is None:
         return Parser(None, "its calls are read by a grammar of its own")
     return Parser(None, f"vLLM has no tool parser for calls in the form {grammar!r}")
+
+
+def _is_hermes(grammar: dict[str, Any]) -> bool:
+    """Whether a grammar of the model's own reads calls as JSON between <tool_call> and </tool_call>."""
+    calls = grammar.get("fields", {}).get("tool_calls") or {}
+    begins = str(calls.get("open") or calls.get("open_pattern") or "").startswith("<tool_call>")
+    ends = str(calls.get("close") or calls.get("close_pattern") or "").startswith("</tool_call>")
+    return begins and ends and calls.get("content") in ("json", "json_call")
 
 
 def server_command(
