@@ -130,7 +130,6 @@ class VLLMServerGenerator(Generator):
             "ignore_eos": True,  # the stop ids alone end a turn
             "logprobs": 0,  # of the sampled id only
             "return_tokens_as_token_ids": True,  # in place of text; `return_token_ids` would send the prompt back, too
-            "detokenize": False,
         }
         slot = current_slot.get() or TrajectorySlot()
         if slot.place is None:

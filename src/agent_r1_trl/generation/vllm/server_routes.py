@@ -139,7 +139,6 @@ def score_request(token_ids: list[int]) -> dict[str, Any]:
         "temperature": 0,
         "prompt_logprobs": 0,
         "return_token_ids": True,
-        "detokenize": False,
     }
 
 
