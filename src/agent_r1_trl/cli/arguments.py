@@ -218,6 +218,26 @@ class DoctorArguments(TaskArguments):
         check_positive("max_completion_length", self.max_completion_length)
 
 
+@dataclass
+class TrialArguments:
+    """Settings of `doctor --run` beside those of `train`."""
+
+    run: bool = field(
+        default=False,
+        metadata={"help": "Train two real steps of the recipe, in a temporary folder, and say what they took."},
+    )
+    run_tokens: int = field(
+        default=512, metadata={"help": "With --run: tokens of a trajectory after the prompt, at most the recipe's."}
+    )
+    run_turns: int = field(
+        default=4, metadata={"help": "With --run: turns of a trajectory, at most the recipe's max_turns."}
+    )
+
+    def __post_init__(self) -> None:
+        check_positive("run_tokens", self.run_tokens)
+        check_positive("run_turns", self.run_turns)
+
+
 def _limit(name: str) -> Any:
     """A field of `RolloutSettings`, for a command that reads only some of them."""
     item = RolloutSettings.__dataclass_fields__[name]

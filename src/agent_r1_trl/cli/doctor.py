@@ -2,6 +2,7 @@
 
     agent-r1-trl doctor --config recipe.yaml
     agent-r1-trl doctor --model Qwen/Qwen3-0.6B --env my_module.MyEnv --dataset data.jsonl
+    agent-r1-trl doctor --run --config recipe.yaml
 
 Exit code 0: no errors. 1: errors that would spoil a run. 2: the checks could not start.
 """
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from agent_r1_trl.cli.arguments import DoctorArguments, TrainArguments
+from agent_r1_trl.cli.arguments import DoctorArguments, TrainArguments, TrialArguments
 from agent_r1_trl.cli.errors import UsageError, run_command
 from agent_r1_trl.cli.options import options_of, show_help
 from agent_r1_trl.cli.recipe import read_recipe, split_config
@@ -22,26 +24,22 @@ EXIT_ERRORS = 1
 
 def run(argv: Sequence[str]) -> int:
     """Run the checks; returns the exit code."""
-    if show_help(COMMAND, argv, "Check a run before it starts.", lambda: options_of(Settings=DoctorArguments)):
+    if show_help(COMMAND, argv, "Check a run before it starts.", _options):
         return 0
+    if "--run" in argv:
+        from agent_r1_trl.cli.doctor_run import run_trial
+
+        return run_trial(argv)
     config_path, _ = split_config(argv)
     if config_path is not None:
         read_recipe(config_path)
 
     from agent_r1_trl.cli.console import PlainConsole
-    from agent_r1_trl.cli.parser import RecipeParser
     from agent_r1_trl.cli.resolve import load_rows, resolve_env, resolve_object
     from agent_r1_trl.doctor import has_errors, render, run_doctor
     from agent_r1_trl.evaluation.loading import is_local
-    from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
-    from agent_r1_trl.trainers.trl_arguments import ModelConfig
 
-    parser = RecipeParser(
-        (DoctorArguments,),
-        command=COMMAND,
-        elsewhere=(TrainArguments, MultiTurnGRPOConfig, MultiTurnPPOConfig, ModelConfig),
-    )
-    (arguments,) = parser.parse(argv)
+    arguments = _read(argv)
     if not arguments.model_name_or_path:
         raise UsageError("--model: not set. Pass the directory or the Hub id of the model to examine.")
     try:
@@ -72,6 +70,20 @@ def run(argv: Sequence[str]) -> int:
     )
     PlainConsole().print(render(checks))
     return EXIT_ERRORS if has_errors(checks) else 0
+
+
+def _read(argv: Sequence[str]) -> Any:
+    from agent_r1_trl.cli.parser import RecipeParser
+    from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
+    from agent_r1_trl.trainers.trl_arguments import ModelConfig
+
+    elsewhere = (TrainArguments, TrialArguments, MultiTurnGRPOConfig, MultiTurnPPOConfig, ModelConfig)
+    (arguments,) = RecipeParser((DoctorArguments,), command=COMMAND, elsewhere=elsewhere).parse(argv)
+    return arguments
+
+
+def _options() -> list[dict[str, Any]]:
+    return options_of(Settings=DoctorArguments, Two_real_steps=TrialArguments)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -71,6 +71,14 @@ class RecipeParser(TrlParser):
         self.settings = given = vars(namespace)
         return tuple(self._make(kind, given, path) for kind in self.dataclass_types)
 
+    def make(self, kind: type, **changes: Any) -> Any:
+        """One of the dataclasses, anew: with the settings that were parsed, and some in their place.
+
+        Raises:
+            UsageError: they do not go together.
+        """
+        return self._make(kind, {**self.settings, **changes}, None)
+
     def _check_unknown(self, unknown: list[str]) -> None:
         if not unknown:
             return

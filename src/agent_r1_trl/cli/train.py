@@ -54,13 +54,13 @@ def run(argv: Sequence[str]) -> int:
     settings, script_args, args, model_args = _read(argv)
     check_num_processes(os.environ, args.world_size, script_args.num_processes_expected)
     console = _console()
-    task = _task(script_args)
-    train_dataset, eval_dataset = _data(script_args, args)
+    task = make_task(script_args)
+    train_dataset, eval_dataset = load_data(script_args, args)
     checkpoint = _checkpoint(args)
     make_folder("output_dir", args.output_dir)
     _check_start(script_args, args, task, train_dataset, eval_dataset)
     console.print(_plan(script_args, args, model_args, train_dataset, eval_dataset))
-    trainer = _make_trainer(
+    trainer = make_trainer(
         script_args,
         args,
         model_args,
@@ -149,7 +149,12 @@ def _console() -> Console:
     return PlainConsole(quiet=not is_main_process(), soft_wrap=True)
 
 
-def _task(script_args: TrainArguments) -> dict[str, Any]:
+def make_task(script_args: TrainArguments) -> dict[str, Any]:
+    """The environment, tools and reward functions that a recipe names.
+
+    Raises:
+        UsageError: one of them cannot be had.
+    """
     from agent_r1_trl.cli.resolve import resolve_env, resolve_function, with_reward_options
 
     env = resolve_env(script_args.env, script_args.env_kwargs) if script_args.env else None  # type: ignore[arg-type]
@@ -173,7 +178,12 @@ def _check_start(script_args: TrainArguments, args: Any, task: dict[str, Any], t
             check_first_row(env, factory, f"{flag}={getattr(script_args, flag)!r}", rows)
 
 
-def _data(script_args: TrainArguments, args: Any) -> tuple[Any, Any]:
+def load_data(script_args: TrainArguments, args: Any) -> tuple[Any, Any]:
+    """The data sets to train and to evaluate on; None where the environment makes its own rows.
+
+    Raises:
+        UsageError: one of them cannot be read, or is missing.
+    """
     from agent_r1_trl.cli.resolve import load_rows
 
     config = script_args.dataset_config
@@ -205,7 +215,13 @@ def _data(script_args: TrainArguments, args: Any) -> tuple[Any, Any]:
     return train, evaluation
 
 
-def _make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **parts: Any) -> Any:
+def make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **parts: Any) -> Any:
+    """The trainer of a recipe, with its model loaded.
+
+    Raises:
+        UsageError: a setting does not go with the model, or a package is missing.
+        InfrastructureError: a server cannot be reached.
+    """
     from agent_r1_trl.evaluation.loading import check_model_folder
     from agent_r1_trl.trainers.trl_arguments import get_peft_config, get_quantization_config
 

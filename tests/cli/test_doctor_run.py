@@ -1,0 +1,111 @@
+"""`agent-r1-trl doctor --run`: two real steps of a recipe, and findings about them.
+
+Covered: GRPO and PPO on a tiny model, what the findings say, what is left behind (nothing), runs that fail, mistakes;
+every cure is followed by a run that takes it. Not covered: a GPU's memory and kernels beyond the arithmetic.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from agent_r1_trl.cli import main
+
+CHECKS = ("trial", "speed", "numbers", "time", "memory", "sampler", "update")
+
+
+@pytest.fixture
+def trial(recipe, capsys, tmp_path_factory, monkeypatch):
+    """`trial(code, "--flag", ..., setting=...)` runs two steps of the recipe; {check: (verdict, words)}."""
+
+    temporary = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+    def run(code, *flags, **settings):
+        path = recipe(**settings)
+        capsys.readouterr()
+        before = set(Path.cwd().iterdir())
+        assert main(["doctor", "--run", "--config", path, *flags]) == code, capsys.readouterr().out
+        assert set(Path.cwd().iterdir()) - before <= {Path.cwd() / "__pycache__"}
+        assert not [*temporary.glob("agent-r1-doctor-*")]
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.out + printed.err
+        return read_table(printed.out)
+
+    return run
+
+
+def read_table(text):
+    findings, check = {}, ""
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("│")]
+        if len(cells) != 5:
+            continue
+        check = cells[2] or check
+        verdict, words = findings.get(check, (cells[1], ""))
+        findings[check] = (verdict, f"{words} {cells[3]}".strip())
+    return findings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [{}, {"trainer": "ppo", "critic": "model", "update_layout": "packed"}])
+def test_two_steps_are_judged_in_every_respect(trial, algorithm):
+    found = trial(0, filter_groups=None, **algorithm)
+    assert set(found) == set(CHECKS)
+    assert re.search(r"Rollout [\d,]+ sampled tokens/s, update [\d,]+ tokens in the loss/s, on cpu", found["speed"][1])
+    shares = re.findall(r"(\d+)%", found["time"][1])
+    assert len(shares) == 4 and 98 <= sum(map(int, shares)) <= 102
+    gap = float(re.search(r"differ by (\S+) on", found["sampler"][1])[1])
+    assert 0 < gap < 1e-4 and found["sampler"][0] == "ok"
+    for layout in ("padded", "grouped", "packed", "shared"):
+        assert re.search(rf"{layout} on sdpa \d", found["update"][1]), found["update"]
+    assert "was not compared" in found["memory"][1]  # no GPU, no verdict
+    assert found["numbers"][0] == "ok"
+
+
+@pytest.mark.slow
+def test_what_was_left_out_is_named(trial):
+    found = trial(0, "--run_tokens", "9", filter_groups="top_p", filter_value=1.0, save_strategy="steps", save_steps=1)
+    assert "up to 2 turns and 9 tokens" in found["trial"][1]
+    assert "Not looked at: filter_groups=top_p" in found["trial"][1] and "save_strategy=steps" in found["trial"][1]
+
+
+FAULTS = {
+    "a reward function that raises": (
+        "def reward(completions, **kwargs):\n    raise KeyError('gold')\n",
+        {"reward_funcs": ["broken.py:reward"]},
+        ("KeyError: 'gold'", "broken.py, line 2"),
+    ),
+    "a model that is not there": ("", {"model_name_or_path": "./nowhere"}, ("./nowhere",)),
+    "data that is not there": ("", {"dataset_name": "trian.jsonl"}, ("train.jsonl",)),
+}
+
+
+@pytest.mark.parametrize(("code", "settings", "names"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_run_that_fails_is_a_finding_with_its_first_cause(trial, code, settings, names):
+    Path("broken.py").write_text(code)
+    found = trial(1, **settings)
+    assert set(found) == {"trial"}  # nothing is said about what was not measured
+    for name in names:
+        assert name.replace(" ", "") in found["trial"][1].replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (["--run", "--run_tokens", "0"], "run_tokens=0"),
+        (["--run", "--max_turn", "3"], "max_turns"),
+        (["--run_tokens", "9"], "--run_tokens"),
+        (["--run", "--update_layout", "tight"], "update_layout='tight'"),
+    ],
+)
+def test_a_mistake_is_refused(recipe, refusal, flags, names):
+    assert names in refusal("doctor", "--config", recipe(), *flags)
+
+
+def test_help_shows_the_flag(capsys):
+    assert main(["doctor", "--help"]) == 0
+    assert "--run_tokens" in capsys.readouterr().out
