@@ -14,7 +14,7 @@ from pathlib import Path
 from aiohttp import web
 from safetensors.torch import load_file
 
-from agent_r1_trl.generation.vllm.weight_transfer import receive_weights
+from agent_r1_trl.generation.vllm.weight_transfer import PROTOCOL, receive_weights
 from tests.servers import free_port
 
 BASE = 7
@@ -46,6 +46,10 @@ class FakeServer:
         self.may_join = threading.Event()
         """Until then it is in no transfer."""
         self.may_join.set()
+        self.machine = None
+        """A folder of its own, where it keeps adapters, because it does not see those of the trainer."""
+        self.kept = []
+        """Names of the adapters that it was sent, and of those it served then."""
         self.knows_every_name = False
         """Answer requests for unknown models with the base model."""
         self.context = None
@@ -171,12 +175,24 @@ class FakeServer:
 
     async def _rpc(self, request):
         body = await request.json()
+        if body["method"] == "agent_r1_sees":
+            sees = self.machine is None and Path(body["args"][0]).exists()
+            return web.json_response({"results": [{"rank": 0, "sees": sees}]})
+        if body["method"] == "agent_r1_adapter":
+            return web.json_response({"results": [await asyncio.to_thread(self._keep, *body["args"])]})
         if body["method"] == "agent_r1_receive":
             return web.json_response({"results": [await asyncio.to_thread(self._receive, *body["args"])]})
         return web.json_response({"results": [self._hello()]})
 
+    def _keep(self, host, port, token, timeout_s, name, old):
+        self.kept.append((name, old))
+        (self.machine / name).mkdir()
+        for file, content in receive_weights(host, port, token, rank=0, timeout_s=timeout_s):
+            (self.machine / name / file).write_bytes(content.numpy().tobytes())
+        return {"rank": 0, "path": str(self.machine / name)}
+
     def _hello(self):
-        return {"rank": 0, "process": self.process, "weights": self.weights}
+        return {"rank": 0, "process": self.process, "protocol": PROTOCOL, "weights": self.weights, "gpu": None}
 
     def _receive(self, host, port, token, timeout_s, name, is_complete):
         self.weights = None

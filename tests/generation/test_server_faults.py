@@ -14,7 +14,8 @@ from torch import nn
 
 from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
 from agent_r1_trl.generation.base import TrajectorySlot, current_slot
-from agent_r1_trl.generation.vllm.weight_transfer import TransferError, receive_weights
+from agent_r1_trl.generation.vllm.transfer_connection import TransferError
+from agent_r1_trl.generation.vllm.weight_transfer import receive_weights
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trajectory import StopReason
 from tests.fake_vllm import BASE, FakeServer

@@ -492,6 +492,11 @@ TABLE = {
         name: (Acts(effects.engine, 9.0, **SERVER), Refused(9.0, SERVER, **ENGINE))
         for name in ("vllm_health_timeout", "vllm_retry_window", "vllm_sync_timeout")
     },
+    "vllm_weight_transfer": (
+        Acts(effects.engine, "sockets", **SERVER),
+        Refused("ib", {"vllm_weight_transfer": "nccl"}, **SERVERS),
+        Refused("nccl", SERVER, **ENGINE),
+    ),
     "vllm_allow_public_servers": (Acts(effects.engine, True, **SERVER), Refused(True, SERVER, **ENGINE)),
     "vllm_request_timeout": (Acts(effects.engine, 9.0, **SERVER), Acts(effects.engine, 9.0)),
     "vllm_gpu_memory_utilization": (Acts(effects.engine, 0.5), Refused(0.5, {"vllm_mode": "colocate"}, **SERVERS)),

@@ -76,6 +76,13 @@ class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOCon
             "http://127.0.0.1:8000. None: TRL's `vllm_server_base_url`, or its host and port."
         },
     )
+    vllm_weight_transfer: str = field(
+        default="auto",
+        metadata={
+            "help": "What whole weights go to vLLM servers over: 'nccl' (from GPU to GPU), 'sockets' (through host "
+            "memory), or 'auto', which takes NCCL for each server that can."
+        },
+    )
     max_sync_logprob_gap: float | None = field(
         default=None,
         metadata={

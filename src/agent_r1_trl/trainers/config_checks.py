@@ -94,6 +94,7 @@ def check_serving(config: MultiTurnConfig) -> None:
     """Which vLLM engine, where, and how far its log-probabilities may be off."""
     if config.use_vllm:
         check_choice(config, "vllm_mode", ("colocate", "server"))
+    check_choice(config, "vllm_weight_transfer", ("auto", "nccl", "sockets"))
     if config.vllm_server_urls is not None:
         if not (config.use_vllm and config.vllm_mode == "server"):
             raise ValueError(

@@ -85,8 +85,8 @@ class FaultSettings:
     vllm_sync_timeout: float = field(
         default=120.0,
         metadata={
-            "help": "Seconds that a vLLM server may take over one part (64 MiB, or one larger tensor) of a weight "
-            "sync. One that takes longer is left out."
+            "help": "Seconds that a vLLM server may take over one part (16 MiB) of a weight sync. One that takes "
+            "longer is left out."
         },
     )
     vllm_allow_public_servers: bool = field(

@@ -75,6 +75,7 @@ TRL_NEEDS = (
             "vllm_health_timeout",
             "vllm_retry_window",
             "vllm_sync_timeout",
+            "vllm_weight_transfer",
             "vllm_allow_public_servers",
         ),
         "vllm_mode",

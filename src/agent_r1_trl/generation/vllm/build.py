@@ -35,6 +35,7 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
             health_timeout_s=args.vllm_health_timeout,
             retry_window_s=args.vllm_retry_window,
             sync_timeout_s=args.vllm_sync_timeout,
+            weight_transfer=args.vllm_weight_transfer,
             allow_public=args.vllm_allow_public_servers,
             may_restore=not args.overlap_rollout,  # else the update changes the weights during the rollout
             max_connections=args.max_concurrency,

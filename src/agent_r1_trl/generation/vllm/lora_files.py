@@ -1,8 +1,13 @@
-"""A LoRA adapter as the files that vLLM loads."""
+"""A LoRA adapter as the files that vLLM loads: written by the trainer, or kept by a server that was sent them."""
 
 from __future__ import annotations
 
 import copy
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,10 @@ import torch
 from torch import nn
 
 from agent_r1_trl.generation.weights import CRITIC_ADAPTER, gather_for
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_NAME = re.compile(r"[\w-]+-\d+")
+"""Of a run and a sync; nothing that leads out of a folder."""
 
 
 def served_adapter(model: Any) -> str | None:
@@ -60,4 +69,66 @@ def write_adapter(model: Any, adapter: str, tensors: dict[str, torch.Tensor], fo
     config = copy.copy(model.peft_config[adapter])
     config.inference_mode = True
     config.save_pretrained(str(folder))
-    save_file(tensors, folder / "adapter_model.safetensors")
+    save_file(tensors, folder / ADAPTER_FILES[1])
+
+
+# -------------------------------------------------------------------- on a server's machine
+
+
+def keep_adapter(name: str, files: Iterable[tuple[str, torch.Tensor]], *, old: str | None = None) -> Path:
+    """Keep an adapter's files in this machine's temporary folder, and remove those of the run's syncs before `old`.
+
+    Workers that keep the same adapter do not disturb one another.
+
+    Args:
+        name: of the adapter.
+        files: name and content, (num_bytes,) uint8.
+        old: name of the adapter that is still served.
+
+    Returns:
+        The folder, which belongs to this user alone.
+
+    Raises:
+        ValueError: a name is not that of an adapter or of one of its files.
+        PermissionError: the place for adapters belongs to another user.
+    """
+    place = _place()
+    target = place / _checked(name)
+    draft = Path(tempfile.mkdtemp(dir=place))
+    try:
+        for file, content in files:
+            if file not in ADAPTER_FILES:
+                raise ValueError(f"{file!r} is no file of an adapter")
+            (draft / file).write_bytes(content.numpy().tobytes())
+        draft.rename(target)
+    except OSError:
+        if not target.exists():  # else another worker of this machine was first
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    forget_adapters(name, but={name, old})
+    return target
+
+
+def forget_adapters(name: str, *, but: Iterable[str | None] = ()) -> None:
+    """Remove the adapters that this machine keeps for the run of `name`, except those in `but`."""
+    run = _checked(name).rpartition("-")[0]
+    kept = set(but)
+    for folder in _place().glob(f"{run}-*"):
+        if folder.name not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _place() -> Path:
+    user = os.getuid()
+    place = Path(tempfile.gettempdir()) / f"agent-r1-adapters-{user}"
+    place.mkdir(mode=0o700, exist_ok=True)
+    if place.is_symlink() or place.stat().st_uid != user:
+        raise PermissionError(f"{place} belongs to another user. Remove it, or set TMPDIR to a folder of your own.")
+    return place
+
+
+def _checked(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of an adapter")
+    return name

@@ -3,7 +3,7 @@
 Every rank speaks to the servers itself, so ranks that need different numbers of turns never wait for one another in a
 rollout. A trajectory stays with the server that has its keys and values in the prefix cache. Between rollouts `sync`
 brings the weights: an adapter alone where the servers serve LoRA, else all weights that training changed, adapters
-merged into copies, over sockets.
+merged into copies, over NCCL or sockets.
 
 Covered here: requests, settings, log-probabilities of given ids. Not covered: which servers take part (`fleet.py`),
 how the weights get there (`server_sync.py`, `weight_transfer.py`, `worker_extension.py`), HTTP (`http_client.py`,
@@ -43,8 +43,8 @@ class VLLMServerGenerator(Generator):
     Args:
         urls: of the servers, such as `http://127.0.0.1:8000`. All must hold the policy's architecture.
         stop_token_ids: ids that end a turn; a sampled one is kept as the last id.
-        adapter_dir: where adapters are written for the servers to read (a folder that both see); None merges adapters
-            and sends whole weights.
+        adapter_dir: where adapters are written for the servers to read; those that do not see this folder are sent
+            the files. None merges adapters and sends whole weights.
         request_timeout_s: seconds for one turn; a server that takes longer is left out.
         health_timeout_s: seconds that a server may be silent to a health check while requests wait for it.
         retry_window_s: seconds for which a request, or a sync, waits while no server can serve it.
@@ -52,7 +52,9 @@ class VLLMServerGenerator(Generator):
         max_connections: maximum number of connections to each server.
         sync_host: address of this machine that the servers can reach; None finds it.
         sync_port: port there; 0 takes any free one.
-        sync_timeout_s: seconds that a server may take over one part (64 MiB) of a transfer.
+        sync_timeout_s: seconds that a server may take over one part (16 MiB) of a transfer.
+        weight_transfer: what whole weights go over: `nccl` (from GPU to GPU), `sockets` (through host memory), or
+            `auto`, the first for each server that can.
         may_restore: whether the model that was synced stays as it is until the next sync, so that a server that was
             restarted in a rollout can get its weights again.
         allow_public: use servers whose development routes are open at a public address.
@@ -76,6 +78,7 @@ class VLLMServerGenerator(Generator):
         sync_host: str | None = None,
         sync_port: int = 0,
         sync_timeout_s: float = 120.0,
+        weight_transfer: str = "auto",
         may_restore: bool = False,
         allow_public: bool = False,
     ) -> None:
@@ -99,6 +102,7 @@ class VLLMServerGenerator(Generator):
             self._fleet,
             adapter_dir=Path(adapter_dir).resolve() if adapter_dir is not None else None,
             address=(sync_host, sync_port),
+            way=weight_transfer,
             timeout_s=sync_timeout_s,
             may_restore=may_restore,
             may_wait=lambda: self.is_cut is None or not self.is_cut.is_set(),

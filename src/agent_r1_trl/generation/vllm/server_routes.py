@@ -12,6 +12,7 @@ from typing import Any
 
 from agent_r1_trl.generation.base import GenerationError, RefusedRequestError, RequestTooLongError
 from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
+from agent_r1_trl.generation.vllm.weight_transfer import PROTOCOL
 
 _WORKER = "agent_r1_trl.generation.vllm.worker_extension.PolicyWorker"
 _SAME_MODEL = "It must run the policy's architecture, vocabulary size included: start it with the trainer's model."
@@ -73,7 +74,7 @@ async def hello(http: HTTPClient, url: str, *, timeout_s: float) -> list[dict[st
         UnfitServerError: it was started without the worker extension, or with that of another version.
     """
     workers = await rpc(http, url, "agent_r1_hello", timeout_s=timeout_s)
-    if not all("process" in worker for worker in workers):
+    if not all("process" in worker and worker.get("protocol") == PROTOCOL for worker in workers):
         raise UnfitServerError(f"{url} runs another version of agent-r1-trl. Install the trainer's version there.")
     return workers
 
@@ -127,7 +128,8 @@ async def load_adapter(http: HTTPClient, url: str, name: str, folder: str) -> No
             ) from error
         raise UnfitServerError(
             f"A server that serves LoRA did not load the adapter: {error}. It must see the folder {folder} under the "
-            "same path, and be started with --enable-lora and a --max-lora-rank of at least the adapter's."
+            f"same path, or be started with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {_WORKER}, to be sent "
+            "the files; and it needs --enable-lora and a --max-lora-rank of at least the adapter's."
         ) from error
 
 

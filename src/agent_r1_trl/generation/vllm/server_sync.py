@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shutil
 import time
 import uuid
@@ -23,10 +24,12 @@ import torch
 from torch import nn
 
 from agent_r1_trl.generation.base import GenerationError
+from agent_r1_trl.generation.vllm.adapter_delivery import AdapterDelivery
 from agent_r1_trl.generation.vllm.find_servers import own_address
 from agent_r1_trl.generation.vllm.fleet import Fleet, Found, Server
 from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
 from agent_r1_trl.generation.vllm.lora_files import adapter_tensors, served_adapter, write_adapter
+from agent_r1_trl.generation.vllm.nccl_group import describe_gpu, reason_against
 from agent_r1_trl.generation.vllm.server_routes import (
     NoAdaptersError,
     UnfitServerError,
@@ -36,8 +39,11 @@ from agent_r1_trl.generation.vllm.server_routes import (
     reset_prefix_cache,
     rpc,
 )
-from agent_r1_trl.generation.vllm.weight_transfer import Named, WeightSender
+from agent_r1_trl.generation.vllm.weight_stream import Named
+from agent_r1_trl.generation.vllm.weight_transfer import WeightSender
 from agent_r1_trl.generation.weights import gather_for, gather_nothing, policy_weights
+
+logger = logging.getLogger(__name__)
 
 _WHOLE_TRANSFER_S = 86_400.0  # each part of it has its own limit
 _POLL_S = 1.0
@@ -54,6 +60,7 @@ class ServerSync:
         fleet: of the servers.
         adapter_dir: see `VLLMServerGenerator`.
         address: host (None finds it) and port (0: any) where this machine sends weights.
+        way: what weights go over; see `VLLMServerGenerator`.
         timeout_s: seconds that a server may take over one part of a transfer.
         may_restore: see `VLLMServerGenerator`.
         may_wait: whether it is still worth waiting for servers.
@@ -66,6 +73,7 @@ class ServerSync:
         *,
         adapter_dir: Path | None,
         address: tuple[str | None, int],
+        way: str,
         timeout_s: float,
         may_restore: bool,
         may_wait: Callable[[], bool] = lambda: True,
@@ -74,6 +82,10 @@ class ServerSync:
         self._fleet = fleet
         self._adapter_dir = adapter_dir
         self._host, self._port = address
+        self._way = way
+        self._gpu: dict[str, str] | None = None  # as other members of an NCCL group know it
+        self._device = torch.device("cpu")
+        self._without_nccl: dict[str, str] = {}  # URL -> why
         self._timeout_s = timeout_s
         self._may_restore, self._may_wait = may_restore, may_wait
         self._rank = own_rank()
@@ -82,6 +94,13 @@ class ServerSync:
         self._has_all_weights = False
         self._model: Any = None
         self._restoring = asyncio.Lock()  # two transfers at once would need two ports
+        self._delivery = AdapterDelivery(
+            http,
+            lambda: (self._open_sender(), self._own_address),
+            may_send=self._rank == 0,
+            timeout_s=timeout_s,
+            health_timeout_s=fleet.health_timeout_s,
+        )
 
     def sync(self, model: nn.Module) -> None:
         """See `VLLMServerGenerator.sync`."""
@@ -104,6 +123,7 @@ class ServerSync:
         self._http.run(self._fleet.pause())
         if self._fleet.is_adapter and self._rank == 0:
             shutil.rmtree(self._folder(self._fleet.weights), ignore_errors=True)
+            self._http.run(self._delivery.forget(str(self._fleet.weights)))
 
     def _led(self, action: Callable[[], Any], follow: Callable[[], Any] = lambda: None) -> Any:
         """What `action` returns on the first rank, on every rank, while the others do `follow`; or its error."""
@@ -173,7 +193,8 @@ class ServerSync:
 
     async def _load(self, url: str, name: str) -> str:
         await self._fleet.check_model(self._fleet.servers[url])
-        await load_adapter(self._http, url, name, str(self._folder(name)))
+        path = await self._delivery.path_for(url, self._folder(name), old=self._fleet.weights)
+        await load_adapter(self._http, url, name, path)
         if self._fleet.weights is not None:
             with contextlib.suppress(HTTPError):  # a server that was restarted does not have the old one
                 await self._http.request("POST", f"{url}/v1/unload_lora_adapter", {"lora_name": self._fleet.weights})
@@ -183,6 +204,8 @@ class ServerSync:
 
     def _sync_whole(self, model: nn.Module, name: str) -> Found:
         """Send all weights, or those that training can change if every server has the others."""
+        self._device = next(model.parameters()).device
+        self._gpu = describe_gpu(self._device) if self._rank == 0 and self._way != "sockets" else None
         sender: Any = None
         workers: Workers = {}
         absent: Found = {}
@@ -216,7 +239,14 @@ class ServerSync:
         return found
 
     async def _hello(self, url: str) -> list[dict[str, Any]]:
-        return await hello(self._http, url, timeout_s=self._fleet.health_timeout_s)
+        workers = await hello(self._http, url, timeout_s=self._fleet.health_timeout_s)
+        reason = reason_against(self._gpu, [worker["gpu"] for worker in workers])
+        if self._way == "nccl" and reason is not None:
+            raise UnfitServerError(
+                f"vllm_weight_transfer='nccl': weights cannot go to {url} over NCCL, because {reason}. Set "
+                "vllm_weight_transfer to 'sockets', or to 'auto', which takes NCCL where it can."
+            )
+        return workers
 
     def _open_sender(self) -> WeightSender:
         """Listen for workers. Two runs may share a port as long as they wait for one another; not from the start."""
@@ -250,8 +280,22 @@ class ServerSync:
             received = rpc(self._http, url, "agent_r1_receive", *arguments, timeout_s=_WHOLE_TRANSFER_S)
             calls[url] = self._http.start(received)
         sender.wait_for({url: (len(workers[url]), call.done) for url, call in calls.items()})
-        sender.send(weights)
+        self._open_groups(sender, workers)
+        sender.send(weights, device=self._device)
         return {url: self._outcome(url, call, name, sender.failures.get(url)) for url, call in calls.items()}
+
+    def _open_groups(self, sender: WeightSender, workers: Workers) -> None:
+        """Let the weights go over NCCL to those servers whose GPUs allow it."""
+        gpus = {url: [worker["gpu"] for worker in found] for url, found in workers.items()}
+        fit = [
+            url for url in workers if reason_against(self._gpu, gpus[url]) is None and url not in self._without_nccl
+        ]
+        for url, reason in sender.open_groups(fit, self._device).items():
+            if self._way == "nccl":
+                sender.drop(url, f"{reason}; vllm_weight_transfer='sockets' does without NCCL")
+                continue
+            self._without_nccl[url] = reason
+            logger.warning("Weights go to %s through host memory, not over NCCL: %s", url, reason)
 
     def _outcome(self, url: str, call: Future[Any], name: str, failure: str | None) -> tuple[str | None, str]:
         """Which processes of a server hold the weights, checked last of all; or None and what failed."""
@@ -280,7 +324,8 @@ class ServerSync:
         if self._fleet.is_adapter:
             await self._fleet.check_model(server)  # before the other ranks, too, can sample from it
             name = str(self._fleet.weights)
-            await load_adapter(self._http, server.url, name, str(self._folder(name)))
+            path = await self._delivery.path_for(server.url, self._folder(name))
+            await load_adapter(self._http, server.url, name, path)
             return
         async with self._restoring:
             workers = await self._hello(server.url)
