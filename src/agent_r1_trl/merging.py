@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.critic.parts import is_critic_name
-from agent_r1_trl.evaluation.loading import check_model_folder, load_agent
+from agent_r1_trl.evaluation.loading import check_model_folder, is_adapter_of_the_hub, load_agent
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 _SHARDS = "*_model_states.pt"
@@ -41,7 +41,7 @@ def merge_model(
     target = Path(output_dir)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"output_dir={output_dir!r} is not empty. Pass a directory that does not exist yet.")
-    is_adapter = check_model_folder(source)
+    is_adapter = check_model_folder(source) or is_adapter_of_the_hub(source)
     shards = not is_adapter and _has_only_shards(Path(source))
     if dtype is None and not shards:
         dtype = _dtype_of(source, is_adapter, trust_remote_code)

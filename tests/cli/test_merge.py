@@ -1,6 +1,9 @@
 """`merge`: a plain model whose log-probabilities are those of what was trained."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from agent_r1_trl.cli import main
 from agent_r1_trl.critic import is_critic_name
 from agent_r1_trl.evaluation.loading import load_agent
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from tests.hub import running_hub
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy, make_trainer
 
@@ -75,6 +79,22 @@ def test_a_merged_adapter_computes_what_the_adapter_does(base, tmp_path, options
     assert (expected - log_probs(AutoModelForCausalLM.from_pretrained(folder))).abs().max() > 0.01
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(folder).chat_template
+
+
+@pytest.mark.slow
+def test_an_adapter_of_the_hub_is_merged_with_its_own_tokenizer(base, tmp_path):
+    expected = adapter(base(), tmp_path / "adapter", target_modules=["q_proj"])
+    tokenizer = make_tokenizer("qwen3")
+    tokenizer.chat_template = "{# of the training #}" + tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    with running_hub() as hub:
+        files = (path for path in (tmp_path / "adapter").rglob("*") if path.is_file())
+        hub.repos["model", "ada/adapter"] = {path.name: path.read_bytes() for path in files}
+        env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-m", "agent_r1_trl.cli.merge", "ada/adapter", "--output_dir"]
+        subprocess.run([*command, str(tmp_path / "merged")], env=env, check=True)
+    assert (log_probs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")) - expected).abs().max() < 1e-5
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == tokenizer.chat_template
 
 
 def test_the_weights_are_rounded_once_to_the_type_of_the_base(base, tmp_path):

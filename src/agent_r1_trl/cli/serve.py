@@ -215,12 +215,12 @@ def _plain_model(arguments: ServeArguments, folder: Path) -> tuple[str, Any]:
     from transformers import AutoTokenizer
 
     from agent_r1_trl.chat import ChatFormat
-    from agent_r1_trl.evaluation.loading import check_model_folder
+    from agent_r1_trl.evaluation.loading import check_model_folder, is_adapter_of_the_hub
     from agent_r1_trl.merging import merge_model
 
     model = str(arguments.model_name_or_path)
     try:
-        if check_model_folder(model, flag="model_name_or_path"):
+        if check_model_folder(model, flag="model_name_or_path") or is_adapter_of_the_hub(model):
             merged = arguments.merged_dir or str(folder / "merged")
             print(f"merging the adapter into its base, in {merged}", file=sys.stderr, flush=True)
             merge_model(model, merged, trust_remote_code=arguments.trust_remote_code)

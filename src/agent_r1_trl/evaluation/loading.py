@@ -27,11 +27,12 @@ def load_agent(
 
     Raises:
         ValueError: see `check_model_folder`.
+        OSError: it, or the base of an adapter, cannot be loaded.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    is_adapter = check_model_folder(path)
+    is_adapter = check_model_folder(path) or is_adapter_of_the_hub(path)
     has_gpu = torch.cuda.is_available()
     options: dict[str, Any] = {
         "dtype": dtype or ("auto" if has_gpu else torch.float32),
@@ -45,7 +46,7 @@ def load_agent(
         model = AutoModelForCausalLM.from_pretrained(path, **options)
     if tokenizer is None:
         source = path
-        if is_adapter and not (Path(path) / "tokenizer_config.json").exists():
+        if is_adapter and not _has_file(path, "tokenizer_config.json"):
             source = model.peft_config["default"].base_model_name_or_path
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token is None and not keep_pad_token:
@@ -91,3 +92,21 @@ def check_model_folder(path: str, *, flag: str = "model") -> bool:
             f"adapter). Pass the directory that save_model or a checkpoint wrote.{hint}"
         )
     return False
+
+
+def is_adapter_of_the_hub(path: str) -> bool:
+    """Whether a Hub id is that of a PEFT adapter; False for a directory.
+
+    Raises:
+        OSError: the Hub cannot be reached, or has no such repository.
+    """
+    return not Path(path).is_dir() and _has_file(path, "adapter_config.json")
+
+
+def _has_file(path: str, name: str) -> bool:
+    """Whether a directory, or a repository of the Hub, holds a file."""
+    if Path(path).is_dir():
+        return (Path(path) / name).is_file()
+    from transformers.utils.hub import cached_file
+
+    return cached_file(path, name, _raise_exceptions_for_missing_entries=False) is not None
