@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import math
+import os
 import random
 import subprocess
 import sys
@@ -36,13 +37,30 @@ def draw_latencies(*, count: int, num_calls: int, median: float, sigma: float, s
     return [[round(median * rng.lognormvariate(0.0, sigma), 3) for _ in range(num_calls)] for _ in range(count)]
 
 
-def run_alone(program: str, arguments: Iterable[str]) -> dict[str, float]:
+def run_alone(
+    program: str,
+    arguments: Iterable[str],
+    *,
+    timeout: float | None = None,
+    environment: dict[str, str] | None = None,
+) -> dict[str, Any]:
     """The JSON line that a run of `program` in a new process ends with.
 
+    Args:
+        program: a file.
+        arguments: of the run.
+        timeout: seconds after which it is killed; None: never.
+        environment: variables besides those of this process.
+
     Raises:
-        RuntimeError: the run failed, with what it wrote.
+        RuntimeError: the run failed, with what it wrote, or took too long.
     """
-    done = subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True)
+    command = [sys.executable, program, *arguments]
+    variables = {**os.environ, **(environment or {})}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=variables)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{' '.join([Path(program).name, *arguments])} took more than {timeout:.0f} s") from error
     if done.returncode:
         raise RuntimeError(f"{' '.join([Path(program).name, *arguments])} failed:\n{done.stderr}")
     return json.loads(done.stdout.strip().splitlines()[-1])

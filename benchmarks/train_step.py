@@ -135,6 +135,24 @@ def make_batch(args: argparse.Namespace) -> dict[str, torch.Tensor]:
 # ---------------------------------------------------------------- one trainer, in its own process
 
 
+def model_config(args: argparse.Namespace) -> Qwen2Config:
+    """The configuration of the model."""
+    shape = SHAPES[args.model] | {"num_key_value_heads": KEY_HEADS[args.model]}
+    return Qwen2Config(vocab_size=VOCABULARY[args.model], tie_word_embeddings=True, **shape)
+
+
+def make_model(args: argparse.Namespace, device: str) -> Any:
+    """Random weights, made where they will stay."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, args.dtype))
+    try:
+        with torch.device(device):
+            model = Qwen2ForCausalLM._from_config(model_config(args), attn_implementation=args.attention)
+    finally:
+        torch.set_default_dtype(before)
+    return model
+
+
 def make_trainer(args: argparse.Namespace, layout: str, folder: str) -> Any:
     """TRL's trainer, or ours with a layout, on the same random weights."""
     from trl import GRPOConfig, GRPOTrainer
@@ -149,13 +167,11 @@ def make_trainer(args: argparse.Namespace, layout: str, folder: str) -> Any:
 
     torch.manual_seed(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = SHAPES[args.model] | {"num_key_value_heads": KEY_HEADS[args.model]}
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY[args.model], tie_word_embeddings=True, **shape))
-    model = model.to(device=device, dtype=getattr(torch, args.dtype))
+    model = make_model(args, device)
     options = {
         "output_dir": folder, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-5,
         "per_device_train_batch_size": args.micro_batch, "num_generations": args.group_size, "max_steps": 1,
-        "gradient_accumulation_steps": num_rows(args) // args.micro_batch, "bf16": False,
+        "gradient_accumulation_steps": num_rows(args) // args.micro_batch, "bf16": args.autocast,
         "max_completion_length": args.longest, "gradient_checkpointing": args.checkpointing, "seed": args.seed,
         "use_cpu": device == "cpu",
     }  # fmt: skip
@@ -195,17 +211,22 @@ def optimizer_step(trainer: Any, batch: dict[str, torch.Tensor]) -> tuple[float,
     return loss, float(norm)
 
 
+def prepare(args: argparse.Namespace, layout: str, folder: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A trainer that is ready for `optimizer_step`, and its batch on its device."""
+    trainer = make_trainer(args, layout, folder)
+    trainer.create_optimizer()
+    trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+    trainer.model_wrapped.train()
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    return trainer, {name: value.to(trainer.accelerator.device) for name, value in make_batch(args).items()}
+
+
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Seconds of a step, bytes at the peak, loss and gradient norm of the first step; of the trainer `args.only`."""
     be_quiet()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(args, args.only, folder)
-        trainer.create_optimizer()
-        trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
-        trainer.model_wrapped.train()
-        trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+        trainer, batch = prepare(args, args.only, folder)
         device = trainer.accelerator.device
-        batch = {name: value.to(device) for name, value in make_batch(args).items()}
         before = memory(device)["now"]
         seconds, processor_seconds, first = [], [], (0.0, 0.0)
         for repeat in range(args.repeats + 1):
@@ -226,6 +247,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         "loss": first[0],
         "grad_norm": first[1],
         "action_tokens": float(batch["tool_mask"].sum()),
+        "all_tokens": float(batch["prompt_mask"].sum() + batch["completion_mask"].sum()),
     }
 
 
@@ -311,7 +333,7 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="small", help="shape of the random-weights model")
     parser.add_argument("--trainer", choices=("grpo", "ppo"), default="grpo")
-    parser.add_argument("--critic", choices=("head", "model"), default="model", help="of --trainer ppo")
+    parser.add_argument("--critic", choices=("head", "adapter", "model"), default="model", help="of --trainer ppo")
     parser.add_argument("--rows", choices=("ragged", "forks"), default="ragged", help="what a trajectory becomes")
     parser.add_argument("--max-tokens", type=int, default=2048, help="of a pass, in the layout 'tokens'")
     parser.add_argument("--groups", type=int, default=4, help="prompts")
@@ -326,6 +348,8 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="processes of each layout, in turns")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--autocast", action="store_true", help="mixed precision in bfloat16")
+    parser.add_argument("--attention", default="sdpa", help="attention implementation of transformers")
     parser.add_argument("--lora", action="store_true", help="train a LoRA adapter of rank 16")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="relative gap of losses and gradient norms")

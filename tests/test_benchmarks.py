@@ -29,6 +29,7 @@ TINY = {
             )
         },
     ),
+    "gpu.py": (["--toy"], {"rows"}),
     "journal_cost.py": (
         ["--trajectories", "2", "--turns", "2", "--tokens", "2", "--repeats", "1"],
         {"share", "ratio", "rollout_s", "with_journal_s", "resume_s", "bytes_per_token", "megabytes"},
@@ -157,10 +158,17 @@ def test_a_benchmark_prints_a_table_and_its_figures_as_one_line_of_json(name):
     figures = json.loads(last)
     assert set(figures) == names
     rows = figures.get("rows", [figures])
-    several = {"context_policies.py": 7, "long_rollout.py": 2, "rollout_scale.py": 4, "rollout_throughput.py": 2}
+    several = {
+        "context_policies.py": 7,
+        "gpu.py": 6,
+        "long_rollout.py": 2,
+        "rollout_scale.py": 4,
+        "rollout_throughput.py": 2,
+    }
     assert len(rows) == several.get(name, 1)
     for row in rows:
         assert all(math.isfinite(value) for value in row.values())
+        assert not row.get("failed")
 
 
 def test_every_benchmark_is_run_here():

@@ -1,0 +1,622 @@
+"""Does everything that a GPU changes work on this one, and what does it gain? One command, at most eight minutes.
+
+    python benchmarks/gpu.py --out outputs/gpu            # on a machine with CUDA
+    python benchmarks/gpu.py --toy                        # all parts at toy size on a CPU: a test, no figures
+
+Needs no network, and no vLLM; with vLLM where it is installed. The parts, in this order:
+
+- checks: one optimizer step of a tiny model on this device, against float32 on the CPU: every layout, attention kernel
+  and critic, both trainers, bfloat16, gradient checkpointing, LoRA, QLoRA. The error of the gradients is
+  |g - g_cpu| / |g_cpu| over all of them.
+- syncs: how often a micro-batch makes the host wait for the device (`torch.cuda.set_sync_debug_mode`), beside TRL's.
+  On a CPU the calls are counted that would wait if their tensor were on a GPU.
+- quickstart: the recipe, a few steps.
+- generator: the transformers generator's tokens per second, and vLLM's.
+- 0.5b, 7b: `train_step.py` in each layout and for TRL's step, at the shapes of Qwen2.5, in bfloat16; 7b with LoRA and
+  gradient checkpointing. The share of the matmul rate is 6 x parameters x tokens (LoRA: 4 x) over seconds and the rate
+  of one large matrix product measured here. Tokens are those of the rows, without padding, every prompt as often as
+  there are rows: a layout that computes less has a larger share. The peak is held against `agent-r1-trl memory`.
+
+A part that fails or runs out of time is named as such; the others go on. `--out` gets gpu.json, and gpu.md, a section
+for RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import importlib.util
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import train_step
+from _common import be_quiet, make_parser, print_table, run_alone
+from torch.overrides import TorchFunctionMode
+
+LIMIT_S = 480.0
+TOLERANCE = 0.15
+"""Of `memory`'s estimate."""
+LAYOUTS = {"0.5b": ("trl", "padded", "packed", "shared", "tokens"), "7b": ("trl", "packed", "shared")}
+TINY = [
+    *("--model", "tiny", "--groups", "2", "--group-size", "2", "--micro-batch", "2", "--prompt", "24"),
+    *("--median", "20", "--longest", "64", "--max-tokens", "96"),
+]
+Row = dict[str, Any]
+
+
+# ---------------------------------------------------------------- checks
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One optimizer step that must agree with float32 on the CPU."""
+
+    options: tuple[str, ...] = ()
+    """Of train_step.py."""
+    layout: str = "padded"
+    tolerance: float = 2e-3
+    kernel: str = "sdpa"
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        words = [word.removeprefix("--") for word in self.options]
+        return ", ".join([" ".join(words) or "grpo", self.layout, self.kernel])
+
+    @property
+    def reference(self) -> tuple[str, ...]:
+        """Options of the step on the CPU: the same trainer and adapters in float32."""
+        return tuple(word for word in self.options if word not in ("--autocast", "--checkpointing"))
+
+
+def cases(device: str, *, toy: bool) -> list[Case]:
+    """All checks; those of other kernels only where they are installed."""
+    from agent_r1_trl.doctor.trial import attention_kernels
+
+    ppo = [("--trainer", "ppo", "--critic", kind) for kind in ("head", "model")]
+    ppo.append(("--trainer", "ppo", "--critic", "adapter", "--lora"))
+    layouts = ("packed", "tokens") if toy else ("padded", "grouped", "packed", "shared", "tokens")
+    found = [Case((), layout) for layout in ("trl", *layouts)]
+    found += [Case(critic, layout) for critic in ppo for layout in (("shared",) if toy else ("padded", "shared"))]
+    found += [Case(("--lora",), "packed"), Case(("--checkpointing",), "packed")]
+    found += [
+        Case(("--autocast",), layout, 0.1) for layout in (("packed",) if toy else ("padded", "packed", "shared"))
+    ]
+    found += [Case(("--autocast", "--checkpointing", "--lora"), "shared", 0.1)]
+    for kernel in attention_kernels(device)[1:]:
+        exact, rounded = Case((), "packed", kernel=kernel), Case(("--autocast",), "packed", 0.1, kernel)
+        found += [rounded] if "flash" in kernel else [exact, rounded, dataclasses.replace(exact, layout="shared")]
+    return found
+
+
+def tiny(*options: str, kernel: str = "sdpa") -> argparse.Namespace:
+    """Arguments of train_step.py for a step of a few hundred tokens."""
+    return train_step.parse_arguments([*TINY, "--attention", kernel, *options, "--layouts", "padded", "packed"])
+
+
+def first_step(args: argparse.Namespace, layout: str) -> Row:
+    """Loss and gradients of the first optimizer step, from weights that are the same on every device."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, batch = train_step.prepare(args, layout, folder)
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for _, parameter in sorted(trainer.model.named_parameters(), key=lambda item: item[0]):
+                if parameter.is_floating_point() and parameter.requires_grad:
+                    drawn = torch.randn(parameter.shape, generator=generator) * 0.05
+                    parameter.copy_(drawn.to(parameter))
+        trainer.accelerator.clip_grad_norm_ = lambda *_: torch.zeros(())
+        trainer.optimizer.step = lambda: gradients.update(
+            {
+                name: parameter.grad.detach().float().cpu()
+                for name, parameter in trainer.model.named_parameters()
+                if parameter.grad is not None
+            }
+        )
+        gradients: dict[str, torch.Tensor] = {}
+        torch.manual_seed(args.seed)
+        loss, _ = train_step.optimizer_step(trainer, batch)
+    return {"loss": loss, "gradients": gradients}
+
+
+def run_checks(args: argparse.Namespace) -> list[Row]:
+    """Every case on this device, against the CPU in a process that sees no GPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = cases(device, toy=args.toy)
+    keys = sorted({case.reference for case in chosen})
+    if device == "cpu":
+        expected = references(keys)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            file = f"{folder}/references.pt"
+            run_alone(__file__, ["--only", "references", "--out", file], environment={"CUDA_VISIBLE_DEVICES": ""})
+            expected = torch.load(file, weights_only=False)
+    rows = [check(case, expected[case.reference]) for case in chosen]
+    return [*rows, check_qlora(device)]
+
+
+def references(keys: list[tuple[str, ...]]) -> dict[tuple[str, ...], Row]:
+    """Loss and gradients of padded rows in float32, by the options of the step."""
+    return {key: first_step(tiny(*key), "padded") for key in keys}
+
+
+def check(case: Case, expected: Row) -> Row:
+    """Compare a step with the reference."""
+    row: Row = {"name": case.name, "tolerance": case.tolerance}
+    try:
+        found = first_step(tiny(*case.options, kernel=case.kernel), case.layout)
+    except Exception as error:  # one kernel that does not run must not hide the others
+        return row | {"ok": False, "error": first_line(error)}
+    return compare(row, found, expected)
+
+
+def compare(row: Row, found: Row, expected: Row) -> Row:
+    """The row of a table, with the errors of a step and whether they are in order."""
+    ours, theirs = found["gradients"], expected["gradients"]
+    if set(ours) != set(theirs):
+        return row | {"ok": False, "error": "other parameters have gradients"}
+    size = sum(float(other.square().sum()) for other in theirs.values()) ** 0.5
+    error = sum(float((ours[name] - other).square().sum()) for name, other in theirs.items()) ** 0.5
+    row |= {"loss_error": abs(found["loss"] - expected["loss"]), "gradient_error": error / size}
+    return row | {"ok": max(row["loss_error"], row["gradient_error"]) <= row["tolerance"]}  # NaN is not
+
+
+def check_qlora(device: str) -> Row:
+    """A step on a base in 4 bits: finite gradients of the same adapters, that point where those in float32 do."""
+    row: Row = {"name": "lora on 4 bits, packed", "tolerance": 0.9}
+    if importlib.util.find_spec("bitsandbytes") is None or device != "cuda":
+        return row | {"skipped": "needs CUDA and bitsandbytes"}
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    plain = train_step.make_model
+
+    def quantised(args: argparse.Namespace, device: str) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            plain(args, "cpu").save_pretrained(folder)
+            config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+            return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map={"": 0})
+
+    try:
+        expected = first_step(tiny("--lora"), "packed")
+        train_step.make_model = quantised
+        found = first_step(tiny("--lora", "--autocast"), "packed")
+    except Exception as error:
+        return row | {"ok": False, "error": first_line(error)}
+    finally:
+        train_step.make_model = plain
+    return compare(row, found, expected)
+
+
+# ---------------------------------------------------------------- the host waits
+
+
+class HostReads(TorchFunctionMode):
+    """Counts calls that would make the host wait if their tensor were on a GPU."""
+
+    NAMES = (
+        "item",
+        "tolist",
+        "cpu",
+        "numpy",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__index__",
+        "nonzero",
+        "masked_select",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in self.NAMES:
+            frame = sys._getframe(1)
+            while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
+                frame = frame.f_back
+            self.counts[f"{name} in {Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted_waits(device: str) -> Iterator[Counter[str]]:
+    """Counts how often the host waits for the device inside, by place."""
+    if device != "cuda":
+        with HostReads() as reads:
+            yield reads.counts
+        return
+    counts: Counter[str] = Counter()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield counts
+        for one in caught:
+            if "synchroniz" in str(one.message):
+                counts[f"{Path(one.filename).name}:{one.lineno}"] += 1
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def run_syncs(args: argparse.Namespace) -> list[Row]:
+    """Waits inside `compute_loss` and its backward pass, per micro-batch: TRL's and each layout's."""
+    device, rows = "cuda" if torch.cuda.is_available() else "cpu", []
+    for options, layouts in (
+        ((), ("trl", "padded", "grouped", "packed", "shared")),
+        (("--trainer", "ppo"), ("shared",)),
+    ):
+        for layout in layouts:
+            with tempfile.TemporaryDirectory() as folder:
+                trainer, batch = train_step.prepare(tiny(*options), layout, folder)
+                waits = count_in_micro_batches(trainer, batch, device)
+            rows.append(
+                {"name": " ".join([*options[1:], layout]), "waits": sum(waits.values()), "places": waits, "ok": True}
+            )
+    base = rows[0]["waits"]
+    for row in rows:
+        row["more_than_trl"] = row["waits"] - base
+    return rows
+
+
+def count_in_micro_batches(trainer: Any, batch: dict[str, torch.Tensor], device: str) -> dict[str, float]:
+    """Waits per micro-batch of one optimizer step, by place, after a step that warms up."""
+    torch.manual_seed(0)
+    train_step.optimizer_step(trainer, batch)
+    trainer._step = 0
+    total: Counter[str] = Counter()
+    steps = trainer.args.gradient_accumulation_steps
+    for _ in range(steps):
+        inputs = trainer._prepare_inputs([])
+        trainer._step += 1
+        with counted_waits(device) as counts:
+            trainer.accelerator.backward(trainer.compute_loss(trainer.model_wrapped, inputs))
+        total.update(counts)
+    trainer.model.zero_grad()
+    return {place: count / steps for place, count in total.items()}
+
+
+# ---------------------------------------------------------------- the quickstart, the generators
+
+
+def run_quickstart(args: argparse.Namespace) -> list[Row]:
+    """The recipe on this device: seconds, and reward at both ends."""
+    from agent_r1_trl.cli import main as command
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    flags = (
+        "--max_steps 1 --per_device_train_batch_size 4 --max_completion_length 48" if args.toy else "--max_steps 12"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        flags += f" --output_dir {folder} --use_cpu {device == 'cpu'} --record_trajectories none --disable_tqdm true"
+        code = command(["train", "--config", "quickstart/grpo/cpu", *flags.split()])
+        seconds = time.perf_counter() - start
+        state = json.loads(Path(folder, "trainer_state.json").read_text()) if code == 0 else {"log_history": []}
+    rewards = [entry["reward"] for entry in state["log_history"] if "reward" in entry]
+    row = {"name": "quickstart", "seconds": seconds, "ok": code == 0 and bool(rewards)}
+    return [row | ({"first_reward": rewards[0], "last_reward": rewards[-1]} if rewards else {})]
+
+
+def run_generator(args: argparse.Namespace) -> list[Row]:
+    """Tokens per second of the local generator, and of vLLM where it is installed."""
+    from agent_r1_trl.generation import TransformersGenerator
+    from agent_r1_trl.generation.base import SamplingParams
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    given = ["--model", "tiny" if args.toy else "0.5b", "--dtype", "float32" if device == "cpu" else "bfloat16"]
+    options = train_step.parse_arguments(given)
+    rows_at_once, prompt, tokens = (4, 8, 4) if args.toy else (64, 512, 128)
+    torch.manual_seed(0)
+    model = train_step.make_model(options, device)
+    generator = TransformersGenerator(model, pad_token_id=0, stop_token_ids=[], max_batch_size=rows_at_once)
+    prompts = torch.randint(1, train_step.VOCABULARY[options.model], (rows_at_once, prompt)).tolist()
+
+    async def sample() -> int:
+        calls = [
+            generator.generate(ids, max_tokens=tokens, seed=seed, params=SamplingParams())
+            for seed, ids in enumerate(prompts)
+        ]
+        return sum(len(answer.token_ids) for answer in await asyncio.gather(*calls))
+
+    asyncio.run(sample())
+    start = time.perf_counter()
+    count = asyncio.run(sample())
+    rate = count / (time.perf_counter() - start)
+    generator.close()
+    found = [{"name": f"transformers, {rows_at_once} at once", "tokens_per_s": rate, "ok": True}]
+    if args.toy or importlib.util.find_spec("vllm") is None:
+        return [*found, {"name": "vLLM", "skipped": "not installed, or --toy"}]
+    return [*found, vllm_rate(model, prompts, tokens)]
+
+
+def vllm_rate(model: Any, prompts: list[list[int]], tokens: int) -> Row:
+    """Tokens per second of a vLLM engine with the same model and requests."""
+    try:
+        from vllm import LLM, SamplingParams
+
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            engine = LLM(model=folder, skip_tokenizer_init=True, gpu_memory_utilization=0.3, max_model_len=1024)
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
+            requests: Any = [{"prompt_token_ids": ids} for ids in prompts]
+            engine.generate(requests, params, use_tqdm=False)
+            start = time.perf_counter()
+            engine.generate(requests, params, use_tqdm=False)
+            return {
+                "name": f"vLLM, {len(prompts)} at once",
+                "tokens_per_s": len(prompts) * tokens / (time.perf_counter() - start),
+                "ok": True,
+            }
+    except Exception as error:
+        return {"name": "vLLM", "ok": False, "error": first_line(error)}
+
+
+# ---------------------------------------------------------------- the update
+
+
+def run_update(args: argparse.Namespace, shape: str, deadline: float = float("inf")) -> list[Row]:
+    """`train_step.py` at a shape: TRL's step and each layout."""
+    rate = matmul_rate(args)
+    given = ["--model", shape, "--dtype", "bfloat16", "--repeats", "1", "--max-tokens", "16384"]
+    given += ["--lora", "--checkpointing"] if shape == "7b" else []
+    if args.toy:
+        given = [*TINY, "--repeats", "1"]
+    rows: list[Row] = []
+    for layout in ("trl", "tokens") if args.toy else LAYOUTS[shape]:
+        row: Row = {"name": layout}
+        words = [*given, "--only", layout]
+        try:
+            options = train_step.parse_arguments(words)
+            if args.toy:
+                figures = train_step.measure(options)
+            else:
+                figures = run_alone(train_step.__file__, words, timeout=max(1.0, deadline - time.monotonic()))
+            row |= judge_update(options, figures, rate, rows[0] if rows else None)
+        except Exception as error:
+            row |= {"ok": False, "error": first_line(error)}
+        rows.append(row)
+    return rows
+
+
+def judge_update(options: argparse.Namespace, figures: dict[str, float], rate: float, base: Row | None) -> Row:
+    """Figures of a layout, beside the first one's and the estimate's."""
+    per_parameter, size = (4 if options.lora else 6), shape_of(options)
+    work = per_parameter * size.num_matmul_parameters * figures["all_tokens"]
+    row: Row = {
+        "tokens_per_s": figures["action_tokens"] / figures["seconds"],
+        "peak_gib": figures["peak"] / 2**30,
+        "matmul_share": work / figures["seconds"] / rate,
+        "estimate_gib": estimated_bytes(options, size) / 2**30,
+        "ok": True,
+    }
+    base = base or row
+    row["speedup"] = row["tokens_per_s"] / base.get("tokens_per_s", float("nan"))
+    if torch.cuda.is_available():
+        row["ok"] = abs(row["peak_gib"] / row["estimate_gib"] - 1) <= TOLERANCE
+    return row
+
+
+def shape_of(options: argparse.Namespace) -> Any:
+    """Sizes of a step's model."""
+    from peft import LoraConfig
+
+    from agent_r1_trl.memory import read_shape
+
+    lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if options.lora else None
+    return read_shape(train_step.model_config(options), lora)
+
+
+def estimated_bytes(options: argparse.Namespace, size: Any) -> float:
+    """What `memory` expects of the update, CUDA context apart."""
+    from agent_r1_trl.memory import MemorySetup, estimate_memory
+    from agent_r1_trl.memory.estimate import CONTEXT_BYTES
+
+    batch = train_step.make_batch(options)
+    lengths = (batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)).tolist()
+    is_packed = options.only in ("packed", "shared", "tokens")
+    setup = MemorySetup(
+        dtype=options.dtype,
+        micro_batch=options.micro_batch,
+        prompt_tokens=batch["prompt_ids"].shape[1],
+        completion_tokens=batch["completion_ids"].shape[1],
+        row_tokens=max(lengths),
+        trajectory_tokens=round(sum(sorted(lengths)[-options.micro_batch :]) / options.micro_batch),
+        is_packed=is_packed,
+        max_tokens_per_micro_batch=options.max_tokens if options.only == "tokens" else None,
+        update_rows=len(lengths),
+        gradient_checkpointing=options.checkpointing,
+        generator="server",
+    )
+    return estimate_memory(size, setup).peak - CONTEXT_BYTES
+
+
+def matmul_rate(args: argparse.Namespace) -> float:
+    """Operations per second of one large matrix product."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    width, dtype = (256, torch.float32) if args.toy else (8192, torch.bfloat16)
+    one, other = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        one @ other
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 2 * width**3 / min(seconds)
+
+
+# ---------------------------------------------------------------- all parts
+
+PARTS: dict[str, Callable[..., list[Row]]] = {
+    "checks": run_checks,
+    "syncs": run_syncs,
+    "quickstart": run_quickstart,
+    "generator": run_generator,
+    "0.5b": lambda args, **options: run_update(args, "0.5b", **options),
+    "7b": lambda args, **options: run_update(args, "7b", **options),
+}
+
+
+def run_all(args: argparse.Namespace) -> dict[str, Any]:
+    """Every part in a process of its own (`--toy`: in this one), until the time is up."""
+    started = time.monotonic()
+    result: dict[str, Any] = {"machine": machine(), "parts": {}}
+    for name in args.parts:
+        begun = time.monotonic()
+        left = LIMIT_S - (begun - started)
+        try:
+            if args.toy:
+                rows = PARTS[name](args)
+            elif left < 10:
+                rows = [{"name": name, "skipped": "the time was up"}]
+            else:
+                arguments = ["--only", name, "--limit", str(left - 5)]
+                rows = run_alone(__file__, arguments, timeout=left)["rows"]
+        except Exception as error:
+            rows = [{"name": name, "ok": False, "error": first_line(error)}]
+        result["parts"][name] = {"rows": rows, "seconds": time.monotonic() - begun}
+    return result
+
+
+def machine() -> dict[str, str]:
+    """What the figures belong to."""
+    import importlib.metadata
+
+    names = ("torch", "transformers", "trl", "vllm", "flash-attn", "bitsandbytes")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+    return {"device": device, "date": time.strftime("%Y-%m-%d", time.gmtime()), **versions}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """A section of RESULTS.md."""
+    about = ", ".join(f"{name} {value}" for name, value in result["machine"].items())
+    lines = [
+        "## [On a GPU](gpu.py)",
+        "",
+        "    python benchmarks/gpu.py --out outputs/gpu",
+        "",
+        f"Machine: {about}.",
+        "",
+    ]
+    for part, found in result["parts"].items():
+        rows = found["rows"]
+        columns = [
+            name for name in dict.fromkeys(key for row in rows for key in row) if name not in ("name", "places")
+        ]
+        lines += [f"### {part} ({found['seconds']:.0f} s)", "", "| | " + " | ".join(columns) + " |"]
+        lines += ["|---" * (len(columns) + 1) + "|"]
+        lines += [f"| {row['name']} | " + " | ".join(cell(row.get(name)) for name in columns) + " |" for row in rows]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def cell(value: Any) -> str:
+    """A value in a table."""
+    if isinstance(value, bool):
+        return "yes" if value else "**no**"
+    text = (
+        f"{value:.3g}"
+        if isinstance(value, float) and value < 1000
+        else f"{value:.0f}"
+        if isinstance(value, float)
+        else value
+    )
+    return "" if text is None else str(text).replace("|", "/")
+
+
+def summary(result: dict[str, Any]) -> list[dict[str, float]]:
+    """The JSON line: rows of each part that passed, failed and were skipped."""
+    rows = []
+    for index, found in enumerate(result["parts"].values()):
+        skipped = sum("skipped" in row for row in found["rows"])
+        passed = sum(bool(row.get("ok")) for row in found["rows"])
+        failed = len(found["rows"]) - passed - skipped
+        rows.append(
+            {"part": index, "passed": passed, "failed": failed, "skipped": skipped, "seconds": found["seconds"]}
+        )
+    return rows
+
+
+def first_line(error: BaseException) -> str:
+    """The last line of a message that holds a program's output, else the first."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    text = lines[-1] if "failed:" in lines[0] else lines[0]
+    return f"{type(error).__name__}: {text}"[:200]
+
+
+def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """Settings."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--toy", action="store_true", help="all parts at toy size, in this process")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--out", help="directory for gpu.json and gpu.md")
+    parser.add_argument("--only", choices=(*PARTS, "references"), help="one part in this process, as JSON")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="with --only: seconds that are left")
+    args = parser.parse_args(given)
+    if not args.toy and not args.only and not torch.cuda.is_available():
+        parser.error("--toy: no CUDA device was found. Pass --toy to run all parts at toy size on the CPU.")
+    return args
+
+
+def run_only(args: argparse.Namespace) -> None:
+    """One part, or the references of the checks."""
+    if args.only == "references":
+        keys = sorted({case.reference for case in cases("cuda", toy=args.toy)})
+        torch.save(references(keys), args.out)
+        print(json.dumps({}))
+        return
+    is_update = PARTS[args.only] in (PARTS["0.5b"], PARTS["7b"])
+    options = {"deadline": time.monotonic() + args.limit} if is_update else {}
+    print(json.dumps({"rows": PARTS[args.only](args, **options)}))
+
+
+def main() -> None:
+    """Run what was asked for and print it."""
+    args = parse_arguments()
+    be_quiet()
+    if args.only:
+        run_only(args)
+        return
+    result = run_all(args)
+    if args.out:
+        folder = Path(args.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "gpu.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (folder / "gpu.md").write_text(markdown(result), encoding="utf-8")
+    rows = summary(result)
+    print(markdown(result))
+    names = list(result["parts"])
+    columns = ("passed", "failed", "skipped", "seconds")
+    print_table(
+        "parts", ("part", *columns), [(names[int(row["part"])], *(f"{row[c]:.0f}" for c in columns)) for row in rows]
+    )
+    if args.json:
+        print(json.dumps({"rows": rows}))
+    elif any(row["failed"] for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
