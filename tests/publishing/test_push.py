@@ -217,6 +217,27 @@ def test_an_environment_that_cannot_be_made_here_is_said_and_the_model_is_sent(h
     assert "`no_such_module.Env`" in body and "model-index" not in metadata and "## Results" not in body
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("recipe.yaml", b"env: tests.toys.AddEnv\nenv_kwargs: [1]\ntools: search\n"),
+        ("trainer_state.json", b'{"log_history": {"reward": 1}}'),
+        ("trainer_state.json", b'{"log_history": [1, "x"]}'),
+        ("README.md", b"---\ntags: 3\ndatasets: {a: b}\n---\n# Mine\n"),
+        ("evaluation.json", b'{"rows": 3, "intervals": 4}'),
+    ],
+)
+def test_files_of_an_odd_form_cost_no_more_than_their_part_of_the_card(hub, run_folder, name, content):
+    (run_folder / name).write_bytes(content)
+    assert push(run_folder, "--repo_id", "ada/adder") == 0
+    assert "# " in hub.files("ada/adder")["README.md"].decode()
+
+
+def test_a_card_that_is_no_text_is_named(hub, run_folder, capsys):
+    (run_folder / "README.md").write_bytes(b"# \xff")
+    assert "README.md: cannot be read" in refusal(capsys, run_folder, "--repo_id", "ada/adder")
+
+
 # ---------------------------------------------------------------- trajectories
 
 

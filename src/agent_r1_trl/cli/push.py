@@ -96,7 +96,7 @@ def run(argv: Sequence[str]) -> int:
 def _model_files(arguments: argparse.Namespace, scratch: Path) -> list[Sent]:
     """The model's files, with a card and curves that are made now."""
     from agent_r1_trl.environments.factory import tool_schemas
-    from agent_r1_trl.publishing.card import CARD, make_card, read_facts
+    from agent_r1_trl.publishing.card import CARD, make_card, read_card, read_facts
     from agent_r1_trl.publishing.curves import IMAGE, draw_curves
     from agent_r1_trl.publishing.files import Sent, files_of_model
 
@@ -107,9 +107,7 @@ def _model_files(arguments: argparse.Namespace, scratch: Path) -> list[Sent]:
     facts.tools = [] if facts.env_factory is None else tool_schemas(facts.env_factory)
     if draw_curves(facts.history, scratch / IMAGE):
         facts.curves = IMAGE
-    before = folder / CARD
-    text = make_card(facts, before.read_text(encoding="utf-8") if before.is_file() else "")
-    (scratch / CARD).write_text(text, encoding="utf-8")
+    (scratch / CARD).write_text(make_card(facts, read_card(folder)), encoding="utf-8")
     made = [Sent(scratch / name, name, "card") for name in (CARD, facts.curves) if name]
     return [*(item for item in files if item.name not in {new.name for new in made}), *made]
 
@@ -121,12 +119,14 @@ def environment_of(recipe: dict[str, Any], consequence: str) -> Callable[..., An
         recipe: settings of a run.
         consequence: what follows if it cannot be made.
     """
+    from agent_r1_trl.cli.arguments import read_mapping
     from agent_r1_trl.cli.resolve import resolve_env
 
     if not recipe.get("env"):
         return None
-    given = {name: value for name, value in (recipe.get("env_kwargs") or {}).items() if value is not None}
     try:
+        given = read_mapping("env_kwargs", recipe.get("env_kwargs"))
+        given = {name: value for name, value in given.items() if value is not None}
         return resolve_env(str(recipe["env"]), given)
     except UsageError as error:
         print(visible(f"warning: {consequence}: {error}"), file=sys.stderr)

@@ -77,6 +77,7 @@ def read_facts(folder: Path, model_id: str) -> CardFacts:
     """
     recipe = _mapping(folder / RECIPE)
     adapter = _mapping(folder / "adapter_config.json")
+    logged = _mapping(folder / STATE).get("log_history")
     base = str(adapter.get("base_model_name_or_path") or recipe.get("model_name_or_path") or "")
     return CardFacts(
         model_id=model_id,
@@ -84,7 +85,7 @@ def read_facts(folder: Path, model_id: str) -> CardFacts:
         base_model=base,
         recipe=recipe,
         evaluation=_mapping(folder / EVALUATION),
-        history=list(_mapping(folder / STATE).get("log_history") or []),
+        history=[entry for entry in logged if isinstance(entry, dict)] if isinstance(logged, list) else [],
     )
 
 
@@ -101,6 +102,19 @@ def _mapping(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds {type(value).__name__}, not settings by name. Write it again, or remove it.")
     return value
+
+
+def read_card(folder: Path) -> str:
+    """The card of a directory; empty if there is none.
+
+    Raises:
+        ValueError: it is no text in UTF-8.
+    """
+    path = folder / CARD
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: cannot be read ({error}). Write it again in UTF-8, or remove it.") from error
 
 
 def make_card(facts: CardFacts, before: str = "") -> str:
@@ -179,7 +193,7 @@ def complete_metadata(metadata: Mapping[str, Any], facts: CardFacts) -> dict[str
     done["library_name"] = "peft" if facts.is_adapter else done.get("library_name") or "transformers"
     done.setdefault("pipeline_tag", "text-generation")
     tags = done.get("tags")
-    tags = [tags] if isinstance(tags, str) else list(tags or [])
+    tags = tags if isinstance(tags, list) else [] if tags is None else [tags]
     done["tags"] = list(dict.fromkeys([*map(str, tags), TAG, "reinforcement-learning"]))
     for name, found in (("base_model", [facts.base_model]), ("datasets", list(facts.data.values()))):
         given = done.pop(name, None) or found

@@ -76,10 +76,13 @@ def agent_options(recipe: Mapping[str, Any], factory: Callable[..., Any] | None)
         factory: of the environment, which is looked at if there is no such name.
     """
     if recipe.get("env"):
-        given = {name: value for name, value in (recipe.get("env_kwargs") or {}).items() if value is not None}
+        named = recipe.get("env_kwargs")
+        named = named if isinstance(named, Mapping) else {}
+        given = {name: value for name, value in named.items() if value is not None}
         return _env_options(str(recipe["env"]), _without_defaults(given, factory))
     if recipe.get("tools"):
-        return ["--tools", *map(str, recipe["tools"])]
+        tools = recipe["tools"]
+        return ["--tools", *map(str, tools if isinstance(tools, list) else [tools])]
     if factory is None or _has_no_tools(factory):
         return []
     made_by: Any = factory
