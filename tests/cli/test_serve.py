@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.conversation.vllm_process import choose_parser, server_command
-from agent_r1_trl.tools import as_tool
+from agent_r1_trl.tools import Tool, as_tool, calculator
 from tests.families import FAMILIES
 from tests.servers import free_port
 from tests.tokenizers import make_tokenizer
@@ -30,9 +30,17 @@ PARSERS = {
     "glm_4_5": "glm47", "minimax_m2": "minimax_m2", "seed_oss": "seed_oss", "nemotron_nano_2": None, "lfm2": "lfm2",
     "command_r7b": "cohere_command3", "gemma4": "gemma4", "gpt_oss": "openai",
 }  # fmt: skip
-FUNCTION = as_tool(add).schema["function"]
-TOOL = {"type": "function", "function": {name: FUNCTION[name] for name in ("name", "description", "parameters")}}
-"""As OpenAI's protocol has it: vLLM drops what a schema says of the return value."""
+TOOL = as_tool(add).schema
+BY_HAND = Tool(
+    lambda a: a,
+    schema={
+        "function": {
+            "return": {"type": "string"}, "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+            "strict": True, "name": "same",
+        },
+        "type": "function",
+    },
+)  # fmt: skip
 QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
 
 
@@ -57,6 +65,13 @@ def test_the_parsers_are_those_of_vllm():
     tool_parsers = pytest.importorskip("vllm.tool_parsers")
     known = tool_parsers.ToolParserManager.list_registered()
     assert {name for name in PARSERS.values() if name is not None} <= set(known)
+
+
+@pytest.mark.parametrize("schema", [TOOL, as_tool(calculator).schema, as_tool(BY_HAND).schema], ids=str)
+def test_a_request_to_vllm_keeps_the_schemas_of_training(schema):
+    protocol = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")
+    read = protocol.ChatCompletionToolsParam.model_validate(schema).model_dump()
+    assert json.dumps(read) == json.dumps(schema)
 
 
 def test_the_server_gets_the_template_of_training(tmp_path):

@@ -27,6 +27,9 @@ TURNS = [
 ]
 
 
+ASKED = "Sum it up"
+
+
 class Told(AddEchoEnv):
     """A user who says `SAID`, as training knows users."""
 
@@ -281,3 +284,48 @@ def test_the_transformers_generator_tells_every_token_as_it_is_sampled():
     texts = [event.text for event in events if event.kind == "text"]
     assert len(texts) > 4
     assert "".join(texts) == chat.tokenizer.decode(trajectory.completion_ids[: trajectory.turns[0].end])
+
+
+def in_order(chat, said):
+    """A generator that says these turns one after another, and a summary whenever it is asked for one."""
+    turns, summary = iter([chat.encode_reply(message) for message in said]), chat.encode_reply(say("A sum: it is 5."))
+
+    def answer(request):
+        return summary if ASKED in chat.encoder.to_text(list(request.prompt_ids[-100:])) else next(turns)
+
+    return ScriptedGenerator(answer, stop_token_ids=chat.stop_token_ids)
+
+
+def both(chat, said, **limits):
+    """The trajectory of training and that of a chat in which a person says `SAID`; the policy says the same."""
+    limits = RolloutLimits(**({"max_turns": 20, "max_completion_length": 4000} | limits))
+    runner = RolloutRunner(Told, in_order(chat, said), chat, limits)
+    (expected,) = runner.run([RolloutRequest(example={"prompt": SAID[0]})])
+    runner.close()
+    conversation = Conversation(Agent(name="tiny", generator=in_order(chat, said), chat=chat, limits=limits), Heard)
+
+    async def run():
+        for text in SAID:
+            await conversation.say(text)
+        await conversation.close()
+
+    asyncio.run(run())
+    return expected, conversation.trajectory
+
+
+@pytest.mark.parametrize("settings", [{"context_turns": 2}, {"context_turns": 1}, {"context_tokens": 260}], ids=str)
+def test_a_chat_asks_for_summaries_where_training_does_and_goes_on_after_them(settings):
+    limits = {"context_policy": "summarise", "summary_tokens": 60, "summary_prompt": f"{ASKED}, please.", **settings}
+    expected, trajectory = both(chat_of("qwen3"), TURNS, **limits)
+    assert sum(turn.is_summary for turn in expected.turns) >= 2 and len(expected.rows) >= 3
+    assert expected.stop_reason is StopReason.DONE
+    assert tokens(trajectory) == tokens(expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "glm_4_5", "gpt_oss"])
+def test_a_chat_drops_the_thoughts_that_training_drops(family):
+    chat = ChatFormat(FAMILIES[family](), thinking="strip")
+    said = [message | {"reasoning_content": f"Thought {index}."} for index, message in enumerate(TURNS)]
+    expected, trajectory = both(chat, said, context_policy="strip_thinking")
+    assert expected.stop_reason is StopReason.DONE and len(expected.rows) > 1
+    assert tokens(trajectory) == tokens(expected)

@@ -113,7 +113,6 @@ def test_a_docstring_of_any_style_gives_the_same_schema(style):
                 },
                 "required": ["source"],
             },
-            "return": {"type": "string", "description": "What happened."},
         },
     }
 

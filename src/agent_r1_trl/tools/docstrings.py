@@ -22,7 +22,6 @@ class Docstring:
     description: str = ""
     arguments: dict[str, str] = field(default_factory=dict)
     """Descriptions by argument; an argument without one is absent."""
-    returns: str = ""
 
 
 def doc_text(fn: Callable[..., Any]) -> str:
@@ -47,10 +46,7 @@ def read_docstring(text: str) -> Docstring:
             described = " ".join((item.description or "").split())
             if described:
                 arguments[name.strip(" *`")] = described
-    returns = (parsed.returns.description or "") if parsed.returns else ""
-    return Docstring(
-        description=(parsed.description or "").strip(), arguments=arguments, returns=" ".join(returns.split())
-    )
+    return Docstring(description=(parsed.description or "").strip(), arguments=arguments)
 
 
 def _usual_form(text: str) -> str:

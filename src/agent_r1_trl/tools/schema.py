@@ -26,7 +26,6 @@ from agent_r1_trl.tools.signature import (
     function_name,
     function_parameters,
     read_arguments,
-    read_hints,
 )
 
 OWN_SCHEMA = "Or describe it yourself: Tool(fn, schema={...})."
@@ -84,27 +83,22 @@ def _json_schema(
     hints = {
         argument.name: plain_hint(argument.hint) if described[argument.name] is None else Any for argument in arguments
     }
-    returned = read_hints(fn, tool_name)
-    returned = {"return": returned["return"]} if "return" in returned else {}
     text = doc_text(fn)
     if description is not None:
         sections = re.search(r"\n\s*Args:\n.*", text, re.DOTALL)
         text = description + (sections.group(0) if sections else "")
-    schema = _ask_helper(tool_name, text, arguments, hints, returned)
+    schema = _ask_helper(tool_name, text, arguments, hints)
     if schema is None:  # the helper cannot read the docstring
         doc = _descriptions(tool_name, doc_text(fn), description, arguments)
         lines = [f"    {argument.name}: -" for argument in arguments]
-        text = "\n".join(["-", "", "Args:", *lines, "", "Returns:", "    -"])
-        schema = _ask_helper(tool_name, text, arguments, hints, returned)
+        text = "\n".join(["-", "", "Args:", *lines])
+        schema = _ask_helper(tool_name, text, arguments, hints)
         if schema is None:
             raise ToolSchemaError(f"Tool {tool_name!r}: its type hints cannot be described.")
         function = schema["function"]
         function["description"] = doc.description
         for name, item in function["parameters"]["properties"].items():
             item["description"] = doc.arguments[name]
-        if "return" in function:
-            function["return"].pop("description", None)
-            function["return"] |= {"description": doc.returns} if doc.returns else {}
     if not schema["function"]["description"]:
         raise ToolSchemaError(f"Tool {tool_name!r}: its docstring does not say what it does before its arguments.")
     properties = schema["function"]["parameters"]["properties"]
@@ -114,12 +108,11 @@ def _json_schema(
     return schema
 
 
-def _ask_helper(
-    name: str, doc: str, arguments: Sequence[Argument], hints: dict[str, Any], returned: dict[str, Any]
-) -> Schema | None:
+def _ask_helper(name: str, doc: str, arguments: Sequence[Argument], hints: dict[str, Any]) -> Schema | None:
     """The schema that transformers makes; None if it cannot read the docstring.
 
-    A return type that it cannot read is left out, because most templates ignore it.
+    It gets no return type: OpenAI's protocol has none, and servers drop it, so that a served model would read another
+    prompt than in training.
     """
     from transformers.utils import get_json_schema
 
@@ -139,10 +132,9 @@ def _ask_helper(
             for argument in arguments
         ]
     )
-    for known in ({**hints, **returned}, hints):
-        shim.__annotations__ = known
-        with contextlib.suppress(Exception):
-            return get_json_schema(shim)
+    shim.__annotations__ = hints
+    with contextlib.suppress(Exception):
+        return get_json_schema(shim)
     return None
 
 
@@ -170,7 +162,7 @@ def _descriptions(
                 f"Tool {tool_name!r}: its docstring has no description of the argument '{name}': add a line "
                 f"'{name}: meaning' to a section 'Args:' (NumPy's and Sphinx's forms are read as well)."
             )
-    return Docstring(doc.description if description is None else description, described, doc.returns)
+    return Docstring(doc.description if description is None else description, described)
 
 
 def read_schema(schema: Any, name: str | None = None) -> Schema:
@@ -195,8 +187,6 @@ def read_schema(schema: Any, name: str | None = None) -> Schema:
             "'parameters'}}."
         )
     name = check_name(name or parts.get("name"))
-    if function is schema:
-        parts = {"name": name, "description": parts.get("description") or ""}
     try:
         json.dumps(parameters)
         if "$ref" in json.dumps(parameters):
@@ -205,7 +195,10 @@ def read_schema(schema: Any, name: str | None = None) -> Schema:
         raise ToolSchemaError(f"Tool {name!r}: {error}.") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise ToolSchemaError(f"Tool {name!r}: its schema is not JSON ({error}).") from error
-    read = {"type": "function", "function": {**parts, "name": name, "parameters": parameters}}
+    kept: dict[str, Any] = {"name": name, "description": parts.get("description") or "", "parameters": parameters}
+    if parts.get("strict") is not None and function is not schema:
+        kept["strict"] = parts["strict"]
+    read = {"type": "function", "function": kept}  # the keys, and their order, that servers hand to a template
     check_schema(read)
     return read
 
