@@ -2,7 +2,7 @@
 
 Trains a tokenizer and a 3-layer Qwen3 from scratch on demonstrations of made-up tasks (those of `data/` are never
 read). Of three demonstrators, one does what was asked, one forgets the last call, and one does not look first.
-Training adds the judgement. It takes some five minutes on two cores.
+Training adds the judgement. It takes some eight processor minutes.
 
     python recipes/function_calling/make_model.py
 """
