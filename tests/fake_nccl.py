@@ -59,14 +59,14 @@ class FakeNCCLLibrary:
         members = {}
         if rank == 0:
             with self._listeners.pop(number) as listener:
-                listener.settimeout(20)
+                listener.settimeout(60)
                 while len(members) < world_size - 1:
                     connection, _ = listener.accept()
                     heard = read(connection, NUM_BYTES + 4)
                     if heard[:NUM_BYTES] == number:
                         members[struct.unpack("!I", heard[NUM_BYTES:])[0]] = connection
         else:
-            members[0] = socket.create_connection(("127.0.0.1", struct.unpack("!H", number[:2])[0]), timeout=20)
+            members[0] = socket.create_connection(("127.0.0.1", struct.unpack("!H", number[:2])[0]), timeout=60)
             members[0].sendall(number + struct.pack("!I", rank))
         assert set(members) == (set(range(1, world_size)) if rank == 0 else {0})
         return types.SimpleNamespace(rank=rank, members=members)

@@ -105,7 +105,7 @@ def sender(nccl, monkeypatch):
     monkeypatch.setattr(
         weight_transfer, "pack", lambda weights, device: pack(weights, device=device, part_bytes=PART_BYTES)
     )
-    sender = WeightSender("127.0.0.1", 0, timeout_s=60)
+    sender = WeightSender("127.0.0.1", 0, timeout_s=300)
     yield sender
     sender.close()
 
@@ -140,7 +140,7 @@ found = [None] * len(workers)
 
 def receive(place, token, rank, num_taken, has_gpu):
     device = torch.device("cpu") if has_gpu else None
-    weights = weight_transfer.receive_weights("127.0.0.1", port, token, rank=rank, timeout_s=20, device=device)
+    weights = weight_transfer.receive_weights("127.0.0.1", port, token, rank=rank, timeout_s=100, device=device)
     taken = []
     while len(taken) != num_taken and (item := next(weights, None)) is not None:
         taken.append((item[0], item[1].clone()))
@@ -178,7 +178,7 @@ def test_each_server_has_a_group_of_its_own_and_one_that_fails_harms_no_other(se
     assert sender.open_groups(list(sizes), CPU) == {"cpu": "this worker has no GPU"}
     sender.send(until_gone(sender, "leaver"), device=CPU)
     failures = sender.failures
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err[-3000:]
     digests, num_bytes = json.loads(out.splitlines()[-1])
     assert digests == [digest(WEIGHTS), digest(WEIGHTS), digest(WEIGHTS[:1]), digest(WEIGHTS)]

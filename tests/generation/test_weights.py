@@ -151,6 +151,23 @@ def test_quantised_weights_under_an_adapter_are_refused():
         dict(policy_weights(model))
 
 
+def test_weights_in_4_bits_are_sent_as_numbers_with_the_adapter_added(monkeypatch):
+    """With a stand-in for bitsandbytes; `test_qlora.py` has the real one."""
+    expected = adapted_model("lora")
+    model, numbers = copy.deepcopy(expected), {}
+    for name, module in model.get_base_model().named_modules():
+        if isinstance(module, nn.Linear) and "layers" in name and "lora_" not in name:
+            numbers[module] = module.weight.data.bfloat16()
+            module.weight = nn.Parameter(torch.zeros(4, 1, dtype=torch.uint8), requires_grad=False)
+            module.weight.__class__ = type("Params4bit", (nn.Parameter,), {})
+            module.compute_dtype = torch.float32
+    monkeypatch.setattr("peft.utils.integrations.dequantize_module_weight", numbers.__getitem__)
+    found = dict(policy_weights(model))
+    for name, value in policy_weights(expected):
+        assert found[name].dtype == torch.float32
+        torch.testing.assert_close(found[name], value, atol=0.01, rtol=0)  # bfloat16 of numbers below 1
+
+
 @pytest.mark.parametrize("kind", ["head", "model", "adapter"])
 def test_a_critic_is_never_sent(kind):
     plain = tiny_model()

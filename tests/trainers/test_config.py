@@ -207,14 +207,16 @@ def test_an_engine_in_the_process_needs_the_package_and_a_server_does_not(monkey
     check_vllm(MultiTurnGRPOConfig(**CPU, use_vllm=True, vllm_mode="server"), tiny_model(), is_on_gpu=False)
 
 
-def test_quantised_weights_need_a_server_of_adapters(monkeypatch):
+def test_weights_in_8_bits_need_a_server_of_adapters_and_those_in_4_bits_do_not(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     sys.modules["vllm"].__spec__ = ModuleSpec("vllm", None)
     model = tiny_model()
     model.quantised = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(ValueError, match=r"quantised weights .* Set vllm_mode='server'"):
+    with pytest.raises(ValueError, match=r"quantised weights .* vllm_mode='server'"):
         check_vllm(MultiTurnGRPOConfig(**CPU, use_vllm=True), model, is_on_gpu=True)
     check_vllm(MultiTurnGRPOConfig(**CPU, use_vllm=True), tiny_model(), is_on_gpu=True)
+    model.quantised.__class__ = type("Params4bit", (nn.Parameter,), {})
+    check_vllm(MultiTurnGRPOConfig(**CPU, use_vllm=True), model, is_on_gpu=True)
     check_vllm(MultiTurnGRPOConfig(**CPU, use_vllm=True, vllm_mode="server"), model, is_on_gpu=True)
 
 

@@ -469,6 +469,7 @@ TABLE = {
     "vllm_enable_sleep_mode": (
         Acts(effects.engine, True),
         ShownBy("tests/trainers/test_config.py::test_an_engine_that_cannot_sleep_is_not_asked_to"),
+        ShownBy("tests/generation/test_sleep.py::test_the_engine_sleeps_in_the_update_and_wakes_with_new_weights"),
     ),
     "vllm_structured_outputs_regex": Refused("[0-9]+", {"use_vllm": False}, **ENGINE),
     "vllm_server_base_url": (
@@ -501,7 +502,9 @@ TABLE = {
     "vllm_request_timeout": (Acts(effects.engine, 9.0, **SERVER), Acts(effects.engine, 9.0)),
     "vllm_gpu_memory_utilization": (Acts(effects.engine, 0.5), Refused(0.5, {"vllm_mode": "colocate"}, **SERVERS)),
     "vllm_max_model_length": (Acts(effects.engine, 99), Acts(effects.limits, 99, **SERVERS)),
-    "vllm_tensor_parallel_size": Refused(2, {"use_vllm": False}, **ENGINE),
+    "vllm_tensor_parallel_size": Refused(
+        2, {"use_vllm": False}, {"vllm_tensor_parallel_size": 1}, {"vllm_tensor_parallel_size": 1, **SERVER}, **ENGINE
+    ),
     "vllm_importance_sampling_correction": Acts(effects.batch, False, **ENGINE),
     "vllm_importance_sampling_mode": (
         Acts(effects.batch, "token_truncate", **ENGINE),

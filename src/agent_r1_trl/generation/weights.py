@@ -3,8 +3,11 @@
 Adapters are merged into copies, one layer at a time. Merging into the live weights and subtracting again, step after
 step, would let low-precision weights drift.
 
-Covered here: full models, PEFT adapters, `modules_to_save`; a PPO critic inside the policy is left out. Not covered:
-quantised base weights, FSDP shards.
+A base in 4 bits (QLoRA) is dequantised, one layer at a time too: what comes out are the weights that the trainer
+computes with, and the sampler needs no quantisation.
+
+Covered here: full models, PEFT adapters, `modules_to_save`, bitsandbytes in 4 bits; a PPO critic inside the policy is
+left out. Not covered: other quantised weights, FSDP shards.
 """
 
 from __future__ import annotations
@@ -130,31 +133,34 @@ def _in_memory_weights(base: nn.Module, *, only_trainable: bool, gather: Gather)
                 continue
             done.add(id(parameter))
             with gather([parameter]):
-                yield f"{name}.{parameter_name}" if name else parameter_name, parameter.data
+                path = f"{name}.{parameter_name}" if name else parameter_name
+                yield path, _plain(path, own, parameter_name, parameter)
 
 
 def _merged(name: str, layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Weights of one adapted layer, merged in float32 and rounded once."""
     base = layer.get_base_layer()
-    if not all(parameter.is_floating_point() for parameter in base.parameters()):
-        raise ValueError(
-            f"{name} has an adapter on quantised weights, which cannot be merged for another engine. "
-            "Load the base model without quantisation, or generate with transformers (use_vllm=False)."
-        )
     adapters = [name for name in layer.active_adapters if name not in (*layer.merged_adapters, CRITIC_ADAPTER)]
     if layer.disable_adapters:
         adapters = []
     if not adapters or _is_plain_lora(layer, adapters):
         for parameter_name, parameter in base.named_parameters():
-            merged = parameter.data
+            merged = _plain(f"{name}.{parameter_name}", base, parameter_name, parameter)
+            dtype = merged.dtype
             if parameter_name == "weight" and adapters:
                 merged = merged.float()
                 for adapter in adapters:
                     if adapter in layer.scaling:
                         merged = merged + layer.get_delta_weight(adapter).to(merged)
-                merged = merged.to(parameter.dtype)
+                merged = merged.to(dtype)
             yield f"{name}.{parameter_name}", merged
         return
+    if any(is_quantised(parameter) for parameter in base.parameters()):
+        raise ValueError(
+            f"{name} has an adapter on quantised weights that is not plain LoRA (DoRA, say), and cannot be merged for "
+            "another engine. Use plain LoRA, or load the base model without quantisation, or generate with "
+            "transformers (use_vllm=False)."
+        )
     dtypes = {parameter_name: parameter.dtype for parameter_name, parameter in base.named_parameters()}
     duplicate = copy.deepcopy(layer).float()
     for inner in duplicate.modules():
@@ -164,10 +170,41 @@ def _merged(name: str, layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{name}.{parameter_name}", parameter.data.to(dtypes[parameter_name])
 
 
+def is_quantised(parameter: torch.Tensor) -> bool:
+    """Whether it holds codes, not numbers."""
+    return not parameter.is_floating_point()
+
+
+def is_4bit(parameter: torch.Tensor) -> bool:
+    """Whether bitsandbytes holds it in 4 bits, as QLoRA does; these can be dequantised."""
+    return type(parameter).__name__ == "Params4bit"
+
+
+def _plain(path: str, module: nn.Module, name: str, parameter: nn.Parameter) -> torch.Tensor:
+    """The numbers that the module computes with; a copy where they are stored in 4 bits.
+
+    Raises:
+        ValueError: they are quantised in another way.
+    """
+    if is_4bit(parameter):
+        from peft.utils.integrations import dequantize_module_weight
+
+        owner: Any = module.get_submodule(name.rpartition(".")[0])
+        numbers = dequantize_module_weight(owner).detach()
+        return numbers if owner.compute_dtype is None else numbers.to(owner.compute_dtype)
+    if is_quantised(parameter):
+        raise ValueError(
+            f"{path} is a quantised weight ({parameter.dtype}) that cannot be sent to another engine. Load the base "
+            "model with load_in_4bit, or without quantisation, or generate with transformers (use_vllm=False)."
+        )
+    return parameter.data
+
+
 def _is_plain_lora(layer: Any, adapters: Sequence[str]) -> bool:
     """Whether the layer computes base + delta and nothing else (no DoRA, no bias of its own)."""
     from peft.tuners.lora import Embedding, Linear
 
-    return type(layer) in (Embedding, Linear) and not any(
+    is_linear = type(layer) in (Embedding, Linear) or is_4bit(layer.get_base_layer().weight)
+    return is_linear and not any(
         layer.lora_bias.get(adapter) or adapter in getattr(layer, "lora_variant", {}) for adapter in adapters
     )

@@ -29,7 +29,11 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[Any, str]] = {
     "multi_objective_aggregation": ("sum_then_normalize", "keep 'sum_then_normalize'"),
     "remove_unused_columns": (False, "set remove_unused_columns=False: environments read the other columns"),
     "vllm_structured_outputs_regex": (None, "leave it unset: tool calls are free text"),
-    "vllm_tensor_parallel_size": (1, "keep 1, or start a server with --tensor-parallel-size and vllm_mode='server'"),
+    "vllm_tensor_parallel_size": (
+        1,
+        "set it to 1; for a model that does not fit on one GPU start a server with --tensor-parallel-size, and set "
+        "vllm_mode='server' (docs/serving.md says why)",
+    ),
     "fsdp": (None, "shard with DeepSpeed instead, as in recipes/accelerate_configs/zero3.yaml"),
     "train_sampling_strategy": ("random", "keep 'random': TRL draws whole groups, and shuffle_dataset is its option"),
     "length_column_name": ("length", "keep 'length': rows are not drawn by length"),

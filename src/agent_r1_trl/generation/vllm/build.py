@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.generation.base import Generator
-from agent_r1_trl.generation.weights import check_tied_embeddings
+from agent_r1_trl.generation.weights import check_tied_embeddings, is_4bit, is_quantised
 
 ADAPTER_FOLDER = "vllm_adapter"
 """Folder in `output_dir` through which an adapter reaches the servers."""
@@ -81,11 +81,11 @@ def check_vllm(args: Any, model: Any, *, is_on_gpu: bool) -> None:
             "vllm_enable_sleep_mode=True: only an engine in this process (vllm_mode='colocate') on a GPU can sleep. "
             "Remove vllm_enable_sleep_mode."
         )
-    if args.vllm_mode != "server" and any(not parameter.is_floating_point() for parameter in model.parameters()):
+    if args.vllm_mode != "server" and any(is_quantised(item) and not is_4bit(item) for item in model.parameters()):
         raise ValueError(
-            f"use_vllm=True with vllm_mode={args.vllm_mode!r} and quantised weights (load_in_4bit, load_in_8bit): an "
-            "adapter cannot be merged into them for the engine. Set vllm_mode='server' with a server of adapters "
-            "(--enable-lora), or use_vllm=False, or load without quantisation."
+            f"use_vllm=True with vllm_mode={args.vllm_mode!r} and quantised weights (load_in_8bit): only those of "
+            "load_in_4bit can be dequantised for the engine. Set load_in_4bit=True, or vllm_mode='server' with a "
+            "server of adapters (--enable-lora), or use_vllm=False, or load without quantisation."
         )
     check_tied_embeddings(model)
 

@@ -62,6 +62,8 @@ def build_engine(
         if not isinstance(model, str):
             base = getattr(model, "get_base_model", lambda: model)()
             config = copy.deepcopy(base.config)
+            if hasattr(config, "quantization_config"):
+                del config.quantization_config  # its weights come dequantised
             config.architectures = [type(base).__name__]  # without it vLLM may take the model for an embedder
             config.save_pretrained(folder)
             settings |= {"model": folder, "load_format": "dummy", "dtype": str(base.dtype).removeprefix("torch.")}

@@ -1,0 +1,113 @@
+"""`vllm_enable_sleep_mode`: the engine gives its memory to the update, and has new weights before it works again.
+
+vLLM's engines sleep on GPUs only, so here one is played, with the states of vLLM's; its methods are vLLM's.
+Not covered: how much memory that frees.
+"""
+
+import inspect
+import types
+
+import pytest
+import torch
+
+from agent_r1_trl.generation.vllm.generator import VLLMGenerator
+from tests.generation.helpers import GREEDY, run, tiny_model
+
+
+class Engine:
+    """Which parts are awake, and what was done in which state. Weights that slept are gone."""
+
+    def __init__(self, enable_sleep_mode=True):
+        self.vllm_config = types.SimpleNamespace(
+            model_config=types.SimpleNamespace(enable_sleep_mode=enable_sleep_mode)
+        )
+        self.awake = {"weights", "kv_cache"}
+        self.model = tiny_model()
+        self.requests, self.log = [], []
+
+    def sleep(self, level=1, mode="abort"):
+        assert level == 2, "level 1 would keep the weights in host memory, and they are sent anew anyway"
+        self.awake.clear()
+        for parameter in self.model.parameters():
+            parameter.data.fill_(float("nan"))
+        self.log.append("sleep")
+
+    def wake_up(self, tags=None):
+        self.awake |= set(tags)
+        self.log.append(f"wake {' '.join(tags)}")
+
+    def is_sleeping(self):
+        return self.awake != {"weights", "kv_cache"}
+
+    def apply_model(self, func):
+        assert "weights" in self.awake, "weights were loaded into memory that is given away"
+        self.model.load_weights = self.load
+        func(self.model)
+        self.log.append("load")
+
+    def load(self, weights):
+        own, names = dict(self.model.named_parameters()), set()
+        for name, weight in weights:
+            own[name].copy_(weight)
+            names.add(name)
+        return names
+
+    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        pass
+
+    def add_request(self, name, prompt, params):
+        self.requests.append(name)
+
+    def has_unfinished_requests(self):
+        return bool(self.requests)
+
+    def step(self):
+        assert not self.is_sleeping(), "a sleeping engine was asked for tokens"
+        assert all(parameter.isfinite().all() for parameter in self.model.parameters())
+        self.log.append("step")
+        entry = [{5: types.SimpleNamespace(logprob=-1.0)}]
+        output = types.SimpleNamespace(token_ids=[5], logprobs=entry, finish_reason="stop")
+        return [
+            types.SimpleNamespace(request_id=self.requests.pop(0), finished=True, outputs=[output])
+            for _ in list(self.requests)
+        ]
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    monkeypatch.setattr(VLLMGenerator, "_engine_params", lambda self, request: None)
+    return Engine()
+
+
+def test_the_engine_sleeps_in_the_update_and_wakes_with_new_weights(engine):
+    generator, model = VLLMGenerator(engine, stop_token_ids=[5]), tiny_model()
+    for _ in range(2):
+        with torch.no_grad():
+            model.model.norm.weight.add_(1)
+        generator.sync(model)
+        assert run(generator, [[3, 4]], params=GREEDY)[0].token_ids == [5]
+        assert all(map(torch.equal, engine.model.parameters(), model.parameters())), "all weights, frozen ones too"
+        generator.sleep()
+    generator.close()
+    assert engine.log == ["load", "step", "sleep", "wake weights", "load", "wake kv_cache", "step", "sleep"]
+
+
+def test_frozen_weights_come_back_too(engine):
+    generator, model = VLLMGenerator(engine, stop_token_ids=[5]), tiny_model().requires_grad_(False)
+    model.model.norm.weight.requires_grad_(True)
+    generator.sync(model)
+    generator.sleep()
+    generator.sync(model)
+    assert run(generator, [[3, 4]], params=GREEDY)[0].token_ids == [5]
+    generator.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllms_engine_has_these_methods():
+    from vllm import EngineArgs, LLMEngine
+
+    for name in ("sleep", "wake_up", "is_sleeping", "apply_model", "reset_prefix_cache"):
+        ours, theirs = (inspect.signature(getattr(kind, name)).parameters for kind in (Engine, LLMEngine))
+        assert [*ours] == [*theirs], name
+    assert "enable_sleep_mode" in inspect.signature(EngineArgs).parameters
