@@ -1,8 +1,8 @@
-"""A new user's path, with the commands: quickstart, eval, chat, merge, push, and back from the Hub.
+"""A new user's path, with the commands: quickstart, eval, chat, serve, merge, push, and back from the Hub.
 
 The quickstart is shortened to two steps. Every later step has to repeat what `eval` recorded of the trained agent,
-which is played greedily: the same tokens in a chat, the same log-probabilities from the merged model, the same rows
-from the data set on the Hub.
+which is played greedily: the same tokens in a chat, the same calls and answer through vLLM and the client of OpenAI,
+the same log-probabilities from the merged model, the same rows from the data set on the Hub.
 """
 
 import contextlib
@@ -21,9 +21,13 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agent_r1_trl import SearchQAEnv
 from agent_r1_trl.cli import main
 from agent_r1_trl.recording import read_trajectories
+from agent_r1_trl.tools import as_tool
+from tests.cli.test_serve import serving
 from tests.hub import TOKEN, running_hub
+from tests.servers import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -93,6 +97,34 @@ def test_a_chat_says_what_the_evaluation_said(agent, played, monkeypatch, capsys
     (said,) = read_trajectories(tmp_path / "said.jsonl")
     assert (said.prompt_ids, said.completion_ids) == (played.prompt_ids, played.completion_ids)
     assert said.action_mask == played.action_mask
+
+
+@pytest.mark.vllm
+def test_a_client_of_openai_with_tools_of_its_own_hears_the_same_through_vllm(agent, played, tmp_path):
+    openai = pytest.importorskip("openai")
+    env = SearchQAEnv(**yaml.safe_load((agent / "recipe.yaml").read_text())["env_kwargs"])
+    (search,) = map(as_tool, env.tools)
+    env.reset({"question": played.prompt_messages[-1]["content"], "answers": ["?"]})
+    messages = [dict(message) for message in played.prompt_messages]
+    with serving(
+        agent, "--port", free_port(), "--served_name", "quick", "--vllm_options",
+        "--max-model-len 512 --max-num-seqs 2", log=tmp_path / "log",
+    ) as (url, _, _):  # fmt: skip
+        client = openai.OpenAI(base_url=url, api_key="none")
+        made = []
+        for _ in played.turns:
+            answer = client.chat.completions.create(
+                model="quick", messages=messages, tools=[search.schema], temperature=0, max_tokens=48
+            )
+            (choice,) = answer.choices
+            messages.append(choice.message.model_dump(exclude_none=True))
+            for asked in choice.message.tool_calls or ():
+                made.append((asked.function.name, json.loads(asked.function.arguments)))
+                found = search(**made[-1][1])
+                messages.append({"role": "tool", "tool_call_id": asked.id, "content": found})
+    asked = [call["function"] for message in played.messages for call in message.get("tool_calls") or ()]
+    assert made == [(function["name"], function["arguments"]) for function in asked] and made
+    assert choice.finish_reason == "stop" and choice.message.content == played.final_text
 
 
 def test_the_merged_model_has_the_log_probabilities_of_the_rollout(agent, played, tmp_path):
