@@ -104,12 +104,16 @@ def write_config(args: argparse.Namespace, algo: str, policy: str) -> Path:
     return path
 
 
-def evaluate(args: argparse.Namespace, config: Path, model: Path, folder: Path) -> dict[str, Any]:
-    """What `agent-r1-trl eval` finds."""
+def evaluate(args: argparse.Namespace, config: Path, model: Path, folder: Path, seed: int) -> dict[str, Any]:
+    """What `agent-r1-trl eval` finds; `seed` is that of the sampling.
+
+    Each evaluation needs one of its own. Models that are about equally good and draw the same random numbers lose the
+    same games, and then agree far better than their intervals say.
+    """
     result = folder / "evaluation.json"
     if not result.exists():
         flags = ["--config", str(config), "--model", str(model), "--output_dir", str(folder), "--journal", "false"]
-        flags += ["--num_examples", str(args.num_examples)]
+        flags += ["--num_examples", str(args.num_examples), "--seed", str(seed)]
         forked(lambda: agent_r1_trl(["eval", *flags]), folder / "log.txt")
     return dict(json.loads(result.read_text(encoding="utf-8")))
 
@@ -146,20 +150,25 @@ def figures(name: str, evaluation: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def sampling_seed(policy: str, algo: str, seed: int) -> int:
+    """Of the evaluation after a run: another one for each run, and above those of the evaluations before."""
+    return len(POLICIES) * (1 + ALGOS.index(algo) + len(ALGOS) * seed) + list(POLICIES).index(policy)
+
+
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per policy, algorithm and seed."""
     start, rows = cold_start(args), []
     for policy in args.policies:
         for algo in args.algos:
-            config = write_config(args, algo, policy)
-            before = evaluate(args, config, start, args.out / f"{policy}-before")  # no matter which algorithm
+            config, number = write_config(args, algo, policy), list(POLICIES).index(policy)
+            before = evaluate(args, config, start, args.out / f"{policy}-before", number)  # no matter which algorithm
             for seed in args.seeds:
                 folder = args.out / f"{algo}-{policy}-seed{seed}"
                 seconds = train(args, config, start, folder, seed)
-                after = evaluate(args, config, folder, folder / "after")
+                after = evaluate(args, config, folder, folder / "after", sampling_seed(policy, algo, seed))
                 rows.append(
                     {
-                        "policy": list(POLICIES).index(policy),
+                        "policy": number,
                         "algo": ALGOS.index(algo),
                         "seed": seed,
                         **figures("before", before),

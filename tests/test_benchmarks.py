@@ -218,6 +218,13 @@ def test_intervals_of_the_corridor_are_those_of_wilson():
     assert wilson(0.95, 200) == pytest.approx((0.91042, 0.97262), abs=1e-5)
 
 
+def test_no_two_evaluations_of_the_corridor_draw_the_same_random_numbers():
+    benchmark = load_benchmark("long_agents.py")
+    runs = [(p, a, s) for p in benchmark.POLICIES for a in benchmark.ALGOS for s in range(5)]
+    seeds = [*range(len(benchmark.POLICIES)), *(benchmark.sampling_seed(*run) for run in runs)]
+    assert len(set(seeds)) == len(seeds)
+
+
 @pytest.mark.slow
 def test_an_adapter_critic_costs_little_and_a_model_of_its_own_much():
     """SmolLM2-135M's widths; fewer layers make the adapter's share smaller, so the bound is checked at rank 64."""

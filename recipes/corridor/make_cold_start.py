@@ -2,7 +2,7 @@
 
 It imitates a player who opens the lit door in most rooms and any of the three in the others. The demonstrations are
 pieces of a walk through the whole corridor, as if a dark door ended nothing, in contexts as each policy makes them.
-Asked for a summary, the player says which room it is in. It takes two minutes on one core.
+Asked for a summary, the player says which room it is in. It takes two and a half minutes on one core.
 
     python recipes/corridor/make_cold_start.py
 """
