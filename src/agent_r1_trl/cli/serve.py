@@ -168,7 +168,8 @@ def serve_model(argv: Sequence[str]) -> int:
     (arguments,) = RecipeParser((ServeArguments,), command=COMMAND, elsewhere=elsewhere).parse(with_model_flag(argv))
     if not has_vllm():
         raise UsageError(
-            "vLLM is not installed. Install it: pip install 'agent-r1-trl[vllm]', or serve the agent with --agent."
+            "vLLM is not installed. Install it (on Linux): pip install 'agent-r1-trl[vllm]', or serve the agent with "
+            "--agent."
         )
     import torch
 

@@ -9,7 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parents[1] / "recipes"
+
+def recipes_folder(package: Path) -> Path:
+    """The recipes in the package; in a clone without symbolic links (git's default on Windows) those beside `src`."""
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parents[1] / "recipes"
+
+
+FOLDER = recipes_folder(Path(__file__).resolve().parents[1])
 PREFIX = "recipes/"
 
 

@@ -23,7 +23,6 @@ from typing import Any
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.chat.grammars import GRAMMARS
-from agent_r1_trl.sandbox.cage.namespaces import die_with_parent
 
 PARSERS = {
     "hermes": "hermes",
@@ -130,12 +129,17 @@ def running(command: Sequence[str], *, is_cpu: bool) -> Iterator[subprocess.Pope
     What it prints goes to standard error.
     """
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", **(_ON_CPU if is_cpu else {})}
+    on_start = None
+    if sys.platform == "linux":
+        from agent_r1_trl.sandbox.cage.namespaces import die_with_parent
+
+        on_start = functools.partial(die_with_parent, signal.SIGTERM)
     process = subprocess.Popen(
         command,
         env={**defaults, **os.environ},
         stdout=sys.stderr.fileno(),
         start_new_session=True,  # Ctrl-C is this process's, which ends the server
-        preexec_fn=functools.partial(die_with_parent, signal.SIGTERM) if sys.platform == "linux" else None,
+        preexec_fn=on_start,
     )
     try:
         yield process

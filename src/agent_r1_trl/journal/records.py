@@ -76,7 +76,9 @@ class Appender:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Rows and tool arguments are in it: for the user's eyes alone.
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            # Windows would write two bytes for each line feed without O_BINARY.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+            self._file = os.open(path, flags, 0o600)
             os.ftruncate(self._file, size)
         except OSError as error:
             self._fail(error)

@@ -92,7 +92,12 @@ def clear_unfinished(output_dir: Path) -> None:
 
 def sync_to_disk(path: Path) -> None:
     """Return when a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    if os.name == "nt":
+        if path.is_dir():
+            return  # Windows opens no folders; its file system writes their names in order by itself
+        descriptor = os.open(path, os.O_RDWR)  # a file that is only read cannot be flushed there
+    else:
+        descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

