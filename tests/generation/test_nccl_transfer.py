@@ -73,6 +73,8 @@ def test_a_member_that_hangs_or_is_gone_ends_the_broadcast_and_the_group(monkeyp
         group.broadcast(torch.zeros(1, dtype=torch.uint8), timeout_s=timeout_s, is_broken=lambda: is_broken)
     group.close()
     assert calls == ["group"], "aborted once"
+    with pytest.raises(nccl_group.GroupError, match="closed"):
+        group.broadcast(torch.zeros(1, dtype=torch.uint8), timeout_s=1, is_broken=lambda: False)
 
 
 # -------------------------------------------------------------------- the real communicator

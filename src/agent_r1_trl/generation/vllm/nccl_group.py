@@ -89,7 +89,10 @@ class NCCLGroup:
             GroupError: a member is gone or hangs; the group is closed.
         """
         deadline = time.monotonic() + timeout_s
-        self._communicator.broadcast(part, src=0, stream=self._line.begin())
+        communicator = self._communicator
+        if communicator is None:
+            raise GroupError("the NCCL group was closed, because a member is gone")
+        communicator.broadcast(part, src=0, stream=self._line.begin())
         self._line.end()
         while not self._line.is_done():
             if is_broken() or time.monotonic() > deadline:
