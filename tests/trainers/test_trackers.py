@@ -1,8 +1,20 @@
-"""What trackers are given beside numbers: the table of `log_completions`."""
+"""What trackers are given: every number, and the table of `log_completions`."""
 
+import contextlib
+import importlib.util
+import json
+import os
+import sqlite3
+import subprocess
+import sys
 from collections import deque
 
+import pytest
+
 from agent_r1_trl.trainers.trl_logs import write_as_text
+from tests.cli.conftest import write_task
+from tests.tokenizers import make_tokenizer
+from tests.trainers.helpers import make_policy
 
 
 def test_conversations_become_text_that_shows_calls_and_what_is_text_stays():
@@ -25,3 +37,69 @@ def test_conversations_become_text_that_shows_calls_and_what_is_text_stays():
     assert others == ["a prompt", "", None]
     write_as_text(column)
     assert column[0] == first
+
+
+TRACKERS = [name for name in ("tensorboard", "trackio", "wandb") if importlib.util.find_spec(name)]
+
+
+@pytest.fixture(scope="module")
+def tracked_run(tmp_path_factory):
+    """The folder of a run that reported to every tracker that is installed, and what it logged."""
+    if not TRACKERS:
+        pytest.skip("no tracker is installed")
+    folder = tmp_path_factory.mktemp("tracked")
+    tokenizer = make_tokenizer("qwen2_5")
+    make_policy(tokenizer).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    path = write_task(
+        folder, folder / "model", report_to=TRACKERS, log_completions=True, eval_strategy="steps", eval_steps=1
+    )
+    surroundings = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "TRACKIO_DIR": str(folder / "trackio")}
+    # A process of its own: trackers start threads and servers that outlive a run.
+    command = [sys.executable, "-m", "agent_r1_trl.cli.train", "--config", str(path)]
+    done = subprocess.run(command, cwd=folder, env=os.environ | surroundings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    history = json.loads((folder / "out" / "trainer_state.json").read_text())["log_history"]
+    logged = {name for log in history for name, value in log.items() if name not in ("step", "epoch")}
+    assert {"reward", "rollout/turns", "eval_reward", "eval_rollout/turns"} <= logged
+    names = {f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}" for name in logged}
+    return folder, {name for name in names if not name.startswith(("train/train_", "train/total_flos"))}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("tensorboard" not in TRACKERS, reason="not installed")
+def test_tensorboard_has_every_number(tracked_run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, names = tracked_run
+    (file,) = (folder / "out").rglob("events.out.*")
+    events = EventAccumulator(str(file))
+    events.Reload()
+    assert not names - set(events.Tags()["scalars"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("trackio" not in TRACKERS, reason="not installed")
+def test_trackio_has_every_number_and_the_trajectories_as_tables(tracked_run):
+    folder, names = tracked_run
+    with contextlib.closing(sqlite3.connect(folder / "trackio" / "huggingface.db")) as database:
+        rows = [json.loads(text) for (text,) in database.execute("select metrics from metrics")]
+    assert not names - {name for row in rows for name in row}
+    tables = [row["completions"] for row in rows if "completions" in row]
+    text = json.dumps(tables)
+    assert len(tables) >= 4  # two steps, and an evaluation after each
+    assert "What is 0 + 0?" in text and "environment_reward" in text and "advantage" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("wandb" not in TRACKERS, reason="not installed")
+def test_wandb_has_every_number_and_the_trajectories_as_tables(tracked_run):
+    folder, names = tracked_run
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    content = file.read_bytes()  # records of a private form; names stand in them as they are
+    assert not [name for name in names if name.encode() not in content]
+    tables = [json.loads(path.read_text()) for path in folder.glob("wandb/offline-run-*/files/media/table/*.json")]
+    assert tables and all(
+        {"prompt", "completion", "environment_reward", "advantage"} <= set(t["columns"]) for t in tables
+    )
+    assert any("What is 0 + 0?" in json.dumps(table) for table in tables)
