@@ -1,6 +1,7 @@
 """`agent-r1-trl serve`: which parser and template vLLM gets; a real server, a real client, and their end."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -15,13 +16,16 @@ import pytest
 import torch
 
 from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.cli import main
 from agent_r1_trl.conversation.vllm_process import choose_parser, server_command
 from agent_r1_trl.evaluation import evaluate
 from agent_r1_trl.generation.endpoint import Endpoint, EndpointUnusableError
+from agent_r1_trl.recording import read_trajectories
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest
 from agent_r1_trl.rollout.hosted import HostedRunner
 from agent_r1_trl.tools import Tool, as_tool, calculator
 from agent_r1_trl.trajectory import StopReason
+from tests.cli.conftest import TASK
 from tests.families import FAMILIES
 from tests.servers import free_port
 from tests.tokenizers import make_tokenizer
@@ -176,6 +180,24 @@ def tokenized(url, **body):
         return json.load(answer)["tokens"]
 
 
+def check_chat(monkeypatch, folder, *arguments):
+    """A scripted chat, in which the model calls its tool and reads what comes back."""
+    monkeypatch.chdir(folder)
+    (folder / "task.py").write_text(TASK)
+    said = folder / f"chat{len(arguments)}.jsonl"
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION[0]['content']}\n/save {said}\n"))
+    options = ["--tools", "task.py:add", "--max_turns", "2", "--max_tokens_per_turn", "64"]
+    assert main(["chat", *map(str, arguments), *options]) == 0
+    (trajectory,) = read_trajectories(said)
+    assert trajectory.prompt_ids == ChatFormat(make_tokenizer("qwen2_5")).encode_prompt(QUESTION, [TOOL])
+    assert [result.content for result in trajectory.tool_results][:1] == ["5"]
+
+
+@pytest.mark.vllm
+def test_a_chat_samples_with_vllm_in_its_own_process(calling_adapter, tmp_path, monkeypatch):
+    check_chat(monkeypatch, tmp_path, calling_adapter.parent / "base", "--use_vllm")
+
+
 def check_evaluation(url):
     """The served model is evaluated as a hosted one: its call is run here, and the server has counted the tokens."""
     rows = [{"id": "q", "prompt": QUESTION}]
@@ -196,7 +218,9 @@ def check_evaluation(url):
 
 
 @pytest.mark.vllm
-def test_an_adapter_is_served_by_vllm_and_calls_a_tool_through_the_client_of_openai(calling_adapter, tmp_path):
+def test_an_adapter_is_served_by_vllm_and_calls_a_tool_through_the_client_of_openai(
+    calling_adapter, tmp_path, monkeypatch
+):
     openai = pytest.importorskip("openai")
     before = {path.name: path.read_bytes() for path in calling_adapter.iterdir()}
     with serving(
@@ -217,6 +241,7 @@ def test_an_adapter_is_served_by_vllm_and_calls_a_tool_through_the_client_of_ope
             QUESTION, [TOOL]
         )
         check_evaluation(url)
+        check_chat(monkeypatch, tmp_path, calling_adapter.parent / "base", "--server", url.removesuffix("/v1"))
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert children and not [child for child in children if Path(f"/proc/{child}").exists()]
     assert {path.name: path.read_bytes() for path in calling_adapter.iterdir()} == before
