@@ -1,6 +1,7 @@
 """`agent-r1-trl serve`: which parser and template vLLM gets; a real server, a real client, and their end."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -13,15 +14,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.cli import main
 from agent_r1_trl.conversation.vllm_process import choose_parser, server_command
+from agent_r1_trl.evaluation import evaluate
+from agent_r1_trl.generation.endpoint import Endpoint, EndpointUnusableError
+from agent_r1_trl.recording import read_trajectories
+from agent_r1_trl.rollout import RolloutLimits, RolloutRequest
+from agent_r1_trl.rollout.hosted import HostedRunner
 from agent_r1_trl.tools import Tool, as_tool, calculator
+from agent_r1_trl.trajectory import StopReason
+from tests.cli.conftest import TASK
 from tests.families import FAMILIES
 from tests.servers import free_port
 from tests.tokenizers import make_tokenizer
-from tests.toys import add, call
+from tests.toys import AddEnv, add, call
 from tests.trainers.helpers import make_policy
 
 PARSERS = {
@@ -49,16 +57,6 @@ def test_every_family_has_its_tool_parser_or_a_reason(family):
     parser = choose_parser(ChatFormat(FAMILIES[family]()))
     assert parser.name == PARSERS[family]
     assert (parser.name is None) == bool(parser.reason)
-
-
-def test_calls_in_the_tags_of_hermes_are_read_by_its_parser_whatever_the_grammar_is_called():
-    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "recipes/quickstart/model")
-    assert tokenizer.response_template is not None  # of its own
-    assert choose_parser(ChatFormat(tokenizer)).name == "hermes"
-    grammar = json.loads(json.dumps(tokenizer.response_template))
-    grammar["fields"]["tool_calls"]["content"] = "text"
-    other = choose_parser(ChatFormat(tokenizer, response_template=grammar))
-    assert other.name is None and "grammar of its own" in other.reason
 
 
 def test_the_parsers_are_those_of_vllm():
@@ -174,8 +172,55 @@ def calling_adapter(tmp_path_factory):
     return folder / "adapter"
 
 
+def tokenized(url, **body):
+    """The ids of the prompt that the server makes of a request."""
+    data = json.dumps({"model": "caller", "add_generation_prompt": True, **body}).encode()
+    request = urllib.request.Request(f"{url.removesuffix('/v1')}/tokenize", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["tokens"]
+
+
+def check_chat(monkeypatch, folder, *arguments):
+    """A scripted chat, in which the model calls its tool and reads what comes back."""
+    monkeypatch.chdir(folder)
+    (folder / "task.py").write_text(TASK)
+    said = folder / f"chat{len(arguments)}.jsonl"
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION[0]['content']}\n/save {said}\n"))
+    options = ["--tools", "task.py:add", "--max_turns", "2", "--max_tokens_per_turn", "64"]
+    assert main(["chat", *map(str, arguments), *options]) == 0
+    (trajectory,) = read_trajectories(said)
+    assert trajectory.prompt_ids == ChatFormat(make_tokenizer("qwen2_5")).encode_prompt(QUESTION, [TOOL])
+    assert [result.content for result in trajectory.tool_results][:1] == ["5"]
+
+
 @pytest.mark.vllm
-def test_an_adapter_is_served_by_vllm_and_calls_a_tool_through_the_client_of_openai(calling_adapter, tmp_path):
+def test_a_chat_samples_with_vllm_in_its_own_process(calling_adapter, tmp_path, monkeypatch):
+    check_chat(monkeypatch, tmp_path, calling_adapter.parent / "base", "--use_vllm")
+
+
+def check_evaluation(url):
+    """The served model is evaluated as a hosted one: its call is run here, and the server has counted the tokens."""
+    rows = [{"id": "q", "prompt": QUESTION}]
+    limits = RolloutLimits(max_turns=2, max_completion_length=200, max_tokens_per_turn=64)
+    result = evaluate(Endpoint(url, "caller"), AddEnv, None, rows, limits=limits)
+    (trajectory,) = result.trajectories
+    assert [(item.call.arguments, item.content) for item in trajectory.tool_results][:1] == [({"a": 2, "b": 3}, "5")]
+    assert len(trajectory.turns) == 2 and trajectory.turns[0].observations[0]["content"] == "5"
+    read = len(tokenized(url, messages=QUESTION, tools=[TOOL]))
+    assert result.metrics["input_tokens"] > 2 * read and result.metrics["sampled_tokens"] > 20
+    long = [{"id": "long", "prompt": "word " * 2000}]
+    runner = HostedRunner(AddEnv, Endpoint(url, "caller"), limits)
+    (cut,) = runner.run([RolloutRequest(example=long[0])])
+    runner.close()
+    assert cut.stop_reason is StopReason.PROMPT_TOO_LONG and "1024" in cut.error
+    with pytest.raises(EndpointUnusableError, match="--model"):
+        evaluate(Endpoint(url, "nobody"), AddEnv, None, rows)
+
+
+@pytest.mark.vllm
+def test_an_adapter_is_served_by_vllm_and_calls_a_tool_through_the_client_of_openai(
+    calling_adapter, tmp_path, monkeypatch
+):
     openai = pytest.importorskip("openai")
     before = {path.name: path.read_bytes() for path in calling_adapter.iterdir()}
     with serving(
@@ -192,6 +237,11 @@ def test_an_adapter_is_served_by_vllm_and_calls_a_tool_through_the_client_of_ope
         assert choice.finish_reason == "tool_calls", (choice.message.content, answer.usage.prompt_tokens)
         (made,) = choice.message.tool_calls
         assert made.function.name == "add" and json.loads(made.function.arguments) == {"a": 2, "b": 3}
+        assert tokenized(url, messages=QUESTION, tools=[TOOL]) == ChatFormat(make_tokenizer("qwen2_5")).encode_prompt(
+            QUESTION, [TOOL]
+        )
+        check_evaluation(url)
+        check_chat(monkeypatch, tmp_path, calling_adapter.parent / "base", "--server", url.removesuffix("/v1"))
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert children and not [child for child in children if Path(f"/proc/{child}").exists()]
     assert {path.name: path.read_bytes() for path in calling_adapter.iterdir()} == before
