@@ -94,19 +94,20 @@ def test_a_training_in_which_nothing_can_be_played_ends_with_the_code_of_the_inf
     assert "All 4 trajectories failed" in message
 
 
-def test_a_run_that_begins_while_another_one_still_saves_may_be_tried_again(recipe, refusal):
-    path = recipe(max_steps=1, eval_dataset_name=None, output_dir="out")
+@pytest.mark.parametrize(("command", "lock", "work"), [("train", "_run", "trained"), ("eval", "_eval", "evaluated")])
+def test_a_run_that_begins_while_another_one_still_saves_may_be_tried_again(recipe, refusal, command, lock, work):
+    path = recipe(max_steps=1, output_dir="out")
     hold = (
         "import sys, time; from pathlib import Path; from agent_r1_trl.trainers.output_lock import output_lock\n"
-        "with output_lock(Path('out')):\n    print('held', flush=True); time.sleep(60)"
+        f"with output_lock(Path('out'), '{lock}.lock'):\n    print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE) as other:
         try:
             other.stdout.readline()
-            message = refusal("train", "--config", path, code=errors.EXIT_INFRASTRUCTURE)
+            message = refusal(command, "--config", path, "--output_dir", "out", code=errors.EXIT_INFRASTRUCTURE)
         finally:
             other.kill()
-    assert f"is in use by process {other.pid}" in message
+    assert f"is in use by process {other.pid}" in message and f"which has {work} there since" in message
 
 
 def test_a_surprise_ends_with_a_traceback_which_python_gives_the_code_1(recipe):

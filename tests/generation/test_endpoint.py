@@ -8,13 +8,14 @@ import json
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1_trl.generation import GenerationError, endpoint
 from agent_r1_trl.generation.base import RefusedRequestError, RequestTooLongError
 from agent_r1_trl.generation.endpoint import Endpoint, EndpointUnusableError, api_url
 from agent_r1_trl.generation.endpoint_messages import read_answer, to_send
+from tests.effort import examples
 from tests.hosted import called, error, hosted, problem_with, said, whole
 from tests.servers import free_port
 
@@ -213,6 +214,7 @@ MESSAGE = st.fixed_dictionaries({}, optional={"content": ANYTHING, "tool_calls":
 CHOICE = st.fixed_dictionaries({}, optional={"message": MESSAGE | ANYTHING, "finish_reason": ANYTHING})
 
 
+@settings(max_examples=examples(100))
 @given(CHOICE | ANYTHING, ANYTHING)
 def test_whatever_a_server_says_is_read_and_what_is_sent_back_is_well_formed(choice, usage):
     answer = read_answer({"choices": [choice], "usage": usage}, 0)

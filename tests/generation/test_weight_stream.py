@@ -4,10 +4,11 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1_trl.generation.vllm.weight_stream import pack, parts, unpack
+from tests.effort import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8, torch.int64, torch.bool]
 
@@ -22,6 +23,7 @@ def bits(value):
     return value.contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
+@settings(max_examples=examples(100))
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=3), st.sampled_from(DTYPES)), max_size=12),
     st.sampled_from([1, 16, 40, 64, 1000]),

@@ -29,15 +29,25 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.json")
 
 @contextlib.contextmanager
 def unfinished(arguments: EvalArguments) -> Iterator[bool]:
-    """Marks the output directory while rows are played; yields whether to go on with what is there."""
-    if not (arguments.output_dir and arguments.journal):
+    """Marks the output directory while rows are played; yields whether to go on with what is there.
+
+    Raises:
+        OutputInUseError: another evaluation is writing there.
+    """
+    from agent_r1_trl.trainers.output_lock import EVALUATION_LOCK_FILE, output_lock
+
+    if not arguments.output_dir:
         yield False
         return
-    mark = Path(arguments.output_dir) / MARK
-    goes_on = arguments.resume and mark.exists()
-    mark.touch()
-    yield goes_on
-    mark.unlink(missing_ok=True)  # not after an error: then the next start goes on
+    with output_lock(Path(arguments.output_dir), EVALUATION_LOCK_FILE):
+        if not arguments.journal:
+            yield False
+            return
+        mark = Path(arguments.output_dir) / MARK
+        goes_on = arguments.resume and mark.exists()
+        mark.touch()
+        yield goes_on
+        mark.unlink(missing_ok=True)  # not after an error: then the next start goes on
 
 
 def leave_failures(arguments: EvalArguments, results: Sequence[EvaluationResult]) -> str | None:

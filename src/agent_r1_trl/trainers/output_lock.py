@@ -1,4 +1,4 @@
-"""One run at a time writes to an `output_dir`."""
+"""One run at a time writes to an `output_dir`, and one evaluation."""
 
 from __future__ import annotations
 
@@ -18,17 +18,23 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = "_run.lock"
 """Says who trains: process, host and start. The system frees the lock when the process ends, however it ends."""
+EVALUATION_LOCK_FILE = "_eval.lock"
+"""The same of an evaluation, which may write to the directory of a run that goes on."""
 
 
 class OutputInUseError(CheckpointError):
-    """Another run trains in `output_dir`; when it has ended, the same command succeeds."""
+    """Another run writes to `output_dir`; when it has ended, the same command succeeds."""
 
 
 @contextlib.contextmanager
-def output_lock(output_dir: Path) -> Iterator[None]:
+def output_lock(output_dir: Path, name: str = LOCK_FILE) -> Iterator[None]:
     """Hold the lock of a directory. Where the file system has none, a warning says so.
 
     A POSIX record lock, because it belongs to the process alone: what a tool forks does not keep it, and NFS knows it.
+
+    Args:
+        output_dir: made if it is not there.
+        name: `LOCK_FILE` or `EVALUATION_LOCK_FILE`.
 
     Raises:
         OutputInUseError: another process holds it.
@@ -38,10 +44,10 @@ def output_lock(output_dir: Path) -> Iterator[None]:
             import fcntl
 
             output_dir.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((output_dir / LOCK_FILE).open("ab", buffering=0))
+            file = stack.enter_context((output_dir / name).open("ab", buffering=0))
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OutputInUseError(_who_holds(output_dir)) from None
+            raise OutputInUseError(_who_holds(output_dir, name)) from None
         except (ImportError, OSError) as error:
             logger.warning(
                 "output_dir=%s cannot be locked (%s). Make sure that no other run writes there.", output_dir, error
@@ -59,11 +65,12 @@ def _write(file: Any, text: str) -> None:
         file.write(text.encode())
 
 
-def _who_holds(output_dir: Path) -> str:
+def _who_holds(output_dir: Path, name: str) -> str:
+    work = "trained" if name == LOCK_FILE else "evaluated"
     try:
-        owner = json.loads((output_dir / LOCK_FILE).read_text(encoding="utf-8"))
-        who = f"process {owner['pid']} on {owner['host']}, which has trained there since {owner['since']}"
+        owner = json.loads((output_dir / name).read_text(encoding="utf-8"))
+        who = f"process {owner['pid']} on {owner['host']}, which has {work} there since {owner['since']}"
         cure = f"Wait for it or end it (kill {owner['pid']}; a launcher that was killed leaves its workers)"
     except (OSError, ValueError, KeyError, TypeError):  # it has just begun or the disk is full
-        who, cure = "another process that trains there", "Wait for it or end it"
+        who, cure = "another process", "Wait for it or end it"
     return f"output_dir={str(output_dir)!r} is in use by {who}. {cure}, or set another output_dir."
