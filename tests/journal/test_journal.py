@@ -184,7 +184,7 @@ def test_a_rollout_that_was_cut_at_any_record_goes_on_as_if_it_had_not_been(tmp_
 def test_functions_of_recorded_turns_are_not_called_again_and_the_state_is_what_it_was(tmp_path):
     path = tmp_path / "file"
     expected, _ = roll_out(path, Shop, shopper)
-    assert CALLS["price", "tea"] + CALLS["price", "bread"] > 3
+    assert CALLS["price", "tea"] + CALLS["price", "bread"] > 1
     drop_ends(path)
     CALLS.clear()
     trajectories, _ = roll_out(path, Shop, shopper)
@@ -201,7 +201,7 @@ def test_methods_are_called_again_and_a_restored_environment_is_asked_nothing_ag
     roll_out(path, *CASES[case])
     drop_ends(path)
     first_time, CALLS[name] = CALLS[name], 0
-    assert first_time > 5
+    assert first_time > 3
     roll_out(path, *CASES[case])
     assert CALLS[name] == (0 if case in ("restored", "game") else first_time)
 
