@@ -11,7 +11,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {"zero2": "cpu_2proc.yaml", "zero3": "cpu_2proc_zero3.yaml"}
 LAUNCHES = ("ddp", *CONFIGS)
-TIMEOUT_S = 480
+TIMEOUT_S = 780
 """Of a launch: DeepSpeed compiles for a minute when it is used for the first time."""
 
 
