@@ -160,50 +160,52 @@ def _bins(sizes: Sequence[int], live: list[int], num_ranks: int, max_tokens: int
 def _stretches(
     rows: Sequence[np.ndarray], live: list[int], num_ranks: int, max_tokens: int, least: int
 ) -> list[list[int]]:
-    """Rows in the order of their tokens, cut into few stretches that share as much as they can.
+    """Rows in the order of their tokens, cut into stretches that share as much as they can.
 
-    Where several passes have to be of like size, the largest is as small as it can be first.
+    Where several passes have to be of like size, they are few first, and the largest is as small as it can be.
     """
     order = sorted(live, key=lambda row: sort_key(rows[row]))
     sizes = [len(rows[row]) for row in order]
     new = sizes[:1] + [len(rows[b]) - _num_common(rows[a], rows[b]) for a, b in pairwise(order)]
-    high = max([max_tokens, *sizes])
-    if num_ranks * least > 1:
+    high, needs_balance = max([max_tokens, *sizes]), num_ranks * least > 1
+    if needs_balance:
         num_stretches = max(least, -(-len(_cut(sizes, new, high)) // num_ranks)) * num_ranks
         low = max(sizes, default=0)
         while low < high:  # the smallest limit that needs no more stretches
             middle = (low + high) // 2
             low, high = (low, middle) if len(_cut(sizes, new, middle)) <= num_stretches else (middle + 1, high)
-    stretches = sorted(_cut(sizes, new, high), key=lambda stretch: -stretch[0])
+    stretches = sorted(_cut(sizes, new, high, few_first=needs_balance), key=lambda stretch: -stretch[0])
     return [order[first:end] for _, first, end in stretches]
 
 
-def _cut(sizes: list[int], new: list[int], limit: int) -> list[tuple[int, int, int]]:
-    """The fewest stretches within a limit; of these those with the fewest tokens, and then with the smallest largest.
+def _cut(sizes: list[int], new: list[int], limit: int, *, few_first: bool = True) -> list[tuple[int, int, int]]:
+    """Stretches within a limit: the fewest, and of these those with the fewest tokens; or the other way round.
 
     Args:
         sizes: tokens of each row; none has more than the limit.
         new: those that it does not share with the row before.
         limit: of a stretch.
+        few_first: the number of stretches counts before their tokens. What is left is decided by the largest.
 
     Returns:
         Tokens, first row and end of each stretch.
     """
-    best = [(0, 0, 0, 0)]  # of the rows before each: stretches, tokens, the largest, and where the last begins
+    best = [((0, 0), 0, 0)]  # of the rows before each: the costs, the largest stretch, and where the last begins
     for end in range(1, len(sizes) + 1):
         ways, beyond_first = [], 0
         for first in range(end - 1, -1, -1):
-            size, (number, tokens, largest, _) = sizes[first] + beyond_first, best[first]
+            size, (costs, largest, _) = sizes[first] + beyond_first, best[first]
             if size <= limit:
-                ways.append((number + 1, tokens + size, max(largest, size), first))
+                added = (1, size) if few_first else (size, 1)
+                ways.append(((costs[0] + added[0], costs[1] + added[1]), max(largest, size), first))
             beyond_first += new[first]
             if beyond_first > limit:
                 break
         best.append(min(ways))
     stretches, end = [], len(sizes)
     while end:
-        first = best[end][3]
-        stretches.append((best[end][1] - best[first][1], first, end))
+        first = best[end][2]
+        stretches.append((sizes[first] + sum(new[first + 1 : end]), first, end))
         end = first
     return stretches[::-1]
 
