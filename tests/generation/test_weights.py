@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import types
 
 import pytest
 import torch
@@ -166,6 +167,16 @@ def test_weights_in_4_bits_are_sent_as_numbers_with_the_adapter_added(monkeypatc
     for name, value in policy_weights(expected):
         assert found[name].dtype == torch.float32
         torch.testing.assert_close(found[name], value, atol=0.01, rtol=0)  # bfloat16 of numbers below 1
+
+
+def test_weights_that_bitsandbytes_has_repacked_are_refused():
+    model = adapted_model("lora")
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer
+    layer.weight = nn.Parameter(torch.zeros(4, 1, dtype=torch.uint8), requires_grad=False)
+    layer.weight.__class__ = type("Params4bit", (nn.Parameter,), {})
+    layer.weight.quant_state = types.SimpleNamespace(packing_format_for_cpu=True)
+    with pytest.raises(ValueError, match=r"q_proj.* was repacked .*use_vllm=False"):
+        dict(policy_weights(model))
 
 
 @pytest.mark.parametrize("kind", ["head", "model", "adapter"])

@@ -58,6 +58,16 @@ def test_stretches_are_cut_where_little_is_shared():
     assert plan_passes(rows, num_ranks=2, max_tokens=22) == [[[0, 1, 2, 3]], [[4, 5, 6]]], "18 each"
 
 
+def test_one_process_cuts_no_group_to_save_a_pass_and_several_ranks_do():
+    groups = ids_of(*[letter * 8 + 2 * other for letter in "abcd" for other in "pqrs"])  # 16 tokens each
+    (alone,) = plan_passes(groups, num_ranks=1, max_tokens=28)
+    assert sorted(alone) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]], (
+        "64 tokens; three passes: 72"
+    )
+    ranks = plan_passes(groups[:12], num_ranks=2, max_tokens=28)
+    assert sorted(ranks) == [[[0, 1, 2, 3, 4, 5]], [[6, 7, 8, 9, 10, 11]]], "28 each, not 32 and 16"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_way_to_cut_the_rows_is_better(seed):
     generator = np.random.default_rng(seed)
