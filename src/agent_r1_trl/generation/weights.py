@@ -192,8 +192,8 @@ def _plain(path: str, module: nn.Module, name: str, parameter: nn.Parameter) -> 
         owner: Any = module.get_submodule(name.rpartition(".")[0])
         if getattr(getattr(parameter, "quant_state", None), "packing_format_for_cpu", False):
             raise ValueError(
-                f"{path} was repacked by bitsandbytes for this processor and can no longer be read as numbers. Train on "
-                "a GPU, or without load_in_4bit, or generate with transformers (use_vllm=False)."
+                f"{path} was repacked by bitsandbytes for this processor and can no longer be read as numbers. Train "
+                "on a GPU, or without load_in_4bit, or generate with transformers (use_vllm=False)."
             )
         numbers = dequantize_module_weight(owner).detach()
         return numbers if owner.compute_dtype is None else numbers.to(owner.compute_dtype)
