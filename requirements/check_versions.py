@@ -121,7 +121,7 @@ def install(folder: Path, locked: Path, python: str) -> Path:
 
 
 def run_tests(python: Path, options: list[str]) -> tuple[str, int]:
-    """Pytest's last line, and its exit code."""
+    """Pytest's last line (its exit code where it wrote none), and the exit code."""
     settings = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     command = [python, "-m", "pytest", "-q", *TESTS, *options]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **settings}, stdout=subprocess.PIPE, text=True)
@@ -130,7 +130,8 @@ def run_tests(python: Path, options: list[str]) -> tuple[str, int]:
     for line in process.stdout:
         print(line, end="", flush=True)
         last = line.strip() or last
-    return re.sub(r" in [\d.]+s.*", "", last.strip("= ")), process.wait()
+    code = process.wait()
+    return re.sub(r" in [\d.]+s.*", "", last.strip("= ")) or f"pytest ended with {code}", code
 
 
 if __name__ == "__main__":
