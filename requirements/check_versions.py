@@ -7,9 +7,9 @@
     python requirements/check_versions.py lowest --keep /tmp/versions --pytest-args --last-failed
 
 *Lowest* is every declared minimum at the same time: a minimum that another package rules out is an error, because pip
-would never install it. *Newest* is what pip takes today. The environment takes up to 8 GB, most of it CUDA libraries that
-come with torch. It is deleted at the end, unless `--keep` names a folder for it: the next run there brings it up to date
-with setup.cfg in seconds, and pytest remembers what failed. Needs uv, which `make versions` installs.
+would never install it. *Newest* is what pip takes today. The environment takes up to 8 GB, most of it CUDA libraries
+that come with torch. It is deleted at the end, unless `--keep` names a folder for it: the next run there brings it up
+to date with setup.cfg in seconds, and pytest remembers what failed. Needs uv, which `make versions` installs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("which", choices=("lowest", "newest"))
     parser.add_argument("--python", default="3.11", help="Version or path of the interpreter (3.11).")
     parser.add_argument("--only-resolve", action="store_true", help="Install and test nothing.")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="Keep the environment here, and use what is there.")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="Keep the environment here for the next run.")
     parser.add_argument(
         "--pytest-args", nargs=argparse.REMAINDER, default=[], help="All that follows goes to pytest, such as -n 2."
     )
@@ -79,7 +79,8 @@ def resolve(folder: Path, which: str, python: str) -> Path | None:
     """Write the versions to a file of requirements; None, with the reason on standard error, if there are none."""
     minimums, locked = folder / "minimums.txt", folder / "locked.txt"
     minimums.write_text("\n".join(declared_minimums() if which == "lowest" else []), encoding="utf-8")
-    command = ["uv", "pip", "compile", "--quiet", "--upgrade", "--no-annotate", "--python-version", python]
+    interpreter = "--python" if Path(python).is_file() else "--python-version"  # which need not be installed
+    command = ["uv", "pip", "compile", "--quiet", "--upgrade", "--no-annotate", interpreter, python]
     command += ["--output-file", locked]
     extras = [item for extra in EXTRAS for item in ("--extra", extra)]
     done = subprocess.run([*command, *extras, "--constraint", minimums, ROOT / "setup.cfg"])
