@@ -3,7 +3,6 @@
 import ast
 import configparser
 import json
-import re
 import subprocess
 import sys
 from importlib import metadata
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import agent_r1_trl
+from tests.setup_cfg import declared, plain
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ["torch", "transformers", "trl", "vllm", "accelerate", "datasets", "peft", "pandas"]
@@ -63,29 +63,6 @@ def test_the_installed_metadata_is_what_setup_cfg_says():
     assert installed["Requires-Python"] == config["options"]["python_requires"]
     scripts = {item.name: item.value for item in metadata.distribution("agent-r1-trl").entry_points}
     assert scripts["agent-r1-trl"] == "agent_r1_trl.cli:main"
-
-
-def declared() -> dict[str, dict]:
-    """Per list of setup.cfg (`""` is install_requires, the others are extras) the specifiers of its packages."""
-    from packaging.requirements import Requirement
-
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
-    lists = {"": config["options"]["install_requires"], **config["options.extras_require"]}
-    found = {}
-    for extra, text in lists.items():
-        items = map(Requirement, filter(is_requirement, text.splitlines()))
-        found[extra] = {plain(item.name): item.specifier for item in items}
-    return found
-
-
-def plain(name: str) -> str:
-    """The name of a package as indexes compare names."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def is_requirement(line: str) -> bool:
-    return bool(line.strip()) and not line.startswith(("#", "agent-r1-trl"))
 
 
 def test_the_constraints_satisfy_the_declared_requirements():
