@@ -22,9 +22,10 @@ FUZZ_FACTOR ?= 10
 RUNS ?= 20
 # The kills of each run of `make kills`.
 KILLS ?= 30
-# What `make versions` installs: lowest, newest or both; and for which Python.
+# What `make versions` installs: lowest, newest or both; for which Python; and a folder to keep it in, for a second run.
 WHICH ?= lowest newest
 VERSIONS_PYTHON ?= 3.11
+KEEP ?=
 # The quickstart's settings.
 ALGO ?= grpo
 SEED ?= 0
@@ -38,7 +39,8 @@ SAY := @printf '\n\033[1m==> %s\033[0m\n'
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 # Groups of tests stay together and begin in the order that tests/conftest.py gives them. A process of the tests that ends
 # early ends the run: another in its place would wait for ever.
-PYTEST = $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+SHARED := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+PYTEST = $(TEST_ENV) $(BIN)/python -m pytest $(SHARED)
 
 .PHONY: help quickstart install test test-fast fuzz soak kills lint types audit versions vllm-releases check format options notebooks clean
 .DEFAULT_GOAL := help
@@ -90,10 +92,11 @@ audit: $(STAMPS)/package ## look the installed packages up among known vulnerabi
 	@$(BIN)/python -m pip freeze --exclude-editable > $(VENV)/audit/installed.txt
 	$(VENV)/audit/bin/pip-audit --strict --disable-pip --no-deps --requirement $(VENV)/audit/installed.txt
 
-versions: $(STAMPS)/uv ## fast tests with the lowest and the newest versions of setup.cfg (an hour; needs the network); WHICH, VERSIONS_PYTHON
+versions: $(STAMPS)/uv ## fast tests with the lowest and the newest versions of setup.cfg (an hour; needs the network); WHICH, VERSIONS_PYTHON, KEEP
 	$(SAY) "Versions: $(WHICH), Python $(VERSIONS_PYTHON)"
 	set -e; for which in $(WHICH); do \
-	  PATH="$(abspath $(VENV))/uv/bin:$$PATH" $(VENV)/uv/bin/python requirements/check_versions.py $$which --python $(VERSIONS_PYTHON); \
+	  PATH="$(abspath $(VENV))/uv/bin:$$PATH" $(VENV)/uv/bin/python requirements/check_versions.py $$which --python $(VERSIONS_PYTHON) \
+	    $(if $(KEEP),--keep $(KEEP)) --pytest-args $(SHARED) $(PYTEST_ARGS); \
 	done
 
 vllm-releases: $(STAMPS)/uv ## look for all that we use in every declared release of vLLM (downloads 300 MB for each)

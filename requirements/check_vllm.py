@@ -79,8 +79,8 @@ def minors_on_the_index(declared: Requirement) -> list[str]:
 def check_minor(minor: str, uses: list[Use]) -> tuple[str, list[Use]]:
     """The newest patch of a minor release, and what it lacks."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        subprocess.run([*command, "--dest", folder, f"vllm=={minor}.*"], check=True)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-cache-dir", "--no-deps"]
+        subprocess.run([*command, "--only-binary", ":all:", "--dest", folder, f"vllm=={minor}.*"], check=True)
         (wheel,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder, [name for name in archive.namelist() if name.endswith(".py")])

@@ -30,6 +30,11 @@ RECEIVERS = {
         "engine": "vllm.v1.engine.llm_engine:LLMEngine",
         "engine.engine_core": "vllm.v1.engine.core_client:EngineCoreClient",
     },
+    "generation/vllm/nccl_group.py": {
+        "communicator": "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator",
+        "nccl": "vllm.distributed.device_communicators.pynccl_wrapper:NCCLLibrary",
+        "NCCLLibrary()": "vllm.distributed.device_communicators.pynccl_wrapper:NCCLLibrary",
+    },
     "generation/vllm/worker_extension.py": {
         "current_platform": "vllm.platforms.interface:Platform",
         "self.model_runner": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
@@ -97,6 +102,7 @@ def _uses_of_file(name: str, tree: ast.Module) -> Iterator[Use]:
     bound = dict(_imports(tree))
     yield from (Use("name", where) for where in bound.values())
     yield from _attributes(name, tree, bound)
+    yield from _overrides(tree, bound)
     yield from _engine_options(tree)
     is_server = name.startswith("generation/vllm/") or name == "conversation/vllm_process.py"
     for text in _strings(tree):
@@ -161,6 +167,20 @@ def _attributes(name: str, tree: ast.Module, bound: dict[str, str]) -> Iterator[
                 yield Use("call", where, node.attr, _arguments(calls[id(node)]))
     if unused:
         raise ValueError(f"RECEIVERS[{name!r}]: nothing there has the name {', '.join(sorted(unused))}; correct it.")
+
+
+def _overrides(tree: ast.Module, bound: dict[str, str]) -> Iterator[Use]:
+    """What a subclass of ours defines for the code of its base: methods, and attributes that it sets."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        methods = (item.name for item in node.body if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)))
+        attributes = (item for item in ast.walk(node) if isinstance(item, ast.Attribute))
+        names = {name for name in methods if not name.startswith("__")}
+        names |= {a.attr for a in attributes if isinstance(a.ctx, ast.Store) and ast.unparse(a.value) == "self"}
+        for base in node.bases:
+            if isinstance(base, ast.Name) and base.id in bound:
+                yield from (Use("member", bound[base.id], name) for name in names)
 
 
 def _arguments(call: ast.Call) -> tuple[str, ...]:

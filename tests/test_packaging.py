@@ -1,5 +1,6 @@
 """The package as a user meets it: lazy imports, metadata, console script."""
 
+import ast
 import configparser
 import json
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import agent_r1_trl
+from tests.setup_cfg import declared, plain
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ["torch", "transformers", "trl", "vllm", "accelerate", "datasets", "peft", "pandas"]
@@ -64,25 +66,41 @@ def test_the_installed_metadata_is_what_setup_cfg_says():
 
 
 def test_the_constraints_satisfy_the_declared_requirements():
-    from packaging.requirements import Requirement
-
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
-    extras = config["options.extras_require"].values()
-    lines = "\n".join([config["options"]["install_requires"], *extras]).splitlines()
-    declared = {item.name.lower(): item.specifier for item in map(Requirement, filter(is_requirement, lines))}
+    ranges = {name: item for packages in declared().values() for name, item in packages.items()}
     pinned = dict(
         line.split("==")
         for line in (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
         if "==" in line
     )
     assert {"torch", "trl", "transformers"} <= set(pinned)
-    wrong = [name for name, version in pinned.items() if name in declared and version not in declared[name]]
+    wrong = [name for name, version in pinned.items() if name in ranges and version not in ranges[name]]
     assert not wrong
 
 
-def is_requirement(line: str) -> bool:
-    return bool(line.strip()) and not line.startswith(("#", "agent-r1-trl"))
+def test_everything_that_the_package_imports_is_declared():
+    """What comes only because another package needs it today is gone when that one stops."""
+    for_users = set().union(*(names for extra, names in declared().items() if extra not in ("test", "dev")))
+    package = ROOT / "src" / "agent_r1_trl"
+    imported = {}
+    for path in package.rglob("*.py"):
+        if "recipes" in path.relative_to(package).parts:  # a link; scripts there import their neighbours
+            continue
+        for name in third_party_imports(path.read_text(encoding="utf-8")):
+            imported.setdefault({"yaml": "pyyaml"}.get(name, plain(name)), path.relative_to(ROOT))
+    assert {"torch", "numpy", "huggingface-hub", "sandlock", "vllm"} <= set(imported)
+    assert {name: path for name, path in imported.items() if name not in for_users} == {}
+
+
+def third_party_imports(source: str) -> set[str]:
+    """Top names of the absolute imports, those inside functions too.
+
+    >>> sorted(third_party_imports("import os, numpy.random\ndef f():\n    from yaml import load"))
+    ['numpy', 'yaml']
+    """
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+    return {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"agent_r1_trl"}
 
 
 def test_no_output_of_a_run_is_in_the_repository():

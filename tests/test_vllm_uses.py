@@ -20,6 +20,7 @@ SOURCES = {
     'print("It is too "\n      f"long {1}.")\n',
     "run.py": 'if __name__ == "__main__":\n    pass\n',
 }
+COMMUNICATOR = "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator"
 
 
 @pytest.fixture
@@ -82,6 +83,9 @@ def test_each_kind_of_use_is_collected_from_our_source():
         Use("member", "vllm.outputs:RequestOutput", "finished"),
         Use("call", "vllm:EngineArgs", "", ("logprobs_mode",)),
         Use("call", "vllm.v1.engine.llm_engine:LLMEngine", "wake_up", ("tags",)),
+        Use("call", COMMUNICATOR, "broadcast", ("*1", "src", "stream")),
+        Use("member", "vllm.distributed.utils:StatelessProcessGroup", "broadcast_obj"),  # overridden
+        Use("member", "vllm.distributed.utils:StatelessProcessGroup", "world_size"),  # set for the base's code
         Use("field", vllm_uses.FIELDS_OF["/v1/completions"], "return_tokens_as_token_ids"),
         Use("route", "", "POST /collective_rpc"),
         Use("route", "", "GET /is_sleeping"),
