@@ -57,7 +57,7 @@ def test_sliding_windows_are_those_of_padded_rows(make, rows, share_prefixes):
 
 
 def test_a_window_hides_what_is_further_back():
-    mask = Layout([], *[torch.zeros(0)] * 3).mask(2, 4, torch.zeros(1), window=2)
+    mask = Layout([], *[torch.zeros(0)] * 4).mask(2, 4, torch.zeros(1), window=2)
     assert (mask == 0).int().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
 
 
@@ -146,7 +146,7 @@ def test_a_block_mask_lets_a_token_see_its_own_past(rows, share_prefixes):
 
 def test_horizons_by_hand():
     segments = [Segment(0, 2), Segment(2, 4, ((0, 2),)), Segment(4, 5, ((0, 4),)), Segment(5, 7, ((0, 2),))]
-    assert Layout(segments, *[torch.zeros(0)] * 3).horizons.tolist() == [7, 7, 5, 5, 5, 7, 7]
+    assert Layout(segments, *[torch.zeros(0)] * 4).horizons.tolist() == [7, 7, 5, 5, 5, 7, 7]
 
 
 @torch.no_grad()

@@ -34,12 +34,15 @@ class LossTrainer(RunStateTrainer, PassesTrainer):
         mask, scored = loss_masks(inputs)  # (B, T)
         scale, weighted_beta = policy_weights(inputs, self)
         inputs = self.layout.mask_log_probs(inputs, mask)
-        beta, self._loss_pass = self.beta, LossPass(mask, scored, float(inputs.get("micro_batch_scale", 1.0)))
+        plan, entropy_scale = self.layout.plan_of(inputs), float(inputs.get("micro_batch_scale", 1.0))
+        beta, self._loss_pass = self.beta, LossPass(mask, scored, entropy_scale, plan)
         in_rewards = self.env_factory is not None and self.args.kl_placement == "reward"
         self.beta = 0.0 if in_rewards else weighted_beta  # TRL reads it here, and elsewhere for the reference
         try:
             loss = super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"] * scale})
-            if self.env_factory is not None and not self.accelerator.reduce(mask.sum(), reduction="sum"):
+            if self.env_factory is not None and not (
+                self.accelerator.reduce(mask.sum(), reduction="sum") if plan is None else plan.has_loss
+            ):
                 drop_token_means(self._metrics[self._mode], in_rewards=in_rewards)
             if type(self).extra_loss is LossTrainer.extra_loss:
                 return loss
@@ -59,9 +62,9 @@ class LossTrainer(RunStateTrainer, PassesTrainer):
             scored = attention_mask[:, -logits_to_keep:] if loss_pass is None else loss_pass.scored
             size: int | None = kwargs.get("batch_size") or len(input_ids)
             size = self.layout.scoring_size(size) if loss_pass is None else size
-            both: Any = self.layout.log_probs(
-                model, input_ids, attention_mask, scored, accelerator=self.accelerator, batch_size=size
-            )
+            rows = (model, input_ids, attention_mask, scored)
+            plan = None if loss_pass is None else loss_pass.plan
+            both: Any = self.layout.log_probs(*rows, accelerator=self.accelerator, batch_size=size, plan=plan)
             both = both if loss_pass is None else loss_pass.masked(*both)
             result: tuple = (*both, None)
         else:

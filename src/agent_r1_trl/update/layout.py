@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
 
 from agent_r1_trl.critic import base_causal_lm
+from agent_r1_trl.update.batching import loss_masks
 from agent_r1_trl.update.live_rows import set_live_scales
-from agent_r1_trl.update.micro_batches import computed_ids, live_ids, plan_scoring, repack, sort_key
+from agent_r1_trl.update.micro_batches import PASSES, computed_ids, live_ids, plan_scoring, repack, sort_key
 from agent_r1_trl.update.packed_attention import SEGMENTS, use_packed_attention
 from agent_r1_trl.update.packing import PackedBatch, pack, packed_log_probs
 from agent_r1_trl.update.rows import Inputs, join_rows, take_rows, trim_padding
@@ -34,6 +36,27 @@ UPDATE_LAYOUTS = ("padded", "grouped", "packed", "shared")
 PACKED_LAYOUTS = ("packed", "shared")
 REGROUPING_LAYOUTS = ("grouped", "shared")
 """Those that move rows between the micro-batches of an optimizer step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What was read of a micro-batch when its rollout was laid out, so that no pass makes the host wait for it."""
+
+    has_loss: bool
+    """Whether a token on any rank is in the policy's loss."""
+    batch: PackedBatch | None
+    """All rows in one pass, in packed layouts."""
+    read: dict[str, tuple[torch.Tensor, int]]
+    """The tensors that this was read from, and how often each had been written to."""
+
+    def fits(self, inputs: Inputs) -> bool:
+        """Whether a micro-batch still holds these tensors, and nothing was written to them since."""
+        return set(self.read) == _READ & set(inputs) and all(
+            inputs[name] is tensor and tensor._version == version for name, (tensor, version) in self.read.items()
+        )
+
+
+_READ = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "value_mask"}
 
 
 class UpdateLayout:
@@ -48,6 +71,8 @@ class UpdateLayout:
         self.is_packed = self.name in PACKED_LAYOUTS
         self._max_tokens = None if args is None else args.max_tokens_per_micro_batch
         self._has_warned = False
+        self._plans: dict[int, Plan] = {}
+        """Of the last rollout's micro-batches, by the identity of their `completion_ids`."""
         self._attention: str | None = None
         self._steps_per_update, self._regroups = 1 if args is None else args.gradient_accumulation_steps, False
         if self.name in REGROUPING_LAYOUTS:
@@ -88,19 +113,41 @@ class UpdateLayout:
         """
         if self._regroups and self._max_tokens is None:
             buffer = regroup(buffer, steps_per_update=self._steps_per_update, by_beginning=self.name == "shared")
-        if "in_baseline" in buffer[0]:  # TRL's own batches do without
-            set_live_scales(buffer, steps_per_update=self._steps_per_update, accelerator=accelerator)
-        if self._max_tokens is None:
+        if "in_baseline" not in buffer[0]:  # TRL's own batches do without
             return buffer
-        self._warn_of_long_rows(buffer, self._max_tokens)
-        return repack(
-            buffer,
-            max_tokens=self._max_tokens,
-            steps_per_update=self._steps_per_update,
-            share_prefixes=self.name == "shared",
-            accelerator=accelerator,
-            needs_every_step=accelerator.distributed_type == DistributedType.DEEPSPEED,
-        )
+        set_live_scales(buffer, steps_per_update=self._steps_per_update, accelerator=accelerator)
+        if self._max_tokens is not None:
+            self._warn_of_long_rows(buffer, self._max_tokens)
+            buffer = repack(
+                buffer,
+                max_tokens=self._max_tokens,
+                steps_per_update=self._steps_per_update,
+                share_prefixes=self.name == "shared",
+                accelerator=accelerator,
+                needs_every_step=accelerator.distributed_type == DistributedType.DEEPSPEED,
+            )
+        self._read([one for inputs in buffer for one in inputs.get(PASSES, [inputs])], accelerator)
+        return buffer
+
+    def _read(self, micro_batches: list[Inputs], accelerator: Any) -> None:
+        """Make the `Plan` of each micro-batch; all ranks have as many."""
+        counts = torch.stack([loss_masks(inputs)[0].sum() for inputs in micro_batches])
+        counts = accelerator.reduce(counts, reduction="sum")
+        self._plans = {}
+        for inputs, count in zip(micro_batches, counts.tolist(), strict=True):
+            ids, mask = (
+                torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
+            )
+            self._plans[id(inputs["completion_ids"])] = Plan(
+                has_loss=count > 0,
+                batch=self.pack(ids, mask, loss_masks(inputs)[1]) if self.is_packed else None,
+                read={name: (inputs[name], inputs[name]._version) for name in _READ & set(inputs)},
+            )
+
+    def plan_of(self, inputs: Inputs) -> Plan | None:
+        """The plan of a micro-batch; None if it is not of the last rollout, or other rows or masks stand in it now."""
+        plan = self._plans.get(id(inputs["completion_ids"]))
+        return plan if plan is not None and plan.fits(inputs) else None
 
     def _warn_of_long_rows(self, buffer: list[Inputs], limit: int) -> None:
         longest = max(len(ids) for inputs in buffer for ids in live_ids(inputs))
@@ -140,6 +187,7 @@ class UpdateLayout:
         *,
         accelerator: Any,
         batch_size: int | None,
+        plan: Plan | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs and entropies from forward passes without padding; for the packed layouts.
 
@@ -150,12 +198,16 @@ class UpdateLayout:
             scored: (B, T) the completion tokens that need a log-prob.
             accelerator: of the trainer.
             batch_size: rows per forward pass; None: as `max_tokens_per_micro_batch` allows, which all ranks must call.
+            plan: of the micro-batch whose rows these are, which one pass then computes.
 
         Returns:
             Two (B, T) tensors, 0 where nothing is scored; no entropies from a head that has none.
         """
         whole = accelerator.unwrap_model(getattr(model, "inner_model", model))  # PPO hands over a model that collects
         backbone = base_causal_lm(whole).base_model
+        if plan is not None and plan.batch is not None:
+            with accelerator.autocast():
+                return packed_log_probs(model, backbone, plan.batch.for_another_pass())
         order, parts = [], []
         for rows, batch in self._packed(input_ids, attention_mask, scored, batch_size):
             with accelerator.autocast():

@@ -140,6 +140,8 @@ class LossPass:
     """(B, T) tokens that a packed forward pass reads: with a critic, those of its loss as well."""
     entropy_scale: float = 1.0
     """What the gradient of the entropy bonus is multiplied by."""
+    plan: Any = None
+    """The layout's plan of the micro-batch (`layout.py`), for the forward pass of its rows; None where it has none."""
     log_probs: torch.Tensor | None = None
     """(B, T) the policy's, once the forward pass has run."""
 
@@ -149,7 +151,7 @@ class LossPass:
 
     def take(self, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> None:
         """Keep the log-probs, (B, T), and scale the gradient that will come back to the entropies, (B, T)."""
-        self.log_probs = log_probs
+        self.log_probs, self.plan = log_probs, None  # a second pass inside the loss may be one of other rows
         if self.entropy_scale != 1.0 and entropies is not None and entropies.requires_grad:
             entropies.register_hook(lambda gradient: gradient * self.entropy_scale)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -54,6 +54,8 @@ class Layout:
     """(S,) index in the row of the tokens that predict scored ones."""
     copies: torch.Tensor
     """(number of scored tokens,) which of the S stands for each of them."""
+    places: torch.Tensor
+    """(number of scored tokens,) where each of them stands in the flattened (B, T)."""
     _masks: dict[tuple, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, queries: int, keys: int, like: torch.Tensor, window: int | None = None) -> torch.Tensor:
@@ -101,7 +103,8 @@ class Layout:
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """(1, S) -> (B, T), 0 where nothing is scored."""
-        return values.new_zeros(self.scored.shape).masked_scatter(self.scored, values[0, self.copies])
+        flat = values.new_zeros(self.scored.numel())  # by index: the gradient of a mask would make the host wait
+        return flat.index_copy(0, self.places, values[0, self.copies]).view(self.scored.shape)
 
 
 @dataclass(frozen=True)
@@ -115,14 +118,18 @@ class PackedBatch:
     labels: torch.Tensor
     """(1, S) the token that follows each of the layout's sources."""
     layout: Layout
-    attention: str = SEGMENTS
-    """What `use_packed_attention` found in the model."""
+    attention: dict[str, Any]
+    """What the model's kind of attention is told besides."""
 
     @property
     def inputs(self) -> dict[str, Any]:
         """What a model prepared by `use_packed_attention` is called with."""
         inputs = {"input_ids": self.input_ids, "position_ids": self.position_ids, "packed_layout": self.layout}
-        return inputs | attention_inputs(self.attention, self.layout, self.input_ids)
+        return inputs | self.attention
+
+    def for_another_pass(self) -> PackedBatch:
+        """The same row; the masks that its pass will make go away with that pass."""
+        return replace(self, layout=replace(self.layout, _masks={}))
 
 
 # -------------------------------------------------------------------- packing
@@ -176,12 +183,15 @@ def pack(
     if share_prefixes:
         pairs, copies = torch.stack([sources, labels], dim=1).unique(dim=0, return_inverse=True)
         sources, labels = pairs.unbind(dim=1)
+    indices = (sources, copies, scored.flatten().nonzero().squeeze(1))
+    layout = Layout([piece.segment for piece in pieces], scored.to(device), *(index.to(device) for index in indices))
+    packed_ids = torch.cat([rows[piece.rows[0]][piece.first : piece.last] for piece in pieces])[None].to(device)
     return PackedBatch(
-        input_ids=torch.cat([rows[piece.rows[0]][piece.first : piece.last] for piece in pieces])[None].to(device),
+        input_ids=packed_ids,
         position_ids=torch.cat([torch.arange(piece.first, piece.last) for piece in pieces])[None].to(device),
         labels=labels[None].to(device),
-        layout=Layout([piece.segment for piece in pieces], scored.to(device), sources.to(device), copies.to(device)),
-        attention=attention,
+        layout=layout,
+        attention=attention_inputs(attention, layout, packed_ids),
     )
 
 
