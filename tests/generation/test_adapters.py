@@ -4,9 +4,10 @@ import peft
 import pytest
 import torch
 from transformers import LlamaConfig
+from trl.trainer.utils import disable_dropout_in_model
 
 from agent_r1_trl.generation import TransformersGenerator
-from agent_r1_trl.generation.adapters import check_adapters
+from agent_r1_trl.generation.adapters import check_adapters, warn_of_dropout
 from agent_r1_trl.generation.weights import policy_weights
 from tests.generation.helpers import PROMPTS, make_generator, run, tiny_model
 from tests.tokenizers import make_tokenizer
@@ -119,3 +120,14 @@ def test_a_variant_of_lora_is_merged_and_not_served_as_plain_lora():
 
     assert served_adapter(adapted(peft.LoraConfig(**Q))) == "default"
     assert served_adapter(adapted(peft.LoraConfig(**Q, monteclora_config=peft.MontecloraConfig()))) is None
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.25])
+def test_dropout_that_only_the_update_has_is_named(rate, caplog):
+    model = peft.get_peft_model(tiny_model(LlamaConfig), peft.LoraConfig(**Q, lora_dropout=rate))
+    warn_of_dropout(model)
+    assert ("lora_dropout: 0.0" in caplog.text and "0.25" in caplog.text) == (rate > 0)
+    caplog.clear()
+    disable_dropout_in_model(model)  # what disable_dropout: true does
+    warn_of_dropout(model)
+    assert not caplog.text

@@ -242,6 +242,11 @@ def test_target_modules_are_names_also_a_lone_one(names, adapted):
     assert sum(name.endswith("lora_A.default") for name, _ in model.named_modules()) == adapted
 
 
+def test_adapters_of_a_recipe_have_no_dropout_unless_it_asks_for_it():
+    assert get_peft_config(ModelConfig(use_peft=True)).lora_dropout == 0.0
+    assert get_peft_config(ModelConfig(use_peft=True, lora_dropout=0.1)).lora_dropout == 0.1
+
+
 def test_without_lora_there_is_no_configuration():
     assert get_peft_config(ModelConfig()) is None
 

@@ -164,7 +164,8 @@ def make_options() -> list[dict[str, Any]]:
         add(kind, "Limits of a rollout", shared)
     for kind in (MultiTurnConfig, MultiTurnPPOConfig, StabilitySettings, FaultSettings):
         add(kind, "PPO" if kind is MultiTurnPPOConfig else kind.__name__, ppo)
-    add(ModelConfig, "Model and adapter (TRL)", fields_of(ModelConfig))
+    for kind in reversed(ModelConfig.__mro__[:-1]):
+        add(kind, "Model and adapter (TRL)", fields_of(ModelConfig))
     for kind in MultiTurnConfig.__mro__:
         library = kind.__module__.partition(".")[0]
         if library in ("trl", "transformers"):

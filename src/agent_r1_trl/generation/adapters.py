@@ -6,7 +6,11 @@ then agree. Some read more than that, and a sampler that continues from a cache 
 
 from __future__ import annotations
 
+import logging
+
 from torch import nn
+
+logger = logging.getLogger(__name__)
 
 _READS_MORE = {
     "LILY": "its router averages over all tokens of a forward pass",
@@ -42,3 +46,15 @@ def check_adapters(model: nn.Module, *, is_merged: bool = False) -> None:
                 "is trained. Use an adapter of the model's layers, such as peft_config=LoraConfig(), or train the "
                 "whole model."
             )
+
+
+def warn_of_dropout(model: nn.Module) -> None:
+    """Say so if the update would compute log-probs of another policy than the one that sampled, because of dropout."""
+    rates = {module.p for module in model.modules() if isinstance(module, nn.Dropout) and module.p > 0}
+    if rates:
+        logger.warning(
+            "The model has dropout (%s), which is on in the update and off in the rollout: the log-probs of a sampled "
+            "token differ between them although the weights are the same. Set lora_dropout: 0.0 if it is the adapter's, "
+            "or disable_dropout: true.",
+            ", ".join(f"{rate:g}" for rate in sorted(rates)),
+        )

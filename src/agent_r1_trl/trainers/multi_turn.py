@@ -35,7 +35,7 @@ from agent_r1_trl.advantages.credit import Credit
 from agent_r1_trl.advantages.scan import carry_forward
 from agent_r1_trl.environments.factory import EnvFactory, read_form, resolve_env_factory
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
-from agent_r1_trl.generation.adapters import check_adapters
+from agent_r1_trl.generation.adapters import check_adapters, warn_of_dropout
 from agent_r1_trl.rollout.watchdog import reported
 from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.construction import (
@@ -164,6 +164,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         self.tools = form.tools
         check_tokenizer(self.processing_class, is_vlm=self._is_vlm)
         check_adapters(self.model, is_merged=config.use_vllm)
+        warn_of_dropout(self.model)
         for name in TRL_CHANGES:  # TRL is constructed: from here on the user's own values hold
             setattr(self.args, name, getattr(config, name))
         self.use_vllm = config.use_vllm

@@ -6,12 +6,26 @@ They stand here because only this package imports trl.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from typing import Any
 
 import trl
-from trl import ModelConfig, TrlParser, get_quantization_config
+from trl import TrlParser, get_quantization_config
 
 __all__ = ["ModelConfig", "TrlParser", "get_peft_config", "get_quantization_config"]
+
+
+@dataclass
+class ModelConfig(trl.ModelConfig):
+    """TRL's, with adapters that compute in the update what they compute in the rollout."""
+
+    lora_dropout: float = field(
+        default=0.0,
+        metadata={
+            "help": "LoRA dropout. It is on in the update and off in the rollout, so with more than 0 the log-probs of a "
+            "sampled token differ between them."
+        },
+    )
 
 
 def get_peft_config(model_args: ModelConfig) -> Any:
