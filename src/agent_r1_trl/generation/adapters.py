@@ -54,7 +54,7 @@ def warn_of_dropout(model: nn.Module) -> None:
     if rates:
         logger.warning(
             "The model has dropout (%s), which is on in the update and off in the rollout: the log-probs of a sampled "
-            "token differ between them although the weights are the same. Set lora_dropout: 0.0 if it is the adapter's, "
-            "or disable_dropout: true.",
+            "token differ between them although the weights are the same. Set lora_dropout: 0.0 if it is the "
+            "adapter's, or disable_dropout: true.",
             ", ".join(f"{rate:g}" for rate in sorted(rates)),
         )

@@ -22,8 +22,8 @@ class ModelConfig(trl.ModelConfig):
     lora_dropout: float = field(
         default=0.0,
         metadata={
-            "help": "LoRA dropout. It is on in the update and off in the rollout, so with more than 0 the log-probs of a "
-            "sampled token differ between them."
+            "help": "LoRA dropout. It is on in the update and off in the rollout, so with more than 0 the log-probs "
+            "of a sampled token differ between them."
         },
     )
 
