@@ -8,7 +8,7 @@ import pytest
 
 from agent_r1_trl.evaluation import EvaluationResult
 from agent_r1_trl.evaluation.comparison import compare, permutation_test, read_examples, write_examples
-from agent_r1_trl.evaluation.groups import attempts_of, group_sums, pass_at_k, split_by, tag_of, with_cost
+from agent_r1_trl.evaluation.groups import attempts_of, group_sums, pass_at_k, split_by, tags_of, with_cost
 from agent_r1_trl.evaluation.result import example_sums, token_counts
 from agent_r1_trl.rows import Segment
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory, Turn
@@ -43,8 +43,8 @@ def test_a_tag_has_the_figures_of_its_own_examples():
     parts = split_by(result, rows, "meta.level")
     assert {tag: part.metrics["exact_match"] for tag, part in parts.items()} == {"1": 1.0, "2": 0.5}
     assert parts["2"].example_ids == ["1", "3"] and parts["1"].num_examples == 2
-    assert tag_of({"a.b": 3}, "a.b") == "3"
-    with pytest.raises(ValueError, match=r"by='meta.kind': .*it has meta"):
+    assert tags_of([{"a.b": 3}, {"a": {"b": 4}}, {}], "a.b") == ["3", "4", "(none)"]
+    with pytest.raises(ValueError, match=r"by='meta.kind': .*the first one has meta"):
         split_by(result, rows, "meta.kind")
 
 

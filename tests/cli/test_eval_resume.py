@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.cli import main
+from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE
 from agent_r1_trl.recording import read_records
 
 KILLED_ENV = """
 
 from pathlib import Path
+
+from agent_r1_trl.generation import GenerationError  # ends the rollout; of other errors, the trajectory
 
 
 class KilledEnv(AddEnv):
@@ -23,7 +26,7 @@ class KilledEnv(AddEnv):
 
     def outcome_reward(self, trajectory):
         if Path("kill").exists() and self.example["id"] == "more1":
-            raise ZeroDivisionError("as if killed")
+            raise GenerationError("as if killed")
         return super().outcome_reward(trajectory)
 """
 
@@ -38,8 +41,7 @@ def killed(recipe):
     Path("more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["eval", "--config", path, "--datasets", "test.jsonl", "more.jsonl", "--max_concurrency", "1"]
     Path("kill").touch()
-    with pytest.raises(ZeroDivisionError):
-        main(flags)
+    assert main(flags) == EXIT_INFRASTRUCTURE
     Path("kill").unlink()
     Path("resets").write_text("")
     return flags

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 
 import pytest
 
@@ -228,6 +229,14 @@ def test_a_bug_in_the_outcome_reward_propagates_after_closing():
     with pytest.raises(RuntimeError, match="outcome is broken"):
         play([say("a")] * 3, env=env, limits={"max_turns": 1})
     assert env.log[-1] == "close"
+
+
+def test_a_bug_in_the_outcome_reward_ends_its_trajectory_alone_where_that_is_asked():
+    env = recorder("outcome")
+    trajectory, _ = play([say("a")] * 3, env=env, limits={"max_turns": 1}, keep_going=True)
+    assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and trajectory.outcome_reward == 0.0
+    assert re.search(r"outcome_reward raised RuntimeError: outcome is broken \(.*\.py, line \d+\)", trajectory.error)
+    assert env.log[-1] == "close" and trajectory.completion_ids
 
 
 def test_a_failure_of_close_is_nobodys_problem():

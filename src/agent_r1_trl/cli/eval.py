@@ -8,6 +8,7 @@ agent-r1-trl eval compare scores-before scores-after
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,7 +73,10 @@ def run(argv: Sequence[str]) -> int:
         folder = write_table(table, arguments.output_dir)
         for row in table.rows:
             place = folder / row_folder(table, row)
-            console.print(f"{place / RESULT_FILE}; trajectories: agent-r1-trl view {place} {VIEW_OPTIONS}")
+            shown_place = shlex.quote(str(place))
+            console.print(f"{place / RESULT_FILE}; trajectories: agent-r1-trl view {shown_place} {VIEW_OPTIONS}")
+    if lost := [f"{row.dataset}, {row.method}" for row in table.rows if row.result.is_lost]:
+        raise InfrastructureError(f"nothing could be played of: {'; '.join(lost)}. The causes stand below the table.")
     return 0
 
 
@@ -116,13 +120,14 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
 
     Raises:
         UsageError: the environment, the data or a model cannot be loaded, or a baseline is not possible.
-        InfrastructureError: no trajectory of a row could be played, or the engine failed.
+        InfrastructureError: not one trajectory could be played, or the engine failed.
     """
-    from agent_r1_trl.cli.eval_plan import make_plan
+    from agent_r1_trl.cli.eval_plan import data_flag, make_plan
     from agent_r1_trl.cli.eval_resume import leave_failures, unfinished
     from agent_r1_trl.cli.resolve import check_first_row, make_folder, resolve_env
     from agent_r1_trl.evaluation import EvaluationTable
     from agent_r1_trl.evaluation.loading import check_model_folder
+    from agent_r1_trl.rollout import check_some_played
 
     set_rules(arguments.secret_names, arguments.secret_patterns)
     if arguments.replay:
@@ -132,7 +137,8 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
         env_factory = resolve_env(arguments.env, arguments.env_kwargs)  # type: ignore[arg-type]
         plan = make_plan(arguments, env_factory)
         for row in plan:
-            check_first_row(f"env={arguments.env!r}", row.env_factory, repr(row.dataset), row.rows)
+            data = f"{data_flag(arguments)}={row.source['dataset_name']!r}"
+            check_first_row(f"env={arguments.env!r}", row.env_factory, data, row.rows)
         if arguments.output_dir:
             make_folder("output_dir", arguments.output_dir)
         try:
@@ -142,6 +148,7 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
                     check_model_folder(str(row.model), flag=flag)
             with unfinished(arguments) as goes_on:
                 results = _play_all(arguments, plan, console, description, goes_on)
+                check_some_played([item for result in results for item in result.trajectories])
         except infrastructure_errors() as error:
             raise InfrastructureError(str(error)) from error
         except UsageError:
@@ -214,6 +221,7 @@ def _play(
             journal=journal,
             resume=goes_on,
             identity=identity_of(arguments, row),
+            keep_going=True,
         )
     how = hosted_settings(agent.generator) if row.is_hosted else {"use_vllm": arguments.use_vllm}
     result.settings = {"model": agent.name, **how, **result.settings}
@@ -226,8 +234,9 @@ def _replay(arguments: EvalArguments, row: PlannedRow) -> EvaluationResult:
     from agent_r1_trl.rollout import NothingPlayedError
 
     folder = Path(str(arguments.replay)) / row.folder if row.folder else str(arguments.replay)
+    num_generations, seed = arguments.num_generations_eval, arguments.seed
     try:
-        return replay_evaluation(folder, row.rows, num_generations=arguments.num_generations_eval, seed=arguments.seed)
+        return replay_evaluation(folder, row.rows, num_generations=num_generations, seed=seed, keep_going=True)
     except (ValueError, NothingPlayedError) as error:
         raise UsageError(str(error)) from error
 

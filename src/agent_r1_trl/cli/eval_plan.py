@@ -58,7 +58,7 @@ def make_plan(arguments: EvalArguments, env_factory: Callable[[], Any]) -> list[
     from agent_r1_trl.evaluation.table import dataset_labels
 
     names = arguments.eval_dataset_name or [str(arguments.dataset_name)]
-    if len(set(names)) < len(names):
+    if len({Path(name).resolve() if Path(name).exists() else name for name in names}) < len(names):
         raise UsageError(f"eval_dataset_name={names}: a data set stands there twice. Remove one of them.")
     methods = list(dict.fromkeys([*(arguments.baselines or ()), MODEL]))
     factories = {method: _factory(arguments, method, env_factory) for method in methods}
@@ -127,16 +127,27 @@ def _base_model(arguments: EvalArguments) -> str | None:
         return arguments.base_model
     adapter = Path(str(arguments.model_name_or_path)) / "adapter_config.json"
     if adapter.is_file():
-        return str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
+        try:
+            return str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"{adapter}: names no base model ({type(error).__name__}: {error}). Save the adapter again, or pass "
+                "--base_model."
+            ) from error
     return arguments.model_name_or_path
+
+
+def data_flag(arguments: EvalArguments) -> str:
+    """The setting that names the data sets."""
+    return "dataset_name" if arguments.eval_dataset_name is None else "eval_dataset_name"
 
 
 def _load(arguments: EvalArguments, name: str) -> Any:
     from agent_r1_trl.cli.resolve import load_rows
-    from agent_r1_trl.evaluation.groups import tag_of
+    from agent_r1_trl.evaluation.groups import tags_of
 
     is_own = arguments.eval_dataset_name is not None
-    flag = "eval_dataset_name" if is_own else "dataset_name"
+    flag = data_flag(arguments)
     rows = load_rows(
         flag,
         name,
@@ -146,8 +157,7 @@ def _load(arguments: EvalArguments, name: str) -> Any:
     )
     if arguments.by:
         try:
-            for row in rows:
-                tag_of(row, arguments.by)
+            tags_of(rows, arguments.by)
         except ValueError as error:
             raise UsageError(f"{flag}={name!r}: {error}") from error
     return rows

@@ -26,6 +26,8 @@ BUILT_IN_ENVS = {
     "countdown": "agent_r1_trl.environments.games.CountdownEnv",
     "reasoning_gym": "agent_r1_trl.environments.games.ReasoningGymEnv",
 }
+FIRST_ROWS = 5
+"""In which an episode is started before a model is loaded, until one starts."""
 FILE_FORMATS = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -90,7 +92,7 @@ def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[
 def check_first_row(env: str, env_factory: Callable[[], Any], data: str, rows: Any) -> None:
     """Start an episode as the rollout will, so that a mistake shows before a model is loaded.
 
-    One bad row is no mistake: where the first row fails, the second one decides.
+    Some bad rows are no mistake: it is one if none of the first `FIRST_ROWS` can start.
 
     Args:
         env: the setting that names the environment or its tools, for errors.
@@ -99,7 +101,7 @@ def check_first_row(env: str, env_factory: Callable[[], Any], data: str, rows: A
         rows: the data set.
 
     Raises:
-        UsageError: the environment refuses the rows, or its prompt or tools do not have the right form.
+        UsageError: the environment refuses all of these rows, or its prompt or tools do not have the right form.
     """
     from agent_r1_trl.rollout import EnvironmentFailure, EnvSession, RolloutRequest
 
@@ -111,18 +113,20 @@ def check_first_row(env: str, env_factory: Callable[[], Any], data: str, rows: A
             if session.env is not None:
                 await session.close()
 
-    try:
+    first: Exception | None = None
+    for index in range(min(FIRST_ROWS, len(rows))):
         try:
-            asyncio.run(play(rows[0]))
-        except EnvironmentFailure:
-            if len(rows) == 1:
-                raise
-            asyncio.run(play(rows[1]))
-    except (EnvironmentFailure, ValueError) as error:
-        raise UsageError(
-            f"{env} cannot start on the first rows of {data}: {str(error).rstrip('.')}. Correct one of the two; "
-            "agent-r1-trl doctor examines both."
-        ) from error
+            asyncio.run(play(rows[index]))
+            return
+        except EnvironmentFailure as error:
+            first = first or error
+        except ValueError as error:
+            first = error
+            break
+    raise UsageError(
+        f"{env} cannot start on the first rows of {data}: {str(first).rstrip('.')}. Correct one of the two; "
+        "agent-r1-trl doctor examines both."
+    ) from first
 
 
 def resolve_function(flag: str, path: str) -> Callable[..., Any]:
@@ -242,17 +246,23 @@ def load_rows(
     else:
         rows = _load_dataset(flag, name, config, split)
     if not len(rows):
-        raise UsageError(f"{flag}={name!r} has no rows. Pass a data set with at least one.")
+        raise UsageError(_no_rows(flag, name))
     return rows.select(range(min(limit, len(rows)))) if limit is not None else rows
+
+
+def _no_rows(flag: str, name: str) -> str:
+    return f"{flag}={name!r} has no rows. Pass a data set with at least one."
 
 
 def _read_file(flag: str, path: Path) -> Any:
     from datasets import Dataset
 
-    if FILE_FORMATS[path.suffix.lower()] != "jsonl":
-        return _load_dataset(flag, FILE_FORMATS[path.suffix.lower()], None, "train", data_files=str(path))
-    rows = []
+    rows: list[dict[str, Any]] = []
     try:
+        if not path.stat().st_size:
+            return rows
+        if FILE_FORMATS[path.suffix.lower()] != "jsonl":
+            return _load_dataset(flag, FILE_FORMATS[path.suffix.lower()], None, "train", data_files=str(path))
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise UsageError(f"{flag}={str(path)!r}: cannot be read ({error}). Pass a file that you may read.") from error
@@ -271,12 +281,17 @@ def _read_file(flag: str, path: Path) -> Any:
                 f"{type(row).__name__}. Correct the line."
             )
         rows.append(row)
+    columns = dict.fromkeys(name for row in rows for name in row)  # `datasets` would take those of the first row
+    rows = [{name: row.get(name) for name in columns} for row in rows]
     # Dicts with different keys stay as they are, instead of all of them having all keys.
     make = functools.partial(Dataset.from_list, on_mixed_types="use_json")
     mixed = _mixed_column(rows)
     try:
         if mixed is None:
-            return make(rows)
+            made = make(rows)
+            mixed = _changed_column(rows, made)
+            if mixed is None:
+                return made
     except Exception as error:  # arrow's errors share no base class
         mixed = f"{_unfit_column(rows, make)} ({error})"
     raise UsageError(f"{flag}={str(path)!r}: {mixed}. Give each column one type.")
@@ -293,6 +308,21 @@ def _mixed_column(rows: Sequence[Mapping[str, Any]]) -> str | None:
         if len(kinds) > 1:
             found = " and ".join(f"{kind} (row {number})" for kind, number in kinds.items())
             return f"the column {column!r} holds {found}"
+    return None
+
+
+def _changed_column(rows: Sequence[Mapping[str, Any]], made: Any) -> str | None:
+    """Names a column that `datasets` keeps as JSON and gives back changed; None if there is none.
+
+    Where lists or dicts of a column hold several types, it takes a text such as "4" for the JSON of a number.
+    """
+    for column in [name for name, feature in made.features.items() if "Json(" in repr(feature)]:
+        for number, (row, value) in enumerate(zip(rows, made[column], strict=True), start=1):
+            if value != row[column]:
+                return (
+                    f"the column {column!r} holds values of several types inside its lists or objects, so that "
+                    f"{row[column]!r:.100} (row {number}) would be read as {value!r:.100}"
+                )
     return None
 
 
@@ -316,12 +346,19 @@ def _load_dataset(flag: str, name: str, config: str | None, split: str, **option
         return load_dataset(name, config, split=split, **options)
     except Exception as error:  # a wrong name, no network, a broken file: of many types
         source = options.get("data_files", name)
-        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" and not options else ""
-        what = "" if options else f", split {split!r}"
+        if "corresponds to no data" in str(error):  # of a file with a header alone, or `[]`
+            raise UsageError(_no_rows(flag, source)) from error
         cause = error.__cause__ or error
         reason = f"{type(cause).__name__}: {' '.join(str(cause).splitlines()[:1]).rstrip('.')}."
+        if options:
+            raise UsageError(
+                f"{flag}={source!r}: cannot be read as {name}. {reason} Correct the file (text in UTF-8, a row for "
+                "each example), or pass another one."
+            ) from error
+        is_local = Path(name).is_dir()
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" and not is_local else ""
         raise UsageError(
-            f"{flag}={source!r}{what}: cannot be loaded{offline}. {reason} "
+            f"{flag}={source!r}, split {split!r}: cannot be loaded{offline}. {reason} "
             "Pass a data file, a directory, or the id of a data set on the Hub, and one of its splits."
         ) from error
 

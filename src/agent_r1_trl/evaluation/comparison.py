@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,10 +150,16 @@ def _deltas(before: Sequence[Row], after: Sequence[Row], name: str) -> np.ndarra
 def _in_order_of(before: EvaluationResult, after: EvaluationResult) -> EvaluationResult:
     if before.example_ids == after.example_ids:
         return after
+    for result, place in ((before, "first"), (after, "second")):
+        if repeated := [item for item, count in Counter(result.example_ids).items() if count > 1]:
+            raise ValueError(
+                f"the {place} evaluation has several examples of one id: {_some(repeated)}, so that it is not known "
+                "which belong together. Give each row an id of its own (column 'id'), and evaluate again."
+            )
     places = {example_id: index for index, example_id in enumerate(after.example_ids)}
     only_before = [item for item in before.example_ids if item not in places]
     only_after = sorted(set(after.example_ids) - set(before.example_ids))
-    if only_before or only_after or len(places) < len(after.example_ids):
+    if only_before or only_after:
         raise ValueError(
             f"the examples differ: {_some(only_before)} only in the first evaluation, {_some(only_after)} only in the "
             "second. Pass two evaluations of the same rows (the same --dataset and --num_examples)."

@@ -61,6 +61,7 @@ def evaluate(
     journal: str | Path | None = None,
     resume: bool = False,
     identity: Mapping[str, Any] | None = None,
+    keep_going: bool = False,
 ) -> EvaluationResult:
     """Play every example and score what happened.
 
@@ -79,16 +80,18 @@ def evaluate(
         resume: go on with that file if there is one: what it holds is not played again, but for trajectories that
             failed for no fault of the policy.
         identity: JSON data that the trajectories depend on, such as the model's name; it must be that of the journal.
+        keep_going: an error of the environment that would be raised (a bug in `outcome_reward`, a result of the wrong
+            form) ends its trajectory alone, as an `environment_error`, and a result in which all failed is one.
 
     Raises:
         ValueError: no examples, `num_generations` below 1, a negative `retry_failed`, or the journal to go on with is
             of other settings.
-        NothingPlayedError: no trajectory could be played; the message lists the causes.
+        NothingPlayedError: no trajectory could be played, unless `keep_going`; the message lists the causes.
     """
     check_whole_number("retry_failed", retry_failed, minimum=0)
     requests = _requests(examples, num_generations, seed)
     limits = limits or RolloutLimits()
-    how: dict[str, Any] = {"retry_failed": retry_failed, "on_trajectory": on_trajectory}
+    how: dict[str, Any] = {"retry_failed": retry_failed, "on_trajectory": on_trajectory, "keep_going": keep_going}
     if isinstance(generator, Endpoint):
         runner: RolloutRunner = HostedRunner(env_factory, generator, limits, params, **how)
     elif chat is None:
@@ -113,7 +116,7 @@ def evaluate(
         "seed": seed,
         "limits": _values(limits),
     }
-    return _result(trajectories, num_generations, seed, settings, start)
+    return _result(trajectories, num_generations, seed, settings, start, may_all_fail=keep_going)
 
 
 def _values(limits: RolloutLimits) -> dict[str, Any]:
@@ -141,7 +144,12 @@ def _open_log(path: Path, header: dict[str, Any], *, resume: bool) -> RolloutLog
 
 
 def replay_evaluation(
-    replay: str | Path, examples: Iterable[Mapping[str, Any]], *, num_generations: int = 1, seed: int = 0
+    replay: str | Path,
+    examples: Iterable[Mapping[str, Any]],
+    *,
+    num_generations: int = 1,
+    seed: int = 0,
+    keep_going: bool = False,
 ) -> EvaluationResult:
     """An evaluation from its journal, without model, tools and environment: the same trajectories, scores and figures.
 
@@ -150,6 +158,7 @@ def replay_evaluation(
         examples: rows of the data set; they and what follows must be those of the recorded evaluation.
         num_generations: attempts per example.
         seed: of the evaluation.
+        keep_going: see `evaluate`.
 
     Raises:
         ReplayError: there is no journal, or it is that of another evaluation; names what differs first.
@@ -157,7 +166,8 @@ def replay_evaluation(
     requests = _requests(examples, num_generations, seed)
     start = time.perf_counter()
     trajectories = Cassette(replay).play(requests)
-    return _result(trajectories, num_generations, seed, {"replay": str(replay), "seed": seed}, start)
+    settings = {"replay": str(replay), "seed": seed}
+    return _result(trajectories, num_generations, seed, settings, start, may_all_fail=keep_going)
 
 
 def _requests(examples: Iterable[Mapping[str, Any]], num_generations: int, seed: int) -> list[RolloutRequest]:
@@ -172,9 +182,16 @@ def _requests(examples: Iterable[Mapping[str, Any]], num_generations: int, seed:
 
 
 def _result(
-    trajectories: list[Trajectory], num_generations: int, seed: int, settings: dict[str, Any], start: float
+    trajectories: list[Trajectory],
+    num_generations: int,
+    seed: int,
+    settings: dict[str, Any],
+    start: float,
+    *,
+    may_all_fail: bool = False,
 ) -> EvaluationResult:
-    check_some_played(trajectories)
+    if not may_all_fail:
+        check_some_played(trajectories)
     if causes := count_causes(map(failure_of, trajectories)):
         logger.warning(
             "%d of %d trajectories failed and are scored nowhere but in infrastructure_failure_rate: %s.",
@@ -191,6 +208,7 @@ def _result(
         trajectories=trajectories,
         duration_s=time.perf_counter() - start,
         settings=settings,
+        failures=describe_causes(causes),
     )
 
 
@@ -227,7 +245,8 @@ def evaluate_model(
         thinking: see `ChatFormat`; "strip" sets the context policy `strip_thinking`.
         max_batch_size: maximum number of rows per forward pass (transformers only).
         trust_remote_code: run code that comes with the model.
-        **settings: `params`, `num_generations`, `seed`, `retry_failed`, `on_trajectory`, `journal` of `evaluate`.
+        **settings: `params`, `num_generations`, `seed`, `retry_failed`, `on_trajectory`, `journal`, `keep_going` of
+            `evaluate`.
 
     Raises:
         ValueError: there is no such model, a loaded model comes without `tokenizer`, or as for `evaluate`.

@@ -9,6 +9,8 @@ from typing import Any
 from agent_r1_trl.evaluation.result import EvaluationResult, Row
 from agent_r1_trl.trajectory import Trajectory
 
+NO_TAG = "(none)"
+
 
 def is_solved(trajectory: Trajectory) -> bool:
     """Whether an attempt counts for pass@k: exact match, else the environment's `success`, else an outcome above 0."""
@@ -54,21 +56,34 @@ def group_sums(group: Sequence[Trajectory]) -> Row:
     return sums
 
 
-def tag_of(example: Mapping[str, Any], column: str) -> str:
-    """The value of a column as text; `metadata.type` is the key `type` of the column `metadata`.
+def tags_of(examples: Iterable[Mapping[str, Any]], column: str) -> list[str]:
+    """The value of a column in each example as text, "(none)" where it has none.
+
+    Args:
+        examples: rows of a data set.
+        column: `metadata.type` is the key `type` of the column `metadata`.
 
     Raises:
-        ValueError: the example has no such column.
+        ValueError: no example has such a column.
+
+    >>> tags_of([{"level": 1}, {}, {"level": None}], "level")
+    ['1', '(none)', '(none)']
     """
+    rows = list(examples)
+    values = [_value_of(row, column) for row in rows]
+    if rows and all(value is None for value in values):
+        raise ValueError(
+            f"by={column!r}: no row has such a column (the first one has {', '.join(map(str, rows[0]))}). Name one of "
+            "them; a dot leads into a column that holds a mapping."
+        )
+    return [NO_TAG if value is None else str(value) for value in values]
+
+
+def _value_of(example: Mapping[str, Any], column: str) -> Any:
     value: Any = example
     for name in [column] if column in example else column.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            raise ValueError(
-                f"by={column!r}: a row has no such column (it has {', '.join(map(str, example))}). Name one that "
-                "every row has; a dot leads into a column that holds a mapping."
-            )
-        value = value[name]
-    return str(value)
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def split_by(
@@ -77,9 +92,9 @@ def split_by(
     """The result of the examples of each tag, in the order of their first appearance.
 
     Raises:
-        ValueError: an example has no such column.
+        ValueError: no example has such a column.
     """
-    tags = [tag_of(example, column) for example in examples]
+    tags = tags_of(examples, column)
     parts = {}
     for tag in dict.fromkeys(tags):
         chosen = [index for index, other in enumerate(tags) if other == tag]

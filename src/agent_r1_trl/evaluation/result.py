@@ -48,6 +48,15 @@ class EvaluationResult:
     trajectories: list[Trajectory] = field(default_factory=list)
     duration_s: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
+    failures: str = ""
+    """What trajectories failed of, for no fault of the model: the most frequent causes, each with its count and its
+    first example.
+    """
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether every trajectory failed."""
+        return self.metrics.get("infrastructure_failure_rate") == 1.0
 
     @classmethod
     def from_rows(cls, rows: list[Row], *, example_ids: list[str], seed: int = 0, **values: Any) -> EvaluationResult:
@@ -72,6 +81,7 @@ class EvaluationResult:
             "intervals": {name: [_finite(low), _finite(high)] for name, (low, high) in self.intervals.items()},
             "duration_s": round(self.duration_s, 3),
             "settings": self.settings,
+            **({"failures": self.failures} if self.failures else {}),
         }
 
     def to_json(self) -> str:

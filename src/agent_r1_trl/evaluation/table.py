@@ -12,6 +12,7 @@ from typing import Any
 
 from agent_r1_trl.evaluation.result import EvaluationResult
 
+FAILED = "infrastructure_failure_rate"
 COLUMNS = {
     "exact_match": "EM",
     "f1": "F1",
@@ -21,8 +22,9 @@ COLUMNS = {
     "tool_calls": "calls",
     "completion_tokens": "tokens",
     "cost_per_1000": "cost of 1000",
+    FAILED: "failed",
 }
-"""Metric -> heading; a metric that no row has is left out."""
+"""Metric -> heading; a metric that no row has is left out, and so are failures where there are none."""
 WITH_INTERVAL = ("exact_match", "f1", "success", "reward")
 
 
@@ -61,6 +63,8 @@ class EvaluationTable:
     def columns(self) -> dict[str, str]:
         """Metric -> heading, of the metrics that some row has."""
         names = list(dict.fromkeys(name for row in self.rows for name in row.result.metrics))
+        if not any(row.result.failures for row in self.rows):
+            names = [name for name in names if name != FAILED]
         tries = {name: name for name in names if name.startswith("pass@")}
         known = {name: title for name, title in COLUMNS.items() if name in names}
         ahead = {name: title for name, title in known.items() if name in WITH_INTERVAL}
@@ -92,7 +96,7 @@ class EvaluationTable:
         headings, lines = self.cells()
         body = [headings, ["---"] * 2 + ["---:"] * (len(headings) - 2), *lines]
         text = "".join(f"| {' | '.join(map(_escaped, line))} |\n" for line in body)
-        return f"{text}\n{''.join(f'- {line}{chr(10)}' for line in self.notes())}"
+        return f"{text}\n{''.join(f'- {line}{chr(10)}' for line in map(_one_line, self.notes()))}"
 
     def to_csv(self) -> str:
         """A line for each row with every metric, its interval as `NAME_low` and `NAME_high`."""
@@ -118,27 +122,37 @@ class EvaluationTable:
         for row in self.rows:
             played = row.result.settings.get("played")
             notes[f"{row.method}: {row.model or 'a loaded model'}{f', {played}' if played else ''}"] = None
-        return [*notes, "In brackets: 95% bootstrap interval over examples."]
+        failed = [
+            f"{row.dataset}, {row.method}: {row.result.metrics[FAILED]:.1%} failed for no fault of the model and "
+            f"stand in no other figure: {row.result.failures}."
+            for row in self.rows
+            if row.result.failures
+        ]
+        return [*notes, "In brackets: 95% bootstrap interval over examples.", *failed]
 
 
 def dataset_labels(names: Sequence[str]) -> list[str]:
     """Short, distinct names of data sets, fit for folders: a file's name without its ending, else the whole path.
 
-    >>> dataset_labels(["data/test.jsonl", "hotpotqa/dev"])
-    ['test', 'hotpotqa_dev']
+    >>> dataset_labels(["data/test.jsonl", "hotpotqa/dev"]), dataset_labels(["a/b.jsonl", "a_b.jsonl", "c/b.jsonl"])
+    (['test', 'hotpotqa_dev'], ['a_b.jsonl', 'a_b', 'c_b.jsonl'])
     """
     short = [_stem(name) for name in names]
+    labels = [label if short.count(label) == 1 else _whole(name) for label, name in zip(short, names, strict=True)]
     return [
-        label if short.count(label) == 1 else name.strip("./").replace("/", "_")
-        for label, name in zip(short, names, strict=True)
+        label if labels.count(label) == 1 else f"{label}_{1 + labels[:index].count(label)}"
+        for index, label in enumerate(labels)
     ]
 
 
 def _stem(name: str) -> str:
     path, dot, ending = name.rpartition(".")
-    if dot and "/" not in ending and path:
-        return path.rpartition("/")[2]
-    return name.strip("./").replace("/", "_")
+    stem = path.rpartition("/")[2] if dot and "/" not in ending else ""
+    return stem if stem.strip(".") else _whole(name)
+
+
+def _whole(name: str) -> str:
+    return name.strip("./").replace("/", "_") or "data"
 
 
 def _part(result: EvaluationResult) -> dict[str, Any]:
@@ -161,6 +175,10 @@ def _number(value: float) -> str:
 
 def _plain(value: float) -> Any:
     return value if math.isfinite(value) else ""
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _escaped(text: str) -> str:

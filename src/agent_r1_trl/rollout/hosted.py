@@ -44,6 +44,7 @@ class HostedRunner(RolloutRunner):
         params: how tokens are drawn. 0 as temperature sends neither `top_p` nor a seed.
         retry_failed: see `RolloutRunner`.
         on_trajectory: see `RolloutRunner`.
+        keep_going: see `RolloutRunner`.
 
     Raises:
         ValueError: a limit or a sampling setting has no meaning for messages; see `check_hosted`.
@@ -58,6 +59,7 @@ class HostedRunner(RolloutRunner):
         *,
         retry_failed: int = 0,
         on_trajectory: Callable[[Trajectory], None] | None = None,
+        keep_going: bool = False,
     ) -> None:
         self.endpoint = endpoint
         super().__init__(
@@ -68,6 +70,7 @@ class HostedRunner(RolloutRunner):
             params,
             retry_failed=retry_failed,
             on_trajectory=on_trajectory,
+            keep_going=keep_going,
         )
 
     def _check(self) -> None:
@@ -76,7 +79,7 @@ class HostedRunner(RolloutRunner):
     async def run_one(self, draft: Draft, session: EnvSession, generator: Any, params: SamplingParams) -> Trajectory:
         """Play one trajectory; see `run_trajectory`."""
         play = _play(draft, session, generator, self.limits, params)
-        return await conclude(play, draft, session, self.limits)
+        return await conclude(play, draft, session, self.limits, keep_going=self.keep_going)
 
     def close(self) -> None:
         """Stop what is running, close the connections, and end the event loop's thread."""

@@ -20,12 +20,14 @@ from agent_r1_trl.chat.format import PREFIX_TOKENS, ChatFormat
 from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.generation.base import (
     Generation,
+    GenerationError,
     Generator,
     RefusedRequestError,
     RequestTooLongError,
     SamplingParams,
     check_generation,
 )
+from agent_r1_trl.objects import locate_error
 from agent_r1_trl.rollout.contexts import Contexts
 from agent_r1_trl.rollout.draft import Draft, record_step
 from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession, ToolFailure
@@ -58,6 +60,8 @@ async def run_trajectory(
     chat: ChatFormat,
     limits: RolloutLimits,
     params: SamplingParams,
+    *,
+    keep_going: bool = False,
 ) -> Trajectory:
     """Play one trajectory. Whatever model, tools or environment do is a `StopReason`, never an exception.
 
@@ -68,16 +72,23 @@ async def run_trajectory(
         chat: the model's chat format.
         limits: what the trajectory may spend.
         params: how tokens are drawn.
+        keep_going: what is raised otherwise ends this trajectory alone, as an `environment_error`.
 
     Raises:
         ValueError: an environment that breaks the protocol (a mistake of its author).
         Exception: whatever `outcome_reward` raises (a bug in a reward function).
     """
-    return await conclude(_play(draft, session, generator, chat, limits, params), draft, session, limits)
+    play = _play(draft, session, generator, chat, limits, params)
+    return await conclude(play, draft, session, limits, keep_going=keep_going)
 
 
 async def conclude(
-    play: Coroutine[Any, Any, StopReason], draft: Draft, session: EnvSession, limits: RolloutLimits
+    play: Coroutine[Any, Any, StopReason],
+    draft: Draft,
+    session: EnvSession,
+    limits: RolloutLimits,
+    *,
+    keep_going: bool = False,
 ) -> Trajectory:
     """Await what plays a trajectory, name what ended it, score it, and close the environment.
 
@@ -86,6 +97,7 @@ async def conclude(
         draft: see `run_trajectory`.
         session: see `run_trajectory`.
         limits: see `run_trajectory`.
+        keep_going: see `run_trajectory`.
     """
     start = time.perf_counter()
     try:
@@ -114,7 +126,14 @@ async def conclude(
             draft.phase = "outcome_reward"
             await _score(trajectory, session, limits)
         return trajectory
-    except RewardError as error:
+    except GenerationError:  # of the back end, for all trajectories
+        raise
+    except Exception as error:
+        if keep_going:
+            draft.error = _located(error, session, draft.phase)
+            return draft.finish(StopReason.ENVIRONMENT_ERROR, duration_s=time.perf_counter() - start)
+        if not isinstance(error, RewardError):
+            raise
         request = draft.request
         raise RewardError(
             f"{error} It was in example {request.example_id!r}, generation {request.generation}."
@@ -246,6 +265,13 @@ async def _score(trajectory: Trajectory, session: EnvSession, limits: RolloutLim
     else:
         trajectory.stop_reason = StopReason.ENVIRONMENT_ERROR
         trajectory.error = _too_slow(session, "outcome_reward", "scoring_timeout", limits)
+
+
+def _located(error: Exception, session: EnvSession, phase: str) -> str:
+    """A bug in words; ours are the errors that say what an environment returned in place of what it must."""
+    if phase != "outcome_reward" or isinstance(error, RewardError):
+        return str(error)
+    return f"{session.name}.{phase} raised {locate_error(error)}"
 
 
 def _too_slow(session: EnvSession, method: str, limit: str, limits: RolloutLimits) -> str:

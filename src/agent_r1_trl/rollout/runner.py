@@ -67,6 +67,7 @@ class RolloutRunner:
         params: how tokens are drawn, unless `run` is told otherwise.
         retry_failed: how often a trajectory that failed for no fault of the policy is played again.
         on_trajectory: called with each trajectory as it ends (from the event loop's thread).
+        keep_going: see `run_trajectory`.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class RolloutRunner:
         *,
         retry_failed: int = 0,
         on_trajectory: Callable[[Trajectory], None] | None = None,
+        keep_going: bool = False,
     ) -> None:
         self.env_factory = env_factory
         self.generator = generator
@@ -86,7 +88,7 @@ class RolloutRunner:
         self.limits = (limits or RolloutLimits()).within(getattr(generator, "max_model_length", None))
         self.params = params or SamplingParams()
         self._check()  # refused here, not in the first trajectory
-        self.retry_failed = retry_failed
+        self.retry_failed, self.keep_going = retry_failed, keep_going
         self.on_trajectory = on_trajectory
         self.environments: list[Any] = []
         """The environments of the last run, in the order of its requests (None where none could be made)."""
@@ -107,7 +109,9 @@ class RolloutRunner:
         self, draft: Draft, session: EnvSession, generator: Generator, params: SamplingParams
     ) -> Trajectory:
         """Play one trajectory; see `run_trajectory`."""
-        return await run_trajectory(draft, session, generator, self.chat, self.limits, params)
+        return await run_trajectory(
+            draft, session, generator, self.chat, self.limits, params, keep_going=self.keep_going
+        )
 
     def run(
         self,
