@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
 import warnings
@@ -49,7 +50,7 @@ def run_alone(
     Args:
         program: a file.
         arguments: of the run.
-        timeout: seconds after which it is killed; None: never.
+        timeout: seconds after which it is killed, with all that it started; None: never.
         environment: variables besides those of this process.
 
     Raises:
@@ -57,13 +58,19 @@ def run_alone(
     """
     command = [sys.executable, program, *arguments]
     variables = {**os.environ, **(environment or {})}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=variables)
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"{' '.join([Path(program).name, *arguments])} took more than {timeout:.0f} s") from error
-    if done.returncode:
-        raise RuntimeError(f"{' '.join([Path(program).name, *arguments])} failed:\n{done.stderr}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    name = " ".join([Path(program).name, *command[2:]])
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, env=variables, start_new_session=True) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise RuntimeError(f"{name} took more than {timeout:.0f} s") from error
+            raise
+    if process.returncode:
+        raise RuntimeError(f"{name} failed:\n{errors}")
+    return json.loads(output.strip().splitlines()[-1])
 
 
 # ---------------------------------------------------------------- arguments

@@ -17,8 +17,10 @@ Needs no network, and no vLLM; with vLLM where it is installed. The parts, in th
   of one large matrix product measured here. Tokens are those of the rows, without padding, every prompt as often as
   there are rows: a layout that computes less has a larger share. The peak is held against `agent-r1-trl memory`.
 
-A part that fails or runs out of time is named as such; the others go on. `--out` gets gpu.json, and gpu.md, a section
-for RESULTS.md.
+Only the first GPU is used. Every part has a process of its own and a time by which it must be done (what one does not
+need, the next ones get). A part that fails or runs out of time is named as such, what it had found until then is kept,
+and the others go on. `--out` gets gpu.json, and gpu.md, a section for RESULTS.md; both are written anew after every
+part, so that nothing is lost if the machine goes away.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import faulthandler
+import gc
 import importlib.util
 import json
+import math
 import os
 import platform
 import sys
@@ -35,7 +40,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,13 +50,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import train_step
-from _common import be_quiet, make_parser, print_table, run_alone
+from _common import be_quiet, check_at_least, make_parser, print_table, run_alone
 from torch.overrides import TorchFunctionMode
 
-LIMIT_S = 480.0
+STARTED = time.monotonic()
+LIMIT_S = 460.0
+"""Of all parts; Python and torch take up to 20 seconds to start."""
+LEAST_S, GRACE_S = 10.0, 5.0
+"""A part that has less time is left out; one that does not end itself in time is killed after these seconds more."""
+DONE_BY = {"checks": 0.3, "syncs": 0.36, "quickstart": 0.46, "generator": 0.54, "0.5b": 0.74, "7b": 1.0}
+"""The share of the limit after which each part is ended."""
 TOLERANCE = 0.15
 """Of `memory`'s estimate."""
-LAYOUTS = {"0.5b": ("trl", "padded", "packed", "shared", "tokens"), "7b": ("trl", "packed", "shared")}
+LAYOUTS = {"0.5b": ("trl", "packed", "shared", "tokens", "padded"), "7b": ("packed", "trl", "shared")}
+"""In the order of what must not be missed if the time is up."""
 TINY = [
     *("--model", "tiny", "--groups", "2", "--group-size", "2", "--micro-batch", "2", "--prompt", "24"),
     *("--median", "20", "--longest", "64", "--max-tokens", "96"),
@@ -133,7 +145,7 @@ def first_step(args: argparse.Namespace, layout: str) -> Row:
     return {"loss": loss, "gradients": gradients}
 
 
-def run_checks(args: argparse.Namespace) -> list[Row]:
+def run_checks(args: argparse.Namespace) -> Iterator[Row]:
     """Every case on this device, against the CPU in a process that sees no GPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = cases(device, toy=args.toy)
@@ -143,10 +155,13 @@ def run_checks(args: argparse.Namespace) -> list[Row]:
     else:
         with tempfile.TemporaryDirectory() as folder:
             file = f"{folder}/references.pt"
-            run_alone(__file__, ["--only", "references", "--out", file], environment={"CUDA_VISIBLE_DEVICES": ""})
+            words, no_gpu = ["--only", "references", "--out", file], {"CUDA_VISIBLE_DEVICES": ""}
+            run_alone(__file__, words, environment=no_gpu, timeout=args.limit)
             expected = torch.load(file, weights_only=False)
-    rows = [check(case, expected[case.reference]) for case in chosen]
-    return [*rows, check_qlora(device)]
+    # Other kernels come last: one that breaks the device, or is compiled for minutes, takes nothing with it.
+    yield from (check(case, expected[case.reference]) for case in chosen if case.kernel == "sdpa")
+    yield check_qlora(device)
+    yield from (check(case, expected[case.reference]) for case in chosen if case.kernel != "sdpa")
 
 
 def references(keys: list[tuple[str, ...]]) -> dict[tuple[str, ...], Row]:
@@ -254,9 +269,9 @@ def counted_waits(device: str) -> Iterator[Counter[str]]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def run_syncs(args: argparse.Namespace) -> list[Row]:
+def run_syncs(args: argparse.Namespace) -> Iterator[Row]:
     """Waits inside `compute_loss` and its backward pass, per micro-batch: TRL's and each layout's."""
-    device, rows = "cuda" if torch.cuda.is_available() else "cpu", []
+    device, base = "cuda" if torch.cuda.is_available() else "cpu", None
     for options, layouts in (
         ((), ("trl", "padded", "grouped", "packed", "shared")),
         (("--trainer", "ppo"), ("shared",)),
@@ -265,13 +280,10 @@ def run_syncs(args: argparse.Namespace) -> list[Row]:
             with tempfile.TemporaryDirectory() as folder:
                 trainer, batch = train_step.prepare(tiny(*options), layout, folder)
                 waits = count_in_micro_batches(trainer, batch, device)
-            rows.append(
-                {"name": " ".join([*options[1:], layout]), "waits": sum(waits.values()), "places": waits, "ok": True}
-            )
-    base = rows[0]["waits"]
-    for row in rows:
-        row["more_than_trl"] = row["waits"] - base
-    return rows
+            total = sum(waits.values())
+            base = total if base is None else base
+            row = {"name": " ".join([*options[1:], layout]), "waits": total, "more_than_trl": total - base}
+            yield row | {"places": waits, "ok": True}
 
 
 def count_in_micro_batches(trainer: Any, batch: dict[str, torch.Tensor], device: str) -> dict[str, float]:
@@ -294,7 +306,7 @@ def count_in_micro_batches(trainer: Any, batch: dict[str, torch.Tensor], device:
 # ---------------------------------------------------------------- the quickstart, the generators
 
 
-def run_quickstart(args: argparse.Namespace) -> list[Row]:
+def run_quickstart(args: argparse.Namespace) -> Iterator[Row]:
     """The recipe on this device: seconds, and reward at both ends."""
     from agent_r1_trl.cli import main as command
 
@@ -310,10 +322,10 @@ def run_quickstart(args: argparse.Namespace) -> list[Row]:
         state = json.loads(Path(folder, "trainer_state.json").read_text()) if code == 0 else {"log_history": []}
     rewards = [entry["reward"] for entry in state["log_history"] if "reward" in entry]
     row = {"name": "quickstart", "seconds": seconds, "ok": code == 0 and bool(rewards)}
-    return [row | ({"first_reward": rewards[0], "last_reward": rewards[-1]} if rewards else {})]
+    yield row | ({"first_reward": rewards[0], "last_reward": rewards[-1]} if rewards else {})
 
 
-def run_generator(args: argparse.Namespace) -> list[Row]:
+def run_generator(args: argparse.Namespace) -> Iterator[Row]:
     """Tokens per second of the local generator, and of vLLM where it is installed."""
     from agent_r1_trl.generation import TransformersGenerator
     from agent_r1_trl.generation.base import SamplingParams
@@ -339,10 +351,9 @@ def run_generator(args: argparse.Namespace) -> list[Row]:
     count = asyncio.run(sample())
     rate = count / (time.perf_counter() - start)
     generator.close()
-    found = [{"name": f"transformers, {rows_at_once} at once", "tokens_per_s": rate, "ok": True}]
-    if args.toy or importlib.util.find_spec("vllm") is None:
-        return [*found, {"name": "vLLM", "skipped": "not installed, or --toy"}]
-    return [*found, vllm_rate(model, prompts, tokens)]
+    yield {"name": f"transformers, {rows_at_once} at once", "tokens_per_s": rate, "ok": True}
+    has_vllm = not args.toy and importlib.util.find_spec("vllm") is not None
+    yield vllm_rate(model, prompts, tokens) if has_vllm else {"name": "vLLM", "skipped": "not installed, or --toy"}
 
 
 def vllm_rate(model: Any, prompts: list[list[int]], tokens: int) -> Row:
@@ -370,32 +381,34 @@ def vllm_rate(model: Any, prompts: list[list[int]], tokens: int) -> Row:
 # ---------------------------------------------------------------- the update
 
 
-def run_update(args: argparse.Namespace, shape: str, deadline: float = float("inf")) -> list[Row]:
-    """`train_step.py` at a shape: TRL's step and each layout."""
+def run_update(args: argparse.Namespace, shape: str) -> Iterator[Row]:
+    """`train_step.py` at a shape: TRL's step and each layout, one after the other in this process."""
     rate = matmul_rate(args)
     given = ["--model", shape, "--dtype", "bfloat16", "--repeats", "1", "--max-tokens", "16384"]
     given += ["--lora", "--checkpointing"] if shape == "7b" else []
-    if args.toy:
-        given = [*TINY, "--repeats", "1"]
-    rows: list[Row] = []
+    given = [*TINY, "--repeats", "1"] if args.toy else given
     for layout in ("trl", "tokens") if args.toy else LAYOUTS[shape]:
         row: Row = {"name": layout}
-        words = [*given, "--only", layout]
         try:
-            options = train_step.parse_arguments(words)
-            if args.toy:
-                figures = train_step.measure(options)
-            else:
-                figures = run_alone(train_step.__file__, words, timeout=max(1.0, deadline - time.monotonic()))
-            row |= judge_update(options, figures, rate, rows[0] if rows else None)
+            options = train_step.parse_arguments([*given, "--only", layout])
+            yield row | judge_update(options, measure_alone(options), rate)
         except Exception as error:
-            row |= {"ok": False, "error": first_line(error)}
-        rows.append(row)
-    return rows
+            yield row | {"ok": False, "error": first_line(error)}
 
 
-def judge_update(options: argparse.Namespace, figures: dict[str, float], rate: float, base: Row | None) -> Row:
-    """Figures of a layout, beside the first one's and the estimate's."""
+def measure_alone(options: argparse.Namespace) -> dict[str, float]:
+    """`train_step.measure` on a device that an earlier layout has left, without what it may have left there."""
+    gc.collect()
+    left = 0
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        left = torch.cuda.memory_allocated()
+    figures = train_step.measure(options)
+    return figures | {"peak": figures["peak"] - left}
+
+
+def judge_update(options: argparse.Namespace, figures: dict[str, float], rate: float) -> Row:
+    """Figures of a layout, beside the estimate's."""
     per_parameter, size = (4 if options.lora else 6), shape_of(options)
     work = per_parameter * size.num_matmul_parameters * figures["all_tokens"]
     row: Row = {
@@ -405,11 +418,17 @@ def judge_update(options: argparse.Namespace, figures: dict[str, float], rate: f
         "estimate_gib": estimated_bytes(options, size) / 2**30,
         "ok": True,
     }
-    base = base or row
-    row["speedup"] = row["tokens_per_s"] / base.get("tokens_per_s", float("nan"))
     if torch.cuda.is_available():
         row["ok"] = abs(row["peak_gib"] / row["estimate_gib"] - 1) <= TOLERANCE
     return row
+
+
+def with_speedups(rows: list[Row]) -> list[Row]:
+    """Rows of a part, with what a layout's tokens per second are against TRL's where both are known."""
+    base = next((row["tokens_per_s"] for row in rows if row["name"] == "trl" and "tokens_per_s" in row), None)
+    if base is None:
+        return rows
+    return [row | {"speedup": row["tokens_per_s"] / base} if "tokens_per_s" in row else row for row in rows]
 
 
 def shape_of(options: argparse.Namespace) -> Any:
@@ -463,35 +482,76 @@ def matmul_rate(args: argparse.Namespace) -> float:
 
 # ---------------------------------------------------------------- all parts
 
-PARTS: dict[str, Callable[..., list[Row]]] = {
+PARTS: dict[str, Callable[[argparse.Namespace], Iterable[Row]]] = {
     "checks": run_checks,
     "syncs": run_syncs,
     "quickstart": run_quickstart,
     "generator": run_generator,
-    "0.5b": lambda args, **options: run_update(args, "0.5b", **options),
-    "7b": lambda args, **options: run_update(args, "7b", **options),
+    "0.5b": lambda args: run_update(args, "0.5b"),
+    "7b": lambda args: run_update(args, "7b"),
 }
 
 
 def run_all(args: argparse.Namespace) -> dict[str, Any]:
     """Every part in a process of its own (`--toy`: in this one), until the time is up."""
-    started = time.monotonic()
     result: dict[str, Any] = {"machine": machine(), "parts": {}}
     for name in args.parts:
         begun = time.monotonic()
-        left = LIMIT_S - (begun - started)
-        try:
-            if args.toy:
-                rows = PARTS[name](args)
-            elif left < 10:
-                rows = [{"name": name, "skipped": "the time was up"}]
-            else:
-                arguments = ["--only", name, "--limit", str(left - 5)]
-                rows = run_alone(__file__, arguments, timeout=left)["rows"]
-        except Exception as error:
-            rows = [{"name": name, "ok": False, "error": first_line(error)}]
-        result["parts"][name] = {"rows": rows, "seconds": time.monotonic() - begun}
+        share = 1.0 if name == args.parts[-1] else DONE_BY[name]
+        left = args.limit * share - (begun - STARTED)
+        rows = run_here(name, args) if args.toy else run_part(name, left)
+        seconds = time.monotonic() - begun
+        result["parts"][name] = {"rows": [*map(plain, with_speedups(rows))], "seconds": seconds}
+        if args.out:
+            write(result, Path(args.out))
     return result
+
+
+def run_here(name: str, args: argparse.Namespace) -> list[Row]:
+    """The rows of a part in this process; the last one says so if it failed."""
+    rows: list[Row] = []
+    try:
+        for row in PARTS[name](args):
+            rows.append(row)  # those before an error are kept
+    except Exception as error:
+        rows.append({"name": name, "ok": False, "error": first_line(error)})
+    return rows
+
+
+def run_part(name: str, left: float, program: str = __file__) -> list[Row]:
+    """The rows of a part in a process of its own, as far as it came.
+
+    Args:
+        name: of the part.
+        left: seconds after which it is ended.
+        program: this one.
+    """
+    if left < LEAST_S:
+        return [{"name": name, "skipped": "the time was up"}]
+    with tempfile.TemporaryDirectory() as folder:
+        file, failed = Path(folder, "rows.jsonl"), []
+        try:
+            words = ["--only", name, "--limit", str(left), "--out", str(file)]
+            run_alone(program, words, timeout=left + GRACE_S)  # before that it says itself where it hangs
+        except Exception as error:
+            log = str(error)[-4000:]
+            failed = [{"name": f"{name}, the rest", "ok": False, "error": first_line(error), "log": log}]
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [*(json.loads(line) for line in lines), *failed]
+
+
+def plain(row: Row) -> Row:
+    """A row that is JSON: numbers that are not finite as text."""
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
+
+
+def write(result: dict[str, Any], folder: Path) -> None:
+    """Write gpu.json and gpu.md."""
+    (folder / "gpu.json").write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / "gpu.md").write_text(markdown(result), encoding="utf-8")
 
 
 def machine() -> dict[str, str]:
@@ -505,8 +565,12 @@ def machine() -> dict[str, str]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else f"CPU ({platform.machine()})"
-    return {"device": device, "date": time.strftime("%Y-%m-%d", time.gmtime()), **versions}
+    device = f"CPU ({platform.machine()})"
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        device = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    return {"device": device, "date": date, "CUDA": str(torch.version.cuda or "none"), **versions}
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -523,7 +587,7 @@ def markdown(result: dict[str, Any]) -> str:
     for part, found in result["parts"].items():
         rows = found["rows"]
         columns = [
-            name for name in dict.fromkeys(key for row in rows for key in row) if name not in ("name", "places")
+            name for name in dict.fromkeys(key for row in rows for key in row) if name not in ("name", "places", "log")
         ]
         lines += [f"### {part} ({found['seconds']:.0f} s)", "", "| | " + " | ".join(columns) + " |"]
         lines += ["|---" * (len(columns) + 1) + "|"]
@@ -571,40 +635,49 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--toy", action="store_true", help="all parts at toy size, in this process")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--out", help="directory for gpu.json and gpu.md")
-    parser.add_argument("--only", choices=(*PARTS, "references"), help="one part in this process, as JSON")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="with --only: seconds that are left")
+    parser.add_argument("--out", help="directory for gpu.json and gpu.md; with --only a file")
+    parser.add_argument("--only", choices=(*PARTS, "references"), help="one part in this process, rows as JSON lines")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for all parts; with --only for this one")
     args = parser.parse_args(given)
+    check_at_least(parser, args, 1, "limit")
     if not args.toy and not args.only and not torch.cuda.is_available():
         parser.error("--toy: no CUDA device was found. Pass --toy to run all parts at toy size on the CPU.")
     return args
 
 
 def run_only(args: argparse.Namespace) -> None:
-    """One part, or the references of the checks."""
+    """One part, each row written as soon as it is known, or the references of the checks."""
     if args.only == "references":
         keys = sorted({case.reference for case in cases("cuda", toy=args.toy)})
         torch.save(references(keys), args.out)
-        print(json.dumps({}))
-        return
-    is_update = PARTS[args.only] in (PARTS["0.5b"], PARTS["7b"])
-    options = {"deadline": time.monotonic() + args.limit} if is_update else {}
-    print(json.dumps({"rows": PARTS[args.only](args, **options)}))
+    else:
+        faulthandler.dump_traceback_later(args.limit, exit=True)
+        with Path(args.out).open("w", encoding="utf-8") as file:
+            for row in PARTS[args.only](args):
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+        faulthandler.cancel_dump_traceback_later()
+    print(json.dumps({}))
+
+
+def use_first_gpu() -> None:
+    """Hide the others, for which transformers would use DataParallel; before anything asks for them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
 
 
 def main() -> None:
     """Run what was asked for and print it."""
+    use_first_gpu()
     args = parse_arguments()
     be_quiet()
     if args.only:
         run_only(args)
         return
-    result = run_all(args)
     if args.out:
-        folder = Path(args.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "gpu.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        (folder / "gpu.md").write_text(markdown(result), encoding="utf-8")
+        Path(args.out).mkdir(parents=True, exist_ok=True)  # whatever is wrong with it must show before the run
+        write({"machine": machine(), "parts": {}}, Path(args.out))
+    result = run_all(args)
     rows = summary(result)
     print(markdown(result))
     names = list(result["parts"])

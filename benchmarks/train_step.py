@@ -142,15 +142,15 @@ def model_config(args: argparse.Namespace) -> Qwen2Config:
 
 
 def make_model(args: argparse.Namespace, device: str) -> Any:
-    """Random weights, made where they will stay."""
+    """Random weights; large ones are made where they will stay, small ones are the same on every device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, args.dtype))
     try:
-        with torch.device(device):
+        with torch.device("cpu" if args.model in ("tiny", "small") else device):
             model = Qwen2ForCausalLM._from_config(model_config(args), attn_implementation=args.attention)
     finally:
         torch.set_default_dtype(before)
-    return model
+    return model.to(device)
 
 
 def make_trainer(args: argparse.Namespace, layout: str, folder: str) -> Any:
@@ -224,6 +224,8 @@ def prepare(args: argparse.Namespace, layout: str, folder: str) -> tuple[Any, di
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Seconds of a step, bytes at the peak, loss and gradient norm of the first step; of the trainer `args.only`."""
     be_quiet()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         trainer, batch = prepare(args, args.only, folder)
         device = trainer.accelerator.device

@@ -285,3 +285,69 @@ def test_the_policy_of_the_throughput_benchmark_learns_six_turns_at_most(capsys)
     with pytest.raises(SystemExit):
         load_benchmark("rollout_throughput.py").parse_arguments(["--turns", "7"])
     assert "1 to 6" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------- gpu.py: one chance on a machine that is lent
+
+PART = """
+import json, sys, time
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+with open(arguments["--out"], "w") as file:
+    print(json.dumps({"name": arguments["--only"], "ok": True}), file=file, flush=True)
+    sys.stderr.write("the last words")
+    ENDING
+print("{}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "names", "error"),
+    [
+        ("pass", ["checks"], ""),
+        ("sys.exit(3)", ["checks", "checks, the rest"], "the last words"),
+        ("time.sleep(60)", ["checks", "checks, the rest"], "took more than 2 s"),
+    ],
+)
+def test_a_part_on_the_gpu_that_fails_or_hangs_keeps_what_it_found(tmp_path, monkeypatch, ending, names, error):
+    gpu = load_benchmark("gpu.py")
+    monkeypatch.setattr(gpu, "LEAST_S", 0.0)
+    monkeypatch.setattr(gpu, "GRACE_S", 1.0)
+    program = tmp_path / "part.py"
+    program.write_text(PART.replace("ENDING", ending))
+    rows = gpu.run_part("checks", 1.0 if "sleep" in ending else 30.0, str(program))
+    assert [row["name"] for row in rows] == names
+    assert [row["ok"] for row in rows] == [True, False][: len(rows)]
+    assert error in rows[-1].get("error", "")
+    monkeypatch.setattr(gpu, "LEAST_S", 99.0)
+    assert [row["name"] for row in gpu.run_part("7b", 1.0, str(program))] == ["7b"], "left out, and named"
+
+
+def test_a_result_is_written_after_every_part_whatever_is_in_it(tmp_path, monkeypatch):
+    gpu = load_benchmark("gpu.py")
+
+    def part(args):
+        yield {"name": "trl", "tokens_per_s": 2.0, "ok": True, "gradient_error": math.nan}
+        yield {"name": "packed", "tokens_per_s": 5.0, "ok": True, "log": "a\nb"}
+        raise RuntimeError("the device went away")
+
+    def written(args):
+        found = json.loads((tmp_path / "gpu.json").read_text())["parts"]["syncs"]["rows"]
+        assert [row["name"] for row in found] == ["trl", "packed", "syncs"]
+        assert found[0]["gradient_error"] == "nan" and found[1]["speedup"] == 2.5
+        yield {"name": "seen", "ok": True}
+
+    monkeypatch.setitem(gpu.PARTS, "syncs", part)
+    monkeypatch.setitem(gpu.PARTS, "generator", written)
+    args = gpu.parse_arguments(["--toy", "--parts", "syncs", "generator", "--out", str(tmp_path)])
+    result = gpu.run_all(args)
+    assert result["parts"]["generator"]["rows"] == [{"name": "seen", "ok": True}]
+    page = (tmp_path / "gpu.md").read_text()
+    assert "RuntimeError: the device went away" in page and "| packed | 5 |" in page
+    assert "a\nb" not in page
+
+
+def test_the_parts_of_the_gpu_run_have_times_that_add_up():
+    gpu = load_benchmark("gpu.py")
+    assert list(gpu.DONE_BY) == list(gpu.PARTS)
+    assert sorted(gpu.DONE_BY.values()) == list(gpu.DONE_BY.values()) and gpu.DONE_BY["7b"] == 1.0
+    assert gpu.LIMIT_S + gpu.GRACE_S < 480
