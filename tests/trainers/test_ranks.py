@@ -1,6 +1,7 @@
 """What one rank makes of the silence of another."""
 
 import json
+import threading
 import time
 from dataclasses import asdict
 
@@ -32,3 +33,32 @@ def test_a_run_whose_processes_all_stood_still_together_goes_on(monkeypatch):
         time.sleep(0.05)
         watch._look_around()
     assert "no sign of life" in lost[0] and "rank_timeout=0.4" in lost[0]
+
+
+def test_a_store_that_does_not_answer_is_a_machine_that_is_gone(monkeypatch):
+    """A machine without power closes no connection, so the call that asks it does not return."""
+    back = threading.Event()
+
+    class Silent(Store):
+        asked = 0
+
+        def multi_get(self, keys):
+            self.asked += 1
+            if self.asked > 2:
+                back.wait(20)
+            return [json.dumps(asdict(ranks.Sign(host=f"machine-{key}", pid=1, machine="another"))) for key in keys]
+
+    monkeypatch.setattr(ranks, "num_ranks", lambda: 2)
+    monkeypatch.setattr(ranks.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(ranks, "BEAT_S", 0.05)
+    lost = []
+    watch = ranks.RankWatch(0.5, on_signal=None, on_error=None, on_lost=lost.append)
+    watch._store = Silent()
+    watch._thread = threading.Thread(target=watch._watch, daemon=True)
+    watch._thread.start()
+    watch._watch_store()
+    assert "on machine-0, has not answered for" in lost[0] and "rank_timeout=0.5" in lost[0]
+    start = time.monotonic()
+    watch.stop(ranks.FAILED)
+    assert time.monotonic() - start < 5, "it does not wait for the store either"
+    back.set()

@@ -136,8 +136,11 @@ class RankWatch:
         self._stopped, self._awake = False, threading.Event()
         self._found = threading.Event()
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> its last beat and when it was new
+        self._hosts: dict[int, str] = {}
         self._looked_at = time.monotonic()
         self._store: Any = None
+        self._asked_at: float | None = None
+        """When the store was asked for what it has not answered yet."""
         self._thread: threading.Thread | None = None
 
     def start(self, run: int) -> None:
@@ -151,6 +154,7 @@ class RankWatch:
             store = store.clone()  # the main thread may block that one
             self._store = dist.PrefixStore(f"agent_r1_trl/{run}", store)
             self._tell()
+            threading.Thread(target=self._watch_store, name="store", daemon=True).start()
         elif self._parent is None:
             return
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
@@ -168,6 +172,8 @@ class RankWatch:
         self.tell(state=state, error=error)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(BEAT_S)
+            if self.lost is not None and self._thread.is_alive():
+                return  # the store does not answer, and would not answer this thread either
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # its host may have ended before
                 self._tell()
@@ -194,6 +200,7 @@ class RankWatch:
                 self._look_around()
 
     def _look_around(self) -> None:
+        self._asked_at = time.monotonic()
         try:
             self._tell()
             texts = self._store.multi_get([str(rank) for rank in range(num_ranks())])
@@ -204,6 +211,8 @@ class RankWatch:
                 return
             self._lose("Rank 0 or the launcher is gone: the process group's key-value store does not answer any more")
             return
+        finally:
+            self._asked_at = None
         now = time.monotonic()
         if now - self._looked_at > PAUSE_S:  # this process stood still; with it, perhaps, all the others (Ctrl-Z)
             self._seen = {rank: (beat, now) for rank, (beat, _) in self._seen.items()}
@@ -212,8 +221,26 @@ class RankWatch:
             if rank != dist.get_rank():
                 self._judge(rank, Sign(**json.loads(text)), now)
 
+    def _watch_store(self) -> None:
+        """Notice that the store's machine is gone: no connection breaks, and whoever asks waits for minutes."""
+        looked_at = time.monotonic()
+        while not self._stopped and self.lost is None:
+            time.sleep(BEAT_S)
+            now = time.monotonic()
+            if now - looked_at > PAUSE_S and self._asked_at is not None:  # as in `_look_around`
+                self._asked_at = now
+            looked_at, asked_at = now, self._asked_at
+            if asked_at is not None and now - asked_at > self._timeout_s:
+                host = self._hosts.get(0, os.environ.get("MASTER_ADDR", "an unknown machine"))
+                self._lose(
+                    f"The process group's key-value store, which rank 0 or its launcher keeps on {host}, has not "
+                    f"answered for {now - asked_at:.0f} s (rank_timeout={self._timeout_s:g}): that machine or the "
+                    "network is gone"
+                )
+
     def _judge(self, rank: int, sign: Sign, now: float) -> None:
         name = f"Rank {rank} (process {sign.pid} on {sign.host})"
+        self._hosts[rank] = sign.host
         if rank not in self._seen or self._seen[rank][0] != sign.beat:
             self._seen[rank] = (sign.beat, now)
         if sign.signum:

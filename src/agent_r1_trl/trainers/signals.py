@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_RANK_LOST = 3
 """`cli/errors.py` lists the exit codes."""
+AFTER_LOSS = "That rank's own output says why; start all of them again with resume_from_checkpoint: true."
 LOST_GRACE_S = 10.0
 """Seconds between the news that a rank is lost and the end of a process whose main thread does not come back."""
 
@@ -176,7 +177,7 @@ class RunGuard(TrainerCallback):
         self._cut()
 
     def _on_lost(self, message: str) -> None:
-        logger.error("%s. This rank ends within %g s.", shown(message), LOST_GRACE_S)
+        logger.error("%s. This rank ends within %g s. %s", shown(message), LOST_GRACE_S, AFTER_LOSS)
         self._cut()
         timer = threading.Timer(LOST_GRACE_S, self._end_if_stuck, (self._watch, message))
         timer.daemon = True
