@@ -36,7 +36,11 @@ class TaskArguments:
 
     env: str | None = field(default=None, metadata={"help": _ENV_HELP})
     env_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Arguments of the environment, on the command line as '{top_k: 3}'."}
+        default=None,
+        metadata={
+            "help": "Arguments of the environment, on the command line as '{top_k: 3}'; those of the recipe that are "
+            "not named there stay."
+        },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a data set on the Hub."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on, for Hub data sets."})
@@ -76,7 +80,7 @@ class TrainArguments(TaskArguments):
         default=None,
         metadata={
             "help": "Options of reward functions by the name of the function, on the command line as "
-            "'{overlong_penalty: {max_tokens: 900}}'."
+            "'{overlong_penalty: {max_tokens: 900}}'; the recipe's for other functions stay."
         },
     )
     num_processes_expected: int | None = field(

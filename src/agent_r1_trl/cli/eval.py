@@ -22,6 +22,7 @@ from agent_r1_trl.cli.errors import (
     run_command,
 )
 from agent_r1_trl.cli.recipe import read_recipe, split_config
+from agent_r1_trl.cli.shipped_recipes import found_paths
 from agent_r1_trl.safe_text import set_rules
 
 if TYPE_CHECKING:
@@ -105,8 +106,9 @@ def read_arguments(argv: Sequence[str]) -> EvalArguments:
     check_flags(arguments, argv)
     config_path, _ = split_config(argv)
     recipe = {} if config_path is None else read_recipe(config_path)
-    if arguments.base_model is None and recipe.get("model_name_or_path") != arguments.model_name_or_path:
-        arguments.base_model = recipe.get("model_name_or_path")
+    trained = found_paths(recipe.get("model_name_or_path"))
+    if arguments.base_model is None and trained != arguments.model_name_or_path:
+        arguments.base_model = trained
     return arguments
 
 
