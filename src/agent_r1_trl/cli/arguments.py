@@ -15,6 +15,7 @@ import yaml
 from agent_r1_trl.cli.endpoint_settings import EndpointSettings
 from agent_r1_trl.cli.errors import UsageError
 from agent_r1_trl.cli.eval_settings import TableSettings
+from agent_r1_trl.cli.eval_trackers import check_trackers
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.rollout.limits import RolloutSettings, check_whole_number
 from agent_r1_trl.safe_text import SECRET_NAMES, SECRET_NAMES_HELP, SECRET_PATTERNS_HELP, check_rules
@@ -174,6 +175,7 @@ class EvalArguments(RolloutSettings, TaskArguments, TableSettings, EndpointSetti
             raise UsageError(f"env: not set, so the agent has nothing to act in. Set env. {_ENV_HELP}")
         self.check_limits()
         self.check_table()
+        self.report_to = check_trackers(self.report_to, self.output_dir)
         self.check_endpoint(read_mapping("endpoint_options", self.endpoint_options))
         check_rules(self.secret_names, self.secret_patterns)
         check_positive("num_examples", self.num_examples)

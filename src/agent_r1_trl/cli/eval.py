@@ -62,6 +62,7 @@ def run(argv: Sequence[str]) -> int:
     if show_help(COMMAND, argv, "Run a model on data sets and score it, beside baselines.", options):
         return 0
     from agent_r1_trl.cli.console import PlainConsole
+    from agent_r1_trl.cli.eval_trackers import report
 
     config_path, _ = split_config(argv)
     if config_path is not None:
@@ -76,6 +77,7 @@ def run(argv: Sequence[str]) -> int:
             place = folder / row_folder(table, row)
             shown_place = shlex.quote(str(place))
             console.print(f"{place / RESULT_FILE}; trajectories: agent-r1-trl view {shown_place} {VIEW_OPTIONS}")
+    report(table, arguments)
     if lost := [f"{row.dataset}, {row.method}" for row in table.rows if row.result.is_lost]:
         raise InfrastructureError(f"nothing could be played of: {'; '.join(lost)}. The causes stand below the table.")
     return 0
@@ -97,6 +99,7 @@ def read_arguments(argv: Sequence[str]) -> EvalArguments:
         (EvalArguments,),
         command=COMMAND,
         elsewhere=(TrainArguments, MultiTurnGRPOConfig, MultiTurnPPOConfig, ModelConfig),
+        private=("report_to", "run_name"),  # in a recipe they are about training
     )
     (arguments,) = parser.parse(argv)
     if not arguments.model_name_or_path and not arguments.replay:
