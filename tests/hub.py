@@ -38,7 +38,8 @@ class Hub:
         self.requests: list[str] = []
         self.url = ""
         self.broken: str | None = None
-        """A path whose requests are answered with 500."""
+        """A path whose requests are answered with `broken_status`."""
+        self.broken_status = 500
 
     def files(self, repo_id: str, repo_type: str = "model") -> dict[str, bytes]:
         return self.repos[(repo_type, repo_id)]
@@ -128,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._body()
         try:
             if self.hub.broken and self.hub.broken in path:
-                raise Refused(500, "Internal Error")
+                raise Refused(self.hub.broken_status, "Try Again")
             status, content, headers = self._route(path, body)
         except Refused as refused:
             status, headers = refused.status, {"X-Error-Message": refused.message}

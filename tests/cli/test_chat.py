@@ -61,6 +61,16 @@ def test_a_scripted_chat_with_a_recipe(recipe, chat, answering_model, capsys):
     assert "Once more" in capsys.readouterr().out
 
 
+def test_input_that_is_no_utf8_is_said_and_read_with_marks(recipe, chat, answering_model, monkeypatch, capsys):
+    config = recipe(max_turns=20, max_completion_length=400)
+    stdin = io.TextIOWrapper(io.BytesIO(b"Caf\xe9?\n/save a.jsonl\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert main(["chat", str(answering_model), "--config", config]) == 0
+    assert "(some of this line is no utf-8; it is read as \N{REPLACEMENT CHARACTER})" in capsys.readouterr().out
+    (trajectory,) = saved("a.jsonl")
+    assert trajectory.messages[0]["content"] == "Caf\N{REPLACEMENT CHARACTER}?"
+
+
 def test_the_limits_of_the_recipe_end_the_chat(recipe, chat):
     out = chat(["Hello", "Again", "/reset", "Hello"], "--config", recipe(max_turns=1))
     assert out.count("max_turns=1 is reached; /undo or /reset)") == 3

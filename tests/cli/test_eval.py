@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.cli import main
+from agent_r1_trl.cli.conversation_arguments import read_conversation_arguments
 from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE
+from agent_r1_trl.cli.eval import read_arguments
+from agent_r1_trl.cli.train import _read
 from agent_r1_trl.recording import TrajectoryStore, read_records
 from tests.recording.examples import two_turns
 
@@ -74,6 +77,34 @@ def test_flags_win_over_the_recipe(recipe):
     trajectories = [record.trajectory for record in read_records("scores", split="eval")]
     assert len(trajectories) == 3
     assert {item.outcome_reward for item in trajectories} <= {0.0, 7.0}
+
+
+MAPPINGS = {
+    "a key": (["--env_kwargs", "{bonus: 7}"], {"bonus": 7, "note": "a"}),
+    "another key": (["--env-kwargs={more: 1}"], {"bonus": 2, "note": "a", "more": 1}),
+    "nothing": (["--env_kwargs", "{}"], {"bonus": 2, "note": "a"}),
+    "the same environment": (["--env", "task.py:AddEnv", "--env_kwargs", "{bonus: 7}"], {"bonus": 7, "note": "a"}),
+    "another environment": (["--env", "task.py:Other", "--env_kwargs", "{bonus: 7}"], {"bonus": 7}),
+    "not given": ([], {"bonus": 2, "note": "a"}),
+}
+
+
+@pytest.mark.parametrize(("flags", "expected"), MAPPINGS.values(), ids=MAPPINGS.keys())
+def test_keys_of_env_kwargs_on_the_command_line_are_put_over_those_of_the_recipe_in_every_command(
+    recipe, flags, expected
+):
+    path = recipe(env_kwargs={"bonus": 2, "note": "a"})
+    assert read_arguments(["--config", path, *flags]).env_kwargs == expected
+    assert _read(["--config", path, *flags])[1].env_kwargs == expected
+    assert read_conversation_arguments("chat", ["--config", path, *flags]).env_kwargs == expected
+
+
+def test_other_mappings_are_put_over_the_recipes_as_well(recipe):
+    path = recipe(reward_options={"a": {"x": 1}}, chat_template_kwargs={"enable_thinking": False})
+    arguments = _read(["--config", path, "--reward_options", "{b: {y: 2}}"])[1]
+    assert arguments.reward_options == {"a": {"x": 1}, "b": {"y": 2}}
+    arguments = read_arguments(["--config", path, "--chat_template_kwargs", "{style: short}"])
+    assert arguments.chat_template_kwargs == {"enable_thinking": False, "style": "short"}
 
 
 def test_a_seed_repeats_an_evaluation(recipe):

@@ -10,7 +10,16 @@ import pytest
 
 from agent_r1_trl.cli import main
 from agent_r1_trl.cli.recipe import read_recipe
-from agent_r1_trl.cli.shipped_recipes import FOLDER, find_recipe, shipped_recipes
+from agent_r1_trl.cli.resolve import resolve_env
+from agent_r1_trl.cli.resolved_recipe import write_resolved_recipe
+from agent_r1_trl.cli.shipped_recipes import (
+    FOLDER,
+    find_recipe,
+    found_paths,
+    shipped_recipes,
+    without_package_paths,
+)
+from agent_r1_trl.cli.train import _read, load_data
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,6 +65,34 @@ def flat(value):
     return [value] if isinstance(value, str) else []
 
 
+@pytest.mark.parametrize("name", ["multihop_qa/grpo/cpu", "corridor/grpo/cpu"])
+def test_what_a_named_recipe_leaves_holds_no_place_of_this_machine_and_starts_elsewhere(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings, arguments, *_ = _read(["--config", name])
+    env = resolve_env(arguments.env, arguments.env_kwargs)
+    write_resolved_recipe(settings | {"env_kwargs": arguments.env_kwargs}, env, {}, ".")
+    text = Path("recipe.yaml").read_text()
+    assert str(FOLDER) not in text and "recipes/" in text
+    again, arguments_again, *_ = _read(["--config", "recipe.yaml"])
+    assert {key: again[key] for key in settings if key not in ("config", "env_kwargs")} == {
+        key: value for key, value in settings.items() if key not in ("config", "env_kwargs")
+    }
+    factory = resolve_env(arguments_again.env, arguments_again.env_kwargs)
+    assert {**factory.keywords}.items() >= {**env.keywords}.items()
+    assert arguments_again.dataset_name is None or len(load_data(arguments_again, _[0])[0])
+
+
+def test_a_file_of_ones_own_at_the_place_of_a_shipped_one_is_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = "recipes/quickstart/data/test.jsonl"
+    assert found_paths({"a": [shipped, 3]}) == {"a": [f"{FOLDER}/quickstart/data/test.jsonl", 3]}
+    assert without_package_paths(found_paths(shipped)) == shipped
+    assert found_paths("recipes/nowhere.jsonl") == "recipes/nowhere.jsonl"
+    Path(shipped).parent.mkdir(parents=True)
+    Path(shipped).touch()
+    assert found_paths(shipped) == shipped
+
+
 def test_a_wrong_name_is_refused_with_the_nearest(tmp_path, monkeypatch, refusal):
     monkeypatch.chdir(tmp_path)
     message = refusal("train", "--config", "quickstart/grpo/cpuu")
@@ -83,3 +120,4 @@ def test_the_wheel_holds_the_recipes_and_one_runs_by_name(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "elsewhere/out/model.safetensors").is_file()
+    assert str(installed) not in (tmp_path / "elsewhere/out/recipe.yaml").read_text()

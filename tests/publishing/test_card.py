@@ -1,6 +1,7 @@
 """The card of a model, from facts alone: its results, and the lines that start the agent."""
 
 import functools
+import json
 import re
 import shlex
 
@@ -11,7 +12,7 @@ from agent_r1_trl.cli.chat import COMMAND
 from agent_r1_trl.cli.conversation_arguments import environment_of, read_conversation_arguments
 from agent_r1_trl.environments import SearchQAEnv
 from agent_r1_trl.environments.factory import resolve_env_factory
-from agent_r1_trl.publishing.card import CardFacts, make_card
+from agent_r1_trl.publishing.card import CardFacts, make_card, read_facts
 from agent_r1_trl.tools import as_tool
 from tests.toys import AddEnv, add, echo
 
@@ -119,6 +120,23 @@ def started(**facts):
     arguments = read_conversation_arguments(COMMAND, rest)
     assert arguments.model_name_or_path == "ada/adder"
     return arguments, environment_of(arguments)()
+
+
+def test_the_quick_start_stands_in_front_of_all_other_sections_and_keeps_its_place():
+    facts = {"recipe": {"env": "search_qa", "advantage_estimator": "grpo", "dataset_name": "a/b"}, "evaluation": TABLE}
+    text = card(**facts).text
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings[0] == "Quick start" and headings.index("Method") > headings.index("Training settings") > 0
+    assert headings[-3:] == ["Data", "Results", "Citations"]
+    mine = make_card(CardFacts(model_id="ada/adder", **facts), "# Mine\n\n## About\n\nx\n\n## Quick start\n\nold\n")
+    assert re.findall(r"^## (.*)$", mine, re.MULTILINE)[:2] == ["About", "Quick start"] and "old" not in mine
+
+
+@pytest.mark.parametrize(("base", "shown"), [("/site/recipes/a/model", "recipes/a/model"), ("/other", "/other")])
+def test_the_base_of_an_adapter_is_named_as_in_the_recipe_where_it_is_the_same(tmp_path, base, shown):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    (tmp_path / "recipe.yaml").write_text("model_name_or_path: recipes/a/model\n")
+    assert read_facts(tmp_path, "ada/adder").base_model == shown
 
 
 def names(env):

@@ -182,8 +182,11 @@ def test_a_card_that_the_hub_refuses_is_named_and_no_file_arrives(hub, run_folde
 def test_a_hub_that_fails_or_cannot_be_reached_is_worth_another_try(hub, run_folder, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     hub.broken = "/commit/"
-    assert "the Hub failed" in refusal(capsys, run_folder, "--repo_id", "ada/adder", code=3)
-    assert hub.files("ada/adder") == {}, "all files or none"
+    for hub.broken_status in (500, 408, 429):
+        assert "the Hub failed" in refusal(capsys, run_folder, "--repo_id", "ada/adder", code=3)
+        assert hub.files("ada/adder") == {}, "all files or none"
+    hub.broken_status = 409
+    assert "the Hub refuses this" in refusal(capsys, run_folder, "--repo_id", "ada/adder")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert "cannot be reached" in refusal(capsys, run_folder, "--repo_id", "ada/adder", code=3)
 

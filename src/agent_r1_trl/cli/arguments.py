@@ -15,6 +15,7 @@ import yaml
 from agent_r1_trl.cli.endpoint_settings import EndpointSettings
 from agent_r1_trl.cli.errors import UsageError
 from agent_r1_trl.cli.eval_settings import TableSettings
+from agent_r1_trl.cli.eval_trackers import check_trackers
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.rollout.limits import RolloutSettings, check_whole_number
 from agent_r1_trl.safe_text import SECRET_NAMES, SECRET_NAMES_HELP, SECRET_PATTERNS_HELP, check_rules
@@ -36,7 +37,11 @@ class TaskArguments:
 
     env: str | None = field(default=None, metadata={"help": _ENV_HELP})
     env_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Arguments of the environment, on the command line as '{top_k: 3}'."}
+        default=None,
+        metadata={
+            "help": "Arguments of the environment, on the command line as '{top_k: 3}'; those of the recipe that are "
+            "not named there stay."
+        },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a data set on the Hub."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on, for Hub data sets."})
@@ -76,7 +81,7 @@ class TrainArguments(TaskArguments):
         default=None,
         metadata={
             "help": "Options of reward functions by the name of the function, on the command line as "
-            "'{overlong_penalty: {max_tokens: 900}}'."
+            "'{overlong_penalty: {max_tokens: 900}}'; the recipe's for other functions stay."
         },
     )
     num_processes_expected: int | None = field(
@@ -170,6 +175,7 @@ class EvalArguments(RolloutSettings, TaskArguments, TableSettings, EndpointSetti
             raise UsageError(f"env: not set, so the agent has nothing to act in. Set env. {_ENV_HELP}")
         self.check_limits()
         self.check_table()
+        self.report_to = check_trackers(self.report_to, self.output_dir)
         self.check_endpoint(read_mapping("endpoint_options", self.endpoint_options))
         check_rules(self.secret_names, self.secret_patterns)
         check_positive("num_examples", self.num_examples)

@@ -27,6 +27,7 @@ COMMANDS = {
     "/save FILE": "add the trajectory to a JSONL file, which agent-r1-trl view shows",
     "/quit": "end (so does the end of the input)",
 }
+REPLACED = "\N{REPLACEMENT CHARACTER}"
 SHOWN_CHARS = 2000
 """Of one observation."""
 
@@ -85,6 +86,9 @@ class Screen:
 
     def __init__(self) -> None:
         self._is_inside = False
+        for stream in (sys.stdin, sys.stdout):  # what their encoding does not have must not end the chat
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")
 
     def show(self, event: Event) -> None:
         """Print an event."""
@@ -121,6 +125,9 @@ class Screen:
         line = sys.stdin.readline()
         if line and not sys.stdin.isatty():
             sys.stdout.write(shown(line.rstrip("\n")) + "\n")  # a script's input belongs to the record
+        if REPLACED in line:
+            encoding = getattr(sys.stdin, "encoding", None) or "text"
+            self.line(f"(some of this line is no {encoding}; it is read as {REPLACED})")
         self._is_inside = not line
         return line.rstrip("\r\n") if line else None
 

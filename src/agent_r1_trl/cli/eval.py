@@ -22,6 +22,7 @@ from agent_r1_trl.cli.errors import (
     run_command,
 )
 from agent_r1_trl.cli.recipe import read_recipe, split_config
+from agent_r1_trl.cli.shipped_recipes import found_paths
 from agent_r1_trl.safe_text import set_rules
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def run(argv: Sequence[str]) -> int:
     if show_help(COMMAND, argv, "Run a model on data sets and score it, beside baselines.", options):
         return 0
     from agent_r1_trl.cli.console import PlainConsole
+    from agent_r1_trl.cli.eval_trackers import report
 
     config_path, _ = split_config(argv)
     if config_path is not None:
@@ -75,6 +77,7 @@ def run(argv: Sequence[str]) -> int:
             place = folder / row_folder(table, row)
             shown_place = shlex.quote(str(place))
             console.print(f"{place / RESULT_FILE}; trajectories: agent-r1-trl view {shown_place} {VIEW_OPTIONS}")
+    report(table, arguments)
     if lost := [f"{row.dataset}, {row.method}" for row in table.rows if row.result.is_lost]:
         raise InfrastructureError(f"nothing could be played of: {'; '.join(lost)}. The causes stand below the table.")
     return 0
@@ -96,6 +99,7 @@ def read_arguments(argv: Sequence[str]) -> EvalArguments:
         (EvalArguments,),
         command=COMMAND,
         elsewhere=(TrainArguments, MultiTurnGRPOConfig, MultiTurnPPOConfig, ModelConfig),
+        private=("report_to", "run_name"),  # in a recipe they are about training
     )
     (arguments,) = parser.parse(argv)
     if not arguments.model_name_or_path and not arguments.replay:
@@ -105,8 +109,9 @@ def read_arguments(argv: Sequence[str]) -> EvalArguments:
     check_flags(arguments, argv)
     config_path, _ = split_config(argv)
     recipe = {} if config_path is None else read_recipe(config_path)
-    if arguments.base_model is None and recipe.get("model_name_or_path") != arguments.model_name_or_path:
-        arguments.base_model = recipe.get("model_name_or_path")
+    trained = found_paths(recipe.get("model_name_or_path"))
+    if arguments.base_model is None and trained != arguments.model_name_or_path:
+        arguments.base_model = trained
     return arguments
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.cli.errors import UsageError
+from agent_r1_trl.cli.shipped_recipes import without_package_paths
 
 if TYPE_CHECKING:
     from agent_r1_trl.cli.arguments import EvalArguments
@@ -95,7 +96,7 @@ def make_plan(arguments: EvalArguments, env_factory: Callable[[], Any]) -> list[
 def _source(arguments: EvalArguments, name: str) -> dict[str, str | None]:
     from agent_r1_trl.cli.resolve import FILE_FORMATS
 
-    named: dict[str, str | None] = {"dataset_name": name}
+    named: dict[str, str | None] = {"dataset_name": without_package_paths(name)}
     if Path(name).suffix in FILE_FORMATS:
         return named
     is_own = arguments.eval_dataset_name is not None

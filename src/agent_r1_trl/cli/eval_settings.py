@@ -55,6 +55,17 @@ class TableSettings:
         metadata={"help": "Price of tokens read and of tokens sampled (one number: of both), for a column of costs."},
     )
 
+    report_to: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Trackers that get the figures, the table and some trajectories: tensorboard, trackio, wandb, or "
+            "none. A recipe's report_to is for the training alone."
+        },
+    )
+    run_name: str | None = field(
+        default=None, metadata={"help": "Name of the run in the trackers. None: eval- and the name of output_dir."}
+    )
+
     resume: bool = field(
         default=True,
         metadata={

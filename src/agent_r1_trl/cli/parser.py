@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from agent_r1_trl.cli.arguments import read_mapping
 from agent_r1_trl.cli.errors import UsageError, explain_argparse, with_cure
 from agent_r1_trl.cli.recipe import check_keys, read_recipe, read_value, split_config
+from agent_r1_trl.cli.shipped_recipes import found_paths
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.trainers.trl_arguments import TrlParser
+
+OVER_RECIPE = ("env_kwargs", "reward_options", "chat_template_kwargs")
+"""Mappings of which the command line changes the keys that it names; the recipe's others stay."""
 
 
 class RecipeParser(TrlParser):
@@ -68,7 +73,8 @@ class RecipeParser(TrlParser):
         self.set_defaults_with_config(**values)
         namespace, unknown = self.parse_known_args(arguments)
         self._check_unknown(unknown)
-        self.settings = given = vars(namespace)
+        given = _over_recipe(vars(namespace), values, arguments)
+        self.settings = given = {name: found_paths(value) for name, value in given.items()}
         return tuple(self._make(kind, given, path) for kind in self.dataclass_types)
 
     def make(self, kind: type, **changes: Any) -> Any:
@@ -114,3 +120,17 @@ class RecipeParser(TrlParser):
     def _help_of(self, flag: str) -> str:
         action = next((action for action in self._actions if flag in action.option_strings), None)
         return f" {flag}: {action.help}" if action is not None and action.help else ""
+
+
+def _over_recipe(given: dict[str, Any], recipe: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
+    """The settings, with the mappings of the command line put over the recipe's, key by key.
+
+    The arguments of the recipe's environment are no arguments of another one that the command line names.
+    """
+    flags = {item.partition("=")[0][2:].replace("-", "_") for item in arguments if item.startswith("--")}
+    merged = {}
+    for name in OVER_RECIPE:
+        is_of_another = name == "env_kwargs" and "env" in flags and given.get("env") != recipe.get("env")
+        if name in flags and recipe.get(name) and not is_of_another:
+            merged[name] = read_mapping(name, recipe[name]) | read_mapping(name, given[name])
+    return given | merged

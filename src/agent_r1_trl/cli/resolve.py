@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.cli.errors import UsageError
+from agent_r1_trl.cli.shipped_recipes import found_paths
 from agent_r1_trl.environments.factory import made_and_closed, makes_environments
 from agent_r1_trl.objects import did_you_mean, import_object, locate_error
 from agent_r1_trl.rewards import RewardFunction
@@ -47,8 +48,8 @@ def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[
             f"env={name!r}: must be a built-in environment ({', '.join(BUILT_IN_ENVS)}) or an import path.{hint} Set "
             "env to one of them, or to a path such as my_module.MyEnv."
         )
-    target = resolve_object("env", path)
-    kwargs = dict(kwargs or {})
+    target = resolve_object("env", found_paths(path))
+    kwargs = found_paths(dict(kwargs or {}))
     if not callable(target) or (hasattr(target, "step") and not inspect.isclass(target)):
         raise UsageError(
             f"env={name!r} is a {type(target).__name__}: every trajectory needs its own environment. Name the class, "

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from agent_r1_trl.cli.options import read_options
+from agent_r1_trl.cli.shipped_recipes import without_package_paths
 from agent_r1_trl.safe_text import shown_all, visible
 
 FILE = "recipe.yaml"
@@ -37,10 +38,11 @@ def write_resolved_recipe(
     values = {name: _plain(value) for name, value in settings.items() if name not in LEFT_OUT}
     if env_factory is not None:
         values["env_kwargs"] = _arguments(env_factory)
-    values = shown_all(values)
+    values = without_package_paths(shown_all(values))
     lines = [
         "# The settings of a run, with the defaults; those that are not set (null) are left out. Paths are relative",
-        "# to the directory it was started in; there another run with the same settings starts with",
+        "# to the directory it was started in (recipes/...: or to the package); there another run with the same",
+        "# settings starts with the line below. Of env_kwargs the command line changes the keys that it names.",
         f"#   agent-r1-trl train --config {folder}/{FILE} --output_dir outputs/again",
         *(f"# {name}: {visible(text)}" for name, text in facts.items()),
     ]

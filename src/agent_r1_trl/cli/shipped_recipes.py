@@ -1,7 +1,8 @@
 """The recipes that come with the package, by name: `multihop_qa/grpo/cpu` is multihop_qa/grpo/config_cpu.yaml.
 
 Their paths begin with `recipes/`, as in the repository; in a recipe that is called by its name they mean the files of
-the package, so that it runs from any directory.
+the package, so that it runs from any directory. Elsewhere they mean them where the current directory has no such file,
+so that the recipe that such a run leaves can be started again and names no place of this machine.
 """
 
 from __future__ import annotations
@@ -43,6 +44,32 @@ def with_package_paths(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: with_package_paths(item) for key, item in value.items()}
     return [with_package_paths(item) for item in value] if isinstance(value, list) else value
+
+
+def found_paths(value: Any) -> Any:
+    """A setting with every path that begins with `recipes/` as one into the package, if it is there and not here."""
+    if isinstance(value, str):
+        inside = str(with_package_paths(value))
+        is_there = inside != value and not _file_of(value).exists() and _file_of(inside).exists()
+        return inside if is_there else value
+    if isinstance(value, dict):
+        return {key: found_paths(item) for key, item in value.items()}
+    return [found_paths(item) for item in value] if isinstance(value, list) else value
+
+
+def without_package_paths(value: Any) -> Any:
+    """A setting with every path into the recipes of the package as one that begins with `recipes/`."""
+    if isinstance(value, str):
+        start = f"{FOLDER}/"
+        return f"{PREFIX}{value.removeprefix(start)}" if value.startswith(start) else value
+    if isinstance(value, dict):
+        return {key: without_package_paths(item) for key, item in value.items()}
+    return [without_package_paths(item) for item in value] if isinstance(value, list) else value
+
+
+def _file_of(path: str) -> Path:
+    """The file of a path, also of an import path (`recipes/corridor/env.py:CorridorEnv`)."""
+    return Path(path.partition(":")[0])
 
 
 def recipe_list() -> str:

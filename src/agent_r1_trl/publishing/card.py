@@ -78,7 +78,10 @@ def read_facts(folder: Path, model_id: str) -> CardFacts:
     recipe = _mapping(folder / RECIPE)
     adapter = _mapping(folder / "adapter_config.json")
     logged = _mapping(folder / STATE).get("log_history")
-    base = str(adapter.get("base_model_name_or_path") or recipe.get("model_name_or_path") or "")
+    trained = str(recipe.get("model_name_or_path") or "")
+    base = str(adapter.get("base_model_name_or_path") or trained)
+    if trained and base.endswith(f"/{trained}"):  # the same, with where it lies on this machine
+        base = trained
     return CardFacts(
         model_id=model_id,
         is_adapter=bool(adapter),
@@ -140,7 +143,7 @@ def make_card(facts: CardFacts, before: str = "") -> str:
     made += [("Results", results_section(facts.evaluation, facts.evaluated_on))]
     made += [("Training curves", _curves_section(facts.curves))]
     for heading, text in made:
-        body = with_section(body, heading, text)
+        body = with_section(body, heading, text, is_first=heading == "Quick start")
     header = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=10_000)
     return f"---\n{header}---\n\n{body.strip()}\n"
 
@@ -164,8 +167,14 @@ def split_card(text: str) -> tuple[dict[str, Any], str]:
     return metadata, text.replace("\r\n", "\n")[match.end() :]
 
 
-def with_section(body: str, heading: str, text: str) -> str:
+def with_section(body: str, heading: str, text: str, *, is_first: bool = False) -> str:
     r"""The body with a section of second level in the place of the one with that heading, else in front of citations.
+
+    Args:
+        body: of a card.
+        heading: of the section.
+        text: of the section, heading included; empty: the body stays.
+        is_first: a new section stands in front of all others.
 
     >>> with_section("# A\n\n## Results\n\nold\n\n## Citations\n", "Results", "## Results\n\nnew")
     '# A\n\n## Results\n\nnew\n\n## Citations\n'
@@ -178,10 +187,10 @@ def with_section(body: str, heading: str, text: str) -> str:
         after = re.search(r"^## ", rest, re.MULTILINE)
         end = place.end() + (after.start() if after else len(rest))
         return f"{body[: place.start()]}{text}\n\n{body[end:]}"
-    citations = re.search(r"^## Citations?[ \t]*$", body, re.MULTILINE)
-    if citations is None:
+    after = re.search(r"^## " if is_first else r"^## Citations?[ \t]*$", body, re.MULTILINE)
+    if after is None:
         return f"{body.rstrip()}\n\n{text}\n"
-    return f"{body[: citations.start()].rstrip()}\n\n{text}\n\n{body[citations.start() :]}"
+    return f"{body[: after.start()].rstrip()}\n\n{text}\n\n{body[after.start() :]}"
 
 
 # ---------------------------------------------------------------- metadata
