@@ -133,6 +133,38 @@ def test_train_notices_that_accelerate_started_one_process_of_two(tmp_path):
     assert "num_processes: accelerate launch was told to start several processes" in done.stderr
 
 
+FSDP = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "num_processes": 1, "num_machines": 1}
+
+
+@pytest.mark.slow
+def test_fsdp_in_a_configuration_is_refused_with_its_source(tmp_path):
+    """Without a GPU, too, where accelerate would leave it out without a word."""
+    recipe = {"model_name_or_path": "none", "env": "search_qa", "output_dir": str(tmp_path), "use_cpu": True}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"bf16": False}), encoding="utf-8")
+    (tmp_path / "fsdp.yaml").write_text(yaml.safe_dump(FSDP | {"mixed_precision": "no"}), encoding="utf-8")
+    train = ["-m", "agent_r1_trl.cli.train", "--config", str(tmp_path / "recipe.yaml")]
+    done = accelerate_launch("--config_file", str(tmp_path / "fsdp.yaml"), *train)
+    assert done.returncode != 0
+    assert "error: fsdp=True (ACCELERATE_USE_FSDP=true: accelerate launch sets it for `--use_fsdp`" in done.stderr
+    assert "recipes/accelerate_configs/zero3.yaml" in done.stderr
+
+
+def test_the_launchers_flag_arrives_as_that_variable():
+    """And with `--cpu` it does not arrive at all, as docs/hardware.md says."""
+    flags = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "1", "--num_machines", "1"]
+    flags += ["--mixed_precision", "no", "--dynamo_backend", "no", "--no_python"]
+    assert "ACCELERATE_USE_FSDP=true" in accelerate_launch(*flags, "env").stdout
+    assert "ACCELERATE_USE_FSDP" not in accelerate_launch("--cpu", *flags, "env").stdout
+
+
+def accelerate_launch(*arguments):
+    """What `accelerate launch` with these arguments ends with."""
+    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    command = [sys.executable, "-m", "accelerate.commands.launch", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+
+
 def test_train_refuses_a_recipe_made_for_more_processes(tmp_path, monkeypatch):
     for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)

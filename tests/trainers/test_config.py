@@ -18,7 +18,7 @@ from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.generation.vllm.build import check_vllm, server_urls
 from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
-from agent_r1_trl.trainers.rollout_checks import UNSUPPORTED_OPTIONS
+from agent_r1_trl.trainers.rollout_checks import LAUNCHED, UNSUPPORTED_OPTIONS
 from agent_r1_trl.trainers.trl_arguments import ModelConfig, get_peft_config
 from tests.generation.helpers import tiny_model
 
@@ -153,11 +153,15 @@ def test_sharded_weights_are_gathered_for_ranks_that_sample_at_their_own_pace():
     config.check_supported()
 
 
-def test_sharding_by_fsdp_is_refused_wherever_it_was_asked_for(monkeypatch):
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_sharding_by_fsdp_is_refused_wherever_it_was_asked_for(monkeypatch, name):
     config = MultiTurnGRPOConfig(**CPU)
     config.check_supported()
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match=r"^fsdp=.*zero3\.yaml"):
+    variable, _ = LAUNCHED[name]
+    monkeypatch.setenv(variable, "false")
+    config.check_supported()
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(ValueError, match=rf"^{name}=True \({variable}=true: accelerate launch .*zero3\.yaml"):
         config.check_supported()
 
 

@@ -20,6 +20,17 @@ if TYPE_CHECKING:
 _NO_PREDICTIONS = "leave it unset: the trainer computes its metrics from trajectories, not from predictions"
 _OWN_BATCHES = "leave it off: the rollout batches requests itself"
 
+_NOT_BY_FSDP = (
+    "shard with DeepSpeed instead, as in recipes/accelerate_configs/zero3.yaml. (FSDP2 gathers weights only while all "
+    "ranks call the model together, but each rank samples at its own pace, and weights go to samplers one by one; "
+    "docs/hardware.md says what is missing)"
+)
+LAUNCHED = {
+    "fsdp": ("ACCELERATE_USE_FSDP", "`--use_fsdp` or `distributed_type: FSDP`"),
+    "parallelism_config": ("ACCELERATE_USE_PARALLELISM_CONFIG", "`--use_parallelism_config`"),
+}
+"""Options that accelerate also takes from its launcher: name -> (environment variable, what sets it there)."""
+
 UNSUPPORTED_OPTIONS: dict[str, tuple[Any, str]] = {
     "generation_kwargs": (None, "set temperature, top_p, top_k, min_p or repetition_penalty directly"),
     "cache_implementation": (None, "leave it unset: the rollout manages its own cache"),
@@ -34,7 +45,8 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[Any, str]] = {
         "set it to 1; for a model that does not fit on one GPU start a server with --tensor-parallel-size, and set "
         "vllm_mode='server' (docs/serving.md says why)",
     ),
-    "fsdp": (None, "shard with DeepSpeed instead, as in recipes/accelerate_configs/zero3.yaml"),
+    "fsdp": (None, _NOT_BY_FSDP),
+    "parallelism_config": (None, _NOT_BY_FSDP),
     "train_sampling_strategy": ("random", "keep 'random': TRL draws whole groups, and shuffle_dataset is its option"),
     "length_column_name": ("length", "keep 'length': rows are not drawn by length"),
     "label_smoothing_factor": (0.0, "keep 0.0: the loss has no labels to smooth"),
@@ -124,13 +136,15 @@ def check_rollout(config: MultiTurnConfig, *, has_generator: bool) -> None:
 def check_unsupported(config: MultiTurnConfig) -> None:
     """Refuse every option of `UNSUPPORTED_OPTIONS` that has another value than the accepted one."""
     for name, (accepted, cure) in UNSUPPORTED_OPTIONS.items():
-        value = getattr(config, name, accepted)
-        if name == "fsdp" and os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
-            value = value or "the accelerate configuration's"
-        is_unset = accepted is None and value in ("", {}, [], False)
+        value, source = getattr(config, name, accepted), ""
+        is_unset = accepted is None and value in (None, "", {}, [], False)
+        variable, setting = LAUNCHED.get(name, ("", ""))
+        if is_unset and os.environ.get(variable, "").lower() in ("1", "true"):
+            value, is_unset = True, False
+            source = f" ({variable}={os.environ[variable]}: accelerate launch sets it for {setting})"
         if value == accepted or is_unset or _waits_for_vllm(config, name):
             continue
-        raise ValueError(f"{name}={value!r} is not supported by the multi-turn rollout. Cure: {cure}.")
+        raise ValueError(f"{name}={value!r}{source} is not supported by the multi-turn rollout. Cure: {cure}.")
 
 
 def check_needs(config: MultiTurnConfig, needs: tuple[Need, ...]) -> None:
