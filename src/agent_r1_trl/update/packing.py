@@ -183,8 +183,13 @@ def pack(
     if share_prefixes:
         pairs, copies = torch.stack([sources, labels], dim=1).unique(dim=0, return_inverse=True)
         sources, labels = pairs.unbind(dim=1)
-    indices = (sources, copies, scored.flatten().nonzero().squeeze(1))
-    layout = Layout([piece.segment for piece in pieces], scored.to(device), *(index.to(device) for index in indices))
+    layout = Layout(
+        segments=[piece.segment for piece in pieces],
+        scored=scored.to(device),
+        sources=sources.to(device),
+        copies=copies.to(device),
+        places=scored.flatten().nonzero().squeeze(1).to(device),
+    )
     packed_ids = torch.cat([rows[piece.rows[0]][piece.first : piece.last] for piece in pieces])[None].to(device)
     return PackedBatch(
         input_ids=packed_ids,
