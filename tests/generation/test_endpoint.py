@@ -115,8 +115,8 @@ def test_a_server_that_stays_broken_or_is_not_there_is_given_up(monkeypatch):
 
 
 def test_a_server_that_does_not_answer_in_time_is_asked_twice():
-    with hosted(delay_s=0.5) as (url, seen, _):
-        asked, (answer,) = ask(url, timeout_s=0.1)
+    with hosted(delay_s=1.5) as (url, seen, _):
+        asked, (answer,) = ask(url, timeout_s=0.5)
     assert "no answer after" in str(answer) and len(seen.bodies) == 2
     assert asked.counts["repeated: timeout"] == 1
 
