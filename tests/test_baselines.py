@@ -83,3 +83,9 @@ def test_an_environment_without_tools_has_none_to_take_away():
     with pytest.raises(ValueError, match="'search' once, but env='add' has only add"):
         check_baseline("naive_rag", AddEnv, "env='add'")
     check_baseline("closed_book", AddEnv, "env='add'")
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("strip_thinking", "strip_thinking"), ("window", "keep")])
+def test_one_answer_is_rendered_as_the_models_thoughts_are(policy, kept):
+    limits = one_answer_limits(RolloutLimits(context_policy=policy, context_turns=2 if policy == "window" else None))
+    assert (limits.context_policy, limits.max_turns, limits.context_turns) == (kept, 1, None)

@@ -111,6 +111,22 @@ def test_a_running_server_samples(recipe, chat, model_folder):
     assert saved("a.jsonl")[0].turns[0].end == 3
 
 
+def test_a_message_that_is_answered_after_one_that_was_not_ends_the_chat_well(recipe, monkeypatch, model_folder):
+    recipe()
+    with FakeServer() as server:
+
+        class Lines(io.StringIO):
+            def readline(self, *args):
+                line = super().readline(*args)
+                server.refusal = "no more" if line == "first\n" else None
+                return line
+
+        for lines, code in (("first\nsecond\n", 0), ("first\n", 3)):
+            monkeypatch.setattr("sys.stdin", Lines(lines))
+            flags = ["--server", server.url, "--max_tokens_per_turn", "3"]
+            assert main(["chat", str(model_folder), *flags]) == code
+
+
 def test_mistakes_are_named_with_a_cure(recipe, refusal, model_folder):
     recipe()
     assert "MODEL" in refusal("chat")
