@@ -79,6 +79,7 @@ def train(case, output_dir, checkpoint=None):
         max_steps=NUM_STEPS,
         save_strategy="steps",
         save_steps=SAVED_STEP,
+        max_grad_norm=1e6,  # of the policy and the critic together under DeepSpeed, else apart: nothing is clipped
         adam_epsilon=1e-2,  # else rounding decides on the sign of a step where the gradient is nearly 0
         learning_rate=1e-2,
         lr_scheduler_type="constant",

@@ -1,8 +1,7 @@
 """Two machines train together with `multi_node.yaml` and a server on one of them; one is lost, and the other ends.
 
 Covered: rendezvous, ZeRO-3 over both machines, weights that reach a server on the other one, checkpoints, and the end
-of the survivor. Not covered: the loss of the machine that holds the key-value store (`test_ranks.py` has a store that
-does not answer); GPUs and NCCL; folders that the machines do not share.
+of the survivor, whichever of the two it is. Not covered: GPUs and NCCL; folders that the machines do not share.
 """
 
 import json
@@ -101,8 +100,9 @@ def sums_in(folder):
 
 
 @pytest.mark.timeout(START_S + END_S + 120)
-@pytest.mark.parametrize("lost", [1])
+@pytest.mark.parametrize("lost", [1, 0], ids=["without the store", "with the store"])
 def test_two_machines_train_together_and_one_ends_when_the_other_is_lost(both, tmp_path, lost):
+    """Machine 0 holds the key-value store through which ranks find each other."""
     logs = [tmp_path / f"machine-{rank}.txt" for rank in range(2)]
     far = both[1]
     far.start(tmp_path / "server.txt", sys.executable, "-m", "tests.distributed.far_server", far.address, tmp_path,
