@@ -2,7 +2,7 @@
 
 Covered: every file of recipes/accelerate_configs, its line in the README there, and what `train` says when a launcher
 starts fewer processes than asked. Not covered: training under each of them (the distributed tests do that on two CPU
-processes); zero3_offload and multi_node are read, never run.
+processes, and on two machines of a kind); zero3_offload is read, never run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Two processes of a worker module, started as a user would; none of them outlives its launch."""
+"""Processes of a worker module, started as a user would; none of them outlives its launch."""
 
 import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -15,16 +16,16 @@ TIMEOUT_S = 780
 """Of a launch: DeepSpeed compiles for a minute when it is used for the first time."""
 
 
-def launch(kind, module, output_dir, timeout_s=TIMEOUT_S, *, needs_vllm=False):
-    """Run `python -m module output_dir` in two processes: `ddp` through torchrun, the others through accelerate."""
+def launch(kind, module, output_dir, timeout_s=TIMEOUT_S, *, num_processes=2, needs_vllm=False):
+    """Run `python -m module output_dir` in processes: `ddp` through torchrun, the others through accelerate."""
     program = ["-m", module, str(output_dir)]
     if kind == "ddp":
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *program]
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", num_processes, *program]
     else:
         config = ROOT / "recipes" / "accelerate_configs" / CONFIGS[kind]
         command = ["-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", free_port()]
-        command += program
-    log = Path(output_dir) / "log.txt"
+        command += ["--num_processes", num_processes, *program]
+    log, started_at = Path(output_dir) / "log.txt", time.time()
     bin_dir = str(Path(sys.executable).parent)  # DeepSpeed builds its extension with ninja
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
@@ -46,7 +47,8 @@ def launch(kind, module, output_dir, timeout_s=TIMEOUT_S, *, needs_vllm=False):
     except subprocess.TimeoutExpired:
         return_code = f"still running after {timeout_s} s"
     finally:
-        kill_tree(process)
+        if kill_tree(process):
+            remove_build_locks(started_at)
     assert return_code == 0, f"{kind}: {return_code}\n{log.read_text(encoding='utf-8')[-6000:]}"
 
 
@@ -57,10 +59,19 @@ def free_port():
 
 
 def kill_tree(process):
-    """Kill the launcher and its workers, which lead sessions of their own."""
+    """Kill the launcher and its workers, which lead sessions of their own; whether any of them still ran."""
     if process.poll() is not None:
-        return
+        return False
     workers = psutil.Process(process.pid).children(recursive=True)
     for member in (process, *workers):
         member.kill()
     process.wait()
+    return True
+
+
+def remove_build_locks(since):
+    """Remove what a killed build of DeepSpeed's extension leaves behind, at which every later launch would wait."""
+    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+    for lock in cache.glob("**/lock"):
+        if lock.stat().st_mtime >= since:
+            lock.unlink(missing_ok=True)

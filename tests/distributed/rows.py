@@ -162,7 +162,7 @@ def _train(output_dir, cut, **options):
         trainer.train()
     half = len(losses) // 2
     found = {"losses": [sum(losses[:half]), sum(losses[half:])], "sizes": sizes, "trajectories": trajectories}
-    return {"ranks": gather_object([found]), "gradients": catcher.gradients, "weights": _weights(trainer)}
+    return {"ranks": gather_object([found]), "gradients": catcher.gradients, "weights": trained_weights(trainer)}
 
 
 def _alternate(batch):
@@ -172,7 +172,7 @@ def _alternate(batch):
         return shuffle_sequence_dict(batch)
 
 
-def _weights(trainer):
+def trained_weights(trainer):
     """What was trained, by its name."""
     read = lambda parameter: parameter.detach().clone()  # noqa: E731
     if trainer.is_deepspeed_enabled:

@@ -1,9 +1,12 @@
 """The launches of the other tests cannot block, and leave nothing behind."""
 
+import os
+import time
+
 import psutil
 import pytest
 
-from tests.distributed.launch import launch
+from tests.distributed.launch import launch, remove_build_locks
 
 pytestmark = pytest.mark.slow
 
@@ -15,6 +18,16 @@ def test_a_launch_that_hangs_fails_and_its_processes_are_gone(tmp_path):
     assert len(process_ids) == 2
     alive = [psutil.Process(item) for item in process_ids if psutil.pid_exists(item)]
     assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive), alive
+
+
+def test_a_killed_launch_leaves_no_lock_of_its_build(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "extension").mkdir()
+    old, own = tmp_path / "lock", tmp_path / "extension" / "lock"
+    old.touch(), own.touch()
+    os.utime(old, (0, 0))
+    remove_build_locks(time.time() - 60)
+    assert old.exists() and not own.exists()
 
 
 def test_a_worker_that_fails_is_reported_with_what_it_said(tmp_path):

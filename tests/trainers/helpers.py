@@ -9,7 +9,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import ToolEnv
-from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.generation.scripted import ScriptedGenerator, ScriptedTurn
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv, call, say
@@ -53,12 +53,13 @@ def make_args(output_dir, config_class=MultiTurnGRPOConfig, **options):
     return config_class(**(defaults | options))
 
 
-def scripted(tokenizer, turns_of):
-    """A generator whose trajectories say `turns_of(random.Random(seed), turn)`, a message."""
+def scripted(tokenizer, turns_of, logprob=-1.0):
+    """A generator whose trajectories say `turns_of(random.Random(seed), turn)`, in tokens of that log-prob."""
     chat = ChatFormat(tokenizer)
 
     def answer(request):
-        return chat.encode_reply(turns_of(random.Random(request.seed), request.turn))
+        ids = chat.encode_reply(turns_of(random.Random(request.seed), request.turn))
+        return ScriptedTurn(token_ids=ids, logprobs=[logprob] * len(ids))
 
     return ScriptedGenerator(answer, stop_token_ids=chat.stop_token_ids)
 
@@ -71,7 +72,8 @@ def two_turns(rng, turn):
 def make_trainer(tmp_path, *, script=two_turns, env=AddEnv, family="qwen3", trainer=MultiTurnGRPOTrainer, **options):
     tokenizer = make_tokenizer(family)
     extra = {name: options.pop(name) for name in list(options) if name in TRAINER_ARGUMENTS}
-    generator = scripted(tokenizer, script) if script is not None else None
+    logprob = options.pop("script_logprob", -1.0)
+    generator = scripted(tokenizer, script, logprob) if script is not None else None
     return trainer(
         model=extra.pop("model", None) or make_policy(tokenizer),
         args=make_args(tmp_path, trainer.config_class, **options),
