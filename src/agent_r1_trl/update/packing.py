@@ -183,8 +183,9 @@ def pack(
     if share_prefixes:
         pairs, copies = torch.stack([sources, labels], dim=1).unique(dim=0, return_inverse=True)
         sources, labels = pairs.unbind(dim=1)
-    indices = (sources, copies, scored.flatten().nonzero().squeeze(1))
-    layout = Layout([piece.segment for piece in pieces], scored.to(device), *(index.to(device) for index in indices))
+    spots = scored.flatten().nonzero().squeeze(1)
+    scored, sources, copies, spots = (part.to(device) for part in (scored, sources, copies, spots))
+    layout = Layout([piece.segment for piece in pieces], scored, sources, copies, spots)
     packed_ids = torch.cat([rows[piece.rows[0]][piece.first : piece.last] for piece in pieces])[None].to(device)
     return PackedBatch(
         input_ids=packed_ids,
