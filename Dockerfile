@@ -5,6 +5,7 @@
 #
 # torch brings its CUDA libraries with it; the base image adds the compiler with which DeepSpeed and Triton build kernels.
 # The host needs a driver for CUDA 13 (580 or newer; `nvidia-smi` shows the version).
+# The image was never built or pulled where this was written (docs/versions.md); the tag is one that public projects build on.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
 ARG PYTHON_VERSION=3.12
