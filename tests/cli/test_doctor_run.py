@@ -62,7 +62,7 @@ def test_two_steps_are_judged_in_every_respect(trial, algorithm):
     assert 0 < gap < 1e-4 and found["sampler"][0] == "ok"
     for layout in ("padded", "grouped", "packed", "shared"):
         assert re.search(rf"{layout} on sdpa \d", found["update"][1]), found["update"]
-    assert "was not compared" in found["memory"][1]  # no GPU, no verdict
+    assert found["memory"][0] == "skipped" and "was not compared" in found["memory"][1]  # no GPU, no verdict
     assert found["numbers"][0] == "ok"
 
 
@@ -71,6 +71,18 @@ def test_what_was_left_out_is_named(trial):
     found = trial(0, "--run_tokens", "9", filter_groups="top_p", filter_value=1.0, save_strategy="steps", save_steps=1)
     assert "up to 2 turns and 9 tokens" in found["trial"][1]
     assert "Not looked at: filter_groups=top_p" in found["trial"][1] and "save_strategy=steps" in found["trial"][1]
+
+
+@pytest.mark.slow
+def test_a_trial_too_short_to_learn_from_says_so_and_its_cure_works(trial):
+    Path("rewards.py").write_text(
+        "def varied(completion_ids, **kwargs):\n"
+        "    return [float(len(set(ids)) if len(ids) > 3 else 0) for ids in completion_ids]\n"
+    )
+    settings = {"reward_funcs": ["rewards.py:varied"], "env_kwargs": {"bonus": 0.0}}
+    found = trial(0, "--run_tokens", "3", **settings)["numbers"]
+    assert found[0] == "warning" and "say nothing" in found[1] and "--run_tokens" in found[1]
+    assert trial(0, "--run_tokens", "48", **settings)["numbers"][0] == "ok"
 
 
 FAULTS = {
@@ -88,7 +100,7 @@ FAULTS = {
 def test_a_run_that_fails_is_a_finding_with_its_first_cause(trial, code, settings, names):
     Path("broken.py").write_text(code)
     found = trial(1, **settings)
-    assert set(found) == {"trial"}  # nothing is said about what was not measured
+    assert set(found) == {"trial"} and found["trial"][0] == "error"  # nothing is said about what was not measured
     for name in names:
         assert name.replace(" ", "") in found["trial"][1].replace(" ", "")
 

@@ -2,6 +2,7 @@
 
     agent-r1-trl doctor --run --config recipe.yaml
     agent-r1-trl doctor --run --config recipe.yaml --run_tokens 4096 --update_layout shared
+    torchrun --nproc_per_node 2 -m agent_r1_trl.cli.doctor_run --config recipe.yaml
 
 The settings are those of `train`. The steps are real: the recipe's model, environment, rewards, trainer, micro-batch.
 Prompts are few and trajectories short, what is not a part of every step is switched off (`_OFF`), and everything is
@@ -14,12 +15,13 @@ import dataclasses
 import importlib.util
 import math
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from agent_r1_trl.cli.errors import UsageError, is_main_process
+from agent_r1_trl.cli.errors import UsageError, is_main_process, run_command
 from agent_r1_trl.cli.recipe import read_recipe, split_config
 
 COMMAND = "agent-r1-trl doctor --run"
@@ -30,7 +32,7 @@ _OFF = {
     **{"logging_strategy": "steps", "logging_steps": 1, "disable_tqdm": True, "log_completions": False},
     **{"record_trajectories": "none", "push_trajectories": False, "num_iterations": 1, "max_steps": 2},
     **{"steps_per_generation": None, "generation_batch_size": None, "eval_dataset_name": None},
-    **{"critic_uses_filtered": False, "push_critic": False, "num_train_epochs": 3.0},
+    **{"critic_uses_filtered": False, "critic_warmup_steps": 0, "push_critic": False, "num_train_epochs": 3.0},
 }
 """What the trial changes in every recipe."""
 
@@ -41,9 +43,10 @@ def run_trial(argv: Sequence[str]) -> int:
     Raises:
         UsageError: there is a mistake in the recipe or on the command line.
     """
-    from agent_r1_trl.cli.launch import use_one_gpu
+    from agent_r1_trl.cli.launch import check_launcher, use_one_gpu
     from agent_r1_trl.cli.train import find_trainer
 
+    check_launcher(os.environ)
     path, _ = split_config(argv)
     if path is not None:
         read_recipe(path)
@@ -66,7 +69,7 @@ def examine(argv: Sequence[str], folder: str) -> list[Any]:
     Raises:
         UsageError: there is a mistake in the recipe or on the command line.
     """
-    from agent_r1_trl.cli.launch import device_defaults
+    from agent_r1_trl.cli.launch import check_num_processes, device_defaults
     from agent_r1_trl.doctor.report import Report
     from agent_r1_trl.doctor.trial import report_failure
 
@@ -74,16 +77,16 @@ def examine(argv: Sequence[str], folder: str) -> list[Any]:
     arguments, script_args, args, model_args = parser.parse(argv, defaults=device_defaults())
     if not model_args.model_name_or_path:
         raise UsageError("--model_name_or_path: not set. Pass the directory or the Hub id of a model.")
+    check_num_processes(os.environ, args.world_size, script_args.num_processes_expected)
     changes = _shortened(parser, config_class, arguments, args, folder)
     report = Report()
-    report.ok("trial", _scope(parser, changes))
     try:
         _measure(report, parser, config_class, script_args, model_args, changes)
     except Exception as error:
         if os.environ.get("AGENT_R1_TRL_DEBUG"):
             traceback.print_exc()
         savings = _estimates(parser, model_args, {}, args.world_size)[1]
-        report_failure(report, error, savings=savings)
+        report_failure(report, error, settings=parser.settings, savings=savings)
     return report.findings
 
 
@@ -127,7 +130,9 @@ def _scope(parser: Any, changes: dict[str, Any]) -> str:
     from agent_r1_trl.trainers.stability_settings import StabilitySettings
 
     names = [item.name for item in dataclasses.fields(StabilitySettings)]
-    names += ["num_iterations", "save_strategy", "eval_strategy"]
+    names += [
+        name for name in ("num_iterations", "critic_warmup_steps", "save_strategy", "eval_strategy") if name in changes
+    ]
     given = {name: getattr(parser.settings[name], "value", parser.settings[name]) for name in names}
     off = [f"{name}={value}" for name, value in given.items() if value not in (changes[name], "no")]
     tokens, turns = (changes.get(name, parser.settings[name]) for name in ("max_completion_length", "max_turns"))
@@ -138,7 +143,7 @@ def _scope(parser: Any, changes: dict[str, Any]) -> str:
 def _measure(
     report: Any, parser: Any, config_class: type, script_args: Any, model_args: Any, changes: dict[str, Any]
 ) -> None:
-    from agent_r1_trl.doctor.trial import Meter, attention_kernels, judge, time_variants
+    from agent_r1_trl.doctor.trial import Meter, attention_kernels, judge, of_all_processes, time_variants
     from agent_r1_trl.update.layout import UPDATE_LAYOUTS
 
     own = {name: value for name, value in changes.items() if name != "eval_dataset_name"}
@@ -161,11 +166,13 @@ def _measure(
         meter.close()
         if trainer.env_factory is not None:
             trainer.rollouts.close()
+    trial = of_all_processes(meter.trial)
     of_recipe, savings = _estimates(parser, model_args, {}, args.world_size)
-    of_trial, _ = _estimates(parser, model_args, own, args.world_size, meter.trial)
+    of_trial, _ = _estimates(parser, model_args, own, args.world_size, trial)
+    report.ok("trial", _scope(parser, changes))
     judge(
         report,
-        meter.trial,
+        trial,
         settings=parser.settings | {"bf16": args.bf16, "fp16": args.fp16, "dtype": model_args.dtype},
         variants=variants,
         not_timed=not_timed,
@@ -242,5 +249,16 @@ def _as_computed(setup: Any, trial: Any) -> Any:
         trajectory_tokens=None,
         max_tokens_per_micro_batch=trial.pass_tokens if setup.is_packed else None,
         update_rows=None,
-        rollout_rows=min(setup.rollout_rows, max(1, trial.num_trajectories)),
+        rollout_rows=min(setup.rollout_rows, max(1, trial.num_trajectories // trial.num_processes)),
     )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `python -m agent_r1_trl.cli.doctor_run`, without `--run`: torchrun takes that for its own."""
+    from agent_r1_trl.cli.doctor import run
+
+    return run_command(run, ["--run", *(sys.argv[1:] if argv is None else argv)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

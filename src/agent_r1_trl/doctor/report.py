@@ -11,8 +11,8 @@ from agent_r1_trl.safe_text import shown
 if TYPE_CHECKING:
     from rich.table import Table
 
-Level = Literal["ok", "warning", "error"]
-_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
+Level = Literal["ok", "skipped", "warning", "error"]
+_STYLES = {"ok": "green", "skipped": "dim", "warning": "yellow", "error": "bold red"}
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -20,10 +20,11 @@ class Finding:
     """One line of a report."""
 
     level: Level
-    """error: a run would fail or learn the wrong thing. warning: probably not meant. ok: examined and fine."""
+    """error: a run would fail or learn the wrong thing. warning: probably not meant. skipped: could not be examined.
+    ok: examined and fine."""
     message: str
     cure: str = ""
-    """What to change; empty for ok."""
+    """What to change; empty for ok and skipped."""
     check: str = ""
     """What was examined: versions, tokenizer, chat template, parser, masks, tools, prompts, environment; of a trial
     trial, speed, rollout, numbers, time, memory, sampler, update; in the report of `check_env` construction, methods,
@@ -40,6 +41,10 @@ class Report:
         """Add that a check looked and found nothing; ignored if it has a warning or an error."""
         if all(finding.check != check or finding.level == "ok" for finding in self.findings):
             self._add(Finding(level="ok", check=check, message=message))
+
+    def skip(self, check: str, message: str) -> None:
+        """Add what could not be examined, and why."""
+        self._add(Finding(level="skipped", check=check, message=message))
 
     def warning(self, check: str, message: str, cure: str) -> None:
         """Add what is probably not meant."""

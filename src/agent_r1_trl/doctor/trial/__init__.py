@@ -4,8 +4,17 @@
 kernels, and `judge` makes findings of both.
 """
 
-from agent_r1_trl.doctor.trial.meter import Meter, Trial
+from agent_r1_trl.doctor.trial.meter import Meter, Trial, of_all_processes
 from agent_r1_trl.doctor.trial.variants import Variant, attention_kernels, time_variants
 from agent_r1_trl.doctor.trial.verdict import judge, report_failure
 
-__all__ = ["Meter", "Trial", "Variant", "attention_kernels", "judge", "report_failure", "time_variants"]
+__all__ = [
+    "Meter",
+    "Trial",
+    "Variant",
+    "attention_kernels",
+    "judge",
+    "of_all_processes",
+    "report_failure",
+    "time_variants",
+]

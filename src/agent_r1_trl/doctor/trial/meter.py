@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from agent_r1_trl.update.batching import loss_masks, whole_rows
@@ -71,10 +72,50 @@ class Trial:
     """Mean absolute difference of the sampler's and the trainer's log-probs of the tokens that were sampled."""
     num_gap_tokens: int = 0
     num_trajectories: int = 0
-    """Of the last rollout, in this process."""
+    """Of the last rollout."""
     num_failed: int = 0
+    num_processes: int = 1
+    """Whose trials this is."""
     buffer: list[Inputs] = field(default_factory=list)
     """The last rollout's micro-batches before they were laid out."""
+
+
+def of_all_processes(trial: Trial) -> Trial:
+    """What all processes measured, as one: sums of counts, the largest use of memory, times of the slowest rollout.
+
+    All processes must call it. The micro-batches stay this one's.
+    """
+    trials: list[Trial] = gather_object([replace(trial, buffer=[])])
+    if len(trials) == 1:
+        return trial
+    slowest = max(trials, key=lambda one: one.steps[-1].rollout_s)
+    fullest = max(trials, key=lambda one: one.peak_bytes)
+    num_gap_tokens = sum(one.num_gap_tokens for one in trials)
+    gaps = [one.gap * one.num_gap_tokens for one in trials if one.gap is not None]
+    return replace(
+        fullest,
+        steps=[
+            replace(
+                step,
+                sampled_tokens=sum(one.steps[number].sampled_tokens for one in trials),
+                loss_tokens=sum(one.steps[number].loss_tokens for one in trials),
+                logs=trials[0].steps[number].logs,  # the Trainer logs what is of all processes, in the first
+            )
+            for number, step in enumerate(slowest.steps)
+        ],
+        gap=sum(gaps) / num_gap_tokens if num_gap_tokens else None,
+        num_gap_tokens=num_gap_tokens,
+        num_trajectories=sum(one.num_trajectories for one in trials),
+        num_failed=sum(one.num_failed for one in trials),
+        num_processes=len(trials),
+        buffer=trial.buffer,
+    )
+
+
+def filters_of(settings: dict[str, Any]) -> dict[str, float]:
+    """The settings by which a sampler leaves tokens out or weighs them anew, with the values that switch them off."""
+    off: dict[str, float] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    return {name: value for name, value in off.items() if settings.get(name) not in (None, value)}
 
 
 class Meter(TrainerCallback):
@@ -129,9 +170,11 @@ class Meter(TrainerCallback):
     def _measure_gap(self, output: Inputs, rows: Any) -> None:
         trainer, sampled = self._trainer, [row.logprobs for row in rows.rows[:_GAP_ROWS]]
         args, width = trainer.args, output["completion_mask"].shape[1]
-        is_filtered = (args.top_p or 1.0) < 1 or args.top_k or args.min_p or args.repetition_penalty != 1.0
-        if is_filtered or not any(sampled) or any(value is None for row in sampled for value in row):
+        is_missing = not any(sampled) or any(value is None for row in sampled for value in row)
+        count = min(gather_object([0 if is_missing or filters_of(vars(args)) else len(sampled)]))
+        if not count:  # all processes pass as many rows, since sharded weights are gathered by all of them
             return
+        sampled = sampled[:count]
         some = take_rows({name: output[name] for name in _COLUMNS}, slice(0, len(sampled)))
         was_training = trainer.model.training
         trainer.model.eval()
@@ -143,7 +186,7 @@ class Meter(TrainerCallback):
         finally:
             trainer.model.train(was_training)
         total = 0.0
-        for index, row in enumerate(rows.rows[:_GAP_ROWS]):
+        for index, row in enumerate(rows.rows[:count]):
             ours = logps[index, : len(row.logprobs)].float().cpu().tolist()
             pairs = zip(ours, row.logprobs, row.action_mask, strict=True)
             found = [abs(one - other) for one, other, is_action in pairs if is_action]

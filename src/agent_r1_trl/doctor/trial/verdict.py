@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agent_r1_trl.doctor.report import Report, describe_error
-from agent_r1_trl.doctor.trial.meter import Step, Trial
+from agent_r1_trl.doctor.trial.meter import Step, Trial, filters_of
 from agent_r1_trl.doctor.trial.variants import Variant
 from agent_r1_trl.memory import Estimate, Saving
 
@@ -53,20 +53,21 @@ def judge(
     """
     step = trial.steps[-1]
     _judge_speed(report, trial, step)
-    _judge_numbers(report, step)
+    _judge_numbers(report, trial)
     _judge_time(report, trial, step, settings, has_vllm=has_vllm)
-    _judge_memory(report, trial, of_trial, of_recipe, savings)
+    _judge_memory(report, trial, settings, of_trial, of_recipe, savings)
     _judge_gap(report, trial, settings)
     _judge_variants(report, variants, not_timed)
 
 
-def report_failure(report: Report, error: BaseException, *, savings: Sequence[Saving] = ()) -> None:
+def report_failure(
+    report: Report, error: BaseException, *, settings: dict[str, Any], savings: Sequence[Saving] = ()
+) -> None:
     """Add what a trial ended with: the first cause of the error, and what would help."""
     first = first_cause(error)
     text = describe_error(first, limit=600)
     if any(words in f"{type(first).__name__} {first}" for words in _OUT_OF_MEMORY):
-        options = [saving.change for saving in savings] or ["per_device_train_batch_size: 1"]
-        report.error("trial", f"The memory was not enough: {text}.", f"Set {options[0]}.")
+        report.error("trial", f"The memory was not enough: {text}.", _smaller(settings, savings))
         return
     where = _place(first)
     report.error(
@@ -74,6 +75,16 @@ def report_failure(report: Report, error: BaseException, *, savings: Sequence[Sa
         f"The run ended with {text}{where}.",
         "Correct what the message names. AGENT_R1_TRL_DEBUG=1 shows where it was raised.",
     )
+
+
+def _smaller(settings: dict[str, Any], savings: Sequence[Saving]) -> str:
+    """What makes a recipe smaller: the largest saving that `memory` knows, else a smaller micro-batch."""
+    if savings:
+        return f"Set, or launch with, {savings[0].change}. agent-r1-trl memory lists what else would help."
+    rows = settings.get("per_device_train_batch_size", 1) * settings.get("gradient_accumulation_steps", 1)
+    if settings.get("per_device_train_batch_size", 1) > 1:
+        return f"Set per_device_train_batch_size: 1 and gradient_accumulation_steps: {rows}."
+    return "Set gradient_checkpointing: true."
 
 
 def first_cause(error: BaseException) -> BaseException:
@@ -101,11 +112,12 @@ def _place(error: BaseException) -> str:
 def _judge_speed(report: Report, trial: Trial, step: Step) -> None:
     first = trial.steps[0]
     warm_up = f"; the first step took {first.seconds:.1f} s, with all that is loaded once" if step is not first else ""
+    together = f" ({trial.num_processes} processes together)" if trial.num_processes > 1 else ""
     report.ok(
         "speed",
         f"Rollout {_rate(step.sampled_tokens, step.rollout_s)} sampled tokens/s, update "
         f"{_rate(step.loss_tokens, step.update_s)} tokens in the loss/s, on {trial.device}; a step of "
-        f"{trial.num_trajectories} trajectories took {step.seconds:.1f} s{warm_up}.",
+        f"{trial.num_trajectories} trajectories{together} took {step.seconds:.1f} s{warm_up}.",
     )
     if trial.num_failed:
         report.warning(
@@ -115,14 +127,27 @@ def _judge_speed(report: Report, trial: Trial, step: Step) -> None:
         )
 
 
-def _judge_numbers(report: Report, step: Step) -> None:
-    bad = [name for name in ("loss", "grad_norm") if not math.isfinite(step.logs.get(name, 0.0))]
-    if bad or step.logs.get("nonfinite/skipped_steps"):
+def _judge_numbers(report: Report, trial: Trial) -> None:
+    logs = [step.logs for step in trial.steps]
+    names = ("loss", "grad_norm", "critic/grad_norm")
+    bad = [name for name in names if not all(math.isfinite(one.get(name, 0.0)) for one in logs)]
+    norms = [one["grad_norm"] for one in logs if "grad_norm" in one]
+    if bad or any(one.get("nonfinite/skipped_steps") for one in logs):
         report.error("numbers", f"{' and '.join(bad) or 'A step'} is not finite.", "Set bf16: true and fp16: false.")
-    elif "loss" in step.logs:
-        norm = step.logs.get("grad_norm")
-        text = "" if norm is None else f", gradient norm {norm:.3g}"
-        report.ok("numbers", f"Loss {step.logs['loss']:.3g}{text}: finite.")
+    elif not any(step.loss_tokens for step in trial.steps):
+        why = "No token was in the loss, so loss and gradients say nothing: what is cut off may be masked."
+        report.warning("numbers", why, _LONGER)
+    elif not any(norms):
+        why = "The gradients were 0 or not logged, so they say nothing: trajectories of one prompt earned the same."
+        report.warning("numbers", why, _LONGER)
+    else:
+        report.ok("numbers", f"Loss {logs[-1].get('loss', 0.0):.3g}, gradient norm {norms[-1]:.3g}: finite.")
+
+
+_LONGER = (
+    "Raise --run_tokens and --run_turns to what the recipe allows. If it stays so, bring the policy nearer to the "
+    "task first (SFT), or the task nearer to the policy."
+)
 
 
 def _judge_time(report: Report, trial: Trial, step: Step, settings: dict[str, Any], *, has_vllm: bool) -> None:
@@ -144,12 +169,12 @@ def _judge_time(report: Report, trial: Trial, step: Step, settings: dict[str, An
 
 def _cure_of_time(trial: Trial, shares: dict[str, float], settings: dict[str, Any], *, has_vllm: bool) -> str:
     rows, at_once = settings.get("generation_batch_rows"), settings.get("max_concurrency")
-    uses_vllm = bool(settings.get("use_vllm"))
-    if shares["tools and environment"] > LARGE_SHARE and at_once is not None and at_once < trial.num_trajectories:
-        return f"Set max_concurrency: {trial.num_trajectories}, so that all trajectories wait for their tools at once."
+    uses_vllm, own = bool(settings.get("use_vllm")), trial.num_trajectories // trial.num_processes
+    if shares["tools and environment"] > LARGE_SHARE and at_once is not None and at_once < own:
+        return f"Set max_concurrency: {own}, so that all trajectories wait for their tools at once."
     if shares["sampling"] > LARGE_SHARE and not uses_vllm:
-        if rows is not None and rows < trial.num_trajectories:
-            return f"Set generation_batch_rows: {trial.num_trajectories}, so that all are sampled in one forward pass."
+        if rows is not None and rows < own:
+            return f"Set generation_batch_rows: {own}, so that all are sampled in one forward pass."
         if trial.device == "cuda":
             first = "" if has_vllm else "Install vLLM (pip install 'agent-r1-trl[vllm]') and set "
             return f"{first or 'Set '}use_vllm: true."
@@ -165,6 +190,7 @@ def _cure_of_time(trial: Trial, shares: dict[str, float], settings: dict[str, An
 def _judge_memory(
     report: Report,
     trial: Trial,
+    settings: dict[str, Any],
     of_trial: Estimate | None,
     of_recipe: Estimate | None,
     savings: Sequence[Saving],
@@ -172,11 +198,11 @@ def _judge_memory(
     peak = trial.peak_bytes / GIB
     if trial.device != "cuda":
         found = f"The process grew by {peak:.2f} GiB. `memory` estimates GPUs, so this was not compared."
-        report.ok("memory", found)
+        report.skip("memory", found)
         return
     used = f"; the whole GPU held {trial.used_bytes / GIB:.2f} of {trial.total_bytes / GIB:.0f} GiB"
     if of_trial is None or of_recipe is None:
-        report.ok("memory", f"Peak {peak:.2f} GiB{used}. Not compared: `memory` cannot estimate this recipe.")
+        report.skip("memory", f"Peak {peak:.2f} GiB{used}. Not compared: `memory` cannot estimate this recipe.")
         return
     expected = _in_this_allocator(of_trial)
     ratio = trial.peak_bytes / expected
@@ -187,9 +213,8 @@ def _judge_memory(
     text += f"The whole recipe: {whole / GIB:.1f} GiB"
     text += f" (the estimate times {more:.2f})." if more > 1 + TOLERANCE else "."
     if share > 0.9 or of_recipe.problems:
-        cure = f"Set {savings[0].change}." if savings else "Set gradient_checkpointing: true."
         note = report.error if share > 1 or of_recipe.problems else report.warning
-        note("memory", " ".join([text, *of_recipe.problems]), cure)
+        note("memory", " ".join([text, *of_recipe.problems]), _smaller(settings, savings))
     elif ratio > 1 + TOLERANCE:
         room = trial.total_bytes / GIB / more
         report.warning("memory", text, f"Pass --gpu_memory_gb {room:.0f} to agent-r1-trl memory for this model.")
@@ -216,13 +241,17 @@ def _judge_gap(report: Report, trial: Trial, settings: dict[str, Any]) -> None:
         step.logs["sampling/sync_logprob_gap"] for step in trial.steps if "sampling/sync_logprob_gap" in step.logs
     ]
     probe = f" The probe after a weight sync found {max(synced):.2g}." if synced else ""
-    if trial.gap is None:
+    if filters := filters_of(settings):
         report.warning(
             "sampler",
-            "The log-probs of sampler and trainer were not compared: the sampler gave none, or it draws from a "
-            f"filtered distribution (top_p, top_k, min_p, repetition_penalty).{probe}",
-            "Set top_p: 1.0, top_k: 0 and repetition_penalty: 1.0 to have them compared.",
+            f"The log-probs of sampler and trainer were not compared: the sampler draws from a filtered distribution "
+            f"({', '.join(f'{name}={settings[name]}' for name in filters)}), and the loss from the whole one.{probe}",
+            f"Set {', '.join(f'{name}: {value}' for name, value in filters.items())} to have them compared.",
         )
+        return
+    if trial.gap is None:
+        why = "on some process, no trajectory came with log-probs of all its tokens"
+        report.skip("sampler", f"The log-probs of sampler and trainer were not compared: {why}.{probe}")
         return
     is_exact = not (settings.get("bf16") or settings.get("fp16")) and settings.get("dtype") == "float32"
     limit = EXACT_GAP if is_exact else ROUNDED_GAP
@@ -240,7 +269,7 @@ def _judge_gap(report: Report, trial: Trial, settings: dict[str, Any]) -> None:
 
 def _judge_variants(report: Report, variants: Sequence[Variant] | None, not_timed: str) -> None:
     if variants is None:
-        report.warning("update", f"Layouts and attention kernels were not compared: {not_timed}.", _ALONE)
+        report.skip("update", f"Layouts and attention kernels were not compared: {not_timed}. {_ALONE}")
         return
     (current,) = (variant for variant in variants if variant.is_current)
     timed = sorted((v for v in variants if v.seconds is not None), key=lambda v: v.seconds or 0.0)
