@@ -51,6 +51,10 @@ TINY = {
             "overlapped_staleness",
         },
     ),
+    "ranks.py": (
+        ["--ranks", "1", "2", "--trajectories", "8", "--steps", "3", "--longest", "8", "--width", "32"],
+        {"rows"},
+    ),
     "retrieval.py": (["--passages", "50", "--queries", "4", "--rounds", "1"], {"rows"}),
     "rollout_concurrency.py": (
         ["--trajectories", "2", "--latency", "0.01", "--median", "0.01", "--turns", "2", "--repeats", "1"],
@@ -164,6 +168,7 @@ def test_a_benchmark_prints_a_table_and_its_figures_as_one_line_of_json(name):
         "context_policies.py": 7,
         "gpu.py": 6,
         "long_rollout.py": 2,
+        "ranks.py": 2,
         "rollout_scale.py": 4,
         "rollout_throughput.py": 2,
     }
