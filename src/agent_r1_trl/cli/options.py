@@ -62,6 +62,8 @@ def help_text(command: str, about: str, groups: list[dict[str, Any]], *, width: 
         "names a YAML file with any of these settings, or a recipe that comes with the package (agent-r1-trl train "
         "--list-recipes shows them)."
     )
+    if any(group["title"].endswith("(transformers)") for group in groups):
+        use += " Settings that newer releases of TRL and transformers add are taken, too."
     usage = f"usage: {command} [-h, --help] [--config RECIPE] [--name value ...]"
     lines = [usage, "", *textwrap.wrap(use, width)]
     for group in groups:
