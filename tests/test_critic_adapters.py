@@ -24,7 +24,9 @@ IDS = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
 TARGETS = ["q_proj", "v_proj"]
 
-INITIALISATIONS = (True, False, "gaussian", "pissa", "pissa_niter_4", "olora", "orthogonal", "mica", "eva", "corda")
+INITIALISATIONS = [True, False, "gaussian", "pissa", "pissa_niter_4", "olora", "orthogonal", "eva", "corda"]
+if "mica" in str(peft.LoraConfig.__annotations__["init_lora_weights"]):  # the oldest peft does not know it
+    INITIALISATIONS.append("mica")
 ADAPTERS = {
     "LORA": ("LoraConfig", {"r": 4}),
     "LORA (DoRA)": ("LoraConfig", {"r": 4, "use_dora": True}),
@@ -46,6 +48,7 @@ ADAPTERS = {
     "DELORA": ("DeloraConfig", {"r": 4}),
     "LN_TUNING": ("LNTuningConfig", {"target_modules": ["input_layernorm"]}),
 }
+ADAPTERS = {kind: made for kind, made in ADAPTERS.items() if hasattr(peft, made[0])}  # the oldest peft has fewer
 
 
 def make_base(seed=0, **options):
