@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import pytest
 import transformers
+from accelerate import ParallelismConfig
 from transformers import Trainer, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
@@ -586,6 +587,7 @@ TABLE = {
         Refused("full_shard"),
         ShownBy("tests/trainers/test_config.py::test_sharding_by_fsdp_is_refused_wherever_it_was_asked_for"),
     ),
+    "parallelism_config": Refused(ParallelismConfig(dp_replicate_size=1)),
     "train_sampling_strategy": Refused("group_by_length"),
     "length_column_name": Refused("num_words"),
     "local_rank": SetByLaunchers(),
