@@ -289,12 +289,10 @@ def test_a_sampler_without_a_log_prob_fails_that_trajectory_alone(tmp_path, valu
     script = generator._script
 
     def answer(request):
-        ids = script(request)
-        return (
-            ScriptedTurn(token_ids=ids, logprobs=[-1.0, value] + [-1.0] * (len(ids) - 2))
-            if request.index == 3
-            else ids
-        )
+        turn = script(request)
+        if request.index != 3:
+            return turn
+        return ScriptedTurn(token_ids=turn.token_ids, logprobs=[-1.0, value, *turn.logprobs[2:]])
 
     generator._script = answer
     trainer.train()
