@@ -11,7 +11,7 @@ import torch
 from tests.distributed import four_ranks
 from tests.distributed.critics import save_policy
 from tests.distributed.four_ranks import CASES, GROUP_SIZE, NUM_RANKS, NUM_STEPS, SAVED_STEP
-from tests.distributed.launch import launch
+from tests.distributed.launch import LAUNCHES, launch
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ def one(tmp_path_factory):
     return four_ranks.compute(save_policy(tmp_path_factory.mktemp("one")), is_resumed=False)
 
 
-@pytest.fixture(scope="module", params=["ddp", "zero3"])
+@pytest.fixture(scope="module", params=LAUNCHES)
 def four(request, tmp_path_factory):
     """The name of a launch and what its four ranks found."""
     folder = save_policy(tmp_path_factory.mktemp(request.param))
