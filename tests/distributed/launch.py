@@ -12,8 +12,6 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {"zero2": "cpu_2proc.yaml", "zero3": "cpu_2proc_zero3.yaml"}
 LAUNCHES = ("ddp", *CONFIGS)
-EXTENSIONS = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(sys.prefix) / "torch_extensions")
-"""Where DeepSpeed builds its extension: in this environment, since another torch cannot use it and builds it anew."""
 TIMEOUT_S = 780
 """Of a launch: DeepSpeed compiles for a minute when it is used for the first time."""
 
@@ -39,7 +37,6 @@ def launch(kind, module, output_dir, timeout_s=TIMEOUT_S, *, num_processes=2, ne
                 "OMP_NUM_THREADS": "1",
                 "TESTS_WITHOUT_VLLM": "" if needs_vllm else "1",
                 "PATH": os.pathsep.join([bin_dir, os.environ["PATH"]]),
-                "TORCH_EXTENSIONS_DIR": str(EXTENSIONS),
                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
             },
             stdout=file,
@@ -74,6 +71,7 @@ def kill_tree(process):
 
 def remove_build_locks(since):
     """Remove what a killed build of DeepSpeed's extension leaves behind, at which every later launch would wait."""
-    for lock in EXTENSIONS.glob("**/lock"):
+    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+    for lock in cache.glob("**/lock"):
         if lock.stat().st_mtime >= since:
             lock.unlink(missing_ok=True)
