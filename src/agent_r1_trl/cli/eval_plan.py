@@ -97,9 +97,11 @@ def _models(arguments: EvalArguments) -> dict[str, str | None]:
     given = arguments.model_name_or_path or []
     if len({Path(name).resolve() if Path(name).exists() else name for name in given}) < len(given):
         raise UsageError(f"model_name_or_path={given}: a model stands there twice. Remove one of them.")
-    methods = dict(zip(model_labels(given, taken=BASELINES), given, strict=True)) if len(given) > 1 else {}
-    baselines = {method: _baseline_model(arguments, method) for method in dict.fromkeys(arguments.baselines or ())}
-    return baselines | (methods or {MODEL: given[0] if given else None})
+    names = dict.fromkeys(arguments.baselines or ())
+    played: dict[str, str | None] = {method: _baseline_model(arguments, method) for method in names}
+    if len(given) <= 1:
+        return {**played, MODEL: given[0] if given else None}
+    return {**played, **dict(zip(model_labels(given, taken=BASELINES), given, strict=True))}
 
 
 def _baseline_model(arguments: EvalArguments, method: str) -> str | None:
