@@ -10,6 +10,7 @@ times as many, 10 by default.
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores Ctrl-C 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 forbid_ends()
+
+# DeepSpeed builds its extension here: in this environment, since another torch cannot use it and builds it anew.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 settings.register_profile(
     "tests",

@@ -78,12 +78,12 @@ class Hosted:
 
     def __init__(self, turns, faults=()):
         self.turns, self.faults = list(turns), list(faults)
-        self.model = "gpt"
+        self.models = ["gpt"]
 
     def __call__(self, body, number):
         if self.faults:
             return self.faults.pop(0)
-        if body["model"] != self.model:
+        if body["model"] not in self.models:
             return 404, {
                 "error": {"message": f"The model `{body['model']}` does not exist", "code": "model_not_found"}
             }

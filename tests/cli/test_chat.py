@@ -9,8 +9,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from agent_r1_trl.cli import main
+from agent_r1_trl.conversation import Conversation, ConversationError
 from agent_r1_trl.recording import read_trajectories
 from agent_r1_trl.safe_text import visible
+from agent_r1_trl.trajectory import StopReason
 from tests.fake_vllm import FakeServer
 from tests.servers import free_port
 
@@ -74,6 +76,25 @@ def test_input_that_is_no_utf8_is_said_and_read_with_marks(recipe, chat, answeri
 def test_the_limits_of_the_recipe_end_the_chat(recipe, chat):
     out = chat(["Hello", "Again", "/reset", "Hello"], "--config", recipe(max_turns=1))
     assert out.count("max_turns=1 is reached; /undo or /reset)") == 3
+
+
+FAILED, ENDED = StopReason.GENERATION_ERROR, StopReason.MAX_TURNS
+
+
+@pytest.mark.parametrize(
+    ("answers", "code"),
+    [([FAILED, None], 0), ([None, FAILED], 3), ([FAILED, ENDED], 0), ([ENDED, FAILED], 3)],
+)
+def test_the_exit_code_says_whether_the_last_message_failed(recipe, chat, monkeypatch, answers, code):
+    left = list(answers)
+
+    async def say(conversation, text):
+        if (reason := left.pop(0)) is not None:
+            raise ConversationError("no answer", reason)
+
+    monkeypatch.setattr(Conversation, "say", say)
+    out = chat(["first", "second", "/help"], "--config", recipe(), code=code)
+    assert not left and out.count("(not answered: no answer") == len(answers) - answers.count(None)
 
 
 def test_a_model_alone_or_with_tools_of_a_module(recipe, chat, model_folder):

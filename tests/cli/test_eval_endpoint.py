@@ -195,3 +195,15 @@ def test_without_counts_of_the_server_there_are_no_tokens_and_no_costs(recipe):
         assert main(["eval", "--config", recipe(), *flags, "--endpoint", url]) == 0
     (row,) = read_table()
     assert row["turns"] == 1 and "input_tokens" not in row and row["cost_per_1000"] is None
+
+
+def test_of_several_hosted_models_it_is_not_known_which_plays_a_baseline(search_recipe, refusal):
+    with hosted([answer]) as (url, seen, server):
+        server.models.append("org/small")
+        flags = ["eval", "--config", search_recipe, "--endpoint", url, "--models", "gpt", "org/small"]
+        assert "which of the hosted models gpt, org/small" in refusal(*flags, "--baselines", "closed_book")
+        assert not seen.bodies
+        assert main(flags) == 0
+    rows = read_table()
+    assert [row["method"] for row in rows] == ["gpt", "small"]
+    assert [row["settings"]["model"] for row in rows] == [f"gpt at {url}/v1", f"org/small at {url}/v1"]

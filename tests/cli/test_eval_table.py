@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from agent_r1_trl.cli import main
+from agent_r1_trl.publishing.card import read_facts
+from agent_r1_trl.publishing.results import model_index, scores_of
 from agent_r1_trl.recording import read_records
 
 SEARCH_ENV = """
@@ -75,6 +78,52 @@ def test_methods_and_data_sets_make_the_rows_of_one_table(search_recipe, model_f
     assert "agent-r1-trl view scores/more/model --terminal --split eval --step 0" in printed
 
 
+@pytest.fixture
+def copies(model_folder, tmp_path):
+    """Two models in directories of the same name."""
+    folders = [tmp_path / name / "checkpoint-8" for name in ("grpo", "ppo")]
+    for folder in folders:
+        shutil.copytree(model_folder, folder)
+    return list(map(str, folders))
+
+
+def test_several_models_stand_in_one_table_under_names_of_their_own(search_recipe, model_folder, copies, capsys):
+    assert main(["eval", "--config", search_recipe, "--models", *copies, "--baselines", "base", "naive_rag"]) == 0
+    rows = json.loads(Path("scores/evaluation.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == ["base", "naive_rag", "grpo_checkpoint-8", "ppo_checkpoint-8"]
+    assert [row["settings"]["model"] for row in rows] == [*[str(model_folder)] * 2, *copies]
+    assert [row["tool_calls"] for row in rows[2:]] == [rows[0]["tool_calls"]] * 2  # the same weights
+    capsys.readouterr()
+    assert main(["eval", "compare", "scores/test/grpo_checkpoint-8", "scores/test/ppo_checkpoint-8"]) == 0
+    assert "+0.000" in capsys.readouterr().out
+    shutil.copy("scores/evaluation.json", copies[1])
+    facts = read_facts(Path(copies[1]), "ada/agent")
+    (own,) = [scores for scores in scores_of(facts.evaluation) if scores.method == "model"]
+    assert own.metrics["turns"][0] == rows[3]["turns"]
+    (entry,) = model_index("agent", facts.evaluation)
+    assert len(entry["results"]) == 1
+    first, second = (
+        json.loads(Path(folder, "evaluation.json").read_text())["rows"]
+        for folder in ("scores", _replayed(search_recipe, copies))
+    )
+    assert [(row["method"], row["turns"]) for row in first[2:]] == [(row["method"], row["turns"]) for row in second]
+
+
+def _replayed(search_recipe, copies):
+    flags = ["--models", *copies, "--replay", "scores", "--output_dir", "again"]
+    assert main(["eval", "--config", search_recipe, *flags]) == 0
+    return "again"
+
+
+def test_several_models_without_a_base_take_no_baselines(search_recipe, copies, refusal):
+    recipe = Path(search_recipe)
+    recipe.write_text("\n".join(line for line in recipe.read_text().splitlines() if "model_name_or_path" not in line))
+    flags = ["eval", "--config", search_recipe, "--models", *copies, "--baselines", "naive_rag"]
+    assert "baselines='naive_rag': no other model than" in refusal(*flags)
+    assert main([*flags, "--base_model", copies[0]]) == 0
+    assert "baselines='base'" in refusal(*flags, "base", "--base_model", copies[0])
+
+
 def test_a_table_of_one_row_is_flat(recipe):
     assert main(["eval", "--config", recipe(), "--output_dir", "scores"]) == 0
     result = json.loads(Path("scores/evaluation.json").read_text())
@@ -114,6 +163,7 @@ MISTAKES = {
     "no base model": (["--baselines", "base"], "base_model"),
     "no such baseline": (["--baselines", "closed_boko"], "mean 'closed_book'"),
     "nothing to search with": (["--env", "task.py:AddEnv", "--baselines", "naive_rag"], "only add. Name its search"),
+    "a model twice": (["--models", "trained", "./trained"], "a model stands there twice"),
     "a data set twice": (["--datasets", "test.jsonl", "test.jsonl"], "twice"),
     "a base model that is not there": (["--baselines", "base", "--base_model", "./nowhere"], "base_model='./nowhere'"),
     "one of the data sets is missing": (["--datasets", "test.jsonl", "nor.jsonl"], "eval_dataset_name='nor.jsonl'"),
@@ -121,7 +171,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("flags", "words"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_what_makes_no_table_is_refused(search_recipe, refusal, flags, words):
+def test_what_makes_no_table_is_refused(search_recipe, other_model, refusal, flags, words):
     assert words in refusal("eval", "--config", search_recipe, *flags)
 
 

@@ -47,9 +47,16 @@ def test_samples_are_the_first_trajectories_of_each_row_as_text():
 
 
 def test_the_step_is_that_of_the_checkpoint(tmp_path):
-    assert trained_steps(str(tmp_path)) == trained_steps("ada/model") == trained_steps(None) == 0
+    assert trained_steps(str(tmp_path)) == trained_steps("ada/model") == trained_steps() == 0
     (tmp_path / "trainer_state.json").write_text('{"global_step": 40}')
     assert trained_steps(str(tmp_path)) == 40
+    assert trained_steps(str(tmp_path), "ada/model") == 0
+    later = tmp_path / "later"
+    later.mkdir()
+    (later / "trainer_state.json").write_text('{"global_step": 40}')
+    assert trained_steps(str(tmp_path), str(later)) == 40
+    (later / "trainer_state.json").write_text('{"global_step": 80}')
+    assert trained_steps(str(tmp_path), str(later)) == 0
 
 
 def test_tensorboard_has_every_figure_the_table_and_trajectories_and_a_replay_sends_them_as_well(recipe):

@@ -219,6 +219,13 @@ def test_gold_answers_may_be_in_any_of_the_usual_columns(index):
         assert env.outcome_reward(finished("<answer>b</answer>"))[0] == pytest.approx(1.1)
 
 
+@pytest.mark.parametrize("answer", [1889, 1889.0, [1888, 1889]])
+def test_gold_answers_may_be_numbers(index, answer):
+    env = started(index, {"question": "q", "answer": answer})
+    assert env.outcome_reward(finished("<answer>1889</answer>"))[0] == pytest.approx(1.1)
+    assert env.outcome_reward(finished("<answer>1890</answer>"))[0] < 0
+
+
 def test_a_row_without_a_gold_answer_is_refused(index):
     with pytest.raises(ValueError, match=r"'question'.*'answer'"):
         SearchQAEnv(index).reset({"question": "q"})

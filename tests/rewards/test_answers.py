@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_r1_trl.rewards import exact_match, f1_score, normalize_answer, sub_em
+from agent_r1_trl.rewards import check_golds, exact_match, f1_score, normalize_answer, sub_em
 from tests.effort import examples
 
 
@@ -89,7 +89,8 @@ def test_sub_em_is_generous():
         ("x", None, "golds=None"),
         ("x", [], r"golds=\[\]"),
         ("x", ["y", None], "golds="),
-        ("x", 3, "golds=3"),
+        ("x", True, "golds=True"),
+        ("x", float("nan"), "golds=nan"),
         ("x", {"text": "x"}, "golds="),
     ],
 )
@@ -134,3 +135,9 @@ def test_scores_agree_with_the_naive_reading_and_with_each_other(prediction, gol
     assert f1 == 1.0 or exact == 0.0
     assert sub_em(prediction, golds) >= exact
     assert f1_score(prediction, golds[::-1]) == f1
+
+
+def test_numbers_are_written_out():
+    assert check_golds(1889) == check_golds(1889.0) == ["1889"]
+    assert check_golds([3.25, "three and a quarter", 10**20]) == ["3.25", "three and a quarter", str(10**20)]
+    assert exact_match("1889", 1889.0) == 1.0 and exact_match("1889", [1888, 1890]) == 0.0

@@ -246,6 +246,27 @@ def test_an_evaluation_in_which_everything_failed_is_said_and_never_the_best(
     assert trainer.state.best_metric == (2.0 if len(outage) < 3 else -math.inf)
 
 
+@pytest.mark.parametrize("broken", [None, "hard", "easy"])
+def test_the_metrics_of_several_evaluation_sets_have_their_names(tmp_path, monkeypatch, broken):
+    sets = {"hard": questions(5), "easy": questions(3)}
+    options = {"metric_for_best_model": "hard_reward", "max_steps": 1}
+    trainer = make_trainer(tmp_path, env=DownEnv, script=answer, eval_dataset=sets, **options, **BEST, **EVALUATION)
+    monkeypatch.setattr(
+        DownEnv, "is_down", lambda *_: not trainer.model.training and trainer._eval_prefix == f"eval_{broken}"
+    )
+    trainer.train()
+    logged = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
+    expected = {"hard": 2.0, "easy": 1.0}
+    for name, reward in expected.items():
+        assert logged[f"eval_{name}_reward"] == (None if name == broken else reward)
+        assert logged[f"eval_{name}_rollout/infrastructure_failure_share"] == float(name == broken)
+        assert f"eval_{name}_loss" in logged
+    assert not [
+        name for name in logged if name.startswith("eval_") and not name.startswith(("eval_hard_", "eval_easy_"))
+    ]
+    assert trainer.state.best_metric == (-math.inf if broken == "hard" else 2.0)
+
+
 def test_failed_rows_are_left_out_of_the_reward_of_an_evaluation(tmp_path, monkeypatch, caplog):
     trainer = make_trainer(tmp_path, env=DownEnv, script=answer, eval_dataset=questions(5), **EVALUATION)
     monkeypatch.setattr(DownEnv, "is_down", lambda self, example: example["id"] in ("q3", "q4"))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from agent_r1_trl.cli.arguments import EvalArguments, TaskArguments, TrainArguments, read_mapping
+from agent_r1_trl.cli.arguments import ONE_MODEL, EvalArguments, TaskArguments, TrainArguments, read_mapping
 from agent_r1_trl.cli.errors import (
     InfrastructureError,
     UsageError,
@@ -31,7 +31,7 @@ NO_RECIPE = {"max_turns": 100, "max_completion_length": 8192}
 class ConversationArguments(RolloutSettings):
     """Settings of a conversation; those of a recipe have the same names."""
 
-    model_name_or_path: str | None = field(default=None, metadata=_EVAL["model_name_or_path"].metadata)
+    model_name_or_path: str | None = field(default=None, metadata=ONE_MODEL)
     server: str | None = field(
         default=None,
         metadata={

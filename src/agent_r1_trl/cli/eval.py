@@ -1,7 +1,7 @@
 """`agent-r1-trl eval`: run a model on data sets and score it, within the limits of a recipe, beside baselines.
 
 agent-r1-trl eval --config recipe.yaml --model outputs/my-agent
-agent-r1-trl eval --config recipe.yaml --model outputs/my-agent --baselines base naive_rag closed_book
+agent-r1-trl eval --config recipe.yaml --model outputs/grpo outputs/ppo --baselines base naive_rag closed_book
 agent-r1-trl eval --config recipe.yaml --endpoint https://api.openai.com/v1 --model gpt-4.1-mini
 agent-r1-trl eval compare scores-before scores-after
 """
@@ -110,13 +110,13 @@ def read_arguments(argv: Sequence[str]) -> EvalArguments:
     config_path, _ = split_config(argv)
     recipe = {} if config_path is None else read_recipe(config_path)
     trained = found_paths(recipe.get("model_name_or_path"))
-    if arguments.base_model is None and trained != arguments.model_name_or_path:
+    if arguments.base_model is None and [trained] != arguments.model_name_or_path:
         arguments.base_model = trained
     return arguments
 
 
 def run_evaluation(arguments: EvalArguments, console: Console, *, description: str = "evaluation") -> EvaluationResult:
-    """Evaluate one model on one data set; see `run_table`."""
+    """The last row of a table; see `run_table`."""
     return run_table(arguments, console, description=description).rows[-1].result
 
 
@@ -194,6 +194,7 @@ def _play_all(
                 for index, row in rows.items():
                     title = f"{row.dataset}, {row.method}" if row.folder else description
                     results[index] = _play(arguments, row, agent, console, title, goes_on)
+            del agent  # before the next one is loaded
         except OSError as error:
             raise UsageError(model_problem(player[0], error)) from error
     return [results[index] for index in range(len(plan))]
@@ -252,7 +253,7 @@ def _show(table: EvaluationTable, arguments: EvalArguments) -> None:
 
     if len(table.rows) == 1 and not arguments.by:
         result = table.rows[0].result
-        title = f"{arguments.model_name_or_path or arguments.replay}, {result.num_examples} examples"
+        title = f"{(arguments.model_name_or_path or [arguments.replay])[0]}, {result.num_examples} examples"
         PlainConsole().print(result_table(result, title=title))
         return
     table_console().print(rows_table(table))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.cli.errors import UsageError
+from agent_r1_trl.cli.eval_settings import BASELINES
 from agent_r1_trl.cli.shipped_recipes import without_package_paths
 
 if TYPE_CHECKING:
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from agent_r1_trl.rollout import RolloutLimits
 
 MODEL = "model"
-"""Method: the evaluated model, with its tools."""
+"""Method: the evaluated model, with its tools. Of several models, each is a method with a name of its own."""
+ONE_ANSWER = ("naive_rag", "closed_book")
+"""Baselines without turns."""
 
 
 @dataclass(kw_only=True)
@@ -61,36 +64,67 @@ def make_plan(arguments: EvalArguments, env_factory: Callable[[], Any]) -> list[
     names = arguments.eval_dataset_name or [str(arguments.dataset_name)]
     if len({Path(name).resolve() if Path(name).exists() else name for name in names}) < len(names):
         raise UsageError(f"eval_dataset_name={names}: a data set stands there twice. Remove one of them.")
-    methods = list(dict.fromkeys([*(arguments.baselines or ()), MODEL]))
-    factories = {method: _factory(arguments, method, env_factory) for method in methods}
-    base = _base_model(arguments)
-    hosted = [method for method in methods if arguments.endpoint and method != "base"]
-    models = {
-        method: arguments.model_name_or_path if method == MODEL or method in hosted else base for method in methods
-    }
-    is_other = base is not None and (bool(arguments.endpoint) or base != arguments.model_name_or_path)
-    if "base" in models and not arguments.replay and not is_other:
-        raise UsageError(
-            f"baselines='base': no other model than {base} is named. Pass --base_model, the model before training, or "
-            "--model together with a recipe that names that model."
-        )
+    models = _models(arguments)
+    factories = {method: _factory(arguments, method, env_factory) for method in models}
+    hosted = [method for method in models if arguments.endpoint and method != "base"]
     loaded = [_load(arguments, name) for name in names]
-    is_alone = len(names) * len(methods) == 1
+    is_alone = len(names) * len(models) == 1
     return [
         PlannedRow(
             method=method,
             dataset=label,
             source=_source(arguments, name),
-            model=None if arguments.replay else models[method],
+            model=None if arguments.replay else model,
             rows=rows,
             env_factory=factories[method],
-            is_one_answer=method in ("naive_rag", "closed_book"),
+            is_one_answer=method in ONE_ANSWER,
             is_hosted=method in hosted,
             folder="" if is_alone else f"{label}/{method}",
         )
         for name, label, rows in zip(names, dataset_labels(names), loaded, strict=True)
-        for method in methods
+        for method, model in models.items()
     ]
+
+
+def _models(arguments: EvalArguments) -> dict[str, str | None]:
+    """Method -> what plays it, baselines first.
+
+    Raises:
+        UsageError: a model stands there twice, or it is not known what plays a baseline.
+    """
+    from agent_r1_trl.evaluation.table import model_labels
+
+    given = arguments.model_name_or_path or []
+    if len({Path(name).resolve() if Path(name).exists() else name for name in given}) < len(given):
+        raise UsageError(f"model_name_or_path={given}: a model stands there twice. Remove one of them.")
+    names = dict.fromkeys(arguments.baselines or ())
+    played: dict[str, str | None] = {method: _baseline_model(arguments, method) for method in names}
+    if len(given) <= 1:
+        return {**played, MODEL: given[0] if given else None}
+    return {**played, **dict(zip(model_labels(given, taken=BASELINES), given, strict=True))}
+
+
+def _baseline_model(arguments: EvalArguments, method: str) -> str | None:
+    """What plays a baseline; None where nothing is sampled."""
+    given = arguments.model_name_or_path or []
+    if arguments.replay:
+        return None
+    if arguments.endpoint and method != "base":
+        if len(given) > 1:
+            raise UsageError(
+                f"baselines={method!r}: which of the hosted models {', '.join(given)} is to play it? Pass one of "
+                "them, or remove the baseline."
+            )
+        return given[0]
+    base = arguments.base_model or (None if arguments.endpoint else _base_of_adapters(given))
+    if base is None and len(given) == 1 and method != "base":
+        return given[0]
+    if base is None or (base in given and method == "base" and not arguments.endpoint):
+        raise UsageError(
+            f"baselines={method!r}: no other model than {', '.join(given)} is named. Pass --base_model, the model "
+            "before training, or --model together with a recipe that names that model."
+        )
+    return base
 
 
 def _source(arguments: EvalArguments, name: str) -> dict[str, str | None]:
@@ -107,7 +141,7 @@ def _source(arguments: EvalArguments, name: str) -> dict[str, str | None]:
 def _factory(arguments: EvalArguments, method: str, env_factory: Callable[[], Any]) -> Callable[[], Any]:
     from agent_r1_trl.evaluation.baselines import NAIVE_RAG, check_baseline, without_tools
 
-    if method == MODEL or arguments.replay:
+    if method not in BASELINES or arguments.replay:
         return env_factory
     try:
         check_baseline(method, env_factory, f"env={arguments.env!r}")
@@ -123,19 +157,20 @@ def _factory(arguments: EvalArguments, method: str, env_factory: Callable[[], An
     )
 
 
-def _base_model(arguments: EvalArguments) -> str | None:
-    if arguments.base_model or arguments.endpoint:
-        return arguments.base_model
-    adapter = Path(str(arguments.model_name_or_path)) / "adapter_config.json"
-    if adapter.is_file():
-        try:
-            return str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(
-                f"{adapter}: names no base model ({type(error).__name__}: {error}). Save the adapter again, or pass "
-                "--base_model."
-            ) from error
-    return arguments.model_name_or_path
+def _base_of_adapters(models: Sequence[str]) -> str | None:
+    """The model that all adapters were trained on; None if there is no adapter, or they differ."""
+    bases = set()
+    for model in models:
+        adapter = Path(model) / "adapter_config.json"
+        if adapter.is_file():
+            try:
+                bases.add(str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]))
+            except (ValueError, KeyError, TypeError) as error:
+                raise UsageError(
+                    f"{adapter}: names no base model ({type(error).__name__}: {error}). Save the adapter again, or "
+                    "pass --base_model."
+                ) from error
+    return bases.pop() if len(bases) == 1 else None
 
 
 def data_flag(arguments: EvalArguments) -> str:

@@ -43,7 +43,7 @@ def check_flags(arguments: EvalArguments, argv: Sequence[str]) -> None:
     if not arguments.endpoint:
         return
     flags = {item.removeprefix("--").partition("=")[0] for item in argv if item.startswith("--")}
-    if "endpoint" in flags and not {"model", "model_name_or_path"} & flags:
+    if "endpoint" in flags and not {"model", "models", "model_name_or_path"} & flags:
         raise UsageError("--model: not set. Pass the name that the model has at the endpoint.")
     is_alone = "base" not in (arguments.baselines or ())
     for name in (*_NO_CONTEXT, *_NO_FILTERS, *(_OF_LOADED if is_alone else ())):

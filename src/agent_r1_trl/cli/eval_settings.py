@@ -31,8 +31,8 @@ class TableSettings:
     base_model: str | None = field(
         default=None,
         metadata={
-            "help": "The model of the baselines. None: the recipe's model, where --model names another one, or the "
-            "one that an adapter was trained on; without any, the model itself plays naive_rag and closed_book."
+            "help": "The model of the baselines. None: the recipe's model, where --model names others, or the one "
+            "that the adapters were trained on; without any, a single model plays naive_rag and closed_book itself."
         },
     )
     baseline_prompt: str | None = field(

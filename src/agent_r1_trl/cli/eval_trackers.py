@@ -64,7 +64,7 @@ def report(table: EvaluationTable, arguments: EvalArguments) -> None:
     }
     for name in arguments.report_to or ():
         try:
-            senders[name](table, arguments, trained_steps(arguments.model_name_or_path))
+            senders[name](table, arguments, trained_steps(*arguments.model_name_or_path or ()))
         except Exception as error:  # each has errors of its own
             kept = f" The results are in {arguments.output_dir}: pass --replay with it, and nothing is played again."
             raise InfrastructureError(
@@ -72,13 +72,16 @@ def report(table: EvaluationTable, arguments: EvalArguments) -> None:
             ) from error
 
 
-def trained_steps(model: str | None) -> int:
-    """The steps after which a run or a checkpoint in a directory was saved; 0 where that is not known."""
-    try:
-        state = json.loads((Path(str(model)) / "trainer_state.json").read_text(encoding="utf-8"))
-        return int(state["global_step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+def trained_steps(*models: str) -> int:
+    """The steps after which runs or checkpoints in directories were saved; 0 where they differ or are not known."""
+    steps = set()
+    for model in models:
+        try:
+            state = json.loads((Path(model) / "trainer_state.json").read_text(encoding="utf-8"))
+            steps.add(int(state["global_step"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
+    return steps.pop() if len(steps) == 1 else 0
 
 
 def figures(table: EvaluationTable) -> dict[str, float]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.cli.arguments import EvalArguments, read_mapping
+from agent_r1_trl.cli.arguments import ONE_MODEL, EvalArguments, read_mapping
 from agent_r1_trl.cli.conversation_arguments import ConversationArguments, with_model_flag
 from agent_r1_trl.cli.errors import InfrastructureError, UsageError, model_problem, run_command
 from agent_r1_trl.rollout.limits import RolloutSettings, check_seconds
@@ -51,7 +51,7 @@ class AddressArguments:
 class ServeArguments(AddressArguments):
     """Settings of `serve` without --agent."""
 
-    model_name_or_path: str | None = field(default=None, metadata=_EVAL["model_name_or_path"].metadata)
+    model_name_or_path: str | None = field(default=None, metadata=ONE_MODEL)
     merged_dir: str | None = field(
         default=None,
         metadata={

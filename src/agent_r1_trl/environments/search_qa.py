@@ -32,9 +32,9 @@ METRICS = {"em": exact_match, "f1": f1_score}
 class SearchQAEnv(ToolEnv):
     """The model answers a question after searching a corpus as often as it needs to.
 
-    A row has the column `question` (or `prompt`), the gold answer or answers in `answer`, and optionally `evidence`:
-    the passages that a correct line of reasoning needs, each by its id, by a text that it contains, or by a mapping
-    with `id`, `title` or `text`.
+    A row has the column `question` (or `prompt`), the gold answer or answers in `answer` (texts or numbers), and
+    optionally `evidence`: the passages that a correct line of reasoning needs, each by its id, by a text that it
+    contains, or by a mapping with `id`, `title` or `text`.
 
     A search earns `tool_call_reward` if it finds a relevant passage that this trajectory had not seen before. The
     row's evidence is relevant; in a row without evidence, every passage is. The outcome is one of

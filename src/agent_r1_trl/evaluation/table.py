@@ -145,6 +145,24 @@ def dataset_labels(names: Sequence[str]) -> list[str]:
     ]
 
 
+def model_labels(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
+    """Short, distinct names of models, fit for folders: as many last parts of their paths as tell them apart.
+
+    >>> model_labels(["out/grpo", "Qwen/Qwen2.5-0.5B"]), model_labels(["grpo/checkpoint-8", "ppo/checkpoint-8"])
+    (['grpo', 'Qwen2.5-0.5B'], ['grpo_checkpoint-8', 'ppo_checkpoint-8'])
+
+    Args:
+        names: directories or ids.
+        taken: what no model may be called.
+    """
+    parts = [[part for part in name.split("/") if part.strip(".")] or ["model"] for name in names]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        labels = ["_".join(part[-length:]) for part in parts]
+        if len(set(labels)) == len(labels) and not set(labels) & set(taken):
+            return labels
+    return [f"{label}_{index}" for index, label in enumerate(labels, start=1)]
+
+
 def _stem(name: str) -> str:
     path, dot, ending = name.rpartition(".")
     stem = path.rpartition("/")[2] if dot and "/" not in ending else ""

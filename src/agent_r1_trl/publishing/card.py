@@ -19,7 +19,7 @@ import yaml
 from agent_r1_trl.publishing import sections
 from agent_r1_trl.publishing.names import is_hub_id
 from agent_r1_trl.publishing.quick_start import agent_options, quick_start_section
-from agent_r1_trl.publishing.results import model_index, results_section
+from agent_r1_trl.publishing.results import model_index, of_model, results_section
 from agent_r1_trl.safe_text import markdown, markdown_code, shown_all
 
 CARD = "README.md"
@@ -87,7 +87,7 @@ def read_facts(folder: Path, model_id: str) -> CardFacts:
         is_adapter=bool(adapter),
         base_model=base,
         recipe=recipe,
-        evaluation=_mapping(folder / EVALUATION),
+        evaluation=of_model(_mapping(folder / EVALUATION), folder),
         history=[entry for entry in logged if isinstance(entry, dict)] if isinstance(logged, list) else [],
     )
 

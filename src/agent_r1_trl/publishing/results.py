@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.publishing.names import data_name, is_hub_id
@@ -42,6 +43,24 @@ class Scores:
     temperature: float | None = None
     part: dict[str, str] = field(default_factory=dict)
     """`config` and `split` of a data set of the Hub."""
+
+
+def of_model(evaluation: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """An `evaluation.json` in which the rows of the model in a directory have the method "model".
+
+    In a table of several models each has a name of its own.
+    """
+    rows = evaluation.get("rows")
+    if not isinstance(rows, list) or any(_mapping(row).get("method") == MODEL for row in rows):
+        return dict(evaluation)
+    return {**evaluation, "rows": [{**row, "method": MODEL} if _is_at(row, folder) else row for row in rows]}
+
+
+def _is_at(row: Any, folder: Path) -> bool:
+    row = _mapping(row)
+    model = _mapping(row.get("settings")).get("model")
+    is_baseline = row.get("method") in METHODS
+    return not is_baseline and isinstance(model, str) and Path(model).resolve() == folder.resolve()
 
 
 def scores_of(evaluation: Mapping[str, Any]) -> list[Scores]:

@@ -6,13 +6,14 @@ the articles a, an and the, white space collapsed (Rajpurkar et al. 2016, arXiv 
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-Golds = str | Iterable[str]
+Golds = str | float | Iterable[str | float]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -35,7 +36,8 @@ def exact_match(prediction: str, golds: Golds) -> float:
     1.0
 
     Raises:
-        ValueError: the prediction is not a string, or the golds are neither a string nor a non-empty list of strings.
+        ValueError: the prediction is not a string, or the golds are neither a string, a number
+            nor a non-empty list of such.
     """
     return _best(prediction, golds, lambda answer, gold: float(answer == gold))
 
@@ -66,18 +68,27 @@ def sub_em(prediction: str, golds: Golds) -> float:
 
 
 def check_golds(golds: Any) -> list[str]:
-    """The gold answers as a list.
+    """The gold answers as a list of texts.
+
+    Numbers are written out, whole ones without a fraction: a CSV column of whole numbers in which some are missing is
+    read as 1889.0, ...
 
     Raises:
-        ValueError: they are neither a string nor a non-empty list of strings.
+        ValueError: they are neither a string, a number nor a non-empty list of such.
     """
-    if isinstance(golds, str):
-        return [golds]
-    if isinstance(golds, (list, tuple, set, frozenset)):
-        found = list(golds)
-        if found and all(isinstance(gold, str) for gold in found):
-            return found
-    raise ValueError(f"golds={golds!r:.200}: must be a string or a non-empty list of strings.")
+    given = list(golds) if isinstance(golds, (list, tuple, set, frozenset)) else [golds]
+    found = [_as_text(gold) for gold in given]
+    if not found or None in found:
+        raise ValueError(f"golds={golds!r:.200}: must be a string, a number, or a non-empty list of such.")
+    return found  # type: ignore[return-value]
+
+
+def _as_text(gold: Any) -> str | None:
+    """None if it is no answer."""
+    if isinstance(gold, float) and gold.is_integer():
+        return str(int(gold))
+    is_number = isinstance(gold, int | float) and not isinstance(gold, bool) and math.isfinite(gold)
+    return str(gold) if isinstance(gold, str) or is_number else None
 
 
 def _best(prediction: Any, golds: Any, score: Callable[[str, str], float]) -> float:

@@ -5,8 +5,8 @@ fills the last batch of several processes up with rows from the beginning, which
 indices of the rows, the metrics of the whole evaluation, an evaluation in which everything failed. Not covered: the
 rollout (`rollouts.py`), evaluation without a trainer (`agent_r1_trl.evaluation`).
 
-TRL 1.16 names that this file touches: `_get_eval_sampler`, `evaluate` and `evaluation_loop` (overridden), `_metrics`,
-`reward_func_names`, `num_generations_eval`, `accelerator` and `args` (read).
+TRL 1.16 names that this file touches: `_get_eval_sampler`, `evaluate`, `evaluation_loop` and `log` (overridden),
+`_metrics`, `reward_func_names`, `num_generations_eval`, `accelerator`, `model` and `args` (read).
 """
 
 from __future__ import annotations
@@ -160,6 +160,8 @@ class EvaluatingTrainer(GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.evaluation = EvaluationRows()
         """The evaluation under way, or the last one."""
+        self._eval_prefix = "eval"
+        """What the metrics of the last evaluation begin with; of several data sets, `eval_NAME`."""
         super().__init__(*args, **kwargs)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
@@ -171,9 +173,10 @@ class EvaluatingTrainer(GRPOTrainer):
         """TRL's evaluation; if everything failed, it is worse than any other one (`metric_for_best_model`)."""
         metrics = super().evaluate(*args, **kwargs)
         best = self.args.metric_for_best_model
-        is_whole = kwargs.get("metric_key_prefix", "eval") == "eval"  # not one of several data sets
-        if self.env_factory is not None and best is not None and is_whole:
-            name = f"eval_{best.removeprefix('eval_')}"
+        if self.env_factory is None or best is None:
+            return metrics
+        name = f"eval_{best.removeprefix('eval_')}"
+        if name.startswith(f"{self._eval_prefix}_"):  # else it is of another one of several data sets
             is_missing = metrics[name] is None if name in metrics else self.evaluation.has_failed
             if is_missing or self.evaluation.outages:
                 metrics[name] = math.nan  # transformers compares it with the best so far
@@ -183,6 +186,7 @@ class EvaluatingTrainer(GRPOTrainer):
         """The Trainer's loop, which leaves the random numbers of the training as they were."""
         if self.env_factory is None:
             return super().evaluation_loop(dataloader, *args, **kwargs)
+        self._eval_prefix = kwargs.get("metric_key_prefix", "eval")
         dataset = dataloader.dataset
         num_rows = len(dataset) * self.num_generations_eval if hasattr(dataset, "__len__") else None
         self.evaluation = EvaluationRows(num_rows)
@@ -201,3 +205,12 @@ class EvaluatingTrainer(GRPOTrainer):
         self.evaluation.leave_out_rewards(self._metrics["eval"])
         self.evaluation.warn_of_failures()
         return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's log; of several evaluation sets, the metrics of each have its name, as its loss has."""
+        name = self._eval_prefix.removeprefix("eval").removeprefix("_")
+        if name and not self.model.training:
+            metrics = self._metrics["eval"]
+            for metric in list(metrics):
+                metrics[f"{name}_{metric}"] = metrics.pop(metric)
+        super().log(logs, start_time)

@@ -74,6 +74,8 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     def __init__(self, model: Any, *args: Any, critic_model: Any = None, **kwargs: Any):
         super().__init__(model, *args, **kwargs)
         check_optimizer_setup(self.args, self.accelerator, self.lr_scheduler)
+        self._value_sums: dict[str, Any] = {}
+        """Mode -> sums of the value loss, of its clipped tokens and of all its tokens since the last log."""
         self.critic_kind = self.args.critic or ("adapter" if isinstance(self.model, PeftModel) else "model")
         attach_critic(self.model, self.critic_kind, critic_model=critic_model)
         if self.critic_kind == "model":
@@ -198,17 +200,25 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
             values, inputs["old_values"], inputs["returns"], mask, cliprange_value=self.args.cliprange_value
         )
         loss = total / self._normaliser(inputs["num_value_items"])
-        self._log_value_loss(total.detach(), num_clipped, mask)
+        sums = torch.stack([total.detach().double(), num_clipped.double(), mask.sum().double()])
+        self._value_sums[self._mode] = self._value_sums.get(self._mode, 0.0) + sums
         # During warm-up the policy's part stays in the graph (DDP wants every parameter) with weight 0.
         weight = 0.0 if self.is_warming_up and self.model.training else 1.0
         return weight * policy_loss + self.args.value_loss_coef * loss
 
-    def _log_value_loss(self, total: torch.Tensor, num_clipped: torch.Tensor, mask: torch.Tensor) -> None:
-        sums = torch.stack([total.double(), num_clipped.double(), mask.sum().double()])
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Also logs the value loss since the last time, over the tokens of all ranks and micro-batches."""
+        self._add_metrics(self._take_value_metrics())
+        super().log(logs, start_time)
+
+    def _take_value_metrics(self) -> dict[str, float]:
+        sums = self._value_sums.pop(self._mode, None)
+        if sums is None:
+            return {}
         loss, clipped, count = self.accelerator.reduce(sums, reduction="sum").tolist()
-        if count == 0:  # every row of this micro-batch is out of the loss
-            return
-        self._add_metrics({"critic/value_loss": loss / count, "critic/value_clip_ratio": clipped / count})
+        if count == 0:  # every row is out of the loss
+            return {}
+        return {"critic/value_loss": loss / count, "critic/value_clip_ratio": clipped / count}
 
     # ---------------------------------------------------------------- optimizer
 
