@@ -175,6 +175,7 @@ class EvalArguments(RolloutSettings, TaskArguments, TableSettings, EndpointSetti
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.model_name_or_path = [name for name in self.model_name_or_path or () if name] or None
         self.chat_template_kwargs = read_mapping("chat_template_kwargs", self.chat_template_kwargs)
         if not self.env:
             raise UsageError(f"env: not set, so the agent has nothing to act in. Set env. {_ENV_HELP}")
