@@ -1,6 +1,7 @@
 """The critic's gradients are those of two separate models, whatever checkpointing, adapters or reference passes do."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from agent_r1_trl.critic import (
     set_detached,
     use_critic_adapter,
 )
+from agent_r1_trl.critic import adapter as critic_adapter
+from agent_r1_trl.critic.adapter import _module_of
 
 KINDS = ("adapter", "head", "model")
 IDS = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(1))
@@ -107,6 +110,30 @@ def test_checkpointing_changes_no_gradient(kind, use_reentrant):
     model.gradient_checkpointing_disable()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     assert_same(gradients(model, sum(losses(model))), plain)
+
+
+class Layer(torch.nn.Module):
+    def forward(self, hidden):
+        return hidden
+
+
+def test_the_layer_is_found_in_what_transformers_checkpoints():
+    """Up to transformers 5.22 a bound method, then the function with the layer as its first argument."""
+    layer = Layer()
+    blocks = (
+        layer.__call__,
+        layer.forward,
+        partial(layer.__call__, cache=None),
+        partial(Layer.forward, layer, cache=None),
+    )
+    assert all(_module_of(block) is layer for block in blocks)
+    assert _module_of(lambda hidden: layer(hidden)) is None
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_of_a_block_whose_layer_is_not_known_changes_no_gradient(monkeypatch, use_reentrant):
+    monkeypatch.setattr(critic_adapter, "_module_of", lambda block: None)
+    test_checkpointing_changes_no_gradient("adapter", use_reentrant)
 
 
 @pytest.mark.parametrize("kind", ["adapter", "model"])

@@ -52,7 +52,7 @@ def test_policy_and_critic_both_learn(results, launch, kind):
 
 
 def test_the_comparison_sees_a_critic_recomputed_under_the_policys_adapter(results, policy_folder, monkeypatch):
-    monkeypatch.setattr(critic_adapter, "_with_adapter_of_forward", lambda checkpoint: checkpoint)
+    monkeypatch.setattr(critic_adapter, "_with_adapter_of_forward", lambda checkpoint, base: checkpoint)
     plain = results("one")["critics"]["adapter", "off"]
     assert largest_gap(one_step("adapter", "non-reentrant", policy_folder), plain) > 1e-3
 

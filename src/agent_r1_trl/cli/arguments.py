@@ -24,7 +24,6 @@ TRAINERS = {"grpo": "MultiTurnGRPOTrainer", "ppo": "MultiTurnPPOTrainer"}
 """Value of `trainer` -> class in `agent_r1_trl.trainers`, whose `config_class` defines the settings."""
 DTYPES = ["auto", "bfloat16", "float16", "float32"]
 """The choices of `dtype` in TRL's `ModelConfig`."""
-ONE_MODEL = {"help": "Model or PEFT adapter: a directory or a Hub id.", "aliases": ["--model"]}
 
 _ENV_HELP = (
     "Environment: 'search_qa', 'bandit', 'frozen_lake', 'sokoban', 'countdown', 'reasoning_gym', or the import path "
@@ -106,13 +105,6 @@ class TrainArguments(TaskArguments):
 class EvalArguments(RolloutSettings, TaskArguments, TableSettings, EndpointSettings):
     """Settings of `eval`; the limits of a trajectory are those of training."""
 
-    model_name_or_path: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Models or PEFT adapters, one or several: directories or Hub ids.",
-            "aliases": ["--model", "--models"],
-        },
-    )
     dataset_name: str | None = field(
         default=None, metadata={"help": "Training data of the recipe, used if eval_dataset_name is not set."}
     )
@@ -175,6 +167,7 @@ class EvalArguments(RolloutSettings, TaskArguments, TableSettings, EndpointSetti
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.model_name_or_path = [name for name in self.model_name_or_path or () if name] or None
         self.chat_template_kwargs = read_mapping("chat_template_kwargs", self.chat_template_kwargs)
         if not self.env:
             raise UsageError(f"env: not set, so the agent has nothing to act in. Set env. {_ENV_HELP}")

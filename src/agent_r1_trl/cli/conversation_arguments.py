@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from agent_r1_trl.cli.arguments import ONE_MODEL, EvalArguments, TaskArguments, TrainArguments, read_mapping
+from agent_r1_trl.cli.arguments import EvalArguments, TaskArguments, TrainArguments, read_mapping
 from agent_r1_trl.cli.errors import (
     InfrastructureError,
     UsageError,
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from agent_r1_trl.generation import SamplingParams
 
 _EVAL = EvalArguments.__dataclass_fields__
+ONE_MODEL = {"help": "Model or PEFT adapter: a directory or a Hub id.", "aliases": ["--model"]}
 NO_RECIPE = {"max_turns": 100, "max_completion_length": 8192}
 """Limits of a conversation without a recipe."""
 

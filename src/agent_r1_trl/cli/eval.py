@@ -253,7 +253,8 @@ def _show(table: EvaluationTable, arguments: EvalArguments) -> None:
 
     if len(table.rows) == 1 and not arguments.by:
         result = table.rows[0].result
-        title = f"{(arguments.model_name_or_path or [arguments.replay])[0]}, {result.num_examples} examples"
+        played = arguments.model_name_or_path[0] if arguments.model_name_or_path else arguments.replay
+        title = f"{played}, {result.num_examples} examples"
         PlainConsole().print(result_table(result, title=title))
         return
     table_console().print(rows_table(table))

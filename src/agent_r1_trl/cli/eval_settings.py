@@ -12,8 +12,15 @@ BASELINES = ("base", "naive_rag", "closed_book")
 
 @dataclass
 class TableSettings:
-    """Settings of `eval` beside data, limits and model."""
+    """Settings of `eval` beside limits and environment."""
 
+    model_name_or_path: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Models or PEFT adapters, one or several: directories or Hub ids.",
+            "aliases": ["--model", "--models"],
+        },
+    )
     eval_dataset_name: list[str] | None = field(
         default=None,
         metadata={

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.cli.arguments import ONE_MODEL, EvalArguments, read_mapping
-from agent_r1_trl.cli.conversation_arguments import ConversationArguments, with_model_flag
+from agent_r1_trl.cli.arguments import EvalArguments, read_mapping
+from agent_r1_trl.cli.conversation_arguments import ONE_MODEL, ConversationArguments, with_model_flag
 from agent_r1_trl.cli.errors import InfrastructureError, UsageError, model_problem, run_command
 from agent_r1_trl.rollout.limits import RolloutSettings, check_seconds
 

@@ -184,18 +184,17 @@ def wrap_checkpointing(base: Any) -> None:
     def set_gradient_checkpointing(
         enable: bool = True, gradient_checkpointing_func: Callable = torch.utils.checkpoint.checkpoint, **kwargs: Any
     ) -> None:
-        original(enable, _with_adapter_of_forward(gradient_checkpointing_func), **kwargs)
+        original(enable, _with_adapter_of_forward(gradient_checkpointing_func, base), **kwargs)
 
     base._set_gradient_checkpointing = set_gradient_checkpointing
     for module in base.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = _with_adapter_of_forward(module._gradient_checkpointing_func)
+            module._gradient_checkpointing_func = _with_adapter_of_forward(module._gradient_checkpointing_func, base)
 
 
-def _with_adapter_of_forward(checkpoint: Callable) -> Callable:
+def _with_adapter_of_forward(checkpoint: Callable, base: nn.Module) -> Callable:
     def checkpoint_with_adapter(block: Callable, *args: Any, **kwargs: Any) -> Any:
-        module = getattr(getattr(block, "func", block), "__self__", None)
-        state = _adapter_state(module) if module is not None else []
+        state = _adapter_state(_module_of(block) or base)
 
         def run(*inputs: Any, **options: Any) -> Any:
             with _adapters_as(state):
@@ -204,3 +203,13 @@ def _with_adapter_of_forward(checkpoint: Callable) -> Callable:
         return checkpoint(run, *args, **kwargs)
 
     return checkpoint_with_adapter
+
+
+def _module_of(block: Callable) -> nn.Module | None:
+    """The module whose forward is checkpointed; None if it cannot be told.
+
+    Transformers 5.17 passes `partial(layer.__call__, ...)`, 5.23 `partial(Layer.forward, layer, ...)`.
+    """
+    owner = getattr(getattr(block, "func", block), "__self__", None)
+    candidates = (owner, *getattr(block, "args", ()))
+    return next((item for item in candidates if isinstance(item, nn.Module)), None)

@@ -35,7 +35,6 @@ def push_files(
         ValueError: the Hub refuses the id, the token, the card or a file; names it, and the cure.
         HubError: it cannot be reached, or answers with an error of its own.
     """
-    import httpx
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
@@ -58,9 +57,16 @@ def push_files(
         ) from error
     except HfHubHTTPError as error:
         raise _explained(repo_id, error) from error
-    except httpx.HTTPError as error:
+    except Exception as error:
+        if not _is_of_transport(error):
+            raise
         raise HubError(f"{api.endpoint}: cannot be reached ({_first_line(error)}). Try again later.") from error
     return str(url)
+
+
+def _is_of_transport(error: Exception) -> bool:
+    """Told by its name: huggingface_hub goes through httpx, from 2.4 on through httpx2, which is another package."""
+    return any(kind.__name__ == "HTTPError" for kind in type(error).__mro__)
 
 
 _NO_TOKEN = (
