@@ -92,6 +92,19 @@ def test_the_values_in_the_loss_are_those_of_scoring_until_a_step_is_made(tmp_pa
     assert trainer._take_value_metrics() == {}, "each micro-batch counts once"
 
 
+def test_a_micro_batch_that_is_not_finite_is_left_out_of_the_value_loss_that_is_logged(tmp_path):
+    trainer = make_ppo(tmp_path, "head")
+    random_head(trainer)
+    batch = scored_batch(trainer)
+    trainer.compute_loss(trainer.model, batch)
+    expected = trainer._take_value_metrics()
+    broken = batch["returns"].clone()
+    broken[1, batch["value_mask"][1].long().argmax()] = math.nan
+    for returns in (broken, batch["returns"]):
+        trainer.compute_loss(trainer.model, {**batch, "returns": returns})
+    assert trainer._take_value_metrics() == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_losses_reach_their_own_parameters(tmp_path, kind):
     trainer = make_ppo(tmp_path, kind)

@@ -201,6 +201,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         )
         loss = total / self._normaliser(inputs["num_value_items"])
         sums = torch.stack([total.detach().double(), num_clipped.double(), mask.sum().double()])
+        sums = torch.where(total.detach().isfinite(), sums, 0.0)  # else nothing is trained on it
         self._value_sums[self._mode] = self._value_sums.get(self._mode, 0.0) + sums
         # During warm-up the policy's part stays in the graph (DDP wants every parameter) with weight 0.
         weight = 0.0 if self.is_warming_up and self.model.training else 1.0
