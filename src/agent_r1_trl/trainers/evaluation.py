@@ -6,14 +6,14 @@ indices of the rows, the metrics of the whole evaluation, an evaluation in which
 rollout (`rollouts.py`), evaluation without a trainer (`agent_r1_trl.evaluation`).
 
 TRL 1.16 names that this file touches: `_get_eval_sampler`, `evaluate`, `evaluation_loop` and `log` (overridden),
-`_metrics`, `reward_func_names`, `num_generations_eval`, `accelerator`, `model` and `args` (read).
+`_metrics`, `reward_func_names`, `num_generations_eval`, `eval_dataset`, `accelerator`, `model` and `args` (read).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -176,11 +176,17 @@ class EvaluatingTrainer(GRPOTrainer):
         if self.env_factory is None or best is None:
             return metrics
         name = f"eval_{best.removeprefix('eval_')}"
-        if name.startswith(f"{self._eval_prefix}_"):  # else it is of another one of several data sets
+        if self._set_of(name) == self._eval_prefix:  # else it is of another one of several data sets
             is_missing = metrics[name] is None if name in metrics else self.evaluation.has_failed
             if is_missing or self.evaluation.outages:
                 metrics[name] = math.nan  # transformers compares it with the best so far
         return metrics
+
+    def _set_of(self, name: str) -> str:
+        """What the metrics of the evaluation begin with that a metric is of; names of data sets may begin alike."""
+        names = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else ()
+        prefixes = [prefix for key in names if name.startswith(f"{(prefix := f'eval_{key}')}_")]
+        return max(prefixes, key=len, default="eval")
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's loop, which leaves the random numbers of the training as they were."""
