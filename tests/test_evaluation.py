@@ -81,8 +81,8 @@ def test_metrics_of_three_trajectories_by_hand():
 
 
 def test_what_is_no_finite_number_in_info_is_no_metric():
-    sums = trajectory_sums(played(em=1.0, prediction="Oslo", gold=["Oslo"], nan=math.nan, none=None))
-    assert "exact_match" in sums and not {"prediction", "gold", "nan", "none"} & set(sums)
+    sums = trajectory_sums(played(em=1.0, prediction="Oslo", gold=["Oslo"], nan=math.nan, none=None, huge=-(10**400)))
+    assert "exact_match" in sums and not {"prediction", "gold", "nan", "none", "huge"} & set(sums)
 
 
 def test_an_info_key_cannot_hide_a_metric():

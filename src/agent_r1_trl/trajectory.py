@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -280,6 +281,12 @@ class Trajectory:
             rewards[action_positions[max(0, bisect_left(action_positions, turn.end) - 1)]] += reward
         rewards[action_positions[-1]] += self.outcome_reward if outcome is None else outcome
         return rewards
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The finite numbers of `info` that a float can hold, by name."""
+        found = {str(name): value for name, value in self.info.items() if isinstance(value, bool | int | float)}
+        return {name: float(value) for name, value in found.items() if abs(value) <= sys.float_info.max}
 
     # ---------------------------------------------------------------- messages
 

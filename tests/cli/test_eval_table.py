@@ -9,10 +9,12 @@ import csv
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from agent_r1_trl.cli import main
+from agent_r1_trl.cli.eval_plan import _models
 from agent_r1_trl.publishing.card import read_facts
 from agent_r1_trl.publishing.results import model_index, scores_of
 from agent_r1_trl.recording import read_records
@@ -113,6 +115,11 @@ def _replayed(search_recipe, copies):
     flags = ["--models", *copies, "--replay", "scores", "--output_dir", "again"]
     assert main(["eval", "--config", search_recipe, *flags]) == 0
     return "again"
+
+
+def test_of_several_models_none_has_the_name_that_a_card_takes_for_its_own_models():
+    arguments = SimpleNamespace(model_name_or_path=["old/model", "new/grpo"], baselines=None)
+    assert list(_models(arguments)) == ["old_model", "new_grpo"]
 
 
 def test_several_models_without_a_base_take_no_baselines(search_recipe, copies, refusal):

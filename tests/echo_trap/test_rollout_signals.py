@@ -31,6 +31,10 @@ def signals(*trajectories, size=2):
     return rollout_signals(records, [place // size for place in range(len(records))])
 
 
+def test_a_success_that_no_float_can_hold_is_none():
+    assert signal_record(played(0.0, [1], info={"success": 10**400}))["success"] is None
+
+
 def test_every_signal_of_two_groups_of_two():
     found = signals(
         played(1.0, [5, 6], [7], calls=1),

@@ -105,6 +105,7 @@ def test_what_json_cannot_hold_does_not_end_the_run():
     loop = {}
     loop["self"] = loop
     assert dump({(1, 2): {3}, "loop": loop, "number": 1.5}).count("1.5") == 1
+    assert int(json.loads(dump({"long": -(1 << 20_000)}))["long"], 16) == -(1 << 20_000)
 
 
 @pytest.mark.parametrize(

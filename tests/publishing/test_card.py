@@ -13,6 +13,7 @@ from agent_r1_trl.cli.conversation_arguments import environment_of, read_convers
 from agent_r1_trl.environments import SearchQAEnv
 from agent_r1_trl.environments.factory import resolve_env_factory
 from agent_r1_trl.publishing.card import CardFacts, make_card, read_facts
+from agent_r1_trl.publishing.sections import metrics_section
 from agent_r1_trl.tools import as_tool
 from tests.toys import AddEnv, add, echo
 
@@ -120,6 +121,12 @@ def started(**facts):
     arguments = read_conversation_arguments(COMMAND, rest)
     assert arguments.model_name_or_path == "ada/adder"
     return arguments, environment_of(arguments)()
+
+
+def test_the_metrics_of_several_evaluation_sets_stand_beside_those_of_the_training():
+    logged = {"reward": 0.25, "eval_hard_reward": 0.5, "eval_hard_env/em": 0.75, "eval_hard_loss": 1.0, "env/em": 0.0}
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in metrics_section([logged]).splitlines()[4:]]
+    assert rows == ["env/em", r"eval\_hard\_env/em", r"eval\_hard\_reward", "reward"]
 
 
 def test_the_quick_start_stands_in_front_of_all_other_sections_and_keeps_its_place():

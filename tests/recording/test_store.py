@@ -52,12 +52,13 @@ def test_what_json_cannot_hold_is_converted_and_the_run_goes_on(tmp_path, format
         "object": object(),
         ("a", 1): "tuple key",
         "loop": loop,
+        "long": 1 << 20_000,
     }
     TrajectoryStore(tmp_path, format).write(0, [two_turns(info=info)])
     (back,) = read_trajectories(tmp_path)
     assert back.info["array"] == [0, 1, 2] and back.info["scalar"] == 0.5 and back.info["set"] == [1, 2]
     assert back.info["object"].startswith("<object object") and back.info["('a', 1)"] == "tuple key"
-    assert back.info["loop"] == ["<circular reference>"]
+    assert back.info["loop"] == ["<circular reference>"] and int(back.info["long"], 16) == 1 << 20_000
 
 
 def test_a_line_tells_a_foreign_reader_what_it_needs(tmp_path):

@@ -300,6 +300,15 @@ def test_a_step_without_signal_changes_nothing_and_is_counted_and_said_once(tmp_
     assert len(said) == 1 and said[0].startswith("Optimizer step 2 was skipped")
 
 
+def test_a_step_without_signal_leaves_the_adaptive_entropy_bonus_alone(tmp_path):
+    bonus = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.01}
+    trainer = paid_trainer(tmp_path, (1, 2), max_steps=4, num_generations=4, **HALF, **bonus)
+    trainer.train()
+    assert trainer.group_filter.num_skipped == 2
+    logged = [entry["entropy_coef"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx([0.09, 0.09, 0.09, 0.08])  # lower, because the entropy is above its target
+
+
 BY_TOKENS = {"update_layout": "shared", "max_tokens_per_micro_batch": 300}
 
 

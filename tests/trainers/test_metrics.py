@@ -88,6 +88,13 @@ def test_numbers_in_info_become_metrics_and_the_rest_does_not(metrics):
     assert "env/gold" not in metrics
 
 
+def test_a_number_that_no_float_can_hold_and_a_name_that_is_no_text_end_no_run():
+    item = trajectory(0.0, [0.0], [[]], **{"prediction": 10**400, "em": True})
+    item.info[2] = 0.5
+    metrics = rollout_metrics([trajectory_record(item)], num_generations=1)
+    assert {name for name in metrics if name.startswith("env/")} == {"env/em", "env/2"}
+
+
 def test_a_group_of_equal_rewards_has_no_variance():
     group = [trajectory(0.1 + 0.2, [0.0], [[]]), trajectory(0.3, [0.0], [[]])]
     metrics = rollout_metrics([trajectory_record(item) for item in group], num_generations=2)

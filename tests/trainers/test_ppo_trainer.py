@@ -92,6 +92,26 @@ def test_the_values_in_the_loss_are_those_of_scoring_until_a_step_is_made(tmp_pa
     assert trainer._take_value_metrics() == {}, "each micro-batch counts once"
 
 
+def test_a_micro_batch_that_is_not_finite_is_left_out_of_the_value_loss_that_is_logged(tmp_path):
+    trainer = make_ppo(tmp_path, "head")
+    random_head(trainer)
+    batch = scored_batch(trainer)
+    trainer.compute_loss(trainer.model, batch)
+    expected = trainer._take_value_metrics()
+    broken = batch["returns"].clone()
+    broken[1, batch["value_mask"][1].long().argmax()] = math.nan
+    for returns in (broken, batch["returns"]):
+        trainer.compute_loss(trainer.model, {**batch, "returns": returns})
+    assert trainer._take_value_metrics() == pytest.approx(expected)
+
+
+def test_an_evaluation_that_was_cut_leaves_nothing_in_the_value_loss_of_the_next_one(tmp_path):
+    trainer = make_ppo(tmp_path, "head", eval_dataset=questions(8), per_device_eval_batch_size=8)
+    expected = trainer.evaluate()["eval_critic/value_loss"]
+    trainer._value_sums["eval"] = torch.tensor([1e3, 0.0, 1.0], dtype=torch.float64)
+    assert expected > 0 and trainer.evaluate()["eval_critic/value_loss"] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_losses_reach_their_own_parameters(tmp_path, kind):
     trainer = make_ppo(tmp_path, kind)

@@ -101,7 +101,7 @@ def _models(arguments: EvalArguments) -> dict[str, str | None]:
     played: dict[str, str | None] = {method: _baseline_model(arguments, method) for method in names}
     if len(given) <= 1:
         return {**played, MODEL: given[0] if given else None}
-    return {**played, **dict(zip(model_labels(given, taken=BASELINES), given, strict=True))}
+    return {**played, **dict(zip(model_labels(given, taken=(*BASELINES, MODEL)), given, strict=True))}
 
 
 def _baseline_model(arguments: EvalArguments, method: str) -> str | None:

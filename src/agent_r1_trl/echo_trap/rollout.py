@@ -17,9 +17,6 @@ from agent_r1_trl.trajectory import Trajectory
 
 def signal_record(trajectory: Trajectory) -> dict[str, Any]:
     """What the signals need from one trajectory, once it is scored: small enough to gather over ranks."""
-    success = trajectory.info.get("success")
-    if not isinstance(success, bool | int | float) or not math.isfinite(success):
-        success = None
     return {
         "in_baseline": trajectory.in_baseline,
         "return": trajectory.total_reward - trajectory.reward_parts.get("truncation_penalty", 0.0),
@@ -27,7 +24,7 @@ def signal_record(trajectory: Trajectory) -> dict[str, Any]:
         "turns": [_digest(trajectory.completion_ids[turn.start : turn.end]) for turn in trajectory.env_turns],
         "length": trajectory.num_action_tokens,
         "log_prob": math.fsum(trajectory.logprobs),
-        "success": None if success is None else float(success),
+        "success": trajectory.numbers.get("success"),
         "example_id": trajectory.example_id,
         "generation": trajectory.generation,
     }

@@ -109,10 +109,9 @@ def trajectory_sums(trajectory: Trajectory) -> Row:
         **failures,
     }
     scores: Row = {}
-    for key, value in trajectory.info.items():
-        if isinstance(value, bool | int | float) and math.isfinite(value):
-            name = NAMES.get(str(key), str(key))
-            scores[f"info_{name}" if name in sums else name] = (float(value), 1.0)
+    for key, value in trajectory.numbers.items():
+        name = NAMES.get(key, key)
+        scores[f"info_{name}" if name in sums else name] = (value, 1.0)
     return {**scores, **sums}
 
 

@@ -28,6 +28,7 @@ _HEADER = struct.Struct("<II")
 _COMPRESSION = 1  # the fastest: ids and log-probabilities hold little that a higher level would find
 _COMPRESSED_FROM = 2**13
 """Bytes of JSON. Compressing less takes longer than all else that is done for a record."""
+_MAX_BITS = 14_000  # Python writes no integer of more than 4300 digits in decimals
 _SHORT = "~"  # no character of base64
 """Stands before numbers of four bytes."""
 
@@ -121,7 +122,7 @@ def dump(value: Any) -> str:
     """Compact ASCII JSON (a lone surrogate, which a model can write, is escaped)."""
     try:
         return _ENCODER.encode(value)
-    except (TypeError, ValueError, RecursionError):  # keys that are no strings, circular references
+    except (TypeError, ValueError, RecursionError):  # keys that are no strings, circular references, very long numbers
         return json.dumps(_cleaned(value, ()), separators=(",", ":"), default=repr)
 
 
@@ -143,6 +144,8 @@ def _cleaned(value: Any, parents: tuple[int, ...]) -> Any:
         return {str(key): _cleaned(item, (*parents, id(value))) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_cleaned(item, (*parents, id(value))) for item in value]
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return hex(value)
     return value if value is None or isinstance(value, str | int | float | bool) else repr(value)
 
 

@@ -53,7 +53,10 @@ HEADLINE_METRICS = ("reward", "reward/process", "reward/outcome", "rollout/turns
 def is_headline(name: str) -> bool:
     """Whether a logged name, of training or evaluation, is shown in the card."""
     plain = name.removeprefix("eval_")
-    return plain in HEADLINE_METRICS or plain.startswith("env/")
+    if plain in HEADLINE_METRICS or plain.startswith("env/"):
+        return True
+    # Of several evaluation sets, the metrics of each have its name: eval_hard_reward.
+    return plain != name and (plain.endswith(tuple(f"_{metric}" for metric in HEADLINE_METRICS)) or "_env/" in plain)
 
 
 def environment_section(name: str) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+MAX_BITS = 14_000
+"""Python writes no integer of more than 4300 digits in decimals; longer ones are written as hexadecimal text."""
+
 
 def dump_json(value: Any) -> str:
     """Compact JSON that can always be written as UTF-8.
@@ -14,7 +17,7 @@ def dump_json(value: Any) -> str:
     """
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_to_json)
-    except (TypeError, ValueError):  # keys that are not strings, circular references
+    except (TypeError, ValueError):  # keys that are not strings, circular references, very long numbers
         text = json.dumps(_clean(value, ()), ensure_ascii=False, separators=(",", ":"), default=_to_json)
     try:
         text.encode("utf-8")
@@ -38,4 +41,4 @@ def _clean(value: Any, parents: tuple[int, ...]) -> Any:
         return {str(key): _clean(item, (*parents, id(value))) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_clean(item, (*parents, id(value))) for item in value]
-    return value
+    return hex(value) if isinstance(value, int) and value.bit_length() > MAX_BITS else value

@@ -6,14 +6,14 @@ indices of the rows, the metrics of the whole evaluation, an evaluation in which
 rollout (`rollouts.py`), evaluation without a trainer (`agent_r1_trl.evaluation`).
 
 TRL 1.16 names that this file touches: `_get_eval_sampler`, `evaluate`, `evaluation_loop` and `log` (overridden),
-`_metrics`, `reward_func_names`, `num_generations_eval`, `accelerator`, `model` and `args` (read).
+`_metrics`, `reward_func_names`, `num_generations_eval`, `eval_dataset`, `accelerator`, `model` and `args` (read).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -163,6 +163,23 @@ class EvaluatingTrainer(GRPOTrainer):
         self._eval_prefix = "eval"
         """What the metrics of the last evaluation begin with; of several data sets, `eval_NAME`."""
         super().__init__(*args, **kwargs)
+        if self.env_factory is not None and self.args.eval_strategy != "no":
+            self._check_best_metric()
+
+    def _check_best_metric(self) -> None:
+        """Refuse a metric that no evaluation will have, before the first one ends the run.
+
+        Raises:
+            ValueError: it is of none of several data sets; names the cure.
+        """
+        best = self.args.metric_for_best_model
+        if best is None or not isinstance(self.eval_dataset, Mapping) or self._set_of(_logged_as(best)) != "eval":
+            return
+        names = list(self.eval_dataset)
+        raise ValueError(
+            f"metric_for_best_model={best!r} with an eval_dataset of {', '.join(map(repr, names))}: the metrics of "
+            f"each data set begin with its name. Set metric_for_best_model='{names[0]}_{_plain(best)}', for example."
+        )
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         if self.env_factory is None:
@@ -175,12 +192,18 @@ class EvaluatingTrainer(GRPOTrainer):
         best = self.args.metric_for_best_model
         if self.env_factory is None or best is None:
             return metrics
-        name = f"eval_{best.removeprefix('eval_')}"
-        if name.startswith(f"{self._eval_prefix}_"):  # else it is of another one of several data sets
+        name = _logged_as(best)
+        if self._set_of(name) == self._eval_prefix:  # else it is of another one of several data sets
             is_missing = metrics[name] is None if name in metrics else self.evaluation.has_failed
             if is_missing or self.evaluation.outages:
                 metrics[name] = math.nan  # transformers compares it with the best so far
         return metrics
+
+    def _set_of(self, name: str) -> str:
+        """What the metrics of the evaluation begin with that a metric is of; names of data sets may begin alike."""
+        names = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else ()
+        prefixes = [prefix for key in names if name.startswith(f"{(prefix := f'eval_{key}')}_")]
+        return max(prefixes, key=len, default="eval")
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's loop, which leaves the random numbers of the training as they were."""
@@ -214,3 +237,12 @@ class EvaluatingTrainer(GRPOTrainer):
             for metric in list(metrics):
                 metrics[f"{name}_{metric}"] = metrics.pop(metric)
         super().log(logs, start_time)
+
+
+def _plain(metric: str) -> str:
+    return metric.removeprefix("eval_")
+
+
+def _logged_as(metric: str) -> str:
+    """The name of `metric_for_best_model` among the metrics."""
+    return f"eval_{_plain(metric)}"

@@ -1,7 +1,8 @@
 """The policy's loss: TRL's, over masked tokens in this run's layout, with the user's own term.
 
 TRL names that this file touches: `_compute_loss` and `_get_per_token_logps_and_entropies` (overridden), `beta` (set
-for a while), `_metrics`, `accelerator`, `args`, `model`, `current_gradient_accumulation_steps`.
+for a while), `entropy_coef` and `_last_world_entropy` (taken back), `_metrics`, `accelerator`, `args`, `model`,
+`current_gradient_accumulation_steps`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ class LossTrainer(RunStateTrainer, PassesTrainer):
     layout: UpdateLayout
     _loss_pass: LossPass | None = None
     """Set while `_compute_loss` runs."""
-    beta: float  # TRL's own, declared because it is set here for a while
+    # TRL's own, declared because they are set here.
+    beta: float
+    entropy_coef: float
+    _last_world_entropy: float
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """TRL's loss, plus `extra_loss`; a KL term that stands in the rewards does not enter it a second time."""
@@ -36,10 +40,12 @@ class LossTrainer(RunStateTrainer, PassesTrainer):
         inputs = self.layout.mask_log_probs(inputs, mask)
         plan, entropy_scale = self.layout.plan_of(inputs), float(inputs.get("micro_batch_scale", 1.0))
         beta, self._loss_pass = self.beta, LossPass(mask, scored, entropy_scale, plan)
+        entropy_control = self.entropy_coef, self._last_world_entropy
         in_rewards = self.env_factory is not None and self.args.kl_placement == "reward"
         self.beta = 0.0 if in_rewards else weighted_beta  # TRL reads it here, and elsewhere for the reference
         try:
             loss = super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"] * scale})
+            self._take_back_entropy_control(*entropy_control)
             if self.env_factory is not None and not (
                 self.accelerator.reduce(mask.sum(), reduction="sum") if plan is None else plan.has_loss
             ):
@@ -51,6 +57,17 @@ class LossTrainer(RunStateTrainer, PassesTrainer):
             return loss + term / self._normaliser(inputs["num_items_in_batch"])
         finally:
             self.beta, self._loss_pass = beta, None
+
+    def _take_back_entropy_control(self, coefficient: float, entropy: float) -> None:
+        """Leave TRL's adaptive entropy bonus as it was before a step that is skipped.
+
+        To TRL the entropy of a step without tokens is 0, and that of numbers that are not finite NaN.
+        """
+        if self.env_factory is None or self._last_world_entropy > 0:
+            return
+        self.entropy_coef, self._last_world_entropy = coefficient, entropy
+        if values := self._metrics["train"].get("entropy_coef"):
+            values[-1] = coefficient
 
     @of_scored_rows
     def _get_per_token_logps_and_entropies(

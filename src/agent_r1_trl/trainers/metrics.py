@@ -61,11 +61,7 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "generate_s": math.fsum(turn.generate_s for turn in trajectory.turns),
         "env_s": math.fsum(turn.env_s for turn in trajectory.turns),
         "duration_s": trajectory.duration_s,
-        "info": {
-            name: float(value)
-            for name, value in trajectory.info.items()
-            if isinstance(value, bool | int | float) and math.isfinite(value)
-        },
+        "info": trajectory.numbers,
     }
 
 

@@ -1,7 +1,8 @@
 """`MultiTurnPPOTrainer`: a critic, and credit for every turn by generalised advantage estimation.
 
 Names of transformers' Trainer that this file touches besides those of `multi_turn.py`: `create_optimizer`,
-`_clip_grad_norm`, `_get_grad_norm`, `_get_learning_rate`, `save_model`, `_load_from_checkpoint`, `_load_best_model`.
+`_clip_grad_norm`, `_get_grad_norm`, `_get_learning_rate`, `save_model`, `_load_from_checkpoint`, `_load_best_model`,
+`evaluation_loop` and `log`.
 The policy loss stays TRL's.
 """
 
@@ -201,10 +202,16 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         )
         loss = total / self._normaliser(inputs["num_value_items"])
         sums = torch.stack([total.detach().double(), num_clipped.double(), mask.sum().double()])
+        sums = torch.where(total.detach().isfinite(), sums, 0.0)  # else nothing is trained on it
         self._value_sums[self._mode] = self._value_sums.get(self._mode, 0.0) + sums
         # During warm-up the policy's part stays in the graph (DDP wants every parameter) with weight 0.
         weight = 0.0 if self.is_warming_up and self.model.training else 1.0
         return weight * policy_loss + self.args.value_loss_coef * loss
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's; nothing of an evaluation that was cut, or not logged, is in the value loss of this one."""
+        self._value_sums.pop("eval", None)
+        return super().evaluation_loop(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Also logs the value loss since the last time, over the tokens of all ranks and micro-batches."""
