@@ -186,6 +186,9 @@ class EvalArguments(RolloutSettings, TaskArguments, TableSettings, EndpointSetti
             )
 
 
+_EVAL = EvalArguments.__dataclass_fields__
+
+
 @dataclass
 class DoctorArguments(TaskArguments):
     """Settings of `doctor`."""
@@ -197,23 +200,16 @@ class DoctorArguments(TaskArguments):
         default=None, metadata={"help": "Data set; episodes are played on its first rows.", "aliases": ["--dataset"]}
     )
     tools: list[str] | None = field(default=None, metadata={"help": "Instead of env: import paths of functions."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Allow code that comes with the model to run."})
+    trust_remote_code: bool = field(default=False, metadata=_EVAL["trust_remote_code"].metadata)
     max_completion_length: int | None = field(
         default=None, metadata={"help": "Tokens of the whole trajectory; prompts must leave room for them."}
     )
-    chat_template: str | None = field(
-        default=None, metadata={"help": "Chat template in place of the tokenizer's: source, file or TRL's name."}
-    )
-    response_template: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Grammar that reads tool calls: a family's name, or a JSON file."}
-    )
+    chat_template: str | None = field(default=None, metadata=_EVAL["chat_template"].metadata)
+    response_template: dict[str, Any] | str | None = field(default=None, metadata=_EVAL["response_template"].metadata)
     chat_template_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Arguments of the chat template."}
+        default=None, metadata=_EVAL["chat_template_kwargs"].metadata
     )
-    thinking: str = field(
-        default="keep",
-        metadata={"help": "Reasoning of earlier turns.", "choices": ["keep", "off", "strip"]},
-    )
+    thinking: str = field(default="keep", metadata=_EVAL["thinking"].metadata)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -326,9 +322,11 @@ class MemoryArguments:
 
     def __post_init__(self) -> None:
         check_trainer(self.trainer)
-        for name in ("num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"):
-            check_positive(name, getattr(self, name))
-        for name in ("critic_context_tokens", "max_tokens_per_micro_batch"):
+        for name in (
+            "num_processes", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
+            "prompts_per_rollout", "updates_per_rollout", "num_generations", "generation_batch_rows", "prompt_tokens",
+            "critic_context_tokens", "max_tokens_per_micro_batch",
+        ):  # fmt: skip
             check_positive(name, getattr(self, name))
         if "adam" not in self.optim:
             raise UsageError(f"optim={self.optim!r}: only the states of Adam are estimated. Pass --optim adamw_torch.")

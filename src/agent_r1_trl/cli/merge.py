@@ -33,7 +33,9 @@ def make_parser() -> argparse.ArgumentParser:
         choices=[name for name in DTYPES if name != "auto"],
         help="Of the weights. Not set: that of the model, or of the adapter's base.",
     )
-    parser.add_argument("--trust_remote_code", action="store_true", help="Allow code that comes with the model.")
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="Allow code that comes with the model to run."
+    )
     return parser
 
 

@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="Files, or patterns of them, in which nothing is looked for that could be a secret.",
+        help="Files, or patterns of them, that are sent although something in them looks like a secret.",
     )
     parser.add_argument("--message", default="Upload with agent-r1-trl", help="Message of the commit.")
     return parser

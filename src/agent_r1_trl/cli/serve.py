@@ -63,7 +63,11 @@ class ServeArguments(AddressArguments):
         default=None, metadata={"help": "Tool parser of vLLM; 'none' for no calls. None: that of the model's family."}
     )
     vllm_options: str | None = field(
-        default=None, metadata={"help": "Further options of vLLM's server, as one text: '--max-model-len 8192'."}
+        default=None,
+        metadata={
+            "help": "Further options of vLLM's server, as one text: '--max-model-len 8192'. With a single word write "
+            "--vllm_options=--enforce-eager."
+        },
     )
     start_timeout: float = field(default=900.0, metadata={"help": "Seconds that vLLM may take to start."})
     trust_remote_code: bool = field(default=False, metadata=_EVAL["trust_remote_code"].metadata)
