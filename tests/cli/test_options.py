@@ -41,6 +41,13 @@ def test_the_page_shows_no_backslashes_between_backticks():
     assert [span for span in spans if "\\" in span.replace("\\|", "")] == []
 
 
+@pytest.mark.parametrize("command", ["eval", "chat"])
+def test_the_help_of_a_command_has_its_own_defaults(command, capsys):
+    assert main([command, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"--max_completion_length .*?\[default: (\w+)\]", text)[1] == "512", "RolloutSettings has 2048"
+
+
 def test_every_setting_of_our_own_has_a_meaning():
     ours = [group for group in read_options() if "(t" not in group["title"].lower()]
     assert len(ours) > 15

@@ -115,7 +115,9 @@ class EvalArguments(RolloutSettings, TaskArguments, TableSettings, EndpointSetti
     retry_failed: int = field(
         default=0, metadata={"help": "How often a trajectory that failed for no fault of the policy is played again."}
     )
-    eval_temperature: float = field(default=0.0, metadata={"help": "0 is greedy.", "aliases": ["--temperature"]})
+    eval_temperature: float = field(
+        default=0.0, metadata={"help": "Temperature; 0 is greedy.", "aliases": ["--temperature"]}
+    )
     seed: int = field(default=42, metadata={"help": "Seed of sampling, environments and bootstrap intervals."})
     output_dir: str | None = field(
         default=None,
@@ -136,11 +138,7 @@ class EvalArguments(RolloutSettings, TaskArguments, TableSettings, EndpointSetti
     )
     use_vllm: bool = field(default=False, metadata={"help": "Generate with vLLM, in this process."})
     dtype: str | None = field(
-        default=None,
-        metadata={
-            "help": "None: that of the checkpoint on a GPU, float32 on a CPU.",
-            "choices": DTYPES,
-        },
+        default=None, metadata={"help": "None: that of the checkpoint on a GPU, float32 on a CPU.", "choices": DTYPES}
     )
     trust_remote_code: bool = field(default=False, metadata={"help": "Allow code that comes with the model to run."})
     max_completion_length: int | None = field(  # the default is TRL's
@@ -162,7 +160,10 @@ class EvalArguments(RolloutSettings, TaskArguments, TableSettings, EndpointSetti
     )
     thinking: str = field(
         default="keep",
-        metadata={"help": "Reasoning of earlier turns.", "choices": ["keep", "off", "strip"]},
+        metadata={
+            "help": "Reasoning of earlier turns, kept or not; 'off': none.",
+            "choices": ["keep", "off", "strip"],
+        },
     )
 
     def __post_init__(self) -> None:
@@ -304,7 +305,7 @@ class MemoryArguments:
     fp16: bool = field(default=False, metadata={"help": "Compute in float16."})
     beta: float = field(default=0.0, metadata={"help": "KL coefficient; not 0: a reference model, except under LoRA."})
     optim: str = field(
-        default="adamw_torch_fused", metadata={"help": "Some AdamW; the states of 8-bit ones are small."}
+        default="adamw_torch_fused", metadata={"help": "Optimizer, one of the AdamWs; 8-bit ones have small states."}
     )
     use_vllm: bool = field(default=False, metadata={"help": "Generate with vLLM."})
     vllm_mode: str = field(

@@ -46,12 +46,20 @@ class TableSettings:
         default=None,
         metadata={"help": "System message of naive_rag and closed_book. None: the environment's."},
     )
-    top_p: float = field(default=1.0, metadata={"help": "As in training; without effect where decoding is greedy."})
-    top_k: int = field(default=0, metadata={"help": "As in training; without effect where decoding is greedy."})
-    min_p: float | None = field(
-        default=None, metadata={"help": "As in training; without effect where decoding is greedy."}
+    top_p: float = field(
+        default=1.0,
+        metadata={"help": "Draw from the likeliest tokens, up to this share of the probability. Greedy: no effect."},
     )
-    repetition_penalty: float = field(default=1.0, metadata={"help": "As in training, greedy decoding included."})
+    top_k: int = field(
+        default=0, metadata={"help": "Draw from this many of the likeliest tokens; 0: from all. Greedy: no effect."}
+    )
+    min_p: float | None = field(
+        default=None,
+        metadata={"help": "Least probability of a token, as a share of the likeliest one's. Greedy: no effect."},
+    )
+    repetition_penalty: float = field(
+        default=1.0, metadata={"help": "Above 1: tokens that stood before are less likely, in greedy decoding, too."}
+    )
 
     by: str | None = field(
         default=None,

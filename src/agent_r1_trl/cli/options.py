@@ -97,14 +97,16 @@ def options_of(**kinds: Any) -> list[dict[str, Any]]:
     """Groups of the settings of light dataclasses.
 
     Args:
-        kinds: title with underscores -> dataclass; a setting stands in the first group that has it.
+        kinds: title with underscores -> dataclass; a setting stands in the first group that has it, with the default
+            of the last one, which is the command's own.
     """
+    own = {item.name: item for kind in kinds.values() for item in dataclasses.fields(kind)}
     seen: set[str] = set()
     groups = []
     for title, kind in kinds.items():
-        fields = [item for item in dataclasses.fields(kind) if item.init and item.name not in seen]
-        seen |= {item.name for item in fields}
-        groups.append({"title": title.replace("_", " "), "options": [_option(item, None) for item in fields]})
+        names = [item.name for item in dataclasses.fields(kind) if item.init and item.name not in seen]
+        seen |= set(names)
+        groups.append({"title": title.replace("_", " "), "options": [_option(own[name], None) for name in names]})
     return groups
 
 
