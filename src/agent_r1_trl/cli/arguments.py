@@ -160,10 +160,7 @@ class EvalArguments(RolloutSettings, TaskArguments, TableSettings, EndpointSetti
     )
     thinking: str = field(
         default="keep",
-        metadata={
-            "help": "Reasoning of earlier turns, kept or not; 'off': none.",
-            "choices": ["keep", "off", "strip"],
-        },
+        metadata={"help": "Earlier turns' reasoning, kept or not; 'off': none.", "choices": ["keep", "off", "strip"]},
     )
 
     def __post_init__(self) -> None:
