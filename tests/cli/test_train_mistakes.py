@@ -81,6 +81,7 @@ def test_what_yaml_takes_for_text_or_for_a_switch_is_read_as_the_field_has_it():
         (dict[str, int] | str | None, "{a: 1}", "{a: 1}"),
     ]:
         assert read_value("recipe.yaml", "some_setting", value, hint) == expected, (hint, value)
+    assert read_value("recipe.yaml", "thinking", False, str) == "off", "YAML reads it so without quotation marks"
 
 
 def test_a_recipe_that_is_a_folder_or_not_there_is_refused(refusal, recipe, tmp_path):

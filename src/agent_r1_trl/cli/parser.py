@@ -14,6 +14,8 @@ from agent_r1_trl.cli.shipped_recipes import found_paths
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.trainers.trl_arguments import TrlParser
 
+_MODES = {"agent-r1-trl serve": "--agent", "agent-r1-trl doctor": "--run"}
+"""Commands, and the flag with which they take many more settings."""
 OVER_RECIPE = ("env_kwargs", "reward_options", "chat_template_kwargs")
 """Mappings of which the command line changes the keys that it names; the recipe's others stay."""
 
@@ -93,7 +95,9 @@ class RecipeParser(TrlParser):
         if not flag.startswith("--"):
             raise UsageError(f"{unknown[0]!r} belongs to no option. Options are written --name value.")
         if name in self._elsewhere:
-            raise UsageError(f"{unknown[0]}: {self.prog} does not use this setting of training. Remove it.")
+            mode = _MODES.get(self.prog)
+            cure = "Remove it" if mode is None else f"Remove it, or pass {mode} as well"
+            raise UsageError(f"{flag}: {self.prog} does not use this setting, which another command has. {cure}.")
         flags = [option.removeprefix("--") for action in self._actions for option in action.option_strings]
         hint = did_you_mean(name, [item for item in flags if "-" not in item])
         raise UsageError(f"{flag}: there is no such option.{hint} {self.prog} --help lists all options.")
