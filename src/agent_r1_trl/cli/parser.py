@@ -14,8 +14,6 @@ from agent_r1_trl.cli.shipped_recipes import found_paths
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.trainers.trl_arguments import TrlParser
 
-_MODES = {"agent-r1-trl serve": "--agent", "agent-r1-trl doctor": "--run"}
-"""Commands, and the flag with which they take many more settings."""
 OVER_RECIPE = ("env_kwargs", "reward_options", "chat_template_kwargs")
 """Mappings of which the command line changes the keys that it names; the recipe's others stay."""
 
@@ -28,6 +26,7 @@ class RecipeParser(TrlParser):
         command: as the user typed it, for the help text.
         elsewhere: dataclasses whose settings a recipe may hold although this command does not use them.
         private: settings that are ignored in a recipe because they mean something else there.
+        modes: flags of the command, such as `--run`, and the dataclasses of the settings that it takes with them.
         **settings: of argparse.
     """
 
@@ -38,6 +37,7 @@ class RecipeParser(TrlParser):
         command: str,
         elsewhere: Sequence[type] = (),
         private: Sequence[str] = (),
+        modes: Mapping[str, Sequence[Any]] | None = None,
         **settings: Any,
     ) -> None:
         # No abbreviated flags: `--learning` would silently be taken for `--learning_rate`.
@@ -50,6 +50,10 @@ class RecipeParser(TrlParser):
         self._names = [item.name for kind in dataclass_types for item in dataclasses.fields(kind) if item.init]
         self._elsewhere = set(known) - set(self._names)
         self._private = set(private)
+        self._modes = {
+            mode: {item.name for kind in kinds for item in dataclasses.fields(kind)}
+            for mode, kinds in (modes or {}).items()
+        }
         self.settings: dict[str, Any] = {}
         """Every setting by its name once the arguments are parsed, before a dataclass derives others from it."""
 
@@ -95,8 +99,8 @@ class RecipeParser(TrlParser):
         if not flag.startswith("--"):
             raise UsageError(f"{unknown[0]!r} belongs to no option. Options are written --name value.")
         if name in self._elsewhere:
-            mode = _MODES.get(self.prog)
-            cure = "Remove it" if mode is None else f"Remove it, or pass {mode} as well"
+            modes = [mode for mode, names in self._modes.items() if name in names]
+            cure = f"Remove it, or pass {modes[0]} as well" if modes else "Remove it"
             raise UsageError(f"{flag}: {self.prog} does not use this setting, which another command has. {cure}.")
         flags = [option.removeprefix("--") for action in self._actions for option in action.option_strings]
         hint = did_you_mean(name, [item for item in flags if "-" not in item])

@@ -173,7 +173,9 @@ def serve_model(argv: Sequence[str]) -> int:
     from agent_r1_trl.trainers.trl_arguments import ModelConfig
 
     elsewhere = (EvalArguments, AgentServeArguments, MultiTurnGRPOConfig, MultiTurnPPOConfig, ModelConfig)
-    (arguments,) = RecipeParser((ServeArguments,), command=COMMAND, elsewhere=elsewhere).parse(with_model_flag(argv))
+    modes = {"--agent": (AgentServeArguments,)}
+    parser = RecipeParser((ServeArguments,), command=COMMAND, elsewhere=elsewhere, modes=modes)
+    (arguments,) = parser.parse(with_model_flag(argv))
     if not has_vllm():
         raise UsageError(
             "vLLM is not installed. Install it (on Linux): pip install 'agent-r1-trl[vllm]', or serve the agent with "
