@@ -89,7 +89,7 @@ class TableSettings:
     )
 
     def check_table(self) -> None:
-        """Refuse baselines that do not exist, and prices that are none.
+        """Refuse baselines that do not exist, settings of baselines without any, and prices that are none.
 
         Raises:
             UsageError: names the setting, the value and the cure.
@@ -98,6 +98,12 @@ class TableSettings:
             if name not in BASELINES:
                 hint = did_you_mean(name, BASELINES)
                 raise UsageError(f"baselines={name!r}: must be some of {', '.join(BASELINES)}.{hint} Set it to those.")
+        for name, readers in {"base_model": BASELINES, "baseline_prompt": BASELINES[1:]}.items():
+            if getattr(self, name) is not None and not set(readers) & set(self.baselines or ()):
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} has no effect with baselines={self.baselines}. Set baselines to "
+                    f"some of {', '.join(readers)}, or remove {name}."
+                )
         prices = self.price_per_million_tokens
         if prices is not None and (len(prices) not in (1, 2) or not all(price >= 0 for price in prices)):
             raise UsageError(
