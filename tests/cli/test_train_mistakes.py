@@ -139,6 +139,7 @@ TRAIN = {
     "no data folder": ({"dataset_name": "./data"}, "dataset_name='./data'"),
     "data of another kind": ({"dataset_name": "rows.txt"}, "dataset_name='rows.txt'"),
     "no rows": ({"dataset_name": "none.jsonl"}, "dataset_name='none.jsonl'"),
+    "nothing to evaluate on": ({"num_eval_examples": 0}, "num_eval_examples=0"),
     "fewer rows than a rollout takes": ({"dataset_name": "rows.jsonl"}, "train_dataset.* 1 .*num_generations=2"),
     "no JSON": ({"dataset_name": "broken.jsonl"}, "dataset_name='broken.jsonl', line 2"),
     "no UTF-8": ({"dataset_name": "latin.jsonl"}, "dataset_name='latin.jsonl', line 1"),

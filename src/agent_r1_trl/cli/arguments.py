@@ -96,6 +96,7 @@ class TrainArguments(TaskArguments):
         self.reward_options = read_mapping("reward_options", self.reward_options)
         check_trainer(self.trainer)
         check_positive("num_processes_expected", self.num_processes_expected)
+        check_positive("num_eval_examples", self.num_eval_examples)
         check_env_or_tools(self.env, self.tools)
         if not (self.env or self.tools or self.reward_funcs or self.turn_reward_funcs):
             raise UsageError(f"env: not set, so the agent has nothing to act in. Set env. {_ENV_HELP}")
