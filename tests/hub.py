@@ -268,7 +268,8 @@ class _Handler(BaseHTTPRequestHandler):
         if match := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)(?:/revision/[^/]+)?", path):
             files = self._repo(match[1], match[2])
             siblings = [{"rfilename": name} for name in files]
-            return self._json({"id": match[2], "modelId": match[2], "sha": "a" * 40, "siblings": siblings, "tags": []})
+            about = {"id": match[2], "modelId": match[2], "private": match[2] in self.hub.private, "sha": "a" * 40}
+            return self._json(about | {"siblings": siblings, "tags": []})
         if match := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)/tree/[^/]+(?:/(.*))?", path):
             is_recursive = "recursive=true" in self.path.lower()
             return self._json(_tree(self._repo(match[1], match[2]), match[3] or "", is_recursive=is_recursive))

@@ -314,8 +314,9 @@ def test_an_adapter_directory_samples_from_the_adapter(model_folder, tokenizer, 
 
 
 def test_a_directory_without_a_model_names_the_checkpoint_inside(tmp_path):
-    (tmp_path / "checkpoint-20").mkdir()
-    (tmp_path / "checkpoint-20" / "config.json").write_text("{}")
+    for name in ("checkpoint-20", "checkpoint-8"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="checkpoint-20"):
         load_agent(str(tmp_path))
     with pytest.raises(ValueError, match="nowhere"):

@@ -202,7 +202,7 @@ MISTAKES = {
     "no data": (["--env", "task.py:AddEnv", "--model", "tiny"], "--dataset: not set"),
     "no environment": (["--model", "tiny"], "env: not set"),
     "a misspelt option": (["--num_exmaples", "3"], "--num_exmaples.* mean 'num_examples'"),
-    "an option of training": (["--learning_rate", "1"], "--learning_rate: .*training"),
+    "an option of training": (["--learning_rate", "1"], "--learning_rate: .*another command"),
     "a word for a number": (["--max_turns", "many"], "--max_turns 'many': must be"),
     "a loose word": (["recipe.yaml"], "'recipe.yaml'"),
     "config without a file": (["--config"], "--config: no file"),

@@ -121,6 +121,7 @@ MISTAKES = {
     "vLLM": (["--model", "gpt", "--use_vllm"], "--use_vllm has no effect"),
     "a context policy": (["--model", "gpt", "--context_policy", "step"], "--context_policy has no effect"),
     "a filter": (["--model", "gpt", "--top_k", "5"], "--endpoint_options '{top_k: ...}'"),
+    "a filter with a dash": (["--model", "gpt", "--top-k", "5"], "--endpoint_options '{top_k: ...}'"),
     "another limit": (["--model", "gpt", "--max_concurrency", "5"], "--endpoint_concurrency"),
     "nobody at once": (["--model", "gpt", "--endpoint_concurrency", "0"], "endpoint_concurrency=0"),
     "no time": (["--model", "gpt", "--endpoint_timeout", "0"], "endpoint_timeout=0"),

@@ -169,6 +169,8 @@ def test_the_base_of_an_adapter_is_its_base_model(search_recipe, model_folder):
 MISTAKES = {
     "no base model": (["--baselines", "base"], "base_model"),
     "no such baseline": (["--baselines", "closed_boko"], "mean 'closed_book'"),
+    "a base model for nothing": (["--base_model", "trained"], "base_model='trained' has no effect"),
+    "a prompt for nothing": (["--baselines", "base", "--baseline_prompt", "Hm."], "baseline_prompt='Hm.' has no"),
     "nothing to search with": (["--env", "task.py:AddEnv", "--baselines", "naive_rag"], "only add. Name its search"),
     "a model twice": (["--models", "trained", "./trained"], "a model stands there twice"),
     "a data set twice": (["--datasets", "test.jsonl", "test.jsonl"], "twice"),

@@ -60,6 +60,7 @@ def test_a_corpus_file_and_a_data_set_on_the_disk_are_corpora_too(corpus, tmp_pa
         (["{folder}", "--query", "x", "--dense", "m"], "--dense: is for building"),
         (["{corpus}", "--output", "x", "--batch_size", "3"], "--batch_size: belongs to --dense"),
         (["{corpus}", "--output", "x", "--num_passages", "0"], "--num_passages 0"),
+        (["{corpus}", "--output", "x", "--split", "test"], "--split test: a file has none"),
         (["{corpus}", "--outptu", "x"], "--outptu.*Did you mean '--output'"),
         ([], "CORPUS"),
     ],

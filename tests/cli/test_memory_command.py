@@ -218,6 +218,8 @@ def test_a_recipe_and_options_read_the_same_through_the_console_script(model, tm
         (["--use_vllm", "--vllm_mode", "serve"], "--vllm_mode 'serve'"),
         (["--trainer", "ppo", "--critic", "heads"], "critic='heads'"),
         (["--gpu_memory_gb", "-3"], "gpu_memory_gb=-3"),
+        (["--gpu_memory_gb", "0"], "gpu_memory_gb=0.0 must be above 0"),
+        (["--generation_batch_rows", "0"], "generation_batch_rows=0"),
         (["--max_tokens_per_micro_batch", "99"], "max_tokens_per_micro_batch=99"),
         (["--critic_context_tokens", "0"], "critic_context_tokens=0"),
         (["--context_tokens", "99"], "context_tokens=99"),

@@ -24,6 +24,30 @@ def test_the_list_is_that_of_the_dataclasses():
     assert (ROOT / PAGE).read_text() == page_text(), "run `make options`"
 
 
+def test_where_ppo_has_another_default_both_stand_there():
+    """The page named PPO's alone, as if a GRPO run began with them."""
+    both = {
+        item["name"]: (item["default"], item["default_ppo"])
+        for group in read_options()
+        for item in group["options"]
+        if "default_ppo" in item
+    }
+    assert both == {"advantage_estimator": ("grpo", "gae"), "num_generations": ("8", "1")}
+
+
+def test_the_page_shows_no_backslashes_between_backticks():
+    spans = re.findall(r"`[^`\n]*`", (ROOT / PAGE).read_text())
+    assert len(spans) > 200
+    assert [span for span in spans if "\\" in span.replace("\\|", "")] == []
+
+
+@pytest.mark.parametrize("command", ["eval", "chat"])
+def test_the_help_of_a_command_has_its_own_defaults(command, capsys):
+    assert main([command, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"--max_completion_length .*?\[default: (\w+)\]", text)[1] == "512", "RolloutSettings has 2048"
+
+
 def test_every_setting_of_our_own_has_a_meaning():
     ours = [group for group in read_options() if "(t" not in group["title"].lower()]
     assert len(ours) > 15

@@ -1,6 +1,8 @@
 """`recipe.yaml` of a run: everything it ran with, and a run that starts from it again."""
 
 import json
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -28,6 +30,14 @@ def test_a_run_starts_again_from_the_recipe_that_it_left(recipe):
     assert first == second and losses("out") == losses("again")
     again = yaml.safe_load(Path("again/recipe.yaml").read_text())
     assert again | {"output_dir": "out"} == kept
+
+
+def test_the_commands_that_a_run_names_at_its_end_work(recipe, capsys):
+    assert main(["train", "--config", recipe(max_steps=1)]) == 0
+    commands = re.findall(r"^  agent-r1-trl (.+)$", capsys.readouterr().out, re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["view", "eval"]
+    for command in commands:
+        assert main(shlex.split(command)) == 0, command
 
 
 def test_the_environments_defaults_are_written(recipe):

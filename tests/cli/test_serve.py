@@ -93,6 +93,8 @@ def test_mistakes_are_named_with_a_cure(refusal, model_folder, tmp_path, monkeyp
     assert "port=99999" in refusal("serve", model_folder, "--port", "99999")
     assert "start_timeout" in refusal("serve", model_folder, "--start_timeout", "0")
     assert "no such option" in refusal("serve", model_folder, "--max_turns_", "1")
+    assert "Remove it, or pass --agent as well." in refusal("serve", model_folder, "--max_turns", "1")
+    assert "another command has. Remove it." in refusal("serve", model_folder, "--learning_rate", "1")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

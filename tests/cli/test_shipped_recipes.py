@@ -57,6 +57,8 @@ def test_a_model_that_is_to_be_made_first_is_named_with_its_script(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     message = refusal("eval", "--config", "function_calling/grpo/cpu")
     assert "outputs/function_calling/start" in message and "made by the script that it names above" in message
+    message = refusal("chat", "outputs/my-agent")  # would be looked for on the Hub
+    assert "model_name_or_path='outputs/my-agent': no such directory" in message and "script" not in message
 
 
 def flat(value):

@@ -81,6 +81,7 @@ def test_what_yaml_takes_for_text_or_for_a_switch_is_read_as_the_field_has_it():
         (dict[str, int] | str | None, "{a: 1}", "{a: 1}"),
     ]:
         assert read_value("recipe.yaml", "some_setting", value, hint) == expected, (hint, value)
+    assert read_value("recipe.yaml", "thinking", False, str) == "off", "YAML reads it so without quotation marks"
 
 
 def test_a_recipe_that_is_a_folder_or_not_there_is_refused(refusal, recipe, tmp_path):
@@ -138,6 +139,7 @@ TRAIN = {
     "no data folder": ({"dataset_name": "./data"}, "dataset_name='./data'"),
     "data of another kind": ({"dataset_name": "rows.txt"}, "dataset_name='rows.txt'"),
     "no rows": ({"dataset_name": "none.jsonl"}, "dataset_name='none.jsonl'"),
+    "nothing to evaluate on": ({"num_eval_examples": 0}, "num_eval_examples=0"),
     "fewer rows than a rollout takes": ({"dataset_name": "rows.jsonl"}, "train_dataset.* 1 .*num_generations=2"),
     "no JSON": ({"dataset_name": "broken.jsonl"}, "dataset_name='broken.jsonl', line 2"),
     "no UTF-8": ({"dataset_name": "latin.jsonl"}, "dataset_name='latin.jsonl', line 1"),

@@ -43,6 +43,15 @@ def test_a_private_repository_a_namespace_of_ones_own_and_a_critic(hub, run_fold
     assert hub.files("ada/adder")["critic/critic.safetensors"] == (run_folder / "model.safetensors").read_bytes()
 
 
+def test_nothing_private_goes_to_a_public_repository(hub, run_folder, capsys):
+    hub.repos[("model", "ada/adder")] = {}
+    message = refusal(capsys, run_folder, "--repo_id", "ada/adder", "--private")
+    assert "private: ada/adder is there already, and is public" in message
+    assert hub.files("ada/adder") == {}
+    hub.private.add("ada/adder")
+    assert push(run_folder, "--repo_id", "ada/adder", "--private") == 0
+
+
 def test_the_card_says_what_was_trained_how_and_with_what_result(hub, run_folder):
     write_history(run_folder)
     assert push(run_folder, "--repo_id", "ada/adder") == 0

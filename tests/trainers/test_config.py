@@ -77,6 +77,13 @@ def test_what_belongs_to_an_estimator_is_set_and_what_contradicts_it_is_refused(
     MultiTurnPPOConfig(**CPU, lam_turn=0.5, advantage_estimator="bilevel_gae")
 
 
+def test_a_cure_names_no_estimator_of_the_other_trainer():
+    for options in ({"num_generations": 1}, {"kl_placement": "reward", "beta": 0.1}):
+        with pytest.raises(ValueError, match="advantage_estimator to one of 'reinforce_pp'") as refusal:
+            MultiTurnGRPOConfig(**CPU, **options)
+        assert "gae" not in str(refusal.value)
+
+
 def test_a_plain_grpo_config_is_accepted_and_left_untouched():
     plain = GRPOConfig(**CPU, max_completion_length=77, mask_truncated_completions=True)
     config = MultiTurnGRPOConfig.from_grpo_config(plain)

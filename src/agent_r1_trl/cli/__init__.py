@@ -37,7 +37,7 @@ commands:
 
   agent-r1-trl COMMAND --help shows the options of a command; agent-r1-trl --version shows the version.
 
-  agent-r1-trl train --config recipes/quickstart/grpo/config_cpu.yaml
+  agent-r1-trl train --config quickstart/grpo/cpu
   agent-r1-trl view outputs/quickstart --terminal
 """
 

@@ -96,6 +96,7 @@ class TrainArguments(TaskArguments):
         self.reward_options = read_mapping("reward_options", self.reward_options)
         check_trainer(self.trainer)
         check_positive("num_processes_expected", self.num_processes_expected)
+        check_positive("num_eval_examples", self.num_eval_examples)
         check_env_or_tools(self.env, self.tools)
         if not (self.env or self.tools or self.reward_funcs or self.turn_reward_funcs):
             raise UsageError(f"env: not set, so the agent has nothing to act in. Set env. {_ENV_HELP}")
@@ -115,7 +116,9 @@ class EvalArguments(RolloutSettings, TaskArguments, TableSettings, EndpointSetti
     retry_failed: int = field(
         default=0, metadata={"help": "How often a trajectory that failed for no fault of the policy is played again."}
     )
-    eval_temperature: float = field(default=0.0, metadata={"help": "0 is greedy.", "aliases": ["--temperature"]})
+    eval_temperature: float = field(
+        default=0.0, metadata={"help": "Temperature; 0 is greedy.", "aliases": ["--temperature"]}
+    )
     seed: int = field(default=42, metadata={"help": "Seed of sampling, environments and bootstrap intervals."})
     output_dir: str | None = field(
         default=None,
@@ -136,11 +139,7 @@ class EvalArguments(RolloutSettings, TaskArguments, TableSettings, EndpointSetti
     )
     use_vllm: bool = field(default=False, metadata={"help": "Generate with vLLM, in this process."})
     dtype: str | None = field(
-        default=None,
-        metadata={
-            "help": "None: that of the checkpoint on a GPU, float32 on a CPU.",
-            "choices": DTYPES,
-        },
+        default=None, metadata={"help": "None: that of the checkpoint on a GPU, float32 on a CPU.", "choices": DTYPES}
     )
     trust_remote_code: bool = field(default=False, metadata={"help": "Allow code that comes with the model to run."})
     max_completion_length: int | None = field(  # the default is TRL's
@@ -162,7 +161,7 @@ class EvalArguments(RolloutSettings, TaskArguments, TableSettings, EndpointSetti
     )
     thinking: str = field(
         default="keep",
-        metadata={"help": "Reasoning of earlier turns.", "choices": ["keep", "off", "strip"]},
+        metadata={"help": "Earlier turns' reasoning, kept or not; 'off': none.", "choices": ["keep", "off", "strip"]},
     )
 
     def __post_init__(self) -> None:
@@ -186,6 +185,9 @@ class EvalArguments(RolloutSettings, TaskArguments, TableSettings, EndpointSetti
             )
 
 
+_EVAL = EvalArguments.__dataclass_fields__
+
+
 @dataclass
 class DoctorArguments(TaskArguments):
     """Settings of `doctor`."""
@@ -197,23 +199,16 @@ class DoctorArguments(TaskArguments):
         default=None, metadata={"help": "Data set; episodes are played on its first rows.", "aliases": ["--dataset"]}
     )
     tools: list[str] | None = field(default=None, metadata={"help": "Instead of env: import paths of functions."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Allow code that comes with the model to run."})
+    trust_remote_code: bool = field(default=False, metadata=_EVAL["trust_remote_code"].metadata)
     max_completion_length: int | None = field(
         default=None, metadata={"help": "Tokens of the whole trajectory; prompts must leave room for them."}
     )
-    chat_template: str | None = field(
-        default=None, metadata={"help": "Chat template in place of the tokenizer's: source, file or TRL's name."}
-    )
-    response_template: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Grammar that reads tool calls: a family's name, or a JSON file."}
-    )
+    chat_template: str | None = field(default=None, metadata=_EVAL["chat_template"].metadata)
+    response_template: dict[str, Any] | str | None = field(default=None, metadata=_EVAL["response_template"].metadata)
     chat_template_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Arguments of the chat template."}
+        default=None, metadata=_EVAL["chat_template_kwargs"].metadata
     )
-    thinking: str = field(
-        default="keep",
-        metadata={"help": "Reasoning of earlier turns.", "choices": ["keep", "off", "strip"]},
-    )
+    thinking: str = field(default="keep", metadata=_EVAL["thinking"].metadata)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -308,7 +303,7 @@ class MemoryArguments:
     fp16: bool = field(default=False, metadata={"help": "Compute in float16."})
     beta: float = field(default=0.0, metadata={"help": "KL coefficient; not 0: a reference model, except under LoRA."})
     optim: str = field(
-        default="adamw_torch_fused", metadata={"help": "Some AdamW; the states of 8-bit ones are small."}
+        default="adamw_torch_fused", metadata={"help": "Optimizer, one of the AdamWs; 8-bit ones have small states."}
     )
     use_vllm: bool = field(default=False, metadata={"help": "Generate with vLLM."})
     vllm_mode: str = field(
@@ -326,9 +321,11 @@ class MemoryArguments:
 
     def __post_init__(self) -> None:
         check_trainer(self.trainer)
-        for name in ("num_processes", "per_device_train_batch_size", "gradient_accumulation_steps"):
-            check_positive(name, getattr(self, name))
-        for name in ("critic_context_tokens", "max_tokens_per_micro_batch"):
+        for name in (
+            "num_processes", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
+            "prompts_per_rollout", "updates_per_rollout", "num_generations", "generation_batch_rows", "prompt_tokens",
+            "critic_context_tokens", "max_tokens_per_micro_batch",
+        ):  # fmt: skip
             check_positive(name, getattr(self, name))
         if "adam" not in self.optim:
             raise UsageError(f"optim={self.optim!r}: only the states of Adam are estimated. Pass --optim adamw_torch.")

@@ -35,6 +35,7 @@ SHOWN_CHARS = 2000
 def run(argv: Sequence[str]) -> int:
     """Read messages and answer them; returns the exit code."""
     from agent_r1_trl.cli.conversation_arguments import (
+        NO_RECIPE_ABOUT,
         ConversationArguments,
         agent_of,
         environment_of,
@@ -48,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
 
     about = (
         "Talk to an agent: agent-r1-trl chat MODEL. MODEL is the directory of a model, a checkpoint or an adapter, "
-        f"or a Hub id. In the chat: {', '.join(COMMANDS)}."
+        f"or a Hub id. In the chat: {', '.join(COMMANDS)}. {NO_RECIPE_ABOUT}"
     )
     if show_help(COMMAND, argv, about, options):
         return 0

@@ -26,6 +26,7 @@ _EVAL = EvalArguments.__dataclass_fields__
 ONE_MODEL = {"help": "Model or PEFT adapter: a directory or a Hub id.", "aliases": ["--model"]}
 NO_RECIPE = {"max_turns": 100, "max_completion_length": 8192}
 """Limits of a conversation without a recipe."""
+NO_RECIPE_ABOUT = f"Without a recipe {' and '.join(f'{name} is {value}' for name, value in NO_RECIPE.items())}."
 
 
 @dataclass

@@ -78,7 +78,8 @@ def _read(argv: Sequence[str]) -> Any:
     from agent_r1_trl.trainers.trl_arguments import ModelConfig
 
     elsewhere = (TrainArguments, TrialArguments, MultiTurnGRPOConfig, MultiTurnPPOConfig, ModelConfig)
-    (arguments,) = RecipeParser((DoctorArguments,), command=COMMAND, elsewhere=elsewhere).parse(argv)
+    parser = RecipeParser((DoctorArguments,), command=COMMAND, elsewhere=elsewhere, modes={"--run": elsewhere})
+    (arguments,) = parser.parse(argv)
     return arguments
 
 

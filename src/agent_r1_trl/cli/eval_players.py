@@ -42,7 +42,7 @@ def check_flags(arguments: EvalArguments, argv: Sequence[str]) -> None:
     """
     if not arguments.endpoint:
         return
-    flags = {item.removeprefix("--").partition("=")[0] for item in argv if item.startswith("--")}
+    flags = {item.removeprefix("--").partition("=")[0].replace("-", "_") for item in argv if item.startswith("--")}
     if "endpoint" in flags and not {"model", "models", "model_name_or_path"} & flags:
         raise UsageError("--model: not set. Pass the name that the model has at the endpoint.")
     is_alone = "base" not in (arguments.baselines or ())

@@ -46,12 +46,20 @@ class TableSettings:
         default=None,
         metadata={"help": "System message of naive_rag and closed_book. None: the environment's."},
     )
-    top_p: float = field(default=1.0, metadata={"help": "As in training; without effect where decoding is greedy."})
-    top_k: int = field(default=0, metadata={"help": "As in training; without effect where decoding is greedy."})
-    min_p: float | None = field(
-        default=None, metadata={"help": "As in training; without effect where decoding is greedy."}
+    top_p: float = field(
+        default=1.0,
+        metadata={"help": "Draw from the likeliest tokens, up to this share of the probability. Greedy: no effect."},
     )
-    repetition_penalty: float = field(default=1.0, metadata={"help": "As in training, greedy decoding included."})
+    top_k: int = field(
+        default=0, metadata={"help": "Draw from this many of the likeliest tokens; 0: from all. Greedy: no effect."}
+    )
+    min_p: float | None = field(
+        default=None,
+        metadata={"help": "Least probability of a token, as a share of the likeliest one's. Greedy: no effect."},
+    )
+    repetition_penalty: float = field(
+        default=1.0, metadata={"help": "Above 1: tokens that stood before are less likely, in greedy decoding, too."}
+    )
 
     by: str | None = field(
         default=None,
@@ -81,7 +89,7 @@ class TableSettings:
     )
 
     def check_table(self) -> None:
-        """Refuse baselines that do not exist, and prices that are none.
+        """Refuse baselines that do not exist, settings of baselines without any, and prices that are none.
 
         Raises:
             UsageError: names the setting, the value and the cure.
@@ -90,6 +98,12 @@ class TableSettings:
             if name not in BASELINES:
                 hint = did_you_mean(name, BASELINES)
                 raise UsageError(f"baselines={name!r}: must be some of {', '.join(BASELINES)}.{hint} Set it to those.")
+        for name, readers in {"base_model": BASELINES, "baseline_prompt": BASELINES[1:]}.items():
+            if getattr(self, name) is not None and not set(readers) & set(self.baselines or ()):
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} has no effect with baselines={self.baselines}. Set baselines to "
+                    f"some of {', '.join(readers)}, or remove {name}."
+                )
         prices = self.price_per_million_tokens
         if prices is not None and (len(prices) not in (1, 2) or not all(price >= 0 for price in prices)):
             raise UsageError(

@@ -24,7 +24,8 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command's options."""
-    parser = _Parser(prog=COMMAND, description=__doc__.partition(": ")[2].split("\n")[0], allow_abbrev=False)
+    description = "Write recorded trajectories as a data set, or those above a reward as conversations for SFT."
+    parser = _Parser(prog=COMMAND, description=description, allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", help="Output directory of a run, or a file of trajectories.")
     parser.add_argument(
         "--output",

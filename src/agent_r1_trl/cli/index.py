@@ -178,6 +178,9 @@ def open_corpus(arguments: argparse.Namespace) -> tuple[Iterable[Any], int | Non
         records, total = read_file(path), count_records(path)
         if path.suffix.lower() not in SUFFIXES:
             raise UsageError(f"CORPUS {str(path)!r}: must be a .jsonl or .parquet file. Convert it to one of them.")
+        for name in ("name", "split"):
+            if getattr(arguments, name) is not None:
+                raise UsageError(f"--{name} {getattr(arguments, name)}: a file has none. Remove it.")
     else:
         records, total = _open_dataset(arguments.corpus, arguments.name, arguments.split or "train")
     if limit is None:

@@ -159,7 +159,7 @@ def make_setup(arguments: MemoryArguments, model_args: Any, *, max_positions: in
         rollout_rows=min(arguments.generation_batch_rows, _rollout_rows(arguments, num_processes)),
         vllm_share=arguments.vllm_gpu_memory_utilization,
         vllm_sleeps=arguments.vllm_enable_sleep_mode,
-        gpu_memory_gb=arguments.gpu_memory_gb or _gpu_memory_gb(),
+        gpu_memory_gb=_gpu_memory_gb() if arguments.gpu_memory_gb is None else arguments.gpu_memory_gb,
         zero_stage=launch["zero_stage"],
         offload_optimizer=launch["offload_optimizer"],
         offload_parameters=launch["offload_parameters"],

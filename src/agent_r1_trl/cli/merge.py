@@ -23,7 +23,8 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command's options."""
-    parser = _Parser(prog=COMMAND, description=__doc__.partition(": ")[2].split("\n")[0], allow_abbrev=False)
+    description = "Write a plain Hugging Face model from an adapter or a checkpoint."
+    parser = _Parser(prog=COMMAND, description=description, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="Directory of a model, adapter or checkpoint, or a Hub id.")
     parser.add_argument(
         "--output_dir", required=True, metavar="DIR", help="Where the model is written; it must not exist yet."
@@ -33,7 +34,9 @@ def make_parser() -> argparse.ArgumentParser:
         choices=[name for name in DTYPES if name != "auto"],
         help="Of the weights. Not set: that of the model, or of the adapter's base.",
     )
-    parser.add_argument("--trust_remote_code", action="store_true", help="Allow code that comes with the model.")
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="Allow code that comes with the model to run."
+    )
     return parser
 
 

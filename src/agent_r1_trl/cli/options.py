@@ -97,14 +97,16 @@ def options_of(**kinds: Any) -> list[dict[str, Any]]:
     """Groups of the settings of light dataclasses.
 
     Args:
-        kinds: title with underscores -> dataclass; a setting stands in the first group that has it.
+        kinds: title with underscores -> dataclass; a setting stands in the first group that has it, with the default
+            of the last one, which is the command's own.
     """
+    own = {item.name: item for kind in kinds.values() for item in dataclasses.fields(kind)}
     seen: set[str] = set()
     groups = []
     for title, kind in kinds.items():
-        fields = [item for item in dataclasses.fields(kind) if item.init and item.name not in seen]
-        seen |= {item.name for item in fields}
-        groups.append({"title": title.replace("_", " "), "options": [_option(item, None) for item in fields]})
+        names = [item.name for item in dataclasses.fields(kind) if item.init and item.name not in seen]
+        seen |= set(names)
+        groups.append({"title": title.replace("_", " "), "options": [_option(own[name], None) for name in names]})
     return groups
 
 
@@ -123,8 +125,12 @@ def _help(option: dict[str, Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text in a table of Markdown; what looks like a tag or a link in it stays text."""
-    return re.sub(r"([|<\[\]*_])", r"\\\1", " ".join(text.split()))
+    """Text in a table of Markdown; what looks like a tag or a link in it stays text.
+
+    Between backticks a backslash would be shown, but for the one before a bar.
+    """
+    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    return "".join(re.sub(r"(\|)" if part.startswith("`") else r"([|<\[\]*_])", r"\\\1", part) for part in parts)
 
 
 # ---------------------------------------------------------------- from the dataclasses
@@ -164,8 +170,10 @@ def make_options() -> list[dict[str, Any]]:
     add(TrainArguments, "Task and data", arguments)
     for kind in RolloutSettings.__mro__[:-1]:
         add(kind, "Limits of a rollout", shared)
-    for kind in (MultiTurnConfig, MultiTurnPPOConfig, StabilitySettings, FaultSettings):
-        add(kind, "PPO" if kind is MultiTurnPPOConfig else kind.__name__, ppo)
+    add(MultiTurnConfig, MultiTurnConfig.__name__, shared)
+    add(MultiTurnPPOConfig, "PPO", {name: item for name, item in ppo.items() if name not in shared})
+    for kind in (StabilitySettings, FaultSettings):
+        add(kind, kind.__name__, shared)
     for kind in reversed(ModelConfig.__mro__[:-1]):
         add(kind, "Model and adapter (TRL)", fields_of(ModelConfig))
     for kind in MultiTurnConfig.__mro__:

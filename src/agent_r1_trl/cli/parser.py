@@ -26,6 +26,7 @@ class RecipeParser(TrlParser):
         command: as the user typed it, for the help text.
         elsewhere: dataclasses whose settings a recipe may hold although this command does not use them.
         private: settings that are ignored in a recipe because they mean something else there.
+        modes: flags of the command, such as `--run`, and the dataclasses of the settings that it takes with them.
         **settings: of argparse.
     """
 
@@ -36,6 +37,7 @@ class RecipeParser(TrlParser):
         command: str,
         elsewhere: Sequence[type] = (),
         private: Sequence[str] = (),
+        modes: Mapping[str, Sequence[Any]] | None = None,
         **settings: Any,
     ) -> None:
         # No abbreviated flags: `--learning` would silently be taken for `--learning_rate`.
@@ -48,6 +50,10 @@ class RecipeParser(TrlParser):
         self._names = [item.name for kind in dataclass_types for item in dataclasses.fields(kind) if item.init]
         self._elsewhere = set(known) - set(self._names)
         self._private = set(private)
+        self._modes = {
+            mode: {item.name for kind in kinds for item in dataclasses.fields(kind)}
+            for mode, kinds in (modes or {}).items()
+        }
         self.settings: dict[str, Any] = {}
         """Every setting by its name once the arguments are parsed, before a dataclass derives others from it."""
 
@@ -93,7 +99,9 @@ class RecipeParser(TrlParser):
         if not flag.startswith("--"):
             raise UsageError(f"{unknown[0]!r} belongs to no option. Options are written --name value.")
         if name in self._elsewhere:
-            raise UsageError(f"{unknown[0]}: {self.prog} does not use this setting of training. Remove it.")
+            modes = [mode for mode, names in self._modes.items() if name in names]
+            cure = f"Remove it, or pass {modes[0]} as well" if modes else "Remove it"
+            raise UsageError(f"{flag}: {self.prog} does not use this setting, which another command has. {cure}.")
         flags = [option.removeprefix("--") for action in self._actions for option in action.option_strings]
         hint = did_you_mean(name, [item for item in flags if "-" not in item])
         raise UsageError(f"{flag}: there is no such option.{hint} {self.prog} --help lists all options.")

@@ -39,14 +39,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="Send the recorded trajectories as a data set (Parquet) in place of the model.",
     )
     parser.add_argument("--critic", action="store_true", help="Send PPO's critic with the model.")
-    parser.add_argument("--private", action="store_true", help="Make the repository a private one.")
+    parser.add_argument("--private", action="store_true", help="Send to a private repository only.")
     parser.add_argument("--dry_run", action="store_true", help="List what would be sent, search it, and send nothing.")
     parser.add_argument(
         "--allow_secrets",
         nargs="+",
         default=[],
         metavar="FILE",
-        help="Files, or patterns of them, in which nothing is looked for that could be a secret.",
+        help="Files, or patterns of them, that are sent although something in them looks like a secret.",
     )
     parser.add_argument("--message", default="Upload with agent-r1-trl", help="Message of the commit.")
     return parser

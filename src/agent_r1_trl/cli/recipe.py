@@ -21,6 +21,8 @@ from agent_r1_trl.objects import did_you_mean
 
 # TRL and `train` also take true and false for these, which the annotations leave out.
 _ALSO_BOOL = ("scale_rewards", "fsdp", "resume_from_checkpoint")
+_FALSE = {"thinking": "off"}
+"""What YAML reads as false where it stands without quotation marks, besides `no`."""
 
 
 def split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -131,8 +133,8 @@ def read_value(path: str, name: str, value: Any, hint: Any, allowed: Sequence[An
     choices = list(allowed) or [
         item.value for option in options if isinstance(option, type) and issubclass(option, Enum) for item in option
     ]
-    if value is False and "no" in choices:
-        return "no"  # YAML reads an unquoted `no` as false
+    if value is False and (word := "no" if "no" in choices else _FALSE.get(name)):
+        return word  # YAML reads an unquoted `no` or `off` as false
     if choices:  # TRL writes `SomeEnum | str`, which any text would pass
         hint = Optional[Literal[tuple(choices)]] if NoneType in options else Literal[tuple(choices)]  # noqa: UP045
     elif name in _ALSO_BOOL:

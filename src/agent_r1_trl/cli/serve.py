@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.cli.arguments import EvalArguments, read_mapping
-from agent_r1_trl.cli.conversation_arguments import ONE_MODEL, ConversationArguments, with_model_flag
+from agent_r1_trl.cli.conversation_arguments import (
+    NO_RECIPE_ABOUT,
+    ONE_MODEL,
+    ConversationArguments,
+    with_model_flag,
+)
 from agent_r1_trl.cli.errors import InfrastructureError, UsageError, model_problem, run_command
 from agent_r1_trl.rollout.limits import RolloutSettings, check_seconds
 
@@ -27,7 +32,7 @@ COMMAND = "agent-r1-trl serve"
 ABOUT = (
     "Serve a trained model: agent-r1-trl serve MODEL. MODEL is the directory of a model, a checkpoint or an adapter, "
     "or a Hub id. vLLM serves it in OpenAI's protocol, and clients bring the tools. With --agent, the agent is served "
-    "with tools of its own: each request plays a whole rollout."
+    f"with tools of its own: each request plays a whole rollout. {NO_RECIPE_ABOUT}"
 )
 _EVAL = EvalArguments.__dataclass_fields__
 
@@ -63,7 +68,11 @@ class ServeArguments(AddressArguments):
         default=None, metadata={"help": "Tool parser of vLLM; 'none' for no calls. None: that of the model's family."}
     )
     vllm_options: str | None = field(
-        default=None, metadata={"help": "Further options of vLLM's server, as one text: '--max-model-len 8192'."}
+        default=None,
+        metadata={
+            "help": "Further options of vLLM's server, as one text: '--max-model-len 8192'. With a single word write "
+            "--vllm_options=--enforce-eager."
+        },
     )
     start_timeout: float = field(default=900.0, metadata={"help": "Seconds that vLLM may take to start."})
     trust_remote_code: bool = field(default=False, metadata=_EVAL["trust_remote_code"].metadata)
@@ -101,8 +110,7 @@ def run(argv: Sequence[str]) -> int:
         return options_of(
             Address=AddressArguments,
             Model=ServeArguments,
-            Limits_of_a_request_with_the_option_agent=RolloutSettings,
-            With_the_option_agent=ConversationArguments,
+            **{"Limits of a request, with --agent": RolloutSettings, "With --agent": ConversationArguments},
         )
 
     if show_help(COMMAND, argv, ABOUT, options):
@@ -165,7 +173,9 @@ def serve_model(argv: Sequence[str]) -> int:
     from agent_r1_trl.trainers.trl_arguments import ModelConfig
 
     elsewhere = (EvalArguments, AgentServeArguments, MultiTurnGRPOConfig, MultiTurnPPOConfig, ModelConfig)
-    (arguments,) = RecipeParser((ServeArguments,), command=COMMAND, elsewhere=elsewhere).parse(with_model_flag(argv))
+    modes = {"--agent": (AgentServeArguments,)}
+    parser = RecipeParser((ServeArguments,), command=COMMAND, elsewhere=elsewhere, modes=modes)
+    (arguments,) = parser.parse(with_model_flag(argv))
     if not has_vllm():
         raise UsageError(
             "vLLM is not installed. Install it (on Linux): pip install 'agent-r1-trl[vllm]', or serve the agent with "

@@ -26,7 +26,7 @@ from agent_r1_trl.cli.errors import (
 from agent_r1_trl.cli.launch import check_launcher, check_num_processes, device_defaults, use_one_gpu
 from agent_r1_trl.cli.options import read_options, show_help
 from agent_r1_trl.cli.recipe import read_recipe, split_config
-from agent_r1_trl.cli.resolved_recipe import facts_of_run, write_resolved_recipe
+from agent_r1_trl.cli.resolved_recipe import FILE, facts_of_run, write_resolved_recipe
 from agent_r1_trl.cli.shipped_recipes import recipe_list
 from agent_r1_trl.safe_text import shown
 
@@ -46,7 +46,6 @@ def run(argv: Sequence[str]) -> int:
         print(recipe_list(), end="")
         return 0
     check_launcher(os.environ)
-    config_path, _ = split_config(argv)
     find_trainer(argv)  # shows a mistake in the file before seconds of imports
     use_one_gpu()
     from agent_r1_trl.cli.resolve import make_folder
@@ -81,7 +80,7 @@ def run(argv: Sequence[str]) -> int:
         _push(trainer, script_args.dataset_name)
     if hasattr(trainer, "end"):  # transformers >= 5.18: closes trackers and the process group
         trainer.end()
-    console.print(_farewell(args.output_dir, config_path, args))
+    console.print(_farewell(script_args, args))
     return 0
 
 
@@ -369,15 +368,15 @@ def _plan(script_args: TrainArguments, args: Any, model_args: Any, train: Any, e
     return "\n".join(f"{name:12} {value}" for name, value in lines.items())
 
 
-def _farewell(output_dir: str, config_path: str | None, args: Any) -> str:
-    config = f" --config {config_path}" if config_path else ""
-    lines = [f"\nDone. The model is in {output_dir}"]
+def _farewell(script_args: TrainArguments, args: Any) -> str:
+    """Where everything is, and the commands that go on from there."""
+    folder = args.output_dir
+    lines = [f"\nDone. The model is in {folder}"]
     if args.record_trajectories != "none":
-        lines[0] += f", every trajectory in {output_dir}/trajectories"
-    lines += [
-        f"  agent-r1-trl view {output_dir} --terminal",
-        f"  agent-r1-trl eval{config} --model {output_dir} --output_dir {output_dir}",
-    ]
+        lines[0] += f", every trajectory in {folder}/trajectories"
+        lines.append(f"  agent-r1-trl view {folder} --terminal")
+    if script_args.env and (script_args.eval_dataset_name or script_args.dataset_name):  # what eval needs
+        lines.append(f"  agent-r1-trl eval --config {folder}/{FILE} --model {folder} --output_dir {folder}")
     return "\n".join(lines)
 
 

@@ -57,14 +57,16 @@ def load_agent(
 
 
 def is_local(path: str, *, flag: str = "model") -> bool:
-    """Whether `path` is a directory; otherwise it is taken for a Hub id if it can be one.
+    """Whether `path` is a directory; otherwise it is taken for a Hub id if it can be one (`outputs/...` cannot).
 
     Raises:
         ValueError: it cannot be a Hub id, and there is no such directory.
     """
     folder = Path(path)
-    if not folder.is_dir() and (folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
-        is_made = path.startswith("outputs/")
+    is_of_a_run = path.startswith("outputs/")  # as all pages and recipes have it
+    is_meant_here = folder.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1 or is_of_a_run
+    if not folder.is_dir() and is_meant_here:
+        is_made = is_of_a_run and path.endswith("/start")
         hint = " What a recipe starts from is made by the script that it names above this setting." if is_made else ""
         raise ValueError(
             f"{flag}={path!r}: no such directory (looked in {Path.cwd()}). Pass the directory of a saved model, or a "
@@ -85,7 +87,8 @@ def check_model_folder(path: str, *, flag: str = "model") -> bool:
     if (folder / "adapter_config.json").exists():
         return True
     if not (folder / "config.json").exists():
-        inside = sorted(str(item.parent) for item in folder.glob("checkpoint-*/*config.json"))
+        inside = [item.parent for item in folder.glob("checkpoint-*/*config.json")]
+        inside.sort(key=lambda place: (len(place.name), place.name))  # 10 after 8
         hint = f" Did you mean {inside[-1]}?" if inside else ""
         raise ValueError(
             f"{flag}={path!r}: the directory holds neither config.json (a model) nor adapter_config.json (a PEFT "

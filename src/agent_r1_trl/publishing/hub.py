@@ -27,12 +27,14 @@ def push_files(
         repo_id: `user/name`, or `name` for the user of the token.
         files: what is sent.
         repo_type: "model" or "dataset".
-        private: of a repository that is made now. None: as the account has it.
+        private: whether a repository that is made now is a private one; True refuses to send to a public one. None:
+            as the account has it.
         token: None: the one that is logged in, or `HF_TOKEN`.
         message: of the commit.
 
     Raises:
-        ValueError: the Hub refuses the id, the token, the card or a file; names it, and the cure.
+        ValueError: the Hub refuses the id, the token, the card or a file, or the repository is public and should not
+            be; names it, and the cure.
         HubError: it cannot be reached, or answers with an error of its own.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
@@ -41,6 +43,11 @@ def push_files(
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token, library_name="agent-r1-trl")
     try:
         url = api.create_repo(repo_id, repo_type=repo_type, private=private, exist_ok=True)
+        if private and api.repo_info(url.repo_id, repo_type=repo_type).private is False:
+            raise ValueError(
+                f"private: {url.repo_id} is there already, and is public. Make it private in its settings on the Hub, "
+                "pass another --repo_id, or leave --private out."
+            )
         api.create_commit(
             url.repo_id,
             [CommitOperationAdd(path_in_repo=item.name, path_or_fileobj=item.path) for item in files],

@@ -184,7 +184,8 @@ def settle_estimator(config: MultiTurnConfig) -> None:
     if config.num_generations == 1 and row.needs_group:
         raise ValueError(
             f"num_generations=1 with advantage_estimator={row.name!r}, which compares the trajectories of a "
-            f"group. Set num_generations >= 2, or one of {_names_where(lambda other: not other.needs_group)}."
+            "group. Set num_generations >= 2, or advantage_estimator to one of "
+            f"{_names_where(config, lambda other: not other.needs_group)}."
         )
     if config.min_group_size is not None and config.min_group_size > config.num_generations:
         raise ValueError(
@@ -193,8 +194,10 @@ def settle_estimator(config: MultiTurnConfig) -> None:
         )
 
 
-def _names_where(is_meant: Callable[[Estimator], bool]) -> str:
-    return ", ".join(repr(row.name) for row in ESTIMATORS.values() if is_meant(row))
+def _names_where(config: MultiTurnConfig, is_meant: Callable[[Estimator], bool]) -> str:
+    """The estimators of this trainer that are meant; those of the other one would be refused."""
+    rows = (row for row in ESTIMATORS.values() if row.needs_critic is config.has_critic)
+    return ", ".join(repr(row.name) for row in rows if is_meant(row))
 
 
 def settle_credit(config: MultiTurnConfig) -> None:
@@ -220,8 +223,9 @@ def check_kl(config: MultiTurnConfig) -> None:
     if config.kl_placement == "reward" and not row.reads_token_rewards:
         raise ValueError(
             f"kl_placement='reward' has no effect with advantage_estimator={row.name!r}, which reads no token "
-            f"rewards. Set kl_placement='loss', or one of {_names_where(lambda other: other.reads_token_rewards)}; an "
-            "estimator of your own that reads them says so in an Estimator(reads_token_rewards=True)."
+            "rewards. Set kl_placement='loss', or advantage_estimator to one of "
+            f"{_names_where(config, lambda other: other.reads_token_rewards)}; an estimator of your own that reads "
+            "them says so in an Estimator(reads_token_rewards=True)."
         )
 
 

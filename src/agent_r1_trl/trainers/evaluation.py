@@ -209,7 +209,8 @@ class EvaluatingTrainer(GRPOTrainer):
         """The Trainer's loop, which leaves the random numbers of the training as they were."""
         if self.env_factory is None:
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        self._eval_prefix = kwargs.get("metric_key_prefix", "eval")
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        self._eval_prefix = prefix if prefix.startswith("eval_") else "eval"
         dataset = dataloader.dataset
         num_rows = len(dataset) * self.num_generations_eval if hasattr(dataset, "__len__") else None
         self.evaluation = EvaluationRows(num_rows)
@@ -231,7 +232,7 @@ class EvaluatingTrainer(GRPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's log; of several evaluation sets, the metrics of each have its name, as its loss has."""
-        name = self._eval_prefix.removeprefix("eval").removeprefix("_")
+        name = self._eval_prefix.partition("_")[2]
         if name and not self.model.training:
             metrics = self._metrics["eval"]
             for metric in list(metrics):

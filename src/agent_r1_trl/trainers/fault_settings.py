@@ -27,7 +27,8 @@ class FaultSettings:
         default=0.5,
         metadata={
             "help": "End the run when a larger share of the last trajectories failed for no fault of the policy "
-            "(environment_error, generation_error, prompt_too_long). 1.0: only if nothing can be played at all."
+            "(environment_error, generation_error, tool_failure, prompt_too_long). 1.0: only if nothing can be played "
+            "at all."
         },
     )
     failure_window: int = field(
