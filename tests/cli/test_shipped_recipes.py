@@ -39,6 +39,9 @@ def test_the_list_names_them(capsys):
         "quickstart/grpo/cpu", "quickstart/ppo/cpu",
     ]  # fmt: skip
     assert all(len(line.split()) > 3 for line in lines[: len(shipped_recipes())]), "a recipe says what it is"
+    launches = [line.split()[0] for line in lines if "/accelerate_configs/" in line]
+    assert {Path(path).name for path in launches} >= {"ddp.yaml", "zero2.yaml", "zero3.yaml"}
+    assert all(Path(path).is_file() for path in launches), "accelerate launch reads them as they stand there"
 
 
 @pytest.mark.parametrize("name", shipped_recipes())

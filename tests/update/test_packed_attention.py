@@ -5,7 +5,15 @@ from itertools import pairwise
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask, flex_attention
-from transformers import BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    BertConfig,
+    BertModel,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma2PreTrainedModel,
+    MistralConfig,
+    MistralForCausalLM,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import add_fused_lm_head
 
@@ -73,7 +81,8 @@ def test_no_segment_has_a_gradient_as_large_as_the_whole_row():
     assert len(batch.layout.segments) > 2 and not any(name.startswith("Slice") for name in names)
 
 
-def test_a_soft_capped_score_is_refused_when_it_is_asked_for():
+def test_a_soft_capped_score_is_refused_when_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)  # transformers 5.23 refuses it by itself
     model = Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=8, sliding_window=4, attn_implementation="sdpa"))
     add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
     use_packed_attention(model)

@@ -73,11 +73,22 @@ def _file_of(path: str) -> Path:
 
 
 def recipe_list() -> str:
-    """What `train --list-recipes` prints: a name and the first comment of the file on each line."""
-    recipes = shipped_recipes()
-    width = max(map(len, recipes), default=0)
-    lines = [f"{name:{width}}  {_summary(path)}".rstrip() for name, path in recipes.items()]
-    return "\n".join([*lines, "", f"agent-r1-trl train --config NAME runs one; the files are in {FOLDER}."]) + "\n"
+    """What `train --list-recipes` prints: names, or files of accelerate, each with the first comment of the file."""
+    launches = {str(path): path for path in sorted((FOLDER / "accelerate_configs").glob("*.yaml"))}
+    parts = [
+        *_lines(shipped_recipes()),
+        "",
+        f"agent-r1-trl train --config NAME runs one; the files are in {FOLDER}.",
+        "On several GPUs: accelerate launch --config_file FILE -m agent_r1_trl.cli.train --config NAME. FILE is one of",
+        "",
+        *_lines(launches),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _lines(files: dict[str, Path]) -> list[str]:
+    width = max(map(len, files), default=0)
+    return [f"{name:{width}}  {_summary(path)}".rstrip() for name, path in files.items()]
 
 
 def _summary(path: Path) -> str:
