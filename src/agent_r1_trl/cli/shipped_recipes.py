@@ -79,7 +79,7 @@ def recipe_list() -> str:
         *_lines(shipped_recipes()),
         "",
         f"agent-r1-trl train --config NAME runs one; the files are in {FOLDER}.",
-        "On several GPUs: accelerate launch --config_file FILE -m agent_r1_trl.cli.train --config NAME. FILE is one of",
+        "Several GPUs: accelerate launch --config_file FILE -m agent_r1_trl.cli.train --config NAME. FILE is one of",
         "",
         *_lines(launches),
     ]
