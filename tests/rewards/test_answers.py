@@ -139,5 +139,5 @@ def test_scores_agree_with_the_naive_reading_and_with_each_other(prediction, gol
 
 def test_numbers_are_written_out():
     assert check_golds(1889) == check_golds(1889.0) == ["1889"]
-    assert check_golds([3.25, "three and a quarter", 10**20]) == ["3.25", "three and a quarter", str(10**20)]
+    assert check_golds([3.25, "three and a quarter", 10**400]) == ["3.25", "three and a quarter", str(10**400)]
     assert exact_match("1889", 1889.0) == 1.0 and exact_match("1889", [1888, 1890]) == 0.0

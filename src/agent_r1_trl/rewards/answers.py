@@ -85,10 +85,10 @@ def check_golds(golds: Any) -> list[str]:
 
 def _as_text(gold: Any) -> str | None:
     """None if it is no answer."""
-    if isinstance(gold, float) and gold.is_integer():
-        return str(int(gold))
-    is_number = isinstance(gold, int | float) and not isinstance(gold, bool) and math.isfinite(gold)
-    return str(gold) if isinstance(gold, str) or is_number else None
+    if isinstance(gold, float):
+        return str(int(gold) if gold.is_integer() else gold) if math.isfinite(gold) else None
+    is_answer = isinstance(gold, str | int) and not isinstance(gold, bool)
+    return str(gold) if is_answer else None
 
 
 def _best(prediction: Any, golds: Any, score: Callable[[str, str], float]) -> float:
