@@ -242,3 +242,12 @@ def _mark(name: str) -> str:
 
 
 _rules = SecretRules()
+
+
+_MAX_BITS = 14_000
+"""4,215 digits; Python writes at most 4,300 in decimals."""
+
+
+def short_or_hex(number: int) -> int | str:
+    """The number; hexadecimal text if it has too many digits for Python to write it in decimals."""
+    return hex(number) if number.bit_length() > _MAX_BITS else number

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from agent_r1_trl.safe_text import short_or_hex
+
 logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
@@ -28,7 +30,6 @@ _HEADER = struct.Struct("<II")
 _COMPRESSION = 1  # the fastest: ids and log-probabilities hold little that a higher level would find
 _COMPRESSED_FROM = 2**13
 """Bytes of JSON. Compressing less takes longer than all else that is done for a record."""
-_MAX_BITS = 14_000  # Python writes no integer of more than 4300 digits in decimals
 _SHORT = "~"  # no character of base64
 """Stands before numbers of four bytes."""
 
@@ -144,9 +145,9 @@ def _cleaned(value: Any, parents: tuple[int, ...]) -> Any:
         return {str(key): _cleaned(item, (*parents, id(value))) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_cleaned(item, (*parents, id(value))) for item in value]
-    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
-        return hex(value)
-    return value if value is None or isinstance(value, str | int | float | bool) else repr(value)
+    if isinstance(value, int):
+        return short_or_hex(value)
+    return value if value is None or isinstance(value, str | float) else repr(value)
 
 
 # ---------------------------------------------------------------- numbers

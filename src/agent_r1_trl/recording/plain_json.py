@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-MAX_BITS = 14_000
-"""Python writes no integer of more than 4300 digits in decimals; longer ones are written as hexadecimal text."""
+from agent_r1_trl.safe_text import short_or_hex
 
 
 def dump_json(value: Any) -> str:
@@ -41,4 +40,4 @@ def _clean(value: Any, parents: tuple[int, ...]) -> Any:
         return {str(key): _clean(item, (*parents, id(value))) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_clean(item, (*parents, id(value))) for item in value]
-    return hex(value) if isinstance(value, int) and value.bit_length() > MAX_BITS else value
+    return short_or_hex(value) if isinstance(value, int) else value
