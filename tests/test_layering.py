@@ -4,7 +4,8 @@
 2. There are no circles of imports: between files, and between packages.
 3. Only `trainers` (and `chat`, inside functions) imports TRL; light packages load nothing heavy; optional packages
    are imported inside functions.
-4. No file is longer than 400 lines, and no function longer than a screen.
+4. No file is longer than 700 lines (files are split by collaborator, never by length), and no function longer than a
+   screen.
 """
 
 import ast
@@ -64,7 +65,7 @@ OPTIONAL = {
     "faiss",
 }
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 50
 """Without signature and docstring."""
 
