@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import aiohttp
 import pytest
@@ -184,6 +185,57 @@ def test_every_other_failure_is_json_too():
         assert headers["x-should-retry"] == "false"
 
     served(test, script=ScriptedGenerator([GenerationError("it is down")]))
+
+
+def test_json_that_is_nested_too_deeply_is_the_mistake_of_the_request():
+    async def test(session, url):
+        async with session.post(
+            f"{url}/v1/chat/completions", data="[" * 200_000, headers={"Content-Type": "application/json"}
+        ) as answer:
+            assert answer.status == 400 and "not JSON" in (await answer.json())["error"]["message"]
+
+    served(test)
+
+
+@pytest.mark.parametrize(
+    ("listening", "header", "status"),
+    [
+        ("127.0.0.1", "127.0.0.1:8000", 200),
+        ("127.0.0.1", "LOCALHOST.:8000", 200),
+        ("127.0.0.1", "[::1]:8000", 200),
+        ("127.0.0.1", "evil.example:8000", 403),
+        ("127.0.0.1", "127.0.0.1.evil.example", 403),
+        ("10.0.0.7", "10.0.0.7:8000", 200),
+        ("0.0.0.0", "agent.example", 200),
+    ],
+)
+def test_a_request_must_name_the_host_that_it_reaches(listening, header, status):
+    async def test(session, url):
+        async with session.get(f"{url}/v1/models", headers={"Host": header}) as answer:
+            assert answer.status == status
+            if status == 403:
+                assert "header Host" in (await answer.json())["error"]["message"]
+
+    served(test, host=listening)
+
+
+@pytest.mark.parametrize("limits", [{"max_model_length": 4096}, {}])
+def test_a_request_of_megabytes_does_not_stop_the_others(limits):
+    """With the model's limit known it is refused before anything reads it; without one a thread does."""
+    text = "word and more text 12345. " * 60_000  # 1.6 MB: two seconds of the tokenizer
+
+    async def test(session, url):
+        asking, gaps = asyncio.create_task(post(session, url, messages=[{"role": "user", "content": text}])), []
+        while not asking.done():
+            began = time.perf_counter()
+            async with session.get(f"{url}/health") as answer:
+                assert answer.status == 200
+            gaps.append(time.perf_counter() - began)
+        status, answer, _ = await asking
+        assert status == (400 if limits else 200), answer
+        assert len(gaps) >= (1 if limits else 5)
+
+    served(test, [say("Yes.")], limits=limits)
 
 
 def test_a_prompt_that_is_too_long_is_the_mistake_of_the_request():

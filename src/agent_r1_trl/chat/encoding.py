@@ -24,6 +24,9 @@ from agent_r1_trl.chat.errors import ChatFormatError
 # Private-use characters: no tokenizer's normaliser or template filter changes them, nor the digits between them.
 _OPEN, _MIDDLE, _CLOSE = "\U000f0000", "\U000f0002", "\U000f0001"
 
+LONG_TEXT = 50_000
+"""Characters from which on tokenising takes so long (50 ms and more) that it belongs into a thread."""
+
 
 class TextEncoder:
     """Encodes rendered chat text and decodes sampled ids without confusing data with control tokens.
@@ -91,7 +94,7 @@ class TextEncoder:
 
     def encode(self, text: str) -> list[int]:
         """Ids of rendered text: live spellings become tokens, hidden ones stay text."""
-        return list(self._backend.encode(self._privately(text), add_special_tokens=False).ids)
+        return list(self._tokenize(self._privately(text)).ids)
 
     def encode_pieces(self, text: str, known: dict[str, list[int]]) -> tuple[list[int], dict[str, list[int]]]:
         """`encode`, for a text of which parts were encoded before.
@@ -125,7 +128,7 @@ class TextEncoder:
             text += self._privately(piece)
             if flag:
                 spans.append((start, len(text)))
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = self._tokenize(text)
         return list(encoding.ids), _reach_into(spans, encoding.offsets)
 
     def truncate(self, text: str, max_tokens: int) -> str:
@@ -134,7 +137,7 @@ class TextEncoder:
             return ""
         text = _encodable(text)
         # Plain text throughout: offsets then count characters of `text` itself.
-        offsets = self._backend.encode(text, add_special_tokens=False).offsets
+        offsets = self._tokenize(text).offsets
         if len(offsets) <= max_tokens:
             return text
         keep = max_tokens
@@ -183,6 +186,13 @@ class TextEncoder:
 
     def _hidden(self, spelling: str) -> str:
         return self.mark(f"h{self._spellings.index(spelling)}")
+
+    def _tokenize(self, text: str) -> Any:
+        """The back end's encoding of a text, without special tokens around it."""
+        if len(text) < LONG_TEXT:
+            return self._backend.encode(text, add_special_tokens=False)
+        # Of the two only this one lets other threads run meanwhile.
+        return self._backend.encode_batch([text], add_special_tokens=False)[0]
 
     def _privately(self, text: str) -> str:
         live = self._control_re.sub(lambda match: self.mark(str(self._spellings.index(match[0]))), text)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -117,6 +118,7 @@ class ChatFormat:
         self._parser = self._make_parser(trl)
         self._prompts: OrderedDict[bytes, list[int]] = OrderedDict()
         """Digest of messages and tools -> ids: the members of a group have one prompt, which is rendered once."""
+        self._prompts_lock = threading.Lock()  # long prompts are encoded in threads
         self._prompt_ends = sorted(self._renderer.prompt_ends(), key=len, reverse=True)
 
     @property
@@ -155,12 +157,14 @@ class ChatFormat:
                 "tools in the prompt and read the calls in your environment.",
             )
         key = _key_of(messages, tools)
-        if key is not None and key in self._prompts:
-            self._prompts.move_to_end(key)
-            return list(self._prompts[key])
+        with self._prompts_lock:
+            if key is not None and key in self._prompts:
+                self._prompts.move_to_end(key)
+                return list(self._prompts[key])
         ids = self._encode_prompt(messages, tools)
-        if key is not None:
-            self._prompts[key] = ids
+        with self._prompts_lock:
+            if key is not None:
+                self._prompts[key] = ids
             while len(self._prompts) > _KEPT_PROMPTS:
                 self._prompts.popitem(last=False)
         return list(ids)

@@ -133,15 +133,23 @@ def serve_agent(argv: Sequence[str]) -> int:
         read_recipe(config)
     arguments = read_conversation_arguments(f"{COMMAND} --agent", argv, AgentServeArguments)
     env_factory = environment_of(arguments)
-    from agent_r1_trl.conversation.agent_server import AgentServer
+    from agent_r1_trl.conversation.agent_server import EVERY_ADDRESS, AgentServer
     from agent_r1_trl.tools.retrieval.server import serve_app
 
+    if arguments.host in EVERY_ADDRESS:
+        print(
+            f"warning: --host {arguments.host}: whoever reaches this machine can use the agent and its tools, without "
+            "a password. Pass --host 127.0.0.1 unless the network is your own.",
+            file=sys.stderr,
+            flush=True,
+        )
     with agent_of(arguments) as agent:
         name = arguments.served_name or Path(str(agent.name)).name
         try:
             server = AgentServer(
-                agent, env_factory, name=name, params=arguments.params, seed=arguments.seed, row=arguments.row
-            )
+                agent, env_factory, name=name, params=arguments.params, seed=arguments.seed, row=arguments.row,
+                host=arguments.host,
+            )  # fmt: skip
         except ValueError as error:
             raise UsageError(str(error)) from error
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 MAX_BODY_BYTES = 16 * 2**20
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
+EVERY_ADDRESS = ("0.0.0.0", "::")
 logger = logging.getLogger(__name__)
 
 
@@ -35,6 +37,9 @@ class AgentServer:
         params: how tokens are drawn if a request does not say.
         seed: the same.
         row: further columns that the environment reads.
+        host: the address that the server will listen at. Unless that is every address of the machine, requests must
+            name it (or the machine itself) as their host: a page in a browser whose own name was made to lead here
+            names another.
     """
 
     def __init__(
@@ -46,7 +51,9 @@ class AgentServer:
         params: SamplingParams | None = None,
         seed: int = 0,
         row: dict[str, Any] | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
+        self._hosts = None if host in EVERY_ADDRESS else {host.lower(), *LOOPBACK_NAMES}
         self._agent, self._env_factory, self.name = agent, env_factory, name
         self._params, self._seed, self._row = params or SamplingParams(temperature=0.0), seed, row
         self._places = asyncio.Semaphore(agent.limits.max_concurrency)
@@ -63,7 +70,7 @@ class AgentServer:
         async def health(request: web.Request) -> web.Response:
             return web.json_response({"status": "ok"})
 
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json, self._check_host])
         app.add_routes(
             [
                 web.post("/v1/chat/completions", self.complete),
@@ -73,6 +80,14 @@ class AgentServer:
         )
         return app
 
+    async def _check_host(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
+        if self._hosts is not None and (name := _host_name(request.host)) not in self._hosts:
+            known = ", ".join(sorted(self._hosts))
+            raise APIError(403, f"The header Host names {name!r:.80}. The server answers to {known}: use one of them.")
+        return await handler(request)
+
+    _check_host.__middleware_version__ = 1  # type: ignore[attr-defined]  # see `_errors_as_json`
+
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer `POST /v1/chat/completions`."""
         from aiohttp import web
@@ -81,8 +96,8 @@ class AgentServer:
             raise APIError(415, "The body must be sent as application/json. Set the header Content-Type.")
         try:
             body = await request.json()
-        except ValueError as error:
-            raise APIError(400, f"The body is not JSON: {error}. Correct it.") from error
+        except (ValueError, RecursionError) as error:
+            raise APIError(400, f"The body is not JSON that can be read: {error}. Correct it.") from error
         asked = read_request(body, model=self.name, params=self._params, seed=self._seed)
         if asked.is_streamed:
             return await self._stream(request, asked)
@@ -143,6 +158,12 @@ class AgentServer:
             play.cancel()
             with contextlib.suppress(BaseException):
                 await play
+
+
+def _host_name(header: str) -> str:
+    """The header Host without its port: `[::1]:8000` is ::1."""
+    name = header.rpartition("]")[0].removeprefix("[") or header.partition(":")[0]
+    return name.lower().rstrip(".")
 
 
 def _joined(events: list[Event]) -> list[Event]:

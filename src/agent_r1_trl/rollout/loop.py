@@ -16,6 +16,7 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
+from agent_r1_trl.chat.encoding import LONG_TEXT
 from agent_r1_trl.chat.format import PREFIX_TOKENS, ChatFormat
 from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.generation.base import (
@@ -152,8 +153,14 @@ async def _play(
 ) -> StopReason:
     draft.phase = "reset"
     draft.prompt_messages, tools = await reset_in_time(draft, session, limits)
+    num_characters = sum(len(str(message.get("content") or "")) for message in draft.prompt_messages)
+    if limits.max_model_length is not None and num_characters > MAX_CHARS_PER_TOKEN * limits.max_model_length:
+        return StopReason.PROMPT_TOO_LONG  # which needs no tokenizer to see
     with _chat_failures():
-        draft.prompt_ids = chat.encode_prompt(draft.prompt_messages, tools or None)
+        if num_characters < LONG_TEXT:
+            draft.prompt_ids = chat.encode_prompt(draft.prompt_messages, tools or None)
+        else:
+            draft.prompt_ids = await asyncio.to_thread(chat.encode_prompt, draft.prompt_messages, tools or None)
     if limits.turn_budget(len(draft.prompt_ids), 0) < 1:
         return StopReason.PROMPT_TOO_LONG
     contexts, summaries = Contexts(draft, chat, tools, limits), Summaries(draft, chat, tools, limits)
