@@ -170,6 +170,61 @@ def test_credit_and_weights_of_200_trajectories_are_those_of_a_loop(tmp_path, ki
         assert not weights[num:].any()
 
 
+class Board:
+    """A walk on a ring of three fields, which the model reads in a context of its own; nothing else answers a turn."""
+
+    def reset(self, example):
+        self.place, self.places = 0, [0]
+        return [self.board()]
+
+    def board(self):
+        return {"role": "user", "content": f"You are on field {self.place}."}
+
+    def step(self, message):
+        self.place = (self.place + len(message["content"])) % 3
+        self.places.append(self.place)
+        return [], float(self.place == 2), len(self.places) == 6, {"next_context": [self.board()]}
+
+    def outcome_reward(self, trajectory):
+        trajectory.info["places"] = self.places
+        return float(self.place)
+
+
+def naive_gigpo(trajectories):
+    """Advantages per turn of one prompt's trajectories, with the fields that the environment was on."""
+    rewards = [[turn.reward for turn in item.turns] for item in trajectories]
+    for own, item in zip(rewards, trajectories, strict=True):
+        own[-1] += item.outcome_reward
+    returns = [[sum(0.95 ** (j - k) * own[j] for j in range(k, len(own))) for k in range(len(own))] for own in rewards]
+    fields = {}
+    for own, item in zip(returns, trajectories, strict=True):
+        for value, field in zip(own, item.info["places"], strict=False):
+            fields.setdefault(field, []).append(value)
+    of_field = {
+        (field, value): advantage
+        for field, values in fields.items()
+        for value, advantage in zip(values, naive_group(values), strict=True)
+    }
+    of_trajectory = naive_group([sum(own) for own in rewards])
+    return [
+        [whole + of_field[field, value] for value, field in zip(own, item.info["places"], strict=False)]
+        for whole, own, item in zip(of_trajectory, returns, trajectories, strict=True)
+    ], sum(map(len, fields.values())) / len(fields)
+
+
+def test_gigpo_compares_the_turns_that_read_the_same_context(tmp_path):
+    trainer = make_trainer(
+        tmp_path, env=Board, script=lambda rng, turn: say("x" * rng.randrange(1, 4)), train_dataset=questions(1),
+        **STEP_MODE, advantage_estimator="gigpo", num_generations=8,
+    )  # fmt: skip
+    held, _ = first_batch(trainer)
+    expected, size = naive_gigpo(trainer.last_trajectories)
+    found = iter(held["advantages"][:, 0].tolist())
+    assert [[next(found) for _ in own] for own in expected] == [pytest.approx(own, abs=1e-5) for own in expected]
+    assert trainer._metrics["train"]["credit/step_group_size"] == [pytest.approx(size)]
+    assert size == 40 / 3, "five turns of eight trajectories on three fields"
+
+
 CASES = [
     ("grpo", {"loss_type": "dapo"}),
     ("grpo", {"loss_type": "grpo", "importance_sampling_level": "sequence"}),

@@ -57,7 +57,8 @@ class CreditInputs:
     outcome_rewards: torch.Tensor
     """(N,) outcome rewards; NaN for rows outside the baseline."""
     anchor_ids: torch.Tensor
-    """(N, K) int64: a number for the observation before each turn; -1 after a row's last turn."""
+    """(N, K) int64: a number for what each turn read (the context that the environment gave for it, else the
+    observation before it); -1 after a row's last turn."""
     kl_rewards: torch.Tensor | None = None
     """(N, T) the KL penalty as a reward; None unless `kl_placement="reward"`."""
     values: torch.Tensor | None = None

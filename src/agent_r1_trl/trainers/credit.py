@@ -100,6 +100,8 @@ class CreditEstimator:
             f"credit/{name}_advantage_abs": masked_mean(x.abs(), inputs.mask).item() for name, x in parts.items()
         }
         metrics["credit/process_weight"] = process_weight
+        if self.estimator.name == "gigpo":
+            metrics["credit/step_group_size"] = mean_step_group_size(inputs)
         own, length = slice(first, first + len(trajectories)), mask.shape[1]
         returns = None if credit.returns is None else credit.returns[own, :length].float()
         return Credit(advantages=credit.advantages[own, :length].float(), returns=returns), metrics
@@ -230,9 +232,10 @@ def read_credit_inputs(
 
 
 def anchors(trajectory: Trajectory) -> list[int]:
-    """Per turn a number that names the observation before it (GiGPO's anchor state), equal on every rank.
+    """Per turn a number that names what it read (GiGPO's anchor state), equal on every rank.
 
-    A summary's is a state of its own kind, with the request; the turn after it stands where the summary stood.
+    That is the context that the environment gave for the turn (`next_context`), else the observations before it. A
+    summary's is a state of its own kind, with the request; the turn after it stands where the summary stood.
     """
     found, before = [], trajectory.prompt_messages
     for turn in trajectory.turns:
@@ -240,13 +243,21 @@ def anchors(trajectory: Trajectory) -> list[int]:
             found.append(_digest([*before, turn.summary_request]))
             continue
         found.append(_digest(before))
-        before = turn.observations
+        before = turn.observations if turn.next_context is None else turn.next_context
     return found
 
 
 def _digest(messages: Sequence[Message]) -> int:
     text = json.dumps([[message.get("role"), message.get("content")] for message in messages], default=str)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def mean_step_group_size(inputs: CreditInputs) -> float:
+    """Mean number of turns in the groups that GiGPO compares; 1 says that no state recurs."""
+    is_counted = (inputs.anchor_ids >= 0) & inputs.in_baseline.unsqueeze(1)  # (N, K)
+    groups = inputs.group_ids.unsqueeze(1).expand_as(inputs.anchor_ids)
+    states = torch.stack([groups[is_counted], inputs.anchor_ids[is_counted]], dim=-1)
+    return len(states) / max(1, len(torch.unique(states, dim=0)))
 
 
 def gather_credit_inputs(inputs: CreditInputs, accelerator: Any) -> CreditInputs:
