@@ -97,3 +97,11 @@ def test_whitening_counts_masked_entries_of_all_rows_with_bessels_correction(kin
     expected = torch.tensor([[-1.264911, -0.632456, 0, 0.632456], [0, 0, 1.264911, 0]])
     torch.testing.assert_close(masked_whiten(x, mask), expected, rtol=0, atol=1e-6)
     assert masked_mean(x, mask) == 3
+
+
+def test_whitening_takes_its_statistics_from_what_is_counted():
+    x, mask = torch.tensor([[1.0, 99.0, 3.0], [7.0, 5.0, 99.0]]), torch.tensor([[1, 0, 1], [1, 1, 0]])
+    found = masked_whiten(x, mask, torch.tensor([[1, 1, 1], [0, 0, 1]]))  # mean 2, variance 2
+    expected = torch.tensor([[-(0.5**0.5), 0, 0.5**0.5], [5 * 0.5**0.5, 3 * 0.5**0.5, 0]])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert not masked_whiten(x, mask, torch.tensor([[1, 1, 0], [0, 0, 1]])).any(), "one entry has no spread"

@@ -58,6 +58,37 @@ def trainer_of(tmp_path, rows=ROWS, *, trainer=MultiTurnGRPOTrainer, **options):
     )  # fmt: skip
 
 
+WHITENED = {
+    "gae": {"trainer": MultiTurnPPOTrainer, "critic": "head"},
+    "bilevel_gae": {"trainer": MultiTurnPPOTrainer, "critic": "head"},
+    "step_gae": {"trainer": MultiTurnPPOTrainer, "critic": "head"},
+    "reinforce_pp": {},
+    "reinforce_pp_baseline": {},
+}
+
+
+@pytest.mark.parametrize("estimator", WHITENED)
+@pytest.mark.parametrize("rule", [{"filter_groups": "top_fraction", "filter_value": 0.25}, HALF])
+def test_advantages_are_whitened_over_the_rows_that_are_trained_on(tmp_path, estimator, rule):
+    options = {"num_generations": 4, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    options |= {"advantage_estimator": estimator, "num_iterations": 1, **WHITENED[estimator]}
+    found = scored_batch(trainer_of(tmp_path / "all", **options))
+    output = scored_batch(trainer_of(tmp_path / "some", **options, **rule))
+    mask = output["tool_mask"].bool() & output["completion_mask"].bool()  # (16, T)
+    if estimator == "step_gae":  # one number for each turn, and here for each row
+        mask = mask & (mask.cumsum(dim=1) == 1)
+    kept = mask & output["is_kept"].unsqueeze(1)
+    assert 0 < kept.sum() < mask.sum()
+    plain, filtered = found["advantages"], output["advantages"]
+    std, mean = torch.std_mean(plain[kept].double())
+    assert abs(mean) + abs(std - 1) > 0.02, "the rows that are kept are not like all the others"
+    expected = (plain.double() - mean) / std  # whitening what is white already keeps no trace of the first time
+    torch.testing.assert_close(filtered[mask].double(), expected[mask], atol=1e-5, rtol=1e-5)
+    assert filtered[kept].mean().abs() < 1e-5 and (filtered[kept].std() - 1).abs() < 1e-5
+    if "returns" in found:
+        torch.testing.assert_close(output["returns"], found["returns"], rtol=0, atol=0)
+
+
 def real_rows(buffer):
     """The rows that are no dummies, of all micro-batches."""
     return sorted(row for inputs in buffer for row in inputs[TRAJECTORY_ROW][inputs["in_baseline"]].tolist())

@@ -65,12 +65,22 @@ class CreditInputs:
     """(N, T) the critic's values of action tokens; None without a critic."""
     bootstrap_values: torch.Tensor | None = None
     """(N,) the critic's value after the last token of truncated rows, 0 for the others; None for 0 everywhere."""
+    is_kept: torch.Tensor | None = None
+    """(N,) bool: whether the trajectory is in a group that `filter_groups` trains on; None for all."""
     settings: CreditSettings = field(default_factory=CreditSettings)
 
     @property
     def in_baseline(self) -> torch.Tensor:
         """(N,) bool: whether a trajectory's return counts in means and standard deviations."""
         return ~self.outcome_rewards.isnan()
+
+    @property
+    def kept_mask(self) -> torch.Tensor | None:
+        """(N, T) bool: the positions over which whitening takes mean and variance; None for all of `mask`.
+
+        They are those that are trained on: RAGEN (arXiv 2504.20073) filters before it whitens.
+        """
+        return None if self.is_kept is None else self.mask & self.is_kept.unsqueeze(1)
 
     @property
     def returns(self) -> torch.Tensor:

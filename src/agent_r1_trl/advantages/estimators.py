@@ -131,13 +131,20 @@ def _rloo(inputs: CreditInputs) -> Credit:
 
 
 def _reinforce_pp(inputs: CreditInputs) -> Credit:
-    gamma = inputs.settings.gamma
-    return Credit(advantages=compute_reinforce_pp_advantages(inputs.token_rewards, inputs.mask, gamma=gamma))
+    advantages = compute_reinforce_pp_advantages(
+        inputs.token_rewards, inputs.mask, gamma=inputs.settings.gamma, counted=inputs.kept_mask
+    )
+    return Credit(advantages=advantages)
 
 
 def _reinforce_pp_baseline(inputs: CreditInputs) -> Credit:
     advantages = compute_reinforce_pp_baseline_advantages(
-        inputs.returns, inputs.group_ids, inputs.mask, kl_rewards=inputs.kl_rewards, gamma=inputs.settings.gamma
+        inputs.returns,
+        inputs.group_ids,
+        inputs.mask,
+        kl_rewards=inputs.kl_rewards,
+        gamma=inputs.settings.gamma,
+        counted=inputs.kept_mask,
     )
     return Credit(advantages=advantages)
 

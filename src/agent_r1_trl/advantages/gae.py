@@ -163,19 +163,22 @@ def compute_step_gae(
     return advantages, returns
 
 
-def whiten_turns(advantages: torch.Tensor, turn_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def whiten_turns(
+    advantages: torch.Tensor, turn_ids: torch.Tensor, mask: torch.Tensor, counted: torch.Tensor | None = None
+) -> torch.Tensor:
     """`masked_whiten` where all tokens of a turn have one advantage: mean and variance are those of turns.
 
     Args:
         advantages: (B, T).
         turn_ids: (B, T), as in `compute_bilevel_gae`.
         mask: (B, T) bool, int or float.
+        counted: (B, T) as for `masked_whiten`.
 
     Returns:
         (B, T), 0 at mask 0.
     """
     is_first = turn_starts(turn_ids, mask)
-    return torch.where(mask.bool(), carry_forward(masked_whiten(advantages, is_first), is_first), 0.0)
+    return torch.where(mask.bool(), carry_forward(masked_whiten(advantages, is_first, counted), is_first), 0.0)
 
 
 def turn_starts(turn_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

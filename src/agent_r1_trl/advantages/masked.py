@@ -62,14 +62,15 @@ def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def masked_whiten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the masked entries, 0 elsewhere; the variance is Bessel-corrected.
+def masked_whiten(x: torch.Tensor, mask: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
+    """(x - mean) / sqrt(var + 1e-8) at the masked entries, 0 elsewhere; the variance is Bessel-corrected.
 
-    Fewer than two masked entries have no spread: they come back centred, that is, 0.
+    Fewer than two counted entries have no spread: all come back as 0.
 
     Args:
         x: any shape. Whitening is global: give it the rows of all ranks.
         mask: the same shape; bool, int or float.
+        counted: the same shape; mean and variance are those of the masked entries that it sets too; None: of all.
 
     Returns:
         The shape and dtype of `x`.
@@ -78,11 +79,13 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     [-0.7071067690849304, 0.0, 0.7071067690849304]
     """
     check_shapes(x=x, mask=mask)
+    check_shapes(x=x, counted=counted)
     keep = mask.bool()
+    in_statistics = keep if counted is None else keep & counted.bool()
     values = masked_values(x, keep)
-    count = keep.sum()
-    mean = values.sum() / count.clamp(min=1)
+    count = in_statistics.sum()
+    mean = masked_values(values, in_statistics).sum() / count.clamp(min=1)
     centred = masked_values(values - mean, keep)
-    variance = (centred**2).sum() / (count - 1).clamp(min=1)
+    variance = (masked_values(centred, in_statistics) ** 2).sum() / (count - 1).clamp(min=1)
     whitened = centred / (variance + 1e-8).sqrt()
     return torch.where(count >= 2, whitened, 0.0).to(float_dtype(x))

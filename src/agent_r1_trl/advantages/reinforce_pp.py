@@ -29,19 +29,22 @@ def compute_returns_to_go(rewards: torch.Tensor, action_mask: torch.Tensor, *, g
     return scan_marked(masked_values(rewards, mask), mask, gamma).to(float_dtype(rewards))
 
 
-def compute_reinforce_pp_advantages(rewards: torch.Tensor, action_mask: torch.Tensor, *, gamma: float) -> torch.Tensor:
+def compute_reinforce_pp_advantages(
+    rewards: torch.Tensor, action_mask: torch.Tensor, *, gamma: float, counted: torch.Tensor | None = None
+) -> torch.Tensor:
     """Returns-to-go, whitened over all action tokens of the batch: REINFORCE++ (arXiv 2501.03262).
 
     Args:
         rewards: (B, T) token rewards, KL penalty (k1) included. Give it the rows of all ranks.
         action_mask: (B, T) bool, int or float; 0 throughout for a trajectory outside the baseline.
         gamma: discount per action token.
+        counted: (B, T) as for `masked_whiten`.
 
     Returns:
         (B, T), 0 at mask 0.
     """
     returns = compute_returns_to_go(rewards.double(), action_mask, gamma=gamma)
-    return masked_whiten(returns, action_mask).to(float_dtype(rewards))
+    return masked_whiten(returns, action_mask, counted).to(float_dtype(rewards))
 
 
 @torch.no_grad()
@@ -52,6 +55,7 @@ def compute_reinforce_pp_baseline_advantages(
     *,
     kl_rewards: torch.Tensor | None = None,
     gamma: float = 1.0,
+    counted: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """R - group mean on every action token, then whitened over the batch: REINFORCE++-baseline (arXiv 2501.03262).
 
@@ -61,6 +65,7 @@ def compute_reinforce_pp_baseline_advantages(
         action_mask: (N, T) bool, int or float.
         kl_rewards: (N, T) penalties from `kl_in_reward`; their returns-to-go are added before whitening.
         gamma: discount per action token of the penalties.
+        counted: (N, T) as for `masked_whiten`; the group's mean is that of all its trajectories.
 
     Returns:
         (N, T), 0 at mask 0 and in rows outside the baseline. Whitening subtracts the mean over *tokens*, so a group
@@ -73,4 +78,4 @@ def compute_reinforce_pp_baseline_advantages(
     centred = group.select(group.centred, torch.float64).unsqueeze(1).expand(mask.shape)  # (N, T)
     if kl_rewards is not None:
         centred = centred + compute_returns_to_go(kl_rewards.double(), mask, gamma=gamma)
-    return masked_whiten(centred, mask).to(float_dtype(returns))
+    return masked_whiten(centred, mask, counted).to(float_dtype(returns))

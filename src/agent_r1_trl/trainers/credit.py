@@ -52,6 +52,7 @@ class CreditEstimator:
         kl_rewards: torch.Tensor | None = None,
         values: torch.Tensor | None = None,
         bootstrap_values: torch.Tensor | None = None,
+        is_kept: torch.Tensor | None = None,
     ) -> tuple[Credit, dict[str, float]]:
         """This rank's slice of the estimator's result on the rows of all ranks, and `credit/*` metrics.
 
@@ -64,6 +65,7 @@ class CreditEstimator:
             kl_rewards: (B, T) the KL penalty as a reward; None with the KL term in the loss.
             values: (B, T) the critic's; None without a critic.
             bootstrap_values: (B,) the critic's value after the last token of truncated rows, 0 for the others.
+            is_kept: (B,) bool, which rows the group filter keeps; None for all, on all ranks.
         """
         process_weight = self.args.process_reward_weight
         process_weight *= schedule_factor(self.args.process_reward_schedule, progress)
@@ -89,6 +91,7 @@ class CreditEstimator:
             kl_rewards=kl_rewards,
             values=values,
             bootstrap_values=bootstrap_values,
+            is_kept=is_kept,
             settings=credit_settings(self.args),
         )
         inputs = gather_credit_inputs(local, self.accelerator)
@@ -113,9 +116,9 @@ class CreditEstimator:
         credit = self.estimator.estimate(inputs)
         if inputs.settings.whiten_advantages:
             if self.estimator.weighs_turns:
-                credit.advantages = whiten_turns(credit.advantages, inputs.turn_ids, inputs.mask)
+                credit.advantages = whiten_turns(credit.advantages, inputs.turn_ids, inputs.mask, inputs.kept_mask)
             else:
-                credit.advantages = masked_whiten(credit.advantages, inputs.mask)
+                credit.advantages = masked_whiten(credit.advantages, inputs.mask, inputs.kept_mask)
         return credit, parts
 
     def _from_weighted_parts(

@@ -273,11 +273,11 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
             self._add_metrics(weigh_mismatch_of_rows(output, rows, self.args))
         baseline, in_loss = rows.expand(played.in_baseline), rows.expand(played.in_loss)
         settle_masks(output, rows.rows, baseline, in_loss, self.args, self.accelerator)
-        output |= self._advantages(output, played)
-        if self.model.training:
+        if self.model.training:  # before the advantages, which are whitened over the rows that are kept
             kept, metrics = self.group_filter.chosen(played, self._group_size)
             output |= kept
             self._add_metrics(metrics)
+        output |= self._advantages(output, played)
         if self.args.overlap_rollout:
             output[ROW_INDEX] = torch.arange(len(trajectories))
         self._number_rows(trajectories, output)
@@ -346,6 +346,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
             group_size=self._group_size,
             progress=self.state.global_step / max(1, self.state.max_steps),
             kl_rewards=self._kl_rewards(output, mask, played.training_rows),
+            is_kept=output.get(IS_KEPT),
             **critic,
         )
         self._add_metrics(metrics)
