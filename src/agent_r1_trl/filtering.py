@@ -44,6 +44,28 @@ def raw_returns(trajectories: Sequence[Trajectory]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)  # the precision of TRL's rewards, and with it their noise
 
 
+def passes(trajectories: Sequence[Trajectory], pass_reward: float) -> torch.Tensor:
+    """Which trajectories have passed: those whose `success` is at least 1/2, where the environment reports it.
+
+    Where it reports none: those whose outcome, without the penalty for truncation, is at least `pass_reward`. What
+    turns earned does not count, since a failed trajectory earns it as well.
+
+    Args:
+        trajectories: B of them, once the reward functions have been placed on them.
+        pass_reward: the least outcome of one that has passed.
+
+    Returns:
+        (B,) float32 of 0 and 1, NaN for trajectories outside the baseline.
+    """
+
+    def has_passed(item: Trajectory) -> bool:
+        success = item.numbers.get("success")
+        outcome = item.outcome_reward - item.reward_parts.get("truncation_penalty", 0.0)
+        return outcome >= pass_reward if success is None else success >= 0.5
+
+    return torch.tensor([float(has_passed(item)) if item.in_baseline else math.nan for item in trajectories])
+
+
 def group_scores(returns: torch.Tensor, group_ids: torch.Tensor, *, statistic: str = "std") -> torch.Tensor:
     """The spread of each group's returns over its members in the baseline, with Bessel's correction.
 

@@ -18,7 +18,7 @@ from tests.trainers.test_journal import is_same, train
 
 def curriculum_of(num, **options):
     """Over `num` prompts, without a trainer."""
-    defaults = {"curriculum_floor": 0.1, "curriculum_rate": 0.3, "pass_reward": 0.5}
+    defaults = {"curriculum_floor": 0.1, "curriculum_rate": 0.3}
     fake = SimpleNamespace(
         args=SimpleNamespace(**defaults | options),
         train_dataset=range(num),
@@ -50,15 +50,15 @@ def test_weights_are_those_of_the_formula():
 
 def test_a_pass_rate_is_an_average_that_forgets():
     curriculum = curriculum_of(3)
-    curriculum.observe([0, 1, 2], [[1.0, 0.0, 0.5, 0.49], [0.0, NAN, NAN, 1.0], [NAN] * 4])
+    curriculum.observe([0, 1, 2], [[1.0, 0.0, 1.0, 0.0], [0.0, NAN, NAN, 1.0], [NAN] * 4])
     assert curriculum.pass_rates.tolist() == [0.5, 0.5, 0.5] and curriculum.num_groups.tolist() == [1, 1, 0]
     curriculum.observe([0, 1, 0], [[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, NAN, NAN], [0.0, 1.0, 1.0, 1.0]])
     rates = [0.7 * (0.7 * 0.5 + 0.3) + 0.3 * 0.75, 0.7 * 0.5, 0.5]
     assert curriculum.pass_rates.tolist() == pytest.approx(rates)
     assert curriculum.num_groups.tolist() == [3, 2, 0]
-    strict = curriculum_of(1, pass_reward=2.0, curriculum_rate=1.0)
-    strict.observe([0, 0], [[2.0, 1.0], [1.0, 1.0]])
-    assert strict.pass_rates.tolist() == [0.0]
+    forgetful = curriculum_of(1, curriculum_rate=1.0)
+    forgetful.observe([0, 0], [[1.0, 0.0], [0.0, 0.0]])
+    assert forgetful.pass_rates.tolist() == [0.0]
 
 
 def test_prompts_that_pass_half_the_time_are_drawn_most():
@@ -79,12 +79,16 @@ def test_prompts_that_pass_half_the_time_are_drawn_most():
 # ---------------------------------------------------------------- in a run
 
 
+def toss(trajectory):
+    number = int(trajectory.example_id[1:])
+    return float(number % 3 == 0 or (number % 3 == 1 and len(trajectory.final_text) % 2))
+
+
 class Coin(ToolEnv):
     """Some prompts are too easy, some too hard."""
 
     def outcome_reward(self, trajectory):
-        number = int(trajectory.example_id[1:])
-        return float(number % 3 == 0 or (number % 3 == 1 and len(trajectory.final_text) % 2))
+        return toss(trajectory)
 
 
 def talk(rng, turn):
@@ -108,6 +112,39 @@ def test_prompts_that_teach_come_back_and_the_file_says_how_often(tmp_path):
     assert sum(float(row["share"]) for row in table) == pytest.approx(1, abs=1e-4)
     least = min(float(row["share"]) for row in table)
     assert shares["curriculum/share_min"] == pytest.approx(least, rel=1e-4)
+
+
+class Reporting(ToolEnv):
+    """The same, but its outcomes say nothing."""
+
+    def outcome_reward(self, trajectory):
+        trajectory.info["success"] = bool(toss(trajectory))
+        return -1.0
+
+
+@pytest.mark.parametrize("env", [Coin, Reporting])
+def test_what_turns_earn_is_no_pass(tmp_path, env):
+    def process(trajectory, **kwargs):
+        return [[0.5] * len(item.turns) for item in trajectory]
+
+    options = RUN | {"env": env, "train_dataset": questions(9), "max_steps": 3, "learning_rate": 0.0}
+    trainer = make_trainer(tmp_path, turn_reward_funcs=[process], **options)
+    seen, won = [], []
+    observe, judge = trainer.resampling.curriculum.observe, trainer.resampling._judge
+
+    def listen(prompts, passes):
+        seen.append([value for group in passes for value in group])
+        observe(prompts, passes)
+
+    def judged(played, size):
+        won.append([toss(item) for item in played.trajectories])
+        return judge(played, size)
+
+    trainer.resampling._judge, trainer.resampling.curriculum.observe = judged, listen
+    trainer.train()
+    assert len(seen) == 3 and seen == won and {*seen[0], *seen[1], *seen[2]} == {0.0, 1.0}
+    rates = [line["sampling/pass_rate"] for line in trainer.state.log_history if "sampling/pass_rate" in line]
+    assert rates == [pytest.approx(sum(passes) / len(passes)) for passes in seen]
 
 
 def test_a_resumed_run_draws_what_it_would_have_drawn(tmp_path):

@@ -44,7 +44,7 @@ class Curriculum:
 
     def __init__(self, trainer: Any) -> None:
         args = trainer.args
-        self.floor, self.rate, self.pass_reward = args.curriculum_floor, args.curriculum_rate, args.pass_reward
+        self.floor, self.rate = args.curriculum_floor, args.curriculum_rate
         num = len(trainer.train_dataset)
         self.pass_rates = torch.full((num,), 0.5, dtype=torch.float64)
         """(P,) of each row of the data set."""
@@ -88,18 +88,19 @@ class Curriculum:
 
     # ---------------------------------------------------------------- results
 
-    def observe(self, prompts: Sequence[int], returns: Sequence[Sequence[float]]) -> None:
+    def observe(self, prompts: Sequence[int], passes: Sequence[Sequence[float]]) -> None:
         """Take in the groups that were played for a batch.
 
         Args:
             prompts: the row of each group.
-            returns: of its members; NaN for those outside the baseline. A group of which all are is not counted.
+            passes: of its members, 1 for those that have passed and 0 for the others; NaN for those outside the
+                baseline. A group of which all are is not counted.
         """
-        for prompt, group in zip(prompts, returns, strict=True):
+        for prompt, group in zip(prompts, passes, strict=True):
             counted = [value for value in group if not math.isnan(value)]
             if not counted:
                 continue
-            share = sum(value >= self.pass_reward for value in counted) / len(counted)
+            share = sum(counted) / len(counted)
             self.pass_rates[prompt] += self.rate * (share - self.pass_rates[prompt])
             self.num_groups[prompt] += 1
 

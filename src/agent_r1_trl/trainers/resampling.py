@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 
-from agent_r1_trl.filtering import has_signal, raw_returns
+from agent_r1_trl.filtering import has_signal, passes, raw_returns
 from agent_r1_trl.rollout import derive_seed
 from agent_r1_trl.rollout.requests import example_key
 from agent_r1_trl.trainers.agreement import raised_everywhere
@@ -52,21 +52,23 @@ class Sampled:
 
     returns: list[list[float]] = field(default_factory=list)
     """Of each group's members; NaN for those outside the baseline."""
+    passes: list[list[float]] = field(default_factory=list)
+    """The same of what `agent_r1_trl.filtering.passes` says."""
     prompts: list[int] = field(default_factory=list)
     """Of each group the index of its row, where it was drawn here."""
 
-    def metrics(self, num_groups: int, pass_reward: float) -> dict[str, float]:
+    def metrics(self, num_groups: int) -> dict[str, float]:
         """What is logged of them.
 
         Args:
             num_groups: of the batch.
-            pass_reward: the least return of a trajectory that has passed.
         """
         counted = [value for group in self.returns for value in group if not math.isnan(value)]
+        num_passed = sum(value for group in self.passes for value in group if not math.isnan(value))
         num = max(1, len(counted))
         return {
             "sampling/resampled_groups": float(len(self.returns) - num_groups),
-            "sampling/pass_rate": sum(value >= pass_reward for value in counted) / num,
+            "sampling/pass_rate": num_passed / num,
             "sampling/reward": math.fsum(counted) / num if counted else math.nan,
         }
 
@@ -142,8 +144,8 @@ class Resampling:
         start, size = time.perf_counter(), position.group_size
         curriculum, used = self.curriculum, set(self._keys(played))
         self._score(played)
-        returns, signals = self._judge(played, size)
-        sampled = Sampled(returns, [] if curriculum is None else curriculum.drawn(position.micro_step))
+        returns, passed, signals = self._judge(played, size)
+        sampled = Sampled(returns, passed, [] if curriculum is None else curriculum.drawn(position.micro_step))
         num_groups, num_with_signal, num_played, seconds = len(signals), sum(signals), 0, 0.0
         number, rounds = 0, self.rounds if self._is_on(size) else 0
         while number < rounds and not all(signals) and seconds < self.max_seconds:
@@ -161,11 +163,12 @@ class Resampling:
             num_played += len(groups) * size
             seconds += self._seconds(more)
             used.update(self._keys(more))
-            returns, signals = self._judge(played, size)
+            returns, passed, signals = self._judge(played, size)
             sampled.returns += [returns[group] for group in groups]
+            sampled.passes += [passed[group] for group in groups]
             sampled.prompts += prompts
         self._hand_over(played)
-        metrics |= sampled.metrics(num_groups, self.pass_reward)
+        metrics |= sampled.metrics(num_groups)
         metrics["sampling/groups_with_signal_before"] = num_with_signal / num_groups
         metrics["sampling/groups_with_signal"] = sum(signals) / num_groups
         metrics["sampling/resample_rounds"] = float(number)
@@ -173,7 +176,7 @@ class Resampling:
         metrics["sampling/generated_tokens"] = float(sum(gather_object([tokens])))
         metrics["time/resample_s"] = time.perf_counter() - start
         if curriculum is not None:
-            curriculum.observe(sampled.prompts, sampled.returns)
+            curriculum.observe(sampled.prompts, sampled.passes)
             metrics |= curriculum.metrics()
 
     def _play_round(
@@ -245,13 +248,14 @@ class Resampling:
         played.extra_columns = {name: [*values, *[None] * num][:num] for name, values in pending.items()}
         pending.clear()
 
-    def _judge(self, played: PlayedBatch, group_size: int) -> tuple[list[list[float]], list[bool]]:
-        """The returns of each group's members, and whether they differ; of all ranks."""
+    def _judge(self, played: PlayedBatch, group_size: int) -> tuple[list[list[float]], list[list[float]], list[bool]]:
+        """Of each group, on all ranks: its members' returns, which of them passed, and whether the returns differ."""
         self._trainer.rewards.settle(played, **self._trainer._reward_table, group_size=group_size)
         played.has_outcomes = True
-        returns = torch.tensor(gather_object(raw_returns(played.trajectories).tolist()))  # (N,)
+        values = [raw_returns(played.trajectories).tolist(), passes(played.trajectories, self.pass_reward).tolist()]
+        returns, passed = torch.tensor(gather_object([*zip(*values, strict=True)])).view(-1, 2).T  # (N,) each
         signals = has_signal(returns, torch.arange(len(returns)) // group_size)
-        return returns.view(-1, group_size).tolist(), signals.tolist()
+        return returns.view(-1, group_size).tolist(), passed.view(-1, group_size).tolist(), signals.tolist()
 
     def _hand_over(self, played: PlayedBatch) -> None:
         """Leave to TRL what it will ask for."""

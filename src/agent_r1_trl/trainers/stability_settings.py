@@ -80,7 +80,10 @@ class StabilitySettings:
     )
     pass_reward: float = field(
         default=0.5,
-        metadata={"help": "A trajectory has passed if it earned at least this much (sampling/pass_rate, curriculum)."},
+        metadata={
+            "help": "A trajectory has passed if the environment's success is at least 1/2; where it reports none, if "
+            "the outcome (without the rewards of turns) is at least this much (sampling/pass_rate, curriculum)."
+        },
     )
     curriculum: bool = field(
         default=False,
