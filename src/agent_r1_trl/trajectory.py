@@ -184,6 +184,9 @@ class Trajectory:
     duration_s: float = 0.0
     segments: list[Segment] = field(default_factory=list)
     """Where the tokens go on in another row, because the context was rewritten; empty for one row (`rows.py`)."""
+    open_context: list[int] | None = None
+    """(P,) ids that the next turn would have been sampled after, had no limit ended the trajectory; None where these
+    are those of its last row."""
     advantages: list[float] | None = None
     """(T,) set by the trainer before the trajectory is recorded."""
 
@@ -351,6 +354,8 @@ class Trajectory:
         record["segments"] = [dict(vars(segment)) for segment in self.segments]
         if not self.segments:  # a trajectory of one row is written as ever
             del record["segments"]
+        if self.open_context is None:
+            del record["open_context"]
         for turn, turn_record in zip(self.turns, record["turns"], strict=True):
             if turn.next_context is None:
                 del turn_record["next_context"]

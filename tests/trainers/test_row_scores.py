@@ -32,7 +32,7 @@ def make(tmp_path, **options):
     make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
     trainer = make_trainer(
         tmp_path, model=str(tmp_path / "policy"), per_device_train_batch_size=4, steps_per_generation=2,
-        gradient_accumulation_steps=1, num_generations=4, **WINDOW, **options,
+        gradient_accumulation_steps=1, num_generations=4, **(WINDOW | options),
     )  # fmt: skip
     torch.manual_seed(5)
     with torch.no_grad():
@@ -99,6 +99,41 @@ def test_old_values_are_those_of_each_row_alone(tmp_path, kind, layout):
 
     assert held["old_values"][held["value_mask"].bool()].std() > 0.01
     assert_scored(held, "old_values", rows, plain_values)
+
+
+@pytest.mark.parametrize("max_turns", [2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", CRITICS)
+def test_a_truncated_trajectory_goes_on_with_the_value_of_the_context_that_was_opened(
+    tmp_path, kind, layout, max_turns
+):
+    data = questions().add_column("gold", ["a", "a long hint " * 3] * 4)
+    options = {"trainer": MultiTurnPPOTrainer, "train_dataset": data, "bootstrap_truncated": True}
+    options["max_turns"] = max_turns
+    trainer = make(tmp_path, **options, **CRITICS[kind], **LAYOUTS[layout])
+    score, found = trainer._old_values, []
+    trainer._old_values = lambda *args: found.append(score(*args)) or found[0]
+    output = scored_batch(trainer)
+    held, bootstrap = trainer.row_batches._rows or output, found[0][1]  # two turns are one row
+    num_truncated = 0
+    for index, item in enumerate(trainer.last_trajectories):
+        if not item.stop_reason.is_truncated:
+            assert bootstrap[index] == 0
+            continue
+        num_truncated += 1
+        last, context = item.turns[-1], item.open_context
+        sampled = item.completion_ids[last.start : last.end]
+        kept = item.prompt_ids + sampled
+        assert context[: len(kept)] == kept, "the last turn stays"
+        prefix = []
+        if "privileged_ids" in held:
+            row = trainer.row_batches._index.index(index) if trainer.row_batches._rows else index
+            prefix = held["privileged_ids"][row][held["privileged_mask"][row].bool()].tolist()
+        ids = torch.tensor([prefix + context])
+        with torch.no_grad():
+            values = trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids), values_only=True).state_values
+        torch.testing.assert_close(bootstrap[index], values[0, -1], atol=2e-5, rtol=1e-4)
+    assert num_truncated > 1
 
 
 @pytest.mark.parametrize("layout", ("packed", "shared"))

@@ -192,6 +192,8 @@ def trajectory_record(trajectory: Trajectory) -> Record:
             {**vars(segment), "prompt_ids": segment.prompt_ids and pack_ids(segment.prompt_ids)}
             for segment in segments
         ]
+    if record["open_context"] is None:
+        del record["open_context"]
     return record | {
         "prompt_ids": pack_ids(trajectory.prompt_ids),
         "completion_ids": pack_ids(trajectory.completion_ids),

@@ -126,6 +126,12 @@ class Draft:
         self.add_context(rest, authors_of(rest, delta, authors))
         return True
 
+    @property
+    def _open_context(self) -> list[int] | None:
+        """The context after the last token, where that does not go on in the token's row."""
+        is_open = bool(self.segments) and self.segments[-1].start == len(self.completion_ids)
+        return self.context_ids if is_open else None
+
     def _add(self, ids: Sequence[int]) -> None:
         self.completion_ids += ids
         if self.rows:
@@ -143,6 +149,7 @@ class Draft:
             authors=self.authors,
             turns=self.turns,
             segments=[item for item in self.segments if item.start < len(self.completion_ids)],
+            open_context=self._open_context if stop_reason.is_truncated else None,
             stop_reason=stop_reason,
             example_id=self.request.example_id,
             generation=self.request.generation,

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils import gather_object
 from peft import PeftModel
 from trl.trainer.callbacks import SyncRefModelCallback
-from trl.trainer.utils import disable_dropout_in_model
+from trl.trainer.utils import disable_dropout_in_model, pad
 
 from agent_r1_trl.critic import (
     attach_critic,
@@ -119,32 +120,75 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     def _old_values(
         self, inputs: dict[str, Any], trajectories: list[Trajectory], rows: TrainingRows | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(R, T) values of completion tokens, and (B,) values after the last one of truncated trajectories."""
-        last = (rows or TrainingRows(trajectories)).last
+        """(R, T) values of completion tokens, and (B,) of what truncated trajectories would have gone on from."""
+        rows = rows or TrainingRows(trajectories)
+        columns = {name: inputs[name] for name in _COLUMNS if name in inputs}
         is_truncated = torch.tensor([t.stop_reason.is_truncated for t in trajectories])
-        size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
-        mask = inputs["completion_mask"]
-        ends = mask.sum(dim=1, keepdim=True)  # (R, 1) the column behind the last valid token
-        with torch.no_grad(), self.accelerator.autocast():  # as in the loss
-            if self.layout.is_packed:  # V of a token after the last one is that of the state behind it
-                has_more = torch.zeros(len(mask), dtype=torch.bool)
-                has_more[last] = is_truncated
-                longer = with_one_more({name: inputs[name] for name in _COLUMNS if name in inputs}, has_more)
-                chosen = self.layout.scoring_size(size)
-                values = self.layout.values(self.model, *whole_rows(longer), longer["completion_mask"], chosen)
-            else:
-                chunks = []
-                for start in range(0, len(mask), size):
-                    chunk = {name: inputs[name][start : start + size] for name in _COLUMNS if name in inputs}
-                    ids, attention_mask = whole_rows(chunk)
-                    result = self.model(input_ids=ids, attention_mask=attention_mask, values_only=True)
-                    chunks.append(result.state_values)
-                # V of a token is read one position before it.
-                values = torch.cat(chunks)[:, -mask.shape[1] - 1 :]  # (R, T + 1)
+        has_more = torch.zeros(len(rows), dtype=torch.bool)
+        has_more[rows.last] = is_truncated
+        values = self._score_values(columns, has_more)  # (R, T + 1)
         if not self.args.bootstrap_truncated:
             return values[:, :-1], None
-        behind = values.gather(1, ends).squeeze(1)[last]  # (B,)
+        ends = columns["completion_mask"].sum(dim=1, keepdim=True)  # (R, 1) the column behind the last valid token
+        behind = values.gather(1, ends).squeeze(1)[rows.last]  # (B,)
+        self._read_open_contexts(behind, columns, trajectories, rows)
         return values[:, :-1], torch.where(is_truncated.to(behind.device), behind, torch.zeros_like(behind))
+
+    def _score_values(self, columns: dict[str, torch.Tensor], has_more: torch.Tensor) -> torch.Tensor:
+        """(R, T + 1) values of completion tokens, and behind the last one of rows that have more to come.
+
+        Args:
+            columns: those of `_COLUMNS` that there are.
+            has_more: (R,) bool.
+        """
+        size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+        with torch.no_grad(), self.accelerator.autocast():  # as in the loss
+            if self.layout.is_packed:  # V of a token after the last one is that of the state behind it
+                longer = with_one_more(columns, has_more)
+                chosen = self.layout.scoring_size(size)
+                return self.layout.values(self.model, *whole_rows(longer), longer["completion_mask"], chosen)
+            chunks = []
+            for start in range(0, len(has_more), size):
+                ids, mask = whole_rows({name: column[start : start + size] for name, column in columns.items()})
+                chunks.append(self.model(input_ids=ids, attention_mask=mask, values_only=True).state_values)
+            # V of a token is read one position before it.
+            return torch.cat(chunks)[:, -columns["completion_mask"].shape[1] - 1 :]
+
+    def _read_open_contexts(
+        self,
+        behind: torch.Tensor,
+        columns: dict[str, torch.Tensor],
+        trajectories: list[Trajectory],
+        rows: TrainingRows,
+    ) -> None:
+        """Where a limit ended a trajectory after its context was rewritten: the value at the end of that context.
+
+        With contexts that are rewritten all ranks must call it, and make equally many forward passes.
+
+        Args:
+            behind: (B,) values behind the last tokens; changed in place.
+            columns: of the R rows.
+            trajectories: B of them.
+            rows: theirs.
+        """
+        if self.args.context_policy == "keep":
+            return
+        opened_ids = [item.open_context for item in trajectories]
+        contexts = {index: ids for index, ids in enumerate(opened_ids) if ids is not None}
+        num = max(gather_object([len(contexts)]))
+        if num == 0:
+            return
+        filled = [*contexts.values(), *[[self._tokenizer.pad_token_id]] * (num - len(contexts))]
+        device = columns["prompt_ids"].device
+        opened = {
+            "prompt_ids": pad([torch.tensor(ids) for ids in filled], padding_side="left").to(device),
+            "prompt_mask": pad([torch.ones(len(ids)).long() for ids in filled], padding_side="left").to(device),
+        }
+        of_rows = [*(rows.last[index] for index in contexts), *[0] * (num - len(contexts))]
+        opened |= {name: columns[name][of_rows] for name in columns if name.startswith("privileged")}
+        opened |= {name: columns[name][of_rows, :0] for name in columns if name.startswith("completion")}
+        values = self._score_values(opened, torch.ones(num, dtype=torch.bool))[:, 0]
+        behind[list(contexts)] = values[: len(contexts)].to(behind)
 
     def _privileged_columns(self, output: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """The prefix that only the critic reads, padded on the left: (B, Q) ids and mask."""

@@ -53,7 +53,8 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     bootstrap_truncated: bool = field(
         default=False,
         metadata={
-            "help": "Use the critic's value instead of 0 after the last token of a trajectory that a limit ended."
+            "help": "Use the critic's value of what it would have gone on from, instead of 0, at the end of a "
+            "trajectory that a limit ended."
         },
     )
 
