@@ -233,6 +233,7 @@ class EchoTrapJudge:
             measures=self._measures,
             reason=self._reason(state, target, counted, excused),
             is_recovering=self._is_recovering(),
+            is_entropy_high=self._measures.get("entropy", 0.0) > self.thresholds.entropy_high[0],
         )
         return self.verdict
 

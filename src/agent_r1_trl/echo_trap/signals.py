@@ -69,16 +69,15 @@ class Crossing:
 
 @dataclass(frozen=True, kw_only=True)
 class Spikes(Crossing):
-    """Gradient norms: single steps, not an average; so one far spike is a warning, and only several are critical."""
+    """Gradient norms: single steps, not an average, so that only most of the last ones together say something."""
 
     ratios: tuple[float, ...] = ()
     """Of the last steps, the newest at the end."""
 
     def against(self, limits: Thresholds) -> tuple[tuple[bool, bool], tuple[bool, bool]]:
-        """A warning for one spike beyond the critical threshold or two beyond the other; critical for three."""
-        high, far = (sum(ratio > threshold for ratio in self.ratios) for threshold in self.pair)
-        crossed = (far >= 1 or high >= 2, far >= 3)
-        return crossed, (not crossed[0], not crossed[1])
+        """Beyond a threshold are three of the last norms; one outlier says nothing, whatever its size."""
+        high, far = (sum(ratio > threshold for ratio in self.ratios) >= 3 for threshold in self.pair)
+        return (high, far), (not high, not far)
 
     def patience(self, limits: Thresholds) -> tuple[int, int]:
         """The spikes are counted already."""
