@@ -6,8 +6,8 @@ The actions stand in an order that the user chooses. Each has a severity: the mi
     roll_back                               "collapsing"   goes back to the last healthy checkpoint
     stop                                    "collapsed"    ends the run
 
-An action must fit what caused it (`UNFIT`). What `filter`, `clip` and `entropy` have changed is undone once the run has
-been healthy for a while, and that of the latter two at once where the entropy is high.
+An action must fit what caused it (`UNFIT`). What `filter`, `clip` and `entropy` have changed is undone once the run
+has been healthy for a while, `clip` and `entropy` also where the entropy is high.
 """
 
 from __future__ import annotations
