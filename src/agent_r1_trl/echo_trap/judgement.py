@@ -196,8 +196,9 @@ class EchoTrapJudge:
         """
         entropy, spread, reward = (self._series[key] for key in ("entropy", "reward_std", "reward"))
         is_known = all(item.has_baseline and item.age <= self.thresholds.stale_steps for item in (entropy, spread))
-        has_fallen = reward.has_baseline and 2 * (reward.best - reward.ema) > self._least_drop(reward)
-        if not (is_known and has_fallen) or spread.ema < _HELD_SPREAD * spread.mean:
+        success, is_near = self._series["success"], 2 * (reward.best - reward.ema) <= self._least_drop(reward)
+        is_gamed = is_near and success.has_baseline and not self._is_at_best(success)
+        if not (is_known and reward.has_baseline) or is_gamed or spread.ema < _HELD_SPREAD * spread.mean:
             return False
         return abs(entropy.ema - entropy.mean) < (1 - _HELD_ENTROPY) * entropy.mean
 
