@@ -42,7 +42,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 SHARED := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 PYTEST = $(TEST_ENV) $(BIN)/python -m pytest $(SHARED)
 
-.PHONY: help quickstart install test test-fast fuzz soak kills lint types audit versions vllm-releases check format options notebooks clean
+.PHONY: help quickstart install test test-fast fuzz soak traces kills lint types audit versions vllm-releases check format options notebooks clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -71,6 +71,10 @@ soak: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## short runs under random faults (s
 	$(SAY) "Soak: $(RUNS) runs from seed $(SEED)"
 	$(TEST_ENV) $(BIN)/python -m tests.soak --runs $(RUNS) --seed $(SEED) --workers $(WORKERS) \
 	  $(if $(filter none,$(VLLM)),--samplers scripted transformers)
+
+traces: $(STAMPS)/test ## judge simulated runs: how often a healthy one is acted upon, how late a collapse is (a minute)
+	$(SAY) "Traces"
+	$(TEST_ENV) $(BIN)/python -m tests.echo_trap.traces
 
 kills: $(STAMPS)/test ## kill and resume training runs, GRPO and PPO, one and two ranks (an hour); KILLS, JOURNAL_SEED
 	$(SAY) "$(KILLS) kills of each run"

@@ -173,19 +173,18 @@ def test_a_sparse_reward_that_is_often_missed_is_no_collapse(seed):
     assert {*states(only(with_entropy(rng, history, np.full(300, 0.8)), NAMED_KEYS))} <= {"healthy", "warning"}
 
 
-def test_one_spike_of_the_gradient_is_at_most_a_warning_that_passes():
+@pytest.mark.parametrize("factor", [6.0, 50.0, float("inf")])
+def test_one_spike_of_the_gradient_or_one_every_few_steps_is_nothing_whatever_its_size(factor):
     rng = np.random.default_rng(0)
     history = with_entropy(rng, play(rng, np.linspace(0, 1, 80)), np.full(80, 0.8))
-    for factor, worst in ((6.0, {"healthy"}), (50.0, {"healthy", "warning"}), (float("inf"), {"healthy", "warning"})):
-        history[40]["grad_norm"] = 0.3 * factor
-        found = states(history)
-        assert {*found} == worst
-        assert {*found[55:]} == {"healthy"}
+    for step in (40, 60, 63, 66):
+        history[step]["grad_norm"] = 0.3 * factor
+    assert {*states(history)} == {"healthy"}
 
 
 def test_several_gradient_norms_that_are_not_finite_are_critical():
     steps = [{"reward": 0.5, "grad_norm": 1.0}] * 20 + [{"reward": 0.5, "grad_norm": float("inf")}] * 3
-    assert states(steps)[-3:] == ["warning", "warning", "collapsing"]
+    assert states(steps)[-3:] == ["healthy", "healthy", "collapsing"]
     verdict = judge(steps)
     assert verdict.signals["grad_norm"].level == "critical"
     assert verdict.signals["grad_norm"].value == float("inf")
@@ -199,6 +198,8 @@ def test_entropy_alone_is_a_warning_and_critical_together_with_another_signal(la
     assert {*states(alone)} == {"healthy", "warning"}
     assert judge(alone).signals["entropy"].level == "critical"
     assert judge(steps + [{"reward": 0.5, "entropy": late, "repetition": 0.7}] * 40).state == "collapsing"
+    assert judge(alone).entropy_side == (1 if late < 1 else 2)
+    assert judge(steps + alone[20:21]).entropy_side == (0 if late < 1 else 2), "a high one is known without patience"
 
 
 def test_one_bad_batch_is_no_collapse():
@@ -233,11 +234,11 @@ def test_a_drop_of_the_reward_is_measured_against_its_best_or_the_way_from_its_f
     limits = Thresholds(noise=0, reward_noise=0, warning_steps=1)
     for start, best, drop in ((0.0, 1.0, 0.2), (-1.0, 1.0, 0.1)):  # scales of 1 and of 2
         steps = [{"reward": start}] * 10 + [{"reward": best}] * 200 + [{"reward": best - 1.0}]
-        verdict = judge(steps, limits)  # the average falls by a fifth of 1
+        verdict = judge(steps, limits)  # an outlier so far; confirmed, the average falls by a fifth of 1
         assert verdict.severity == (2 if drop > 0.2 else 0)
         found = judge([*steps, {"reward": best - 1.0}], limits).signals
         assert ("reward" in found) == (start == 0.0)
-    assert found == {} and judge([*steps, *steps[-1:] * 2], limits).signals["reward"].value == pytest.approx(0.244)
+    assert found == {} and judge([*steps, *steps[-1:] * 3], limits).signals["reward"].value == pytest.approx(0.244)
 
 
 def test_a_warning_takes_three_steps_and_recovery_five():
@@ -356,6 +357,54 @@ def test_two_rollouts_that_are_critical_by_themselves_are_a_collapse_without_wai
     assert {*states([*steps, gone, *steps])} == {"healthy"}
 
 
+@pytest.mark.parametrize("key", ["reward", "entropy", "reward_std", "success"])
+@pytest.mark.parametrize("value", [30.0, -30.0, 0.0])
+@pytest.mark.parametrize("place", [4, 8, 30])
+def test_one_outlier_of_a_signal_is_nothing_even_while_its_baseline_is_measured(key, value, place):
+    steps = [{"reward": 0.6, "reward_std": 0.4, "entropy": 1.0, "success": 0.6} for _ in range(60)]
+    for number, step in enumerate(steps):
+        step.update({name: step[name] + 0.02 * (number % 3) for name in step})
+    steps[place][key] = value
+    assert {*states(steps)} == {"healthy"}
+
+
+def test_a_sparse_run_that_takes_off_is_no_collapse():
+    """Its noise was near 0 for three hundred steps."""
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        skill = np.concatenate([np.zeros(300), np.linspace(0, 5, 20), np.full(60, 5.0)])
+        history = play(rng, skill, easy=-6.0, spread=1.0, groups=4, size=8)
+        assert not has_collapsed(states(with_entropy(rng, history, np.full(380, 0.8)))), seed
+
+
+@pytest.mark.parametrize("hidden", [(), ("success",), ("repetition", "reward_max", "reward_min")], ids=str)
+def test_data_that_get_harder_are_no_collapse_where_groups_still_differ_and_the_entropy_stays(hidden):
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        skill = np.concatenate([np.full(60, 1.5), np.linspace(1.5, -0.7, 100), np.full(60, -0.7)])
+        history = with_entropy(rng, play(rng, skill, groups=16), np.full(220, 0.8))
+        history = [{key: value for key, value in step.items() if key not in hidden} for step in history]
+        assert {*states(history)} == {"healthy"}, seed
+        for step in history:
+            step.pop("entropy")
+        assert "warning" in states(history), "an entropy that is unknown says nothing of what changed"
+
+
+@pytest.mark.parametrize("keys", [("zero_std_share",), ("entropy",), ("inaction",), ("entropy", "inaction")], ids=str)
+@pytest.mark.parametrize("goal", ["success", "reward"])
+def test_a_policy_that_is_dead_from_step_4_is_noticed_without_a_baseline_and_stays_dead(keys, goal):
+    alive = {goal: 0.4, "zero_std_share": 0.1, "entropy": 0.5, "inaction": 0.1}
+    dead = {goal: 0.0, "zero_std_share": 1.0, "entropy": 6.0, "inaction": 1.0}
+    names = (goal, *keys)
+    steps = [{name: alive[name] for name in names}] * 3 + [{name: dead[name] for name in names}] * 40
+    found = states(steps)
+    assert first(found, "collapsed") == (7 if keys == ("zero_std_share",) else 5)  # of 0
+    assert {*found[7:]} == {"collapsed"}
+    assert judge(steps[:9]).entropy_side == (2 if "entropy" in keys else 0)
+    one_sign = [{name: alive[name] if name != goal else step[goal] for name in names} for step in steps[:10]]
+    assert {*states(one_sign)} == {"healthy"}
+
+
 def test_an_earlier_crash_does_not_make_a_later_one_look_like_chance():
     steps = [{"success": 0.8 + 0.02 * (k % 3)} for k in range(30)]
     for place in (15, 18, 21):
@@ -367,5 +416,6 @@ def test_a_run_recovers_once_it_has_made_up_a_third_of_what_it_had_lost():
     limits = Thresholds(ema_decay=0.0)
     steps = [{"success": 0.9 + 0.01 * (k % 2)} for k in range(20)] + [{"success": 0.31}] * 10
     for later, expected in ((0.5, False), (0.52, True)):  # a third of 0.6 is 0.2
-        assert judge([*steps, {"success": later}], limits).is_recovering is expected
+        assert not judge([*steps, {"success": later}], limits).is_recovering, "one outlier is none"
+        assert judge([*steps, {"success": later}, {"success": later}], limits).is_recovering is expected
     assert not judge(steps[:20], limits).is_recovering  # nothing was lost

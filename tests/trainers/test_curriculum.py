@@ -147,6 +147,39 @@ def test_what_turns_earn_is_no_pass(tmp_path, env):
     assert rates == [pytest.approx(sum(passes) / len(passes)) for passes in seen]
 
 
+def test_a_weighted_draw_says_what_a_uniform_one_would_earn():
+    """Over many draws of 30 of 200 prompts: each counts for 1 / its chance, which an independent count confirms."""
+    curriculum = curriculum_of(200)
+    curriculum.pass_rates = torch.linspace(0.02, 1.0, 200, dtype=torch.float64) ** 0.3  # most pass nearly always
+    counts, plain, weighted = torch.zeros(200), [], []
+    for seed in range(600):
+        drawn = curriculum.order(seed)[:30]
+        counts[drawn] += 1 / 600
+        weights, rates = curriculum.draw_weights(drawn), curriculum.pass_rates
+        plain.append(rates[drawn].mean().item())
+        weighted.append(sum(weights[row] * rates[row].item() for row in drawn) / sum(weights.values()))
+    everything = {**curriculum.draw_weights(range(30)), **curriculum.draw_weights(range(170, 200))}
+    for row in (0, 29, 199):
+        assert 1 / everything[row] == pytest.approx(counts[max(0, row - 9) : row + 10].mean().item(), rel=0.15)
+    truth = curriculum.pass_rates.mean().item()
+    assert sum(plain) / 600 < truth - 0.05
+    assert sum(weighted) / 600 == pytest.approx(truth, abs=0.01)
+    assert {*curriculum.draw_weights(range(200)).values()} == {1.0}, "all are drawn"
+
+
+def test_the_monitor_judges_what_a_uniform_draw_would_earn(tmp_path):
+    """At learning rate 0, nothing changes but the draw, which leaves the prompts that always pass."""
+    options = RUN | {"script": lambda rng, turn: say("x" * rng.randrange(1, 9))}
+    trainer = train(tmp_path, train_dataset=questions(60), max_steps=40, learning_rate=0.0, echo_trap=True, **options)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    plain, judged = ([entry[name] for entry in logged] for name in ("reward", "echo/reward"))
+    assert plain[:1] == judged[:1], "every prompt is new"
+    assert plain != judged
+    weights = trainer.resampling.draw_weights
+    assert len(weights) == 4 and max(weights.values()) > 1.2 * min(weights.values())
+    assert {entry["echo/state"] for entry in logged} == {0.0}
+
+
 def test_a_resumed_run_draws_what_it_would_have_drawn(tmp_path):
     options = {"train_dataset": questions(9), "journal": False, **RUN}
     whole = train(tmp_path, **options)

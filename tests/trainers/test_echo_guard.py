@@ -11,13 +11,14 @@ from transformers import TrainerCallback, TrainerControl
 
 from agent_r1_trl.cli import main as command
 from agent_r1_trl.cli.errors import EXIT_COLLAPSED, CollapseError, run_command
+from agent_r1_trl.echo_trap import Verdict
 from agent_r1_trl.recording.events import read_events
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.checkpoints import CheckpointError
 from agent_r1_trl.trainers.echo_guard import CollapsedError, EchoGuard
 from agent_r1_trl.trainers.echo_ladder import ACTIONS
 from agent_r1_trl.trainers.resume import check_has_reference
-from tests.trainers.echo_helpers import guarded, is_equal, weights_of
+from tests.trainers.echo_helpers import Watch, guarded, is_equal, weights_of
 from tests.trainers.helpers import make_trainer, questions
 
 CPU = {"output_dir": "unused", "bf16": False, "use_cpu": True}
@@ -78,6 +79,33 @@ def test_the_entropy_bonus_of_trl_is_switched_on_and_enters_the_loss(tmp_path):
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert "entropy_coef" not in logged[0] and logged[1]["entropy_coef"] == 0.5
     assert logged[1]["loss"] == pytest.approx(-0.5 * logged[1]["entropy"], rel=0.2)
+
+
+def test_a_bonus_and_a_switched_off_kl_term_are_taken_back_after_patience_and_where_the_entropy_explodes(tmp_path):
+    high = Verdict(state="collapsing", step=1, is_entropy_high=True)
+    trainer = guarded(tmp_path, {}, "clip", "entropy", **WITH_KL)
+    before = settings_of(trainer)
+    for ends in (["healthy", "healthy"], [high]):
+        for _ in range(3):
+            step(trainer, "warning")
+        assert (trainer.beta, trainer.entropy_coef) == (0.0, 0.001)
+        for verdict in ends:
+            assert settings_of(trainer) != before
+            step(trainer, verdict)
+        assert settings_of(trainer) == before
+    for _ in range(5):
+        step(trainer, high)
+    assert settings_of(trainer) == before, "neither fits"
+    events = [(event["action"], event["outcome"]) for event in trainer.echo_guard.state.events]
+    assert events == [(name, outcome) for outcome in ("taken", "undone") for name in ("clip", "entropy")] * 2
+
+
+def test_a_kl_term_comes_back_where_a_new_rollout_begins_because_this_one_has_no_reference(tmp_path):
+    options = {**WITH_KL, "num_iterations": 2, "loss_type": "dapo", "max_steps": 6}
+    trainer = guarded(tmp_path, {1: "warning"}, "clip", **options)
+    watch = Watch(trainer, lambda trainer: trainer.beta)
+    trainer.train()
+    assert watch.seen == [(0, 0.1), (1, 0.0), (2, 0.0), (3, 0.0), (4, 0.1), (5, 0.1)]
 
 
 class Records(TrainerCallback):
@@ -350,7 +378,7 @@ def test_a_filter_that_would_change_nothing_on_a_stream_is_refused_or_left_out(t
 
 def test_filter_and_dynamic_sampling_are_switched_on_for_the_next_rollout(tmp_path):
     options = {"per_device_train_batch_size": 8, "max_steps": 3}
-    trainer = guarded(tmp_path, {1: "warning"}, "filter", **options)
+    trainer = guarded(tmp_path, {1: "warning", 2: "warning"}, "filter", **options)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert ["filter/kept_share" in entry for entry in logged] == [False, True, True]

@@ -2,17 +2,17 @@
 
 import json
 
-from agent_r1_trl.trainers.echo_ladder import GuardState, due_actions
+from agent_r1_trl.trainers.echo_ladder import UNFIT, GuardState, due_actions
 
 ORDER = ["filter", "clip", "learning_rate", "roll_back", "stop"]
 
 
-def play(verdicts, actions=ORDER, patience=3, max_roll_backs=2):
+def play(verdicts, actions=ORDER, patience=3, max_roll_backs=2, unfit=()):
     """What is taken after each step: a list of (number of the step, names)."""
     state, taken = GuardState(), []
     for verdict in verdicts:
         state.num_steps += 1
-        names = due_actions(actions, state, verdict, patience=patience, max_roll_backs=max_roll_backs)
+        names = due_actions(actions, state, verdict, patience=patience, max_roll_backs=max_roll_backs, unfit=unfit)
         for name in names:
             state.take(name)
         taken += [(state.num_steps, names)] if names else []
@@ -51,6 +51,25 @@ def test_a_run_that_has_collapsed_takes_everything_up_to_the_roll_back_at_once()
 def test_after_a_roll_back_even_a_collapsed_run_gets_its_patience():
     assert play(["collapsed"] * 4, ["roll_back", "stop"], patience=4) == [(1, ["roll_back"])]
     assert play(["collapsed"] * 5, ["roll_back", "stop"], patience=4, max_roll_backs=1)[1] == (5, ["stop"])
+
+
+def test_an_action_that_does_not_fit_is_passed_over_even_on_the_way_to_a_roll_back():
+    actions, unfit = ["filter", "clip", "entropy", "roll_back"], UNFIT[2]
+    assert play(["warning"] * 9, actions, unfit=unfit) == [(1, ["filter"])]
+    assert play(["collapsed"], actions, unfit=unfit) == [(1, ["filter", "roll_back"])]
+    assert play(["warning"] * 9, ["clip", "entropy"], unfit=UNFIT[0]) == [(1, ["clip"])]
+
+
+def test_what_is_over_is_undone_after_patience_and_what_feeds_a_high_entropy_at_once():
+    state = GuardState(num_taken=dict.fromkeys(("filter", "clip", "entropy", "learning_rate"), 1))
+    found = []
+    for step in range(3):
+        state.note(step, is_healthy=True)
+        found.append(state.past_actions(UNFIT[0], 3))
+    assert found == [[], [], ["filter", "clip", "entropy"]]
+    state.note(4, is_healthy=False)
+    assert state.past_actions(UNFIT[0], 3) == state.past_actions(UNFIT[1], 3) == []
+    assert state.past_actions(UNFIT[2], 3) == ["clip", "entropy"]
 
 
 def test_the_state_comes_back_from_json_and_leaves_out_what_it_does_not_know():

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from agent_r1_trl.echo_trap.series import Alarm, Norms, Series
-from agent_r1_trl.echo_trap.signals import VARIETY, crossings, reward_scale
+from agent_r1_trl.echo_trap.signals import VARIETY, crossings, reward_scale, signs_of_death
 from agent_r1_trl.echo_trap.verdict import STATES, Signal, State, Thresholds, Verdict
 
 JUDGED = ("reward", "reward_std", "zero_std_share", "entropy", "grad_norm", "repetition", "inaction")
@@ -28,8 +28,12 @@ SHOWN = ("signal_to_noise", "response_length", "kl", "mutual_information", "retr
 """Keys that are accepted, logged and never judged: healthy runs differ in them by orders of magnitude."""
 KEYS = frozenset((*JUDGED, *HELPING, *SHOWN))
 """What a step's dictionary may hold. A missing key, None and NaN all mean "unknown"."""
+PROGRESS = ("reward", "success")
+"""What a run is for."""
 _KIND = {"zero_std_share": "reward_std", "success": "reward"}
 """Signals that measure the same loss, and count once."""
+_HELD_SPREAD, _HELD_ENTROPY = 0.75, 0.8
+"""Shares of their baselines that in-group spread and entropy keep where data got harder."""
 _LASTING = 10
 """Number of further steps after which a reward that has fallen critically is a collapse without another signal."""
 
@@ -79,7 +83,7 @@ class EchoTrapJudge:
         """After the last `update`."""
         sparse = ("reward_std",)
         self._series = {
-            key: Series(limits.window, limits.ema_decay, needs_nonzero=key in sparse)
+            key: Series(limits.window, limits.ema_decay, needs_nonzero=key in sparse, is_good=key in PROGRESS)
             for key in (*JUDGED, *HELPING, "response_length")
             if key != "grad_norm"
         }
@@ -89,6 +93,8 @@ class EchoTrapJudge:
         self._range = [math.inf, -math.inf]
         """Smallest and largest return of any trajectory."""
         self._is_solved = False
+        self._is_dead = False
+        """Whether the run died before there was a baseline to tell."""
         self._better_for = 0
         """Number of steps in a row that look better than the state."""
 
@@ -116,7 +122,7 @@ class EchoTrapJudge:
                        max(self._range[1], high if high is not None else -math.inf)]  # fmt: skip
         found = self._raise_alarms(fresh)
         counted, excused = self._weigh(found)
-        return self._settle(counted, excused)
+        return self._settle(counted | self._deaths(), excused)
 
     def forget_norms(self) -> None:
         """Measure gradient norms anew, because something else than the policy has changed how large they are."""
@@ -148,6 +154,13 @@ class EchoTrapJudge:
     def _is_stale(self, key: str) -> bool:
         return key in self._series and self._series[key].age > self.thresholds.stale_steps
 
+    def _deaths(self) -> dict[str, Signal]:
+        """Two signs at least that the run has died before a baseline could tell, for as long as they last."""
+        signs = signs_of_death(self._series)
+        is_early = any(self._series[key].num < self.thresholds.window + 2 for key in signs)
+        self._is_dead = len(signs) > 1 and (self._is_dead or is_early)
+        return signs if self._is_dead else {}
+
     # ---------------------------------------------------------------- 2. what the reward says
 
     @property
@@ -172,12 +185,30 @@ class EchoTrapJudge:
                 excused[name] = signal
             else:
                 counted[name] = replace(signal, level="warning") if is_lower else signal
+        if counted and {*counted} <= {*PROGRESS} and self._is_harder():
+            counted, excused = {}, {**excused, **counted}
         return counted, excused
+
+    def _is_harder(self) -> bool:
+        """Whether a drop, the only signal, is the task's: the policy samples as it did, and its groups still differ.
+
+        A policy that collapses loses one of them. Success that falls without the reward is a reward that is gamed.
+        """
+        entropy, spread, reward = (self._series[key] for key in ("entropy", "reward_std", "reward"))
+        is_known = all(item.has_baseline and item.age <= self.thresholds.stale_steps for item in (entropy, spread))
+        success, is_near = self._series["success"], 2 * (reward.best - reward.ema) <= self._least_drop(reward)
+        is_gamed = is_near and success.has_baseline and not self._is_at_best(success)
+        if not (is_known and reward.has_baseline) or is_gamed or spread.ema < _HELD_SPREAD * spread.mean:
+            return False
+        return abs(entropy.ema - entropy.mean) < (1 - _HELD_ENTROPY) * entropy.mean
 
     def _is_at_best(self, progress: Series) -> bool:
         """Whether it is no further from its best than chance and the threshold of a drop allow."""
-        limits, distance = self.thresholds, progress.best - progress.ema
-        return distance <= max(limits.reward_drop[0] * self._scale(progress), limits.reward_noise * progress.noise)
+        return progress.best - progress.ema <= self._least_drop(progress)
+
+    def _least_drop(self, progress: Series) -> float:
+        limits = self.thresholds
+        return max(limits.reward_drop[0] * self._scale(progress), limits.reward_noise * progress.noise)
 
     def _has_risen(self, progress: Series) -> bool:
         """Whether it is above its baseline by more than chance, and by a quarter of what groups differed by."""
@@ -233,8 +264,15 @@ class EchoTrapJudge:
             measures=self._measures,
             reason=self._reason(state, target, counted, excused),
             is_recovering=self._is_recovering(),
+            is_entropy_high=self._is_entropy_high(),
         )
         return self.verdict
+
+    def _is_entropy_high(self) -> bool:
+        """Whether it is above its first threshold now, measured by the first steps while there is no baseline."""
+        entropy = self._series["entropy"]
+        usual = entropy.mean if entropy.has_baseline else sum(entropy.first) / max(len(entropy.first), 1)
+        return max(entropy.ema, min(entropy.raw[-2:], default=0.0)) > self.thresholds.entropy_high[0] * usual > 0
 
     def _is_recovering(self) -> bool:
         """Whether a third of a drop that was more than chance is made up."""
@@ -253,7 +291,7 @@ class EchoTrapJudge:
         critical = {_KIND.get(name, name) for name, signal in signals.items() if signal.level == "critical"}
         kinds = {_KIND.get(name, name) for name in signals}
         others = kinds - {"reward"}
-        lasting = max(self._alarms[name].held if name in signals else 0 for name in ("reward", "success"))
+        lasting = max(self._alarms.get(name, Alarm()).held if name in signals else 0 for name in ("reward", "success"))
         if "reward" in critical and (others or lasting >= _LASTING):
             return "collapsed"
         if len(critical) >= (2 if "reward" in kinds else 3):
@@ -282,7 +320,9 @@ class EchoTrapJudge:
         if state == "converged":
             return f"The task is solved, and groups differ little: this is convergence. {learnt}".strip()
         if learnt:
-            return f"{learnt} The reward has gained, so this is learning."
+            why = "Groups still differ, and the entropy is as it was, so this is a task that got harder."
+            is_drop = {*excused} & {*PROGRESS}
+            return f"{learnt} {why if is_drop else 'The reward has gained, so this is learning.'}"
         waiting = [key for key in JUDGED if key in self._series and 0 < self._series[key].num < self.thresholds.window]
         if waiting:
             return f"The baseline of {', '.join(waiting)} is still being measured."
@@ -300,6 +340,7 @@ class EchoTrapJudge:
             "alarms": {key: asdict(item) for key, item in self._alarms.items()},
             "range": list(self._range),
             "is_solved": self._is_solved,
+            "is_dead": self._is_dead,
             "better_for": self._better_for,
         }
 
@@ -310,4 +351,4 @@ class EchoTrapJudge:
         self._norms = Norms(**state["norms"])
         self._alarms = {key: Alarm(**item) for key, item in state["alarms"].items()}
         self._range, self._is_solved = list(state["range"]), state["is_solved"]
-        self._better_for = state["better_for"]
+        self._better_for, self._is_dead = state["better_for"], state["is_dead"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
@@ -27,6 +28,7 @@ def signal_record(trajectory: Trajectory) -> dict[str, Any]:
         "success": trajectory.numbers.get("success"),
         "example_id": trajectory.example_id,
         "generation": trajectory.generation,
+        "weight": 1.0,
     }
 
 
@@ -57,6 +59,9 @@ def group_keys(records: Sequence[dict[str, Any]]) -> list[Hashable]:
 def rollout_signals(records: Sequence[dict[str, Any]], groups: Sequence[Hashable]) -> dict[str, float]:
     """The signals of N trajectories of all ranks; `docs/echo-trap.md` has each formula.
 
+    Each counts with its `weight`: what a curriculum draws more often counts less, so that the signals are those of a
+    uniform draw.
+
     Args:
         records: of `signal_record`.
         groups: which group each belongs to, in any order.
@@ -69,18 +74,19 @@ def rollout_signals(records: Sequence[dict[str, Any]], groups: Sequence[Hashable
     if not kept:
         return {}
     returns = [record["return"] for record, _ in kept]
+    weights = [record["weight"] for record, _ in kept]
     signals = {
-        "reward": _mean(returns),
+        "reward": _mean(returns, weights),
         "reward_min": min(returns),
         "reward_max": max(returns),
-        "inaction": _mean([not record["has_call"] for record, _ in kept]),
-        "response_length": _mean([record["length"] for record, _ in kept]),
+        "inaction": _mean([not record["has_call"] for record, _ in kept], weights),
+        "response_length": _mean([record["length"] for record, _ in kept], weights),
     }
     for name, has_call in (("return_with_call", True), ("return_without_call", False)):
-        if some := [record["return"] for record, _ in kept if record["has_call"] is has_call]:
-            signals[name] = _mean(some)
-    if known := [record["success"] for record, _ in kept if record["success"] is not None]:
-        signals["success"] = _mean(known)
+        if some := [record for record, _ in kept if record["has_call"] is has_call]:
+            signals[name] = _mean([record["return"] for record in some], [record["weight"] for record in some])
+    if known := [record for record, _ in kept if record["success"] is not None]:
+        signals["success"] = _mean([record["success"] for record in known], [record["weight"] for record in known])
     members: dict[Hashable, list[dict[str, Any]]] = defaultdict(list)
     for record, group in kept:
         members[group].append(record)
@@ -92,14 +98,19 @@ def _group_signals(groups: Sequence[Sequence[dict[str, Any]]]) -> dict[str, floa
     if not groups:
         return {}
     stds = [_spread([record["return"] for record in group]) for group in groups]
-    signals = {"reward_std": _mean(stds), "zero_std_share": _mean([std == 0 for std in stds])}
+    weights = [group[0]["weight"] for group in groups]
+    signals = {
+        "reward_std": _mean(stds, weights),
+        "zero_std_share": _mean([std == 0 for std in stds], weights),
+    }
     variances = [std**2 for std in stds]
     if len(groups) > 1:
         mean = _mean(variances)
         signals["signal_to_noise"] = statistics.stdev(variances) / mean if mean > 0 else 0.0
-    num_turns = sum(len(record["turns"]) for group in groups for record in group)
-    if num_turns:
-        signals["repetition"] = sum(_num_repeated(group) for group in groups) / num_turns
+    num_turns = [sum(len(record["turns"]) for record in group) for group in groups]
+    if any(num_turns):
+        repeated = math.fsum(map(operator.mul, map(_num_repeated, groups), weights))
+        signals["repetition"] = repeated / math.fsum(map(operator.mul, num_turns, weights))
     return signals
 
 
@@ -139,5 +150,7 @@ def _spread(returns: Sequence[float]) -> float:
     return std if std > 1e-6 * max(abs(value) for value in returns) else 0.0
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+def _mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    if weights is None:
+        return math.fsum(values) / len(values)
+    return math.fsum(map(operator.mul, values, weights)) / math.fsum(weights)

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 
 _MOST_DEVIATIONS = 4.0
 """What a difference between neighbours may add to the noise, in its own standard deviations."""
+_OUTLIER_DEVIATIONS = 8.0
+"""Of single values: what is further from the average counts once a neighbour confirms it."""
+_SPAN = 20
+"""Number of the last differences that make a noise of their own: what was sparse at first need not be so later."""
 
 
 @dataclass
@@ -20,6 +24,8 @@ class Series:
     window: int
     decay: float
     needs_nonzero: bool = False
+    is_good: bool = False
+    """Whether larger is better: the noise then takes rises as they are, because a run that takes off is no crash."""
 
     num: int = 0
     num_nonzero: int = 0
@@ -29,9 +35,14 @@ class Series:
     ema: float = 0.0
     """Equal to `mean` until the baseline is known."""
     last: float = 0.0
-    before_last: float = 0.0
+    first: list[float] = field(default_factory=list)
+    """The first three values."""
+    raw: list[float] = field(default_factory=list)
+    """The last five values, outliers included."""
     sum_squares: float = 0.0
     """Of the differences between neighbouring values."""
+    squares: list[float] = field(default_factory=list)
+    """Of the last ones."""
     best: float = -math.inf
     """Largest `ema` since the baseline is known."""
     worst: float = math.inf
@@ -45,10 +56,17 @@ class Series:
         if value is None:
             return False
         self.age = 0
-        self.sum_squares += self._square(value - self.last) if self.num else 0.0
+        self.first = [*self.first, value][:3]
+        self.raw = [*self.raw, value][-5:]
+        if self.num > 3 and 0 < _OUTLIER_DEVIATIONS * self.deviation < abs(value - self.ema):
+            value = sorted(self.raw[-3:])[1]
+        if self.num:
+            square = self._square(value - self.last)
+            self.sum_squares += square
+            self.squares = [*self.squares, square][-_SPAN:]
         self.num += 1
         self.num_nonzero += value != 0
-        self.before_last, self.last = self.last, value
+        self.last = value
         if self.has_baseline:
             self.ema = self.decay * self.ema + (1 - self.decay) * value
         else:
@@ -80,12 +98,14 @@ class Series:
     def _square(self, difference: float) -> float:
         """The square of a difference, or a cap: one crash would make the noise as large as itself."""
         square, variance = difference**2, self._variance
-        is_estimated = self.has_baseline and variance > 0
+        is_estimated = self.has_baseline and variance > 0 and not (self.is_good and difference > 0)
         return min(square, 2 * _MOST_DEVIATIONS**2 * variance) if is_estimated else square
 
     @property
     def _variance(self) -> float:
-        return self.sum_squares / (2 * max(self.num - 1, 1))
+        """Of a single value, of late or over the whole run, the larger: a dry spell of a sparse reward is quiet."""
+        of_late = math.fsum(self.squares) / max(len(self.squares), 1)
+        return max(of_late, self.sum_squares / max(self.num - 1, 1)) / 2
 
 
 @dataclass

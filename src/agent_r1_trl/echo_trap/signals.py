@@ -69,16 +69,15 @@ class Crossing:
 
 @dataclass(frozen=True, kw_only=True)
 class Spikes(Crossing):
-    """Gradient norms: single steps, not an average; so one far spike is a warning, and only several are critical."""
+    """Gradient norms: single steps, not an average, so that only most of the last ones together say something."""
 
     ratios: tuple[float, ...] = ()
     """Of the last steps, the newest at the end."""
 
     def against(self, limits: Thresholds) -> tuple[tuple[bool, bool], tuple[bool, bool]]:
-        """A warning for one spike beyond the critical threshold or two beyond the other; critical for three."""
-        high, far = (sum(ratio > threshold for ratio in self.ratios) for threshold in self.pair)
-        crossed = (far >= 1 or high >= 2, far >= 3)
-        return crossed, (not crossed[0], not crossed[1])
+        """Beyond a threshold are three of the last norms; one outlier says nothing, whatever its size."""
+        high, far = (sum(ratio > threshold for ratio in self.ratios) >= 3 for threshold in self.pair)
+        return (high, far), (not high, not far)
 
     def patience(self, limits: Thresholds) -> tuple[int, int]:
         """The spikes are counted already."""
@@ -104,6 +103,33 @@ def reward_scale(progress: Series, spread: Series | None) -> float:
     """
     scale = max(progress.best - min(0.0, progress.mean), abs(progress.best))
     return max(scale, spread.mean) if spread is not None and spread.has_baseline else scale
+
+
+def signs_of_death(series: Mapping[str, Series]) -> dict[str, Signal]:
+    """What needs no baseline: how the run began, against its last values; two of these are a run that has died."""
+    goal = "success" if series["success"].num else "reward"
+    texts = {
+        goal: (0.0, 3, f"The {goal} fell to {{}}"),
+        "entropy": (10.0, 3, "The entropy over action tokens rose to {} times that of the first step, or more"),
+        "inaction": (1.0, 3, "The share of trajectories without a tool call rose to {}, and most called at first"),
+        "zero_std_share": (1.0, 5, "The share of groups whose trajectories all earned the same rose to {}"),
+    }
+    found = {}
+    for key, (limit, num, text) in texts.items():
+        first, last = series[key].first, series[key].raw[-num:]
+        if series[key].num < 3 + num:
+            continue
+        began, ended = {
+            goal: (min(first) > 0, not any(last)),
+            "entropy": (first[0] > 0, min(last) >= limit * first[0]),
+            "inaction": (max(first) < 0.5, min(last) >= limit),
+            "zero_std_share": (max(first) < 1, min(last) >= limit),
+        }[key]
+        if began and ended:
+            reason = f"{text.format(f'{limit:g}')}, {num} times in a row (before there is a baseline)."
+            value = min(last) / first[0] if key == "entropy" else last[-1]
+            found[key] = Signal(name=key, level="critical", value=value, threshold=limit, reason=reason)
+    return found
 
 
 def crossings(series: Mapping[str, Series], norms: Norms, limits: Thresholds) -> list[Crossing]:
@@ -136,7 +162,7 @@ def _sudden(
         scale: what the distance is measured in.
         sign: -1 for a signal that is bad where its values fall.
     """
-    last = min((series.last, series.before_last), key=lambda value: sign * value)  # the milder one
+    last = min(series.raw[-2:], key=lambda value: sign * value)  # the milder one
     is_far = sign * (last - reference) > _SUDDEN_DEVIATIONS * series.deviation
     distance = sign * (last - origin) / scale
     if series.num < series.window + 2 or not is_far or distance <= pair[1]:

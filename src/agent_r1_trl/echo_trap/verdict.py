@@ -146,8 +146,18 @@ class Verdict:
     """Why the state is what it is, in plain English."""
     is_recovering: bool = False
     """Whether success (the reward, where that is unknown) has made up a third of what it had lost."""
+    is_entropy_high: bool = False
+    """Whether the entropy is above its first upper threshold, for however few steps."""
 
     @property
     def severity(self) -> int:
         """Place of the state in `STATES`: 0 for healthy, 4 for collapsed."""
         return STATES.index(self.state)
+
+    @property
+    def entropy_side(self) -> int:
+        """2 where the entropy is high or was so until lately, 1 where a signal says that it is low, else 0."""
+        signal = self.signals.get("entropy")
+        if self.is_entropy_high or (signal is not None and signal.threshold > 1):
+            return 2
+        return 0 if signal is None else 1

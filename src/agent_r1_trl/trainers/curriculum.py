@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 STATE = "curriculum.pt"
 """In a checkpoint."""
+_LATEST = 1e9
+"""End of a race between prompts, some of which may have the weight 0."""
 TABLE = "curriculum.csv"
 """In `output_dir`."""
 
@@ -81,6 +83,28 @@ class Curriculum:
         chosen = [dict(trainer.train_dataset[drawn[(first + row) // size]]) for row in range(len(rows))]
         trainer.row_check.check_batch(chosen)
         return chosen
+
+    def draw_weights(self, prompts: Sequence[int]) -> dict[int, float]:
+        """What each prompt of a draw counts for, so that the draw speaks for all prompts alike: 1 / its chance.
+
+        A draw without repetition is a race: prompt i arrives after an exponential time of rate w_i, those are drawn
+        that arrive before the time t at which as many are expected; its chance is 1 - exp(-w_i t). To be asked for
+        before the groups are counted.
+
+        Args:
+            prompts: the rows that were drawn.
+        """
+        weights, num = self.weights(), len({*prompts})
+        if num >= len(weights):
+            return dict.fromkeys(prompts, 1.0)
+        low, high = 0.0, 1 / self.floor if self.floor > 0 else 1.0
+        while -torch.expm1(-weights * high).sum() < num and high < _LATEST:
+            high *= 2
+        for _ in range(50):  # bisection
+            time = (low + high) / 2
+            low, high = (low, time) if -torch.expm1(-weights * time).sum().item() > num else (time, high)
+        chances = -torch.expm1(-weights * high)
+        return {prompt: 1 / max(chances[prompt].item(), 1 / _LATEST) for prompt in prompts}
 
     def drawn(self, micro_step: int) -> list[int]:
         """The row of each group of a batch, of all ranks; to be asked for once."""

@@ -1,7 +1,7 @@
 """What the guard's milder actions change in a running trainer.
 
 An action is a list of attributes and their new values, and a sentence that says so. A dry run says the sentence and
-leaves the attributes alone; `undo` puts back what they were before.
+leaves the attributes alone; `undo` puts back what they were before. No two actions change the same attribute.
 
 TRL 1.16 names that this file touches: `epsilon_low`, `epsilon_high`, `beta`, `entropy_coef` and
 `_entropy_bonus_enabled`. TRL reads the first two and `beta` anew in every loss. Where a loss type reads something else
@@ -39,7 +39,7 @@ class Remedies:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._before: list[tuple[Any, str, Any]] = []
+        self._before: dict[str, list[tuple[Any, str, Any]]] = {}
 
     def change(self, name: str) -> Change:
         """What an action would do now.
@@ -59,17 +59,17 @@ class Remedies:
         """Do it; returns what was done. What was done already is not done a second time."""
         change = self.change(name)
         for target, attribute, value in change.values:
-            self._before.append((target, attribute, getattr(target, attribute)))
+            self._before.setdefault(name, []).append((target, attribute, getattr(target, attribute)))
             setattr(target, attribute, value)
         return change.text
 
-    def undo(self) -> bool:
-        """Put back all values; returns whether there were any."""
-        has_any = bool(self._before)
-        while self._before:
-            target, attribute, value = self._before.pop()
-            setattr(target, attribute, value)
-        return has_any
+    def undo(self, *names: str) -> bool:
+        """Put back the values that these actions (none named: all) have changed; returns whether there were any."""
+        undone = [self._before.pop(name, []) for name in names or list(self._before)]
+        for values in undone:
+            for target, attribute, value in reversed(values):
+                setattr(target, attribute, value)
+        return any(undone)
 
     def _filter(self) -> Change:
         trainer, values, parts = self._trainer, [], []

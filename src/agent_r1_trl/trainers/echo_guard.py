@@ -26,7 +26,7 @@ from trl import GRPOTrainer
 from agent_r1_trl.rollout import derive_seed
 from agent_r1_trl.trainers.echo_actions import Remedies
 from agent_r1_trl.trainers.echo_checks import Refusal, refusal
-from agent_r1_trl.trainers.echo_ladder import ACTIONS, ALL, GuardState, due_actions
+from agent_r1_trl.trainers.echo_ladder import ACTIONS, ALL, UNFIT, GuardState, due_actions
 from agent_r1_trl.trainers.ranks import Agreement
 from agent_r1_trl.trainers.roll_back import (
     ROLLED_BACK,
@@ -202,10 +202,14 @@ class EchoGuard(TrainerCallback):
         own = self._judge.verdict.state
         if self._judge.verdict.is_recovering and own in _STATES[2:]:
             own = "warning"  # what was done works: a roll back would undo it
-        place, _ = self._agreement.largest(_STATES.index(own) if own in _STATES else 0, None)
+        sides, own_place = len(UNFIT), _STATES.index(own) if own in _STATES else 0
+        agreed, _ = self._agreement.largest(sides * own_place + self._judge.verdict.entropy_side, None)
+        place, unfit = agreed // sides, UNFIT[agreed % sides]
         self.state.note(state.global_step, is_healthy=place == 0)
-        if place and not self._trainer.guard.is_ending:  # a resumed run decides again
-            self._act(_STATES[place], control)
+        if not self._trainer.guard.is_ending:  # a resumed run decides again
+            self._undo(_STATES[place], self.state.past_actions(unfit, args.echo_patience))
+            if place:
+                self._act(_STATES[place], unfit, control)
         for name in ("num_steps", "num_roll_backs", "num_discarded_tokens"):
             metrics[name.removeprefix("num_")] = getattr(self.state, name)
         self._log(metrics)
@@ -223,14 +227,26 @@ class EchoGuard(TrainerCallback):
 
     # ---------------------------------------------------------------- actions
 
-    def _act(self, verdict: str, control: Any) -> None:
+    def _undo(self, verdict: str, names: list[str]) -> None:
+        """Put back what actions have changed, where a new rollout begins: it is scored for the old settings again."""
+        trainer = self._trainer
+        if trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations):
+            return
+        for name in names:
+            del self.state.num_taken[name]
+            if not self.state.is_dry:
+                self._remedies.undo(name)
+            self._record(name, verdict, "what it had changed is put back", outcome="undone")
+
+    def _act(self, verdict: str, unfit: tuple[str, ...], control: Any) -> None:
         args, healthy = self._trainer.args, None
-        rules = {"patience": args.echo_patience, "max_roll_backs": args.echo_max_roll_backs}
+        rules: dict[str, Any] = {"patience": args.echo_patience, "max_roll_backs": args.echo_max_roll_backs}
+        rules["unfit"] = unfit
         names = due_actions(self._actions, self.state, verdict, **rules)
         if {"roll_back", "stop"} & set(names):
             healthy = self._last_healthy()
         if "roll_back" in names and healthy is None:
-            self._record("roll_back", verdict, "there is no healthy checkpoint to go back to", could_not=True)
+            self._record("roll_back", verdict, "there is no healthy checkpoint to go back to", outcome="not possible")
             actions = [name for name in self._actions if name != "roll_back"]
             names = due_actions(actions, self.state, verdict, **rules)
         for name in names:
@@ -308,29 +324,31 @@ class EchoGuard(TrainerCallback):
 
     # ---------------------------------------------------------------- what is written
 
-    def _record(self, name: str, verdict: str, text: str, *, could_not: bool = False) -> None:
+    def _record(self, name: str, verdict: str, text: str, *, outcome: str = "taken") -> None:
         """Log, tracker, store and card."""
         judged, trainer, is_dry = self._judge.verdict, self._trainer, self.state.is_dry
         known = [(item["action"], item["outcome"]) for item in self.state.events]
-        if could_not and (name, "not possible") in known:
+        if outcome == "not possible" and (name, outcome) in known:
             return  # said once
         event = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "step": trainer.state.global_step,
             "total_steps": self.state.num_steps,
             "action": name,
-            "outcome": "not possible" if could_not else "dry run" if is_dry else "taken",
+            "outcome": "dry run" if is_dry and outcome == "taken" else outcome,
             "state": verdict,
             "signals": {key: signal.reason for key, signal in judged.signals.items()},
             "text": text,
         }
         self.state.events.append(event)
-        if not could_not:
+        if outcome == "taken":
             self._log({"dry_run_action" if is_dry else "action": ACTIONS[name]})
         if not trainer.is_world_process_zero():
             return
         signals = "; ".join(event["signals"].values()) or judged.reason
-        says = "could not take" if could_not else "would take" if is_dry else "takes"
+        says = {"not possible": "could not take", "undone": "would undo" if is_dry else "undoes"}.get(
+            outcome, "would take" if is_dry else "takes"
+        )
         logger.warning(
             "Step %d is %s (%s). The echo guard %s %r: %s.", event["step"], verdict, signals, says, name, text
         )

@@ -5,11 +5,14 @@ The actions stand in an order that the user chooses. Each has a severity: the mi
     filter, clip, entropy, learning_rate    "warning"      they change how the next steps are trained
     roll_back                               "collapsing"   goes back to the last healthy checkpoint
     stop                                    "collapsed"    ends the run
+
+An action must fit what caused it (`UNFIT`). What `filter`, `clip` and `entropy` have changed is undone once the run
+has been healthy for a while, `clip` and `entropy` also where the entropy is high.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -18,6 +21,10 @@ ACTIONS = {"filter": 1, "clip": 2, "entropy": 3, "learning_rate": 4, "roll_back"
 ALL = "all"
 """Stands in `echo_actions` for every action that the run can take."""
 HEALTHY = ("healthy", "converged")
+UNDONE = ("filter", "clip", "entropy")
+"""Actions that end with their cause; the learning rate comes back by itself, and a roll back is over at once."""
+UNFIT = (("entropy",), (), ("clip", "entropy"))
+"""Actions that do not fit where the entropy is neither low nor high, where it is low, and where it is high."""
 _SEVERITY = {"warning": 1, "collapsing": 2, "collapsed": 3}
 _NEEDS = {"roll_back": 2, "stop": 3}
 """Severity that an action answers; 1 for all others."""
@@ -43,6 +50,8 @@ class GuardState:
     """Tokens of the trajectories whose steps were rolled back."""
     noticed_at: int | None = None
     """Optimizer step, as checkpoints count them, whose verdict was the first in a row not to be healthy."""
+    healthy_for: int = 0
+    """Number of steps in a row whose verdict was healthy or converged."""
     rate_until: int = 0
     """The learning rate is lowered as long as `num_steps` is below this."""
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -66,6 +75,7 @@ class GuardState:
             is_healthy: the verdict on the last of them.
         """
         self.noticed_at = None if is_healthy else step if self.noticed_at is None else self.noticed_at
+        self.healthy_for = self.healthy_for + 1 if is_healthy else 0
 
     def take(self, name: str) -> None:
         """Count an action that is taken now."""
@@ -74,9 +84,23 @@ class GuardState:
         if name == "roll_back":
             self.last_roll_back = self.num_steps
 
+    def past_actions(self, unfit: Collection[str], patience: int) -> list[str]:
+        """What was taken and is to be undone now.
+
+        The run has been healthy for `patience` steps, or the entropy is high, to which clip and bonus would add.
+        """
+        is_over, feeds = self.healthy_for >= patience, "clip" in unfit
+        return [name for name in UNDONE if name in self.num_taken and (is_over or (feeds and name in unfit))]
+
 
 def due_actions(
-    actions: Sequence[str], state: GuardState, verdict: str, *, patience: int, max_roll_backs: int
+    actions: Sequence[str],
+    state: GuardState,
+    verdict: str,
+    *,
+    patience: int,
+    max_roll_backs: int,
+    unfit: Collection[str] = (),
 ) -> list[str]:
     """The actions to take after this step, in order; none, as a rule.
 
@@ -89,7 +113,8 @@ def due_actions(
         state: what was taken so far.
         verdict: state of the run: `healthy`, `converged`, `warning`, `collapsing` or `collapsed`.
         patience: number of steps between two actions.
-        max_roll_backs: number of roll backs at most; every other action is taken once.
+        max_roll_backs: number of roll backs at most; every other action is in force once.
+        unfit: actions that do not fit what is wrong.
 
     >>> due_actions(["filter", "stop"], GuardState(num_steps=3), "warning", patience=10, max_roll_backs=2)
     ['filter']
@@ -99,7 +124,7 @@ def due_actions(
     left = [
         name
         for name in actions
-        if _NEEDS.get(name, 1) <= severity and state.num_taken.get(name, 0) < limits.get(name, 1)
+        if name not in unfit and _NEEDS.get(name, 1) <= severity and state.num_taken.get(name, 0) < limits.get(name, 1)
     ]
     if not left or _is_within(state.last_roll_back, state.num_steps, patience):
         return []

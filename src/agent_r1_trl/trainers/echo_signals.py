@@ -104,6 +104,9 @@ class EchoSignals(TrainerCallback):
         self._groups += [(first, key) for key in group_keys(others)]
         records += others
         is_trained += [False] * len(others)
+        drawn = self._trainer.resampling.draw_weights
+        for record in records:
+            record["weight"] = drawn.get(record["example_id"], 1.0)
         self._entropy_factor = 1.0 if all(is_trained) else entropy_factor(records, is_trained)
         trainer = self._trainer
         self._is_chosen = [trainer.group_filter.settings.rule is not None, trainer.resampling.rounds > 0]

@@ -88,6 +88,8 @@ class Resampling:
         self.max_seconds = math.inf if args.resample_max_seconds is None else args.resample_max_seconds
         self.pass_reward: float = args.pass_reward
         self.curriculum = Curriculum(trainer) if args.curriculum else None
+        self.draw_weights: dict[str, float] = {}
+        """Key of an example of the last batch -> what it counts for, where the curriculum drew it; else 1."""
         """Which prompts are drawn; None if the Trainer's order holds."""
         self.replaced: list[Trajectory] = []
         """This rank's trajectories of the last rollout that nothing is trained on, in the order of their rounds."""
@@ -107,7 +109,7 @@ class Resampling:
         Returns:
             The trajectories that are trained on, with the rewards of their turns.
         """
-        trainer, self.replaced = self._trainer, []
+        trainer, self.replaced, self.draw_weights = self._trainer, [], {}
         played, metrics = trainer.rollouts.play(rows, trainer.model_wrapped, position)
         is_scored_here = position.is_training and (self._is_on(position.group_size) or self.curriculum is not None)
         is_filtered_here = position.is_training and trainer.group_filter.skips_scores(trainer.beta)
@@ -176,6 +178,8 @@ class Resampling:
         metrics["sampling/generated_tokens"] = float(sum(gather_object([tokens])))
         metrics["time/resample_s"] = time.perf_counter() - start
         if curriculum is not None:
+            weights = curriculum.draw_weights(sampled.prompts).items()
+            self.draw_weights = {example_key(self._trainer.train_dataset[row]): weight for row, weight in weights}
             curriculum.observe(sampled.prompts, sampled.passes)
             metrics |= curriculum.metrics()
 
