@@ -57,6 +57,7 @@ def run(argv: Sequence[str]) -> int:
     train_dataset, eval_dataset = load_data(script_args, args)
     checkpoint = _checkpoint(args)
     _check_start(script_args, args, task, train_dataset, eval_dataset)
+    _check_template(args, model_args, task)
     _prepare_folder(script_args, args, model_args, console)
     make_folder("output_dir", args.output_dir)
     console.print(_plan(script_args, args, model_args, train_dataset, eval_dataset))
@@ -180,6 +181,38 @@ def _check_start(script_args: TrainArguments, args: Any, task: dict[str, Any], t
     for flag, rows in {"dataset_name": train, "eval_dataset_name": evaluation}.items():
         if factory is not None and rows is not None:
             check_first_row(env, factory, f"{flag}={getattr(script_args, flag)!r}", rows)
+
+
+def _check_template(args: Any, model_args: Any, task: dict[str, Any]) -> None:
+    """Refuse tools that the chat template cannot show, before the model is loaded and anything is sampled.
+
+    Raises:
+        UsageError: every rollout would fail.
+    """
+    from transformers import AutoTokenizer
+
+    from agent_r1_trl.chat import ChatFormat
+    from agent_r1_trl.environments.factory import made_and_closed, resolve_env_factory
+
+    factory = resolve_env_factory(task["env"], task["tools"])
+    if factory is None or args.replay:
+        return
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_args.model_name_or_path,
+            revision=model_args.model_revision,
+        )
+        chat = ChatFormat(tokenizer, chat_template=args.chat_template, response_template=args.response_template)
+    except (OSError, ValueError, ImportError):  # said in full when the model is loaded
+        return
+    with made_and_closed(factory) as env:
+        names = [getattr(item, "name", str(item)) for item in getattr(env, "tools", None) or ()]
+    if names and not chat.supports_tools:
+        raise UsageError(
+            f"model_name_or_path={model_args.model_name_or_path!r}: its chat template cannot render tool "
+            f"conversations, so the model would never see the tools {names}. Set chat_template to one that can "
+            "(such as qwen3_training), or choose a model that was trained with tools."
+        )
 
 
 def _prepare_folder(script_args: TrainArguments, args: Any, model_args: Any, console: Console) -> None:
