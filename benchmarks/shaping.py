@@ -84,6 +84,7 @@ def train(args: argparse.Namespace, shape: Shape, seed: int, folder: str) -> Non
         "warmup_steps": recipe.get("warmup_steps", 0) * updates,
         "seed": seed,
         "output_dir": folder,
+        "overwrite": True,
         "record_trajectories": "none",
         "logging_steps": 1,
         "echo_trap": True,  # it watches, and what it saw is in trainer_state.json

@@ -49,7 +49,7 @@ def train(config: str, start: Path, folder: Path, seed: int, max_steps: int | No
     clock = folder / "seconds.txt"  # written at the end
     if not clock.exists():
         flags = ["--config", config, "--model_name_or_path", str(start), "--output_dir", str(folder)]
-        flags += ["--seed", str(seed), "--record_trajectories", "none"]
+        flags += ["--seed", str(seed), "--record_trajectories", "none", "--overwrite", "true"]
         flags += ["--max_steps", str(max_steps)] if max_steps else []
         seconds = run("-m", "agent_r1_trl.cli.train", *flags)
         clock.write_text(f"{seconds:.1f}\n", encoding="utf-8")

@@ -44,7 +44,8 @@ def train_and_evaluate(folder: Path, flags: dict[str, str], seed: int, max_steps
     config = f"recipes/quickstart/{flags.pop('algo')}/config_cpu.yaml"
     options = [item for name, value in flags.items() for item in (f"--{name}", value)]
     command = [sys.executable, "-m", "agent_r1_trl.cli.train", "--config", config, "--output_dir", str(folder)]
-    command += ["--seed", str(seed), "--max_steps", str(max_steps), "--record_trajectories", "none", *options]
+    command += ["--seed", str(seed), "--max_steps", str(max_steps), "--record_trajectories", "none"]
+    command += ["--overwrite", "true", *options]
     print("$", " ".join(command), flush=True)
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)

@@ -24,6 +24,7 @@ from agent_r1_trl.cli import eval as evaluation
 from agent_r1_trl.cli.errors import UsageError, run_command
 from agent_r1_trl.cli.tables import comparison_table
 from agent_r1_trl.evaluation import EvaluationResult, difference
+from agent_r1_trl.trainers.output_lock import set_aside
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -101,6 +102,8 @@ def run(argv: list[str]) -> int:
     options = read_options(argv)
     os.chdir(ROOT)  # the recipe's paths start here
     console = Console(soft_wrap=True)
+    if (old := set_aside(Path(options.output_dir))) is not None:
+        console.print(f"The run of an earlier start is now in {old}.")
     make_cold_start(console)
     seconds: dict[str, float] = {}
 

@@ -277,3 +277,22 @@ def test_a_sampler_with_other_weights_is_no_traceback(recipe, refusal, monkeypat
 def test_vllm_that_is_not_installed_is_told_before_training(recipe, refusal, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert "pip install 'agent-r1-trl[vllm]'" in refusal("train", "--config", recipe(use_vllm=True))
+
+
+def test_a_template_that_shows_no_tools_is_refused_before_the_model_is_loaded(recipe, refusal, model_folder):
+    shutil.copytree(model_folder, "plain", ignore=shutil.ignore_patterns("*.safetensors"))
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    for path in Path("plain").glob("chat_template*"):
+        path.unlink()
+    settings = json.loads(Path("plain/tokenizer_config.json").read_text())
+    Path("plain/tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    message = refusal("train", "--config", recipe(model_name_or_path="plain"))
+    assert "its chat template cannot render tool conversations" in message and "['add']" in message
+    assert not Path("out/trajectories").exists()
+
+
+def test_an_argument_that_a_parent_class_takes_is_suggested(recipe, refusal):
+    text = "\n\nclass Kid(AddEnv):\n    def __init__(self, **kwargs):\n        super().__init__(**kwargs)\n"
+    path = recipe(env="task.py:Kid", env_kwargs={"bonuss": 2.0})
+    Path("task.py").write_text(Path("task.py").read_text() + text)
+    assert "Did you mean 'bonus'?" in refusal("train", "--config", path)

@@ -132,10 +132,14 @@ def test_small_rollouts_are_judged_together():
         world.judge(*["...."] * 6, *["cc.."] * 3, *["cccc"] * 3)
 
 
-def test_a_tool_that_never_worked_is_down_unless_arguments_may_be_the_cause(caplog):
+def test_a_tool_that_never_worked_ends_the_run_at_once_unless_arguments_may_be_the_cause(caplog):
     for letters in ("i" * 16, "c" * 8 + "t" * 8):
-        with pytest.raises(ToolOutageError, match="16 of its last 16 calls failed"):
-            World(False).judge(letters)
+        world = World(False)
+        with pytest.raises(
+            ToolOutageError, match=r"'look' has never worked: 16 of its 16 calls failed.*by hand.*timeout_s"
+        ):
+            world.judge(letters)
+        assert world.waits == [], "it did not work before, so waiting is no cure"
     with caplog.at_level(logging.WARNING):
         assert World(False).judge("v" * 32, "v" * 32) == [False, False]
     assert caplog.text.count("none has ever succeeded, first with: v") == 1

@@ -91,6 +91,14 @@ class TrainArguments(TaskArguments):
         },
     )
 
+    overwrite: bool = field(
+        default=False,
+        metadata={
+            "help": "Start a new run in an output_dir that holds one: the old run's folder is moved to output_dir.1 "
+            "(.2, ...), and nothing is deleted. Off: such a folder is refused."
+        },
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.reward_options = read_mapping("reward_options", self.reward_options)

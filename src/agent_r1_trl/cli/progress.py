@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 from transformers import TrainerCallback
 
 from agent_r1_trl.cli.console import PlainConsole
@@ -27,6 +28,8 @@ HEADLINE = {
     "filter/skipped_steps": "skipped steps",
 }
 """Logged metric -> its label beside the bar."""
+WIDE = 100
+"""Columns of a terminal that has room for a long bar."""
 NUM_LINES = 20
 """Approximate number of lines that a run prints where there is no terminal."""
 
@@ -120,16 +123,18 @@ def headline_of(logs: dict[str, Any]) -> str:
 
 
 def make_progress(console: Console) -> Progress:
-    """Bars with the columns that all commands share."""
+    """Bars with the columns that all commands share; a narrow terminal cuts the note and nothing else."""
+    note = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     return Progress(
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=24 if console.width >= WIDE else 8),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("eta"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}", style="dim", markup=False),
+        TextColumn("{task.fields[note]}", style="dim", markup=False, table_column=note),
         console=console,
+        expand=True,  # gives the note what the other columns leave
         disable=not console.is_terminal,
     )
 

@@ -78,8 +78,10 @@ def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[
             made = type(env).__name__
             missing = [method for method in ("reset", "step") if not callable(getattr(env, method, None))]
     except Exception as error:  # the user's class may raise anything
+        accepted = _arguments_of(target)
+        hints = "".join(did_you_mean(key, accepted) for key in kwargs if key not in accepted)
         raise UsageError(
-            f"env={name!r} with env_kwargs={kwargs} cannot be created: {locate_error(error)}. Set env_kwargs "
+            f"env={name!r} with env_kwargs={kwargs} cannot be created: {locate_error(error)}.{hints} Set env_kwargs "
             "accordingly, or correct the environment."
         ) from error
     if missing:
@@ -128,6 +130,17 @@ def check_first_row(env: str, env_factory: Callable[[], Any], data: str, rows: A
         f"{env} cannot start on the first rows of {data}: {str(first).rstrip('.')}. Correct one of the two; "
         "agent-r1-trl doctor examines both."
     ) from first
+
+
+def _arguments_of(target: Any) -> list[str]:
+    """Names of the arguments of a class and of those that its `**kwargs` go to, or of a function."""
+    makers = [vars(kind).get("__init__") for kind in target.__mro__] if isinstance(target, type) else [target]
+    found: list[str] = []
+    for maker in makers:
+        if inspect.isfunction(maker):
+            named = inspect.signature(maker).parameters.values()
+            found += [item.name for item in named if item.kind not in (item.VAR_KEYWORD, item.VAR_POSITIONAL)]
+    return [name for name in found if name != "self"]
 
 
 def resolve_function(flag: str, path: str) -> Callable[..., Any]:

@@ -56,8 +56,10 @@ def run(argv: Sequence[str]) -> int:
     task = make_task(script_args)
     train_dataset, eval_dataset = load_data(script_args, args)
     checkpoint = _checkpoint(args)
-    make_folder("output_dir", args.output_dir)
     _check_start(script_args, args, task, train_dataset, eval_dataset)
+    _check_template(args, model_args, task)
+    _prepare_folder(script_args, args, model_args, console)
+    make_folder("output_dir", args.output_dir)
     console.print(_plan(script_args, args, model_args, train_dataset, eval_dataset))
     trainer = make_trainer(
         script_args,
@@ -70,7 +72,11 @@ def run(argv: Sequence[str]) -> int:
     if trainer.is_world_process_zero():
         data = {"dataset_name": train_dataset, "eval_dataset_name": eval_dataset}
         facts = facts_of_run(processes=args.world_size, device=str(args.device), data=data)
-        given = settings | {name: getattr(script_args, name) for name in ("env_kwargs", "reward_options")}
+        given = (
+            settings
+            | {"overwrite": False}
+            | {name: getattr(script_args, name) for name in ("env_kwargs", "reward_options")}
+        )
         write_resolved_recipe(given, task["env"], facts, args.output_dir)
     _train(trainer, checkpoint, _show_progress(trainer, args, console))
     _save(trainer, args.output_dir)
@@ -175,6 +181,87 @@ def _check_start(script_args: TrainArguments, args: Any, task: dict[str, Any], t
     for flag, rows in {"dataset_name": train, "eval_dataset_name": evaluation}.items():
         if factory is not None and rows is not None:
             check_first_row(env, factory, f"{flag}={getattr(script_args, flag)!r}", rows)
+
+
+def _check_template(args: Any, model_args: Any, task: dict[str, Any]) -> None:
+    """Refuse tools that the chat template cannot show, before the model is loaded and anything is sampled.
+
+    Raises:
+        UsageError: every rollout would fail.
+    """
+    from transformers import AutoTokenizer
+
+    from agent_r1_trl.chat import ChatFormat
+    from agent_r1_trl.environments.factory import made_and_closed, resolve_env_factory
+
+    factory = resolve_env_factory(task["env"], task["tools"])
+    if factory is None or args.replay:
+        return
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_args.model_name_or_path,
+            revision=model_args.model_revision,
+        )
+        chat = ChatFormat(tokenizer, chat_template=args.chat_template, response_template=args.response_template)
+    except (OSError, ValueError, ImportError):  # said in full when the model is loaded
+        return
+    with made_and_closed(factory) as env:
+        names = [getattr(item, "name", str(item)) for item in getattr(env, "tools", None) or ()]
+    if names and not chat.supports_tools:
+        raise UsageError(
+            f"model_name_or_path={model_args.model_name_or_path!r}: its chat template cannot render tool "
+            f"conversations, so the model would never see the tools {names}. Set chat_template to one that can "
+            "(such as qwen3_training), or choose a model that was trained with tools."
+        )
+
+
+def _prepare_folder(script_args: TrainArguments, args: Any, model_args: Any, console: Console) -> None:
+    """Refuse an `output_dir` that holds a run, or move that run (`overwrite`); a resume goes on with it.
+
+    Raises:
+        UsageError: the folder holds a run, or cannot be moved.
+    """
+    from agent_r1_trl.trainers.output_lock import OutputInUseError, find_run, set_aside
+
+    folder, checkpoint = Path(args.output_dir), _checkpoint(args)
+    flag = f"output_dir={args.output_dir!r}"
+    if wants_resume(args) and script_args.overwrite:
+        raise UsageError(
+            f"overwrite: true with resume_from_checkpoint={args.resume_from_checkpoint!r}: the one starts a new run "
+            "and the other goes on with the old one. Remove one of them."
+        )
+    found = find_run(folder)
+    if wants_resume(args) and checkpoint is None and not (found and (folder / "trainer_state.json").exists()):
+        state = f"holds a run without a checkpoint (save_strategy={args.save_strategy!s})" if found else "holds none"
+        console.print(f"resume_from_checkpoint: true: {flag} {state}, so the run starts at step 0.")
+        return
+    is_replay = args.replay and Path(args.replay).resolve() == folder.resolve()  # refused for itself
+    if found is None or checkpoint is not None or is_replay:
+        return
+    if not script_args.overwrite:
+        again = " and no checkpoint to resume from" if wants_resume(args) else ""
+        raise UsageError(
+            f"{flag} holds a run already ({found}){again}; a second one would replace its model and mix with its "
+            "trajectories. Set another output_dir, or overwrite: true, which moves the old run to "
+            f"{args.output_dir.rstrip('/')}.1 and deletes nothing (resume_from_checkpoint: true goes on with a run "
+            "from its last checkpoint)."
+        )
+    inside = [str(path) for path in (Path.cwd(), Path(model_args.model_name_or_path)) if _lies_in(path, folder)]
+    if inside:
+        raise UsageError(
+            f"overwrite: true would move {flag}, where {inside[0]} lies, which this run needs. Set another output_dir."
+        )
+    if is_main_process():
+        try:
+            console.print(f"The old run of {args.output_dir} is now in {set_aside(folder)}.")
+        except OutputInUseError as error:
+            raise InfrastructureError(str(error)) from error
+        except OSError as error:
+            raise UsageError(f"overwrite: true: {flag} cannot be moved ({error}). Set another output_dir.") from error
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    return path.exists() and path.resolve().is_relative_to(folder.resolve())
 
 
 def load_data(script_args: TrainArguments, args: Any) -> tuple[Any, Any]:
@@ -313,12 +400,17 @@ def _show_progress(trainer: Any, args: Any, console: Console) -> Any:
     return callback
 
 
+def wants_resume(args: Any) -> bool:
+    """Whether `resume_from_checkpoint` asks for something."""
+    return str(args.resume_from_checkpoint).lower() not in ("false", "none", "")
+
+
 def _checkpoint(args: Any) -> str | bool | None:
     """The value of `resume_from_checkpoint`: a path, or True for the last checkpoint if there is one."""
     from agent_r1_trl.trainers.checkpoints import MANIFEST, UNFINISHED, CheckpointError, choose_checkpoint
 
     value = args.resume_from_checkpoint
-    if value is None or str(value).lower() in ("false", "none", ""):
+    if not wants_resume(args):
         return None
     folder = Path(args.output_dir)
     if str(value).lower() in ("true", "last"):

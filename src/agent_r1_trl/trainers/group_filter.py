@@ -273,8 +273,8 @@ class GroupFilter:
         self.num_skipped += 1
         if is_main_process() and self.num_skipped == 1:
             logger.warning(
-                "Optimizer step %d was skipped: filter_groups=%r leaves it no row to train on, because too few groups "
-                "of its rollout hold trajectories that earned different returns. Further ones are only counted, as "
+                "Optimizer step %d was skipped, because too few groups of its rollout hold trajectories that earned "
+                "different returns (filter_groups=%r trains on such groups alone). Further ones are only counted, as "
                 "filter/skipped_steps.",
                 step + 1,
                 self.settings.rule,

@@ -56,6 +56,7 @@ from agent_r1_trl.trainers.echo_guard import EchoGuardedTrainer
 from agent_r1_trl.trainers.echo_signals import make_echo_signals
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
 from agent_r1_trl.trainers.group_filter import IS_KEPT, GroupFilter
+from agent_r1_trl.trainers.learning_report import LearningReport
 from agent_r1_trl.trainers.lookahead import ROW_INDEX, in_seeded_order
 from agent_r1_trl.trainers.loss import LossTrainer
 from agent_r1_trl.trainers.metrics import gather_metrics
@@ -187,6 +188,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         watches = {"tools": self.rollouts.tools, "failures": self.rollouts.failures}
         self.checkpoint = RolloutCheckpoint(self.args, self.accelerator, watches)
         self.store = trajectory_store(self.args, rank)
+        self.learning = LearningReport(self.args.output_dir, records=self.store is not None)
         self.numbers = NumberWatch(self.args.max_nonfinite_steps, self.args.output_dir)
         self.row_batches = RowBatches(self.group_filter, self.args, self.accelerator)
         reference = [] if self.ref_model is None else [self.accelerator.unwrap_model(self.ref_model)]
@@ -209,7 +211,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         """The Trainer's loop, under guard: what a signal or a lost rank does is in `signals.py`."""
         if self.env_factory is None:
             return super()._run(train)
-        watches: Any = (self.rollouts.failures, self.rollouts.tools, self.numbers, self.group_filter)
+        watches: Any = (self.rollouts.failures, self.rollouts.tools, self.numbers, self.group_filter, self.learning)
         for watch in watches:
             watch.begin_run()
         try:
@@ -219,6 +221,8 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         if self.echo_guard is not None:
             self.echo_guard.raise_if_ended()
         self.rollouts.failures.check_some_played()
+        if self.is_world_process_zero() and not self.args.disable_tqdm and (text := self.learning.summary()):
+            print(f"\n{text}")
         return result
 
     # ---------------------------------------------------------------- a micro-batch
@@ -236,7 +240,10 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         self._rollout_s = 0.0
         start = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self._metrics["train"]["time/update_s"].append(time.perf_counter() - start - self._rollout_s)
+        update_s = time.perf_counter() - start - self._rollout_s
+        self._metrics["train"]["time/update_s"].append(update_s)
+        self.learning.update_s += update_s
+        self.learning.rollout_s += self._rollout_s
         return loss
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -376,6 +383,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
             metrics, num_tokens = gather_metrics(trajectories, group_size=size)
             self.state.num_input_tokens_seen += num_tokens
             self._add_metrics(metrics)
+            self.learning.take(trajectories, step=self.state.global_step + 1, group_size=size)
             if self.echo_signals is not None:
                 self.echo_signals.take(trajectories, size, self.resampling.replaced, output.get(IS_KEPT))
         else:

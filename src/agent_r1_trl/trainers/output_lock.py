@@ -1,8 +1,9 @@
-"""One run at a time writes to an `output_dir`, and one evaluation."""
+"""One run at a time writes to an `output_dir`, and one evaluation; a run that is there already is moved, not mixed."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -57,6 +58,32 @@ def output_lock(output_dir: Path, name: str = LOCK_FILE) -> Iterator[None]:
             _write(file, json.dumps(owner))
             stack.callback(_write, file, "")
         yield
+
+
+RUN_FILES = ("trainer_state.json", "checkpoint-*", "trajectories/step_*", "*.safetensors", "training_args.bin")
+"""What a run leaves in its `output_dir`, and an evaluation does not."""
+
+
+def find_run(output_dir: Path) -> str | None:
+    """What shows that the folder holds a run, such as "trainer_state.json"; None if nothing does."""
+    found = (path for pattern in RUN_FILES for path in sorted(output_dir.glob(pattern)))
+    return next((str(path.relative_to(output_dir)) for path in found), None)
+
+
+def set_aside(output_dir: Path) -> Path | None:
+    """Move the folder of a run to the first free one of `output_dir`.1, .2, ...; returns it, or None without a run.
+
+    Raises:
+        OutputInUseError: the run goes on.
+        OSError: the folder cannot be moved.
+    """
+    if find_run(output_dir) is None:
+        return None
+    folder = output_dir.resolve()
+    target = next(path for n in itertools.count(1) if not (path := Path(f"{folder}.{n}")).exists())
+    with output_lock(folder):
+        folder.rename(target)
+    return target
 
 
 def _write(file: Any, text: str) -> None:

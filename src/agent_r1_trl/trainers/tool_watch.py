@@ -5,7 +5,8 @@
 2. A tool is suspected if the share of its calls that failed has risen above that of its past by more than
    `max_tool_failure_rise`, and by more than chance explains.
 3. A suspected tool is asked: calls that had succeeded are made again, in fresh environments. If most fail, the tool is
-   down. If none ever succeeded, it is down if all failed for reasons that wrong arguments do not explain.
+   down. If none ever succeeded, the run ends at once if all failed for reasons that wrong
+   arguments do not explain.
 4. While a tool is down the run waits and asks again, for at most `max_outage_wait` seconds. When the tool answers, the
    rollout is played anew; if it does not, the run ends with `ToolOutageError`.
 
@@ -253,8 +254,17 @@ class ToolWatch:
                     "this. Try the tool by hand.",
                 )
                 return False
-            self._wait(name, window, past, failed)
-            return True
+            if past.num_failed < past.num:  # it worked once, though no call of then is known any more
+                self._wait(name, window, past, failed)
+                return True
+            self._on_void()
+            raise ToolOutageError(
+                f"The tool {name!r} has never worked: {window.num_failed} of its {window.num} calls failed, first "
+                f"with: {window.first_cause}. Nothing was trained on. Try the tool by hand, start what it needs, or "
+                "raise its timeout (@tool(timeout_s=...)) if it is only slow. If the tool answers wrong arguments in "
+                "this way, declare its exceptions with @tool(user_errors=...); max_tool_failure_rise=1.0 switches "
+                "this check off."
+            )
         if not answer:
             self._wait(name, window, past, succeeded)
             return True

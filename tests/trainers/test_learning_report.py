@@ -1,0 +1,159 @@
+"""A run that learns nothing says so: what, at which step, and with which exit code."""
+
+import logging
+import time
+from pathlib import Path
+
+import pytest
+
+from agent_r1_trl.cli import main
+from agent_r1_trl.tools import tool
+from agent_r1_trl.trainers.learning_report import LearningReport
+from agent_r1_trl.trainers.tool_watch import ToolOutageError
+from tests.toys import AddEnv, calls, say
+from tests.trainers.helpers import make_trainer
+
+
+class Constant(AddEnv):
+    value = 0.0
+
+    def outcome_reward(self, trajectory):
+        return self.value
+
+
+class One(Constant):  # and 0.5 for the call
+    value = 1.0
+
+
+class PerQuestion(AddEnv):
+    def outcome_reward(self, trajectory):
+        return float(self.example["id"][1:])
+
+
+def looking(how):
+    """An environment with a tool that raises, is too slow, or says nothing."""
+
+    @tool(attempts=1, timeout_s=0.05)
+    def look(word: str) -> str:
+        """Look.
+
+        Args:
+            word: What to look for.
+        """
+        if how == "raises":
+            raise OSError("no index")
+        if how == "slow":
+            time.sleep(0.3)
+        return {"empty": "", "same": "Nothing found."}.get(how, word)
+
+    return type("Looking", (AddEnv,), {"tools": (look,)})
+
+
+def look(rng, turn):
+    return calls(("look", {"word": str(rng.random())})) if turn == 0 else say("x" * rng.randrange(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        (Constant, "Step 1: All 8 trajectories earned exactly 0.5: nothing can be learned from them."),
+        (One, "Step 1: All 8 trajectories earned exactly 1.5: nothing can be learned from them."),
+        (PerQuestion, "Step 1: The trajectories of each of the 2 groups earned the same"),
+    ],
+)
+@pytest.mark.parametrize("filter_groups", [None, "top_p"])
+def test_the_first_rollout_without_a_difference_is_named_once(tmp_path, env, said, filter_groups, caplog):
+    trainer = make_trainer(tmp_path, env=env, max_steps=4, filter_groups=filter_groups)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert caplog.text.count("nothing can be learned") == 1
+    assert said in caplog.text
+    messages = [record.getMessage() for record in caplog.records]
+    first = next(index for index, text in enumerate(messages) if "nothing can be learned" in text)
+    assert not [text for text in messages[:first] if "filter_groups" in text], "the cause comes first"
+    summary = trainer.learning.summary()
+    assert "4 of 4 rollouts (100%)" in summary and "the model has learned nothing" in summary
+
+
+def test_rewards_that_differ_are_no_news(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, max_steps=2)
+    trainer.train()
+    assert "nothing can be learned" not in caplog.text
+    assert "0 of 2 rollouts" in trainer.learning.summary()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("empty", "Step 1: All 8 answers of the tool 'look' were empty."),
+        ("same", "Step 1: All 8 answers of the tool 'look' were the same ('Nothing found.')."),
+        ("well", None),
+    ],
+)
+def test_a_tool_that_says_nothing_is_named(tmp_path, how, said, caplog):
+    trainer = make_trainer(tmp_path, script=look, env=looking(how), max_steps=2)
+    trainer.train()
+    assert (said or "") in caplog.text and caplog.text.count("answers of the tool") == bool(said)
+    assert ("All 16 answers of the tool 'look'" in trainer.learning.summary()) is bool(said)
+
+
+@pytest.mark.parametrize("how", ["raises", "slow"])
+def test_a_tool_that_never_works_ends_the_run_at_its_first_rollout(tmp_path, how):
+    trainer = make_trainer(tmp_path, script=look, env=looking(how), max_steps=2)
+    start = time.monotonic()
+    with pytest.raises(ToolOutageError, match=r"has never worked: 8 of its 8 calls failed.*by hand.*timeout_s"):
+        trainer.train()
+    assert trainer.state.global_step == 0 and time.monotonic() - start < 20
+
+
+class Scored:
+    """As much of a trajectory as the report reads."""
+
+    in_baseline, tool_results = True, ()
+
+    def __init__(self, reward):
+        self.total_reward = reward
+
+
+def test_the_summary_has_first_last_and_best_reward_and_names_a_fall():
+    report = LearningReport("out", records=True)
+    for step, num_right in enumerate([8, 12, 16, 0], 1):
+        report.take([Scored(float(i % 32 < num_right)) for i in range(32)], step=step, group_size=8)
+    summary = report.summary()
+    assert "reward          0.25 at step 1, 0 at step 4, best 0.5 at step 3" in summary
+    assert "agent-r1-trl view out --filter failed" in summary
+    # The first mean has the standard error sqrt(8 * 24 / 32 / 31 / 32) = 0.078, and 0.25 is more than 3 of them.
+    assert "The reward fell" in summary and "lower learning_rate" in summary
+    report.take([Scored(float(i < 6)) for i in range(32)], step=5, group_size=8)
+    assert "The reward fell" not in report.summary(), "0.19 is no certain fall from 0.25"
+    report.begin_run()
+    assert report.summary() == ""
+
+
+CASES = {
+    "reward 0": ("0.0", 0, "Step 1: All 4 trajectories earned exactly 0"),
+    "reward constant": ("0.5", 0, "Step 1: All 4 trajectories earned exactly 0.5"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_recipe_that_teaches_nothing_ends_with_a_summary(name, tmp_path, monkeypatch, capsys, caplog):
+    from tests.cli.conftest import write_task
+    from tests.tokenizers import make_tokenizer
+    from tests.trainers.helpers import make_policy
+
+    value, code, said = CASES[name]
+    monkeypatch.chdir(tmp_path)
+    tokenizer = make_tokenizer("qwen2_5")
+    make_policy(tokenizer).save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    path = write_task(tmp_path, tmp_path / "model", eval_dataset_name=None)
+    Path("task.py").write_text(
+        Path("task.py").read_text().replace("self.bonus * (len(trajectory.final_text) % 2)", value)
+    )
+    assert main(["train", "--config", str(path)]) == code
+    assert said in caplog.text
+    printed = capsys.readouterr().out
+    assert "2 of 2 rollouts (100%)" in printed and "view out --filter failed" in printed.replace(
+        str(tmp_path) + "/", ""
+    )
