@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import re
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from agent_r1_trl.cli import main
+from agent_r1_trl.doctor.trial.meter import Meter
+from tests.trainers.helpers import make_trainer
 
 CHECKS = ("trial", "speed", "numbers", "time", "memory", "sampler", "update")
 
@@ -116,6 +121,26 @@ def test_a_run_that_fails_is_a_finding_with_its_first_cause(trial, code, setting
 )
 def test_a_mistake_is_refused(recipe, refusal, flags, names):
     assert names in refusal("doctor", "--config", recipe(), *flags)
+
+
+def test_each_rank_reads_the_memory_of_its_own_gpu(tmp_path, monkeypatch):
+    """A stand-in for two GPUs: 0 is full, this rank trains on 1; a thread begins with GPU 0, as CUDA's do."""
+    current = threading.local()
+    current.gpu = 1  # of this thread, as accelerate sets it
+    own = lambda: getattr(current, "gpu", 0)  # noqa: E731
+    used = {0: 70, 1: 10}
+    monkeypatch.setattr(torch.cuda, "current_device", own)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu=None: (80 - used[own() if gpu is None else gpu], 80))
+    meter = Meter(make_trainer(tmp_path))
+    meter.trial.device = "cuda"
+    meter.on_train_begin(None, None, None)
+    deadline = time.monotonic() + 10
+    while not meter.trial.used_bytes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    meter.close()
+    assert (meter.trial.used_bytes, meter.trial.total_bytes, meter.trial.peak_bytes) == (10, 80, 8)
 
 
 def test_help_shows_the_flag(capsys):

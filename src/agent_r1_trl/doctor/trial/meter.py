@@ -220,8 +220,9 @@ class Meter(TrainerCallback):
         """Start to watch memory."""
         if self.trial.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-            self.trial.total_bytes = torch.cuda.mem_get_info()[1]
-            threading.Thread(target=self._watch_gpu, daemon=True).start()
+            gpu = torch.cuda.current_device()  # a property of the thread: others begin with GPU 0
+            self.trial.total_bytes = torch.cuda.mem_get_info(gpu)[1]
+            threading.Thread(target=self._watch_gpu, args=(gpu,), daemon=True).start()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A step begins."""
@@ -247,9 +248,9 @@ class Meter(TrainerCallback):
         self._done.set()
         self._read_peak()
 
-    def _watch_gpu(self) -> None:
+    def _watch_gpu(self, gpu: int) -> None:
         while not self._done.wait(_POLL_S):
-            free, total = torch.cuda.mem_get_info()
+            free, total = torch.cuda.mem_get_info(gpu)
             self.trial.used_bytes = max(self.trial.used_bytes, total - free)
 
     def _read_peak(self) -> None:
