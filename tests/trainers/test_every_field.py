@@ -467,6 +467,11 @@ TABLE = {
         Acts(effects.engine, "transformers"),
         Refused("transformers", {"vllm_mode": "colocate"}, **SERVERS),
     ),
+    "vllm_dtype": (
+        Acts(effects.engine, "float16"),
+        Refused("int8", {"vllm_dtype": "bfloat16"}, **ENGINE),
+        Refused("float16", {"vllm_mode": "colocate"}, **SERVERS),
+    ),
     "vllm_enable_sleep_mode": (
         Acts(effects.engine, True),
         ShownBy("tests/trainers/test_config.py::test_an_engine_that_cannot_sleep_is_not_asked_to"),

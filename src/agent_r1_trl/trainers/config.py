@@ -76,6 +76,13 @@ class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOCon
             "http://127.0.0.1:8000. None: TRL's `vllm_server_base_url`, or its host and port."
         },
     )
+    vllm_dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "Numbers of the vLLM engine in this process: 'bfloat16', 'float16' or 'float32'. 'auto': those "
+            "that the trainer computes with (of 16 bits with bf16 or fp16), else those of its weights."
+        },
+    )
     vllm_weight_transfer: str = field(
         default="auto",
         metadata={

@@ -95,6 +95,7 @@ def check_serving(config: MultiTurnConfig) -> None:
     if config.use_vllm:
         check_choice(config, "vllm_mode", ("colocate", "server"))
     check_choice(config, "vllm_weight_transfer", ("auto", "nccl", "sockets"))
+    check_choice(config, "vllm_dtype", ("auto", "bfloat16", "float16", "float32"))
     if config.vllm_server_urls is not None:
         if not (config.use_vllm and config.vllm_mode == "server"):
             raise ValueError(

@@ -50,6 +50,7 @@ from agent_r1_trl.trainers.construction import (
     trajectory_store,
     trl_dataset,
     trl_rewards,
+    warn_of_swallowed_updates,
 )
 from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.echo_guard import EchoGuardedTrainer
@@ -166,6 +167,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         check_tokenizer(self.processing_class, is_vlm=self._is_vlm)
         check_adapters(self.model, is_merged=config.use_vllm)
         warn_of_dropout(self.model)
+        warn_of_swallowed_updates(self.model, config, self.accelerator)
         for name in TRL_CHANGES:  # TRL is constructed: from here on the user's own values hold
             setattr(self.args, name, getattr(config, name))
         self.use_vllm = config.use_vllm

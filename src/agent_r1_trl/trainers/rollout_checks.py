@@ -97,7 +97,7 @@ TRL_NEEDS = (
         "vllm_mode",
         ("server",),
     ),
-    Need(("vllm_gpu_memory_utilization", "vllm_model_impl"), "vllm_mode", ("colocate",)),
+    Need(("vllm_gpu_memory_utilization", "vllm_model_impl", "vllm_dtype"), "vllm_mode", ("colocate",)),
     Need(("vllm_server_base_url", "vllm_server_host", "vllm_server_port"), "vllm_server_urls", (None,)),
     Need(("vllm_server_host", "vllm_server_port"), "vllm_server_base_url", (None,)),
     Need(

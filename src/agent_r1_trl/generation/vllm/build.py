@@ -55,8 +55,25 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
         model_impl=args.vllm_model_impl,
         trust_remote_code=args.trust_remote_code,
         step_timeout_s=args.vllm_request_timeout,
+        **engine_dtype(args),
         **(on_gpu if is_on_gpu else {}),
     )
+
+
+def engine_dtype(args: Any) -> dict[str, str]:
+    """The option of the engine in this process that says its numbers; empty for those of the policy's weights.
+
+    Float32 weights under autocast are computed with in 16 bits. So does the engine then, whose weights and cache would
+    take twice the memory otherwise, and which has no FlashAttention for float32.
+
+    Args:
+        args: a `MultiTurnConfig`.
+    """
+    if args.vllm_dtype != "auto":
+        return {"dtype": args.vllm_dtype}
+    if args.bf16 or args.fp16:
+        return {"dtype": "bfloat16" if args.bf16 else "float16"}
+    return {}
 
 
 def check_vllm(args: Any, model: Any, *, is_on_gpu: bool) -> None:
