@@ -17,7 +17,7 @@ def gone_back(output_dir):
     """Per rank: the steps begun with digests of its weights, the seed of the draws, the guard's events, the losses."""
     is_last = int(os.environ.get("RANK", 0)) == num_processes() - 1
     options = {"model": str(output_dir / POLICY_FOLDER), "max_steps": 5}
-    options["echo_patience"] = 3  # more healthy steps than follow the roll back: nothing is undone yet
+    options["echo_patience"] = 4  # more healthy steps than follow the roll back: nothing is undone yet
     options["per_device_train_batch_size"] = 8 // num_processes()
     seen, ended = [], None
     for verdicts in ({4: "collapsed"} if is_last else {}, {}):
