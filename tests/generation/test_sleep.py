@@ -92,6 +92,17 @@ def test_the_engine_sleeps_in_the_update_and_wakes_with_new_weights(engine):
     assert engine.log == ["load", "step", "sleep", "wake weights", "load", "wake kv_cache", "step", "sleep"]
 
 
+def test_the_trainers_cached_memory_is_free_before_the_engine_takes_its_own(engine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: engine.log.append("free"))
+    generator, model = VLLMGenerator(engine, stop_token_ids=[5]), tiny_model()
+    generator.sync(model)
+    generator.sleep()
+    generator.sync(model)
+    run(generator, [[3, 4]], params=GREEDY)
+    generator.close()
+    assert engine.log == ["load", "sleep", "free", "wake weights", "load", "free", "wake kv_cache", "step"]
+
+
 def test_frozen_weights_come_back_too(engine):
     generator, model = VLLMGenerator(engine, stop_token_ids=[5]), tiny_model().requires_grad_(False)
     model.model.norm.weight.requires_grad_(True)

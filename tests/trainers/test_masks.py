@@ -214,3 +214,23 @@ def test_a_row_without_action_tokens_gives_a_finite_loss_and_no_gradient(tmp_pat
     loss, gradients = loss_and_gradients(trainer, scored_batch(trainer))
     assert loss == 0
     assert all((gradient == 0).all() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+def test_masks_that_one_rank_changes_change_no_collective_call(tmp_path, layout):
+    """The other ranks make those of an unchanged micro-batch, and would wait in any other for ever."""
+    trainer = make_trainer(tmp_path, update_layout=layout)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    calls = []
+    for name in ("gather", "reduce", "pad_across_processes", "gather_for_metrics"):
+        method = getattr(trainer.accelerator, name)
+        setattr(trainer.accelerator, name, lambda *a, n=name, f=method, **k: calls.append(n) or f(*a, **k))
+    trainer.compute_loss(trainer.model, inputs)
+    expected = calls.copy()
+    assert expected
+    for mask in (inputs["tool_mask"] * 0, inputs["tool_mask"].clone()):
+        calls.clear()
+        trainer.compute_loss(trainer.model, {**inputs, "tool_mask": mask})
+        assert calls == expected

@@ -18,7 +18,7 @@ from agent_r1_trl.trainers.row_batches import policy_weights
 from agent_r1_trl.trainers.run_state import RunStateTrainer
 from agent_r1_trl.trainers.trl_logs import drop_token_means
 from agent_r1_trl.update.batching import loss_masks
-from agent_r1_trl.update.layout import UpdateLayout
+from agent_r1_trl.update.layout import Plan, UpdateLayout
 from agent_r1_trl.update.losses import LossPass
 
 
@@ -46,9 +46,7 @@ class LossTrainer(RunStateTrainer, PassesTrainer):
         try:
             loss = super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"] * scale})
             self._take_back_entropy_control(*entropy_control)
-            if self.env_factory is not None and not (
-                self.accelerator.reduce(mask.sum(), reduction="sum") if plan is None else plan.has_loss
-            ):
+            if self.env_factory is not None and not self._has_loss(plan, mask):
                 drop_token_means(self._metrics[self._mode], in_rewards=in_rewards)
             if type(self).extra_loss is LossTrainer.extra_loss:
                 return loss
@@ -57,6 +55,19 @@ class LossTrainer(RunStateTrainer, PassesTrainer):
             return loss + term / self._normaliser(inputs["num_items_in_batch"])
         finally:
             self.beta, self._loss_pass = beta, None
+
+    def _has_loss(self, plan: Plan | None, mask: torch.Tensor) -> bool:
+        """Whether a token of the micro-batch is in the policy's loss, on any rank as far as all of them can ask.
+
+        Args:
+            plan: None in an evaluation, and where a subclass has put other masks into a micro-batch of this rank.
+            mask: (B, T) tokens in the loss.
+        """
+        if plan is not None:
+            return plan.has_loss
+        if self.model.training:  # the other ranks may have plans: nobody would answer a collective call
+            return bool(mask.any())
+        return bool(self.accelerator.reduce(mask.sum(), reduction="sum"))
 
     def _take_back_entropy_control(self, coefficient: float, entropy: float) -> None:
         """Leave TRL's adaptive entropy bonus as it was before a step that is skipped.

@@ -142,7 +142,7 @@ class VLLMGenerator(ThreadedGenerator):
 
         with self._engine_at_rest():
             if self._is_asleep:
-                self._engine.wake_up(tags=["weights"])
+                self._wake_up("weights")
             try:
                 self._engine.apply_model(load)
             except (AttributeError, KeyError, ValueError, AssertionError, RuntimeError) as error:
@@ -159,7 +159,7 @@ class VLLMGenerator(ThreadedGenerator):
 
         with self._engine_at_rest():
             if self._is_asleep:
-                self._engine.wake_up(tags=["kv_cache"])
+                self._wake_up("kv_cache")
             params = EngineParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
             name = self._next_name()
             self._engine.add_request(name, {"prompt_token_ids": token_ids}, params)
@@ -195,6 +195,11 @@ class VLLMGenerator(ThreadedGenerator):
     def _is_asleep(self) -> bool:
         return bool(self._engine.vllm_config.model_config.enable_sleep_mode and self._engine.is_sleeping())
 
+    def _wake_up(self, part: str) -> None:
+        """Take memory for a part of the engine again, which the trainer's allocator keeps cached until it is asked."""
+        torch.cuda.empty_cache()  # vLLM 0.22 does not, and then runs out of memory
+        self._engine.wake_up(tags=[part])
+
     def sleep(self) -> None:
         """Give the memory of weights and cache to the trainer; `sync` before the next request. GPU only."""
         with self._engine_at_rest():
@@ -223,7 +228,7 @@ class VLLMGenerator(ThreadedGenerator):
             if torch.cuda.is_available():  # the current device is a property of the thread
                 torch.cuda.set_device(self._engine.model_executor.driver_worker.device)
             if self._is_asleep:
-                self._engine.wake_up(tags=["kv_cache"])
+                self._wake_up("kv_cache")
             while True:
                 with self._changed:
                     self._check_open()
