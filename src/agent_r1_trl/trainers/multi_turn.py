@@ -66,7 +66,7 @@ from agent_r1_trl.trainers.played import PlayedBatch, trl_generation
 from agent_r1_trl.trainers.publishing import Publishing, rows_not_logged
 from agent_r1_trl.trainers.resampling import Resampling, check_can_draw
 from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint
-from agent_r1_trl.trainers.reward_calls import RewardCalls
+from agent_r1_trl.trainers.reward_calls import RewardCalls, check_finite, check_reward_values
 from agent_r1_trl.trainers.rewards import Rewards
 from agent_r1_trl.trainers.rollouts import Rollouts
 from agent_r1_trl.trainers.row_batches import RowBatches
@@ -179,6 +179,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         parts: Any = (self.args, self.accelerator, policy, self._tokenizer, self.env_factory)
         self.rollouts = Rollouts(*parts, generator=generator, eos_token_ids=self.eos_token_ids)
         self.resampling = Resampling(self)
+        self._calculate_rewards = self._outermost_rewards  # type: ignore[method-assign]
         self.guard = RunGuard(self)
         self.group_filter = GroupFilter(self.args, self.accelerator)
         self.echo_signals = make_echo_signals(self)
@@ -308,14 +309,27 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
     ) -> torch.Tensor:
         if self._played is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        if self._played.all_reward_values is not None:  # `resampling.py` has scored them
-            return self._played.all_reward_values
         completion_ids_list = self._played.completion_ids(completion_ids_list, self._tokenizer.pad_token_id)
-        calls = RewardCalls(self._played.trajectories, len(inputs))
+        calls = self._played.reward_calls = RewardCalls(self._played.trajectories, len(inputs))
         interval = self.args.watchdog_interval and 6 * self.args.watchdog_interval  # judges take their time
         waiting = reported("The reward functions have been running", interval)
         with rows_not_logged(), waiting, calls.checked(self):
-            values = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)  # (N, F), all ranks
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+
+    def _outermost_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+    ) -> torch.Tensor:
+        """What TRL calls for `_calculate_rewards`: that of the class, whose values count, (N, F) of all ranks.
+
+        So a subclass may change what the functions returned, or compute all of it.
+        """
+        calculate = type(self)._calculate_rewards
+        if self._played is None:
+            return calculate(self, inputs, prompts, completions, completion_ids_list)
+        if self._played.all_reward_values is not None:  # `resampling.py` has scored them
+            return self._played.all_reward_values
+        values = calculate(self, inputs, prompts, completions, completion_ids_list)
+        check_reward_values(values, calculate, (len(inputs) * self.accelerator.num_processes, len(self.reward_funcs)))
         failed = [item.stop_reason.is_infrastructure_failure for item in self._played.trajectories]
         failed += [True] * (len(inputs) - len(failed))
         values[self.accelerator.gather(torch.tensor(failed, device=values.device))] = torch.nan  # earned nothing
@@ -323,7 +337,9 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
             self.evaluation.take_rewards(values)
         first = self.accelerator.process_index * len(inputs)
         self._played.reward_values = values[first : first + len(self._played.trajectories)]
-        calls.settle(self._played.reward_values, self.reward_funcs, self.reward_func_names)
+        if self._played.reward_calls is not None:  # else a subclass has computed them without the functions
+            self._played.reward_calls.settle(self._played.reward_values, self.reward_funcs, self.reward_func_names)
+        check_finite(values, calculate)
         return values
 
     def _advantages(self, output: dict[str, Any], played: PlayedBatch) -> dict[str, torch.Tensor]:

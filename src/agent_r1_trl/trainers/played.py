@@ -27,6 +27,8 @@ class PlayedBatch:
     """Of TRL's table of completions: B values each, what reward functions gave to `log_extra`."""
     has_outcomes: bool = False
     """Whether `reward_values` are part of the trajectories' outcomes."""
+    reward_calls: Any = None
+    """The `RewardCalls` of the batch; None if a subclass computed the values without calling the functions."""
     chosen: tuple[dict[str, torch.Tensor], dict[str, float]] | None = None
     """What `GroupFilter.choose` returned, where that is known before TRL scores the rows."""
     scored_rows: list[int] | None = None

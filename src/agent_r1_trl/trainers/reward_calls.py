@@ -134,3 +134,28 @@ class RewardCalls:
     def _fail(self, error: Exception) -> list[float | None]:
         self._error = self._error or error
         return [None] * len(self._trajectories)
+
+
+def check_reward_values(values: Any, calculate: Any, shape: tuple[int, int]) -> None:
+    """Refuse what a subclass's `_calculate_rewards` returned in place of TRL's tensor.
+
+    Args:
+        values: what it returned.
+        calculate: the method.
+        shape: (N, F), trajectories of all ranks and reward functions.
+
+    Raises:
+        ValueError: names the method and what it returned.
+    """
+    found = f"shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
+    if found != f"shape {shape}":
+        raise ValueError(
+            f"{calculate.__qualname__} returned {found}. Return a tensor of shape {shape}: one finite number for each "
+            "trajectory of all ranks and each reward function, NaN for those that are not scored."
+        )
+
+
+def check_finite(values: torch.Tensor, calculate: Any) -> None:
+    """Refuse infinite rewards that no reward function returned; they are those of all ranks, so all of them raise."""
+    if values.isinf().any():
+        raise ValueError(f"{calculate.__qualname__} returned infinite rewards. Return finite numbers, NaN for none.")
