@@ -12,10 +12,11 @@ Needs no network, and no vLLM; with vLLM where it is installed. The parts, in th
   On a CPU the calls are counted that would wait if their tensor were on a GPU.
 - quickstart: the recipe, a few steps.
 - generator: the transformers generator's tokens per second, and vLLM's.
-- 0.5b, 7b: `train_step.py` in each layout and for TRL's step, at the shapes of Qwen2.5, in bfloat16; 7b with LoRA and
-  gradient checkpointing. The share of the matmul rate is 6 x parameters x tokens (LoRA: 4 x) over seconds and the rate
-  of one large matrix product measured here. Tokens are those of the rows, without padding, every prompt as often as
-  there are rows: a layout that computes less has a larger share. The peak is held against `agent-r1-trl memory`.
+- 0.5b, 7b: `train_step.py` in each layout and for TRL's step, at the shapes of Qwen2.5, computed in bfloat16: 0.5b
+  with weights in float32, as the recipes have them, 7b in bfloat16 with LoRA and gradient checkpointing. The share of
+  the matmul rate is 6 x parameters x tokens (LoRA: 4 x) over seconds and the rate of one large matrix product measured
+  here. Tokens are those of the rows, without padding, every prompt as often as there are rows: a layout that computes
+  less has a larger share. The peak is held against `agent-r1-trl memory`.
 
 Only the first GPU is used. Every part has a process of its own and a time by which it must be done (what one does not
 need, the next ones get). A part that fails or runs out of time is named as such, what it had found until then is kept,
@@ -387,8 +388,8 @@ def vllm_rate(model: Any, prompts: list[list[int]], tokens: int) -> Row:
 def run_update(args: argparse.Namespace, shape: str) -> Iterator[Row]:
     """`train_step.py` at a shape: TRL's step and each layout, one after the other in this process."""
     rate = matmul_rate(args)
-    given = ["--model", shape, "--dtype", "bfloat16", "--repeats", "1", "--max-tokens", "16384"]
-    given += ["--lora", "--checkpointing"] if shape == "7b" else []
+    given = ["--model", shape, "--repeats", "1", "--max-tokens", "16384"]
+    given += ["--dtype", "bfloat16", "--lora", "--checkpointing"] if shape == "7b" else ["--autocast"]
     given = [*TINY, "--repeats", "1"] if args.toy else given
     for layout in ("trl", "tokens") if args.toy else LAYOUTS[shape]:
         row: Row = {"name": layout}
@@ -457,6 +458,7 @@ def estimated_bytes(options: argparse.Namespace, size: Any) -> float:
     is_packed = options.only in ("packed", "shared", "tokens")
     setup = MemorySetup(
         dtype=options.dtype,
+        mixed_precision=options.autocast,
         micro_batch=options.micro_batch,
         prompt_tokens=batch["prompt_ids"].shape[1],
         completion_tokens=batch["completion_ids"].shape[1],

@@ -360,9 +360,7 @@ def test_the_parts_of_the_gpu_run_have_times_that_add_up():
 
 def test_a_peak_is_held_against_the_estimate_at_every_size():
     gpu, gib = load_benchmark("gpu.py"), 2**30
-    assert gpu.is_as_estimated(0.0112 * gib, 0.0037 * gib), (
-        "a toy on a pretended GPU: 11.5 MiB where 3.8 were expected"
-    )
+    assert gpu.is_as_estimated(0.0112 * gib, 0.0037 * gib), "a toy: 11.5 MiB where 3.8 were expected"
     assert gpu.is_as_estimated(0.0437 * gib, 0.0037 * gib), "and with a workspace of cuBLAS"
     assert not gpu.is_as_estimated(0.1 * gib, 0.0037 * gib)
     for estimate, peak, is_right in ((20, 22.9, True), (20, 17.1, True), (20, 23.2, False), (20, 16.8, False)):

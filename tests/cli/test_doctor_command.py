@@ -97,6 +97,12 @@ def test_a_flag_wins_and_a_warning_is_no_failure(examine):
     assert "warning" in words and "max_completion_length=100000" in words and "Set max_completion_length to" in words
 
 
+def test_a_recipe_whose_steps_are_rounded_away_is_warned_of(examine):
+    words = examine(0, dtype="bfloat16", learning_rate=1e-6)
+    assert "precision" in words and "rounded away" in words and "Set dtype: float32" in words
+    assert "precision" not in examine(0, dtype="bfloat16", learning_rate=1e-3)
+
+
 def test_the_template_and_the_grammar_of_the_recipe_are_examined(examine):
     assert "chat_template='qwen9'" in examine(1, chat_template="qwen9")
     assert "response_template='morse'" in examine(1, response_template="morse")

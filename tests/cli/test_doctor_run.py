@@ -79,6 +79,12 @@ def test_what_was_left_out_is_named(trial):
 
 
 @pytest.mark.slow
+def test_weights_that_rounding_holds_are_a_finding(trial):
+    verdict, words = trial(0, "--dtype", "bfloat16", "--learning_rate", "1e-6")["precision"]
+    assert verdict == "warning" and "bfloat16" in words and "Set dtype: float32" in words
+
+
+@pytest.mark.slow
 def test_a_trial_too_short_to_learn_from_says_so_and_its_cure_works(trial):
     Path("rewards.py").write_text(
         "def varied(completion_ids, **kwargs):\n"
@@ -133,9 +139,10 @@ def test_each_rank_reads_the_memory_of_its_own_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 8)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu=None: (80 - used[own() if gpu is None else gpu], 80))
-    meter = Meter(make_trainer(tmp_path))
+    trainer = make_trainer(tmp_path)
+    meter = Meter(trainer)
     meter.trial.device = "cuda"
-    meter.on_train_begin(None, None, None)
+    meter.on_train_begin(trainer.args, trainer.state, trainer.control, optimizer=trainer.create_optimizer())
     deadline = time.monotonic() + 10
     while not meter.trial.used_bytes and time.monotonic() < deadline:
         time.sleep(0.01)

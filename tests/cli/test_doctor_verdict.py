@@ -175,6 +175,11 @@ def test_numbers_that_say_nothing_are_no_ok(step, words):
     assert finding.level == "warning" and words in finding.message and "--run_tokens" in finding.cure
 
 
+def test_rounding_that_undoes_the_training_is_said():
+    assert "precision" not in judged(trial_of())
+    assert judged(trial_of(rounding="Most updates are rounded away."))["precision"].level == "warning"
+
+
 def test_the_numbers_of_every_step_are_looked_at():
     trial = trial_of()
     trial.steps[0].logs["grad_norm"] = float("inf")

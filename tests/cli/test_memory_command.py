@@ -67,6 +67,25 @@ def test_the_defaults_are_the_trainers():
     assert ours == {name: theirs[name] for name in ours}
 
 
+GPU_RECIPES = [path for path in RECIPES if "GPU" in path.read_text(encoding="utf-8").splitlines()[0]]
+QWEN = {"0.5B": (896, 4864, 24, 14), "1.5B": (1536, 8960, 28, 12), "3B": (2048, 11_008, 36, 16)}
+
+
+@pytest.mark.parametrize("path", GPU_RECIPES, ids=lambda path: "/".join(path.parts[-3:]))
+def test_a_recipe_fits_the_gpus_that_it_names(path, tmp_path, capsys):
+    """Weights in float32, their gradients and Adam's states are counted; Qwen2.5's shapes stand here."""
+    recipe, head = yaml.safe_load(path.read_text(encoding="utf-8")), path.read_text(encoding="utf-8").splitlines()[0]
+    (size,) = (size for size in QWEN if f"Qwen2.5-{size}" in recipe["model_name_or_path"])
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    rest = {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True}
+    Qwen2Config(**dict(zip(names, QWEN[size], strict=True)), **rest).save_pretrained(tmp_path)
+    command = ["--config", str(path), "--model_name_or_path", str(tmp_path), "--gpu_memory_gb", "80"]
+    assert "of 80 GB" in head
+    if "8 GPUs" in head:
+        command += ["--accelerate_config", str(CONFIGS / "zero2.yaml"), "--num_processes", "8"]
+    assert run(command) == 0 and "\nfits: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: "/".join(path.parts[-3:]))
 def test_it_reads_every_recipe(path, model):
     arguments, model_args = read_arguments(["--config", str(path), "--model_name_or_path", model])

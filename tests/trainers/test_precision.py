@@ -1,66 +1,105 @@
-"""Weights of 16 bits that swallow small updates are warned of, and no recipe has them; the engine's numbers."""
+"""Trained weights in 16 bits: what rounding does to a small step, and who is warned of it."""
 
 import logging
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
-from accelerate.utils import DistributedType
 from peft import LoraConfig
+from transformers import Trainer
 
-from agent_r1_trl.generation.vllm.build import engine_dtype
-from agent_r1_trl.trainers.construction import warn_of_swallowed_updates
+from agent_r1_trl.cli.recipe import read_recipe
+from agent_r1_trl.cli.shipped_recipes import shipped_recipes
+from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from agent_r1_trl.trainers.precision import LEAST_RATE, problem_of_recipe, rounding_problem
 from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_policy, make_trainer
-
-RECIPES = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*/*/config*.yaml"))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "options", "is_warned"),
-    [
-        (torch.bfloat16, {"learning_rate": 1e-6}, True),
-        (torch.bfloat16, {"learning_rate": 1e-3}, False),
-        (torch.float32, {"learning_rate": 1e-6}, False),
-        (torch.bfloat16, {"learning_rate": 1e-6, "peft_config": LoraConfig(r=2, target_modules="all-linear")}, False),
-    ],
-)
-def test_a_trainer_warns_of_weights_that_hold_no_small_update(tmp_path, caplog, dtype, options, is_warned):
-    make_policy(make_tokenizer("qwen3")).to(dtype).save_pretrained(tmp_path / "policy")
-    init = {"model_init_kwargs": {"dtype": str(dtype).removeprefix("torch.")}}
-    with caplog.at_level(logging.WARNING):
-        make_trainer(tmp_path, model=str(tmp_path / "policy"), **init, **options)
-    assert ("most of each update" in caplog.text) == is_warned
+from tests.trainers.helpers import make_policy, make_trainer, questions
+from tests.trainers.test_ppo_trainer import make_ppo
 
 
-def test_deepspeed_keeps_weights_of_32_bits(caplog):
-    model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
-    args = SimpleNamespace(learning_rate=1e-6)
-    for kind in (DistributedType.DEEPSPEED, DistributedType.MULTI_GPU):
-        warn_of_swallowed_updates(model, args, SimpleNamespace(distributed_type=kind))
-    assert caplog.text.count("The trained weights are bfloat16 and learning_rate is 1e-06") == 1
+@pytest.mark.parametrize(("rate", "least", "most"), [(1e-6, 0.0, 0.05), (LEAST_RATE, 0.5, 1.0)])
+def test_below_the_limit_most_weights_in_bfloat16_stay_where_they_were(rate, least, most):
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter((torch.randn(100_000) * 0.02).bfloat16())
+    before, optimizer = weight.detach().clone(), torch.optim.AdamW([weight], lr=rate, weight_decay=0.0)
+    for _ in range(20):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert least <= (weight != before).float().mean() <= most
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parts[-3]}-{path.parts[-2]}-{path.stem}")
-def test_no_recipe_trains_weights_of_16_bits_at_a_small_rate_without_deepspeed(path):
-    recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    is_small = recipe.get("learning_rate", 1e-6) < 1e-4
-    if recipe.get("dtype", "float32") == "float32" or recipe.get("use_peft") or not is_small:
-        return
-    readme = (path.parents[1] / "README.md").read_text(encoding="utf-8")
-    assert "accelerate_configs/zero" in readme, "its command takes one of DeepSpeed's configurations"
+def warned(caplog, trainer):
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "agent_r1_trl.trainers.precision"):
+        trainer.train()
+    return [record.getMessage() for record in caplog.records if record.name.endswith("precision")]
+
+
+def in_bfloat16():
+    return make_policy(make_tokenizer("qwen3")).bfloat16()
 
 
 @pytest.mark.parametrize(
-    ("args", "expected"),
+    ("options", "is_warned"),
     [
-        ({"vllm_dtype": "auto", "bf16": True, "fp16": False}, {"dtype": "bfloat16"}),
-        ({"vllm_dtype": "auto", "bf16": False, "fp16": True}, {"dtype": "float16"}),
-        ({"vllm_dtype": "auto", "bf16": False, "fp16": False}, {}),
-        ({"vllm_dtype": "float32", "bf16": True, "fp16": False}, {"dtype": "float32"}),
+        ({}, False),
+        ({"model": True}, True),
+        ({"model": True, "warmup_steps": 1}, True),  # whose first rate is 0
+        ({"model": True, "learning_rate": 1e-4}, False),
+        ({"model": True, "peft_config": LoraConfig(r=4, target_modules=["q_proj"])}, False),  # adapters are float32
     ],
 )
-def test_the_engine_computes_with_the_numbers_of_the_trainer(args, expected):
-    assert engine_dtype(SimpleNamespace(**args)) == expected
+def test_a_run_says_so_if_rounding_undoes_it(tmp_path, caplog, options, is_warned):
+    options = {"learning_rate": 1e-6} | options | ({"model": in_bfloat16()} if options.get("model") else {})
+    found = warned(caplog, make_trainer(tmp_path, **options))
+    assert len(found) == is_warned
+    assert not is_warned or ("bfloat16" in found[0] and "1e-06" in found[0] and "dtype: float32" in found[0])
+
+
+def test_the_critics_own_rate_counts(tmp_path, caplog):
+    options = {"model": in_bfloat16(), "learning_rate": 1e-3}
+    assert warned(caplog, make_ppo(tmp_path, "model", **options)) == []
+    (found,) = warned(caplog, make_ppo(tmp_path, "model", **options | {"critic_learning_rate": 1e-5}))
+    assert "1e-05" in found
+
+
+def test_a_run_that_is_trls_alone_says_so_too(tmp_path, caplog, monkeypatch):
+    def train(trainer, *args, **kwargs):
+        trainer.create_optimizer()
+        trainer.callback_handler.optimizer = trainer.optimizer
+        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+
+    monkeypatch.setattr(Trainer, "train", train)
+    args = MultiTurnGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], learning_rate=1e-6)
+    trainer = MultiTurnGRPOTrainer(
+        in_bfloat16(), lambda completions, **_: [0.0] * len(completions), args, questions(),
+        processing_class=make_tokenizer("qwen3"),
+    )  # fmt: skip
+    assert len(warned(caplog, trainer)) == 1
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_no_recipe_trains_weights_that_rounding_holds(name):
+    recipe = read_recipe(name)
+    assert problem_of_recipe(recipe) == ""
+    assert recipe["dtype"] == "float32" or recipe.get("use_peft"), "auto is what the checkpoint has, mostly bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_problem"),
+    [
+        ({"dtype": "bfloat16"}, True),
+        ({"dtype": "float16", "learning_rate": "5e-5"}, True),
+        ({"dtype": "bfloat16", "learning_rate": 1e-4}, False),
+        ({"dtype": "bfloat16", "use_peft": True}, False),
+        ({"dtype": "float32", "use_peft": True, "load_in_4bit": True}, True),  # TRL casts such adapters
+        ({"dtype": "float32"}, False),
+        ({}, False),
+    ],
+)
+def test_a_recipe_is_judged_by_what_it_says(recipe, is_problem):
+    assert bool(problem_of_recipe(recipe)) is is_problem
+
+
+def test_dtypes_have_names_or_are_torchs():
+    assert rounding_problem(torch.bfloat16, 1e-6) == rounding_problem("bfloat16", 1e-6) != ""
+    assert rounding_problem(torch.float32, 1e-6) == ""

@@ -31,13 +31,13 @@ def run(argv: Sequence[str]) -> int:
 
         return run_trial(argv)
     config_path, _ = split_config(argv)
-    if config_path is not None:
-        read_recipe(config_path)
+    recipe = {} if config_path is None else read_recipe(config_path)
 
     from agent_r1_trl.cli.console import PlainConsole
     from agent_r1_trl.cli.resolve import load_rows, resolve_env, resolve_object
-    from agent_r1_trl.doctor import has_errors, render, run_doctor
+    from agent_r1_trl.doctor import Finding, has_errors, render, run_doctor
     from agent_r1_trl.evaluation.loading import is_local
+    from agent_r1_trl.trainers.precision import REMEDY, problem_of_recipe
 
     arguments = _read(argv)
     if not arguments.model_name_or_path:
@@ -68,6 +68,8 @@ def run(argv: Sequence[str]) -> int:
         max_completion_length=arguments.max_completion_length,
         trust_remote_code=arguments.trust_remote_code,
     )
+    if problem := problem_of_recipe(recipe):
+        checks.append(Finding(level="warning", check="precision", message=problem, cure=REMEDY))
     PlainConsole().print(render(checks))
     return EXIT_ERRORS if has_errors(checks) else 0
 

@@ -26,9 +26,9 @@ class Finding:
     cure: str = ""
     """What to change; empty for ok and skipped."""
     check: str = ""
-    """What was examined: versions, tokenizer, chat template, parser, masks, tools, prompts, environment; of a trial
-    trial, speed, rollout, numbers, time, memory, sampler, update; in the report of `check_env` construction, methods,
-    tools, reset, step, outcome, state, close."""
+    """What was examined: versions, tokenizer, chat template, parser, masks, tools, prompts, precision, environment;
+    of a trial trial, speed, rollout, numbers, precision, time, memory, sampler, update; in the report of `check_env`
+    construction, methods, tools, reset, step, outcome, state, close."""
 
 
 @dataclass

@@ -8,12 +8,10 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from datasets import Dataset
 from trl import GRPOTrainer
 
@@ -24,8 +22,6 @@ from agent_r1_trl.safe_text import set_rules
 from agent_r1_trl.tools.base import is_async_callable
 from agent_r1_trl.tools.signature import unwrap_partial
 from agent_r1_trl.trainers.config import MultiTurnConfig
-
-logger = logging.getLogger(__name__)
 
 
 def as_list(functions: Any) -> list[Any]:
@@ -328,31 +324,3 @@ def trajectory_store(config: MultiTurnConfig, rank: int) -> Any:
     from agent_r1_trl.recording import TrajectoryStore
 
     return TrajectoryStore(config.output_dir, format=config.record_trajectories, rank=rank)
-
-
-SMALLEST_RATE_OF_16_BITS = 1e-4
-"""About the learning rate from which Adam's steps are larger than the rounding of weights of 16 bits."""
-
-
-def warn_of_swallowed_updates(model: Any, args: Any, accelerator: Any) -> None:
-    """Say so where most of what an optimizer step adds to a weight would be lost to rounding.
-
-    bfloat16 has 8 bits: of 0.02, a usual weight, steps below 4e-5 leave nothing. After 20 steps at a rate of 1e-6,
-    2.2% of the weights of a model had moved. DeepSpeed keeps a float32 copy of its own.
-
-    Args:
-        model: the policy, with or without adapters.
-        args: of the trainer.
-        accelerator: of the trainer.
-    """
-    kinds = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)}
-    is_too_small = args.learning_rate < SMALLEST_RATE_OF_16_BITS
-    if not kinds or not is_too_small or accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return
-    logger.warning(
-        "The trained weights are %s and learning_rate is %g: most of each update is smaller than what such a weight "
-        "can hold, and is lost. Set dtype: float32 with bf16: true, which computes in 16 bits all the same, or train "
-        "a LoRA adapter (use_peft: true), or use DeepSpeed, which keeps weights of 32 bits beside them.",
-        " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds)),
-        args.learning_rate,
-    )

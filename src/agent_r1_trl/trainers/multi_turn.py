@@ -50,7 +50,6 @@ from agent_r1_trl.trainers.construction import (
     trajectory_store,
     trl_dataset,
     trl_rewards,
-    warn_of_swallowed_updates,
 )
 from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.echo_guard import EchoGuardedTrainer
@@ -63,6 +62,7 @@ from agent_r1_trl.trainers.loss import LossTrainer
 from agent_r1_trl.trainers.metrics import gather_metrics
 from agent_r1_trl.trainers.nonfinite import NumberWatch
 from agent_r1_trl.trainers.played import PlayedBatch, trl_generation
+from agent_r1_trl.trainers.precision import RoundingWarning
 from agent_r1_trl.trainers.publishing import Publishing, rows_not_logged
 from agent_r1_trl.trainers.resampling import Resampling, check_can_draw
 from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint
@@ -152,6 +152,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         self.layout = UpdateLayout(None if self.env_factory is None else config)
         if self.env_factory is None:
             super().__init__(model, reward_funcs, config, train_dataset, eval_dataset, **kwargs)
+            self.add_callback(RoundingWarning())
             return
         config.output_dir = str(Path(config.output_dir).absolute())  # a tool may change the process's directory
         config.check_supported(has_generator=generator is not None)
@@ -167,7 +168,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         check_tokenizer(self.processing_class, is_vlm=self._is_vlm)
         check_adapters(self.model, is_merged=config.use_vllm)
         warn_of_dropout(self.model)
-        warn_of_swallowed_updates(self.model, config, self.accelerator)
+        self.add_callback(RoundingWarning())
         for name in TRL_CHANGES:  # TRL is constructed: from here on the user's own values hold
             setattr(self.args, name, getattr(config, name))
         self.use_vllm = config.use_vllm

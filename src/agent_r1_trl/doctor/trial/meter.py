@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
+from agent_r1_trl.trainers.precision import problem_of_run
 from agent_r1_trl.update.batching import loss_masks, whole_rows
 from agent_r1_trl.update.rows import Inputs, take_rows
 
@@ -68,6 +69,8 @@ class Trial:
     """Length of the longest row without padding."""
     pass_tokens: int = 0
     """Tokens without padding of the largest forward pass."""
+    rounding: str = ""
+    """Why rounding undoes most of the training; empty if it does not."""
     gap: float | None = None
     """Mean absolute difference of the sampler's and the trainer's log-probs of the tokens that were sampled."""
     num_gap_tokens: int = 0
@@ -216,8 +219,9 @@ class Meter(TrainerCallback):
 
     # ---------------------------------------------------------------- the Trainer's events
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start to watch memory."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        """Look at the optimizer, and start to watch memory."""
+        self.trial.rounding = problem_of_run(self._trainer.args, optimizer)
         if self.trial.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             gpu = torch.cuda.current_device()  # a property of the thread: others begin with GPU 0

@@ -13,6 +13,7 @@ from agent_r1_trl.doctor.report import Report, describe_error
 from agent_r1_trl.doctor.trial.meter import Step, Trial, filters_of
 from agent_r1_trl.doctor.trial.variants import Variant
 from agent_r1_trl.memory import Estimate, Saving
+from agent_r1_trl.trainers.precision import REMEDY
 
 GIB = 2**30
 LARGE_SHARE = 0.5
@@ -54,6 +55,8 @@ def judge(
     step = trial.steps[-1]
     _judge_speed(report, trial, step)
     _judge_numbers(report, trial)
+    if trial.rounding:
+        report.warning("precision", trial.rounding, REMEDY)
     _judge_time(report, trial, step, settings, has_vllm=has_vllm)
     _judge_memory(report, trial, settings, of_trial, of_recipe, savings)
     _judge_gap(report, trial, settings)
