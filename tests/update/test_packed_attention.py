@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BertConfig,
     BertModel,
@@ -67,6 +68,42 @@ def test_sliding_windows_are_those_of_padded_rows(make, rows, share_prefixes):
 def test_a_window_hides_what_is_further_back():
     mask = Layout([], *[torch.zeros(0)] * 4).mask(2, 4, torch.zeros(1), window=2)
     assert (mask == 0).int().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
+
+
+class CopiesOfMasks(TorchDispatchMode):
+    """Counts operations that make a tensor of a mask, attention itself aside."""
+
+    def __init__(self, layout):
+        super().__init__()
+        self.layout, self.found = layout, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        ours = {mask.untyped_storage().data_ptr() for mask in self.layout._masks.values()}
+        read = {item.untyped_storage().data_ptr() for item in args if isinstance(item, torch.Tensor)}
+        if ours & read and "attention" not in func.name() and not func.is_view:
+            self.found.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, SLIDING], ids=["full", "window"])
+def test_no_layer_copies_a_mask(dtype, window):
+    """Kernels for CUDA also copy masks whose rows are not aligned, which shows in the strides alone."""
+    model = make_model("qwen3", **(window or {})).train()
+    use_packed_attention(model, share_prefixes=True)
+    batch = pack(*forked(), share_prefixes=True)
+    masks = batch.layout._masks
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16), CopiesOfMasks(batch.layout) as copies:
+        packed_log_probs(model, model.base_model, batch)
+    assert masks and copies.found == []
+    assert {mask.dtype for mask in masks.values()} == {dtype}
+    assert {mask.stride(0) % 8 for mask in masks.values()} == {0}
+    assert any(mask.shape[1] % 8 for mask in masks.values()), "else nothing was asked of the strides"
+
+
+def test_a_mask_of_double_precision_stays_one_under_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert Layout([], *[torch.zeros(0)] * 4).mask(2, 4, torch.zeros(1).double()).dtype == torch.float64
 
 
 def test_no_segment_has_a_gradient_as_large_as_the_whole_row():

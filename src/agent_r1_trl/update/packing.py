@@ -61,17 +61,24 @@ class Layout:
     def mask(self, queries: int, keys: int, like: torch.Tensor, window: int | None = None) -> torch.Tensor:
         """(queries, keys) additive: the last query sees all keys, each one before it one fewer; made once.
 
+        PyTorch's attention copies a mask in every layer, and keeps the copy for the backward pass, if its dtype is
+        not the one that is computed in or its rows do not begin at multiples of 8 numbers: this one's are so.
+
         Args:
             queries: the last ones of a row.
             keys: of the row up to there.
-            like: has the dtype and device.
+            like: what asks; its device, and its dtype unless autocast computes in another.
             window: how many tokens a query sees, itself included; None for all.
         """
-        name = (queries, keys, like.dtype, like.device, window)
+        dtype, device = like.dtype, like.device
+        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device.type)
+        name = (queries, keys, dtype, device, window)
         if name not in self._masks:
-            closed = torch.full((queries, keys), float("-inf"), dtype=like.dtype, device=like.device)
-            mask = closed.triu(keys - queries + 1)
-            self._masks[name] = mask if window is None else mask + closed.tril(keys - queries - window)
+            closed = torch.full((queries, -(-keys // 8) * 8), float("-inf"), dtype=dtype, device=device)
+            far = None if window is None else closed.tril(keys - queries - window)
+            mask = closed.triu_(keys - queries + 1)
+            self._masks[name] = (mask if far is None else mask.add_(far))[:, :keys]
         return self._masks[name]
 
     @cached_property

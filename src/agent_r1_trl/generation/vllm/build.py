@@ -60,7 +60,7 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
     )
 
 
-def engine_dtype(args: Any) -> dict[str, str]:
+def engine_dtype(args: Any) -> dict[str, Any]:
     """The option of the engine in this process that says its numbers; empty for those of the policy's weights.
 
     Float32 weights under autocast are computed with in 16 bits. So does the engine then, whose weights and cache would
