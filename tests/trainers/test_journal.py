@@ -6,13 +6,15 @@ import shutil
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from agent_r1_trl.journal import Cassette, ReplayError
 from agent_r1_trl.journal.records import pack, read_file
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trainers.journal import fingerprint, reads_environments
+from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv
-from tests.trainers.helpers import make_trainer, questions
+from tests.trainers.helpers import make_policy, make_trainer, questions
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
 
@@ -118,6 +120,36 @@ def test_other_weights_play_anew_and_say_why(tmp_path, caplog):
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert len(trainer.rollouts._generator.requests) == 2 * 4 * 2
     assert "micro-step 2" in caplog.text and "weights differs" in caplog.text
+
+
+def adapter_on(seed):
+    """Options of a run whose adapter, but not the weights below it, are the same for every seed."""
+    model = make_policy(make_tokenizer("qwen3"), seed=seed)
+    model.config._name_or_path = f"models/base-{seed}"
+    return {"model": model, "peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
+
+
+def test_an_adapter_goes_on_where_it_stopped_on_the_same_base_and_not_on_another(tmp_path):
+    train(tmp_path, **adapter_on(0))
+    checkpoint = str(tmp_path / "checkpoint-2")
+    for value in (checkpoint, True):
+        with pytest.raises(ValueError, match="resume_from_checkpoint=") as caught:
+            train(tmp_path, checkpoint=value, **adapter_on(1))
+        for text in ("trained on the model 'models/base-0'", "'models/base-1'", "model_name_or_path='models/base-0'"):
+            assert text in str(caught.value), text
+    assert train(tmp_path, checkpoint=checkpoint, **adapter_on(0)).num_sampled == 0
+
+
+@pytest.mark.parametrize(("base", "num_sampled"), [(0, 0), (1, 2 * 4 * 2)], ids=["the same base", "another base"])
+def test_rollouts_of_a_run_without_a_checkpoint_are_used_again_on_the_same_base_only(
+    tmp_path, base, num_sampled, caplog
+):
+    options = {"save_steps": 9, "max_steps": 2, "save_strategy": "steps", "learning_rate": 0.0}
+    train(tmp_path, **options, **adapter_on(0))
+    shutil.rmtree(tmp_path / "checkpoint-2", ignore_errors=True)
+    resumed = train(tmp_path, resume_from_checkpoint="true", **options, **adapter_on(base))
+    assert resumed.num_sampled == num_sampled
+    assert ("base differs" in caplog.text) == (base == 1)
 
 
 def test_other_sampling_settings_play_anew(tmp_path, caplog):

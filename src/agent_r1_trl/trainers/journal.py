@@ -88,6 +88,7 @@ class TrainingJournal:
         self._asks_to_resume = str(args.resume_from_checkpoint).lower() in ("true", "last")
         self._is_resumed = self._asks_to_resume
         self._weights = ""
+        self._base: str | None = None
         self._has_said_end = False
         self._is_first = True
         """Whether no rollout of this run has been opened."""
@@ -168,6 +169,10 @@ class TrainingJournal:
 
     # ---------------------------------------------------------------- the rollouts of this run
 
+    def take_base(self, base: str | None) -> None:
+        """Note the frozen weights of this run (`base_fingerprint`), once: no update changes them."""
+        self._base = base
+
     def take_weights(self, policy: nn.Module, position: Any) -> None:
         """Look at the weights that the next rollouts are sampled from."""
         if self._is_on and position.is_training:
@@ -207,6 +212,7 @@ class TrainingJournal:
             "size": len(requests),
             "params": asdict(params),
             **({"round": round_number} if round_number else {}),
+            **({} if self._base is None else {"base": self._base}),
             **self._settings,
         }
         recorded = self._usable(read_rollout(path), header) if self._is_resumed else None
@@ -331,14 +337,40 @@ def fingerprint(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
 
     The bits of each tensor are added up as whole numbers: exact in any order, at the speed of reading them.
     """
-    names, sums = [], []
-    for name, parameter in parameters:
-        if parameter.requires_grad:
-            names.append(name)
-            sums.append(_bit_sum(_local(parameter)))
-    values = torch.stack([item.cpu() for item in sums]).tolist() if sums else []
-    text = json.dumps([names, values])
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    return _digest([name for name, _ in trained], _bit_sums([parameter for _, parameter in trained]))
+
+
+def base_fingerprint(model: nn.Module, accelerator: Any) -> str | None:
+    """A digest of the frozen weights below an adapter, the same on any number of processes. All ranks must call it.
+
+    Args:
+        model: of the trainer, not wrapped.
+        accelerator: of the trainer.
+
+    Returns:
+        None without an adapter: then a checkpoint holds all weights. Adapters count as none of the base: TRL's "ref"
+        is a copy of the one that is trained.
+    """
+    marks = [f".{name}." for name in getattr(model, "peft_config", None) or ()]
+    if not marks:
+        return None
+    frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
+    frozen = {name: value for name, value in frozen.items() if not any(mark in f"{name}." for mark in marks)}
+    sums = _bit_sums(list(frozen.values()))
+    if any(hasattr(value, "ds_tensor") for value in frozen.values()):  # the parts of the ranks add up
+        sums = accelerator.reduce(sums.to(accelerator.device), "sum")
+    return _digest([*frozen], sums)
+
+
+def _digest(names: list[str], sums: torch.Tensor) -> str:
+    return hashlib.blake2b(json.dumps([names, sums.tolist()]).encode(), digest_size=8).hexdigest()
+
+
+def _bit_sums(parameters: list[torch.Tensor]) -> torch.Tensor:
+    """(N,) on the device of the first, so that one copy brings them to the host."""
+    sums = [_bit_sum(_local(parameter)) for parameter in parameters]
+    return torch.stack([item.to(sums[0].device) for item in sums]) if sums else torch.zeros(0, dtype=torch.int64)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
@@ -353,7 +385,7 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.detach().contiguous().view(-1).view(whole)
-    return sum((chunk.sum(dtype=torch.int64) for chunk in bits.split(CHUNK)), torch.zeros((), dtype=torch.int64))
+    return torch.stack([chunk.sum(dtype=torch.int64) for chunk in bits.split(CHUNK)]).sum()
 
 
 def reads_environments(functions: Sequence[Any]) -> bool:

@@ -154,14 +154,42 @@ def check_has_reference(folder: Path, buffered_inputs: Any, args: Any, *, beta: 
 # -------------------------------------------------------------------- data
 
 
-def describe_run(args: Any, train_dataset: Any) -> dict[str, Any]:
-    """What decides which rows a place in the data stands for; a checkpoint's manifest holds it.
+def describe_run(trainer: Any, base: str | None) -> dict[str, Any]:
+    """What decides which rows a place in the data stands for, and the model; a checkpoint's manifest holds it.
 
     Args:
-        args: of the trainer.
-        train_dataset: of the trainer.
+        trainer: of the run.
+        base: by `base_fingerprint`.
     """
-    return {"seed": args.seed, "shuffle_dataset": args.shuffle_dataset, "train_dataset": _describe(train_dataset)}
+    args, config = trainer.args, getattr(trainer.accelerator.unwrap_model(trainer.model), "config", None)
+    return {
+        "seed": args.seed,
+        "shuffle_dataset": args.shuffle_dataset,
+        "train_dataset": _describe(trainer.train_dataset),
+        "model": getattr(config, "_name_or_path", ""),
+        "base": base,
+    }
+
+
+def check_same_base(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to put an adapter on other frozen weights than those that it was trained on.
+
+    Args:
+        folder: of the checkpoint, which does not hold them.
+        saved: by `describe_run`, of the run that wrote it.
+        now: of this run.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    before, present = saved.get("base"), now["base"]
+    if before is None or present is None or before == present:
+        return
+    raise CheckpointError(
+        f"resume_from_checkpoint={str(folder)!r}: its adapter was trained on the model {saved.get('model')!r} and "
+        f"cannot go on with {now['model']!r}, whose frozen weights are others ({present} instead of {before}). Start "
+        f"it with model_name_or_path={saved.get('model')!r}, as it was then, in the same dtype and quantization."
+    )
 
 
 def check_same_data(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:

@@ -26,11 +26,13 @@ from agent_r1_trl.trainers.checkpoints import (
     lacks_rollout,
     read_manifest,
 )
+from agent_r1_trl.trainers.journal import base_fingerprint
 from agent_r1_trl.trainers.output_lock import OutputInUseError, output_lock
 from agent_r1_trl.trainers.resume import (
     RolloutCheckpoint,
     accept_numbered_cpus,
     check_has_reference,
+    check_same_base,
     check_same_data,
     describe_run,
 )
@@ -65,6 +67,7 @@ class Saving:
     args: Any
     state: Any
     accelerator: Any
+    model: Any
     env_factory: Any
     train_dataset: Any
     beta: float
@@ -73,6 +76,8 @@ class Saving:
     resampling: Any
     _logs: Any
     echo_guard: Any
+    _base: str | None = None
+    """Fingerprint of the frozen weights; None where all are trained."""
     _is_saving = False
     _num_failed_saves = 0
     """In a row, up to now."""
@@ -88,6 +93,9 @@ class Saving:
             SaveError: the last checkpoint could not be written, or `max_failed_saves` in a row.
         """
         self._num_failed_saves, self._save_problem = 0, None
+        self._base = base_fingerprint(self.accelerator.unwrap_model(self.model), self.accelerator)
+        if self.env_factory is not None:
+            self.rollouts.journal.take_base(self._base)
         with contextlib.ExitStack() as stack:
             checkpoint = self._on_main_process(lambda: self._prepare_run(stack, resume_from_checkpoint))
             result = self._run(functools.partial(super().train, checkpoint, *args, **kwargs))  # type: ignore[misc]
@@ -118,13 +126,16 @@ class Saving:
         if manifest is None:
             logger.warning(
                 "%s has no %s: it was written by TRL or by an earlier version. Its files were searched for those that "
-                "are missing or cut off; seed and data were not compared.%s",
+                "are missing or cut off; seed, data and model were not compared.%s",
                 folder,
                 MANIFEST,
                 " It holds no rollout under way: the next step begins with a new one." * lacks_rollout(folder),
             )
-        elif "data" not in without and not self.args.ignore_data_skip:
-            check_same_data(folder, manifest["run"], describe_run(self.args, self.train_dataset))
+            return str(folder)
+        run = describe_run(self, self._base)
+        check_same_base(folder, manifest["run"], run)
+        if "data" not in without and not self.args.ignore_data_skip:
+            check_same_data(folder, manifest["run"], run)
         return str(folder)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -242,7 +253,7 @@ class Saving:
                 with write_errors_kept(problems):
                     if self.args.should_save:
                         self.state.save_to_json(str(folder / STATE))  # with the place of the best checkpoint
-                    finish(folder, target, describe_run(self.args, self.train_dataset))
+                    finish(folder, target, describe_run(self, self._base))
         return problems
 
     def _give_up(self, folder: Path, name: str, problem: str) -> None:
