@@ -37,6 +37,13 @@ def make_policy(tokenizer, seed=0, hidden_size=32):
     return model
 
 
+def moving_reference(folder):
+    """Options of a run whose reference follows the policy in every step; TRL loads it from `folder`."""
+    make_policy(make_tokenizer("qwen3")).save_pretrained(folder)
+    moving = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    return {"model": str(folder), "beta": 0.1, **moving}
+
+
 def questions(count=8):
     return Dataset.from_list(
         [{"id": f"q{i}", "prompt": [{"role": "user", "content": f"question {i}"}]} for i in range(count)]

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from agent_r1_trl.trainers.reference import REFERENCE
 from agent_r1_trl.trainers.resume import ROLLOUT_STATE, RolloutCheckpoint
-from tests.trainers.helpers import PlainEnv, make_args, make_trainer
+from tests.trainers.helpers import PlainEnv, make_args, make_trainer, moving_reference
 
 EXACT = ("loss", "grad_norm", "reward", "completions/mean_length", "entropy")
 """Logged per step; rollout metrics only where a rollout was made."""
@@ -41,6 +43,40 @@ def test_a_resumed_run_continues_exactly(tmp_path, generator, options):
     continued = history(resumed)
     for step in range(stop + 1, 7):
         assert continued[step] == pytest.approx(expected[step], abs=1e-6, rel=1e-5), step
+
+
+@pytest.mark.parametrize("kind", [MultiTurnGRPOTrainer, MultiTurnPPOTrainer])
+def test_a_resumed_run_goes_on_with_the_reference_that_had_moved(tmp_path, kind, caplog):
+    options = moving_reference(tmp_path / "policy") | {"trainer": kind, "num_generations": 4}
+    common = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4, **options}
+    straight, resumed = make_trainer(tmp_path, **common), make_trainer(tmp_path, **common)
+    start = [parameter.clone() for parameter in straight.ref_model.parameters()]
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    kl, continued = ([entry["kl"] for entry in trainer.state.log_history if "kl" in entry][-2:]
+                     for trainer in (straight, resumed))  # fmt: skip
+    assert continued == pytest.approx(kl, rel=1e-6) and min(kl) > 0
+    references = [list(trainer.ref_model.parameters()) for trainer in (straight, resumed)]
+    assert all(map(torch.equal, *references)) and not all(map(torch.equal, start, references[0]))
+    assert "reference of the KL term" not in caplog.text
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_reference_that_a_checkpoint_lacks_or_a_run_leaves_is_warned_of_by_name(tmp_path, moves, caplog):
+    moving = moving_reference(tmp_path / "policy")
+    by_moves = {True: moving, False: {name: moving[name] for name in ("model", "beta")}}
+    make_trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, **by_moves[not moves]).train()
+    trainer = make_trainer(tmp_path, max_steps=2, **by_moves[moves])
+    trainer.train(resume_from_checkpoint=True)
+    assert "reference/model.safetensors" in caplog.text and "sync_ref_model is " + str(moves).lower() in caplog.text
+
+
+def test_a_checkpoint_that_has_lost_its_reference_is_refused(tmp_path):
+    common = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, **moving_reference(tmp_path / "policy")}
+    make_trainer(tmp_path, **common).train()
+    (tmp_path / "checkpoint-1" / REFERENCE).unlink()
+    with pytest.raises(ValueError, match=r"reference/model\.safetensors is missing"):
+        make_trainer(tmp_path, **common).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 def test_a_checkpoint_between_two_generations_holds_the_rollout(tmp_path):

@@ -13,7 +13,7 @@ from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer, rol
 from agent_r1_trl.trainers.echo_guard import CollapsedError, RestartError
 from agent_r1_trl.trainers.roll_back import GUARD, ROLLED_BACK, healthy_checkpoints
 from tests.trainers.echo_helpers import Watch, guarded, is_equal, judged_by, weights_of
-from tests.trainers.helpers import make_trainer
+from tests.trainers.helpers import make_trainer, moving_reference
 
 TRAINERS = {"grpo": MultiTurnGRPOTrainer, "ppo": MultiTurnPPOTrainer}
 
@@ -81,6 +81,15 @@ def test_a_run_goes_back_to_weights_optimizer_and_place_of_the_checkpoint_with_o
     assert len(list((tmp_path / "trajectories" / "superseded").glob(f"step_{first_rollout_again:06d}*"))) == 1
     assert len(set(copying.seeds)) == len(copying.seeds), "no draw was made twice"
     assert copying.num_stale == 0, "what was sampled, was sampled from the policy's weights"
+
+
+def test_a_reference_that_follows_the_policy_goes_back_with_it(tmp_path):
+    trainer = guarded(tmp_path, {5: "collapsed"}, "roll_back", **moving_reference(tmp_path / "policy"))
+    watch = Watch(trainer, lambda trainer: weights_of(trainer.ref_model))
+    trainer.train()
+    assert [step for step, _ in watch.seen] == [0, 1, 2, 3, 4, 2, 3, 4, 5]
+    (before, after), behind = (values for step, values in watch.seen if step == 2), watch.seen[4][1]
+    assert is_equal(before, after) and not is_equal(before, behind)
 
 
 class BrokenStep(TrainerCallback):

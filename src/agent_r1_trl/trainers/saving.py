@@ -28,6 +28,7 @@ from agent_r1_trl.trainers.checkpoints import (
 )
 from agent_r1_trl.trainers.journal import base_fingerprint
 from agent_r1_trl.trainers.output_lock import OutputInUseError, output_lock
+from agent_r1_trl.trainers.reference import load_reference, save_reference
 from agent_r1_trl.trainers.resume import (
     RolloutCheckpoint,
     accept_numbered_cpus,
@@ -184,6 +185,8 @@ class Saving:
             if self.echo_guard is not None:
                 self.echo_guard.load(Path(checkpoint))
             check_has_reference(Path(checkpoint), self._buffered_inputs, self.args, beta=self.beta)
+        if checkpoint is not None:
+            load_reference(Path(checkpoint), self)
         accept_numbered_cpus()
         super()._load_optimizer_and_scheduler(None if "optimizer" in self._without else checkpoint)  # type: ignore[misc]
 
@@ -217,6 +220,8 @@ class Saving:
         with self._writing_beside() as problems:
             with write_errors_kept(problems):
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            with write_errors_kept(problems):
+                save_reference(folder, self)
             if self.env_factory is not None:
                 with write_errors_kept(problems):
                     self.checkpoint.save(folder, self._step, self._buffered_inputs)
