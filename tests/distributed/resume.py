@@ -36,7 +36,8 @@ def train(kind, folder, policy, checkpoint=None):
         save_steps=SAVED_STEP,
         learning_rate=1e-2,
         peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if has_lora else None,
-        beta=0.04 if has_lora else 0.0,
+        beta=0.0 if kind == "model" else 0.04,
+        **({"sync_ref_model": True, "ref_model_sync_steps": 1} if kind == "head" else {}),  # TRL: not with adapters
     )
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
