@@ -1,9 +1,15 @@
 """What a user's subclass overrides, written for TRL's trainer, counts in ours."""
 
+import ast
+import inspect
+import textwrap
+
 import pytest
 import torch
+from trl import GRPOTrainer
 
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from agent_r1_trl.trainers.construction import NEVER_CALLED
 from tests.trainers.helpers import make_trainer, scored_batch
 
 
@@ -45,3 +51,72 @@ def test_rewards_of_another_form_are_refused_by_the_name_of_the_method(tmp_path,
     trainer = make_trainer(tmp_path, trainer=Wrong, reward_funcs=[length])
     with pytest.raises(ValueError, match=r"Wrong._calculate_rewards returned"):
         scored_batch(trainer)
+
+
+# ---------------------------------------------------------------- methods that our rollout never calls
+
+
+def trl_methods():
+    """TRL's methods by name, with the names of its methods that each calls on `self`."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(GRPOTrainer))).body
+    methods = {item.name: item for item in tree.body if isinstance(item, ast.FunctionDef)}
+    return {
+        name: {
+            node.attr
+            for node in ast.walk(item)
+            if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == "self" and node.attr in methods
+        }
+        for name, item in methods.items()
+    }
+
+
+def test_the_methods_that_are_refused_are_those_that_only_trls_own_generation_reaches():
+    calls = trl_methods()
+    of_generation, todo = {"_generate"}, ["_generate"]
+    while todo:
+        todo += calls[todo.pop()] - of_generation
+        of_generation.update(todo)
+    outside = set().union(*(calls[name] for name in calls if name not in of_generation))
+    assert outside & of_generation == {"_generate"}  # which we override, and which hands over what was played
+    assert set(NEVER_CALLED) == of_generation
+
+
+def ignored(self, *args, **kwargs):
+    raise AssertionError("never called")
+
+
+@pytest.mark.parametrize("name", NEVER_CALLED)
+@pytest.mark.parametrize("base", [MultiTurnGRPOTrainer, MultiTurnPPOTrainer])
+def test_a_method_that_our_rollout_never_calls_is_refused_by_name_at_construction(tmp_path, base, name):
+    kind = type("Mine", (base,), {name: ignored})
+    with pytest.raises(ValueError, match=rf"^{name} of TRL's trainer is replaced \(Mine\).*Remove it and "):
+        make_trainer(tmp_path, trainer=kind, reward_funcs=[length])
+
+
+@pytest.mark.parametrize("is_in_front", [True, False])
+def test_a_mix_in_that_replaces_such_a_method_is_refused_on_either_side(tmp_path, is_in_front):
+    mix_in = type("Sampler", (GRPOTrainer,), {"_generate_single_turn": ignored})
+    bases = (mix_in, MultiTurnGRPOTrainer) if is_in_front else (MultiTurnGRPOTrainer, mix_in)
+    with pytest.raises(ValueError, match=r"_generate_single_turn .*\(Sampler\).*pass generator="):
+        make_trainer(tmp_path, trainer=type("Mine", bases, {}), reward_funcs=[length])
+
+
+def test_a_patch_of_trls_class_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(GRPOTrainer, "_tool_call_loop", ignored)
+    with pytest.raises(ValueError, match=r"_tool_call_loop .*\(GRPOTrainer, patched\).*pass env="):
+        make_trainer(tmp_path, reward_funcs=[length])
+
+
+@pytest.mark.parametrize("name", NEVER_CALLED)
+def test_one_that_is_set_on_the_trainer_is_refused_at_the_next_rollout(tmp_path, name):
+    trainer = make_trainer(tmp_path, reward_funcs=[length])
+    setattr(trainer, name, ignored)
+    with pytest.raises(ValueError, match=rf"^{name} .*\(an attribute of the trainer\)"):
+        trainer.train()
+
+
+def test_without_a_rollout_of_ours_they_are_trls_business(tmp_path):
+    kind = type("Mine", (MultiTurnGRPOTrainer,), {"_generate_single_turn": ignored})
+    trainer = make_trainer(tmp_path, trainer=kind, env=None, script=None, reward_funcs=[length])
+    with pytest.raises(AssertionError, match="never called"):
+        trainer.train()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -226,6 +227,46 @@ def check_rollout_func(rollout_func: Any) -> None:
             "rollout_func= replaces generation, and so does the rollout that env=, tools= or an argument of ours asks "
             "for. Remove rollout_func, or all of the others."
         )
+
+
+NEVER_CALLED = {
+    "_generate": "pass generator= (an object with an async `generate`) to sample in another way, or env= to play in "
+    "another way; trainer.last_trajectories holds what was played",
+    "_generate_single_turn": "pass generator=, an object with an async `generate` that samples one turn",
+    "_tool_call_loop": "pass env=, a ToolEnv or an Environment whose `step` answers each turn",
+    "_tokenize_prompts": "set chat_template=, or return other messages from the environment's `reset`",
+    "_get_tool_suffix_ids": "set chat_template=, which writes the answers of tools",
+}
+"""TRL's methods that our rollout replaces, and what to use instead of overriding each."""
+
+
+def check_overrides(trainer: Any) -> None:
+    """Refuse what replaces a method of TRL's that our rollout never calls: it would be ignored in silence.
+
+    Args:
+        trainer: whose class, classes beside ours, attributes, and TRL's own class are looked at.
+
+    Raises:
+        ValueError: names the method, who brings it, and what to use instead.
+    """
+    trls_file = sys.modules[GRPOTrainer.__module__].__file__
+    for name, cure in NEVER_CALLED.items():
+        owners = [kind for kind in type(trainer).__mro__ if name in vars(kind)]
+        foreign: list[Any] = [kind.__name__ for kind in owners if not _is_ours_or_trls(kind)]
+        if name in vars(trainer):
+            foreign.insert(0, "an attribute of the trainer")
+        code = getattr(vars(GRPOTrainer).get(name), "__code__", None)
+        if code is None or code.co_filename != trls_file:
+            foreign.append("GRPOTrainer, patched")
+        if foreign:
+            raise ValueError(
+                f"{name} of TRL's trainer is replaced ({foreign[0]}), and the rollout that env=, tools= or an "
+                f"argument of ours asks for never calls it. Remove it and {cure}."
+            )
+
+
+def _is_ours_or_trls(kind: type) -> bool:
+    return kind is GRPOTrainer or kind.__module__.startswith(__name__.partition(".")[0] + ".")
 
 
 def check_tokenizer(processing_class: Any, *, is_vlm: bool) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from agent_r1_trl.trainers.group_filter import of_scored_rows
 from agent_r1_trl.trainers.nonfinite import LOG_PROBS
+from agent_r1_trl.trainers.own_loss import OwnLossTrainer, advantages_of, for_own_loss, is_own_loss
 from agent_r1_trl.trainers.passes import PassesTrainer
 from agent_r1_trl.trainers.row_batches import policy_weights
 from agent_r1_trl.trainers.run_state import RunStateTrainer
@@ -22,7 +23,7 @@ from agent_r1_trl.update.layout import Plan, UpdateLayout
 from agent_r1_trl.update.losses import LossPass
 
 
-class LossTrainer(RunStateTrainer, PassesTrainer):
+class LossTrainer(RunStateTrainer, PassesTrainer, OwnLossTrainer):
     """TRL's trainer with the loss of the multi-turn trainers."""
 
     layout: UpdateLayout
@@ -36,6 +37,8 @@ class LossTrainer(RunStateTrainer, PassesTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """TRL's loss, plus `extra_loss`; a KL term that stands in the rewards does not enter it a second time."""
         mask, scored = loss_masks(inputs)  # (B, T)
+        if self.env_factory is not None:  # a loss around this one may have been given other advantages, or given them
+            inputs = {**inputs, "advantages": advantages_of(inputs, mask)}
         scale, weighted_beta = policy_weights(inputs, self)
         inputs = self.layout.mask_log_probs(inputs, mask)
         plan, entropy_scale = self.layout.plan_of(inputs), float(inputs.get("micro_batch_scale", 1.0))
@@ -44,7 +47,10 @@ class LossTrainer(RunStateTrainer, PassesTrainer):
         in_rewards = self.env_factory is not None and self.args.kl_placement == "reward"
         self.beta = 0.0 if in_rewards else weighted_beta  # TRL reads it here, and elsewhere for the reference
         try:
-            loss = super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"] * scale})
+            weighted = {**inputs, "advantages": inputs["advantages"] * scale}
+            if self.env_factory is not None and is_own_loss(super()._compute_loss):
+                weighted = for_own_loss(weighted, self)
+            loss = super()._compute_loss(model, weighted)
             self._take_back_entropy_control(*entropy_control)
             if self.env_factory is not None and not self._has_loss(plan, mask):
                 drop_token_means(self._metrics[self._mode], in_rewards=in_rewards)

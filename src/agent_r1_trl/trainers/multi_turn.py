@@ -43,6 +43,7 @@ from agent_r1_trl.trainers.construction import (
     RowCheck,
     as_list,
     by_name,
+    check_overrides,
     check_rollout_func,
     check_tokenizer,
     default_output_dir,
@@ -157,6 +158,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         config.output_dir = str(Path(config.output_dir).absolute())  # a tool may change the process's directory
         config.check_supported(has_generator=generator is not None)
         check_rollout_func(kwargs.get("rollout_func"))
+        check_overrides(self)
         form = read_form(self.env_factory)
         self.row_check = RowCheck(form, train_dataset, eval_dataset)
         self.rewards = Rewards(config, self.turn_reward_funcs, form)
@@ -268,6 +270,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self.env_factory is None:
             return super()._generate_and_score_completions(inputs)
+        check_overrides(self)  # attributes may have been set since the construction
         self.row_check.check_batch(inputs)
         start = time.perf_counter()
         played = self._played = self.resampling.play(inputs, self._position())
