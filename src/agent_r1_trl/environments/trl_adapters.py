@@ -21,6 +21,7 @@ from typing import Any
 from agent_r1_trl.environments.reward_values import read_number
 from agent_r1_trl.environments.tool_env import ToolEnv, prompt_messages
 from agent_r1_trl.tools import Tool, as_tool, shared_pool
+from agent_r1_trl.tools.threads import run_on_own_thread
 from agent_r1_trl.trajectory import Message, Trajectory
 
 _NOT_TOOLS = ("reset", "get_reward")
@@ -145,7 +146,7 @@ class TRLEnvAdapter(ToolEnv):
             trajectory.is_scored = False
             return 0.0, {}
         # A plain method may be slow and must not hold up other trajectories.
-        value = await shared_pool(self.max_tool_workers).run(self.environment.get_reward)
+        value = await run_on_own_thread(self.environment.get_reward, pool=shared_pool(self.max_tool_workers))
         if inspect.isawaitable(value):
             value = await value
         if value is None:

@@ -22,6 +22,7 @@ from agent_r1_trl.tools.calls import read_arguments, read_call
 from agent_r1_trl.tools.faults import InfrastructureError, ReportedError, is_infrastructure_error, is_models_mistake
 from agent_r1_trl.tools.holding import LoopCall
 from agent_r1_trl.tools.pool import JobTimeoutError, PoolExhaustedError, shared_pool
+from agent_r1_trl.tools.threads import run_on_own_thread
 from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolResult
 
 MAX_DETAIL_CHARS = 500
@@ -190,7 +191,11 @@ class ToolExecutor:
             if found.is_async:
                 outcome = await _await_tool(found, work(), timeout_s)
             else:
-                outcome = await self._pool.run(work, timeout_s=timeout_s, queue_timeout_s=self.queue_timeout_s)
+                limits = {"timeout_s": timeout_s, "queue_timeout_s": self.queue_timeout_s}
+                if found.sequential:
+                    outcome = await run_on_own_thread(work, pool=self._pool, **limits)
+                else:
+                    outcome = await self._pool.run(work, **limits)
                 if outcome.value is not None:  # a plain function that returned a coroutine
                     outcome = await _await_tool(found, outcome, timeout_s)
         except JobTimeoutError as error:
