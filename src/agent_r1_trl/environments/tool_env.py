@@ -30,6 +30,7 @@ from agent_r1_trl.environments.base import RewardError, StepResult
 from agent_r1_trl.environments.reward_values import is_bool, read_number, with_read_outcome
 from agent_r1_trl.environments.tool_list import ToolList
 from agent_r1_trl.tools import InfrastructureError, ToolExecutor, read_calls, shared_pool
+from agent_r1_trl.tools.faults import is_thread_error
 from agent_r1_trl.tools.threads import run_on_own_thread
 from agent_r1_trl.trajectory import Message, ToolCall, ToolErrorKind, ToolResult, Trajectory
 
@@ -256,7 +257,8 @@ class ToolEnv:
         except InfrastructureError:
             raise
         except Exception as error:
-            raise RewardError(f"{source} raised {type(error).__name__}: {error}") from error
+            kind = InfrastructureError if is_thread_error(error) else RewardError
+            raise kind(f"{source} raised {type(error).__name__}: {error}") from error
         if is_bool(value):
             return self.tool_call_reward if value else 0.0
         return read_number(value, source)
