@@ -427,9 +427,7 @@ def test_an_async_tool_that_blocks_the_event_loop_is_found(blocks_s, timeout_s):
 
 def test_a_database_connection_of_another_thread_is_found():
     class Database(GoodEnv):
-        def reset(self, example):
-            self.connection = sqlite3.connect(":memory:")
-            return super().reset(example)
+        connection = sqlite3.connect(":memory:")  # opened in the main thread
 
         @tool
         def run_sql(self, query: str) -> str:

@@ -143,14 +143,15 @@ def test_a_loop_that_a_tool_never_gives_back_is_given_up_and_the_next_rollout_ha
             closed.append(self.example["place"])
 
     def script(request):
-        is_stuck = request.index == 1 and not caplog.messages
+        is_stuck = "number 1" in chat.tokenizer.decode(request.prompt_ids) and not caplog.messages
         return chat.encode_reply(
             calls(("stuck", {})) if is_stuck else say("done") if request.index % 2 == 0 else call()
         )
 
     limits = RolloutLimits(stall_timeout=0.5, watchdog_interval=None, max_concurrency=2, max_turns=1)
     runner = RolloutRunner(Env, ScriptedGenerator(script, stop_token_ids=chat.stop_token_ids), chat, limits)
-    requests = [RolloutRequest(example={"prompt": PROMPT, "place": i}, example_id=f"q{i}") for i in range(3)]
+    rows = [{"prompt": f"Question number {place}", "place": place} for place in range(3)]
+    requests = [RolloutRequest(example=row, example_id=f"q{row['place']}") for row in rows]
     began = time.monotonic()
     trajectories = runner.run(requests)
     assert time.monotonic() - began < 5

@@ -30,6 +30,8 @@ from agent_r1_trl.environments.base import RewardError, StepResult
 from agent_r1_trl.environments.reward_values import is_bool, read_number, with_read_outcome
 from agent_r1_trl.environments.tool_list import ToolList
 from agent_r1_trl.tools import InfrastructureError, ToolExecutor, read_calls, shared_pool
+from agent_r1_trl.tools.faults import is_thread_error
+from agent_r1_trl.tools.threads import run_on_own_thread
 from agent_r1_trl.trajectory import Message, ToolCall, ToolErrorKind, ToolResult, Trajectory
 
 _NOT_RUN = (ToolErrorKind.MALFORMED, ToolErrorKind.UNKNOWN_TOOL, ToolErrorKind.INVALID_ARGUMENTS)
@@ -207,7 +209,7 @@ class ToolEnv:
         reward_parts = await self._reward_calls(results)
         is_answer = not message.get("tool_calls") and not malformed and not message.get("cut_off")
         said = await self._next_user_message(message) if is_answer else None
-        done = said is None and bool(self.is_done(message))
+        done = said is None and bool(await self._call_method("is_done", message))
         if not done and not observations:
             told = executor.explain_no_call(message.get("cut_off")) if said is None else said
             observations.append({"role": "user", "content": told})
@@ -255,7 +257,8 @@ class ToolEnv:
         except InfrastructureError:
             raise
         except Exception as error:
-            raise RewardError(f"{source} raised {type(error).__name__}: {error}") from error
+            kind = InfrastructureError if is_thread_error(error) else RewardError
+            raise kind(f"{source} raised {type(error).__name__}: {error}") from error
         if is_bool(value):
             return self.tool_call_reward if value else 0.0
         return read_number(value, source)
@@ -275,7 +278,7 @@ class ToolEnv:
         if getattr(method, "__func__", None) is getattr(ToolEnv, name):
             return method(*arguments)
         # The user's own method may be slow (a judge, a simulated user) and must not hold up other trajectories.
-        return await shared_pool(self.max_tool_workers).run(lambda: method(*arguments))
+        return await run_on_own_thread(lambda: method(*arguments), pool=shared_pool(self.max_tool_workers))
 
     def _check_settings(self) -> None:
         owner = type(self).__name__

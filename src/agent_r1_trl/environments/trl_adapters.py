@@ -21,6 +21,8 @@ from typing import Any
 from agent_r1_trl.environments.reward_values import read_number
 from agent_r1_trl.environments.tool_env import ToolEnv, prompt_messages
 from agent_r1_trl.tools import Tool, as_tool, shared_pool
+from agent_r1_trl.tools.alarms import check_no_alarm
+from agent_r1_trl.tools.threads import run_on_own_thread
 from agent_r1_trl.trajectory import Message, Trajectory
 
 _NOT_TOOLS = ("reset", "get_reward")
@@ -72,7 +74,7 @@ class TRLEnvAdapter(ToolEnv):
         **settings: settings of `ToolEnv`; process rewards are 0 unless set here.
 
     Raises:
-        ValueError: a factory cannot be called, or an instance has no `reset`.
+        ValueError: a factory cannot be called, or an instance has no `reset`, or one that uses `signal.alarm`.
     """
 
     tool_call_reward = 0.0
@@ -145,7 +147,7 @@ class TRLEnvAdapter(ToolEnv):
             trajectory.is_scored = False
             return 0.0, {}
         # A plain method may be slow and must not hold up other trajectories.
-        value = await shared_pool(self.max_tool_workers).run(self.environment.get_reward)
+        value = await run_on_own_thread(self.environment.get_reward, pool=shared_pool(self.max_tool_workers))
         if inspect.isawaitable(value):
             value = await value
         if value is None:
@@ -183,6 +185,10 @@ class TRLEnvAdapter(ToolEnv):
                 f"environment_factory: {type(instance).__name__} has no method reset(self, **row); TRL environments "
                 "must define it."
             )
+        for member, function in _methods(instance):
+            if member in _NOT_TOOLS:
+                cure = "Remove it: reset_timeout and scoring_timeout of the trainer's args limit these methods."
+                check_no_alarm(function, f"environment_factory: {type(instance).__name__}.{member}", cure)
         return instance
 
     @property

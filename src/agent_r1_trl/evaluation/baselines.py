@@ -18,6 +18,7 @@ from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.factory import made_and_closed
 from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.tools import InfrastructureError, Tool, as_tool, shared_pool
+from agent_r1_trl.tools.threads import run_on_own_thread
 from agent_r1_trl.trajectory import Message, ToolCall, ToolResult
 
 BASE, NAIVE_RAG, CLOSED_BOOK = BASELINES = ("base", "naive_rag", "closed_book")
@@ -197,5 +198,5 @@ async def _call(method: Callable[..., Any], *arguments: Any) -> Any:
     """A method that may be plain and slow, or async."""
     if inspect.iscoroutinefunction(method):
         return await method(*arguments)
-    result = await shared_pool(_THREADS).run(lambda: method(*arguments))
+    result = await run_on_own_thread(lambda: method(*arguments), pool=shared_pool(_THREADS))
     return await result if inspect.isawaitable(result) else result

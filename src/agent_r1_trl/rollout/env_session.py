@@ -17,6 +17,7 @@ from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.tools import Tool, ToolSchemaError, as_tool, shared_pool
 from agent_r1_trl.tools.faults import is_infrastructure_error
 from agent_r1_trl.tools.holding import LoopCall
+from agent_r1_trl.tools.threads import OwnThread, own_thread, run_on_own_thread
 from agent_r1_trl.trajectory import Message, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class EnvSession:
     """Drives an environment from the event loop.
 
     Args:
-        factory: makes the environment; runs in a worker thread.
+        factory: makes the environment, on the thread on which all of its plain methods run.
         truncate: `(text, max_tokens) -> text` in the model's tokens, handed to environments that take it.
     """
 
@@ -48,6 +49,7 @@ class EnvSession:
         self._truncate = truncate
         self._lock = threading.Lock()
         self._is_closed = False
+        self.thread = OwnThread()
         self.env: Any = None
 
     async def reset(self, request: RolloutRequest) -> tuple[list[Message], list[dict[str, Any]]]:
@@ -81,7 +83,7 @@ class EnvSession:
         return [dict(item) for item in messages], schemas
 
     def _make(self) -> Any:
-        """On a worker thread, which may come to an end when the trajectory was given up long ago.
+        """On the environment's thread, which may come to an end when the trajectory was given up long ago.
 
         Returns:
             What remains to be awaited, of an async factory; else None.
@@ -170,6 +172,7 @@ class EnvSession:
         for item in getattr(self.env, "tools", None) or ():
             if isinstance(item, Tool) and type(item).close is not Tool.close:
                 await self._close(f"tools: {item.name!r}", item.close)
+        self.thread.end()
 
     async def _close(self, name: str, method: Callable[[], Any] | None) -> None:
         if method is not None:
@@ -204,7 +207,9 @@ class EnvSession:
     async def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run a plain or async method as a task of its own, which may refuse to be cancelled."""
         call = LoopCall(f"{self.name}.{getattr(fn, '__name__', 'call')}")
+        token = own_thread.set(self.thread)
         task = asyncio.ensure_future(call.timed(_contained(fn, *args)))
+        own_thread.reset(token)  # the task has a copy
         task.add_done_callback(_look_at)
         try:
             await asyncio.wait({task})
@@ -230,7 +235,7 @@ async def _contained(fn: Callable[..., Any], *args: Any) -> Any:
     try:
         if inspect.iscoroutinefunction(fn):
             return await fn(*args)
-        result = await shared_pool(ENV_THREADS).run(lambda: fn(*args))
+        result = await run_on_own_thread(lambda: fn(*args), pool=shared_pool(ENV_THREADS))
         return await result if inspect.isawaitable(result) else result
     except (SystemExit, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():

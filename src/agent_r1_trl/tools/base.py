@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
+from agent_r1_trl.tools.alarms import check_no_alarm
 from agent_r1_trl.tools.foreign import read_foreign
 from agent_r1_trl.tools.hints import Schema, make_converter
 from agent_r1_trl.tools.render import render_result
@@ -37,6 +38,7 @@ from agent_r1_trl.tools.signature import ToolSchemaError, check_name, function_n
 
 DEFAULT_MAX_RESULT_CHARS = 20_000
 DEFAULT_ATTEMPTS = 3
+LIMIT_INSTEAD = "Remove it and limit the tool's time with timeout_s=: @tool(timeout_s=5), or Tool(fn, timeout_s=5)."
 
 
 class Tool:
@@ -68,7 +70,7 @@ class Tool:
     Raises:
         ToolSchemaError: the function's hints or docstring are incomplete, `schema` does not fit the function, or `fn`
             has no usable name; the message names the cure.
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or the function uses `signal.alarm`, which fails on threads.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Tool:
         functools.update_wrapper(self, fn)
         self.fn = fn
         self.name = check_name(name or function_name(fn))
+        check_no_alarm(fn, f"Tool {self.name!r}", LIMIT_INSTEAD)
         self.timeout_s = check_timeout(timeout_s)
         self.max_result_chars = max_result_chars
         self.max_result_tokens = max_result_tokens

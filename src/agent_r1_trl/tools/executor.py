@@ -19,12 +19,20 @@ from typing import Any
 from agent_r1_trl.tools import directory
 from agent_r1_trl.tools.base import Tool, as_tool, check_timeout
 from agent_r1_trl.tools.calls import read_arguments, read_call
-from agent_r1_trl.tools.faults import InfrastructureError, ReportedError, is_infrastructure_error, is_models_mistake
+from agent_r1_trl.tools.faults import (
+    InfrastructureError,
+    ReportedError,
+    is_infrastructure_error,
+    is_models_mistake,
+    is_thread_error,
+)
 from agent_r1_trl.tools.holding import LoopCall
 from agent_r1_trl.tools.pool import JobTimeoutError, PoolExhaustedError, shared_pool
+from agent_r1_trl.tools.threads import run_on_own_thread
 from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolResult
 
 MAX_DETAIL_CHARS = 500
+THREAD_HINT = " (tools do not run in the main thread; see docs/tools.md, How calls run)"
 MAX_SCHEMA_CHARS = 1500
 CHARS_PER_TOKEN = 4
 MAX_RETRY_WAIT_S = 30.0
@@ -190,7 +198,11 @@ class ToolExecutor:
             if found.is_async:
                 outcome = await _await_tool(found, work(), timeout_s)
             else:
-                outcome = await self._pool.run(work, timeout_s=timeout_s, queue_timeout_s=self.queue_timeout_s)
+                limits = {"timeout_s": timeout_s, "queue_timeout_s": self.queue_timeout_s}
+                if found.sequential:
+                    outcome = await run_on_own_thread(work, pool=self._pool, **limits)
+                else:
+                    outcome = await self._pool.run(work, **limits)
                 if outcome.value is not None:  # a plain function that returned a coroutine
                     outcome = await _await_tool(found, outcome, timeout_s)
         except JobTimeoutError as error:
@@ -278,12 +290,13 @@ def _failed_call(found: Tool, error: BaseException) -> _CallError:
         return failure
     is_infrastructure = is_infrastructure_error(error, has_backend=found.backend)
     is_mistake = is_models_mistake(error, found.user_errors)
-    if is_mistake and not isinstance(error, InfrastructureError):
+    is_thread = is_thread_error(error)
+    if is_mistake and not is_thread and not isinstance(error, InfrastructureError):
         is_infrastructure = False  # the tool's own word counts more than the rule for lost connections
     kind = ToolErrorKind.INFRASTRUCTURE if is_infrastructure else ToolErrorKind.EXCEPTION
-    failure = _CallError(kind, f"{found.name!r} failed: {_describe_error(error)}", found)
+    failure = _CallError(kind, f"{found.name!r} failed: {_describe_error(error)}{THREAD_HINT * is_thread}", found)
     failure.is_models_mistake = None if is_infrastructure else is_mistake
-    failure.is_repeatable = is_infrastructure
+    failure.is_repeatable = is_infrastructure and not is_thread
     return failure
 
 

@@ -62,6 +62,18 @@ _OTHER_NAMES = ("UnsupportedProtocol", "LocalProtocolError", "TimeoutExpired")
 """Classes with such a name, or such a base class, that report a wrong address or a program that ran too long."""
 _CONNECTION_NUMBERS = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETRESET)
 
+_THREAD_ERRORS = {
+    "ValueError": re.compile("(signal|set_wakeup_fd) only works in main thread"),
+    "ProgrammingError": re.compile("SQLite objects created in a thread can only be used in that same thread"),
+    "RuntimeError": re.compile(
+        "There is no current event loop in thread|no running event loop$|main thread is not in main loop$"
+        r"|Task <.*attached to a different loop\Z",
+        re.DOTALL,
+    ),
+    "error": re.compile("[Cc]annot switch to a different thread"),  # greenlet's, and so Playwright's
+}
+"""How their texts begin: a model must not be able to write such an error."""
+
 _WRONG_ARGUMENTS = (
     ValueError, LookupError, TypeError, ArithmeticError, AssertionError, SyntaxError, RecursionError,
     FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError,
@@ -79,7 +91,20 @@ def is_infrastructure_error(error: BaseException, *, has_backend: bool) -> bool:
         has_backend: whether the tool declares that it needs a back end; lost connections and timeouts then count.
     """
     errors = list(_with_causes(error))
-    return any(isinstance(item, InfrastructureError) or (has_backend and is_lost_connection(item)) for item in errors)
+    return is_thread_error(error) or any(
+        isinstance(item, InfrastructureError) or (has_backend and is_lost_connection(item)) for item in errors
+    )
+
+
+def is_thread_error(error: BaseException) -> bool:
+    """Whether code failed because it runs on another thread than it was written for, for example by `signal.alarm`."""
+    if _is_from_evaluated_code(error):  # that of the model's code is its own
+        return False
+    return any(
+        name in _THREAD_ERRORS and item.args and _THREAD_ERRORS[name].match(str(item.args[0]))
+        for item in _with_causes(error)
+        for name in (base.__name__ for base in type(item).__mro__)
+    )
 
 
 def is_models_mistake(error: BaseException, user_errors: tuple[type[BaseException], ...]) -> bool | None:

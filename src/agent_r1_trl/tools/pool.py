@@ -232,6 +232,7 @@ class DaemonThreadPool:
                 if not job.holds_place:  # another thread has taken the place of this one
                     self._num_abandoned -= 1
                     return
+            del job  # it holds the environment, and the next one may be long in coming
 
 
 def _resolve(future: asyncio.Future[Any], value: Any) -> None:

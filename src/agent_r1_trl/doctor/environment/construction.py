@@ -15,6 +15,7 @@ from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.rollout import EnvSession, RolloutRequest
 from agent_r1_trl.tools import Tool, shared_pool
+from agent_r1_trl.tools.threads import OwnThread
 from agent_r1_trl.trajectory import Message
 
 BLOCKING_S = 0.5
@@ -57,9 +58,10 @@ class Trial:
         """The tools to call in the episodes of a row."""
         return [found for found in self.tools_of_row.get(id(row), self.tools) if found.name not in self.hanging]
 
-    def new(self) -> Any:
-        """Make a fresh environment. A failure is reported and raises `Stopped`."""
-        made = self.caller.call("making the environment", shared_pool(8).run(self.make))
+    def new(self, thread: OwnThread | None = None) -> Any:
+        """Make a fresh environment, on its own thread. A failure is reported and raises `Stopped`."""
+        making = (thread or OwnThread()).run(self.make, pool=shared_pool(8))
+        made = self.caller.call("making the environment", making)
         if made.failure:
             self.report.error(
                 "construction",

@@ -21,6 +21,7 @@ from agent_r1_trl.doctor.report import describe_error
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.rollout import EnvSession
 from agent_r1_trl.tools import ToolSchemaError, shared_pool
+from agent_r1_trl.tools.threads import OwnThread
 from agent_r1_trl.trajectory import Author, Message, StopReason, ToolErrorKind, ToolResult, Trajectory, Turn
 
 MAX_ANSWERS = 8
@@ -225,17 +226,20 @@ def describe_not_json(value: Any) -> str | None:
 
 def check_close(trial: Trial) -> None:
     """Before reset has run, and after it."""
-    for when, env in (("before reset had run", trial.new()), ("after reset", trial.fresh(trial.rows[0])[0].env)):
+    thread, session = OwnThread(), trial.fresh(trial.rows[0])[0]
+    made = (("before reset had run", trial.new(thread), thread), ("after reset", session.env, session.thread))
+    for when, env, own in made:
         if not hasattr(env, "close"):
             return
-        failure = trial.caller.call("close", _close(env)).failure
+        failure = trial.caller.call("close", _close(env, own)).failure
         if failure:
             cure = "Set what close uses in __init__, or use getattr(self, name, None): a failed reset is closed, too."
             trial.report.error("close", f"close, called {when}, failed: {failure}.", cure)
     trial.report.ok("close", "close works before and after reset.")
 
 
-async def _close(env: Any) -> None:
-    closed = env.close() if inspect.iscoroutinefunction(env.close) else await shared_pool(8).run(env.close)
+async def _close(env: Any, thread: OwnThread) -> None:
+    is_async = inspect.iscoroutinefunction(env.close)
+    closed = env.close() if is_async else await thread.run(env.close, pool=shared_pool(8))
     if inspect.isawaitable(closed):
         await closed

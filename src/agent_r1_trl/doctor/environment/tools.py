@@ -8,6 +8,7 @@ from typing import Any
 
 from agent_r1_trl.doctor.report import Report, describe_error
 from agent_r1_trl.tools import Tool, as_tool
+from agent_r1_trl.tools.executor import THREAD_HINT
 from agent_r1_trl.trajectory import ToolErrorKind, ToolResult
 
 # These point to a mistake in the tool itself, whatever its arguments were.
@@ -62,15 +63,15 @@ def check_result(report: Report, result: ToolResult) -> None:
     name, text = result.call.name, _ADDRESS.sub("...", result.content[:300])  # else no two findings are the same
     if result.error is ToolErrorKind.TIMEOUT:
         report.error("tools", f"Tool {name!r} hangs: {text}", "Give its inner calls a timeout.")
+    elif result.error is ToolErrorKind.INFRASTRUCTURE and THREAD_HINT in result.content:
+        cure = "Open what it uses in each call, in reset, or with sqlite3.connect(..., check_same_thread=False)."
+        report.error("tools", f"Tool {name!r} is bound to a thread. {text}".splitlines()[0], cure)
     elif result.error is ToolErrorKind.EXCEPTION:
         error = "".join(re.findall(r"failed: (\w+)", text)[:1])
         if error == "ValueError":  # how a tool tells the model that an argument makes no sense
             return
-        is_thread_bound = error == "ProgrammingError" and "thread" in text
         cure = "Correct it, or describe the allowed arguments more exactly (Literal[...], 'Args:')."
-        if is_thread_bound:
-            cure = "Tools run on worker threads: open it with sqlite3.connect(..., check_same_thread=False)."
-        add = report.error if is_thread_bound or error in _BUGS else report.warning
+        add = report.error if error in _BUGS else report.warning
         message = f"Tool {name!r} failed on {result.call.arguments!r:.200}, which its schema allows. {text}"
         add("tools", message.splitlines()[0], cure)
     elif result.error is None and (not text.strip() or text in _EMPTY or re.search(r"<.+ at \.\.\.>", text)):

@@ -1,0 +1,275 @@
+"""Code that was written for the main thread: refused by name where it can be seen, and never charged to the model."""
+
+import asyncio
+import contextlib
+import functools
+import signal
+import sqlite3
+import subprocess
+import threading
+from signal import setitimer
+
+import pytest
+
+from agent_r1_trl import StopReason, Tool, ToolEnv, check_env, tool
+from agent_r1_trl.environments import FunctionToolsEnv, TRLEnvAdapter
+from agent_r1_trl.environments.factory import read_form, resolve_env_factory
+from agent_r1_trl.tools import ToolCall, ToolErrorKind, ToolExecutor
+from tests.rollout.helpers import play
+from tests.toys import calls, say
+
+
+@contextlib.contextmanager
+def at_most(seconds):
+    def stop(number, frame):
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+class Limit:
+    """The same as a class."""
+
+    def __enter__(self):
+        signal.setitimer(signal.ITIMER_REAL, 5)
+
+    def __exit__(self, *error):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def limited(fn):
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        with at_most(5):
+            return fn(*args, **kwargs)
+
+    return call
+
+
+def with_helper() -> str:
+    """Look."""
+    with at_most(5):
+        return "seen"
+
+
+def with_class() -> str:
+    """Look."""
+    with Limit():
+        return "seen"
+
+
+def itself() -> str:
+    """Look."""
+    import signal as alarms
+
+    alarms.alarm(5)
+    return "seen"
+
+
+def imported() -> str:
+    """Look."""
+    setitimer(0, 5)
+    return "seen"
+
+
+async def in_a_coroutine() -> str:
+    """Look."""
+    signal.alarm(5)
+    return "seen"
+
+
+@limited
+def decorated() -> str:
+    """Look."""
+    return "seen"
+
+
+WITH_ALARM = [with_helper, with_class, itself, imported, in_a_coroutine, decorated]
+
+
+@pytest.mark.parametrize("fn", WITH_ALARM, ids=lambda fn: fn.__name__)
+def test_a_tool_that_sets_an_alarm_is_refused_by_name_before_the_first_call(fn):
+    for make in (
+        lambda: read_form(resolve_env_factory(tools=[fn])),
+        lambda: tool(fn),
+        lambda: Tool(fn, schema={"name": fn.__name__, "description": "Look.", "parameters": {"type": "object"}}),
+        lambda: ToolExecutor([fn]),
+    ):
+        with pytest.raises(ValueError, match=rf"Tool '{fn.__name__}' uses signal.alarm.*timeout_s="):
+            make()
+
+
+@pytest.mark.parametrize("member", ["look", "reset", "get_reward"])
+def test_a_class_for_environment_factory_that_sets_an_alarm_is_refused_by_name(member):
+    def alarmed(self, **row) -> str:
+        """Look."""
+        signal.alarm(5)
+        return "seen"
+
+    def plain(self, **row):
+        return None
+
+    def look(self) -> str:
+        """Look."""
+        signal.alarm(5)
+        return "seen"
+
+    body = {"reset": plain, member: look if member == "look" else alarmed}
+    with pytest.raises(ValueError, match=rf"{member}.* uses signal.alarm"):
+        read_form(resolve_env_factory(environment_factory=type("Alarmed", (), body)))
+
+
+def looks_where_it_is() -> str:
+    """Look."""
+    if threading.current_thread() is threading.main_thread():
+        signal.alarm(5)
+    return "seen"
+
+
+def bears_the_refusal() -> str:
+    """Look."""
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    except ValueError:
+        return "seen"
+    return "set"
+
+
+def sends_signals() -> str:
+    """Look."""
+    child = subprocess.Popen(["sleep", "30"])
+    child.send_signal(signal.SIGTERM)
+    return "seen" if child.wait() else "lost"
+
+
+@pytest.mark.parametrize("fn", [looks_where_it_is, bears_the_refusal, sends_signals], ids=lambda fn: fn.__name__)
+def test_other_uses_of_signals_are_left_alone(fn):
+    (result,) = asyncio.run(ToolExecutor([fn]).execute([ToolCall(name=fn.__name__, arguments={})]))
+    assert result.content == "seen"
+
+
+CONNECTION = sqlite3.connect(":memory:")  # of the main thread
+
+
+def hidden_alarm() -> str:
+    """Look."""
+    getattr(signal, "sig" + "nal")(14, signal.SIG_DFL)
+    return "seen"
+
+
+def of_another_thread() -> str:
+    """Look."""
+    return str(CONNECTION.execute("select 1").fetchall())
+
+
+def without_a_loop() -> str:
+    """Look."""
+    asyncio.get_running_loop()
+    return "seen"
+
+
+def wrapped_error() -> str:
+    """Look."""
+    try:
+        return of_another_thread()
+    except sqlite3.Error as error:
+        raise KeyError("no such row") from error
+
+
+WRONG_THREAD = {
+    hidden_alarm: "signal only works in main thread",
+    of_another_thread: "SQLite objects created in a thread",
+    without_a_loop: "no running event loop",
+    wrapped_error: "no such row",
+}
+
+
+@pytest.mark.parametrize("fn", WRONG_THREAD, ids=lambda fn: fn.__name__)
+def test_a_tool_on_the_wrong_thread_fails_by_the_infrastructure_and_is_not_called_again(fn):
+    count = []
+
+    @tool(name="look", user_errors=(ValueError, KeyError))
+    def counted() -> str:
+        """Look."""
+        count.append(1)
+        return fn()
+
+    trajectory, _ = play([calls(("look", {})), say("done")], env=functools.partial(FunctionToolsEnv, [counted]))
+    (result,) = trajectory.turns[0].tool_results
+    assert result.error is ToolErrorKind.INFRASTRUCTURE and result.is_models_mistake is None
+    assert WRONG_THREAD[fn] in result.content and "'look'" in result.content and "main thread" in result.content
+    assert trajectory.stop_reason is StopReason.TOOL_FAILURE and count == [1]
+
+
+def test_such_an_error_of_the_models_own_code_and_of_a_text_that_it_wrote_is_the_models():
+    @tool
+    def run(code: str) -> str:
+        """Run code.
+
+        Args:
+            code: Of Python.
+        """
+        exec(code, {})
+        return "ran"
+
+    @tool
+    def find(page: str) -> str:
+        """Find a page.
+
+        Args:
+            page: Its name.
+        """
+        raise ValueError(f"no page {page}")
+
+    text = "signal only works in main thread of the main interpreter"
+    asked = [
+        ToolCall(name="run", arguments={"code": "import signal; signal.signal(14, signal.SIG_DFL)"}),
+        ToolCall(name="find", arguments={"page": text}),
+    ]
+    results = asyncio.run(ToolExecutor([run, find]).execute(asked))
+    assert [result.error for result in results] == [ToolErrorKind.EXCEPTION] * 2
+    assert all(text in result.content for result in results)
+
+
+@pytest.mark.parametrize("method", ["get_reward", "process_reward", "outcome_reward"])
+def test_a_reward_on_the_wrong_thread_ends_its_trajectory_not_the_run(method):
+    def look() -> str:
+        """Look."""
+        return "seen"
+
+    class OfTRL:
+        def reset(self, **row):
+            return None
+
+        def look(self) -> str:
+            """Look."""
+            return "seen"
+
+        def get_reward(self):
+            return CONNECTION.execute("select 1").fetchone()[0]
+
+    def reward(self, *args):
+        return CONNECTION.execute("select 1").fetchone()[0]
+
+    env = type("Env", (ToolEnv,), {"tools": (look,), method: reward})
+    env = functools.partial(TRLEnvAdapter, OfTRL) if method == "get_reward" else env
+    trajectory, _ = play([calls(("look", {})), say("done")], env=env)
+    assert trajectory.stop_reason.is_infrastructure_failure
+    assert "SQLite objects created in a thread" in trajectory.error
+    assert ("OfTRL" if method == "get_reward" else f"Env.{method}") in trajectory.error
+
+
+def test_the_doctor_names_a_tool_that_is_bound_to_a_thread():
+    class Env(ToolEnv):
+        tools = (of_another_thread,)
+
+        def outcome_reward(self, trajectory):
+            return 0.0
+
+    found = [item for item in check_env(Env, [{"prompt": "Look."}]) if "bound to a thread" in item.message]
+    assert [(item.level, "check_same_thread=False" in item.cure) for item in found] == [("error", True)]
