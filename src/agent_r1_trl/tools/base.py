@@ -296,7 +296,12 @@ def _make_tool(obj: Any, **settings: Any) -> Tool:
     found = read_foreign(obj)
     if found is None:
         return Tool(obj, **settings)
-    return Tool(found[0], **{"schema": found[1], "backend": _declares_backend(obj), **settings})
+    brought = {
+        "schema": found[1],
+        "backend": _declares_backend(obj),
+        "timeout_s": getattr(obj, "timeout_seconds", None),
+    }
+    return Tool(found[0], **{**brought, **settings})
 
 
 def as_tool(obj: Any) -> Tool:

@@ -19,7 +19,14 @@ from typing import Any
 from agent_r1_trl.tools import directory
 from agent_r1_trl.tools.base import Tool, as_tool, check_timeout
 from agent_r1_trl.tools.calls import read_arguments, read_call
-from agent_r1_trl.tools.faults import InfrastructureError, ReportedError, is_infrastructure_error, is_models_mistake
+from agent_r1_trl.tools.faults import (
+    HandledError,
+    InfrastructureError,
+    ReportedError,
+    is_infrastructure_error,
+    is_models_mistake,
+)
+from agent_r1_trl.tools.foreign import text_of_mcp
 from agent_r1_trl.tools.holding import LoopCall
 from agent_r1_trl.tools.pool import JobTimeoutError, PoolExhaustedError, shared_pool
 from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolResult
@@ -182,7 +189,9 @@ class ToolExecutor:
             began = time.perf_counter()
             try:
                 value = found.fn(**arguments)
-                return _Outcome(value=value) if inspect.isawaitable(value) else _Outcome(text=found.render(value))
+                if inspect.isawaitable(value):
+                    return _Outcome(value=value)
+                return _Outcome(text=found.render(text_of_mcp(value)))
             except BaseException as error:  # SystemExit too; the user's Ctrl-C never arrives on a worker thread
                 return _Outcome(error=error)
 
@@ -276,12 +285,16 @@ def _failed_call(found: Tool, error: BaseException) -> _CallError:
         failure = _CallError(ToolErrorKind.EXCEPTION, str(error), found)
         failure.is_models_mistake = failure.is_reported = True
         return failure
+    is_handled = isinstance(error, HandledError)
+    text = str(error) if is_handled else f"{found.name!r} failed: {_describe_error(error)}"
+    error = error.__cause__ or error if is_handled else error
     is_infrastructure = is_infrastructure_error(error, has_backend=found.backend)
     is_mistake = is_models_mistake(error, found.user_errors)
     if is_mistake and not isinstance(error, InfrastructureError):
         is_infrastructure = False  # the tool's own word counts more than the rule for lost connections
     kind = ToolErrorKind.INFRASTRUCTURE if is_infrastructure else ToolErrorKind.EXCEPTION
-    failure = _CallError(kind, f"{found.name!r} failed: {_describe_error(error)}", found)
+    failure = _CallError(kind, text, found)
+    failure.is_reported = is_handled
     failure.is_models_mistake = None if is_infrastructure else is_mistake
     failure.is_repeatable = is_infrastructure
     return failure
@@ -312,7 +325,7 @@ async def _await_tool(found: Tool, outcome: _Outcome, timeout_s: float | None) -
 
     async def guarded() -> _Outcome:
         try:
-            return _Outcome(text=found.render(await call.timed(outcome.value)))
+            return _Outcome(text=found.render(text_of_mcp(await call.timed(outcome.value))))
         except asyncio.CancelledError as error:
             return _Outcome(error=error)
         except KeyboardInterrupt as error:
