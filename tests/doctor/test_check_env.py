@@ -634,6 +634,31 @@ def test_state_that_instances_share_is_found(env, word):
     assert_finds(env, "error", "state", word)
 
 
+def test_an_object_whose_methods_are_tools_and_that_all_trajectories_share_is_found():
+    class Memory:
+        def __init__(self):
+            self.texts = []
+
+        def remember(self, text: str) -> str:
+            """Remember a text for later.
+
+            Args:
+                text: The text.
+            """
+            self.texts.append(text)
+            return f"{len(self.texts)} texts"
+
+    class Own(GoodEnv):
+        def __init__(self, **settings):
+            super().__init__(tools=[Memory().remember], **settings)
+
+    shared = env_like(tools=[Memory().remember])
+    assert_finds(shared, "warning", "state", "Memory of the tool 'remember'")
+    assert problems(Own) == []
+    (found,) = (item for item in examine_env(Own, EXAMPLES) if item.check == "tools")
+    assert "run one after another (sequential=False lifts that): remember." in found.message
+
+
 def test_a_cache_may_be_shared():
     class Cached(GoodEnv):
         page_cache = {}

@@ -76,8 +76,8 @@ class ToolExecutor:
     async def execute(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Run all calls at once and return their results in the order of the calls. Never raises.
 
-        Sequential tools (methods of an environment) run one after another, in the order of the calls, while the others
-        run beside them.
+        Sequential tools (methods of an environment or of another object) run one after another, in the order of the
+        calls, while the others run beside them.
         """
         read = [read_call(call) for call in calls]
         results: list[ToolResult | None] = [None] * len(read)
@@ -110,8 +110,11 @@ class ToolExecutor:
     # ---------------------------------------------------------------- one call
 
     def _is_sequential(self, call: ToolCall) -> bool:
-        found = self.tools.get(call.name) if isinstance(call.name, str) else None
+        found = self._find(call.name) if isinstance(call.name, str) else None
         return bool(found and found.sequential)
+
+    def _find(self, name: str) -> Tool | None:
+        return self.tools.get(name) or self.tools.get(name.strip())
 
     async def _run(self, call: ToolCall) -> ToolResult:
         spent = _Spent()
@@ -141,7 +144,7 @@ class ToolExecutor:
         if not isinstance(call.name, str) or not call.name.strip():
             shown = _cut(_dump(call.arguments), 200)
             raise _CallError(ToolErrorKind.MALFORMED, f"the tool call has no tool name: {shown}")
-        found = self.tools.get(call.name) or self.tools.get(call.name.strip())
+        found = self._find(call.name)
         if found is None:
             close = difflib.get_close_matches(call.name[:100], self.tools, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""

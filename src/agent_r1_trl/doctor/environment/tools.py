@@ -53,8 +53,11 @@ def check_tools(report: Report, declared: Any) -> list[Tool]:
 
 def list_tools(tools: list[Tool]) -> str:
     """The message of a check of tools that found nothing."""
-    names = ", ".join(found.name for found in tools)
-    return f"Schemas that a model can read: {names}." if names else "No tools."
+    if not tools:
+        return "No tools."
+    in_order = ", ".join(found.name for found in tools if found.sequential)
+    beside = f" Calls of one turn run one after another (sequential=False lifts that): {in_order}." if in_order else ""
+    return f"Schemas that a model can read: {', '.join(found.name for found in tools)}.{beside}"
 
 
 def check_result(report: Report, result: ToolResult) -> None:
