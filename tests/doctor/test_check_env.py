@@ -378,7 +378,6 @@ def test_a_tool_that_misbehaves_is_found(tools, level, word):
     [
         (undocumented, "no docstring"),
         (untyped, "no type hint"),
-        (undescribed, "no description of the argument 'query'"),
         (starred, "cannot be described"),
         (exotic, "JSON cannot express"),
     ],
@@ -386,6 +385,10 @@ def test_a_tool_that_misbehaves_is_found(tools, level, word):
 def test_a_function_that_cannot_be_described_is_found(fn, word):
     """The list of a class is checked where the class is defined; this one is made by the constructor."""
     assert "schema=" in assert_finds(functools.partial(GoodEnv, tools=[fn]), "error", "tools", word).cure
+
+
+def test_a_tool_that_a_model_is_told_too_little_of_is_found():
+    assert_finds(env_like(tools=[undescribed]), "warning", "tools", "no description of 'query'")
 
 
 def test_an_environment_that_pays_for_calls_alone_is_found_also_if_reset_chooses_its_tools():

@@ -41,6 +41,11 @@ def check_tools(report: Report, declared: Any) -> list[Tool]:
             )
             continue
         usable.append(found)
+        properties = found.schema["function"]["parameters"].get("properties", {})
+        bare = [name for name, item in properties.items() if isinstance(item, dict) and not item.get("description")]
+        if bare:
+            message = f"Tool {found.name!r} has no description of {', '.join(map(repr, bare))}: a model has to guess."
+            report.warning("tools", message, "Describe every argument in the docstring's 'Args:'.")
         if len(description.split()) < 2:
             message = f"Tool {found.name!r}: {description!r} is too short for a model to know when to call it."
             report.warning("tools", message, "Say in the docstring's first line what the tool does and returns.")
