@@ -124,11 +124,60 @@ def test_a_tool_of_another_library_brings_its_schema_and_runs(kind):
     made = as_tool(KINDS[kind]())
     parameters = made.schema["function"]["parameters"]
     assert (made.name, made.description) == ("multiply", "Multiply two numbers.")
-    assert parameters["properties"]["a"] == {"type": "integer", "description": "One."}
-    assert parameters["required"] == ["a"] and "title" not in json.dumps(parameters)
+    shown = parameters["properties"]["a"]
+    assert (shown["type"], shown["description"]) == ("integer", "One.") and parameters["required"] == ["a"]
     right, shorter, wrong = run(KINDS[kind](), {"a": 2, "b": 5}, {"a": 2}, {"b": 1})
     assert (right.content, shorter.content) == ("10", "6")
     assert wrong.error.value == "invalid_arguments"
+
+
+class Point(pydantic.BaseModel):
+    x: int
+    label: str | None = None
+
+
+def look(where: Point, depth: int | None = None, title: str = "t") -> str:
+    """Look somewhere.
+
+    Args:
+        where: The place.
+        depth: How deep.
+        title: Of the picture.
+    """
+    return f"{where} {depth} {title}"
+
+
+def test_a_model_reads_the_schemas_that_langchain_sends():
+    from langchain_core.utils.function_calling import convert_to_openai_tool
+
+    given = langchain_core.tools.tool(look, parse_docstring=True)
+    sent = convert_to_openai_tool(given)
+    assert as_tool(given).schema == sent
+    depth = sent["function"]["parameters"]["properties"]["depth"]
+    assert depth["anyOf"] == [{"type": "integer"}, {"type": "null"}] and depth["default"] is None
+    assert as_tool(langchain_of_mcp()).schema == convert_to_openai_tool(langchain_of_mcp())
+    calls = [ToolCall(name="look", arguments={"where": {"x": 1}, "depth": depth}) for depth in (None, 2, "two")]
+    none, two, wrong = asyncio.run(ToolExecutor([given]).execute(calls))
+    assert (none.content, two.content) == ("x=1 label=None None t", "x=1 label=None 2 t")
+    assert wrong.error.value == "invalid_arguments"
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_a_model_reads_the_schemas_that_the_agents_library_sends(is_strict):
+    from agents.models.chatcmpl_converter import Converter
+
+    def shallow(depth: int | None = None, title: str = "t") -> str:
+        return f"{depth} {title}"
+
+    shallow.__doc__ = "Look.\n\nArgs:\n    depth: How deep.\n    title: Of the picture."
+    given = agents.function_tool(shallow, strict_mode=is_strict)
+    sent = Converter.tool_to_openai(given)
+    assert as_tool(given).schema == sent and sent["function"]["strict"] is is_strict
+    assert sent["function"]["parameters"].get("required") == (["depth", "title"] if is_strict else None)
+    referring = agents.function_tool(look, strict_mode=is_strict)
+    shown = as_tool(referring).schema["function"]
+    assert shown["strict"] is is_strict and "$ref" not in json.dumps(shown)
+    assert shown["parameters"]["properties"]["where"]["properties"]["x"]["type"] == "integer"
 
 
 @pytest.mark.parametrize("kind", KINDS)

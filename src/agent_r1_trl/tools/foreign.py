@@ -1,7 +1,7 @@
 """Tools of other libraries: LangChain, smolagents, the OpenAI Agents SDK; results of MCP.
 
-They are recognised by what they have, so none of these libraries is needed here. Each brings its own schema and makes
-its own objects of the arguments.
+They are recognised by what they have, so none of these libraries is needed here. Each brings its schema, as its
+library sends it to a model but without references, and makes its own objects of the arguments.
 
 LangChain, the Agents SDK and MCP can hand a failure to the model as if it were a result. Here it stays a failure, of
 which the model reads the text that the tool's author chose: `HandledError`.
@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from agent_r1_trl.tools.faults import HandledError
-from agent_r1_trl.tools.hints import Schema, as_helper_writes, inline_references
+from agent_r1_trl.tools.hints import Schema, inline_references
 from agent_r1_trl.tools.signature import ToolSchemaError
 
 
@@ -35,19 +35,19 @@ def read_foreign(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
     for read in (_langchain, _smolagents, _openai_agents):
         found = read(obj)
         if found is not None:
-            function, parameters = found
-            parameters = as_helper_writes(inline_references(parameters))
-            return function, {"name": obj.name, "description": obj.description or "", "parameters": parameters}
+            function, described = found
+            described["parameters"] = inline_references(described["parameters"])
+            named = {"name": obj.name, "description": obj.description or "", **described}
+            return function, {"type": "function", "function": named}
     return None
 
 
 def _langchain(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
     if not hasattr(obj, "args_schema") or not callable(getattr(obj, "invoke", None)):
         return None
-    # Without the arguments that LangChain itself fills in.
-    described = getattr(obj, "tool_call_schema", None) or obj.args_schema
-    parameters = described if isinstance(described, dict) else described.model_json_schema()
-    parameters = {key: value for key, value in parameters.items() if key != "description"}
+    described = importlib.import_module("langchain_core.utils.function_calling").convert_to_openai_tool(obj)[
+        "function"
+    ]
 
     def request(arguments: dict[str, Any]) -> dict[str, Any]:
         # Only the answer to a whole call says whether the tool failed.
@@ -64,7 +64,7 @@ def _langchain(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
                 raise
             return call_async(**arguments)
 
-    return (call_async if getattr(obj, "coroutine", None) else call), parameters
+    return (call_async if getattr(obj, "coroutine", None) else call), described
 
 
 def _text_of_message(result: Any) -> Any:
@@ -97,7 +97,7 @@ def _smolagents(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
                 obj.is_initialized = True
         return obj(**arguments)
 
-    return call, {"type": "object", "properties": properties, "required": required}
+    return call, {"parameters": {"type": "object", "properties": properties, "required": required}}
 
 
 def _openai_agents(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
@@ -139,7 +139,9 @@ def _openai_agents(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
             runner.get_loop().set_default_executor(_ThisThread())
             return runner.run(call_async(**arguments))
 
-    return (call if getattr(obj.on_invoke_tool, "__agents_sync_function_tool__", False) else call_async), parameters
+    is_plain = getattr(obj.on_invoke_tool, "__agents_sync_function_tool__", False)
+    described = {"parameters": parameters, "strict": bool(getattr(obj, "strict_json_schema", True))}
+    return (call if is_plain else call_async), described
 
 
 class _ThisThread(ThreadPoolExecutor):
