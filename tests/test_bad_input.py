@@ -121,15 +121,6 @@ def no_hint(query) -> str:
     return query
 
 
-def no_description(query: str, k: int) -> str:
-    """Search.
-
-    Args:
-        query: The words.
-    """
-    return query * k
-
-
 def bad_default(query: str, k: int = "three") -> str:  # type: ignore[assignment]
     """Search.
 
@@ -151,7 +142,7 @@ def any_number(*queries: str) -> str:
 
 @pytest.mark.parametrize(
     ("function", "name"),
-    [(no_docstring, "docstring"), (no_hint, "'query"), (no_description, "'k'"), (bad_default, "k='three'"),
+    [(no_docstring, "docstring"), (no_hint, "'query"), (bad_default, "k='three'"),
      (any_number, "*queries")],
 )  # fmt: skip
 def test_a_tool_that_no_model_can_read_is_refused(function, name):

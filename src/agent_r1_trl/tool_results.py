@@ -18,6 +18,8 @@ class ToolErrorKind(StrEnum):
     EXCEPTION = "exception"
     """The tool raised."""
     TIMEOUT = "timeout"
+    TOO_MANY = "too_many"
+    """The call, and those after it, exceed `max_calls_per_turn` and were not made."""
     INFRASTRUCTURE = "infrastructure"
     """The infrastructure behind the tool failed, as the tool declares; it ends the trajectory with `tool_failure`."""
 

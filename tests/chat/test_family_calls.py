@@ -188,6 +188,129 @@ def test_a_call_ends_a_thought_that_was_never_closed(family):
     assert message["reasoning_content"] == "Which time is it?"
 
 
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "look_up", "arguments": {"k": 2}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=look_up>\n<parameter=k>\n2\n</parameter>\n</function>\n</tool_call>",
+    "glm47": "<tool_call>look_up<arg_key>k</arg_key><arg_value>2</arg_value></tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="look_up">\n<parameter name="k">2</parameter>\n</invoke>\n</minimax:tool_call>',
+    "seed_oss": "<seed:tool_call>\n<function=look_up>\n<parameter=k>2</parameter>\n</function>\n</seed:tool_call>",
+    "kimi_k2": '<|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:3<|tool_call_argument_begin|>{"k": 2}<|tool_call_end|><|tool_calls_section_end|>',
+    "mistral": '[TOOL_CALLS]look_up[ARGS]{"k": 2}',
+    "gemma4": "<|tool_call>call:look_up{k:2}<tool_call|>",
+}  # fmt: skip
+# family, vLLM's parsers of calls and of thoughts, the thought's markers
+THINKING = [
+    ("qwen3", "hermes", "qwen3", "<think>", "</think>"),
+    ("qwen3_5", "qwen3_coder", "qwen3", "", "</think>"),
+    ("glm_4_5", "glm47", "glm45", "", "</think>"),
+    ("glm_4_7", "glm47", "glm45", "", "</think>"),
+    ("minimax_m2", "minimax_m2", "minimax_m2", "", "</think>"),
+    ("seed_oss", "seed_oss", "seed_oss", "<seed:think>", "</seed:think>"),
+    ("nemotron_3", "qwen3_coder", "nemotron_v3", "", "</think>"),
+    ("kimi_k2", "kimi_k2", "kimi_k2", "<think>", "</think>"),
+    ("ministral_3", "mistral", "mistral", "[THINK]", "[/THINK]"),
+    ("gemma4", "gemma4", "gemma4", "<|channel>thought\n", "<channel|>"),
+]
+
+
+def ask_vllm(family, calls, thoughts, text, tools=TOOLS):
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.parser.parser_manager import ParserManager
+
+    request = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "q"}], tools=tools)
+    parser = ParserManager.get_parser(
+        tool_parser_name=calls, reasoning_parser_name=thoughts, enable_auto_tools=True, model_name="m"
+    )
+    thought, _, made = parser(FAMILIES[family](), request.tools).parse(text, request, enable_auto_tools=True)
+    return thought, [(call.name, json.loads(call.arguments)) for call in made or ()]
+
+
+@pytest.mark.parametrize(
+    ("family", "calls", "thoughts", "opener", "closer"), THINKING, ids=[row[0] for row in THINKING]
+)
+@pytest.mark.parametrize("after", ["\n\nSaid.", "\n\n{call}"], ids=["an answer", "a call"])
+def test_a_call_inside_a_closed_thought_is_made(family, calls, thoughts, opener, closer, after):
+    after = after.replace("{call}", CALLS[calls])
+    message = read(family, f"{opener}I look.{CALLS[calls]} And on.{closer}{after}")
+    assert calls_of(message) == [("look_up", {"k": 2})] * (2 if CALLS[calls] in after else 1)
+    assert message["reasoning_content"].startswith("I look.") and "malformed_tool_call" not in message
+    assert message["content"] == after.replace(CALLS[calls], "").strip()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("family", "calls", "thoughts", "opener", "closer"), THINKING, ids=[row[0] for row in THINKING]
+)
+def test_vllm_makes_the_call_inside_a_closed_thought(family, calls, thoughts, opener, closer):
+    text = f"{opener}I look.{CALLS[calls]} And on.{closer}\n\nSaid."
+    assert ask_vllm(family, calls, thoughts, text) == ("I look.", [("look_up", {"k": 2})])
+
+
+KINDS = {
+    "integer": {"type": "integer"},
+    "number": {"type": "number"},
+    "boolean": {"type": "boolean"},
+    "string": {"type": "string"},
+    "array": {"type": "array", "items": {"type": "integer"}},
+    "object": {"type": "object"},
+    "integer or null": {"type": "integer", "nullable": True},
+    "text or null": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "integer or text": {"type": ["integer", "string"]},
+    "array or text": {"anyOf": [{"type": "array"}, {"type": "string"}]},
+    "choice": {"enum": ["a", 1, None]},
+    "unknown": {"description": "Anything."},
+}
+WRITTEN = [
+    "2", "2.0", " 3 ", "1_000", "-0", "1e3", "1e999", "nan", "0.5", "1", "0", "true", "True", "FALSE", "yes", "null",
+    "None", "NULL", "[1, 2]", "['a']", "(1,)", '{"a": 1}', "{'a': 1}", '"a"', "a", "", "9" * 5000, "[1e999]",
+]  # fmt: skip
+WRITERS = {
+    "qwen3_coder": ("qwen3_5", "qwen3", "<tool_call>\n<function=f>\n<parameter=x>\n{}\n</parameter>\n</function>\n</tool_call>"),
+    "glm47": ("glm_4_7", "glm45", "<tool_call>f<arg_key>x</arg_key><arg_value>{}</arg_value></tool_call>"),
+    "minimax_m2": ("minimax_m2", "minimax_m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">{}</parameter>\n</invoke>\n</minimax:tool_call>'),
+}  # fmt: skip
+
+
+def tool_with(schema):
+    parameters = {"type": "object", "properties": {"x": schema}}
+    return [{"type": "function", "function": {"name": "f", "description": "F.", "parameters": parameters}}]
+
+
+def read_value(writer, schema, text):
+    chat, form = chat_of(WRITERS[writer][0]), WRITERS[writer][2]
+    end = chat.tokenizer.convert_ids_to_tokens(chat.turn_end_ids[-1])
+    message = chat.parse(chat.encoder.encode("</think>" + form.replace("{}", text, 1) + end), [], tool_with(schema))
+    ((_, arguments),) = calls_of(message)
+    return arguments["x"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        ("integer", "2.0", 2.0), ("integer", "two", "two"), ("number", "2.0", 2), ("number", "1e3", 1000),
+        ("boolean", "1", True), ("boolean", "False", False), ("boolean", "yes", "yes"), ("integer or null", "None", "None"),
+        ("integer or null", "null", None), ("text or null", "null", None), ("array", "['a']", "['a']"),
+        ("array", "[1]", [1]), ("array or text", "75001", 75001), ("string", "true", "true"), ("number", "nan", "nan"),
+        ("choice", "1", 1), ("choice", "a", "a"), ("unknown", "1", "1"),
+    ],
+)  # fmt: skip
+def test_a_bare_value_is_what_its_schema_makes_of_it(kind, text, value):
+    for writer in WRITERS:
+        found = read_value(writer, KINDS[kind], text)
+        assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_vllm_reads_bare_values_in_the_same_way(kind, writer):
+    family, thoughts, form = WRITERS[writer]
+    for text in WRITTEN:
+        said = "</think>" + form.replace("{}", text, 1)
+        _, [(_, arguments)] = ask_vllm(family, writer, thoughts, said, tool_with(KINDS[kind]))
+        assert json.dumps(read_value(writer, KINDS[kind], text)) == json.dumps(arguments["x"]), text
+
+
 @pytest.mark.parametrize("family", ["kimi_k2", "mistral_nemo", "mistral_small_3_2", "deepseek_v3_1"])
 def test_an_observation_names_the_call_as_the_model_did(family):
     text = {

@@ -124,16 +124,25 @@ def test_content_before_and_after_a_call_is_kept():
     assert functions(message) == [{"name": "f", "arguments": {}}]
 
 
-def test_thoughts_are_reasoning_and_calls_inside_them_are_no_calls():
+def test_a_call_inside_a_thought_is_made():
     text = '<think>\nI could <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n</think>\n\nParis.<|im_end|>'
     message = read("qwen3", text)
-    assert message["content"] == "Paris."
-    assert message["reasoning_content"].startswith("I could <tool_call>")
+    assert (message["content"], message["reasoning_content"]) == ("Paris.", "I could")
+    assert functions(message) == [{"name": "f", "arguments": {}}]
+    broken = read("qwen3", text.replace('"name": ', ""))
+    assert "not valid JSON" in broken["malformed_tool_call"] and "tool_calls" not in broken
+
+
+def test_a_marker_that_a_thought_only_mentions_is_no_call():
+    message = read("qwen3", "<think>\nI could use <tool_call>.\n</think>\n\nParis.<|im_end|>")
+    assert (message["content"], message["reasoning_content"]) == ("Paris.", "I could use <tool_call>.")
     assert "tool_calls" not in message and "malformed_tool_call" not in message
 
 
 def test_a_thought_that_was_cut_is_a_thought():
-    assert read("qwen3", "<think>\nlong") == {"role": "assistant", "content": "", "reasoning_content": "long"}
+    for end in ("", "<|im_end|>"):
+        message = {"role": "assistant", "content": "", "reasoning_content": "long"}
+        assert read("qwen3", f"<think>\nlong{end}") == message
     assert read("gptoss", "<|channel|>analysis<|message|>long")["reasoning_content"] == "long"
     assert read("gemma4", "<|channel>thought\nlong")["reasoning_content"] == "long"
 

@@ -378,7 +378,6 @@ def test_a_tool_that_misbehaves_is_found(tools, level, word):
     [
         (undocumented, "no docstring"),
         (untyped, "no type hint"),
-        (undescribed, "no description of the argument 'query'"),
         (starred, "cannot be described"),
         (exotic, "JSON cannot express"),
     ],
@@ -386,6 +385,10 @@ def test_a_tool_that_misbehaves_is_found(tools, level, word):
 def test_a_function_that_cannot_be_described_is_found(fn, word):
     """The list of a class is checked where the class is defined; this one is made by the constructor."""
     assert "schema=" in assert_finds(functools.partial(GoodEnv, tools=[fn]), "error", "tools", word).cure
+
+
+def test_a_tool_that_a_model_is_told_too_little_of_is_found():
+    assert_finds(env_like(tools=[undescribed]), "warning", "tools", "no description of 'query'")
 
 
 def test_an_environment_that_pays_for_calls_alone_is_found_also_if_reset_chooses_its_tools():
@@ -630,6 +633,31 @@ def count_on_the_class(self, text: str) -> str:
 )
 def test_state_that_instances_share_is_found(env, word):
     assert_finds(env, "error", "state", word)
+
+
+def test_an_object_whose_methods_are_tools_and_that_all_trajectories_share_is_found():
+    class Memory:
+        def __init__(self):
+            self.texts = []
+
+        def remember(self, text: str) -> str:
+            """Remember a text for later.
+
+            Args:
+                text: The text.
+            """
+            self.texts.append(text)
+            return f"{len(self.texts)} texts"
+
+    class Own(GoodEnv):
+        def __init__(self, **settings):
+            super().__init__(tools=[Memory().remember], **settings)
+
+    shared = env_like(tools=[Memory().remember])
+    assert_finds(shared, "warning", "state", "Memory of the tool 'remember'")
+    assert problems(Own) == []
+    (found,) = (item for item in examine_env(Own, EXAMPLES) if item.check == "tools")
+    assert "run one after another (sequential=False lifts that): remember." in found.message
 
 
 def test_a_cache_may_be_shared():

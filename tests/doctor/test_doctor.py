@@ -395,16 +395,7 @@ def no_docstring(query: str) -> str:
     return query
 
 
-def undocumented_argument(query: str, k: int) -> str:
-    """Search the corpus for passages.
-
-    Args:
-        query: What to look for.
-    """
-    return query
-
-
-@pytest.mark.parametrize("broken", [no_hints, no_docstring, undocumented_argument, "search", 7])
+@pytest.mark.parametrize("broken", [no_hints, no_docstring, "search", 7])
 def test_a_tool_without_a_readable_schema_is_flagged(broken):
     found = errors_of(examine(make_tokenizer("qwen2_5"), tools=[search, broken]), "tools")
     assert found

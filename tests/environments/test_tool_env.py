@@ -520,6 +520,40 @@ json_values = st.recursive(
 )
 
 
+def test_calls_above_the_limit_of_a_turn_are_not_made_and_one_error_says_so():
+    made = []
+
+    class Counting(ToolEnv):
+        @tool
+        def note(self, number: int) -> str:
+            """Note a number.
+
+            Args:
+                number: Any.
+            """
+            made.append(number)
+            return "noted"
+
+    def turn(count):
+        calls = [{"type": "function", "function": {"name": "note", "arguments": {"number": i}}} for i in range(count)]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+
+    for limit, chosen in ((32, {}), (2, {"max_calls_per_turn": 2})):
+        env = Counting(max_process_reward=math.inf, **chosen)
+        env.reset({"question": "?"})
+        assert len(asyncio.run(env.step(turn(limit))).observations) == limit
+        made.clear()
+        step = asyncio.run(env.step(turn(10_000)))
+        assert made == list(range(limit)) and len(step.observations) == limit + 1
+        last = step.info["tool_results"][-1]
+        assert last.error is ToolErrorKind.TOO_MANY and f"at most {limit} calls per turn" in last.content
+        assert step.observations[-1]["tool_call_id"] == last.call.id
+        assert step.info["reward_parts"]["tool_error"] == -0.1 and not step.info["is_invalid"]
+    for wrong in (0, True, 1.5):
+        with pytest.raises(ValueError, match=r"Counting.max_calls_per_turn=.*integer >= 1"):
+            Counting(max_calls_per_turn=wrong)
+
+
 @settings(max_examples=examples(200), deadline=None)
 @given(
     st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "malformed_tool_call", "x"]), json_values)

@@ -206,25 +206,42 @@ def test_an_observation_of_just_its_limit_is_left_alone(spare):
         assert chat.count(shown) <= count - 1
 
 
-@pytest.mark.parametrize("limit", [1, 2, 10, 40])
-def test_however_small_the_limit_only_the_note_may_exceed_it(limit):
+@pytest.mark.parametrize("limit", [1, 2, 10, 40, 80])
+def test_however_small_the_limit_at_least_half_of_it_is_data(limit):
     chat = chat_of()
     trajectory, shown = observed("word " * 200, limit, chat)
-    note = shown[shown.index("\n[truncated") :]
-    assert chat.count(shown) <= max(limit, chat.count(note))
+    data, _, note = shown.partition("\n[truncated")
+    assert bool(note) == (limit > 10) and ("the limit is 80" in note) == (limit == 80)
+    assert limit / 2 <= chat.count(data) and chat.count(shown) <= limit
     environment = trajectory.authors.count(Author.ENVIRONMENT)
-    assert environment <= max(limit, chat.count(note)) + 2, "two tokens may reach into the glue"
+    assert environment <= limit + 2, "two tokens may reach into the glue"
+
+
+@pytest.mark.parametrize("limit", [3, 20, 64, 300])
+def test_parallel_results_share_the_limit_and_one_note(limit):
+    chat = chat_of()
+    texts = [f"{name} is a fact about {name} that goes on. " * 20 for name in ("one", "two", "six", "ten") * 2]
+    turn = calls(*(("echo", {"text": text}) for text in texts))
+    limits = {"max_observation_tokens": limit, "max_completion_length": 100_000}
+    trajectory, _ = play([turn, say("ok")], chat=chat, limits=limits)
+    shown = [message["content"] for message in trajectory.turns[0].observations]
+    kept = [text.partition("\n[truncated")[0] for text in shown]
+    assert all(text.startswith(part) for text, part in zip(texts, kept, strict=True))
+    assert sum(map(chat.count, shown)) <= limit
+    assert "".join(shown).count("[truncated") == (limit >= 20) == shown[-1].endswith("]")
+    lengths = [chat.count(part) for part in kept]
+    assert sum(lengths) >= limit / 2 and max(lengths[:-1]) - min(lengths[:-1]) <= 1
 
 
 def test_observations_share_the_limit_and_short_ones_stay_whole():
     turn = calls(("echo", {"text": "word " * 300}), ("add", {"a": 1, "b": 2}), ("echo", {"text": "other " * 300}))
+    chat = chat_of()
     limits = {"max_observation_tokens": 150, "max_completion_length": 10_000}
     trajectory, _ = play([turn, say("ok")], limits=limits)
     long, short, other = [message["content"] for message in trajectory.turns[0].observations]
     assert short == "3"
-    for text in (long, other):
-        assert text.endswith("the limit is 50]")
-        assert chat_of().count(text) <= 50
+    assert "truncated" not in long and other.endswith("the limit is 150]")
+    assert 145 <= chat.count(long) + chat.count(short) + chat.count(other) <= 150
 
 
 @pytest.mark.parametrize("spare", [-1, 0])

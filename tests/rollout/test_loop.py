@@ -98,12 +98,12 @@ def test_an_observation_that_does_not_fit_ends_the_trajectory_but_its_reward_cou
 
 def test_a_long_observation_is_cut_visibly():
     text = "word " * 500
-    trajectory, _ = play([call("echo", text=text), say()], limits={"max_observation_tokens": 50})
+    trajectory, _ = play([call("echo", text=text), say()], limits={"max_observation_tokens": 80})
     shown = trajectory.turns[0].observations[0]["content"]
     assert "[truncated: " in shown
-    assert "limit is 50" in shown
+    assert "limit is 80" in shown
     environment = sum(author is Author.ENVIRONMENT for author in trajectory.authors)
-    assert 20 <= environment <= 56
+    assert 40 <= environment <= 86
 
 
 def test_a_turn_cut_by_its_own_limit_is_closed_and_the_model_is_told():

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,6 +13,8 @@ import time
 
 import pytest
 
+from agent_r1_trl import ToolEnv
+from agent_r1_trl.environments import FunctionToolsEnv
 from agent_r1_trl.tools import Tool, ToolCall, ToolErrorKind, ToolExecutor, tool
 from agent_r1_trl.tools.directory import DirectoryGuard
 
@@ -124,6 +128,65 @@ def test_sequential_tools_run_in_the_order_of_the_calls_beside_the_others():
     assert seen == ["slow", "fast"]
     assert [result.content for result in results] == ["slow", "done", "fast"]
     assert sum(result.latency_s for result in results) > 0.34
+
+
+class Account:
+    """Loses money if two of its methods run at the same time."""
+
+    def __init__(self):
+        self.balance = 0
+
+    def pay_in(self, amount: int) -> str:
+        """Pay in.
+
+        Args:
+            amount: How much.
+        """
+        before = self.balance
+        time.sleep(0.02)
+        self.balance = before + amount
+        return f"{self.balance}"
+
+    def draw(self, amount: int, whence: str = "bank") -> str:
+        """Draw.
+
+        Args:
+            amount: How much.
+            whence: From where.
+        """
+        return self.pay_in(-amount)
+
+    async def count(self) -> str:
+        """Count the money."""
+        await asyncio.sleep(0.01)
+        return f"{self.balance}"
+
+
+FORMS = {
+    "functions": lambda account: [account.pay_in, functools.partial(account.draw, whence="till"), account.count],
+    "of an environment": lambda account: ToolEnv(tools=[account.pay_in, account.draw, account.count]).tools,
+    "of a class": lambda account: (
+        type("Env", (ToolEnv,), {"tools": [account.pay_in, account.draw, account.count]})().tools
+    ),
+    "TRL's functions": lambda account: FunctionToolsEnv([account.pay_in, account.draw, account.count]).tools,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_methods_of_one_object_run_one_after_another_in_the_order_of_the_calls(form):
+    account = Account()
+    calls = [("pay_in", {"amount": 3}), (" draw ", {"amount": 1}), ("count", {})] * 4
+    results = run(FORMS[form](account), *calls)
+    assert [result.content for result in results] == [f"{2 * i + add}" for i in range(4) for add in (3, 2, 2)]
+
+
+def test_methods_that_may_run_at_once_say_so():
+    account = Account()
+    warm(Tool(account.pay_in, sequential=False))
+    began = time.perf_counter()
+    results = run([Tool(account.pay_in, sequential=False)], *[("pay_in", {"amount": 1})] * 40, max_workers=40)
+    assert time.perf_counter() - began < 0.5 and len(results) == 40  # one after another: 0.8 s
+    assert Tool(math.gcd, schema={"name": "gcd", "parameters": {}}).sequential is None, "a module has no state"
 
 
 def test_context_variables_reach_tools_on_threads():

@@ -1,17 +1,22 @@
-"""Tools of other libraries, here stand-ins that have what theirs have, behave as ours."""
+"""Tools of other libraries behave as ours, their failures included."""
 
 import asyncio
 import json
-import sys
+import threading
+import time
 import types
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+import agents
+import langchain_core.tools
 import pydantic
 import pytest
+import smolagents
+from mcp.types import CallToolResult, ImageContent, TextContent
 
-from agent_r1_trl import ToolEnv
+from agent_r1_trl import InfrastructureError, ToolEnv
 from agent_r1_trl.environments import FunctionToolsEnv
-from agent_r1_trl.tools import ToolCall, ToolExecutor, ToolSchemaError, as_tool
+from agent_r1_trl.tools import Tool, ToolCall, ToolExecutor, ToolSchemaError, as_tool, tool
 
 
 class Arguments(pydantic.BaseModel):
@@ -21,90 +26,270 @@ class Arguments(pydantic.BaseModel):
     b: int = 3
 
 
-class LangChainTool:
-    name, description, args_schema, coroutine = "multiply", "Multiply two numbers.", Arguments, None
+def multiply(a: int, b: int = 3) -> int:
+    """Multiply two numbers.
 
-    @property
-    def tool_call_schema(self):
-        return self.args_schema
-
-    def invoke(self, arguments):
-        return arguments["a"] * arguments.get("b", 3)
-
-
-class AsyncLangChainTool(LangChainTool):
-    async def coroutine(self): ...
-
-    async def ainvoke(self, arguments):
-        return self.invoke(arguments)
+    Args:
+        a: One.
+        b: Other.
+    """
+    if a == 13:
+        raise ValueError("thirteen is unlucky")
+    if a == 14:
+        raise InfrastructureError("the multiplier is down")
+    time.sleep(b / 100)
+    return a * b
 
 
-class McpAdapterTool(LangChainTool):
-    args_schema = Arguments.model_json_schema()  # as LangChain's adapters for MCP have it
-    tool_call_schema = None
+async def multiply_async(a: int, b: int = 3) -> int:
+    if a in (13, 14):
+        return multiply(a)
+    await asyncio.sleep(b / 100)
+    return a * b
 
 
-class SmolTool:
-    name, description = "multiply", "Multiply two numbers."
+multiply_async.__doc__ = multiply.__doc__
+
+
+def langchain(function=multiply):
+    return langchain_core.tools.StructuredTool.from_function(
+        function, name="multiply", description="Multiply two numbers.", args_schema=Arguments
+    )
+
+
+def langchain_async():
+    return langchain_core.tools.StructuredTool.from_function(
+        coroutine=multiply_async, name="multiply", description="Multiply two numbers.", args_schema=Arguments
+    )
+
+
+class LangChainClass(langchain_core.tools.BaseTool):
+    name: str = "multiply"
+    description: str = "Multiply two numbers."
+    args_schema: type = Arguments
+
+    def _run(self, a, b=3):
+        raise NotImplementedError("use it with await")
+
+    async def _arun(self, a, b=3):
+        return await multiply_async(a, b)
+
+
+def langchain_of_mcp():
+    return langchain_core.tools.StructuredTool(  # as LangChain's adapters for MCP make it
+        name="multiply", description="Multiply two numbers.", args_schema=Arguments.model_json_schema(), func=multiply
+    )
+
+
+class SmolClass(smolagents.Tool):
+    name, description, output_type = "multiply", "Multiply two numbers.", "integer"
     inputs: ClassVar = {
         "a": {"type": "integer", "description": "One."},
         "b": {"type": "integer", "description": "Other.", "nullable": True},
-        "c": {"type": "any", "description": "Whatever.", "nullable": True},
     }
+    loaded = 0
 
-    def forward(self, a, b=None, c=None): ...
+    def setup(self):
+        time.sleep(0.05)
+        self.loaded += 1
+        self.is_initialized = True
 
-    def __call__(self, *args, sanitize_inputs_outputs=False, **arguments):
-        return arguments["a"] * (arguments.get("b") or 3)
-
-
-class AgentsTool:
-    name, description = "multiply", "Multiply two numbers."
-    params_json_schema = Arguments.model_json_schema()
-
-    async def on_invoke_tool(self, context, text):
-        assert context.tool_name == "multiply"
-        arguments = json.loads(text)
-        return arguments["a"] * arguments.get("b", 3)
+    def forward(self, a, b=None):
+        return multiply(a, b or 3)
 
 
-@pytest.fixture(autouse=True)
-def agents_library(monkeypatch):
-    module = types.ModuleType("agents.tool_context")
-    module.ToolContext = types.SimpleNamespace
-    monkeypatch.setitem(sys.modules, "agents", types.ModuleType("agents"))
-    monkeypatch.setitem(sys.modules, "agents.tool_context", module)
+def agents_sdk(function=multiply, **settings):
+    return agents.function_tool(function, name_override="multiply", strict_mode=False, **settings)
 
 
-KINDS = [LangChainTool, AsyncLangChainTool, McpAdapterTool, SmolTool, AgentsTool]
+KINDS = {
+    "langchain": langchain,
+    "langchain async": langchain_async,
+    "langchain class": LangChainClass,
+    "langchain of mcp": langchain_of_mcp,
+    "smolagents": lambda: smolagents.tool(multiply),
+    "smolagents class": SmolClass,
+    "agents": agents_sdk,
+    "agents async": lambda: agents_sdk(multiply_async),
+}
+
+
+def run(item, *arguments, **settings):
+    calls = [ToolCall(name="multiply", arguments=given) for given in arguments]
+    return asyncio.run(ToolExecutor([item], **settings).execute(calls))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tool_of_another_library_brings_its_schema_and_runs(kind):
-    made = as_tool(kind())
+    made = as_tool(KINDS[kind]())
     parameters = made.schema["function"]["parameters"]
     assert (made.name, made.description) == ("multiply", "Multiply two numbers.")
-    assert parameters["properties"]["a"] == {"type": "integer", "description": "One."}
-    assert parameters["required"] == ["a"] and "title" not in json.dumps(parameters)
-    calls = [ToolCall(name="multiply", arguments=arguments) for arguments in ({"a": 2, "b": 5}, {"a": 2}, {"b": 1})]
-    right, shorter, wrong = asyncio.run(ToolExecutor([kind()]).execute(calls))
+    shown = parameters["properties"]["a"]
+    assert (shown["type"], shown["description"]) == ("integer", "One.") and parameters["required"] == ["a"]
+    right, shorter, wrong = run(KINDS[kind](), {"a": 2, "b": 5}, {"a": 2}, {"b": 1})
     assert (right.content, shorter.content) == ("10", "6")
     assert wrong.error.value == "invalid_arguments"
 
 
+class Point(pydantic.BaseModel):
+    x: int
+    label: str | None = None
+
+
+def look(where: Point, depth: int | None = None, title: str = "t") -> str:
+    """Look somewhere.
+
+    Args:
+        where: The place.
+        depth: How deep.
+        title: Of the picture.
+    """
+    return f"{where} {depth} {title}"
+
+
+def test_a_model_reads_the_schemas_that_langchain_sends():
+    from langchain_core.utils.function_calling import convert_to_openai_tool
+
+    given = langchain_core.tools.tool(look, parse_docstring=True)
+    sent = convert_to_openai_tool(given)
+    assert as_tool(given).schema == sent
+    depth = sent["function"]["parameters"]["properties"]["depth"]
+    assert depth["anyOf"] == [{"type": "integer"}, {"type": "null"}] and depth["default"] is None
+    assert as_tool(langchain_of_mcp()).schema == convert_to_openai_tool(langchain_of_mcp())
+    calls = [ToolCall(name="look", arguments={"where": {"x": 1}, "depth": depth}) for depth in (None, 2, "two")]
+    none, two, wrong = asyncio.run(ToolExecutor([given]).execute(calls))
+    assert (none.content, two.content) == ("x=1 label=None None t", "x=1 label=None 2 t")
+    assert wrong.error.value == "invalid_arguments"
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_a_model_reads_the_schemas_that_the_agents_library_sends(is_strict):
+    from agents.models.chatcmpl_converter import Converter
+
+    def shallow(depth: int | None = None, title: str = "t") -> str:
+        return f"{depth} {title}"
+
+    shallow.__doc__ = "Look.\n\nArgs:\n    depth: How deep.\n    title: Of the picture."
+    given = agents.function_tool(shallow, strict_mode=is_strict)
+    sent = Converter.tool_to_openai(given)
+    assert as_tool(given).schema == sent and sent["function"]["strict"] is is_strict
+    assert sent["function"]["parameters"].get("required") == (["depth", "title"] if is_strict else None)
+    referring = agents.function_tool(look, strict_mode=is_strict)
+    shown = as_tool(referring).schema["function"]
+    assert shown["strict"] is is_strict and "$ref" not in json.dumps(shown)
+    assert shown["parameters"]["properties"]["where"]["properties"]["x"]["type"] == "integer"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tool_of_another_library_that_fails_counts_as_failing_and_says_why(kind):
+    failed, fine = run(KINDS[kind](), {"a": 13}, {"a": 2})
+    assert failed.error.value == "exception" and "thirteen is unlucky" in failed.content
+    assert (fine.error, fine.content) == (None, "6")
+    (outage,) = run(tool(attempts=1)(KINDS[kind]()), {"a": 14})
+    assert outage.is_infrastructure_failure
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_of_such_a_tool_run_at_once_and_within_their_time(kind):
+    began = time.perf_counter()
+    results = run(KINDS[kind](), *[{"a": 2, "b": 30}] * 40, timeout_s=5, max_workers=40)
+    assert time.perf_counter() - began < 2.5, "0.3 s each, 12 s one after another"
+    assert [result.content for result in results] == ["60"] * 40
+    began = time.perf_counter()
+    (late,) = run(KINDS[kind](), {"a": 2, "b": 150}, timeout_s=0.1)
+    assert late.error.value == "timeout" and time.perf_counter() - began < 1
+
+
+def test_the_agents_librarys_own_limit_on_time_holds():
+    item = agents_sdk(multiply_async, timeout=0.1)
+    assert run(item, {"a": 2, "b": 150})[0].error.value == "timeout"
+    assert tool(timeout_s=3)(item).timeout_s == 3
+
+
+def test_the_text_that_an_author_chose_for_failures_is_what_the_model_reads():
+    def explain(context, error):
+        return f"No luck: {error}"
+
+    def unlucky(a: int, b: int = 3) -> int:
+        raise langchain_core.tools.ToolException("thirteen is unlucky")
+
+    handled = langchain(unlucky)
+    handled.handle_tool_error = "No luck."
+    of_agents = agents_sdk(failure_error_function=explain)
+    for item, text in ((of_agents, "No luck: thirteen is unlucky"), (handled, "No luck.")):
+        (failed,) = run(item, {"a": 13})
+        assert (failed.error.value, failed.content, failed.is_models_mistake) == ("exception", text, None)
+    (outage,) = run(tool(attempts=1)(of_agents), {"a": 14})
+    assert outage.is_infrastructure_failure
+    (raised,) = run(agents_sdk(failure_error_function=None), {"a": 13})
+    assert "ValueError: thirteen is unlucky" in raised.content
+
+
+def test_a_failed_result_of_mcp_counts_as_failing():
+    schema = {"name": "multiply", "description": "Multiply.", "inputSchema": Arguments.model_json_schema()}
+
+    async def ask_server(a, b=3):
+        blocks = [TextContent(type="text", text=f"first {a}"), TextContent(type="text", text="second")]
+        return CallToolResult(content=blocks, isError=a == 13)
+
+    failed, fine = run(Tool(ask_server, schema=schema), {"a": 13}, {"a": 2})
+    assert (failed.error.value, failed.content) == ("exception", "first 13\nsecond")
+    assert (fine.error, fine.content) == (None, "first 2\nsecond")
+    image = CallToolResult(content=[ImageContent(type="image", data="aa", mimeType="image/png")])
+    assert "image/png" in run(Tool(lambda a, b=3: image, schema=schema), {"a": 1})[0].content
+
+
+def test_a_tool_that_asks_for_the_id_of_its_call_gets_one():
+    @langchain_core.tools.tool
+    def multiply(a: int, call_id: Annotated[str, langchain_core.tools.InjectedToolCallId]) -> str:
+        """Multiply."""
+        return f"{a} {bool(call_id)}"
+
+    assert run(multiply, {"a": 1})[0].content == "1 True"
+
+
+def test_a_tool_that_loads_a_model_loads_it_once_for_all_calls_of_a_turn():
+    given = SmolClass()
+    assert [result.content for result in run(given, *[{"a": 2}] * 8)] == ["6"] * 8
+    assert given.loaded == 1
+
+
+def test_a_hanging_tool_of_the_agents_library_holds_up_no_other_and_not_the_end_of_the_program():
+    release = threading.Event()
+
+    def multiply(a: int) -> int:
+        return a if release.wait(0 if a else 20) or a else 0
+
+    try:
+        began = time.perf_counter()
+        results = run(agents_sdk(multiply), *[{"a": 0}] * 40, *[{"a": 1}] * 3, timeout_s=0.3, max_workers=8)
+        assert [result.content for result in results[-3:]] == ["1"] * 3
+        assert time.perf_counter() - began < 8
+    finally:
+        release.set()
+
+
+def test_a_release_of_the_agents_library_that_hides_failures_is_refused():
+    old = types.SimpleNamespace(name="multiply", description="", params_json_schema={}, on_invoke_tool=print)
+    with pytest.raises(ToolSchemaError, match=r"'multiply'.*pip install --upgrade 'openai-agents>=0.10'"):
+        as_tool(old)
+
+
 def test_environments_offer_such_tools_in_every_form():
-    given = SmolTool()
+    given = SmolClass()
     env = type("Env", (ToolEnv,), {"tools": [given]})
     assert env().tools[0].schema is env().tools[0].schema, "read once, not for every trajectory"
     (of_trl,) = FunctionToolsEnv([given]).tools
     assert of_trl.schema == env().tools[0].schema
-    assert [item.name for item in ToolEnv(tools=[LangChainTool()]).tools] == ["multiply"]
+    assert [item.name for item in ToolEnv(tools=[langchain()]).tools] == ["multiply"]
 
 
 def test_arguments_that_no_schema_can_express_are_refused_by_name():
-    class Picture(SmolTool):
+    class Picture(SmolClass):
         name = "look"
         inputs: ClassVar = {"picture": {"type": "image", "description": "What."}}
+
+        def forward(self, picture): ...
 
     with pytest.raises(ToolSchemaError, match=r"'look'.*'image'"):
         as_tool(Picture())

@@ -203,21 +203,6 @@ def test_functions_classes_and_tools_of_other_libraries_declare_a_backend():
     assert run(Smol()).error is ToolErrorKind.EXCEPTION
 
 
-def test_an_error_that_another_library_makes_a_text_of_is_still_seen(monkeypatch):
-    class Agents:
-        name, description, params_json_schema = "look", "Look.", SCHEMA["parameters"]
-
-        async def on_invoke_tool(self, context, text):
-            try:
-                raise InfrastructureError("the index is down")
-            except Exception as error:
-                return f"An error occurred: {error}"
-
-    module = types.SimpleNamespace(ToolContext=types.SimpleNamespace)
-    monkeypatch.setattr("agent_r1_trl.tools.foreign.importlib.import_module", lambda name: module)
-    assert run(tool(attempts=1)(Agents())).is_infrastructure_failure
-
-
 # -------------------------------------------------------------------- trajectories
 
 

@@ -128,7 +128,7 @@ def test_a_hint_that_json_cannot_express_is_refused():
             build_schema(fn)
 
 
-def test_a_missing_docstring_hint_or_argument_description_is_refused():
+def test_a_missing_docstring_or_hint_is_refused():
     def bare(x: str): ...
 
     def untyped(x):
@@ -138,12 +138,34 @@ def test_a_missing_docstring_hint_or_argument_description_is_refused():
             x: A thing.
         """
 
-    def undescribed(x: str):
-        """Do it."""
-
-    for fn, named in ((bare, "'bare'.*docstring"), (untyped, "'untyped'.*'x'"), (undescribed, "'undescribed'.*'x'")):
+    for fn, named in ((bare, "'bare'.*docstring"), (untyped, "'untyped'.*'x'")):
         with pytest.raises(ToolSchemaError, match=f"{named}.*schema="):
             Tool(fn)
+
+
+def test_a_missing_description_of_an_argument_is_said_once_and_no_refusal(caplog):
+    def described_in_part(x: str, level: Literal[1, 2], y: int = 1, **others):
+        """Do it.
+
+        Args:
+            x: A thing.
+        """
+
+    for _ in range(2):
+        schema = Tool(described_in_part, name="half").schema
+    assert schema["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "x": {"type": "string", "description": "A thing."},
+            "level": {"type": "integer", "enum": [1, 2]},
+            "y": {"type": "integer"},
+        },
+        "required": ["x", "level"],
+    }
+    (said,) = caplog.messages
+    assert said.startswith("Tool 'half': a model sees no description of 'level', 'y'") and said.endswith(
+        "no **others."
+    )
 
 
 def test_arguments_that_cannot_be_passed_by_name_are_refused():

@@ -8,6 +8,7 @@ model family writes its calls in which way.
 from __future__ import annotations
 
 import ast
+import contextlib
 import itertools
 import json
 import re
@@ -70,10 +71,12 @@ def mistral_calls(body: str, tools: Any) -> list[Call]:
     match = re.match(r"\s*(?P<name>[^\s\[{]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?P<args>\[ARGS\])?", body)
     if match is None:
         raise ValueError("the call has no name")
-    arguments = body[match.end() :].strip()
-    if not arguments and not match["args"]:
+    written = body[match.end() :].strip()
+    if not written and not match["args"]:
         raise ValueError("the call has no arguments after its name")
-    return [_with_id(match["id"], name=match["name"], arguments=strict_json(arguments) if arguments else {})]
+    # No marker ends a call; as in vLLM, text behind the arguments is no part of it.
+    arguments = strict_decoder().raw_decode(written)[0] if written else {}
+    return [_with_id(match["id"], name=match["name"], arguments=arguments)]
 
 
 def deepseek_calls(body: str, tools: Any) -> list[Call]:
@@ -170,40 +173,52 @@ def _schema(tools: Any, name: str) -> dict[str, Any]:
 
 
 def _kinds(schema: Any) -> set[str]:
+    """The JSON types that a parameter may have; a string if nothing says so."""
     if not isinstance(schema, dict):
-        return set()
+        return {"string"}
     declared = schema.get("type")
-    kinds = {declared} if isinstance(declared, str) else {kind for kind in declared or () if isinstance(kind, str)}
-    for choice in [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
-        kinds |= _kinds(choice)
-    return kinds | ({"null"} if schema.get("nullable") else set())
+    kinds = {kind for kind in (declared if isinstance(declared, list) else [declared]) if isinstance(kind, str)}
+    listed = schema.get("enum")
+    kinds |= {_JSON_TYPES.get(type(value), "string") for value in (listed if isinstance(listed, list) else ())}
+    for name in ("anyOf", "oneOf", "allOf"):
+        choices = schema.get(name)
+        kinds = kinds.union(*map(_kinds, choices if isinstance(choices, list) else ()))
+    return kinds or {"string"}
 
 
-_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
+_JSON_TYPES: dict[type, str] = {
+    type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object",
+}  # fmt: skip
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """The value of an argument written as bare text, by the parameter's schema; the text itself if it does not fit."""
-    kinds = _kinds(schema) - {"string"}
-    # Templates write numbers and lists as JSON or as Python does.
-    for read in (strict_json, ast.literal_eval) if kinds else ():
-        try:
-            value = read(text.strip())
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            continue
-        allowed = tuple(python for kind in kinds for python in _PYTHON_TYPES.get(kind, ()))
-        if isinstance(value, allowed) and (not isinstance(value, bool) or "boolean" in kinds):
-            return value
-    if "boolean" in kinds and text.strip().lower() in ("true", "false"):
-        return text.strip().lower() == "true"
-    return text
+    """The value of an argument written as bare text, by the parameter's schema, as vLLM's parsers read it.
+
+    The types are tried in a fixed order, text last. What fits none of them is JSON if it can be, else text.
+    """
+    kinds = _kinds(schema)
+    word = text.strip().lower()
+    if "null" in kinds and text.lower() == "null":
+        return None
+    for kind, number in (("integer", int), ("number", _number)):
+        if kind in kinds:
+            with contextlib.suppress(ValueError, OverflowError):
+                return number(text)
+    if "boolean" in kinds and word in ("true", "1", "false", "0"):
+        return word in ("true", "1")
+    if "string" in kinds and not kinds & {"object", "array"}:
+        return text
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return text
+    return value
+
+
+def _number(text: str) -> int | float:
+    value = float(text)
+    return int(value) if value == int(value) else value
 
 
 # ---------------------------------------------------------------- Python

@@ -36,7 +36,11 @@ GRAMMARS: dict[str, Grammar] = {
     "qwen3_coder": _grammar("function_calls", _TAG, r"</tool_call>\s*", "<tool_call>", "</tool_call>", "<function="),
     "glm": _grammar("pair_calls", _TAG, r"</tool_call>\s*", "<tool_call>", "</tool_call>", "<arg_key>"),
     "mistral": _grammar(
-        "mistral_calls", r"\[TOOL_CALLS\]", r"(?=\[TOOL_CALLS\])|\Z", "[TOOL_CALLS]", thought=("[THINK]", "[/THINK]")
+        "mistral_calls",
+        r"\[TOOL_CALLS\]",
+        r"(?=\[TOOL_CALLS\]|\[/THINK\])|\Z",
+        "[TOOL_CALLS]",
+        thought=("[THINK]", "[/THINK]"),
     ),
     "deepseek": _grammar(
         "deepseek_calls",

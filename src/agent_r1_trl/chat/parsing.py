@@ -128,7 +128,7 @@ class TurnParser:
                     reasons.append(reason)
                     content.append(self._turn_ends.sub("", region.raw))
             elif region.field in _THOUGHTS:
-                thought = region.body.strip()
+                thought = self._turn_ends.sub("", region.body).strip()
                 if thought:
                     message["reasoning_content"] = "\n".join(filter(None, [message.get("reasoning_content"), thought]))
             else:
@@ -164,6 +164,12 @@ class TurnParser:
         """The opener of a thought that the text only closes: some templates and models leave it out."""
         literal = self._opens[self._thought].pattern.replace("\\", "")  # type: ignore[index]
         before, closed, _ = text.partition(literal.replace(literal[:1], literal[:1] + "/", 1))
+        if "tool_calls" in self._closes:
+            opening, closing = _Scan(self._opens["tool_calls"], before), _Scan(self._closes["tool_calls"], before)
+            rest, position = "", 0
+            for call, called in self._calls_within(opening, closing, 0, len(before)):
+                rest, position = rest + before[position : call.start()], called.end()
+            before = rest + before[position:]
         is_open = any(pattern.search(before) for pattern in self._opens.values())
         return literal if self._thinks and closed and not is_open and literal[:1] in ("<", "[") else ""
 
@@ -187,10 +193,32 @@ class TurnParser:
                 # A call ends a thought that was never closed, as it does in vLLM.
                 close = opens["tool_calls"].next(match.end())
                 end = close.start() if close else end
-            body = text[match.end() : close.start() if close else end]
+            began = match.end()
+            if close is not None and name == self._thought and "tool_calls" in opens:
+                for call, called in self._calls_within(
+                    opens["tool_calls"], closes["tool_calls"], began, close.start()
+                ):
+                    yield _Region(name, "", text[began : call.start()])
+                    yield _Region("tool_calls", text[call.start() : called.end()], text[call.end() : called.start()])
+                    began = called.end()
+            body = text[began : close.start() if close else end]
             yield _Region(name, text[match.start() : end], body, close is not None)
             position = outside = max(end, match.end(), match.start() + 1)
         yield from self._outside(text[outside:])
+
+    def _calls_within(
+        self, opens: _Scan, closes: _Scan, position: int, end: int
+    ) -> Iterator[tuple[re.Match[str], re.Match[str]]]:
+        """The delimiters of the whole calls inside a thought: they are made, as in vLLM.
+
+        A marker that is only mentioned has no closing one before the thought ends.
+        """
+        while (call := opens.next(position)) and call.start() < end:
+            called = closes.next(call.end())
+            if called is None or called.start() > end:
+                return
+            yield call, called
+            position = max(called.end(), call.end())
 
     def _outside(self, text: str) -> Iterator[_Region]:
         if self._implicit is not None and self._implicit in self._closes:

@@ -34,7 +34,12 @@ from agent_r1_trl.tools.faults import is_thread_error
 from agent_r1_trl.tools.threads import run_on_own_thread
 from agent_r1_trl.trajectory import Message, ToolCall, ToolErrorKind, ToolResult, Trajectory
 
-_NOT_RUN = (ToolErrorKind.MALFORMED, ToolErrorKind.UNKNOWN_TOOL, ToolErrorKind.INVALID_ARGUMENTS)
+_NOT_RUN = (
+    ToolErrorKind.MALFORMED,
+    ToolErrorKind.UNKNOWN_TOOL,
+    ToolErrorKind.INVALID_ARGUMENTS,
+    ToolErrorKind.TOO_MANY,
+)
 
 
 class ToolEnv:
@@ -58,6 +63,7 @@ class ToolEnv:
         max_tool_workers: maximum number of plain tools that run at once in the whole process.
         tool_queue_timeout_s: maximum seconds that a plain tool waits for a free thread, which is not its own time;
             `math.inf` for no limit. Then the trajectory ends with `tool_failure`.
+        max_calls_per_turn: how many calls of one turn are made. One error answers all that are above it.
 
     Raises:
         ValueError: a setting is out of range, or two tools have the same name.
@@ -73,6 +79,7 @@ class ToolEnv:
     tool_timeout_s: float | None = 30.0
     max_tool_workers: int = 128
     tool_queue_timeout_s: float | None = 600.0
+    max_calls_per_turn: int = 32
     has_reward = True
     on_resume: str | None = None
     """How the environment of a killed run comes back: "replay", "restart" or "restore"; None: as suits its tools."""
@@ -99,6 +106,7 @@ class ToolEnv:
         tool_timeout_s: float | None = None,
         max_tool_workers: int | None = None,
         tool_queue_timeout_s: float | None = None,
+        max_calls_per_turn: int | None = None,
     ) -> None:
         settings = {
             "system_prompt": system_prompt,
@@ -110,6 +118,7 @@ class ToolEnv:
             "tool_timeout_s": tool_timeout_s,
             "max_tool_workers": max_tool_workers,
             "tool_queue_timeout_s": tool_queue_timeout_s,
+            "max_calls_per_turn": max_calls_per_turn,
         }
         for name, value in settings.items():
             if value is not None:
@@ -187,15 +196,19 @@ class ToolEnv:
         """Run the calls of an assistant message.
 
         Returns:
-            Observations (one message of role `tool` per call, in their order, or one of role `user`: what
-            `next_user_message` says, or how to go on if no call could be read), the sum of the calls' rewards, whether
-            the episode is over, and info (`tool_results`, `reward_parts`, `is_invalid`).
+            Observations (one message of role `tool` per call, in their order, and one for all above the limit;
+            or one of role `user`: what `next_user_message` says, or how to go on if no call could be read), the sum of
+            the calls' rewards, whether the episode is over, and info (`tool_results`, `reward_parts`, `is_invalid`).
         """
         executor = self.executor
         executor.truncate = self.truncate_text
         self._num_turns += 1
         calls = read_calls(message, id_prefix=f"call_{self._num_turns}")
-        results = await executor.execute(calls) if calls else []
+        made, surplus = calls[: self.max_calls_per_turn], calls[self.max_calls_per_turn :]
+        results = await executor.execute(made) if made else []
+        if surplus:
+            told = f"Error: at most {len(made)} calls per turn are made; this one and those after it were not."
+            results.append(ToolResult(call=surplus[0], content=told, error=ToolErrorKind.TOO_MANY, attempts=0))
         observations = [_tool_message(result) for result in results]
         malformed = message.get("malformed_tool_call")
         if malformed:
@@ -291,6 +304,9 @@ class ToolEnv:
                 f"{owner}.success_reward={self.success_reward} is below failure_reward={self.failure_reward}: "
                 "solving must not be worth less than failing."
             )
+        most = self.max_calls_per_turn
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise ValueError(f"{owner}.max_calls_per_turn={most!r}: must be an integer >= 1.")
         for name in ("max_process_reward", "tool_timeout_s", "tool_queue_timeout_s"):
             value = getattr(self, name)
             if value is not None and value != math.inf:

@@ -82,8 +82,6 @@ def _bind(item: Any, instance: Any) -> Tool | None:
         return item.__get__(instance, type(instance))
     if inspect.isfunction(item) and takes_self(item):
         return Tool(item).bind(instance)
-    if inspect.ismethod(item) and item.__self__ is instance:
-        return Tool(item, sequential=True)
     return as_tool(item)
 
 

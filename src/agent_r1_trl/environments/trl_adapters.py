@@ -200,7 +200,7 @@ class TRLEnvAdapter(ToolEnv):
     def _offer(self, instances: list[Any]) -> list[Tool]:
         offered = list(self._standalone)
         for instance in instances:
-            for method in map(_as_method_tool, _tool_methods(instance)):
+            for method in map(_as_trl_tool, _tool_methods(instance)):
                 if self.environment is not None or all(method.name != other.name for other in offered):
                     offered.append(method)
         return offered
@@ -220,17 +220,13 @@ class TRLEnvAdapter(ToolEnv):
         return content + observation
 
 
-def _as_trl_tool(item: Any, *, sequential: bool | None = None) -> Tool:
+def _as_trl_tool(item: Any) -> Tool:
     """A function as TRL runs it; a `Tool` keeps its own settings."""
     if isinstance(item, Tool):
         return item
     made = as_tool(item)
-    made.render, made.sequential = _render_as_trl, sequential
+    made.render = _render_as_trl
     return made
-
-
-def _as_method_tool(method: Callable[..., Any]) -> Tool:
-    return _as_trl_tool(method, sequential=True)
 
 
 def _render_as_trl(value: Any) -> str:

@@ -49,7 +49,8 @@ class RolloutSettings:
     max_observation_tokens: int = field(
         default=1024,
         metadata={
-            "help": "Maximum number of tokens of observation text after one turn. Longer text is cut with a note."
+            "help": "Maximum number of tokens of observation text after one turn, whatever the number of its calls. "
+            "Longer text is cut, with one note."
         },
     )
     context_policy: str = field(

@@ -314,7 +314,10 @@ def _what_runs(message: Message) -> str:
 
 
 def shortened(observations: Sequence[Message], chat: Counting, max_tokens: int) -> list[Message]:
-    """The observations with their texts cut to equal shares of the limit, where together they exceed it."""
+    """The observations with their texts cut to equal shares of the limit, where together they exceed it.
+
+    One note says so, behind the last text that was cut; under a limit that it would half fill, there is none.
+    """
     # The bound keeps a tokenizer from reading megabytes while every trajectory waits; no token is that long.
     limit = MAX_CHARS_PER_TOKEN * max_tokens
     contents = [observation.get("content") for observation in observations]
@@ -324,14 +327,28 @@ def shortened(observations: Sequence[Message], chat: Counting, max_tokens: int) 
     counts = [chat.count(text[:limit]) for text in texts]
     if sum(counts) <= max_tokens and all(len(text) <= limit for text in texts):
         return list(observations)
-    share = max(1, max_tokens // len(counts))
-    kept_short: list[dict[str, Any]] = []
-    for observation, text, count in zip(observations, texts, counts, strict=True):
-        if count <= share and len(text) <= limit:
-            kept_short.append(dict(observation))
-            continue
-        more = "more than " if len(text) > limit else ""
-        note = f"\n[truncated: {more}{count} tokens, the limit is {share}]"
-        kept = chat.truncate(text[:limit], max(0, share - chat.count(note)))
-        kept_short.append({**observation, "content": kept + note})
-    return kept_short
+    more = "more than " if any(len(text) > limit for text in texts) else ""
+    notes = (f"\n[truncated: {more}{sum(counts)} tokens, the limit is {max_tokens}]", "\n[truncated]")
+    note = next((note for note in notes if 2 * chat.count(note) <= max_tokens), "")  # the data come first
+    shares = _shares(counts, max_tokens - chat.count(note))
+    kept = [chat.truncate(text[:limit], share) for text, share in zip(texts, shares, strict=True)]
+    last = max(index for index, text in enumerate(texts) if len(kept[index]) < len(text))
+    room = max_tokens - sum(chat.count(text) for index, text in enumerate(kept) if index != last)
+    while kept[last] and chat.count(kept[last] + note) > room:  # where both meet, they may make a token more
+        kept[last] = chat.truncate(kept[last], chat.count(kept[last]) - 1)
+    kept[last] += note
+    return [{**observation, "content": text} for observation, text in zip(observations, kept, strict=True)]
+
+
+def _shares(counts: Sequence[int], room: int) -> list[int]:
+    """Tokens for each text: short ones stay whole, and the others get equal parts of what is left.
+
+    >>> _shares([90, 3, 60], 43)
+    [20, 3, 20]
+    """
+    shares = [0] * len(counts)
+    in_order = sorted(range(len(counts)), key=lambda index: (counts[index], -index))
+    for num_left, index in zip(range(len(counts), 0, -1), in_order, strict=True):
+        shares[index] = min(counts[index], room // num_left)
+        room -= shares[index]
+    return shares

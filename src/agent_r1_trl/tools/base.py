@@ -18,6 +18,7 @@ import functools
 import inspect
 import itertools
 import math
+import types
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, overload
@@ -54,7 +55,8 @@ class Tool:
         max_result_tokens: maximum length of a result in tokens (exact if the executor can count tokens, else 4
             characters each).
         sequential: True if the calls of one turn to this and to the other sequential tools run one after another, in
-            their order. None for the default: True for methods of an environment, whose state they may change.
+            their order. None for the default: True for methods of an environment or of any other object, whose state
+            they may change.
         schema: schema in the form of OpenAI, MCP or Anthropic, instead of the one made from hints and docstring. The
             function then receives the JSON values as they are, whatever its hints say.
         render: function that turns the return value into the text that the model reads.
@@ -116,7 +118,7 @@ class Tool:
         self.timeout_s = check_timeout(timeout_s)
         self.max_result_chars = max_result_chars
         self.max_result_tokens = max_result_tokens
-        self.sequential = sequential
+        self.sequential = True if sequential is None and self.owner is not None else sequential
         self.render = render or render_result
         self.backend = backend or _declares_backend(fn)
         self.attempts = attempts
@@ -147,6 +149,12 @@ class Tool:
     def is_method(self) -> bool:
         """Whether the function is a method that is not yet bound to an instance."""
         return not self._is_static and takes_self(self.fn)
+
+    @property
+    def owner(self) -> Any:
+        """The object to which the function is bound, whose state it may change; None for a class or a module."""
+        owner = getattr(unwrap_partial(self.fn), "__self__", None)
+        return None if isinstance(owner, (type, types.ModuleType)) else owner
 
     @property
     def is_async(self) -> bool:
@@ -299,7 +307,12 @@ def _make_tool(obj: Any, **settings: Any) -> Tool:
     found = read_foreign(obj)
     if found is None:
         return Tool(obj, **settings)
-    return Tool(found[0], **{"schema": found[1], "backend": _declares_backend(obj), **settings})
+    brought = {
+        "schema": found[1],
+        "backend": _declares_backend(obj),
+        "timeout_s": getattr(obj, "timeout_seconds", None),
+    }
+    return Tool(found[0], **{**brought, **settings})
 
 
 def as_tool(obj: Any) -> Tool:

@@ -20,12 +20,14 @@ from agent_r1_trl.tools import directory
 from agent_r1_trl.tools.base import Tool, as_tool, check_timeout
 from agent_r1_trl.tools.calls import read_arguments, read_call
 from agent_r1_trl.tools.faults import (
+    HandledError,
     InfrastructureError,
     ReportedError,
     is_infrastructure_error,
     is_models_mistake,
     is_thread_error,
 )
+from agent_r1_trl.tools.foreign import text_of_mcp
 from agent_r1_trl.tools.holding import LoopCall
 from agent_r1_trl.tools.pool import JobTimeoutError, PoolExhaustedError, shared_pool
 from agent_r1_trl.tools.threads import run_on_own_thread
@@ -77,8 +79,8 @@ class ToolExecutor:
     async def execute(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Run all calls at once and return their results in the order of the calls. Never raises.
 
-        Sequential tools (methods of an environment) run one after another, in the order of the calls, while the others
-        run beside them.
+        Sequential tools (methods of an environment or of another object) run one after another, in the order of the
+        calls, while the others run beside them.
         """
         read = [read_call(call) for call in calls]
         results: list[ToolResult | None] = [None] * len(read)
@@ -111,8 +113,11 @@ class ToolExecutor:
     # ---------------------------------------------------------------- one call
 
     def _is_sequential(self, call: ToolCall) -> bool:
-        found = self.tools.get(call.name) if isinstance(call.name, str) else None
+        found = self._find(call.name) if isinstance(call.name, str) else None
         return bool(found and found.sequential)
+
+    def _find(self, name: str) -> Tool | None:
+        return self.tools.get(name) or self.tools.get(name.strip())
 
     async def _run(self, call: ToolCall) -> ToolResult:
         spent = _Spent()
@@ -142,7 +147,7 @@ class ToolExecutor:
         if not isinstance(call.name, str) or not call.name.strip():
             shown = _cut(_dump(call.arguments), 200)
             raise _CallError(ToolErrorKind.MALFORMED, f"the tool call has no tool name: {shown}")
-        found = self.tools.get(call.name) or self.tools.get(call.name.strip())
+        found = self._find(call.name)
         if found is None:
             close = difflib.get_close_matches(call.name[:100], self.tools, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -190,7 +195,9 @@ class ToolExecutor:
             began = time.perf_counter()
             try:
                 value = found.fn(**arguments)
-                return _Outcome(value=value) if inspect.isawaitable(value) else _Outcome(text=found.render(value))
+                if inspect.isawaitable(value):
+                    return _Outcome(value=value)
+                return _Outcome(text=found.render(text_of_mcp(value)))
             except BaseException as error:  # SystemExit too; the user's Ctrl-C never arrives on a worker thread
                 return _Outcome(error=error)
 
@@ -288,13 +295,17 @@ def _failed_call(found: Tool, error: BaseException) -> _CallError:
         failure = _CallError(ToolErrorKind.EXCEPTION, str(error), found)
         failure.is_models_mistake = failure.is_reported = True
         return failure
+    is_handled = isinstance(error, HandledError)
+    text = str(error) if is_handled else f"{found.name!r} failed: {_describe_error(error)}"
+    error = error.__cause__ or error if is_handled else error
     is_infrastructure = is_infrastructure_error(error, has_backend=found.backend)
     is_mistake = is_models_mistake(error, found.user_errors)
     is_thread = is_thread_error(error)
     if is_mistake and not is_thread and not isinstance(error, InfrastructureError):
         is_infrastructure = False  # the tool's own word counts more than the rule for lost connections
     kind = ToolErrorKind.INFRASTRUCTURE if is_infrastructure else ToolErrorKind.EXCEPTION
-    failure = _CallError(kind, f"{found.name!r} failed: {_describe_error(error)}{THREAD_HINT * is_thread}", found)
+    failure = _CallError(kind, f"{text}{THREAD_HINT * is_thread}", found)
+    failure.is_reported = is_handled
     failure.is_models_mistake = None if is_infrastructure else is_mistake
     failure.is_repeatable = is_infrastructure and not is_thread
     return failure
@@ -325,7 +336,7 @@ async def _await_tool(found: Tool, outcome: _Outcome, timeout_s: float | None) -
 
     async def guarded() -> _Outcome:
         try:
-            return _Outcome(text=found.render(await call.timed(outcome.value)))
+            return _Outcome(text=found.render(text_of_mcp(await call.timed(outcome.value))))
         except asyncio.CancelledError as error:
             return _Outcome(error=error)
         except KeyboardInterrupt as error:

@@ -11,10 +11,7 @@ import errno
 import re
 import traceback
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
-
-_raised: ContextVar[list[InfrastructureError] | None] = ContextVar("raised", default=None)
 
 
 class InfrastructureError(Exception):
@@ -24,12 +21,6 @@ class InfrastructureError(Exception):
     still fails, the trajectory ends with `tool_failure`, neither in the baseline nor in the loss.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        raised = _raised.get()
-        if raised is not None:
-            raised.append(self)
-
 
 class ReportedError(Exception):
     """The model's call failed by the model's own doing, and the text is all that it should read about that.
@@ -38,15 +29,11 @@ class ReportedError(Exception):
     """
 
 
-@contextlib.contextmanager
-def raised_inside() -> Iterator[list[InfrastructureError]]:
-    """List the `InfrastructureError`s that are made inside, also those that another library swallows."""
-    raised: list[InfrastructureError] = []
-    token = _raised.set(raised)
-    try:
-        yield raised
-    finally:
-        _raised.reset(token)
+class HandledError(Exception):
+    """A tool of another library failed, and the text is what its author lets the model read about that.
+
+    `__cause__` is what the tool raised, where that is known.
+    """
 
 
 OVERLOADED_OR_GONE = (429, 502, 503, 504)

@@ -1,19 +1,27 @@
-"""Tools of other libraries: LangChain, smolagents, the OpenAI Agents SDK.
+"""Tools of other libraries: LangChain, smolagents, the OpenAI Agents SDK; results of MCP.
 
-They are recognised by what they have, so none of these libraries is needed here. Each brings its own schema and makes
-its own objects of the arguments.
+They are recognised by what they have, so none of these libraries is needed here. Each brings its schema, as its
+library sends it to a model but without references, and makes its own objects of the arguments.
+
+LangChain, the Agents SDK and MCP can hand a failure to the model as if it were a result. Here it stays a failure, of
+which the model reads the text that the tool's author chose: `HandledError`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import importlib
 import inspect
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from agent_r1_trl.tools.faults import raised_inside
-from agent_r1_trl.tools.hints import Schema, as_helper_writes, inline_references
+from agent_r1_trl.tools.faults import HandledError
+from agent_r1_trl.tools.hints import Schema, inline_references
+from agent_r1_trl.tools.signature import ToolSchemaError
 
 
 def read_foreign(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
@@ -27,24 +35,48 @@ def read_foreign(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
     for read in (_langchain, _smolagents, _openai_agents):
         found = read(obj)
         if found is not None:
-            function, parameters = found
-            parameters = as_helper_writes(inline_references(parameters))
-            return function, {"name": obj.name, "description": obj.description or "", "parameters": parameters}
+            function, described = found
+            described["parameters"] = inline_references(described["parameters"])
+            named = {"name": obj.name, "description": obj.description or "", **described}
+            return function, {"type": "function", "function": named}
     return None
 
 
 def _langchain(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
     if not hasattr(obj, "args_schema") or not callable(getattr(obj, "invoke", None)):
         return None
-    # Without the arguments that LangChain itself fills in.
-    described = getattr(obj, "tool_call_schema", None) or obj.args_schema
-    parameters = described if isinstance(described, dict) else described.model_json_schema()
-    parameters = {key: value for key, value in parameters.items() if key != "description"}
+    described = importlib.import_module("langchain_core.utils.function_calling").convert_to_openai_tool(obj)[
+        "function"
+    ]
+
+    def request(arguments: dict[str, Any]) -> dict[str, Any]:
+        # Only the answer to a whole call says whether the tool failed.
+        return {"type": "tool_call", "id": "call", "name": obj.name, "args": arguments}
 
     async def call_async(**arguments: Any) -> Any:
-        return await obj.ainvoke(arguments)
+        return _text_of_message(await obj.ainvoke(request(arguments)))
 
-    return (call_async if getattr(obj, "coroutine", None) else lambda **arguments: obj.invoke(arguments)), parameters
+    def call(**arguments: Any) -> Any:
+        try:
+            return _text_of_message(obj.invoke(request(arguments)))
+        except NotImplementedError:  # of the two forms a class has to have only one
+            if type(obj)._arun.__module__.startswith("langchain_core."):
+                raise
+            return call_async(**arguments)
+
+    return (call_async if getattr(obj, "coroutine", None) else call), described
+
+
+def _text_of_message(result: Any) -> Any:
+    """The content of LangChain's `ToolMessage`; whatever else a tool may answer is returned as it is.
+
+    Raises:
+        HandledError: the tool failed, and `handle_tool_error` or `handle_validation_error` made a text of that.
+    """
+    status, content = getattr(result, "status", None), getattr(result, "content", result)
+    if status == "error":
+        raise HandledError(content if isinstance(content, str) else json.dumps(content, ensure_ascii=False))
+    return content
 
 
 def _smolagents(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
@@ -56,23 +88,85 @@ def _smolagents(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
         for name, item in inputs.items()
     }
     required = [name for name, item in inputs.items() if not item.get("nullable")]
-    return lambda **arguments: obj(**arguments), {"type": "object", "properties": properties, "required": required}
+    lock = threading.Lock()
+
+    def call(**arguments: Any) -> Any:
+        with lock:  # it loads its model in the first call, and calls of one turn begin at the same time
+            if not getattr(obj, "is_initialized", True):
+                obj.setup()
+                obj.is_initialized = True
+        return obj(**arguments)
+
+    return call, {"parameters": {"type": "object", "properties": properties, "required": required}}
 
 
 def _openai_agents(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
     parameters = getattr(obj, "params_json_schema", None)
     if not isinstance(parameters, dict) or not callable(getattr(obj, "on_invoke_tool", None)):
         return None
+    if not hasattr(obj, "_failure_error_function"):
+        raise ToolSchemaError(
+            f"Tool {obj.name!r}: this release of openai-agents returns a tool's failures as results, and does not say "
+            "which they are: pip install --upgrade 'openai-agents>=0.10'."
+        )
+    explain = None if obj._use_default_failure_error_function else obj._failure_error_function
+    errors: dict[int, Exception] = {}
 
-    async def call(**arguments: Any) -> Any:
+    async def explain_and_note(context: Any, error: Exception) -> Any:
+        errors[id(context)] = error
+        text = explain(context, error)
+        return await text if inspect.isawaitable(text) else text
+
+    asked = copy.copy(obj)
+    asked._use_default_failure_error_function = False  # its one text for every error tells the model nothing
+    asked._failure_error_function = explain_and_note if explain else None
+
+    async def call_async(**arguments: Any) -> Any:
         text = json.dumps(arguments)
         made_by = importlib.import_module("agents.tool_context").ToolContext
         context = made_by(context=None, tool_name=obj.name, tool_call_id=obj.name, tool_arguments=text)
-        with raised_inside() as raised:
-            result = await obj.on_invoke_tool(context, text)
-        for error in raised:  # by default that library makes a text of every error
-            if str(error) in str(result):
-                raise error
+        try:
+            result = await asked.on_invoke_tool(context, text)
+        finally:
+            error = errors.pop(id(context), None)
+        if error is not None:
+            raise HandledError(str(result)) from error
         return result
 
-    return call, parameters
+    def call(**arguments: Any) -> Any:
+        # The library would run it on the few threads of asyncio, where calls that hang hold up all others.
+        with asyncio.Runner() as runner:
+            runner.get_loop().set_default_executor(_ThisThread())
+            return runner.run(call_async(**arguments))
+
+    is_plain = getattr(obj.on_invoke_tool, "__agents_sync_function_tool__", False)
+    described = {"parameters": parameters, "strict": bool(getattr(obj, "strict_json_schema", True))}
+    return (call if is_plain else call_async), described
+
+
+class _ThisThread(ThreadPoolExecutor):
+    """Runs what it is given at once, on the thread that asks: here one that the executor may give up."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run the function and return a future that is done."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as error:  # as the executor's own threads
+            future.set_exception(error)
+        return future
+
+
+def text_of_mcp(result: Any) -> Any:
+    """The text of MCP's `CallToolResult`; any other value, and a result that is not all text, is returned as it is.
+
+    Raises:
+        HandledError: the result says that the tool failed.
+    """
+    if type(result).__name__ != "CallToolResult" or not isinstance(getattr(result, "content", None), list):
+        return result
+    texts = [getattr(block, "text", None) for block in result.content]
+    text = "\n".join(item for item in texts if isinstance(item, str))
+    if getattr(result, "is_error", getattr(result, "isError", False)):
+        raise HandledError(text)
+    return text if texts and None not in texts else result

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import json
+import logging
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +21,7 @@ from agent_r1_trl.tools.docstrings import Docstring, doc_text, read_docstring
 from agent_r1_trl.tools.hints import Schema, describe_argument, inline_references, plain_hint
 from agent_r1_trl.tools.signature import (
     REQUIRED,
+    STARS,
     Argument,
     ToolSchemaError,
     UndefinedHintError,
@@ -30,7 +33,8 @@ from agent_r1_trl.tools.signature import (
 
 OWN_SCHEMA = "Or describe it yourself: Tool(fn, schema={...})."
 """The cure that always works; it ends every message about a function."""
-_STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+logger = logging.getLogger(__name__)
 
 
 def check_function(fn: Callable[..., Any], name: str | None = None, description: str | None = None) -> None:
@@ -46,11 +50,27 @@ def check_function(fn: Callable[..., Any], name: str | None = None, description:
         arguments = read_arguments(fn, tool_name)
         for argument in arguments:
             describe_argument(argument, tool_name)
-        _descriptions(tool_name, doc_text(fn), description, arguments, is_strict=False)
+        doc = _read_descriptions(tool_name, doc_text(fn), description, arguments)
     except UndefinedHintError:
         return
     except ToolSchemaError as error:
         raise ToolSchemaError(f"{error} {OWN_SCHEMA}") from error
+    parameters = function_parameters(fn).values()
+    # An argument with a line of its own counts: transformers' helper reads forms that `read_docstring` does not.
+    bare = [repr(name) for name, words in doc.arguments.items() if not words and not _has_line(name, doc_text(fn))]
+    gaps = [f"no description of {', '.join(bare)} (add 'name: meaning' to a section 'Args:')"] if bare else []
+    stars = [f"no {'*' * STARS.index(item.kind)}*{item.name}" for item in parameters if item.kind in STARS]
+    if gaps + stars:
+        _warn_once(f"Tool {tool_name!r}: a model sees {' and '.join(gaps + stars)}.")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _has_line(name: str, text: str) -> bool:
+    return re.search(rf"^\s*{re.escape(name)}\s*:\s*\S", text, re.MULTILINE) is not None
 
 
 def build_schema(fn: Callable[..., Any], name: str | None = None, description: str | None = None) -> Schema:
@@ -62,8 +82,8 @@ def build_schema(fn: Callable[..., Any], name: str | None = None, description: s
         description: description of the tool, by default the first part of the docstring.
 
     Raises:
-        ToolSchemaError: the docstring, a hint or the description of an argument is missing, a hint cannot be expressed
-            in JSON, or a default contradicts its hint.
+        ToolSchemaError: the docstring or a hint is missing, a hint cannot be expressed in JSON, or a default
+            contradicts its hint.
     """
     tool_name = check_name(name or function_name(fn))
     try:
@@ -88,8 +108,8 @@ def _json_schema(
         sections = re.search(r"\n\s*Args:\n.*", text, re.DOTALL)
         text = description + (sections.group(0) if sections else "")
     schema = _ask_helper(tool_name, text, arguments, hints)
-    if schema is None:  # the helper cannot read the docstring
-        doc = _descriptions(tool_name, doc_text(fn), description, arguments)
+    if schema is None:  # the helper cannot read the docstring, or finds something missing
+        doc = _read_descriptions(tool_name, doc_text(fn), description, arguments)
         lines = [f"    {argument.name}: -" for argument in arguments]
         text = "\n".join(["-", "", "Args:", *lines])
         schema = _ask_helper(tool_name, text, arguments, hints)
@@ -99,12 +119,15 @@ def _json_schema(
         function["description"] = doc.description
         for name, item in function["parameters"]["properties"].items():
             item["description"] = doc.arguments[name]
+            if not item["description"]:
+                del item["description"]
     if not schema["function"]["description"]:
         raise ToolSchemaError(f"Tool {tool_name!r}: its docstring does not say what it does before its arguments.")
     properties = schema["function"]["parameters"]["properties"]
     for name, item in described.items():
         if item is not None:
-            properties[name] = {**item, "description": properties[name]["description"]}
+            told = properties[name].get("description")
+            properties[name] = item | ({"description": told} if told else {})
     return schema
 
 
@@ -138,16 +161,11 @@ def _ask_helper(name: str, doc: str, arguments: Sequence[Argument], hints: dict[
     return None
 
 
-def _descriptions(
-    tool_name: str, text: str, description: str | None, arguments: Sequence[Argument], *, is_strict: bool = True
-) -> Docstring:
-    """What the docstring, in any style, and `Annotated` say.
-
-    With `is_strict=False`, an argument that has a line of its own in the docstring counts as described: transformers'
-    helper reads forms that `read_docstring` does not.
+def _read_descriptions(tool_name: str, text: str, description: str | None, arguments: Sequence[Argument]) -> Docstring:
+    """What the docstring, in any style, and `Annotated` say; an argument of which they say nothing has "".
 
     Raises:
-        ToolSchemaError: the description of the function or of an argument is missing.
+        ToolSchemaError: there is no docstring.
     """
     if not text.strip() and description is None:
         raise ToolSchemaError(
@@ -156,12 +174,6 @@ def _descriptions(
         )
     doc = read_docstring(text)
     described = {argument.name: doc.arguments.get(argument.name) or argument.note for argument in arguments}
-    for name, words in described.items():
-        if not words and (is_strict or not re.search(rf"^\s*{re.escape(name)}\s*:\s*\S", text, re.MULTILINE)):
-            raise ToolSchemaError(
-                f"Tool {tool_name!r}: its docstring has no description of the argument '{name}': add a line "
-                f"'{name}: meaning' to a section 'Args:' (NumPy's and Sphinx's forms are read as well)."
-            )
     return Docstring(doc.description if description is None else description, described)
 
 
@@ -235,7 +247,7 @@ def check_fit(fn: Callable[..., Any], schema: Schema) -> None:
     promised = set(schema["function"]["parameters"].get("properties", {}))
     by_name = {item.name for item in parameters if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)}
     takes_any = any(item.kind is item.VAR_KEYWORD for item in parameters)
-    needed = {item.name for item in parameters if item.default is REQUIRED and item.kind not in _STARS}
+    needed = {item.name for item in parameters if item.default is REQUIRED and item.kind not in STARS}
     unknown, missing = sorted(promised - by_name) if not takes_any else [], sorted(needed - promised)
     if unknown or missing:
         raise ToolSchemaError(

@@ -10,9 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from agent_r1_trl.tools.docstrings import doc_text, read_docstring, read_type
+
 REQUIRED = inspect.Parameter.empty
 """The default of an argument that has none."""
 
+STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -81,13 +84,25 @@ def function_parameters(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def read_arguments(fn: Callable[..., Any], tool_name: str) -> list[Argument]:
-    """The arguments of a function, in their order.
+    """The arguments of a function, in their order, without `*args` and `**kwargs` where there are others.
+
+    An argument without a hint has the type that the docstring gives it, else that of its default.
 
     Raises:
-        ToolSchemaError: one of them cannot be passed by name, or has no type hint.
+        ToolSchemaError: one of them cannot be passed by name, or has no type.
     """
     hints = read_hints(fn, tool_name)
-    return [_argument(parameter, hints, tool_name) for parameter in function_parameters(fn).values()]
+    parameters = list(function_parameters(fn).values())
+    named = [parameter for parameter in parameters if parameter.kind not in STARS]
+    if any(parameter.name not in hints for parameter in named):
+        worded = read_docstring(doc_text(fn)).types
+        for name, default in ((item.name, item.default) for item in named if item.name not in hints):
+            hint = read_type(worded[name]) if name in worded else None
+            if hint is None and type(default) in (str, int, float, bool):
+                hint = type(default)
+            if hint is not None:
+                hints[name] = hint
+    return [_argument(parameter, hints, tool_name) for parameter in named or parameters]
 
 
 def read_hints(fn: Callable[..., Any], tool_name: str) -> dict[str, Any]:
@@ -112,7 +127,7 @@ def read_hints(fn: Callable[..., Any], tool_name: str) -> dict[str, Any]:
 
 
 def _argument(parameter: inspect.Parameter, hints: dict[str, Any], tool_name: str) -> Argument:
-    if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+    if parameter.kind in STARS:
         stars = "*" if parameter.kind is inspect.Parameter.VAR_POSITIONAL else "**"
         raise ToolSchemaError(
             f"Tool {tool_name!r}: {stars}{parameter.name} cannot be described to a model: give every argument a name."
@@ -125,7 +140,7 @@ def _argument(parameter: inspect.Parameter, hints: dict[str, Any], tool_name: st
     if parameter.name not in hints:
         raise ToolSchemaError(
             f"Tool {tool_name!r}: argument '{parameter.name}' has no type hint: write '{parameter.name}: str' (or "
-            "int, float, bool, list[...], dict[str, ...], Literal[...])."
+            "int, float, bool, list[...], dict[str, ...], Literal[...]), or name such a type in the docstring."
         )
     hint, default = hints[parameter.name], parameter.default
     field = default if _is_field(default) else None

@@ -46,7 +46,12 @@ MAX_WAIT_S = 60.0
 MIN_EVIDENCE = math.log(1e4)
 """A rise that chance explains with a probability above 1e-4 is none."""
 
-_MODELS_MISTAKES = (ToolErrorKind.MALFORMED, ToolErrorKind.UNKNOWN_TOOL, ToolErrorKind.INVALID_ARGUMENTS)
+_MODELS_MISTAKES = (
+    ToolErrorKind.MALFORMED,
+    ToolErrorKind.UNKNOWN_TOOL,
+    ToolErrorKind.INVALID_ARGUMENTS,
+    ToolErrorKind.TOO_MANY,
+)
 
 
 class ToolOutageError(NothingPlayedError):

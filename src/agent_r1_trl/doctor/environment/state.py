@@ -10,6 +10,7 @@ from agent_r1_trl.doctor.environment.construction import Trial
 from agent_r1_trl.doctor.environment.episodes import play
 from agent_r1_trl.doctor.environment.script import valid_messages
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
+from agent_r1_trl.tools import Tool
 
 _MAX_DEPTH = 6
 _MAX_ITEMS = 2000
@@ -20,9 +21,10 @@ _OPAQUE_MODULES = {*sys.stdlib_module_names, "agent_r1_trl"}
 def check_shared_state(trial: Trial) -> None:
     """Whether an episode in one instance changes another, or the class."""
     bystander = trial.fresh(trial.rows[0])[0].env
+    owners = {f"{type(item.owner).__name__} of the tool {item.name!r}": item.owner for item in _methods(bystander)}
     if isinstance(bystander, TRLEnvAdapter):
         bystander = bystander.environment
-    before = _snapshot(bystander)
+    before, before_of_owners = _snapshot(bystander), {name: _freeze(owner) for name, owner in owners.items()}
     if (
         play(trial, trial.rows[0], "a valid call or a plain answer", valid_messages(trial.tools_for(trial.rows[0])))
         is None
@@ -37,7 +39,21 @@ def check_shared_state(trial: Trial) -> None:
             "Create it in reset or __init__ of each instance (self.name = []) and copy what comes from outside; a "
             "cache that is meant to be shared: call it *_cache.",
         )
+    changed = sorted(name for name, owner in owners.items() if before_of_owners[name] != _freeze(owner))
+    if changed:
+        trial.report.warning(
+            "state",
+            f"An episode in one instance changed the {', '.join(changed)}: all trajectories share that object.",
+            "Unless that is meant, make one in each instance's __init__ and list its methods there: "
+            "self.tools = [self.board.move].",
+        )
     trial.report.ok("state", "Two instances share no state.")
+
+
+def _methods(env: Any) -> list[Tool]:
+    """The tools that are methods of an object other than the environment."""
+    listed = [item for item in getattr(env, "tools", None) or () if isinstance(item, Tool)]
+    return [item for item in listed if item.owner not in (None, env, getattr(env, "environment", None))]
 
 
 def _snapshot(instance: Any) -> dict[str, str]:

@@ -42,6 +42,11 @@ def check_tools(report: Report, declared: Any) -> list[Tool]:
             )
             continue
         usable.append(found)
+        properties = found.schema["function"]["parameters"].get("properties", {})
+        bare = [name for name, item in properties.items() if isinstance(item, dict) and not item.get("description")]
+        if bare:
+            message = f"Tool {found.name!r} has no description of {', '.join(map(repr, bare))}: a model has to guess."
+            report.warning("tools", message, "Describe every argument in the docstring's 'Args:'.")
         if len(description.split()) < 2:
             message = f"Tool {found.name!r}: {description!r} is too short for a model to know when to call it."
             report.warning("tools", message, "Say in the docstring's first line what the tool does and returns.")
@@ -54,8 +59,11 @@ def check_tools(report: Report, declared: Any) -> list[Tool]:
 
 def list_tools(tools: list[Tool]) -> str:
     """The message of a check of tools that found nothing."""
-    names = ", ".join(found.name for found in tools)
-    return f"Schemas that a model can read: {names}." if names else "No tools."
+    if not tools:
+        return "No tools."
+    in_order = ", ".join(found.name for found in tools if found.sequential)
+    beside = f" Calls of one turn run one after another (sequential=False lifts that): {in_order}." if in_order else ""
+    return f"Schemas that a model can read: {', '.join(found.name for found in tools)}.{beside}"
 
 
 def check_result(report: Report, result: ToolResult) -> None:
