@@ -140,7 +140,31 @@ def test_attempts_at_one_example_are_no_independent_evidence():
     once = result_of(values).intervals["exact_match"]
     rows = [{"exact_match": (4.0 * value, 4.0)} for value in values]
     four = EvaluationResult.from_rows(rows, example_ids=[""] * 100).intervals["exact_match"]
-    assert four == once
+    assert four == pytest.approx(once, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high"),
+    # The ends solve (p - share)^2 = 1.96^2 p (1 - p) / n.
+    [([1] * 10, 0.7225, 1.0), ([0] * 10, 0.0, 0.2775), ([1], 0.2065, 1.0), ([1] * 3 + [0] * 7, 0.1078, 0.6032)],
+)
+def test_a_share_of_examples_has_an_interval_also_where_all_are_alike(values, low, high):
+    found = result_of(values).intervals["exact_match"]
+    assert found == pytest.approx((low, high), abs=1e-4)
+    share, n = sum(values) / len(values), len(values)
+    for end in found:
+        assert (end - share) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / n, abs=1e-6)
+
+
+def test_counts_and_values_between_0_and_1_keep_the_bootstrap():
+    assert result_of([1] * 10, name="turns").intervals["turns"] == (1.0, 1.0)
+    sums = [(1.0, 1.0), (0.5, 1.0), (0.0, 1.0), (1.0, 1.0)]
+    rows = [{"f1": pair} for pair in sums]
+    found = EvaluationResult.from_rows(rows, example_ids=["", "", "", ""]).intervals["f1"]
+    assert found == bootstrap_intervals({"f1": np.array(sums)})["f1"]
+    unscored = [{"exact_match": (1.0, 1.0)}] * 9 + [{"exact_match": (0.0, 0.0)}]
+    ends = EvaluationResult.from_rows(unscored, example_ids=[""] * 10).intervals["exact_match"]
+    assert ends == pytest.approx((0.7009, 1.0), abs=1e-4), "nine of nine: an example without a value is none"
 
 
 def test_intervals_depend_on_the_seed_only():
@@ -173,7 +197,7 @@ def test_a_difference_between_other_examples_is_refused():
 def test_the_dictionary_is_flat_and_json():
     record = json.loads(result_of([1, 0], settings={"seed": 0}, num_generations=2).to_json())
     assert record["exact_match"] == 0.5 and record["num_examples"] == 2 and record["num_generations"] == 2
-    assert record["intervals"]["exact_match"] == [0.0, 1.0]
+    assert record["intervals"]["exact_match"] == pytest.approx([0.0945, 0.9055], abs=1e-4)
     assert "trajectories" not in record and "rows" not in record
 
 

@@ -72,7 +72,7 @@ def test_methods_and_data_sets_make_the_rows_of_one_table(search_recipe, model_f
     assert [float(line["f1_high"]) for line in lines] == [row["intervals"]["f1"][1] for row in rows]
     markdown = Path("scores/evaluation.md").read_text().splitlines()
     assert markdown[0].startswith("| data set | method | examples | EM | F1 | reward | turns | calls | tokens |")
-    assert markdown[3].startswith("| test | naive_rag | 2 | 0.000 [0.000, 0.000] |")
+    assert markdown[3].startswith("| test | naive_rag | 2 | 0.000 [0.000, 0.658] |")
     assert any(line.startswith(f"- base: {model_folder}, greedy, 1 attempt per example") for line in markdown)
     questions = [record.trajectory.prompt_messages[-1]["content"] for record in read_records("scores/test/naive_rag")]
     assert all("Four is the sum." in text and "Question: What is" in text for text in questions)

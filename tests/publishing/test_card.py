@@ -70,7 +70,12 @@ def test_of_a_table_only_the_models_own_results_are_in_the_metadata_one_for_each
 
 def test_baselines_stand_beside_the_model_in_the_text():
     text = section(card(evaluation=TABLE).text, "Results")
-    assert text.count("40 examples of `hotpotqa/hotpot_qa`, greedy; 95% bootstrap intervals.") == 1
+    assert (
+        text.count(
+            "40 examples of `hotpotqa/hotpot_qa`, greedy; 95% intervals (bootstrap; Wilson's where each is 0 or 1)."
+        )
+        == 1
+    )
     assert "| metric | base | naive\\_rag | model |" in text and "| metric | base | model |" in text
     assert "| exact\\_match | 0.25 (0.125 to 0.375) | 0.375 (0.25 to 0.5) | 0.625 (0.5 to 0.75) |" in text
     assert "| pass@4 |  | 0.75 |" in text and "| f1 | 0.125 | 0.1875 | 0.3125 |" in text

@@ -1,8 +1,9 @@
-"""What an evaluation found: metrics, each with a 95% bootstrap interval.
+"""What an evaluation found: metrics, each with a 95% interval.
 
 A metric is a ratio of two sums over examples (scores and scored attempts; failed calls and calls). The bootstrap draws
-whole examples, so several attempts at one question never count as independent evidence. A trajectory that ended in an
-infrastructure failure counts in `infrastructure_failure_rate` and nowhere else.
+whole examples, so several attempts at one question never count as independent evidence. Where every example has one
+value, 0 or 1, the interval is Wilson's: the bootstrap of examples that are all alike has no width. A trajectory that
+ended in an infrastructure failure counts in `infrastructure_failure_rate` and nowhere else.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.trajectory import USAGE, Trajectory
@@ -23,6 +25,9 @@ NAMES = {"em": "exact_match", "valid_answer": "valid_answer_rate"}
 NUM_RESAMPLES = 10_000
 """Of the bootstrap; for more than 1,000 examples fewer, but at least 1,000."""
 
+COUNTS = ("turns", "tool_calls", "completion_tokens", "input_tokens", "sampled_tokens", "cost_per_1000")
+"""Metrics that may be 0 or 1 in every example and are no shares of anything."""
+
 Row = dict[str, tuple[float, float]]
 """Metric -> (numerator, denominator) of one trajectory or example."""
 
@@ -33,13 +38,13 @@ class EvaluationResult:
 
     Example:
         >>> result = EvaluationResult.from_rows([{"f1": (1.0, 1.0)}, {"f1": (0.0, 1.0)}], example_ids=["a", "b"])
-        >>> result.metrics, result.intervals["f1"]
-        ({'f1': 0.5}, (0.0, 1.0))
+        >>> result.metrics, [round(bound, 3) for bound in result.intervals["f1"]]
+        ({'f1': 0.5}, [0.095, 0.905])
     """
 
     metrics: dict[str, float]
     intervals: dict[str, tuple[float, float]]
-    """95% percentile bootstrap over examples."""
+    """95% percentile bootstrap over examples; Wilson's score interval where `is_share`."""
     num_examples: int
     num_generations: int = 1
     example_ids: list[str] = field(default_factory=list)
@@ -63,9 +68,10 @@ class EvaluationResult:
         """Metrics and intervals from the sums of each example."""
         sums = _sums(rows)
         metrics = {name: _ratio(*pair.sum(axis=0)) for name, pair in sums.items()}
+        shares = {name: wilson_interval(*pair.sum(axis=0)) for name, pair in sums.items() if is_share(name, pair)}
         return cls(
             metrics=metrics,
-            intervals=bootstrap_intervals(sums, seed=seed),
+            intervals=bootstrap_intervals(sums, seed=seed) | shares,
             num_examples=len(rows),
             example_ids=example_ids,
             rows=rows,
@@ -144,6 +150,31 @@ def example_sums(trajectories: Sequence[Trajectory]) -> Row:
 
 
 # ---------------------------------------------------------------- intervals
+
+
+def is_share(name: str, sums: np.ndarray) -> bool:
+    """Whether a metric says which share of examples has something: each has one value, 0 or 1, and it is no count.
+
+    Args:
+        name: of the metric.
+        sums: (N, 2) numerators and denominators per example.
+    """
+    scored = sums[sums[:, 1] > 0]
+    return name not in COUNTS and len(scored) > 0 and bool(((scored == 0) | (scored == 1)).all())
+
+
+def wilson_interval(num: float, total: float, *, level: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval of a share (Wilson 1927), which has a width also where all are alike.
+
+    >>> [round(bound, 3) for bound in wilson_interval(10, 10)]
+    [0.722, 1.0]
+    """
+    num, total = float(num), float(total)  # numpy's, as a rule
+    z, share = NormalDist().inv_cdf((1 + level) / 2), num / total
+    middle = share + z * z / (2 * total)
+    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    shrink = 1 + z * z / total
+    return max(0.0, (middle - half) / shrink), min(1.0, (middle + half) / shrink)
 
 
 def bootstrap_intervals(

@@ -128,7 +128,7 @@ class EvaluationTable:
             for row in self.rows
             if row.result.failures
         ]
-        return [*notes, "In brackets: 95% bootstrap interval over examples.", *failed]
+        return [*notes, "In brackets: 95% interval over examples (bootstrap; Wilson's where each is 0 or 1).", *failed]
 
 
 def dataset_labels(names: Sequence[str]) -> list[str]:

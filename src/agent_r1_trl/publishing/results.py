@@ -132,7 +132,8 @@ def _head(scores: Scores, data: str) -> str:
     num = "?" if scores.num_examples is None else scores.num_examples
     of_data = f" of {markdown_code(data)}" if data else ""
     drawn = "" if scores.temperature is None else f", sampled at temperature {scores.temperature:g}"
-    return f"{num} examples{of_data}{', greedy' if scores.temperature == 0 else drawn}; 95% bootstrap intervals."
+    decoding = ", greedy" if scores.temperature == 0 else drawn
+    return f"{num} examples{of_data}{decoding}; 95% intervals (bootstrap; Wilson's where each is 0 or 1)."
 
 
 def _table(listed: Sequence[Scores]) -> str:
