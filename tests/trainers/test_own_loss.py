@@ -121,7 +121,7 @@ REFUSED = {
 ANY = [{}, {"update_layout": "packed"}, *REFUSED.values()]
 
 
-@pytest.mark.parametrize("options", ANY, ids=str)
+@pytest.mark.parametrize("options", ANY, ids=lambda options: "-".join(options))
 def test_a_term_beside_ours_leaves_ours_as_it_is(tmp_path, options):
     """Whatever the advantages are: only our own loss reads them."""
     make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
