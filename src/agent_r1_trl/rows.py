@@ -111,9 +111,10 @@ def extended_row(rows: Sequence[Sequence[int]], context_ids: Sequence[int]) -> i
     fitting = [
         index
         for index, ids in enumerate(rows)
-        # The last id first: a row is as a rule no prefix, and comparing whole contexts is slow.
+        # The last ids first: a row is as a rule no prefix, and comparing whole contexts is slow.
         if len(ids) <= len(context_ids)
-        and ids[-1:] == context_ids[len(ids) - 1 : len(ids)]
+        and (not ids or ids[-1] == context_ids[len(ids) - 1])
+        and ids[-64:] == context_ids[max(0, len(ids) - 64) : len(ids)]
         and ids == context_ids[: len(ids)]
     ]
     return max(fitting, key=lambda index: len(rows[index]), default=None)

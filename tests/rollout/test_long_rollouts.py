@@ -18,6 +18,7 @@ from agent_r1_trl.journal.players import JournaledGenerator, TrajectoryLog
 from agent_r1_trl.journal.records import checksum_ids
 from agent_r1_trl.recording import TrajectoryStore, read_trajectories, spans, store
 from agent_r1_trl.rollout import Draft, RolloutRequest
+from agent_r1_trl.rollout.contexts import Contexts
 from agent_r1_trl.trajectory import Author, Trajectory, Turn
 from tests.fake_vllm import FakeServer
 from tests.families import FAMILIES
@@ -74,6 +75,25 @@ def test_the_parser_is_handed_the_end_of_the_context_and_reads_what_it_read_from
         assert message == parse(ids, request.prompt_ids)  # the ids of its calls, too
     ids = [item["id"] for turn in trajectory.turns for item in turn.message.get("tool_calls", ())]
     assert len({*ids}) == len(ids) == 12
+
+
+@pytest.mark.parametrize(("policy", "num_turns"), [("drop_observations", 2), ("window", 3), ("step", 1)])
+def test_what_two_contexts_have_in_common_is_put_together_once(policy, num_turns, monkeypatch):
+    told = []
+
+    def counted(self, index, observations, *, delta=Contexts._delta):
+        told.append(index)
+        return delta(self, index, observations)
+
+    monkeypatch.setattr(Contexts, "_delta", counted)
+    limits = {"context_policy": policy, "context_turns": num_turns, "max_turns": 41, "max_completion_length": 10**6}
+    turns = [*(call("echo", text=f"number {index} " * 20) for index in range(40)), say()]
+    trajectory, _ = play(turns, limits=limits)
+    assert len(trajectory.turns) == 41 and len(told) <= 40 * (num_turns + 1)
+    monkeypatch.setattr(Contexts, "_num_kept", lambda self, messages: 0)
+    again, _ = play(turns, limits=limits)
+    assert [row.prompt_ids for row in again.rows] == [row.prompt_ids for row in trajectory.rows]
+    assert again.completion_ids == trajectory.completion_ids and again.authors == trajectory.authors
 
 
 @pytest.mark.parametrize("number", ["0", "99", "150"])

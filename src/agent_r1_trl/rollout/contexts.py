@@ -19,6 +19,7 @@ from typing import Any
 
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.rollout.context_policies import (
+    POLICIES,
     ContextView,
     find_policy,
     has_row_per_turn,
@@ -59,6 +60,10 @@ class Contexts:
         """Of each turn, the ids that followed its sampled ones."""
         self._rendered_deltas: dict[int, tuple[list[Message], list[int]]] = {}
         """Turn -> messages that took the place of what answered it, and what they were rendered to."""
+        self._is_ours = limits.context_policy in POLICIES
+        """The policy is one of the package, which changes no message and reuses none for another text."""
+        self._last: tuple[list[Message], list[int], dict[int, int]] = ([], [], {})
+        """The last context: messages, ids, and how many of these stand before each of its turns, by position."""
 
     def go_on(
         self, observations: list[Message], ids: list[int], authors: list[Author], next_context: Any = None
@@ -128,12 +133,12 @@ class Contexts:
             messages = self._policy(view)
         except Exception as error:
             raise EnvironmentFailure(f"{name} raised {type(error).__name__}: {error}") from error
-        if not is_context(messages):
+        if not self._is_ours and not is_context(messages):
             raise EnvironmentFailure(
                 f"{name} returned {messages!r:.200}. Return a list of messages, or view.messages to leave the context "
                 "as it is."
             )
-        if any(self._originals.get(id(message), message) != message for message in messages):
+        if not self._is_ours and any(self._originals.get(id(message), message) != message for message in messages):
             raise EnvironmentFailure(
                 f"{name} changed a message of its view. Return another one in its place, such as "
                 "{**message, 'content': ...}."
@@ -153,19 +158,38 @@ class Contexts:
         if self._history is not None and (shown := self._history.encode(messages, len(prompt))) is not None:
             return shown
         head = len(prompt) if messages[: len(prompt)] == prompt else 0
+        _, known_ids, lengths = self._last
+        kept = self._num_kept(messages)  # the beginning costs the same after any number of turns
         turns = {}
-        for position in reversed(range(head, len(messages))):
+        for position in reversed(range(max(head, kept), len(messages))):
             if messages[position]["role"] == "assistant":
                 index = self._turn_of(messages[position])
                 if index is None or position == 0:
+                    kept = 0
                     break
                 turns[position] = index
         starts = [*sorted(turns), len(messages)]
-        before = messages[: starts[0]]
-        ids = list(self._draft.prompt_ids) if head == len(before) else self._rendered(before)
+        if kept:
+            ids, lengths = known_ids[: lengths[kept]], {at: num for at, num in lengths.items() if at < kept}
+        else:
+            before, lengths = messages[: starts[0]], {}
+            ids = list(self._draft.prompt_ids) if head == len(before) else self._rendered(before)
         for start, end in itertools.pairwise(starts):
+            lengths[start] = len(ids)
             ids += self._sampled(turns[start]) + self._delta(turns[start], messages[start + 1 : end])
+        if self._is_ours:
+            self._last = (messages, ids, lengths)
         return ids
+
+    def _num_kept(self, messages: list[Message]) -> int:
+        """How many messages begin both this context and the last one, up to a turn of the latter; 0 for none."""
+        known, _, lengths = self._last
+        same = 0
+        for one, other in zip(messages, known, strict=False):
+            if one is not other:
+                break
+            same += 1
+        return max((position for position in lengths if position <= same and position < len(messages)), default=0)
 
     def _turn_of(self, message: Message) -> int | None:
         index = self._turn_by_id.get(id(message))

@@ -89,7 +89,7 @@ class Draft:
 
     def rewrite_context(
         self,
-        ids: Sequence[int],
+        ids: list[int],
         delta: Sequence[int],
         authors: Sequence[Author],
         *,
@@ -99,7 +99,7 @@ class Draft:
         """Let the next turn be sampled after `ids`, in the row that they extend or in a new one.
 
         Args:
-            ids: the whole context.
+            ids: the whole context; nobody may change it afterwards.
             delta: what follows the last turn if nothing is rewritten; the new tokens of a row that goes on are as a
                 rule these.
             authors: of `delta`.
@@ -119,7 +119,7 @@ class Draft:
         start = len(self.completion_ids)
         if row is None:
             self.rows = [*rows, list(ids)]
-            self.segments.append(Segment(start=start, row=len(rows), prompt_ids=list(ids)))
+            self.segments.append(Segment(start=start, row=len(rows), prompt_ids=ids))
             return True
         if row != current:
             self.segments.append(Segment(start=start, row=row))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, Protocol
@@ -213,7 +214,8 @@ async def take_step(
         return observations, info, StopReason.TOOL_FAILURE
     if done:
         return observations, info, StopReason.DONE
-    last = [turn.is_invalid for turn in draft.turns if not turn.is_summary][-limits.max_invalid_calls - 1 :]
+    latest = (turn.is_invalid for turn in reversed(draft.turns) if not turn.is_summary)
+    last = list(itertools.islice(latest, limits.max_invalid_calls + 1))
     is_lost = len(last) > limits.max_invalid_calls and all(last)
     return observations, info, StopReason.INVALID_CALLS if is_lost else None
 

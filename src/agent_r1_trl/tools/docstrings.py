@@ -98,7 +98,7 @@ def _read_one(text: str) -> Any:
     if match:
         inside = (match["of"] or match["in"]).removesuffix("...").rstrip(", ")
         item = read_type(inside) or read_type(inside.rstrip("s"))  # "list of strings"
-        return None if item is None else list[item]
+        return None if item is None else list[item]  # type: ignore[valid-type]
     return dict if re.match(r"(?i)dict\b", word) else None
 
 

@@ -109,7 +109,7 @@ def _openai_agents(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
             f"Tool {obj.name!r}: this release of openai-agents returns a tool's failures as results, and does not say "
             "which they are: pip install --upgrade 'openai-agents>=0.10'."
         )
-    explain = None if obj._use_default_failure_error_function else obj._failure_error_function
+    explain: Any = None if obj._use_default_failure_error_function else obj._failure_error_function
     errors: dict[int, Exception] = {}
 
     async def explain_and_note(context: Any, error: Exception) -> Any:
