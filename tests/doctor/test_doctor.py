@@ -472,7 +472,7 @@ def test_versions_outside_the_windows_are_flagged():
 
     report = Report()
     requirements = [
-        "trl>=1.16,<1.17",
+        "trl>=1.16",
         "torch>=2.6",
         "gone>=1",
         'vllm>=0.22,<=0.31; extra == "vllm"',

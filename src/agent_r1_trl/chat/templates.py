@@ -181,7 +181,7 @@ def check_template_kwargs(template: str, kwargs: dict[str, Any] | None, thinking
 def _folder() -> Path:
     spec = importlib.util.find_spec("trl")
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("trl is not installed: pip install 'trl>=1.16,<1.17'")
+        raise ModuleNotFoundError("trl is not installed: pip install 'trl>=1.16'")
     return Path(spec.origin).parent / "chat_templates"
 
 

@@ -36,4 +36,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name.endswith("Trainer"):  # before the imports that another release of TRL may lack
+        importlib.import_module(f"{__name__}.trl_release").check_trl()
     return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -3,21 +3,8 @@
 The methods override TRL's and stand in the order in which TRL calls them. Each is a few lines that hand over to a
 collaborator which can be read and tested alone; no TRL method body is copied.
 
-TRL 1.16 names that this file touches (`tests/trainers/test_trl_contract.py` checks each):
-
-- overridden: `__init__`, `_set_signature_columns_if_needed`, `_get_train_sampler` (its `seed`, `shuffle` and
-  `generator`), `get_batch_samples`, `training_step`, `_prepare_inputs`, `_generate_and_score_completions`,
-  `_generate`, `_calculate_rewards`; in `loss.py` `_get_per_token_logps_and_entropies` and `_compute_loss`; in
-  `publishing.py` `create_model_card`, `push_to_hub`, `_push_from_checkpoint`; in `saving.py` `train`,
-  `_init_training_state`, `_load_optimizer_and_scheduler`, `_load_rng_state`, `_get_output_dir`,
-  `_push_from_checkpoint`, `_save_checkpoint`
-- read: `_metrics`, `_logs`, `_tokenizer`, `_is_vlm`, `eos_token_ids`, `num_generations`, `num_generations_eval`,
-  `num_iterations`, `reward_funcs`, `reward_weights`, `reward_func_names`, `model_wrapped`, `ref_model`,
-  `aux_loss_enabled`, `current_gradient_accumulation_steps`, `accelerator`, `state`
-- set: `use_vllm`, `tools`, `environments`, and for a while `_step`, `_buffered_inputs`; in `loss.py` `beta`
-- of a batch: `prompt_ids`, `prompt_mask`, `completion_ids`, `completion_mask`, `tool_mask`, `advantages`,
-  `num_items_in_batch`, `importance_sampling_ratio`, `old_per_token_logps`, `ref_per_token_logps`,
-  `sampling_per_token_logps`
+What they need of TRL stands in the tables of `trl_release.py`, which are compared with the installed release;
+`tests/trainers/test_trl_contract.py` checks what the methods do.
 """
 
 from __future__ import annotations
@@ -75,9 +62,12 @@ from agent_r1_trl.trainers.saving import Saving
 from agent_r1_trl.trainers.signals import RunGuard
 from agent_r1_trl.trainers.training_rows import TrainingRows, weigh_mismatch_of_rows
 from agent_r1_trl.trainers.trl_logs import correct_trl_logs
+from agent_r1_trl.trainers.trl_release import check_trl
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import batch_trajectories, settle_masks, whole_rows
 from agent_r1_trl.update.layout import UpdateLayout
+
+check_trl()
 
 
 class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer, LossTrainer):

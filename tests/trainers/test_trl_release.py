@@ -1,0 +1,211 @@
+"""The tables of what we need of TRL are what the source uses, and another release is judged by them in one message."""
+
+import ast
+import functools
+import importlib
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import trl
+from trl import GRPOTrainer
+
+import agent_r1_trl
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from agent_r1_trl.trainers import trl_release as release
+
+SRC = Path(agent_r1_trl.__file__).parent
+TRLS = [kind for kind in GRPOTrainer.__mro__ if kind.__module__.startswith("trl.")]
+OURS = {
+    kind
+    for trainer in (MultiTurnGRPOTrainer, MultiTurnPPOTrainer)
+    for kind in trainer.__mro__
+    if kind.__module__.startswith("agent_r1_trl.")
+}
+
+
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SRC.rglob("*.py")}
+
+
+def attributes_of(tree, *names):
+    """Attributes that are read of, or set on, these names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = node.value
+            name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", None)
+            if name in names:
+                yield node.attr
+
+
+@functools.cache
+def used_of_trainers():
+    """Attributes of `self` in our trainers, and of what is called a trainer anywhere."""
+    used, names = set(), {kind.__name__ for kind in OURS}
+    for tree in TREES.values():
+        used.update(attributes_of(tree, "trainer", "_trainer"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and node.name in names:
+                used.update(attributes_of(node, "self"))
+    return used
+
+
+def test_the_overrides_in_the_table_are_those_of_our_trainers():
+    of_trl = {name for kind in TRLS for name, value in vars(kind).items() if inspect.isfunction(value)}
+    ours = {name for kind in OURS for name in vars(kind)}
+    called = used_of_trainers() & of_trl - ours - set(release.ATTRIBUTES.split())
+    assert set(release.METHODS) == (ours & of_trl) | called
+
+
+@pytest.mark.parametrize("name", release.METHODS)
+def test_the_arguments_in_the_table_are_those_that_our_overrides_name(name):
+    named, is_open = [], True
+    for kind in OURS:
+        if name in vars(kind):
+            parameters = [*inspect.signature(vars(kind)[name]).parameters.values()][1:]
+            kinds = {item.kind for item in parameters}
+            is_open &= inspect.Parameter.VAR_KEYWORD in kinds
+            own = [item.name for item in parameters if item.kind is item.POSITIONAL_OR_KEYWORD]
+            named = max(named, own, key=len)
+    assert release.METHODS[name].split() == [*named, *["*"] * is_open]
+
+
+def test_the_attributes_in_the_table_are_those_of_trls_that_are_used():
+    code = ast.parse(textwrap.dedent(inspect.getsource(GRPOTrainer.__init__)))
+    set_by_trl = {
+        node.attr for node in ast.walk(code) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    of_classes = {name for kind in TRLS for name, value in vars(kind).items() if isinstance(value, str)}
+    own = {"__module__", "__doc__"}
+    assert set(release.ATTRIBUTES.split()) == used_of_trainers() & (set_by_trl | of_classes) - own
+
+
+def test_the_imports_in_the_table_are_those_of_the_source():
+    found = {}
+    for path, tree in TREES.items():
+        module = "trl.chat_template_utils" if path.parent.name == "chat" else "trl"  # what `trl` is there
+        found.setdefault(module, set()).update(set(attributes_of(tree, "trl")) - {"__version__"})
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and re.fullmatch(r"trl(\..+)?", node.module or ""):
+                found.setdefault(node.module, set()).update(item.name for item in node.names)
+    assert {module: set(names.split()) for module, names in release.IMPORTS.items()} == found
+
+
+def test_the_entries_of_a_batch_in_the_table_are_those_that_the_loss_reads():
+    assert set(release.BATCH_KEYS.split()) == release.batch_keys(GRPOTrainer._compute_loss)
+
+
+def test_the_release_that_is_called_tested_is_the_one_of_the_constraints():
+    constraints = SRC.parents[1] / "requirements" / "constraints.txt"
+    assert f"trl=={release.TESTED}\n" in constraints.read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------- other releases
+
+LOSS = '        prompt_ids, prompt_mask = inputs["prompt_ids"], inputs["prompt_mask"]\n'
+CHANGES = {
+    "a method is renamed": (
+        [("trainer/grpo_trainer.py", "_calculate_rewards", "_score")],
+        "GRPOTrainer._calculate_rewards is gone",
+        "error",
+    ),
+    "a method needs another argument": (
+        [("trainer/grpo_trainer.py", "def _generate(self, prompts: list)", "def _generate(self, prompts, budget)")],
+        "GRPOTrainer._generate needs 'budget'",
+        "error",
+    ),
+    "a function is renamed": (
+        [("trainer/grpo_trainer.py", "nanstd", "nan_std"), ("trainer/utils.py", "nanstd", "nan_std")],
+        "trl.trainer.utils.nanstd is gone",
+        "error",
+    ),
+    "the loss reads another entry": (
+        [("trainer/grpo_trainer.py", LOSS, f'{LOSS}        inputs.get("reply_weights")\n')],
+        "GRPOTrainer._compute_loss reads inputs['reply_weights']",
+        "warning",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_release_is_judged_in_one_message(tmp_path, change):
+    edits, text, level = CHANGES[change]
+    copy = shutil.copytree(Path(trl.__file__).parent, tmp_path / "trl", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, old, new in edits:
+        source = (copy / name).read_text(encoding="utf-8")
+        assert old in source
+        (copy / name).write_text(source.replace(old, new), encoding="utf-8")
+    code = "import agent_r1_trl.trainers; from agent_r1_trl import MultiTurnGRPOTrainer, MultiTurnPPOTrainer"
+    paths = os.pathsep.join([str(tmp_path), str(SRC.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert done.returncode == (level == "error"), done.stderr
+    assert ("Traceback" in done.stderr) is (level == "error")
+    (message,) = re.findall(r"^.*differs from.*$", done.stderr, re.MULTILINE)
+    assert text in message and f"pip install trl=={release.TESTED}" in message
+    assert message.startswith("ImportError: trl ") is (level == "error")
+    assert done.stderr.rstrip().endswith(message)
+
+
+def test_the_tested_release_needs_no_message(caplog):
+    release.check_trl.__wrapped__()
+    assert caplog.messages == []
+
+
+def test_all_that_is_new_stands_in_one_warning(monkeypatch, caplog):
+    def sampler(self, eval_dataset, seed=0): ...
+
+    monkeypatch.setattr(GRPOTrainer, "_get_eval_sampler", sampler)
+    monkeypatch.setattr(release, "BATCH_KEYS", release.BATCH_KEYS.replace(" tool_mask", ""))
+    release.check_trl.__wrapped__()
+    (message,) = caplog.messages
+    assert (
+        "GRPOTrainer._get_eval_sampler takes 'seed'; GRPOTrainer._compute_loss reads inputs['tool_mask']." in message
+    )
+
+
+def test_an_attribute_that_no_method_of_trls_mentions_is_gone(monkeypatch):
+    monkeypatch.setattr(release, "ATTRIBUTES", "_metrics _name _pending_outtakes")
+    with pytest.raises(ImportError, match=r"what it builds on: GRPOTrainer._pending_outtakes is gone\."):
+        release.check_trl.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (None, (["is gone"], [])),
+        (lambda self, a: 0, (["takes no 'b'"], [])),
+        (lambda self, b, a: 0, (["takes 'b', 'a' in this order"], [])),
+        (lambda self, a, b, c: 0, (["needs 'c'"], [])),
+        (lambda self, a, b, *, c: 0, (["needs 'c'"], [])),
+        (lambda self, a, b, c=0, **kwargs: 0, ([], ["takes 'c'", "takes 'kwargs'"])),
+    ],
+)
+def test_arguments_are_compared_by_name_and_order(method, expected):
+    assert release.compare_arguments(method, ["a", "b"]) == expected
+
+
+def test_arguments_that_an_override_passes_on_are_no_news():
+    assert release.compare_arguments(lambda self, a, b, c, d=0: 0, ["a", "b", "*"]) == ([], [])
+
+
+def test_light_parts_do_not_ask_for_trl():
+    light = "agent_r1_trl.trainers, agent_r1_trl.tools, agent_r1_trl.environments"
+    subprocess.run([sys.executable, "-c", f"import sys, {light}; assert 'trl' not in sys.modules"], check=True)
+
+
+def test_a_release_without_a_module_lacks_all_that_is_imported_from_it(monkeypatch):
+    def imported(name):
+        if name == "trl.models":
+            raise ModuleNotFoundError(name)
+        return sys.modules[name]
+
+    monkeypatch.setattr(importlib, "import_module", imported)
+    assert [*release._lacking_imports()] == ["trl.models.unwrap_model_for_generation is gone"]
