@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.chat import ChatFormat
-from agent_r1_trl.chat.grammars import GRAMMARS
+from agent_r1_trl.chat.grammars import name_of_grammar
 from agent_r1_trl.doctor import run_doctor
 from agent_r1_trl.environments import StepResult
 from agent_r1_trl.generation import ScriptedGenerator
@@ -36,7 +36,6 @@ def row_of(family: str) -> list[str]:
     messages = " ".join(check.message for check in flagged)
     is_own = chat.template_to_save == tokenizer.chat_template
     prompt = chat.encoder.to_text(chat.encode_prompt([{"role": "user", "content": "q"}]))
-    grammar = next((name for name, grammar in GRAMMARS.items() if grammar == chat.grammar), "TRL's")
     checks = {check.check for check in flagged}
     thoughts = "none"
     if chat.thinks and not prompt.endswith("</think>"):
@@ -44,7 +43,7 @@ def row_of(family: str) -> list[str]:
     return [
         f"`{family}`",
         "own" if is_own else "TRL's",
-        grammar if grammar == "TRL's" else f"`{grammar}`",
+        f"`{name_of_grammar(chat.grammar)}`",
         "rewritten later" if "earlier messages in another way" in messages else "exact",
         "wrong" if "masks" in checks else "exact",
         "some are not" if "parser" in checks else "all",

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from agent_r1_trl.chat.format import ChatFormat
-from agent_r1_trl.chat.grammars import GRAMMARS
+from agent_r1_trl.chat.grammars import GRAMMARS, named_grammar
 from tests.families import FAMILIES as FORMATS
 from tests.tokenizers import FAMILIES, make_tokenizer, read_template
 
@@ -99,6 +99,24 @@ def test_an_unknown_template_with_the_tokenizer_s_own_grammar_is_accepted():
     }
     chat = ChatFormat(tokenizer)
     assert chat.parse(chat.encode_reply(CALL))["tool_calls"][0]["function"]["name"] == "f"
+
+
+@pytest.mark.parametrize(
+    ("family", "word", "name"),
+    [
+        ("llama3", "Cutting Knowledge", "llama3"),
+        ("llama3_2", "Cutting Knowledge", "llama3"),
+        ("gptoss", "Valid channels", "gpt_oss"),
+        ("gemma4", "description:", "gemma4"),
+        ("gemma4_v5", "description:", "gemma4"),
+    ],
+)
+def test_calls_are_read_whatever_the_templates_prompt_says(family, word, name):
+    source = make_tokenizer(family).chat_template
+    assert word in source
+    chat = ChatFormat(make_tokenizer(family, chat_template=source.replace(word, "Other words:")))
+    assert chat.parse(chat.encode_reply(CALL))["tool_calls"][0]["function"] == CALL["tool_calls"][0]["function"]
+    assert chat.grammar == named_grammar(name) == ChatFormat(make_tokenizer(family), response_template=name).grammar
 
 
 def test_a_template_whose_calls_cannot_be_read_back_is_refused():

@@ -22,7 +22,7 @@ from typing import Any
 
 from agent_r1_trl.chat.encoding import TextEncoder, not_fast, split_by_author
 from agent_r1_trl.chat.errors import GENERAL_CURE, ChatFormatError
-from agent_r1_trl.chat.grammars import GRAMMARS
+from agent_r1_trl.chat.grammars import GRAMMAR_NAMES
 from agent_r1_trl.chat.jinja import ChatTemplate
 from agent_r1_trl.chat.messages import readable
 from agent_r1_trl.chat.parsing import TurnParser
@@ -339,13 +339,13 @@ class ChatFormat:
         turn_end = self._ends[0].sampled
         grammar = self.response_template
         if grammar is None and self.supports_tools:
-            grammar = choose_response_template(self.tokenizer, self.chat_template, turn_end, trl)
+            grammar = choose_response_template(self.tokenizer, self.chat_template, trl)
             if grammar is None:
                 raise ChatFormatError(
                     "The chat template writes tool calls in a form that cannot be read back: no grammar is known for "
                     "it and it has no <tool_call> markers.",
                     "Set response_template to a grammar (see transformers' page on chat response parsing) or to the "
-                    f"name of a family that writes calls in this way ({', '.join(GRAMMARS)}).",
+                    f"name of a family that writes calls in this way ({', '.join(GRAMMAR_NAMES)}).",
                 )
         self.grammar = grammar or text_grammar(self.chat_template, self._renderer.turn_start(), turn_end)
         """What reads turns: the grammar that was asked for, that of the family, or one without calls."""

@@ -1,7 +1,8 @@
-"""How model families write tool calls and thoughts, for families that TRL lacks or reads wrongly.
+"""How model families write tool calls and thoughts, each under a name.
 
-A grammar has the form of a transformers `response_template`; in `tool_calls`, `content` names a reader of `calls.py`
-and `hints` the markers of an attempted call. The table in docs/model-families.md lists what belongs to which model.
+A grammar has the form of a transformers `response_template`. In those of our own `content` names a reader of `calls.py`
+in `tool_calls`, and `hints` the markers of an attempted call. The others are TRL's. The table in
+docs/model-families.md lists what belongs to which model.
 """
 
 from __future__ import annotations
@@ -83,7 +84,11 @@ GRAMMARS["command"]["fields"]["content"] = {
     "content": "text",
 }
 
-# Text that a template of the family contains; the first row that fits decides.
+_OF_TRL = {"llama3": "llama3_template", "gpt_oss": "gptoss_template", "gemma4": "gemma4_template"}
+GRAMMAR_NAMES = (*GRAMMARS, *_OF_TRL)
+"""What `response_template` takes as a name."""
+
+# Text that a template of the family contains, none of it from a prompt, which publishers reword; the first row that fits decides.
 _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mistral", ("[TOOL_CALLS]",)),
     ("deepseek", ("<｜tool▁call▁begin｜>",)),
@@ -96,12 +101,30 @@ _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("glm", ("<arg_key>", "<tool_call>")),
     ("qwen3_coder", ("<function=", "<tool_call>")),
     ("hermes", ("<tool_call>",)),
+    ("gemma4", ("<|tool_call>call:",)),
+    ("gpt_oss", ("<|channel|>", "<|call|>")),
+    ("llama3", ("<|start_header_id|>", '"parameters": ')),
 )
+
+
+def named_grammar(name: str) -> Grammar:
+    """A copy of the grammar with one of `GRAMMAR_NAMES`."""
+    if name in GRAMMARS:
+        return copy.deepcopy(GRAMMARS[name])
+    # Imported here: an environment server must not wait for torch.
+    from trl import chat_template_utils as trl
+
+    return copy.deepcopy(getattr(trl, _OF_TRL[name]))
+
+
+def name_of_grammar(grammar: Grammar) -> str | None:
+    """The name of a grammar; None if it has none."""
+    return next((name for name in GRAMMAR_NAMES if named_grammar(name) == grammar), None)
 
 
 def find_grammar(template: str) -> Grammar | None:
     """The grammar of a template, known by the markers in its source; None if there is none."""
     for name, marks in _MARKS:
         if all(mark in template for mark in marks):
-            return copy.deepcopy(GRAMMARS[name])
+            return named_grammar(name)
     return None

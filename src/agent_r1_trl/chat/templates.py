@@ -11,12 +11,11 @@ import importlib.util
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from agent_r1_trl.chat.calls import READERS
 from agent_r1_trl.chat.errors import GENERAL_CURE, ChatFormatError
-from agent_r1_trl.chat.grammars import GRAMMARS, find_grammar
+from agent_r1_trl.chat.grammars import GRAMMAR_NAMES, find_grammar, named_grammar
 from agent_r1_trl.chat.jinja import (
     PROBE_TOOL,
     ChatTemplate,
@@ -94,21 +93,13 @@ def choose_chat_template(
     )
 
 
-def choose_response_template(tokenizer: Any, template: str, turn_end: str, trl: Any) -> dict[str, Any] | None:
+def choose_response_template(tokenizer: Any, template: str, trl: Any) -> dict[str, Any] | None:
     """The grammar of assistant turns under `template`; None if calls are written in no known form."""
     own = getattr(tokenizer, "response_template", None)
     of_trl = [value for name, value in vars(trl).items() if name.endswith("_template") and isinstance(value, dict)]
     if own is not None and own not in of_trl:
         return dict(own)
-    found = find_grammar(template)
-    if found is not None:
-        return found
-    for candidate in (template, _original_of(template)):
-        found = _trl_grammar(candidate, trl)
-        if found is not None:
-            return found
-    known = _same_rendering(_with_template(tokenizer, template))
-    return _trl_grammar(known, trl)
+    return find_grammar(template)
 
 
 def read_response_template(requested: dict[str, Any] | str | None) -> dict[str, Any] | None:
@@ -120,8 +111,8 @@ def read_response_template(requested: dict[str, Any] | str | None) -> dict[str, 
     if requested is None or requested == "":
         return None
     grammar: Any = requested
-    if isinstance(requested, str) and requested in GRAMMARS:
-        return copy.deepcopy(GRAMMARS[requested])
+    if isinstance(requested, str) and requested in GRAMMAR_NAMES:
+        return named_grammar(requested)
     try:
         if isinstance(requested, str):
             path = Path(requested)
@@ -134,7 +125,7 @@ def read_response_template(requested: dict[str, Any] | str | None) -> dict[str, 
     except Exception as error:  # files, JSON and grammars fail in ways of their own
         raise ChatFormatError(
             f"response_template={str(requested)[:80]!r} is no grammar for reading turns ({error}).",
-            f"Set it to the name of a family ({', '.join(GRAMMARS)}), or to a transformers response_template as a "
+            f"Set it to the name of a family ({', '.join(GRAMMAR_NAMES)}), or to a transformers response_template as a "
             "dict or a JSON file.",
         ) from error
     return dict(grammar)
@@ -200,26 +191,6 @@ def _source(requested: str) -> str:
         f"chat_template={requested!r} is neither a template's source, nor a file, nor a template that TRL ships.",
         f"Pass one of these; TRL ships {', '.join(_shipped())}.",
     )
-
-
-def _original_of(template: str) -> str | None:
-    shipped = _shipped()
-    for name, source in shipped.items():
-        if source == template and name.endswith("_training"):
-            return shipped.get(name.removesuffix("_training"))
-    return None
-
-
-def _trl_grammar(template: str | None, trl: Any) -> dict[str, Any] | None:
-    if template is None:
-        return None
-    carrier = SimpleNamespace(chat_template=template)
-    try:
-        trl.add_response_schema(carrier)
-    except ValueError:
-        return None
-    found = getattr(carrier, "response_template", None)
-    return dict(found) if found is not None else None
 
 
 def _training_variant(carrier: Any, trl: Any) -> str | None:
