@@ -12,7 +12,7 @@ from agent_r1_trl.trajectory import Message, Trajectory
 
 
 @functools.cache
-def python_tool(sandbox: str, timeout_s: float) -> PythonTool:
+def python_tool(sandbox: str | None, timeout_s: float) -> PythonTool:
     """One tool for all environments with these settings; each environment gets a sandbox of its own from it."""
     return PythonTool(sandbox, limits=SandboxLimits(timeout_s=timeout_s))
 
@@ -24,8 +24,8 @@ class PythonMathEnv(ToolEnv):
     `####` counts.
 
     Args:
-        sandbox: where the code runs: "subprocess" (resource limits), "sandlock" (isolation) or "monty" (a subset of
-            Python); docs/sandbox.md compares them.
+        sandbox: where the code runs: "sandlock" (isolation), "limits" (no isolation) or "monty" (a subset of
+            Python); by default sandlock where the system has it. docs/sandbox.md compares them.
         timeout_s: maximum seconds of one call.
         **settings: settings of `ToolEnv`.
     """
@@ -38,7 +38,7 @@ class PythonMathEnv(ToolEnv):
     max_process_reward = 0.1
     failure_reward = 0.0
 
-    def __init__(self, sandbox: str = "subprocess", timeout_s: float = 5.0, **settings: Any) -> None:
+    def __init__(self, sandbox: str | None = None, timeout_s: float = 5.0, **settings: Any) -> None:
         super().__init__(tools=[python_tool(sandbox, timeout_s)], **settings)
 
     def reset(self, example: dict[str, Any]) -> list[Message]:

@@ -20,12 +20,14 @@ from agent_r1_trl.sandbox import (
     make_sandbox_factory,
     render_sandbox_result,
 )
+from agent_r1_trl.sandbox.cage import privileges
+from agent_r1_trl.sandbox.choose import default_sandbox
 from tests.sandbox.attacks import processes_with
 from tests.sandbox.test_containment import why_not_sandlock
 
 LIMITS = SandboxLimits(timeout_s=20, memory_mb=256, disk_mb=8, max_processes=8, max_output_chars=1000)
 HURRIED = SandboxLimits(timeout_s=0.5)
-BACKENDS = ["subprocess", "no namespaces", "sandlock"]
+BACKENDS = ["limits", "sandlock"]
 
 
 def make(backend, limits=LIMITS):
@@ -33,8 +35,6 @@ def make(backend, limits=LIMITS):
         return MontySandbox(limits)
     if backend == "sandlock" and (reason := why_not_sandlock()):
         pytest.skip(reason)
-    if backend == "no namespaces":
-        return LocalSandbox("subprocess", limits, namespaces=False)
     return LocalSandbox(backend, limits)
 
 
@@ -238,13 +238,13 @@ def test_close_kills_what_runs_and_wakes_the_call(sandbox):
 PARENT = """
 import os, sys, threading, time
 from agent_r1_trl.sandbox import LocalSandbox, SandboxLimits
-kind, namespaces, mark, how = sys.argv[1], sys.argv[2] == "1", sys.argv[3], sys.argv[4]
-sandboxes = [LocalSandbox(kind, SandboxLimits(timeout_s=60), namespaces=namespaces) for _ in range(2)]
+kind, mark, how = sys.argv[1:4]
+sandboxes = [LocalSandbox(kind, SandboxLimits(timeout_s=60)) for _ in range(2)]
 print(sandboxes[0].run("import os\\nos.getcwd()").value.strip("'"), flush=True)
 code = f"import os\\nif os.fork() == 0:\\n    os.setsid()\\n    os.system('sleep {mark}')\\nos.system('sleep {mark}')"
 threading.Thread(target=sandboxes[1].run, args=(code,), daemon=True).start()
 if how == "ends":
-    while not os.path.exists(sys.argv[5]):
+    while not os.path.exists(sys.argv[4]):
         time.sleep(0.02)
 else:
     time.sleep(60)
@@ -253,13 +253,12 @@ else:
 
 @pytest.mark.parametrize(
     ("backend", "how"),
-    [*((backend, "kill -9") for backend in BACKENDS), ("subprocess", "ends"), ("subprocess", "stops")],
+    [*((backend, "kill -9") for backend in BACKENDS), ("limits", "ends"), ("limits", "stops")],
 )
 def test_nothing_outlives_the_training_process(backend, how, tmp_path):
     make(backend).close()
     mark = f"62.{BACKENDS.index(backend)}{len(how)}25"
-    kind, namespaces = ("subprocess", "0") if backend == "no namespaces" else (backend, "1")
-    arguments = [sys.executable, "-c", PARENT, kind, namespaces, mark, how, str(tmp_path / "end")]
+    arguments = [sys.executable, "-c", PARENT, backend, mark, how, str(tmp_path / "end")]
     parent = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
     directory = Path(parent.stdout.readline().strip())
     assert wait_until(lambda: len(processes_with(f"sleep\0{mark}")) == 2)
@@ -271,7 +270,7 @@ def test_nothing_outlives_the_training_process(backend, how, tmp_path):
     assert wait_until(lambda: not directory.parent.exists()), list(directory.parent.iterdir())
 
 
-@pytest.mark.parametrize("backend", ["subprocess", "no namespaces"])
+@pytest.mark.parametrize("backend", ["limits", "sandlock"])
 def test_directories_that_resist_removal_are_removed(backend):
     sandbox = make(backend)
     directory = Path(sandbox.run("import os\nos.getcwd()").value.strip("'"))
@@ -282,7 +281,7 @@ def test_directories_that_resist_removal_are_removed(backend):
 
 
 def test_a_sandbox_that_nobody_holds_any_more_ends():
-    made = LocalSandbox("subprocess", SandboxLimits(timeout_s=60))
+    made = LocalSandbox("limits", SandboxLimits(timeout_s=60))
     directory = Path(made.run("import os\nos.getcwd()").value.strip("'"))
     assert directory.is_dir()
     del made
@@ -290,12 +289,12 @@ def test_a_sandbox_that_nobody_holds_any_more_ends():
 
 
 def test_a_forked_trainer_gets_a_keeper_of_its_own_and_leaves_its_parents_alone():
-    sandbox = make("subprocess")
+    sandbox = make("limits")
     sandbox.run("x = 1")
     pid = os.fork()
     if pid == 0:
         try:
-            fine = LocalSandbox("subprocess", LIMITS).run("2").value == "2"
+            fine = LocalSandbox("limits", LIMITS).run("2").value == "2"
             local._end_keeper()
             os._exit(0 if fine else 1)
         finally:
@@ -312,16 +311,16 @@ def test_a_keeper_that_cannot_start_is_an_infrastructure_fault(monkeypatch, tmp_
     monkeypatch.setattr(local, "_keeper", None)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
     with pytest.raises(SandboxError, match="did not start"):
-        LocalSandbox("subprocess", LIMITS).run("1")
+        LocalSandbox("limits", LIMITS).run("1")
 
 
 def test_a_keeper_that_died_is_started_again():
-    sandbox = make("subprocess")
+    sandbox = make("limits")
     sandbox.run("x = 1")
     directory = Path(sandbox.run("import os\nos.getcwd()").value.strip("'"))
     os.kill(local._the_keeper()._process.pid, signal.SIGKILL)
     assert wait_until(lambda: not local._keeper.is_alive)
-    other = make("subprocess")
+    other = make("limits")
     assert other.run("2").value == "2"
     assert not directory.parent.exists()
     sandbox.close()
@@ -333,11 +332,38 @@ def test_an_old_kernel_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(sandlock, "landlock_abi_version", lambda: -1)
     with pytest.raises(ValueError, match='sandbox="sandlock" needs Landlock') as caught:
         make_sandbox_factory("sandlock", LIMITS, "python")
-    assert 'sandbox="subprocess"' in str(caught.value)
-    assert make_sandbox_factory("subprocess", LIMITS, "python")().run("1").value == "1"  # the cure works
+    assert 'sandbox="limits"' in str(caught.value)
+    assert make_sandbox_factory("limits", LIMITS, "python")().run("1").value == "1"  # the cure works
 
 
-@pytest.mark.parametrize("name", ["subprocess", "sandlock"])
+def test_without_a_name_the_code_is_isolated_or_a_warning_says_why_not(monkeypatch, caplog):
+    default_sandbox.cache_clear()
+    assert default_sandbox() == ("limits" if why_not_sandlock() else "sandlock")
+    sandlock = pytest.importorskip("sandlock")
+    monkeypatch.setattr(sandlock, "landlock_abi_version", lambda: -1)
+    default_sandbox.cache_clear()
+    caplog.clear()
+    assert [default_sandbox(), default_sandbox()] == ["limits", "limits"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "without isolation" in caplog.text and "needs Landlock" in caplog.text
+    default_sandbox.cache_clear()
+
+
+def test_a_capability_that_stays_is_refused(monkeypatch):
+    if os.getuid() != 0:
+        pytest.skip("only root has capabilities to keep")
+    pid = os.fork()
+    if pid == 0:
+        monkeypatch.setattr(privileges._libc, "capset", lambda *_: -1)
+        try:
+            privileges.drop_privileges()
+        except PermissionError as error:
+            os._exit(0 if "CapEff" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("name", ["limits", "sandlock"])
 def test_another_system_than_linux_is_refused_by_name(monkeypatch, name):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ValueError, match=rf"sandbox='{name}' needs Linux, and this is darwin"):
@@ -359,8 +385,9 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, name, module):
     ("sandbox", "language", "text"),
     [
         ("docker", "python", "sandbox='docker': unknown"),
+        ("subprocess", "python", 'sandbox="limits" for resource limits without isolation'),
         ("monty", "shell", 'sandbox="monty" runs Python only'),
-        (LocalSandbox(), "python", "needs a sandbox of its own"),
+        (LocalSandbox("limits"), "python", "needs a sandbox of its own"),
         (7, "python", "needs a sandbox of its own"),
     ],
 )

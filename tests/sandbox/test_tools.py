@@ -227,10 +227,10 @@ def test_a_place_granted_to_a_cancelled_waiter_goes_to_the_next():
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("sandbox", ["subprocess", "monty"])
+@pytest.mark.parametrize("sandbox", ["limits", "monty"])
 def test_64_trajectories_are_kept_busy_at_once(sandbox):
     """Each sleeps or computes for about 0.5 s in its sandbox: one after another would take more than half a minute."""
-    pause = "import time\ntime.sleep(0.25)" if sandbox == "subprocess" else "sum(range(2000))"
+    pause = "import time\ntime.sleep(0.25)" if sandbox == "limits" else "sum(range(2000))"
 
     class Env(ToolEnv):
         tools = (PythonTool(sandbox),)

@@ -131,7 +131,7 @@ def running(command: Sequence[str], *, is_cpu: bool) -> Iterator[subprocess.Pope
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", **(_ON_CPU if is_cpu else {})}
     on_start = None
     if sys.platform == "linux":
-        from agent_r1_trl.sandbox.cage.namespaces import die_with_parent
+        from agent_r1_trl.sandbox.cage.privileges import die_with_parent
 
         on_start = functools.partial(die_with_parent, signal.SIGTERM)
     process = subprocess.Popen(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,23 @@ from agent_r1_trl.sandbox.base import Language, Sandbox, SandboxLimits
 from agent_r1_trl.sandbox.local import LocalSandbox
 from agent_r1_trl.sandbox.monty import MontySandbox
 
-BACKENDS = ("subprocess", "sandlock", "monty")
+BACKENDS = ("sandlock", "limits", "monty")
 INSTALL = "pip install 'agent-r1-trl[sandbox]'"
+
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def default_sandbox() -> str:
+    """`"sandlock"` where this system and the installation have it, else `"limits"` with a warning."""
+    try:
+        if sys.platform == "linux":  # elsewhere "limits" is refused as well, with what to use instead
+            check_sandlock()
+            return "sandlock"
+    except ValueError as error:
+        logger.warning('Code of the model runs without isolation, as sandbox="limits". %s', error)
+    return "limits"
 
 
 def make_sandbox_factory(sandbox: Any, limits: SandboxLimits, language: Language) -> Callable[[], Sandbox]:
@@ -29,6 +45,11 @@ def make_sandbox_factory(sandbox: Any, limits: SandboxLimits, language: Language
                 f"({', '.join(map(repr, BACKENDS))}), a class, or a function that makes one."
             )
         return sandbox
+    if sandbox == "subprocess":
+        raise ValueError(
+            'sandbox="subprocess" is gone. Leave sandbox out (isolation by sandlock where the system has it), or '
+            'write sandbox="limits" for resource limits without isolation.'
+        )
     if sandbox not in BACKENDS:
         raise ValueError(
             f"sandbox={sandbox!r}: unknown. Choose one of {', '.join(map(repr, BACKENDS))}, or pass a class of your "
@@ -36,7 +57,7 @@ def make_sandbox_factory(sandbox: Any, limits: SandboxLimits, language: Language
         )
     if sandbox == "monty":
         if language != "python":
-            raise ValueError('sandbox="monty" runs Python only. Use sandbox="sandlock" or "subprocess" for a shell.')
+            raise ValueError('sandbox="monty" runs Python only. Use sandbox="sandlock" or "limits" for a shell.')
         _require("pydantic_monty", sandbox)
         return functools.partial(MontySandbox, limits)
     if sys.platform != "linux":
@@ -46,8 +67,7 @@ def make_sandbox_factory(sandbox: Any, limits: SandboxLimits, language: Language
         )
     if sandbox == "sandlock":
         check_sandlock()
-        return functools.partial(LocalSandbox, "sandlock", limits)
-    return functools.partial(LocalSandbox, "subprocess", limits)
+    return functools.partial(LocalSandbox, "sandlock" if sandbox == "sandlock" else "limits", limits)
 
 
 def check_sandlock() -> None:
@@ -64,7 +84,7 @@ def check_sandlock() -> None:
         has = f"version {found}" if found > 0 else "none (is 'landlock' missing from the kernel's lsm= list?)"
         raise ValueError(
             f'sandbox="sandlock" needs Landlock version {needed} or newer (Linux 6.12), and this kernel has {has}. '
-            'Run on such a kernel, or use sandbox="monty" (a subset of Python), or sandbox="subprocess" inside a '
+            'Run on such a kernel, or use sandbox="monty" (a subset of Python), or sandbox="limits" inside a '
             "container or virtual machine of your own."
         )
 

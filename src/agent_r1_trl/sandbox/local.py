@@ -1,4 +1,4 @@
-"""The local backends: `subprocess` (resource limits) and `sandlock` (isolation), behind one keeper per process."""
+"""The local backends: `limits` (resource limits) and `sandlock` (isolation), behind one keeper per process."""
 
 from __future__ import annotations
 
@@ -35,20 +35,13 @@ class LocalSandbox:
     """Runs code in processes on this machine; they start with the first call.
 
     Args:
-        backend: `"subprocess"`, or `"sandlock"`.
+        backend: `"sandlock"`, or `"limits"`.
         limits: what the code may use.
-        namespaces: False to leave out Linux namespaces even where the system allows them (`subprocess` only).
     """
 
-    def __init__(
-        self,
-        backend: Literal["subprocess", "sandlock"] = "subprocess",
-        limits: SandboxLimits | None = None,
-        *,
-        namespaces: bool = True,
-    ) -> None:
+    def __init__(self, backend: Literal["sandlock", "limits"], limits: SandboxLimits | None = None) -> None:
         self.limits = limits or SandboxLimits()
-        self._settings = {"backend": backend, "namespaces": namespaces, **dataclasses.asdict(self.limits)}
+        self._settings = {"backend": backend, **dataclasses.asdict(self.limits)}
         self._connection: socket.socket | None = None
         self._was_open = False
         self._lock = threading.Lock()
@@ -140,8 +133,7 @@ class _Keeper:
         with contextlib.suppress(OSError):
             message = ours.recv(CHUNK)
             if message:
-                hello = json.loads(message)
-                self.has_namespaces, self._base = bool(hello["namespaces"]), str(hello["base"])
+                self._base = str(json.loads(message)["base"])
                 return
         self.close()
         raise SandboxError("the keeper of the sandboxes did not start; its message is above")
@@ -196,11 +188,6 @@ def _the_keeper() -> _Keeper:
             except OSError as error:
                 raise SandboxError(f"the keeper of the sandboxes did not start: {error}") from error
         return _keeper
-
-
-def has_namespaces() -> bool:
-    """Whether the `subprocess` backend runs in Linux namespaces here (no network, read-only files)."""
-    return _the_keeper().has_namespaces
 
 
 def _tmpdir() -> dict[str, str]:

@@ -40,9 +40,7 @@ class MontySandbox:
         import pydantic_monty
 
         if language != "python":
-            raise ValueError(
-                f'language={language!r}: sandbox="monty" runs Python only; use "subprocess" or "sandlock".'
-            )
+            raise ValueError(f'language={language!r}: sandbox="monty" runs Python only; use "sandlock" or "limits".')
         with self._lock:
             if self._session is None:
                 self._open()

@@ -1,7 +1,7 @@
 """The python tool: runs the code that a model writes, in a sandbox of the trajectory.
 
     class MyEnv(ToolEnv):
-        tools = [PythonTool()]                # or PythonTool("sandlock"), PythonTool("monty"), PythonTool(MySandbox)
+        tools = [PythonTool()]                # or PythonTool("limits"), PythonTool("monty"), PythonTool(MySandbox)
 
 Variables and files survive from call to call. See docs/sandbox.md for what each backend contains.
 """
@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
 from agent_r1_trl.sandbox import Language, SandboxError, SandboxLimits, make_sandbox_factory, render_sandbox_result
+from agent_r1_trl.sandbox.choose import default_sandbox
 from agent_r1_trl.sandbox.sessions import Session
 from agent_r1_trl.tools.base import Tool
 from agent_r1_trl.tools.faults import InfrastructureError, ReportedError
@@ -28,7 +29,8 @@ class SandboxTool(Tool):
     Tools of one environment that name the same sandbox with the same limits share it, with its files.
 
     Args:
-        sandbox: `"subprocess"`, `"sandlock"`, `"monty"`, a class, or a function that makes a `Sandbox`.
+        sandbox: `"sandlock"`, `"limits"`, `"monty"`, a class, or a function that makes a `Sandbox`. By default
+            sandlock where this system has it, else limits with a warning.
         limits: what one sandbox may use; by default `SandboxLimits()`.
         max_sandboxes: maximum number of open sandboxes in this process; further trajectories wait for theirs.
         name: name of the tool.
@@ -42,7 +44,7 @@ class SandboxTool(Tool):
 
     def __init__(
         self,
-        sandbox: Any = "subprocess",
+        sandbox: Any = None,
         *,
         limits: SandboxLimits | None = None,
         max_sandboxes: int = MAX_SANDBOXES,
@@ -56,6 +58,7 @@ class SandboxTool(Tool):
             )
         if isinstance(max_sandboxes, bool) or not isinstance(max_sandboxes, int) or max_sandboxes < 1:
             raise ValueError(f"max_sandboxes={max_sandboxes!r}: must be an integer >= 1.")
+        sandbox = default_sandbox() if sandbox is None else sandbox
         self.limits = limits or SandboxLimits()
         self._key = (sandbox, self.limits, max_sandboxes)
         self._session = Session(

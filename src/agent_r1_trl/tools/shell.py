@@ -1,7 +1,7 @@
 """The shell tool: runs command lines in a sandbox of the trajectory.
 
 class MyEnv(ToolEnv):
-    tools = [PythonTool("sandlock"), ShellTool("sandlock")]      # they share one private directory
+    tools = [PythonTool(), ShellTool()]      # they share one private directory
 """
 
 from __future__ import annotations

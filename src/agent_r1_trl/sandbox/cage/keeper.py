@@ -17,7 +17,7 @@ import tempfile
 import time
 from typing import Any
 
-from agent_r1_trl.sandbox.cage import namespaces, processes
+from agent_r1_trl.sandbox.cage import privileges, processes
 from agent_r1_trl.sandbox.cage.supervisor import supervise
 
 POLL_S = 1.0
@@ -38,12 +38,11 @@ class Keeper:
         self._base = tempfile.mkdtemp(prefix="agent-r1-trl-sandbox-")
         self._directories: dict[int, str] = {}
         self._count = 0
-        self._can_make_namespaces = namespaces.can_make_namespaces(self._base)
 
     def serve(self) -> None:
         """Fork supervisors until the trainer has closed its end or is gone."""
         gc.freeze()  # what is here now is never collected, so the forks go on sharing it
-        self._control.send(json.dumps({"namespaces": self._can_make_namespaces, "base": self._base}).encode())
+        self._control.send(json.dumps({"base": self._base}).encode())
         while os.getppid() == self._trainer:
             if select.select([self._control], [], [], POLL_S)[0]:
                 message, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE, 1)
@@ -71,16 +70,14 @@ class Keeper:
                 import sandlock  # noqa: F401
         directory = os.path.join(self._base, str(self._count))
         os.mkdir(directory, mode=0o700)
-        wanted = settings["namespaces"] and settings["backend"] == "subprocess"
-        settings = {**settings, "directory": directory, "namespaces": wanted and self._can_make_namespaces}
-        uid, gid = os.getuid(), os.getgid()
-        pid = namespaces.fork_into_namespaces() if settings["namespaces"] else os.fork()
+        settings = {**settings, "directory": directory}
+        pid = os.fork()
         if pid == 0:
             try:
                 self._control.close()
                 os.open(os.devnull, os.O_RDONLY)  # takes the number of the closed socket, 0
                 with socket.socket(fileno=descriptor) as control:
-                    supervise(control, settings, uid=uid, gid=gid)
+                    supervise(control, settings)
             finally:
                 os._exit(0)
         os.close(descriptor)
@@ -99,7 +96,7 @@ def main() -> None:
     """Body of the keeper's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the trainer, which closes its end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    namespaces.adopt_orphans()
+    privileges.adopt_orphans()
     keeper = Keeper(socket.socket(fileno=0))
     try:
         keeper.serve()

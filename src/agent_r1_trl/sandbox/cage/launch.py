@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.sandbox.cage import interpreter as interpreter_file
-from agent_r1_trl.sandbox.cage import namespaces, processes
+from agent_r1_trl.sandbox.cage import privileges, processes
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -21,6 +21,17 @@ READABLE = (
     "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random",
 )  # fmt: skip
 """What a program needs to start; no home directory, no /etc/passwd, no /proc."""
+DENIED = """
+mknod mknodat
+chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat file_setattr
+setxattr lsetxattr fsetxattr setxattrat removexattr lremovexattr fremovexattr removexattrat
+prlimit64 setrlimit setpriority ioprio_set sched_setaffinity sched_setscheduler sched_setparam sched_setattr
+migrate_pages move_pages process_madvise process_mrelease process_vm_readv pidfd_getfd kcmp
+keyctl add_key request_key mq_open mq_unlink shmget msgget semget memfd_create memfd_secret
+quotactl quotactl_fd inotify_add_watch fanotify_mark
+"""
+"""What Landlock does not judge: calls that change files, processes or keys of the same user, or take memory that is
+nobody's."""
 WAIT_S = 2.0
 SPARE_TASKS = 256
 """What the user's other processes may start in the meantime before the code can start none any more."""
@@ -55,7 +66,9 @@ class Interpreter:
                 fields = stream.read().rpartition(")")[2].split()
             used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
             limit = int(used + seconds) + 1
-            resource.prlimit(self.pid, resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+            resource.prlimit(
+                self.pid, resource.RLIMIT_CPU, (limit, resource.prlimit(self.pid, resource.RLIMIT_CPU)[1])
+            )
 
     def resume(self) -> None:
         """Let it run."""
@@ -122,7 +135,7 @@ def _launch_fork(settings: dict[str, Any]) -> Interpreter:
 def _confine(settings: dict[str, Any]) -> None:
     """Put the calling process under the limits."""
     os.setsid()
-    namespaces.die_with_parent(signal.SIGKILL)
+    privileges.die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(settings["directory"])
     os.environ.clear()
@@ -130,7 +143,6 @@ def _confine(settings: dict[str, Any]) -> None:
     for name, soft in limits_of(settings).items():
         with contextlib.suppress(AttributeError, ValueError, OSError):  # not on this system, or lower already
             resource.setrlimit(getattr(resource, name), (soft, soft))
-    namespaces.drop_privileges()
 
 
 def limits_of(settings: dict[str, Any]) -> dict[str, int]:
@@ -141,8 +153,7 @@ def limits_of(settings: dict[str, Any]) -> dict[str, int]:
         "RLIMIT_NOFILE": settings["max_open_files"],
         "RLIMIT_CORE": 0,
     }
-    # Without namespaces the limit counts all processes and threads of the user, the trainer's included.
-    others = 0 if settings["namespaces"] else processes.count_tasks(os.getuid()) + SPARE_TASKS
+    others = processes.count_tasks(os.getuid()) + SPARE_TASKS  # of the user, the trainer's included
     return {**limits, "RLIMIT_NPROC": others + settings["max_processes"]}
 
 
@@ -193,13 +204,13 @@ def _launch_sandlock(settings: dict[str, Any]) -> Interpreter:
         env=environment(directory),
         max_memory=settings["memory_mb"] << 21,  # of all processes; one that reaches it is killed
         max_processes=settings["max_processes"],
-        max_open_files=settings["max_open_files"],
         no_coredump=True,
+        extra_deny_syscalls=DENIED.split(),
     )
     source = Path(interpreter_file.__file__).read_text(encoding="utf-8")
     piped = sandlock.StdioMode.PIPED
     process = box.popen([sys.executable, "-I", "-c", source], stdin=piped, stdout=piped, stderr=piped)
-    for name in ("RLIMIT_AS", "RLIMIT_FSIZE"):
+    for name in ("RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_CORE"):
         with contextlib.suppress(OSError):
             limit = limits_of(settings)[name]
             resource.prlimit(process.pid, getattr(resource, name), (limit, limit))

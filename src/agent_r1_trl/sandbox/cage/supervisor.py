@@ -20,13 +20,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent_r1_trl.sandbox.cage import namespaces, processes
+from agent_r1_trl.sandbox.cage import privileges, processes
 from agent_r1_trl.sandbox.cage.launch import Interpreter, launch
 
 WATCH_S = 0.05
 """Seconds between two looks at the number of processes and their memory; a shorter call is never looked at."""
 DISK_WATCH_S = 0.25
-"""Seconds between two looks at the private directory; with namespaces the directory has a size of its own."""
+"""Seconds between two looks at the private directory."""
 KILL_GRACE_S = 2.0
 END_GRACE_S = 0.5
 """Seconds in which an interpreter that no longer answers may turn out to have ended."""
@@ -79,7 +79,7 @@ class Supervisor:
 
     Args:
         control: stream of JSON lines, requests in and results out.
-        settings: `backend`, `directory`, `namespaces` and the limits by name.
+        settings: `backend`, `directory` and the limits by name.
     """
 
     def __init__(self, control: socket.socket, settings: dict[str, Any]) -> None:
@@ -92,6 +92,7 @@ class Supervisor:
     def serve(self) -> None:
         """Answer requests; returns when the trainer is gone or has closed the sandbox."""
         try:
+            privileges.drop_privileges()
             self._start()
             self._send({})
         except Exception as error:
@@ -110,8 +111,7 @@ class Supervisor:
     def close(self) -> None:
         """Kill everything and remove the directory."""
         self._stop()
-        if not self._settings["namespaces"]:
-            processes.remove_tree(self._settings["directory"])
+        processes.remove_tree(self._settings["directory"])
 
     # ---------------------------------------------------------------- one call
 
@@ -195,8 +195,6 @@ class Supervisor:
         return ""
 
     def _is_disk_full(self) -> bool:
-        if self._settings["namespaces"]:  # the directory is a file system of that size
-            return False
         size, entries = processes.directory_usage(self._settings["directory"], max_entries=MAX_FILES)
         return size > self._settings["disk_mb"] << 20 or entries >= MAX_FILES
 
@@ -293,14 +291,12 @@ class Supervisor:
             self._control.sendall(json.dumps(result).encode() + b"\n")
 
 
-def supervise(control: socket.socket, settings: dict[str, Any], *, uid: int, gid: int) -> None:
+def supervise(control: socket.socket, settings: dict[str, Any]) -> None:
     """Body of the supervisor's process; returns when the sandbox is closed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    namespaces.die_with_parent(signal.SIGTERM)
-    namespaces.adopt_orphans()
+    privileges.die_with_parent(signal.SIGTERM)
+    privileges.adopt_orphans()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if settings["namespaces"]:
-        namespaces.enter_namespaces(settings["directory"], settings["disk_mb"], uid=uid, gid=gid)
     supervisor = Supervisor(control, settings)
     try:
         supervisor.serve()
