@@ -1,7 +1,7 @@
 """How model families write tool calls and thoughts, each under a name.
 
-A grammar has the form of a transformers `response_template`. In those of our own `content` names a reader of `calls.py`
-in `tool_calls`, and `hints` the markers of an attempted call. The others are TRL's. The table in
+A grammar has the form of a transformers `response_template`. In those of our own `content` names a reader of
+`calls.py` in `tool_calls`, and `hints` the markers of an attempted call. The others are TRL's. The table in
 docs/model-families.md lists what belongs to which model.
 """
 
@@ -88,7 +88,8 @@ _OF_TRL = {"llama3": "llama3_template", "gpt_oss": "gptoss_template", "gemma4": 
 GRAMMAR_NAMES = (*GRAMMARS, *_OF_TRL)
 """What `response_template` takes as a name."""
 
-# Text that a template of the family contains, none of it from a prompt, which publishers reword; the first row that fits decides.
+# Text that a template of the family contains, none of it from a prompt, which publishers reword; the first row that
+# fits decides.
 _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mistral", ("[TOOL_CALLS]",)),
     ("deepseek", ("<｜tool▁call▁begin｜>",)),

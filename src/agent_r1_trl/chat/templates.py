@@ -125,8 +125,8 @@ def read_response_template(requested: dict[str, Any] | str | None) -> dict[str, 
     except Exception as error:  # files, JSON and grammars fail in ways of their own
         raise ChatFormatError(
             f"response_template={str(requested)[:80]!r} is no grammar for reading turns ({error}).",
-            f"Set it to the name of a family ({', '.join(GRAMMAR_NAMES)}), or to a transformers response_template as a "
-            "dict or a JSON file.",
+            f"Set it to the name of a family ({', '.join(GRAMMAR_NAMES)}), or to a transformers response_template as "
+            "a dict or a JSON file.",
         ) from error
     return dict(grammar)
 

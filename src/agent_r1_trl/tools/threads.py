@@ -84,7 +84,7 @@ class _Call:
     """A function to call, with the context variables of where it was asked for."""
 
     def __init__(self, fn: Callable[[], Any]) -> None:
-        self.fn = functools.partial(contextvars.copy_context().run, fn)
+        self.fn: Callable[[], Any] = functools.partial(contextvars.copy_context().run, fn)
         self.outcome: Future[Any] = Future()
         self.is_given_up = False
 
