@@ -385,7 +385,7 @@ def test_steps_that_no_row_is_left_for_are_skipped_and_the_others_are_means_over
     inputs, loss = seen[0]
     mask = inputs["completion_mask"] * inputs["tool_mask"]
     # On policy all ratios are 1: the loss is minus the mean advantage over tokens, of which both steps have as many.
-    assert loss.item() == pytest.approx(-(inputs["advantages"] * mask).sum().item() / mask.sum().item(), rel=0.2)
+    assert loss.item() == pytest.approx(-(inputs["token_advantages"] * mask).sum().item() / mask.sum().item(), rel=0.2)
 
 
 def test_a_critic_on_all_rows_learns_nothing_in_a_step_that_is_skipped(tmp_path):

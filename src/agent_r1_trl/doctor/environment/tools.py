@@ -43,7 +43,7 @@ def check_tools(report: Report, declared: Any) -> list[Tool]:
             continue
         usable.append(found)
         properties = found.schema["function"]["parameters"].get("properties", {})
-        bare = [name for name, item in properties.items() if isinstance(item, dict) and not item.get("description")]
+        bare = [name for name, item in properties.items() if isinstance(item, dict) and _says_nothing(item)]
         if bare:
             message = f"Tool {found.name!r} has no description of {', '.join(map(repr, bare))}: a model has to guess."
             report.warning("tools", message, "Describe every argument in the docstring's 'Args:'.")
@@ -85,3 +85,15 @@ def check_result(report: Report, result: ToolResult) -> None:
     elif result.error is None and (not text.strip() or text in _EMPTY or re.search(r"<.+ at \.\.\.>", text)):
         message = f"Tool {name!r} returned {text!r}, which tells the model nothing."
         report.warning("tools", message, "Return text or plain JSON values; say in words that nothing was found.")
+
+
+def _says_nothing(schema: dict[str, Any]) -> bool:
+    """Whether the schema of an argument has no word of what it may be: neither a description nor a set of values."""
+    is_free = schema.get("type") != "boolean" and not schema.keys() & {
+        "enum",
+        "const",
+        "minimum",
+        "maximum",
+        "pattern",
+    }
+    return is_free and not schema.get("description")
