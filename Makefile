@@ -72,7 +72,7 @@ soak: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## short runs under random faults (s
 	$(TEST_ENV) $(BIN)/python -m tests.soak --runs $(RUNS) --seed $(SEED) --workers $(WORKERS) \
 	  $(if $(filter none,$(VLLM)),--samplers scripted transformers)
 
-traces: $(STAMPS)/test ## judge simulated runs: how often a healthy one is acted upon, how late a collapse is (a minute)
+traces: $(STAMPS)/test ## judge simulated runs: how often a healthy one is acted upon, how late a collapse is (3 minutes)
 	$(SAY) "Traces"
 	$(TEST_ENV) $(BIN)/python -m tests.echo_trap.traces
 

@@ -11,14 +11,14 @@ def sigmoid(x):
 
 
 def play(rng, skill, *, kind="binary", easy=-0.5, spread=1.0, prompts=200, groups=8, size=8, calls=0.9,
-         call_gain=0.0, repeats=0.05, echo=0.0):  # fmt: skip
+         call_gain=0.0, repeats=0.05, echo=0.0, focus=0.0):  # fmt: skip
     """The history of T steps, one dictionary each, with `success` and everything else that rollouts know.
 
     Args:
         rng: draws everything.
         skill: (T,) what training has added to the log-odds of success.
         kind: "binary" returns of 0 or 1, "signed" -1 or 1, "continuous" in 0 to 1, "process" with 0.2 for a call.
-        easy: mean of the prompts' log-odds at skill 0.
+        easy: mean of the prompts' log-odds at skill 0; several numbers are as many tasks, equally frequent.
         spread: their standard deviation.
         prompts: number of prompts in the data set.
         groups: number of prompts of a step.
@@ -27,11 +27,22 @@ def play(rng, skill, *, kind="binary", easy=-0.5, spread=1.0, prompts=200, group
         call_gain: log-odds of success that a trajectory without a call lacks.
         repeats: (T,) or one number: share of turns that say what others say.
         echo: (T,) or one number: share of trajectories that are copies of the first one of their group.
+        focus: above 0, a curriculum: each prompt is drawn in proportion to 1 + focus * its chance of failure, and each
+            trajectory counts for 1 / the chance with which its prompt was drawn.
     """
     skill = np.asarray(skill, dtype=float)
     shape = (len(skill), groups, size)
     calls, repeats, echo = (np.broadcast_to(value, len(skill))[:, None, None] for value in (calls, repeats, echo))
-    log_odds = rng.choice(easy + spread * rng.standard_normal(prompts), size=shape[:2])  # (T, groups)
+    data = np.resize(easy, prompts) + spread * rng.standard_normal(prompts)
+    log_odds = rng.choice(data, size=shape[:2])  # (T, groups)
+    weights = np.ones(shape[:2])
+    if focus:
+        draw = 1 + focus * (1 - sigmoid(data + skill[:, None]))  # (T, prompts)
+        draw /= draw.sum(1, keepdims=True)
+        chosen = np.stack([rng.choice(prompts, size=groups, p=row) for row in draw])
+        log_odds, weights = data[chosen], 1 / np.take_along_axis(draw, chosen, 1)
+    weights = weights / weights.mean(1, keepdims=True)
+    each = weights[..., None]
     is_copy = rng.random(shape) < echo if np.any(echo > 0) else np.zeros(shape, dtype=bool)
     has_call = rng.random(shape) < calls
     has_call = np.where(is_copy, has_call[..., :1], has_call)
@@ -46,19 +57,19 @@ def play(rng, skill, *, kind="binary", easy=-0.5, spread=1.0, prompts=200, group
     }[kind]
     returns = np.where(is_copy, returns[..., :1], returns)
     std = returns.std(axis=2, ddof=1)  # (T, groups)
-    num_with, num_without = has_call.sum((1, 2)), (~has_call).sum((1, 2))
+    num_with, num_without = (each * has_call).sum((1, 2)), (each * ~has_call).sum((1, 2))
     columns = {
-        "reward": returns.mean((1, 2)),
-        "reward_std": std.mean(1),
-        "zero_std_share": (std <= 1e-6 * np.abs(returns).max(2)).mean(1),
+        "reward": (each * returns).mean((1, 2)),
+        "reward_std": (weights * std).mean(1),
+        "zero_std_share": (weights * (std <= 1e-6 * np.abs(returns).max(2))).mean(1),
         "reward_max": returns.max((1, 2)),
         "reward_min": returns.min((1, 2)),
-        "inaction": 1 - has_call.mean((1, 2)),
-        "return_with_call": (returns * has_call).sum((1, 2)) / np.where(num_with, num_with, np.nan),
-        "return_without_call": (returns * ~has_call).sum((1, 2)) / np.where(num_without, num_without, np.nan),
+        "inaction": 1 - (each * has_call).mean((1, 2)),
+        "return_with_call": (each * returns * has_call).sum((1, 2)) / np.where(num_with, num_with, np.nan),
+        "return_without_call": (each * returns * ~has_call).sum((1, 2)) / np.where(num_without, num_without, np.nan),
         "repetition": ((rng.random(shape) < repeats) | is_copy).mean((1, 2)),
         "grad_norm": 0.3 * np.sqrt((std > 0).mean(1)) * rng.lognormal(0, 0.35, len(skill)),
-        "success": success.mean((1, 2)),
+        "success": (each * success).mean((1, 2)),
     }
     return [dict(zip(columns, row, strict=True)) for row in np.stack([*columns.values()], axis=1).tolist()]
 

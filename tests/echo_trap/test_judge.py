@@ -419,3 +419,22 @@ def test_a_run_recovers_once_it_has_made_up_a_third_of_what_it_had_lost():
         assert not judge([*steps, {"success": later}], limits).is_recovering, "one outlier is none"
         assert judge([*steps, {"success": later}, {"success": later}], limits).is_recovering is expected
     assert not judge(steps[:20], limits).is_recovering  # nothing was lost
+
+
+def test_one_kind_of_signal_is_answered_one_level_less_and_never_by_a_roll_back():
+    steps = [{"reward": 0.5, "entropy": 1.0, "repetition": 0.1, "reward_std": 0.4}] * 20
+    for last, state, answered in (
+        ({"entropy": 3.0}, "warning", "healthy"),
+        ({"repetition": 1.0}, "collapsing", "warning"),
+        ({"entropy": 0.05, "repetition": 0.7}, "collapsing", "collapsing"),
+    ):
+        verdict = judge(steps + [{**steps[0], **last}] * 40)
+        assert (verdict.state, verdict.answered) == (state, answered)
+
+
+@pytest.mark.parametrize("late", [0.6, 1.4])
+def test_a_fall_of_success_is_a_collapse_as_soon_as_the_policy_samples_otherwise_than_at_its_best(late):
+    before = [{"success": 0.6 + 0.002 * k, "reward": 0.6 + 0.002 * k, "entropy": 1.0} for k in range(60)]
+    fallen = {"success": 0.5, "reward": 0.5}
+    assert judge(before + [{**fallen, "entropy": late}] * 12).state == "collapsing"
+    assert judge(before + [{**fallen, "entropy": 1.0}] * 12).answered == "healthy"

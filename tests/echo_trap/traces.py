@@ -1,70 +1,24 @@
 """Simulated runs, judged and guarded: how often a healthy one is acted upon, and how late a collapse is.
 
-    python -m tests.echo_trap.traces
+    python -m tests.echo_trap.traces [FIRST_SEED [NUM_SEEDS]]
 
 prints a table: per size of a rollout the healthy runs with any action and with a roll back or stop, by family, then
-for each collapse after how many steps it was called collapsing. The judge and the ladder are the real ones, dry.
+for each collapse after how many steps it was called collapsing, and how much of the success was gone by then. The
+judge and the ladder are the real ones, dry. The rules were made with seeds from 100 on and without `HELD_OUT`.
 """
 
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 
 import numpy as np
 
 from agent_r1_trl.echo_trap import EchoTrapJudge
 from agent_r1_trl.trainers.echo_ladder import ACTIONS, UNFIT, GuardState, due_actions
-from tests.echo_trap.simulated_runs import play, wandering_entropy
+from tests.echo_trap.families import BEGIN, COLLAPSES, HEALTHY, HELD_OUT, SUDDEN, history_of
 
-SIZES, STEPS, BEGIN = (2, 8, 64), 150, 60
-LINE = np.linspace(0, 1, STEPS)
-HARDER = 1.5 - 2.2 * np.clip((np.arange(STEPS) - 60) / 60, 0, 1)
-HEALTHY = {
-    "plateau": {"skill": 0 * LINE},
-    "plateau, easy": {"skill": 0 * LINE, "easy": 2.0},
-    "plateau, hard": {"skill": 0 * LINE, "easy": -3.0},
-    "line": {"skill": 2 * LINE},
-    "steep": {"skill": 5 * LINE},
-    "converges": {"skill": np.minimum(14 * LINE, 7)},
-    "late": {"skill": 4 / (1 + np.exp(-20 * (LINE - 0.6)))},
-    "stairs": {"skill": np.floor(4 * LINE)},
-    "sparse": {"skill": 0 * LINE, "easy": -4.5},
-    "sparse takes off": {"skill": 6 * np.clip((np.arange(STEPS) - 100) / 20, 0, 1), "easy": -6.0},
-    "harder": {"skill": HARDER},
-    "oscillates": {"skill": 0.7 * np.sin(np.arange(STEPS) / 8)},
-    "signed": {"skill": 2 * LINE, "kind": "signed"},
-    "continuous": {"skill": 2 * LINE, "kind": "continuous"},
-    "process": {"skill": 2 * LINE, "kind": "process"},
-    "groups of 4": {"skill": LINE, "size": 4},
-    "groups of 16": {"skill": LINE, "size": 16},
-    "wide prompts": {"skill": 2 * LINE, "spread": 2.5},
-    "entropy decays": {"skill": 3 * LINE, "entropy": np.exp(-1.2 * LINE)},
-    "one norm of 30": {"skill": 2 * LINE, "spike": [70]},
-    "a norm of 30 every 15": {"skill": 2 * LINE, "spike": list(range(20, STEPS, 15))},
-    "no success": {"skill": 2 * LINE, "hidden": ("success",)},
-    "no entropy": {"skill": 2 * LINE, "hidden": ("entropy",)},
-    "few calls at first": {"skill": 2 * LINE, "calls": 0.3 + 0.6 * LINE, "call_gain": 1.0},
-}
-_AFTER = (np.arange(STEPS) >= BEGIN) * 1.0
-_SLOW = np.clip((np.arange(STEPS) - BEGIN) / 60, 0, 1)
-COLLAPSES = {
-    "sudden echo": {"skill": 1 - 10 * _AFTER, "echo": _AFTER, "entropy": 1 - 0.95 * _AFTER},
-    "explosion": {"skill": 1 - 10 * _AFTER, "entropy": 1 + 20 * _AFTER},
-    "dead from step 4": {"skill": 1 - 12.0 * (np.arange(STEPS) >= 3), "entropy": 1 + 20 * (np.arange(STEPS) >= 3.0)},
-    "slow echo": {"skill": 1.5 - 5.5 * _SLOW, "echo": _SLOW, "entropy": 1 - 0.97 * _SLOW},
-    "slow inaction": {"skill": 0.5 + 0 * _SLOW, "calls": 0.95 - 0.93 * _SLOW, "call_gain": 3.0},
-}
-
-
-def history_of(seed, groups, *, entropy=1.0, spike=(), hidden=(), **options):
-    """The history of one run."""
-    rng = np.random.default_rng(seed)
-    history = play(rng, options.pop("skill"), groups=groups, **options)
-    level = np.broadcast_to(0.8 * np.asarray(entropy), STEPS)
-    for number, (step, value) in enumerate(zip(history, wandering_entropy(rng, level, 0.05), strict=True)):
-        step["entropy"] = value
-        step["grad_norm"] *= 30 if number in spike else 1
-        for key in hidden:
-            del step[key]
-    return history
+SIZES = (2, 8, 64)
+HEAVY = {"roll_back", "stop"}
 
 
 def guarded(history):
@@ -77,30 +31,52 @@ def guarded(history):
         state.note(number, is_healthy=is_healthy)
         for name in state.past_actions(unfit, 10):
             del state.num_taken[name]
-        seen = "warning" if verdict.is_recovering and verdict.severity > 2 else verdict.state
-        for name in due_actions([*ACTIONS], state, seen, patience=10, max_roll_backs=2, unfit=unfit):
+        for name in due_actions([*ACTIONS], state, verdict.answered, patience=10, max_roll_backs=2, unfit=unfit):
             state.take(name)
             taken.append(name)
         named = number if named is None and verdict.severity > 2 else named
     return taken, named
 
 
-def main(seeds=10):
+@cache
+def success_of(name):
+    """(T,) what the policy of a collapse succeeds in, without the noise of one rollout."""
+    return np.asarray([step["success"] for step in history_of(0, 2000, **COLLAPSES[name])])
+
+
+def share_lost(name, named):
+    """The share of the success before a collapse that is gone when it is named; None: it never is."""
+    begin, success = SUDDEN.get(name, BEGIN), success_of(name)
+    return 1.0 if named is None else float(1 - success[named] / success[max(0, begin - 5) : begin].mean())
+
+
+def _trace(job):
+    groups, seed, options = job
+    return guarded(history_of(seed, groups, **options))
+
+
+def main(first=0, num=10):
     """Print the table."""
+    seeds = range(first, first + num)
+    tables = {"healthy": HEALTHY, "held out": HELD_OUT, "collapse": COLLAPSES}
+    keys = [(groups, kind, name) for groups in SIZES for kind in tables for name in tables[kind]]
+    jobs = [(groups, seed, tables[kind][name]) for groups, kind, name in keys for seed in seeds]
+    with ProcessPoolExecutor(2) as pool:
+        traces = [*pool.map(_trace, jobs, chunksize=16)]
+    runs = {key: traces[place * num : (place + 1) * num] for place, key in enumerate(keys)}
     for groups in SIZES:
-        acted, heavy = {}, {}
-        for name, options in HEALTHY.items():
-            runs = [guarded(history_of(seed, groups, **options))[0] for seed in range(seeds)]
-            acted[name] = sum(bool(taken) for taken in runs)
-            heavy[name] = sum(bool({"roll_back", "stop"} & {*taken}) for taken in runs)
-        num = seeds * len(HEALTHY)
-        print(f"{groups} groups, {num} healthy runs: any action {sum(acted.values())}, heavy {sum(heavy.values())}")
-        print("  ", {name: (acted[name], heavy[name]) for name in acted if acted[name]})
-        for name, options in COLLAPSES.items():
-            begin = 3 if "step 4" in name else BEGIN
-            found = [guarded(history_of(seed, groups, **options))[1] for seed in range(seeds)]
-            delays = sorted(np.inf if step is None else step - begin + 1 for step in found)
-            print(f"   {name}: named after {delays[0]:g} to {delays[-1]:g} steps")
+        for kind in ("healthy", "held out"):
+            taken = {name: [acts for acts, _ in runs[groups, kind, name]] for name in tables[kind]}
+            acted = {name: sum(map(bool, acts)) for name, acts in taken.items()}
+            heavy = sum(bool(HEAVY & {*acts}) for row in taken.values() for acts in row)
+            print(f"{groups} groups, {len(taken) * num} runs, {kind}: any action {sum(acted.values())}, heavy {heavy}")
+            print("  ", {name: count for name, count in acted.items() if count})
+        for name in COLLAPSES:
+            named = [found for _, found in runs[groups, "collapse", name]]
+            delays = sorted(np.inf if step is None else step - SUDDEN.get(name, BEGIN) + 1 for step in named)
+            lost = max(share_lost(name, step) for step in named)
+            gone = "" if name in SUDDEN else f", with at most {lost:.0%} of the success gone"
+            print(f"   {name}: named after {delays[0]:g} to {delays[-1]:g} steps{gone}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,15 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from agent_r1_trl.echo_trap.series import Alarm, Norms, Series
-from agent_r1_trl.echo_trap.signals import VARIETY, crossings, reward_scale, signs_of_death
+from agent_r1_trl.echo_trap.signals import (
+    SIGNS,
+    VARIETY,
+    crossings,
+    drops,
+    reward_scale,
+    signs_of_change,
+    signs_of_death,
+)
 from agent_r1_trl.echo_trap.verdict import STATES, Signal, State, Thresholds, Verdict
 
 JUDGED = ("reward", "reward_std", "zero_std_share", "entropy", "grad_norm", "repetition", "inaction")
@@ -32,8 +40,10 @@ PROGRESS = ("reward", "success")
 """What a run is for."""
 _KIND = {"zero_std_share": "reward_std", "success": "reward"}
 """Signals that measure the same loss, and count once."""
-_HELD_SPREAD, _HELD_ENTROPY = 0.75, 0.8
-"""Shares of their baselines that in-group spread and entropy keep where data got harder."""
+_HELD_SPREAD = 0.75
+"""Share of its baseline that in-group spread keeps where data got harder."""
+_JOINT_STEPS = 2
+"""Number of steps in a row in which success has fallen and the policy has changed, until that is believed."""
 _LASTING = 10
 """Number of further steps after which a reward that has fallen critically is a collapse without another signal."""
 
@@ -92,6 +102,10 @@ class EchoTrapJudge:
         self._measures: dict[str, float] = {}
         self._range = [math.inf, -math.inf]
         """Smallest and largest return of any trajectory."""
+        self._at_best: dict[str, list[float]] = {}
+        """Averages of `SIGNS`, and how far these wander, when success (else the reward) was at its best."""
+        self._since_best = 0
+        """Number of steps since then."""
         self._is_solved = False
         self._is_dead = False
         """Whether the run died before there was a baseline to tell."""
@@ -120,6 +134,7 @@ class EchoTrapJudge:
         low, high = values["reward_min"], values["reward_max"]
         self._range = [min(self._range[0], low if low is not None else math.inf),
                        max(self._range[1], high if high is not None else -math.inf)]  # fmt: skip
+        self._remember_best()
         found = self._raise_alarms(fresh)
         counted, excused = self._weigh(found)
         return self._settle(counted | self._deaths(), excused)
@@ -185,22 +200,59 @@ class EchoTrapJudge:
                 excused[name] = signal
             else:
                 counted[name] = replace(signal, level="warning") if is_lower else signal
+        counted = {**self._falls_with(self._moved()), **counted}
         if counted and {*counted} <= {*PROGRESS} and self._is_harder():
             counted, excused = {}, {**excused, **counted}
         return counted, excused
 
+    def _remember_best(self) -> None:
+        """Keep `SIGNS` of the best success, and how far they wander until it falls by more than chance."""
+        self._since_best += 1
+        goal = None if self._goal is None else self._series[self._goal]
+        for key in SIGNS:
+            series = self._series[key]
+            if series.has_baseline and (key not in self._at_best or goal is None or goal.ema >= goal.best):
+                self._at_best[key], self._since_best = [series.ema, series.wander], 0
+            elif series.has_baseline and goal is not None and self._is_at_best(goal):
+                self._at_best[key][1] = series.wander
+
+    @property
+    def _goal(self) -> str | None:
+        """Success, else the reward; None if both are unknown."""
+        known = (key for key in ("success", "reward") if self._series[key].has_baseline and not self._is_stale(key))
+        return next(known, None)
+
+    def _moved(self) -> dict[str, Signal]:
+        """What the policy does otherwise than when success was at its best."""
+        signs = signs_of_change(self._series, self._at_best, self._since_best, self.thresholds)
+        found = {signal.name: signal for signal in signs}
+        if "inaction" in found and not self._calls_earned(self._progress):
+            del found["inaction"]
+        return {key: signal for key, signal in found.items() if not self._is_stale(key)}
+
+    def _falls_with(self, moved: dict[str, Signal]) -> dict[str, Signal]:
+        """A fall of success together with a policy that has changed: neither has to be as far as it must alone."""
+        goal, limits = self._goal, self.thresholds
+        fall = next((item for item in drops(self._series, limits, limits.noise) if item.key == goal), None)
+        is_joint = bool(moved) and fall is not None and fall.against(limits)[0][0]
+        alarm = self._alarms.setdefault("joint", Alarm())
+        alarm.take(
+            (is_joint, False), (not is_joint, not is_joint), (_JOINT_STEPS, _JOINT_STEPS), limits.recovery_steps
+        )
+        return {fall.name: fall.signal("warning"), **moved} if is_joint and alarm.level and fall is not None else {}
+
     def _is_harder(self) -> bool:
         """Whether a drop, the only signal, is the task's: the policy samples as it did, and its groups still differ.
 
-        A policy that collapses loses one of them. Success that falls without the reward is a reward that is gamed.
+        Success that falls without the reward is a reward that is gamed.
         """
         entropy, spread, reward = (self._series[key] for key in ("entropy", "reward_std", "reward"))
         is_known = all(item.has_baseline and item.age <= self.thresholds.stale_steps for item in (entropy, spread))
         success, is_near = self._series["success"], 2 * (reward.best - reward.ema) <= self._least_drop(reward)
         is_gamed = is_near and success.has_baseline and not self._is_at_best(success)
-        if not (is_known and reward.has_baseline) or is_gamed or spread.ema < _HELD_SPREAD * spread.mean:
-            return False
-        return abs(entropy.ema - entropy.mean) < (1 - _HELD_ENTROPY) * entropy.mean
+        lost = spread.mean - spread.ema
+        has_lost = lost > max((1 - _HELD_SPREAD) * spread.mean, self.thresholds.noise * spread.noise)
+        return is_known and reward.has_baseline and not is_gamed and not has_lost
 
     def _is_at_best(self, progress: Series) -> bool:
         """Whether it is no further from its best than chance and the threshold of a drop allow."""
@@ -245,7 +297,7 @@ class EchoTrapJudge:
         with_call, without = self._series["return_with_call"], self._series["return_without_call"]
         if with_call.num < 2 or without.num < 2:
             return progress is None or not self._is_at_best(progress)
-        return with_call.mean - without.mean > 2 * math.hypot(with_call.error, without.error)
+        return with_call.mean - without.mean > 3 * math.hypot(with_call.error, without.error)
 
     # ---------------------------------------------------------------- 3. the state
 
@@ -263,6 +315,7 @@ class EchoTrapJudge:
             excused=excused,
             measures=self._measures,
             reason=self._reason(state, target, counted, excused),
+            num_kinds=len({_KIND.get(name, name) for name in counted}),
             is_recovering=self._is_recovering(),
             is_entropy_high=self._is_entropy_high(),
         )
@@ -339,6 +392,8 @@ class EchoTrapJudge:
             "norms": asdict(self._norms),
             "alarms": {key: asdict(item) for key, item in self._alarms.items()},
             "range": list(self._range),
+            "at_best": dict(self._at_best),
+            "since_best": self._since_best,
             "is_solved": self._is_solved,
             "is_dead": self._is_dead,
             "better_for": self._better_for,
@@ -351,4 +406,5 @@ class EchoTrapJudge:
         self._norms = Norms(**state["norms"])
         self._alarms = {key: Alarm(**item) for key, item in state["alarms"].items()}
         self._range, self._is_solved = list(state["range"]), state["is_solved"]
+        self._at_best, self._since_best = dict(state["at_best"]), state["since_best"]
         self._better_for, self._is_dead = state["better_for"], state["is_dead"]

@@ -9,6 +9,8 @@ _MOST_DEVIATIONS = 4.0
 """What a difference between neighbours may add to the noise, in its own standard deviations."""
 _OUTLIER_DEVIATIONS = 8.0
 """Of single values: what is further from the average counts once a neighbour confirms it."""
+LAG = 10
+"""Number of steps over which the average's own drift is measured."""
 _SPAN = 20
 """Number of the last differences that make a noise of their own: what was sparse at first need not be so later."""
 
@@ -47,6 +49,11 @@ class Series:
     """Largest `ema` since the baseline is known."""
     worst: float = math.inf
     """Smallest `ema` since the best one."""
+    emas: list[float] = field(default_factory=list)
+    """The last ones since the baseline is known."""
+    sum_moves: float = 0.0
+    """Of the squared differences between averages that are `LAG` steps apart."""
+    num_moves: int = 0
     age: int = 0
     """Number of steps since the last known value."""
 
@@ -75,6 +82,10 @@ class Series:
             nonzero = self.num_nonzero if self.needs_nonzero else self.num
             self.has_baseline = self.num >= self.window and 2 * nonzero >= self.window
         if self.has_baseline:
+            if len(self.emas) == LAG:
+                self.sum_moves += (self.ema - self.emas[0]) ** 2
+                self.num_moves += 1
+            self.emas = [*self.emas, self.ema][-LAG:]
             self.worst = self.ema if self.ema >= self.best else min(self.worst, self.ema)
             self.best = max(self.best, self.ema)
         return self.has_baseline
@@ -84,6 +95,11 @@ class Series:
         """Standard error of `ema - mean`, from the differences of neighbours, which hold no trend."""
         of_ema = (1 - self.decay) / (1 + self.decay)
         return math.sqrt(self._variance * (of_ema + 1 / self.window))
+
+    @property
+    def wander(self) -> float:
+        """How far the average goes within `LAG` steps, as a rule: drift, which neighbours hardly show, included."""
+        return math.sqrt(self.sum_moves / max(self.num_moves, 1))
 
     @property
     def error(self) -> float:

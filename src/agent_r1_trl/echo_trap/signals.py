@@ -5,15 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agent_r1_trl.echo_trap.series import Norms, Series
+from agent_r1_trl.echo_trap.series import LAG, Norms, Series
 from agent_r1_trl.echo_trap.verdict import Level, Pair, Signal, Thresholds
 
 VARIETY = ("reward_std", "zero_std_share", "entropy", "repetition")
 """Signals of lost variety, which learning lowers as well."""
+SIGNS = {"entropy": 0.25, "repetition": 0.15, "inaction": 0.15}
+"""What a policy does otherwise, whatever it earns, and by how much it has to differ from when success was at its best:
+beside a drop it tells a collapse from data that got harder. The entropy may move either way, by a share of itself."""
+_WANDERS = 2.5
+"""Times what they wander in `LAG` steps, as a rule, by which they must have moved: a drift that goes on like before
+says nothing. It grows with the root of the time, up to twice as many steps."""
 _SUDDEN_DEVIATIONS = 4.0
 """Of single values, by which both of the last two must be away from where they came from to be a sudden collapse."""
 _MIN_FALL = 0.5
@@ -132,10 +139,37 @@ def signs_of_death(series: Mapping[str, Series]) -> dict[str, Signal]:
     return found
 
 
+def signs_of_change(
+    series: Mapping[str, Series], at_best: Mapping[str, Sequence[float]], age: int, limits: Thresholds
+) -> list[Signal]:
+    """Which of `SIGNS` the policy shows, by more than chance.
+
+    Args:
+        series: by key.
+        at_best: their averages, and how far they wandered, when success was at its best.
+        age: number of steps since then.
+        limits: say what is chance.
+    """
+    found = []
+    for key, least in SIGNS.items():
+        if key not in at_best or not series[key].has_baseline:
+            continue
+        (before, wander), now = at_best[key], series[key].ema
+        drift = (wander or series[key].wander) * math.sqrt(min(max(age / LAG, 1.0), 2.0))
+        change = abs(now - before) / before if key == "entropy" and before > 0 else now - before
+        chance = max(limits.noise * series[key].noise, _WANDERS * drift)
+        if change > least and abs(now - before) > chance:
+            reason = f"The {key} was {before:.2g} when success was at its best, and is {now:.2g}."
+            threshold = 1 + math.copysign(least, now - before) if key == "entropy" else least
+            value = now / before if key == "entropy" else change
+            found.append(Signal(name=key, level="warning", value=value, threshold=threshold, reason=reason))
+    return found
+
+
 def crossings(series: Mapping[str, Series], norms: Norms, limits: Thresholds) -> list[Crossing]:
     """What every signal says after a step; those without a baseline are left out."""
     found: list[Crossing] = [
-        *_drops(series, limits),
+        *drops(series, limits, limits.reward_noise),
         *_reward_std(series["reward_std"], limits),
         *_share(series["zero_std_share"], "zero_std_share", limits),
         *_entropy(series["entropy"], limits),
@@ -174,8 +208,14 @@ def _differs(series: Series, limits: Thresholds) -> bool:
     return abs(series.ema - series.mean) > limits.noise * series.noise
 
 
-def _drops(series: Mapping[str, Series], limits: Thresholds) -> list[Crossing]:
-    """How far reward and success have fallen: a reward that is gamed rises while success falls."""
+def drops(series: Mapping[str, Series], limits: Thresholds, noise: float) -> list[Crossing]:
+    """How far reward and success have fallen: a reward that is gamed rises while success falls.
+
+    Args:
+        series: by key.
+        limits: the thresholds.
+        noise: number of standard errors that may be chance.
+    """
     found = []
     for key in ("reward", "success"):
         average, spread = series[key], series["reward_std"] if key == "reward" else None
@@ -183,7 +223,7 @@ def _drops(series: Mapping[str, Series], limits: Thresholds) -> list[Crossing]:
         if scale == 0:
             continue
         best, drop, pair = average.best, average.best - average.ema, limits.reward_drop
-        compared: dict = {"value": drop / scale, "is_more_than_chance": drop > limits.reward_noise * average.noise}
+        compared: dict = {"value": drop / scale, "is_more_than_chance": drop > noise * average.noise}
         text = f"The smoothed {key} has fallen from its best by {{value}} of its scale"
         if sudden := _sudden(average, pair, origin=best, reference=best, scale=scale, sign=-1.0):
             compared, text = sudden, f"The {key} fell from its best by {{value}} of its scale, twice in a row"

@@ -144,6 +144,9 @@ class Verdict:
     length as a ratio to its baseline."""
     reason: str = ""
     """Why the state is what it is, in plain English."""
+    num_kinds: int = 2
+    """Number of kinds of signals that the state follows from; `reward` and `success` are one, as are `reward_std` and
+    `zero_std_share`."""
     is_recovering: bool = False
     """Whether success (the reward, where that is unknown) has made up a third of what it had lost."""
     is_entropy_high: bool = False
@@ -153,6 +156,18 @@ class Verdict:
     def severity(self) -> int:
         """Place of the state in `STATES`: 0 for healthy, 4 for collapsed."""
         return STATES.index(self.state)
+
+    @property
+    def answered(self) -> State:
+        """The state that actions may answer: one kind of signal alone, however far, is never enough for a roll back.
+
+        A run that is recovering would lose by one what was done for it.
+        """
+        if self.is_recovering and self.severity > STATES.index("warning"):
+            return "warning"
+        if self.num_kinds < 2 and self.state != "collapsed":
+            return "warning" if self.state == "collapsing" else "healthy"
+        return self.state
 
     @property
     def entropy_side(self) -> int:

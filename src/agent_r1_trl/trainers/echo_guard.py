@@ -199,17 +199,17 @@ class EchoGuard(TrainerCallback):
         """Act on the verdict; all ranks act on the worst of theirs."""
         metrics = {"learning_rate_factor": self.rate_factor}
         self.state.num_steps += 1
-        own = self._judge.verdict.state
-        if self._judge.verdict.is_recovering and own in _STATES[2:]:
-            own = "warning"  # what was done works: a roll back would undo it
-        sides, own_place = len(UNFIT), _STATES.index(own) if own in _STATES else 0
-        agreed, _ = self._agreement.largest(sides * own_place + self._judge.verdict.entropy_side, None)
-        place, unfit = agreed // sides, UNFIT[agreed % sides]
-        self.state.note(state.global_step, is_healthy=place == 0)
+        verdict = self._judge.verdict
+        sides, places = len(UNFIT), len(_STATES)
+        answers, sees = (_STATES.index(own) if own in _STATES else 0 for own in (verdict.answered, verdict.state))
+        own = answers * places + sees
+        agreed, _ = self._agreement.largest(sides * own + verdict.entropy_side, None)
+        answered, seen, unfit = agreed // sides // places, agreed // sides % places, UNFIT[agreed % sides]
+        self.state.note(state.global_step, is_healthy=seen == 0)
         if not self._trainer.guard.is_ending:  # a resumed run decides again
-            self._undo(_STATES[place], self.state.past_actions(unfit, args.echo_patience))
-            if place:
-                self._act(_STATES[place], unfit, control)
+            self._undo(_STATES[seen], self.state.past_actions(unfit, args.echo_patience))
+            if answered:
+                self._act(_STATES[answered], unfit, control)
         for name in ("num_steps", "num_roll_backs", "num_discarded_tokens"):
             metrics[name.removeprefix("num_")] = getattr(self.state, name)
         self._log(metrics)

@@ -137,7 +137,10 @@ class StabilitySettings:
     )
     echo_patience: int = field(
         default=10,
-        metadata={"help": "Number of optimizer steps that an action of the guard gets to work before the next one."},
+        metadata={
+            "help": "Number of optimizer steps that an action of the guard gets to work before the next one. "
+            "'filter', 'clip' and 'entropy' are undone after as many healthy steps."
+        },
     )
     echo_max_roll_backs: int = field(
         default=2, metadata={"help": "How often the guard's 'roll_back' goes back to a healthy checkpoint at most."}
