@@ -421,7 +421,7 @@ def test_a_run_recovers_once_it_has_made_up_a_third_of_what_it_had_lost():
     assert not judge(steps[:20], limits).is_recovering  # nothing was lost
 
 
-def test_one_kind_of_signal_is_answered_one_level_less_and_never_by_a_roll_back():
+def test_one_kind_of_signal_is_answered_one_level_less_until_the_run_has_collapsed():
     steps = [{"reward": 0.5, "entropy": 1.0, "repetition": 0.1, "reward_std": 0.4}] * 20
     for last, state, answered in (
         ({"entropy": 3.0}, "warning", "healthy"),
