@@ -32,6 +32,7 @@ from agent_r1_trl.rollout.waiting import copy_outcome, end_when_free, result_in_
 from agent_r1_trl.rollout.watchdog import LoopLostError, Watchdog
 from agent_r1_trl.tools import directory
 from agent_r1_trl.tools.holding import owner_name, timed_task
+from agent_r1_trl.tools.pool import prepare_thread
 from agent_r1_trl.trajectory import StopReason, Trajectory
 
 T = TypeVar("T")
@@ -371,6 +372,7 @@ class RolloutRunner:
         return self._loop
 
     def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        prepare_thread()
         loop.run_forever()
         while self._loop is loop:
             logger.warning("A tool or environment stopped the event loop that plays the trajectories; it goes on.")

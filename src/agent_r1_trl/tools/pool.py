@@ -27,6 +27,23 @@ PATIENCE_S = 30.0
 """Seconds that a job may hold its place while others wait."""
 
 
+_preparations: list[Callable[[], Any]] = []
+
+
+def prepare_threads_with(prepare: Callable[[], Any]) -> None:
+    """Have a function called on each thread before it runs a user's code; it replaces an earlier one.
+
+    A trainer makes its rank's GPU the current one there: CUDA keeps that per thread, and begins with the first GPU.
+    """
+    _preparations[:] = [prepare]
+
+
+def prepare_thread() -> None:
+    """Call it, if there is one."""
+    for prepare in _preparations:
+        prepare()
+
+
 class JobTimeoutError(RuntimeError):
     """A job took longer than its timeout (not a `TimeoutError`, which the job itself may raise)."""
 
@@ -57,6 +74,7 @@ class Job(Generic[T]):
         began = time.monotonic()
         try:
             try:
+                prepare_thread()
                 value = self._context.run(self._fn)
             finally:
                 self.seconds = time.monotonic() - began

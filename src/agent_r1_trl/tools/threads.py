@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from agent_r1_trl.tools.pool import DaemonThreadPool, PoolExhaustedError
+from agent_r1_trl.tools.pool import DaemonThreadPool, PoolExhaustedError, prepare_thread
 
 T = TypeVar("T")
 
@@ -90,6 +90,7 @@ class _Call:
 
     def run(self) -> None:
         try:
+            prepare_thread()
             self.outcome.set_result(self.fn())
         except BaseException as error:  # SystemExit too: it would end the thread and leave the caller waiting
             self.outcome.set_exception(error)

@@ -21,6 +21,7 @@ from agent_r1_trl.environments.rows import warn_of_added_keys
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.safe_text import set_rules
 from agent_r1_trl.tools.base import is_async_callable
+from agent_r1_trl.tools.pool import prepare_threads_with
 from agent_r1_trl.tools.signature import unwrap_partial
 from agent_r1_trl.trainers.config import MultiTurnConfig
 
@@ -267,6 +268,21 @@ def check_overrides(trainer: Any) -> None:
 
 def _is_ours_or_trls(kind: type) -> bool:
     return kind is GRPOTrainer or kind.__module__.startswith(__name__.partition(".")[0] + ".")
+
+
+def use_gpu_in_threads(device: torch.device, reward_loop: Any) -> None:
+    """Make this rank's GPU the current one of every thread that runs a user's tools, environments and rewards.
+
+    Args:
+        device: of the rank; nothing is to be done for one without a number of its own, such as the CPU.
+        reward_loop: TRL's event loop for async reward functions, on a thread of its own; None without any.
+    """
+    if device.type != "cuda":
+        return
+    set_device = functools.partial(torch.cuda.set_device, device)
+    prepare_threads_with(set_device)
+    if reward_loop is not None:
+        reward_loop.call_soon_threadsafe(set_device)
 
 
 def check_tokenizer(processing_class: Any, *, is_vlm: bool) -> None:

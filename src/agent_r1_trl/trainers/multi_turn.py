@@ -38,6 +38,7 @@ from agent_r1_trl.trainers.construction import (
     trajectory_store,
     trl_dataset,
     trl_rewards,
+    use_gpu_in_threads,
 )
 from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.echo_guard import EchoGuardedTrainer
@@ -168,6 +169,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
 
     def _make_collaborators(self, generator: Any) -> None:
         """Once model and tokenizer are loaded."""
+        use_gpu_in_threads(self.accelerator.device, getattr(self, "async_loop", None))
         policy, rank = self.accelerator.unwrap_model(self.model), self.accelerator.process_index
         parts: Any = (self.args, self.accelerator, policy, self._tokenizer, self.env_factory)
         self.rollouts = Rollouts(*parts, generator=generator, eos_token_ids=self.eos_token_ids)

@@ -19,6 +19,7 @@ from accelerate.utils import gather
 
 from agent_r1_trl.environments.factory import EnvForm
 from agent_r1_trl.environments.reward_values import finite_number
+from agent_r1_trl.tools.pool import prepare_thread
 from agent_r1_trl.tools.signature import unwrap_partial
 from agent_r1_trl.trainers.agreement import raised_everywhere
 from agent_r1_trl.trainers.config import MultiTurnConfig
@@ -262,7 +263,7 @@ def _wait_for(awaitable: Any) -> Any:
     async def result() -> Any:
         return await awaitable
 
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1, initializer=prepare_thread) as pool:
         return pool.submit(asyncio.run, result()).result()
 
 
