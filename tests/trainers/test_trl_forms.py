@@ -1,8 +1,10 @@
 """Tools, environments and reward functions of a TRL script, run by TRL's trainer and by ours with the same policy."""
 
 import asyncio
+import json
 import math
 
+import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
@@ -627,3 +629,21 @@ def test_an_unscored_trajectory_hands_an_assistant_message_to_reward_functions(t
     scored_batch(build(tmp_path, reward_funcs=recorder, environment_factory=Broken))
     endings = [completion[-1] for completion in recorder.calls[0]["completions"]]
     assert endings.count({"role": "assistant", "content": ""}) == 1
+
+
+def test_a_table_of_completions_holds_arguments_and_columns_of_several_types(tmp_path):
+    """As models write them: a number, a text, nothing or a list for the same argument."""
+    arguments = [{"a": 1, "b": 2}, {"a": "one", "b": None}, {"a": [1, "x"]}, {"a": {"deep": 1}, "b": 2.5}]
+
+    def logs(completions, log_extra=None, **columns):
+        log_extra("mixed", [1, "two", None, [3]][: len(completions)])
+        return [0.0] * len(completions)
+
+    def script(row, turn):
+        return say("done") if turn else call("add", **arguments[row % 4])
+
+    build(tmp_path, script, reward_funcs=logs, tools=[add], args=plain_config(tmp_path, log_completions=True)).train()
+    table = pd.read_parquet(next((tmp_path / "completions").glob("*.parquet")))
+    written = [message["tool_calls"][0]["function"]["arguments"] for message, *_ in table["completion"]]
+    assert sorted(written) == sorted(json.dumps(item) for item in arguments)
+    assert [value for value in table["mixed"] if isinstance(value, str)] == ["1", "two", "[3]"]

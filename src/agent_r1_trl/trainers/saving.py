@@ -38,7 +38,7 @@ from agent_r1_trl.trainers.resume import (
     describe_run,
 )
 from agent_r1_trl.trainers.roll_back import rotate_around
-from agent_r1_trl.trainers.trl_logs import write_as_text
+from agent_r1_trl.trainers.trl_logs import with_plain_types, write_as_text
 
 logger = logging.getLogger(__name__)
 
@@ -141,9 +141,12 @@ class Saving:
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's log; the table of `log_completions` that does not fit on the disk is left out, and the run goes on."""
-        if self.args.log_completions and "wandb" in (self.args.report_to or []):
+        if self.args.log_completions:
             for name in ("prompt", "completion"):
-                write_as_text(self._logs[name])
+                if "wandb" in (self.args.report_to or []):
+                    write_as_text(self._logs[name])
+            for column in (self._logs["prompt"], self._logs["completion"], *self._logs["extra"].values()):
+                with_plain_types(column)
         try:
             super().log(logs, start_time)  # type: ignore[misc]
         except OSError as error:

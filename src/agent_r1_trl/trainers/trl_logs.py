@@ -103,9 +103,38 @@ def write_as_text(column: deque[Any]) -> None:
             column[index] = "\n".join(_line(message) for message in value)
 
 
+def with_plain_types(column: deque[Any]) -> None:
+    """Make a column of `log_completions` one that a Parquet file can hold, whatever tools and functions put into it.
+
+    What a tool call's `arguments`, a message's `content` and other nested values are differs from row to row: they
+    become JSON. A column of a user's own whose values are of several types, or nested, becomes text.
+    """
+    kinds = {type(value) for value in column if value is not None}
+    is_mixed = len(kinds) > 1 and not kinds <= {int, float}
+    for index, value in enumerate(column):
+        if isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value):
+            column[index] = [{key: _plain(key, part) for key, part in message.items()} for message in value]
+        elif value is not None and not isinstance(value, str) and (is_mixed or isinstance(value, dict | list | tuple)):
+            column[index] = _json(value)
+
+
+def _plain(key: str, value: Any) -> Any:
+    if key != "tool_calls" or not isinstance(value, list):
+        return value if value is None or isinstance(value, str) else _json(value)
+    return [
+        {name: {part: _plain(part, item) for part, item in value.items()} if isinstance(value, dict) else value
+         for name, value in call.items()}
+        for call in value
+    ]  # fmt: skip
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
 def _line(message: dict[str, Any]) -> str:
     calls = message.get("tool_calls") or []
-    written = [json.dumps(call.get("function", call), ensure_ascii=False, default=str) for call in calls]
+    written = [_json(call.get("function", call)) for call in calls]
     content = message.get("content")
-    said = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
+    said = content if isinstance(content, str) else _json(content)
     return " ".join(part for part in (f"{message.get('role')}:", said if content else "", *written) if part)
