@@ -46,7 +46,14 @@ def test_the_rows_of_a_last_smaller_batch_weigh_as_much_as_the_others(tmp_path):
     numbers = (0 + 1 + 2 + 3 + 4) / 5  # and not the mean of 6 / 4 and 4
     for name in ("reward", "reward/outcome", "rewards/environment_reward/mean", "env/number"):
         assert metrics[f"eval_{name}"] == pytest.approx(numbers), name
-    assert len(trainer.last_trajectories) == 1
+
+
+def test_the_trajectories_of_a_whole_evaluation_are_there_afterwards_and_those_of_a_rollout_after_training(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset=questions(5), per_device_eval_batch_size=2, num_generations_eval=1)
+    trainer.evaluate()
+    assert len({item.example_id for item in trainer.last_trajectories}) == len(trainer.last_trajectories) == 5
+    trainer.train()
+    assert len(trainer.last_trajectories) == 8
 
 
 def test_every_mean_is_one_over_all_rows_whatever_the_size_of_the_batches(tmp_path):

@@ -42,6 +42,8 @@ class EvaluationRows:
         """Index of the first row of the present batch, in the order of the data set."""
         self.outages: list[str] = []
         """Tools that were down, in words: then rewards say nothing about the policy."""
+        self.trajectories: list[Trajectory] = []
+        """This rank's, without repetitions."""
         self._batch_sizes: list[int] = []
         self._rewards: list[torch.Tensor] = []
         self._failures: list[FailureCause | None] = []
@@ -81,7 +83,9 @@ class EvaluationRows:
             self._failures.append(failure)
         self._batch_sizes.append(num_new)
         self.first_row += len(rows)
-        return list(trajectories[: max(0, num_new - rank * len(trajectories))])
+        own = list(trajectories[: max(0, num_new - rank * len(trajectories))])
+        self.trajectories += own
+        return own
 
     def _num_new(self, num_rows: int) -> int:
         """How many of the present batch's rows are no repetition."""
@@ -156,6 +160,7 @@ class EvaluatingTrainer(GRPOTrainer):
 
     env_factory: Any
     rollouts: Any
+    last_trajectories: list[Trajectory]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.evaluation = EvaluationRows()
@@ -218,6 +223,7 @@ class EvaluatingTrainer(GRPOTrainer):
         device = self.accelerator.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             output = super().evaluation_loop(dataloader, *args, **kwargs)
+        self.last_trajectories = self.evaluation.trajectories
         self._metrics["eval"].update(
             self.evaluation.metrics(
                 self._metrics["eval"],

@@ -138,7 +138,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
             self.env_factory = single_turn_factory(config, train_dataset, generator, turn_reward_funcs)
         self.turn_reward_funcs = as_list(turn_reward_funcs)
         self.last_trajectories: list[Trajectory] = []
-        """This rank's trajectories of the last rollout, for callbacks."""
+        """This rank's trajectories of the last rollout, or of the last evaluation, for callbacks."""
         self._rollout_s = 0.0
         """Seconds that the current training step has spent on its rollout."""
         self.layout = UpdateLayout(None if self.env_factory is None else config)
