@@ -85,8 +85,7 @@ def test_a_tool_that_blocks_the_event_loop_is_named_with_its_trajectory_and_stac
         trajectories, _, _ = run_with([sleeping(1.2), quick], watchdog_interval=0.3)
     assert {trajectory.stop_reason for trajectory in trajectories} == {StopReason.DONE}
     message = next(text for text in caplog.messages if "has held the event loop" in text)
-    # Each of the two trajectories blocks once; on a busy machine the first may pass without a look.
-    assert re.search("tool 'naps' of example 'q[01]' generation 0, turn 0: tools naps", message)
+    assert re.search("tool 'naps' of example 'q[0-9]' generation 0, turn 0: tools naps", message)
     assert "time.sleep(seconds)" in message
     assert "make a tool that cannot a plain function" in message
 

@@ -253,7 +253,7 @@ def test_evaluations_play_what_they_are_given(tmp_path):
     trainer = make(tmp_path, taught(), eval_dataset=questions(3), per_device_eval_batch_size=2)
     scored_batch(trainer)
     trainer.evaluate()
-    assert trainer.resampling.replaced == [] and len(trainer.last_trajectories) == 2
+    assert trainer.resampling.replaced == [] and len(trainer.last_trajectories) == 3 * trainer.num_generations_eval
 
 
 # ---------------------------------------------------------------- fresh prompts
