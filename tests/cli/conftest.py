@@ -11,7 +11,7 @@ from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy
 
 CURE = re.compile(
-    r"\b([Ss]et|[Pp]ass|Put|Correct|[Rr]emove|Name|Give|Convert|Rename|Subclass|Return|[Ww]rite|[Cc]hoose|[Ii]nstall|"
+    r"\b([Ss]et|[Pp]ass|Put|Correct|[Rr]emove|Name|[Gg]ive|Convert|Rename|Subclass|Return|[Ww]rite|[Cc]hoose|[Ii]nstall|"
     r"Start|Restart|Unset|Launch|Raise|or None|are written|There are)\b|--list|--help"
 )
 

@@ -93,7 +93,7 @@ def test_a_recipe_that_is_a_folder_or_not_there_is_refused(refusal, recipe, tmp_
 # ---------------------------------------------------------------- through `train`
 
 TASKS = '''
-from agent_r1_trl import ToolEnv
+from agent_r1_trl import ToolEnv, tool
 from task import AddEnv, add
 
 
@@ -110,6 +110,14 @@ class RaisingReset(AddEnv):
 class NoReset:
     def step(self, message):
         return None
+
+
+class Twins(ToolEnv):
+    def look(self, where: str) -> str:
+        """Look."""
+        return where
+
+    tools = (add, tool(look, name="add"))
 
 
 class NoHints(ToolEnv):
@@ -169,6 +177,7 @@ TRAIN = {
         "env='tasks.py:RaisingReset'.*dataset_name='train.jsonl'.*KeyError: 'missing'",
     ),
     "a tool without hints": ({"env": "tasks.py:NoHints"}, "tasks.py:NoHints.*'where"),
+    "two tools of one name": ({"env": "tasks.py:Twins"}, "tasks.py:Twins.*two are called 'add'"),
     "a function without hints": (
         {"env": None, "tools": ["tasks.py:no_hints"], "reward_funcs": ["task.py:word_count_reward"]},
         "tools=\\['tasks.py:no_hints'\\].*'where",
@@ -272,6 +281,18 @@ def test_a_sampler_with_other_weights_is_no_traceback(recipe, refusal, monkeypat
     monkeypatch.setattr(TransformersGenerator, "sync", stale, raising=False)
     message = refusal("train", "--config", recipe(), code=EXIT_INFRASTRUCTURE)
     assert message == "The log-probabilities differ. Restart the server."
+
+
+def test_an_outcome_reward_that_raises_is_a_mistake_in_one_line(recipe, refusal):
+    path = recipe(env="task.py:Kid")
+    text = '\n\nclass Kid(AddEnv):\n    def outcome_reward(self, trajectory):\n        return {}["missing"]\n'
+    Path("task.py").write_text(Path("task.py").read_text() + text)
+    message = refusal("train", "--config", path)
+    assert re.match(
+        r"Kid\.outcome_reward raised KeyError: 'missing' \(.*task\.py, line \d+\)\. Correct the method\. "
+        r"It was in example '.*', generation \d\.$",
+        message,
+    ), message
 
 
 def test_vllm_that_is_not_installed_is_told_before_training(recipe, refusal, monkeypatch):

@@ -421,7 +421,7 @@ def test_a_run_recovers_once_it_has_made_up_a_third_of_what_it_had_lost():
     assert not judge(steps[:20], limits).is_recovering  # nothing was lost
 
 
-def test_one_kind_of_signal_is_answered_one_level_less_until_the_run_has_collapsed():
+def test_one_kind_of_signal_alone_is_answered_as_a_warning_at_most():
     steps = [{"reward": 0.5, "entropy": 1.0, "repetition": 0.1, "reward_std": 0.4}] * 20
     for last, state, answered in (
         ({"entropy": 3.0}, "warning", "healthy"),
@@ -430,6 +430,12 @@ def test_one_kind_of_signal_is_answered_one_level_less_until_the_run_has_collaps
     ):
         verdict = judge(steps + [{**steps[0], **last}] * 40)
         assert (verdict.state, verdict.answered) == (state, answered)
+    goal_alone = [{"success": 0.5}] * 20 + [{"success": 0.0}] * 20
+    verdict = judge(goal_alone)
+    assert (verdict.state, verdict.answered) == ("collapsed", "warning")
+    nobody_succeeds = [{"success": 0.4, "zero_std_share": 0.1}] * 4 + [{"success": 0.0, "zero_std_share": 1.0}] * 9
+    verdict = judge(nobody_succeeds)
+    assert (verdict.state, verdict.answered, verdict.num_kinds) == ("collapsed", "warning", 1)
 
 
 @pytest.mark.parametrize("late", [0.6, 1.4])

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from agent_r1_trl.environments import StepResult, ToolEnv
+from agent_r1_trl.environments import RewardError, StepResult, ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind
 from tests.rollout.helpers import PROMPT, Script, chat_of, play, sampled_ids
@@ -224,9 +224,13 @@ def test_an_environment_that_cannot_be_made_is_a_state():
     assert "no disk" in trajectory.error
 
 
-def test_a_bug_in_the_outcome_reward_propagates_after_closing():
+def test_a_bug_in_the_outcome_reward_is_named_with_its_line_and_example_after_closing():
     env = recorder("outcome")
-    with pytest.raises(RuntimeError, match="outcome is broken"):
+    with pytest.raises(
+        RewardError,
+        match=r"outcome_reward raised RuntimeError: outcome is broken \(.*test_.*\.py, line \d+\)\. Correct the method\. "
+        r"It was in example .*, generation 0\.$",
+    ):
         play([say("a")] * 3, env=env, limits={"max_turns": 1})
     assert env.log[-1] == "close"
 

@@ -17,7 +17,7 @@ import requests
 import urllib3
 
 from agent_r1_trl import InfrastructureError, StopReason, Tool, ToolEnv, tool
-from agent_r1_trl.environments import FunctionToolsEnv, TRLEnvAdapter
+from agent_r1_trl.environments import FunctionToolsEnv, RewardError, TRLEnvAdapter
 from agent_r1_trl.tools import ToolCall, ToolErrorKind, ToolExecutor, as_tool
 from agent_r1_trl.tools.faults import is_lost_connection
 from tests.rollout.helpers import play
@@ -260,5 +260,5 @@ def test_a_judge_that_is_down_is_no_bug_of_its_author():
         def outcome_reward(self, trajectory):
             raise OSError("a bug")
 
-    with pytest.raises(OSError, match="a bug"):
+    with pytest.raises(RewardError, match=r"raised OSError: a bug \(.*Correct the method"):
         play([say()], env=Bug)

@@ -343,7 +343,9 @@ def make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **part
 
 
 def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
+    from agent_r1_trl.environments import RewardError
     from agent_r1_trl.journal import ReplayError
+    from agent_r1_trl.tools import ToolSchemaError
     from agent_r1_trl.trainers.checkpoints import CheckpointError
     from agent_r1_trl.trainers.echo_guard import CollapsedError
 
@@ -355,7 +357,7 @@ def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
         if not is_main_process():  # its message would not be printed, and the error may be its alone
             print(shown(f"error on rank {os.environ.get('RANK')}: {error}"), file=sys.stderr)
         raise InfrastructureError(str(error)) from error
-    except (CheckpointError, ReplayError) as error:  # on all processes alike
+    except (CheckpointError, ReplayError, RewardError, ToolSchemaError) as error:  # a second try would end alike
         raise UsageError(str(error)) from error
     finally:
         progress.stop()

@@ -315,11 +315,17 @@ class EchoTrapJudge:
             excused=excused,
             measures=self._measures,
             reason=self._reason(state, target, counted, excused),
-            num_kinds=len({_KIND.get(name, name) for name in counted}),
+            num_kinds=self._num_kinds(counted),
             is_recovering=self._is_recovering(),
             is_entropy_high=self._is_entropy_high(),
         )
         return self.verdict
+
+    def _num_kinds(self, counted: Mapping[str, Signal]) -> int:
+        """Groups in which nobody succeeds have no spread either, which is no second kind."""
+        kinds = {_KIND.get(name, name) for name in counted}
+        is_one_fact = kinds == {"reward", "reward_std"} and not any(self._series["success"].raw[-3:] or [1])
+        return 1 if is_one_fact else len(kinds)
 
     def _is_entropy_high(self) -> bool:
         """Whether it is above its first threshold now, measured by the first steps while there is no baseline."""

@@ -15,6 +15,7 @@ from agent_r1_trl.environments.reward_values import finite_number
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.tools import Tool, ToolSchemaError, as_tool, shared_pool
+from agent_r1_trl.tools.executor import check_names
 from agent_r1_trl.tools.faults import is_infrastructure_error
 from agent_r1_trl.tools.holding import LoopCall
 from agent_r1_trl.tools.threads import OwnThread, own_thread, run_on_own_thread
@@ -79,8 +80,8 @@ class EnvSession:
                 f"{self.name}.reset returned {shown}: it must return the prompt as a list of "
                 "messages such as [{'role': 'user', 'content': '...'}]. Return that list."
             )
-        schemas = [as_tool(item).schema for item in getattr(self.env, "tools", None) or ()]
-        return [dict(item) for item in messages], schemas
+        tools = check_names(map(as_tool, getattr(self.env, "tools", None) or ()))
+        return [dict(item) for item in messages], [item.schema for item in tools.values()]
 
     def _make(self) -> Any:
         """On the environment's thread, which may come to an end when the trajectory was given up long ago.

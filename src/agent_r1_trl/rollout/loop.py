@@ -78,7 +78,7 @@ async def run_trajectory(
 
     Raises:
         ValueError: an environment that breaks the protocol (a mistake of its author).
-        Exception: whatever `outcome_reward` raises (a bug in a reward function).
+        RewardError: `outcome_reward` raised, or a method returned no reward (a bug of its author).
     """
     play = _play(draft, session, generator, chat, limits, params)
     return await conclude(play, draft, session, limits, keep_going=keep_going)
@@ -134,12 +134,11 @@ async def conclude(
         if keep_going:
             draft.error = _located(error, session, draft.phase)
             return draft.finish(StopReason.ENVIRONMENT_ERROR, duration_s=time.perf_counter() - start)
-        if not isinstance(error, RewardError):
+        cure = "" if isinstance(error, RewardError) else ". Correct the method."
+        if cure and draft.phase != "outcome_reward":
             raise
-        request = draft.request
-        raise RewardError(
-            f"{error} It was in example {request.example_id!r}, generation {request.generation}."
-        ) from error
+        where = f"It was in example {draft.request.example_id!r}, generation {draft.request.generation}."
+        raise RewardError(f"{_located(error, session, draft.phase)}{cure} {where}") from error
     finally:
         await session.close()
 

@@ -30,6 +30,7 @@ from agent_r1_trl.tools.faults import (
 from agent_r1_trl.tools.foreign import text_of_mcp
 from agent_r1_trl.tools.holding import LoopCall
 from agent_r1_trl.tools.pool import JobTimeoutError, PoolExhaustedError, shared_pool
+from agent_r1_trl.tools.signature import ToolSchemaError
 from agent_r1_trl.tools.threads import run_on_own_thread
 from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolResult
 
@@ -39,6 +40,20 @@ MAX_SCHEMA_CHARS = 1500
 CHARS_PER_TOKEN = 4
 MAX_RETRY_WAIT_S = 30.0
 DEFAULT_QUEUE_TIMEOUT_S = 600.0
+
+
+def check_names(tools: Iterable[Tool]) -> dict[str, Tool]:
+    """The tools by name.
+
+    Raises:
+        ToolSchemaError: two have the same name.
+    """
+    named: dict[str, Tool] = {}
+    for item in tools:
+        if item.name in named:
+            raise ToolSchemaError(f"tools: two are called {item.name!r}. Give one another name with @tool(name=...).")
+        named[item.name] = item
+    return named
 
 
 class ToolExecutor:
@@ -53,7 +68,8 @@ class ToolExecutor:
         truncate: `(text, max_tokens) -> text`, counted in the model's tokens; by default 4 characters are one token.
 
     Raises:
-        ValueError: two tools have the same name, or a value is out of range.
+        ToolSchemaError: two tools have the same name.
+        ValueError: a value is out of range.
     """
 
     def __init__(
@@ -65,12 +81,7 @@ class ToolExecutor:
         queue_timeout_s: float | None = DEFAULT_QUEUE_TIMEOUT_S,
         truncate: Callable[[str, int], str] | None = None,
     ) -> None:
-        self.tools: dict[str, Tool] = {}
-        for item in tools:
-            candidate = as_tool(item)
-            if candidate.name in self.tools:
-                raise ValueError(f"tools: two are called {candidate.name!r}: rename one with @tool(name=...).")
-            self.tools[candidate.name] = candidate
+        self.tools = check_names(map(as_tool, tools))
         self.timeout_s = check_timeout(timeout_s)
         self.queue_timeout_s = check_timeout(queue_timeout_s, "queue_timeout_s")
         self.truncate = truncate
