@@ -228,7 +228,7 @@ def test_a_bug_in_the_outcome_reward_is_named_with_its_line_and_example_after_cl
     env = recorder("outcome")
     with pytest.raises(
         RewardError,
-        match=r"outcome_reward raised RuntimeError: outcome is broken \(.*test_.*\.py, line \d+\)\. Correct the method\. "
+        match=r"outcome_reward raised RuntimeError: outcome is broken \(.*\.py, line \d+\)\. Correct the method\. "
         r"It was in example .*, generation 0\.$",
     ):
         play([say("a")] * 3, env=env, limits={"max_turns": 1})

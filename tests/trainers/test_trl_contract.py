@@ -14,8 +14,7 @@ from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
 
-from agent_r1_trl.environments.factory import EnvForm
-from agent_r1_trl.trainers.construction import trl_rewards
+from agent_r1_trl.trainers.construction import as_trl_sees
 from agent_r1_trl.trainers.rollout_checks import UNSUPPORTED_OPTIONS
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_args, make_policy, make_trainer, questions, scored_batch
@@ -133,9 +132,10 @@ def test_every_refused_option_is_still_an_option():
 
 def test_the_trainer_keeps_vllm_out_of_trls_hands(tmp_path):
     args = make_args(tmp_path)
-    args.use_vllm = True
-    copied = trl_rewards([len], [], EnvForm(), args, {})["args"]
-    assert (copied.use_vllm, args.use_vllm) == (False, True)
+    args.use_vllm, args.reward_weights = True, [2.0]
+    with as_trl_sees(args, num_columns=1):
+        assert (args.use_vllm, args.reward_weights) == (False, [2.0, 1.0])
+    assert (args.use_vllm, args.reward_weights) == (True, [2.0])
 
 
 def test_one_generation_passes_trls_check_when_it_compares_like_two():

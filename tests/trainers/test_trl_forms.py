@@ -225,7 +225,7 @@ def test_a_negative_number_of_iterations_is_refused(tmp_path):
 
 def test_our_own_configuration_keeps_its_limit_of_turns(tmp_path):
     trainer = build(tmp_path, tools=[add], reward_funcs=ones, args=make_args(tmp_path, max_completion_length=300))
-    assert (trainer.limits.max_turns, trainer.limits.max_tool_calling_iterations) == (8, None)
+    assert (trainer.rollouts.limits.max_turns, trainer.rollouts.limits.max_tool_calling_iterations) == (8, None)
 
 
 # -------------------------------------------------------------------- get_reward

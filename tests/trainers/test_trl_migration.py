@@ -2,6 +2,7 @@
 
 import pytest
 from datasets import Dataset
+from transformers import TrainerCallback
 from trl import GRPOConfig
 
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
@@ -150,9 +151,47 @@ def test_a_plain_grpo_config_will_do(tmp_path):
         save_strategy="no",
     )  # fmt: skip
     trainer = build(tmp_path, environment_factory=Counter, args=args)
-    assert trainer.limits.max_turns == 2
+    assert trainer.rollouts.limits.max_turns == 2
     trainer.train()
     assert trainer.state.log_history[0]["rollout/turns"] == 2.0
+
+
+def test_what_a_callback_changes_in_the_users_arguments_counts_from_the_next_rollout_on(tmp_path):
+    args = make_args(tmp_path, max_completion_length=300, max_steps=3, loss_type="dr_grpo")
+    changes = {1: (40, None), 2: (300, 0)}
+
+    class Changes(TrainerCallback):
+        def on_step_end(self, given, state, control, **kwargs):
+            assert given is args
+            args.max_completion_length, args.max_tool_calling_iterations = changes.get(state.global_step, (300, None))
+
+    seen = []
+
+    def note(completions, trajectory, **kwargs):
+        seen.append(
+            [(len(item.completion_ids), len(item.turns), trainer.max_completion_length) for item in trajectory]
+        )
+        return [0.0] * len(completions)
+
+    trainer = build(tmp_path, reward_funcs=note, tools=[plain_add], args=args, callbacks=[Changes()])
+    assert trainer.args is args
+    trainer.train()
+    first, shorter, without = seen
+    assert min(length for length, _, _ in first) > 40 >= max(length for length, _, _ in shorter)
+    assert {turns for _, turns, _ in first} == {2} and {turns for _, turns, _ in without} == {1}
+    assert [{limit for _, _, limit in step} for step in seen] == [{300}, {40}, {300}]
+
+
+def test_a_temperature_that_the_update_would_not_know_of_is_refused_in_mid_run(tmp_path):
+    class Changes(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            args.temperature = 0.7
+
+    trainer = build(
+        tmp_path, environment_factory=Counter, args=make_args(tmp_path, max_steps=2), callbacks=[Changes()]
+    )
+    with pytest.raises(ValueError, match=r"temperature=0\.7 .* began with 1: .*Set it back"):
+        trainer.train()
 
 
 def test_without_a_data_set_the_environment_owns_the_prompts(tmp_path):

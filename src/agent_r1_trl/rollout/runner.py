@@ -86,9 +86,8 @@ class RolloutRunner:
         self.env_factory = env_factory
         self.generator = generator
         self.chat = chat
-        self.limits = (limits or RolloutLimits()).within(getattr(generator, "max_model_length", None))
         self.params = params or SamplingParams()
-        self._check()  # refused here, not in the first trajectory
+        self.limits = limits or RolloutLimits()  # refused here, not in the first trajectory
         self.retry_failed, self.keep_going = retry_failed, keep_going
         self.on_trajectory = on_trajectory
         self.environments: list[Any] = []
@@ -100,6 +99,20 @@ class RolloutRunner:
         """Runs the loop, if there is one."""
         self._has_reported_timeout = False
         self._under_way: set[asyncio.Task[Any]] = set()
+
+    @property
+    def limits(self) -> RolloutLimits:
+        """What a trajectory may spend; a change counts from the next one on.
+
+        Raises:
+            ValueError: the chat format or the generator cannot keep them.
+        """
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: RolloutLimits) -> None:
+        self._limits = limits.within(getattr(self.generator, "max_model_length", None))
+        self._check()
 
     def _check(self) -> None:
         find_policy(self.limits)

@@ -319,7 +319,8 @@ class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOCon
 
     @classmethod
     def from_grpo_config(cls, args: GRPOConfig) -> MultiTurnConfig:
-        """A copy of `args` with our fields at their defaults (a `MultiTurnConfig` is returned as a copy).
+        """A copy of `args` with our fields at their defaults; a `MultiTurnConfig` is returned as it is, so that what
+        callbacks change in it counts.
 
         TRL ends a trajectory for its tokens or for `max_tool_calling_iterations` alone. Limits that TRL does not know
         are therefore set to `max_completion_length`, where they change nothing: every turn has a token at least.
@@ -334,9 +335,9 @@ class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOCon
                 f"args={type(args).__name__} is not a configuration of {trainer}. Pass args={cls.__name__}(...) "
                 "(or TRL's GRPOConfig)."
             )
-        config = copy.copy(args)
-        if isinstance(config, MultiTurnConfig):
-            return config
+        if isinstance(args, MultiTurnConfig):
+            return args
+        config: Any = copy.copy(args)
         config.__class__ = cls
         if isinstance(config.max_completion_length, int):
             vars(config).update(dict.fromkeys(UNKNOWN_TO_TRL, config.max_completion_length), rollout_timeout=None)

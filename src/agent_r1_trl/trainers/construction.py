@@ -5,11 +5,12 @@ They are checked here, before a model is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,8 +64,22 @@ def single_turn_factory(
     return SingleTurnEnv
 
 
-TRL_CHANGES = ("use_vllm", "mask_truncated_completions", "reward_weights")
-"""Arguments that TRL's constructor sees with other values than the user's."""
+@contextlib.contextmanager
+def as_trl_sees(config: MultiTurnConfig, num_columns: int) -> Iterator[None]:
+    """While TRL's constructor runs: it makes no engine of its own, does not mask truncated completions a second time,
+    and weighs the columns of the environment 1 each, behind the user's functions.
+    """
+    changed: dict[str, Any] = {"use_vllm": False, "mask_truncated_completions": False}
+    if config.reward_weights is not None:
+        changed["reward_weights"] = [*config.reward_weights, *[1.0] * num_columns]
+    own = copy.copy(vars(config))
+    try:
+        for name, value in changed.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name in changed:
+            setattr(config, name, own[name])
 
 
 def by_name(positional: Sequence[Any], named: dict[str, Any]) -> dict[str, Any]:
@@ -90,10 +105,7 @@ def trl_rewards(
     config: MultiTurnConfig,
     arguments: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """`reward_funcs`, `reward_processing_classes` and `args` as TRL's constructor sees them.
-
-    The columns of the environment stand last, with a weight of 1 each, as in TRL. TRL makes no engine of its own, and
-    does not mask truncated completions a second time.
+    """`reward_funcs` and `reward_processing_classes` as TRL's constructor sees them: those of the environment last.
 
     Args:
         reward_funcs: the user's.
@@ -112,17 +124,12 @@ def trl_rewards(
             "reward_funcs= or turn_reward_funcs=, an environment_factory= with a get_reward, or env= with an "
             "outcome_reward."
         )
-    args = copy.copy(config)
-    args.use_vllm = False
-    args.mask_truncated_completions = False
-    if args.reward_weights is not None:
-        if len(args.reward_weights) != len(reward_funcs):
-            raise ValueError(
-                f"reward_weights={args.reward_weights} has {len(args.reward_weights)} entries for "
-                f"{len(reward_funcs)} reward_funcs: the numbers must match. Give one weight per function of yours "
-                "(the environment's own reward always counts 1)."
-            )
-        args.reward_weights = [*args.reward_weights, *[1.0] * len(columns)]
+    if config.reward_weights is not None and len(config.reward_weights) != len(reward_funcs):
+        raise ValueError(
+            f"reward_weights={config.reward_weights} has {len(config.reward_weights)} entries for "
+            f"{len(reward_funcs)} reward_funcs: the numbers must match. Give one weight per function of yours "
+            "(the environment's own reward always counts 1)."
+        )
     processing_classes = arguments.get("reward_processing_classes")
     if processing_classes is not None:
         given = processing_classes if isinstance(processing_classes, list) else [processing_classes]
@@ -136,7 +143,6 @@ def trl_rewards(
     return {
         "reward_funcs": [*functions, *columns],
         "reward_processing_classes": processing_classes,
-        "args": args,
     }
 
 

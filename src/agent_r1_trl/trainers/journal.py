@@ -60,7 +60,6 @@ class TrainingJournal:
     Args:
         args: of the trainer.
         accelerator: of the trainer.
-        limits: of every trajectory.
         template: source of the chat template.
         env_factory: makes the environments.
 
@@ -68,9 +67,7 @@ class TrainingJournal:
         ReplayError: `replay` names no journal.
     """
 
-    def __init__(
-        self, args: Any, accelerator: Any, limits: RolloutLimits, template: str, env_factory: EnvFactory
-    ) -> None:
+    def __init__(self, args: Any, accelerator: Any, template: str, env_factory: EnvFactory) -> None:
         self._cassette = None if args.replay is None else Cassette(args.replay, rank=accelerator.process_index)
         self._env_factory = env_factory
         self._plays_finished = False
@@ -78,11 +75,9 @@ class TrainingJournal:
         self._is_on, self._keep = bool(args.journal) and self._cassette is None, args.journal_keep
         self._overlaps = args.overlap_rollout
         self._folder = rank_folder(args.output_dir, accelerator.process_index)
-        limited = {name: getattr(limits, name, None) for name in LIMITS}
         self._settings = {
             "processes": accelerator.num_processes,
             "template": hashlib.blake2b(template.encode("utf-8", "replace"), digest_size=8).hexdigest(),
-            "limits": limited,
         }
         # A run that was to be resumed and has no checkpoint yet begins with the weights that it had then.
         self._asks_to_resume = str(args.resume_from_checkpoint).lower() in ("true", "last")
@@ -181,6 +176,7 @@ class TrainingJournal:
     def open(
         self,
         requests: Sequence[RolloutRequest],
+        limits: RolloutLimits,
         params: SamplingParams,
         micro_step: int,
         optimizer_step: int,
@@ -190,6 +186,7 @@ class TrainingJournal:
 
         Args:
             requests: of this process.
+            limits: of every trajectory.
             params: how tokens are drawn.
             micro_step: that trains first on it.
             optimizer_step: number of optimizer steps behind the weights.
@@ -211,6 +208,7 @@ class TrainingJournal:
             "weights": self._weights,
             "size": len(requests),
             "params": asdict(params),
+            "limits": {name: getattr(limits, name, None) for name in LIMITS},
             **({"round": round_number} if round_number else {}),
             **({} if self._base is None else {"base": self._base}),
             **self._settings,

@@ -26,9 +26,9 @@ from agent_r1_trl.generation.adapters import check_adapters, warn_of_dropout
 from agent_r1_trl.rollout.watchdog import reported
 from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.construction import (
-    TRL_CHANGES,
     RowCheck,
     as_list,
+    as_trl_sees,
     by_name,
     check_overrides,
     check_rollout_func,
@@ -156,14 +156,13 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         kwargs |= trl_rewards(as_list(reward_funcs), self.rewards.columns, form, config, kwargs)
         check_can_draw(train_dataset, config)
         train_dataset = trl_dataset(train_dataset, config, eval_dataset)
-        super().__init__(model, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
+        with as_trl_sees(config, len(self.rewards.columns)):
+            super().__init__(model, args=config, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
         self.tools = form.tools
         check_tokenizer(self.processing_class, is_vlm=self._is_vlm)
         check_adapters(self.model, is_merged=config.use_vllm)
         warn_of_dropout(self.model)
         self.add_callback(RoundingWarning())
-        for name in TRL_CHANGES:  # TRL is constructed: from here on the user's own values hold
-            setattr(self.args, name, getattr(config, name))
         self.use_vllm = config.use_vllm
         self._make_collaborators(generator)
 
@@ -180,7 +179,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         self.echo_signals = make_echo_signals(self)
         self._make_echo_guard()
         self.rollouts.journal.attach(self)
-        self.chat, self.limits = self.rollouts.chat, self.rollouts.limits
+        self.chat = self.rollouts.chat
         self.chat.write_to(self._tokenizer)  # what is trained with is saved
         self.credit = CreditEstimator(self.args, self.accelerator)
         watches = {"tools": self.rollouts.tools, "failures": self.rollouts.failures}
@@ -263,6 +262,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         if self.env_factory is None:
             return super()._generate_and_score_completions(inputs)
         check_overrides(self)  # attributes may have been set since the construction
+        self.max_completion_length = self.args.max_completion_length  # of Dr. GRPO's loss
         self.row_check.check_batch(inputs)
         start = time.perf_counter()
         played = self._played = self.resampling.play(inputs, self._position())

@@ -226,7 +226,7 @@ class Resampling:
         It is read from the trajectories, not from a clock, so that a resumed run comes to the same end.
         """
         durations = [item.duration_s for item in more.trajectories]
-        in_turn = math.fsum(durations) / self._trainer.limits.max_concurrency
+        in_turn = math.fsum(durations) / self._trainer.args.max_concurrency
         return max(gather_object([max([in_turn, *durations])]))
 
     # ---------------------------------------------------------------- rewards

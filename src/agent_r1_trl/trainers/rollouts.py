@@ -24,7 +24,7 @@ from agent_r1_trl.generation import TransformersGenerator
 from agent_r1_trl.generation.base import Generator, as_generator
 from agent_r1_trl.generation.sync import sync_weights
 from agent_r1_trl.generation.vllm.build import build_vllm, check_vllm
-from agent_r1_trl.rollout import NothingPlayedError, RolloutRunner, context_length, rollout_requests
+from agent_r1_trl.rollout import NothingPlayedError, RolloutLimits, RolloutRunner, context_length, rollout_requests
 from agent_r1_trl.rollout.probe import PROBE_TIMEOUT_S, RecordedCall, succeeds
 from agent_r1_trl.rollout.processes import marked_processes
 from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
@@ -89,10 +89,8 @@ class Rollouts:
             **format_options(args.thinking, args.context_policy, args.chat_template_kwargs),
             extra_stop_token_ids=eos_token_ids,
         )
-        self.limits = args.rollout_limits(context_length(policy.config))
-        if env_factory is SingleTurnEnv and args.rollout_timeout == args.default_of("rollout_timeout"):
-            self.limits = replace(self.limits, rollout_timeout=None)  # as in TRL, tokens alone end a reply
-        self.params = args.sampling_params(is_training=True)
+        self._context_length = context_length(policy.config)
+        self._temperature = args.temperature
         self.upcoming: Rollout | ReplayedRollout | None = None
         """The next batch's rollout, played while the update trains on this one (`overlap_rollout`)."""
         self.failures = FailureWatch(args.max_failure_share, args.failure_window)
@@ -110,7 +108,15 @@ class Rollouts:
         """Given this rank's rows and the micro-step, the rows that are played in their place (`curriculum.py`)."""
         self.together: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         """Inside it, what one rank gets wrong is raised on all of them (`signals.py`)."""
-        self.journal = TrainingJournal(args, accelerator, self.limits, self.chat.chat_template, env_factory)
+        self.journal = TrainingJournal(args, accelerator, self.chat.chat_template, env_factory)
+
+    @property
+    def limits(self) -> RolloutLimits:
+        """What a trajectory may spend, as the arguments say now."""
+        limits = self.args.rollout_limits(self._context_length)
+        if self.env_factory is SingleTurnEnv and self.args.rollout_timeout == self.args.default_of("rollout_timeout"):
+            limits = replace(limits, rollout_timeout=None)  # as in TRL, tokens alone end a reply
+        return limits
 
     # ---------------------------------------------------------------- playing
 
@@ -209,10 +215,13 @@ class Rollouts:
         if replayed is not None:
             replayed.rows = rows
             return replayed
-        params = self.params if position.is_training else self.args.sampling_params(is_training=False)
+        self.runner.limits = self.limits  # callbacks may have changed the arguments since the last rollout
+        params = self.args.sampling_params(is_training=position.is_training)
         journal = None
         if position.is_training:
-            journal = self.journal.open(requests, params, micro_step, self.synced_step, position.round)
+            self._check_temperature(params.temperature)
+            place = (micro_step, self.synced_step, position.round)
+            journal = self.journal.open(requests, self.runner.limits, params, *place)
         sampled_step = self.synced_step if journal is None else journal.optimizer_step
         rollout = Rollout(self.runner, requests, params, synced_step=sampled_step, journal=journal)
         rollout.rows = rows
@@ -220,6 +229,14 @@ class Rollouts:
         if self._is_cut.is_set():
             rollout.cancel(CUT_TIMEOUT_S)
         return rollout
+
+    def _check_temperature(self, temperature: float) -> None:
+        if temperature != self._temperature:
+            raise ValueError(
+                f"temperature={temperature:g} was set in the middle of a run that began with {self._temperature:g}: "
+                "TRL divides the logits of the update by the value that the trainer was made with. Set it back, or "
+                "make another trainer with it and go on from a checkpoint (resume_from_checkpoint)."
+            )
 
     def cut(self) -> None:
         """End the rollout under way, and every further one until `end_run`; from any thread.
@@ -285,7 +302,7 @@ class Rollouts:
             generator = self._generator if self._generator is not None else self._build(policy)
             generator.is_cut = self._is_cut
             self._runner = RolloutRunner(
-                self.env_factory, generator, self.chat, self.limits, self.params, retry_failed=self.args.retry_failed
+                self.env_factory, generator, self.chat, self.limits, retry_failed=self.args.retry_failed
             )
         if self.synced_step == step:
             return {}
