@@ -294,7 +294,7 @@ _HERMES_3 = {
     ),
 }
 
-# The generation prompt is always written, whether it is asked for or not.
+# The generation prompt is always written, whether it is asked for or not, with an empty thought unless one is asked for.
 _COMMAND_R7B = """\
 {{ bos_token }}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|># System Preamble
 {% if tools %}{{ tools | tojson }}{% endif %}{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif -%}
@@ -328,12 +328,13 @@ _COMMAND_R7B = """\
 {%- endfor %}
 ]<|END_TOOL_RESULT|><|END_OF_TURN_TOKEN|>
 {%- endif %}
-{%- endfor %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"""
+{%- endfor %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>
+{%- if not enable_thinking %}<|START_THINKING|><|END_THINKING|>{% endif %}"""
 
 _DEEPSEEK_TOKENS = (
     "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜▁pad▁｜> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> "
     "<｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜> <｜tool▁output▁begin｜> "
-    "<｜tool▁output▁end｜>"
+    "<｜tool▁output▁end｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜>"
 )
 _KIMI_TOKENS = (
     "[BOS] [EOS] [PAD] <|im_end|> <|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> <|tool_calls_section_begin|> "

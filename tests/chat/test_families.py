@@ -35,16 +35,16 @@ def row_of(family: str) -> list[str]:
     flagged = [check for check in findings if check.level != "ok"]
     messages = " ".join(check.message for check in flagged)
     is_own = chat.template_to_save == tokenizer.chat_template
-    prompt = chat.encoder.to_text(chat.encode_prompt([{"role": "user", "content": "q"}]))
+    prompt = chat.encode_prompt([{"role": "user", "content": "q"}])
     checks = {check.check for check in flagged}
     thoughts = "none"
-    if chat.thinks and not prompt.endswith("</think>"):
+    if chat.thinks and not chat.closed_thought(prompt):
         thoughts = "dropped" if "changes thoughts" in messages else "kept"
     return [
         f"`{family}`",
         "own" if is_own else "TRL's",
         f"`{name_of_grammar(chat.grammar)}`",
-        "rewritten later" if "earlier messages in another way" in messages else "exact",
+        "rewritten later" if re.search("earlier messages in another way|empty thought", messages) else "exact",
         "wrong" if "masks" in checks else "exact",
         "some are not" if "parser" in checks else "all",
         thoughts,

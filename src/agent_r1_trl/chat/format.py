@@ -291,6 +291,10 @@ class ChatFormat:
 
     # ---------------------------------------------------------------- for checks
 
+    def closed_thought(self, prompt_ids: Sequence[int]) -> str:
+        """The whole thought, an empty one as a rule, with which the prompt begins the turn; "" if it writes none."""
+        return self._parser.closed_thought(self._written_by_template(prompt_ids))
+
     @property
     def turn_end_ids(self) -> list[int]:
         """The end-of-turn tokens of the template, which a policy is expected to sample."""

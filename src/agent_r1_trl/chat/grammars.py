@@ -79,8 +79,8 @@ GRAMMARS: dict[str, Grammar] = {
 }
 """Name -> grammar; the names are accepted as `response_template`."""
 GRAMMARS["command"]["fields"]["content"] = {
-    "open": "<|START_RESPONSE|>",
-    "close": "<|END_RESPONSE|>",
+    "open": ["<|START_RESPONSE|>", "<|START_TEXT|>"],
+    "close": ["<|END_RESPONSE|>", "<|END_TEXT|>"],
     "content": "text",
 }
 

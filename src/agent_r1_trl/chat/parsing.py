@@ -145,6 +145,16 @@ class TurnParser:
             message["malformed_tool_call"] = "; ".join(dict.fromkeys(reasons))
         return message
 
+    def closed_thought(self, prefix: str) -> str:
+        """The thought that `prefix` ends with, whole; "" if it ends with none, or with one that is open."""
+        if self._thought is None or self._thought not in self._closes:
+            return ""
+        closed = list(self._closes[self._thought].finditer(prefix))
+        if not closed or prefix[closed[-1].end() :].strip():
+            return ""
+        opened = self._opens[self._thought].search(prefix)
+        return prefix[opened.start() if opened else closed[-1].start() :]
+
     # ---------------------------------------------------------------- regions
 
     def _begun(self, prefix: str, text: str) -> str:

@@ -19,7 +19,7 @@ from agent_r1_trl.chat.jinja import CALL_ID, ChatTemplate, calling, tool_answer
 from agent_r1_trl.trajectory import Message
 
 # Markers of a thought in any family's generation prompt, opening and closing.
-_THOUGHT_MARKS = r"</?(?:\w+:)?think>|\[/?THINK\]"
+_THOUGHT_MARKS = r"</?(?:\w+:)?think>|\[/?THINK\]|<\|(?:START|END)_THINKING\|>"
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,9 @@ class TemplateRenderer:
     def _rest_of_thought(self, begun: str, reply: str, message: Message) -> str:
         """The thought that the generation prompt opens and the rendered turn does not show; often an empty one."""
         opener = re.search(rf"({_THOUGHT_MARKS})\s*$", begun)
-        if opener is None or "/" in opener[1]:
+        if opener is None or re.search("/|END", opener[1]):
             return ""
-        closer = f"{opener[1][0]}/{opener[1][1:]}"
+        closer = opener[1].replace("START", "END") if "START" in opener[1] else f"{opener[1][0]}/{opener[1][1:]}"
         return "" if closer in reply else f"{message.get('reasoning_content') or ''}\n{closer}\n\n"
 
     def _follower(self, calls: Any, content: str) -> Message:

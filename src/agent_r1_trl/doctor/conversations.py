@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.chat.checks import Schema, speak
 from agent_r1_trl.chat.templates import suggestion
 from agent_r1_trl.doctor.report import Report, describe_error
-from agent_r1_trl.doctor.template import Schema, speak
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.generation.scripted import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner

@@ -5,18 +5,20 @@ Conversations are rendered twice, as a whole and piece by piece as in a rollout;
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.chat.checks import (
+    Schema,
+    first_difference,
+    misread_content,
+    possible_thoughts,
+    split_tokens,
+)
 from agent_r1_trl.chat.errors import ChatFormatError
-from agent_r1_trl.chat.jinja import CALL_ID
 from agent_r1_trl.chat.templates import suggestion
 from agent_r1_trl.doctor.report import Report, describe_error
-from agent_r1_trl.trajectory import Message
-
-Schema = dict[str, Any]
 
 PROBE_TOOL: Schema = {
     "type": "function",
@@ -72,7 +74,9 @@ def check_template(report: Report, chat: ChatFormat, tools: Sequence[Schema] | N
         return
     try:
         _check_prompt(report, chat)
+        _check_control_tokens(report, chat, tools)
         _check_appending(report, chat, tools)
+        _check_content(report, chat)
         if tools:
             _check_tools_are_shown(report, chat, tools)
     except Exception as error:
@@ -111,28 +115,31 @@ def _check_prompt(report: Report, chat: ChatFormat) -> None:
         )
 
 
-def speak(chat: ChatFormat, message: Message, num_calls: int) -> list[int]:
-    """The ids of a reply; its calls get the ids that the policy would have written.
+def _check_control_tokens(report: Report, chat: ChatFormat, tools: Sequence[Schema] | None) -> None:
+    if split := split_tokens(chat, tools):
+        report.error(
+            "chat template",
+            f"It writes {', '.join(split)}, no token of the tokenizer but several: the model never saw them as one, "
+            "and a tool result that spells them could open a turn.",
+            "Use the chat template that belongs to the tokenizer, or the tokenizer that belongs to the template.",
+        )
 
-    Args:
-        chat: the format.
-        message: its calls are changed.
-        num_calls: number of calls before it, for templates that number them.
-    """
-    reply = chat.encode_reply(message)
-    calls = message.get("tool_calls") or []
-    read = [call["id"] for call in chat.parse(reply).get("tool_calls", [])]
-    for index, (call, call_id) in enumerate(zip(calls, read, strict=False)):
-        call["id"] = str(num_calls + index) if call_id.isdecimal() else call_id
-    return chat.encode_reply(message) if calls else reply
+
+def _check_content(report: Report, chat: ChatFormat) -> None:
+    content = misread_content(chat)
+    if content is not None:
+        report.error(
+            "parser",
+            f"A reply that says 'said.' is read as {content!r}: rewards and environments would see that.",
+            "Set response_template to the grammar of this template (docs/model-families.md), or pass another "
+            "chat_template.",
+        )
 
 
 def _check_appending(report: Report, chat: ChatFormat, tools: Sequence[Schema] | None) -> None:
     """Prompt + reply + observation + reply + ... must be what the template renders for the whole conversation."""
-    begun = chat.encoder.to_text(chat.encode_prompt([{"role": "user", "content": "."}]))
-    is_thought_forced = bool(re.search(r"(?:</(?:\w+:)?think>|<channel\|>)\s*$", begun))
-    thoughts = ("", "because") if chat.thinks and not is_thought_forced else ("",)
-    found = {thought: _first_difference(chat, tools, thought) for thought in thoughts}
+    thoughts = possible_thoughts(chat)
+    found = {thought: first_difference(chat, tools, thought) for thought in thoughts}
     for difference, place in found.values():
         if difference and (place == "observation" or (place == "tool" and len(thoughts) == 1)):
             report.error("chat template", f"Not prefix preserving: {difference}.", suggestion(chat.tokenizer, ""))
@@ -141,7 +148,7 @@ def _check_appending(report: Report, chat: ChatFormat, tools: Sequence[Schema] |
         report.ok("chat template", "Thoughts are dropped before each turn where the template drops them.")
         return
     # With a forced opener only turns with a thought can agree; the last difference is theirs.
-    difference, _ = found[thoughts[-1]]
+    difference, place = found[thoughts[-1]]
     if difference and len(thoughts) > 1:
         keep = [name for name in ("preserve_thinking", "clear_thinking") if name in chat.chat_template]
         switch = f"chat_template_kwargs={{'{keep[0]}': {keep[0].startswith('preserve')}}} or " if keep else ""
@@ -152,6 +159,14 @@ def _check_appending(report: Report, chat: ChatFormat, tools: Sequence[Schema] |
             f"Pass {switch}a chat_template that keeps thoughts, and serve the model with it. Or set thinking='strip': "
             "the policy is then trained on what the server shows.",
         )
+    elif place == "empty thought":
+        report.warning(
+            "chat template",
+            f"The template leaves the empty thought of its generation prompt out of earlier turns: {difference}. A "
+            "rollout keeps it, a server with this template does not show it.",
+            "Set thinking='strip': the policy is then trained on what the server shows. Or pass a chat_template that "
+            "writes it in every turn, and serve the model with it.",
+        )
     elif difference:
         report.warning(
             "chat template",
@@ -159,48 +174,6 @@ def _check_appending(report: Report, chat: ChatFormat, tools: Sequence[Schema] |
             "keeps the ids that it has, a server with this template renders them anew.",
             "Pass a chat_template that leaves earlier messages alone, and serve the model with it.",
         )
-
-
-def _first_difference(chat: ChatFormat, tools: Sequence[Schema] | None, thought: str) -> tuple[str, str]:
-    """Where appended and rendered ids first differ ("" if nowhere), and in what: an observation, or before it.
-
-    Returns:
-        The difference, and `observation`, `tool` (before a tool message) or `user` (before a user message).
-    """
-    name = tools[0]["function"]["name"] if tools else "look_up"
-    conversation: list[Message] = [{"role": "user", "content": "first"}]
-    ids = chat.encode_prompt(conversation, tools)
-    difference, found = "", ""
-    num_calls = 0
-    for number in range(3):
-        message: Message = {"role": "assistant", "content": f"answer {number}"}
-        observation: Message = {"role": "user", "content": f"next {number}"}
-        if tools and number != 1:
-            call = {"type": "function", "id": CALL_ID, "function": {"name": name, "arguments": {"query": "x"}}}
-            message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        if thought:
-            message["reasoning_content"] = thought
-        reply = speak(chat, message, num_calls)
-        if calls := message.get("tool_calls"):
-            num_calls += 1
-            observation = {"role": "tool", "name": name, "tool_call_id": calls[0]["id"], "content": f"result {number}"}
-        delta = chat.encode_observations(message, [observation], tools)[0]
-        ids += reply + delta
-        conversation += [message, observation]
-        whole = chat.encode_conversation(conversation, tools, generation_prompt=True)
-        appended = chat.canonical(ids)
-        if appended == whole:
-            continue
-        if whole[-len(delta) :] != delta:
-            mine, theirs = chat.encoder.to_text(delta), chat.encoder.to_text(whole[-len(delta) :])
-            return f"a rollout appends {mine!r} where the template renders {theirs!r}", "observation"
-        if not difference:
-            pairs = zip(appended, whole, strict=False)
-            place = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(appended), len(whole)))
-            mine, theirs = (chat.encoder.to_text(side[max(0, place - 5) : place + 10]) for side in (appended, whole))
-            difference = f"after turn {number} a rollout has {mine!r} where the template renders {theirs!r}"
-            found = observation["role"]
-    return difference, found
 
 
 def _check_tools_are_shown(report: Report, chat: ChatFormat, tools: Sequence[Schema]) -> None:

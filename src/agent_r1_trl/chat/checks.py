@@ -1,0 +1,121 @@
+"""What a chat format must do right over whole conversations: append what the template renders, read what was said.
+
+The doctor reports what these checks find.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from agent_r1_trl.chat.jinja import CALL_ID
+from agent_r1_trl.trajectory import Message
+
+if TYPE_CHECKING:
+    from agent_r1_trl.chat.format import ChatFormat
+
+Schema = dict[str, Any]
+
+_QUESTION: Message = {"role": "user", "content": "."}
+# `<|x|>`, the same with DeepSeek's wide bars, Gemma's `<|x>` and `<x|>`. Other markers (`<think>`, `[INST]`) are plain
+# text for some models.
+_CONTROL_TOKEN = re.compile(r"<([|\uff5c])[^\s<>|\uff5c]{1,64}\1>|<\|\w{1,64}>|<\w{1,64}\|>")
+
+
+def speak(chat: ChatFormat, message: Message, num_calls: int) -> list[int]:
+    """The ids of a reply; its calls get the ids that the policy would have written.
+
+    Args:
+        chat: the format.
+        message: its calls are changed.
+        num_calls: number of calls before it, for templates that number them.
+    """
+    reply = chat.encode_reply(message)
+    calls = message.get("tool_calls") or []
+    read = [call["id"] for call in chat.parse(reply).get("tool_calls", [])]
+    for index, (call, call_id) in enumerate(zip(calls, read, strict=False)):
+        call["id"] = str(num_calls + index) if call_id.isdecimal() else call_id
+    return chat.encode_reply(message) if calls else reply
+
+
+def empty_thought(chat: ChatFormat) -> str:
+    """The thought that the generation prompt opens and closes, so that the policy says none; "" if it does not."""
+    return chat.closed_thought(chat.encode_prompt([_QUESTION]))
+
+
+def possible_thoughts(chat: ChatFormat) -> tuple[str, ...]:
+    """Thoughts that a turn of the policy may have, the empty one first."""
+    return ("", "because") if chat.thinks and not empty_thought(chat) else ("",)
+
+
+def first_difference(chat: ChatFormat, tools: Sequence[Schema] | None, thought: str) -> tuple[str, str]:
+    """Where appended and rendered ids first differ ("" if nowhere), and in what.
+
+    Returns:
+        The difference, and `observation`, `tool` (before a tool message), `user` (before a user message), or
+        `empty thought` where the template only leaves that of its generation prompt out of earlier turns.
+    """
+    name = tools[0]["function"]["name"] if tools else "look_up"
+    conversation: list[Message] = [{"role": "user", "content": "first"}]
+    ids = chat.encode_prompt(conversation, tools)
+    empty = empty_thought(chat)
+    difference, found = "", ""
+    num_calls = 0
+    for number in range(3):
+        message: Message = {"role": "assistant", "content": f"answer {number}"}
+        observation: Message = {"role": "user", "content": f"next {number}"}
+        if tools and number != 1:
+            call = {"type": "function", "id": CALL_ID, "function": {"name": name, "arguments": {"query": "x"}}}
+            message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        if thought:
+            message["reasoning_content"] = thought
+        reply = speak(chat, message, num_calls)
+        if calls := message.get("tool_calls"):
+            num_calls += 1
+            observation = {"role": "tool", "name": name, "tool_call_id": calls[0]["id"], "content": f"result {number}"}
+        delta = chat.encode_observations(message, [observation], tools)[0]
+        ids += reply + delta
+        conversation += [message, observation]
+        whole = chat.encode_conversation(conversation, tools, generation_prompt=True)
+        appended = chat.canonical(ids)
+        if appended == whole:
+            continue
+        if whole[-len(delta) :] != delta:
+            mine, theirs = chat.encoder.to_text(delta), chat.encoder.to_text(whole[-len(delta) :])
+            return f"a rollout appends {mine!r} where the template renders {theirs!r}", "observation"
+        mine, theirs = (chat.encoder.to_text(side) for side in (appended, whole))
+        only_empty = bool(empty) and mine.replace(empty, "") == theirs.replace(empty, "")
+        if not difference or (found == "empty thought" and not only_empty):
+            pairs = zip(appended, whole, strict=False)
+            place = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(appended), len(whole)))
+            mine, theirs = (chat.encoder.to_text(side[max(0, place - 5) : place + 10]) for side in (appended, whole))
+            difference = f"after turn {number} a rollout has {mine!r} where the template renders {theirs!r}"
+            found = "empty thought" if only_empty else observation["role"]
+    return difference, found
+
+
+def misread_content(chat: ChatFormat) -> str | None:
+    """What a reply that says `said.` is read as; None if it is read as that."""
+    prompt = chat.encode_prompt([_QUESTION])
+    for thought in possible_thoughts(chat):
+        message: Message = {"role": "assistant", "content": "said."}
+        if thought:
+            message["reasoning_content"] = thought
+        content = chat.parse(chat.encode_reply(message), prompt)["content"]
+        if content != "said.":
+            return content
+    return None
+
+
+def split_tokens(chat: ChatFormat, tools: Sequence[Schema] | None) -> list[str]:
+    """The control tokens that the template writes and the tokenizer does not know."""
+    conversation: list[Message] = [_QUESTION, {"role": "assistant", "content": "said."}, _QUESTION]
+    if tools:
+        function = {"name": tools[0]["function"]["name"], "arguments": {"query": "x"}}
+        call = {"type": "function", "id": CALL_ID, "function": function}
+        told = {"role": "tool", "name": function["name"], "tool_call_id": CALL_ID, "content": "."}
+        conversation += [{"role": "assistant", "content": "", "tool_calls": [call]}, told]
+    text = chat.encoder.to_text(chat.encode_conversation(conversation, tools, generation_prompt=True))
+    written = dict.fromkeys(match[0] for match in _CONTROL_TOKEN.finditer(text))
+    return [token for token in written if chat.tokenizer.backend_tokenizer.token_to_id(token) is None]
