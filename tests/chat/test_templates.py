@@ -9,8 +9,10 @@ import re
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from agent_r1_trl.chat.checks import is_sound
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.chat.grammars import GRAMMARS, named_grammar
+from agent_r1_trl.chat.templates import suggestion
 from tests.families import FAMILIES as FORMATS
 from tests.tokenizers import FAMILIES, make_tokenizer, read_template
 
@@ -135,6 +137,24 @@ def test_an_unknown_template_that_changes_earlier_turns_is_refused_with_a_cure()
     with pytest.raises(ValueError, match='chat_template="qwen2_5_training"'):
         ChatFormat(make_tokenizer("qwen2_5", chat_template=forgetful))
     assert ChatFormat(make_tokenizer("qwen2_5", chat_template=forgetful), chat_template="qwen2_5_training")
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("lfm2", "lfm2_v2_training"),
+        ("llama3_2", "llama3_2"),
+        ("glm_4_5", "glm4moe_training"),
+        ("kimi_k2", None),  # TRL ships none for it, and the control tokens of the others are no tokens there
+        ("deepseek_v3_1", None),
+    ],
+)
+def test_a_template_is_recommended_once_the_doctor_would_find_no_error_in_it(family, name):
+    tokenizer = FORMATS[family]()
+    text = suggestion(tokenizer, tokenizer.chat_template)
+    assert (f'chat_template="{name}"' if name else "docs/model-families.md") in text
+    if name:
+        assert is_sound(ChatFormat(tokenizer, chat_template=name))
 
 
 @pytest.mark.parametrize("family", ["ministral_3", "kimi_k2", "seed_oss", "llama3_1", "glm_4_7"])

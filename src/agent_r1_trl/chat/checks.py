@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from agent_r1_trl.chat.jinja import CALL_ID
+from agent_r1_trl.chat.jinja import CALL_ID, PROBE_TOOL
 from agent_r1_trl.trajectory import Message
 
 if TYPE_CHECKING:
@@ -95,6 +95,41 @@ def first_difference(chat: ChatFormat, tools: Sequence[Schema] | None, thought: 
     return difference, found
 
 
+def differences(chat: ChatFormat, tools: Sequence[Schema] | None) -> dict[str, tuple[str, str]]:
+    """By thought, the first difference of conversations whose turns think it."""
+    return {thought: first_difference(chat, tools, thought) for thought in possible_thoughts(chat)}
+
+
+def broken_prefix(found: dict[str, tuple[str, str]]) -> str:
+    """The first of `differences` that a rollout cannot live with; "" if there is none."""
+    fatal = ("observation", "tool") if len(found) == 1 else ("observation",)
+    return next((difference for difference, place in found.values() if difference and place in fatal), "")
+
+
+def hidden_parts(chat: ChatFormat, tools: Sequence[Schema]) -> dict[str, list[str]]:
+    """By tool, what the prompt does not show of its name and arguments; empty if it shows all."""
+    text = chat.encoder.to_text(chat.encode_prompt([_QUESTION], tools))
+    hidden = {}
+    for function in (schema["function"] for schema in tools):
+        parts = [function["name"], *function.get("parameters", {}).get("properties", {})]
+        if missing := [part for part in parts if part not in text]:
+            hidden[function["name"]] = missing
+    return hidden
+
+
+def is_sound(chat: ChatFormat) -> bool:
+    """Whether the doctor would find no error in conversations with tools."""
+    if not chat.supports_tools:
+        return False
+    tools = [PROBE_TOOL]
+    return (
+        not split_tokens(chat, tools)
+        and not hidden_parts(chat, tools)
+        and misread_content(chat) is None
+        and not broken_prefix(differences(chat, tools))
+    )
+
+
 def misread_content(chat: ChatFormat) -> str | None:
     """What a reply that says `said.` is read as; None if it is read as that."""
     prompt = chat.encode_prompt([_QUESTION])
@@ -106,6 +141,11 @@ def misread_content(chat: ChatFormat) -> str | None:
         if content != "said.":
             return content
     return None
+
+
+def control_tokens(text: str) -> set[str]:
+    """What looks like one in a text."""
+    return {match[0] for match in _CONTROL_TOKEN.finditer(text)}
 
 
 def split_tokens(chat: ChatFormat, tools: Sequence[Schema] | None) -> list[str]:

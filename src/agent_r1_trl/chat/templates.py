@@ -263,16 +263,24 @@ def _with_template(tokenizer: Any, template: str | None) -> Any:
 
 
 def suggestion(tokenizer: Any, template: str) -> str:
-    """What to pass as chat_template in place of `template`: a name only if it works with this tokenizer."""
+    """What to pass as chat_template in place of `template`: a name only if the doctor would find no error in it."""
+    from agent_r1_trl.chat.checks import control_tokens, is_sound
     from agent_r1_trl.chat.format import ChatFormat
 
     lines = set(template.splitlines())
     likely = ["qwen3_training"] if "<think>" in template else []
-    shipped = {name: source for name, source in _shipped().items() if name.endswith("_training")}
-    closest = sorted(shipped, key=lambda name: -len(lines & set(shipped[name].splitlines())))
-    for name in [*likely, "qwen2_5_training", *closest[:_NUM_CANDIDATES]]:
+    shipped = _shipped()
+    known = set(tokenizer.get_vocab())
+
+    def closeness(name: str) -> tuple[int, bool, int]:
+        num_lines = len(lines & set(shipped[name].splitlines()))
+        return num_lines, name == "qwen2_5_training", len(control_tokens(shipped[name]) & known)
+
+    trained = [name for name in shipped if name.endswith("_training") or f"{name}_training" not in shipped]
+    closest = sorted(trained, key=closeness, reverse=True)[:_NUM_CANDIDATES]
+    for name in [*likely, *closest]:
         try:
-            works = ChatFormat(tokenizer, chat_template=name).supports_tools
+            works = is_sound(ChatFormat(tokenizer, chat_template=name))
         except Exception:  # a template that does not fit the tokenizer fails in any way
             continue
         if works:

@@ -59,7 +59,8 @@ def run(argv: Sequence[str]) -> int:
     _check_start(script_args, args, task, train_dataset, eval_dataset)
     _check_template(args, model_args, task)
     _prepare_folder(script_args, args, model_args, console)
-    make_folder("output_dir", args.output_dir)
+    folder = args.output_dir  # as it was given: the trainer makes the path absolute
+    make_folder("output_dir", folder)
     console.print(_plan(script_args, args, model_args, train_dataset, eval_dataset))
     trainer = make_trainer(
         script_args,
@@ -77,16 +78,16 @@ def run(argv: Sequence[str]) -> int:
             | {"overwrite": False}
             | {name: getattr(script_args, name) for name in ("env_kwargs", "reward_options")}
         )
-        write_resolved_recipe(given, task["env"], facts, args.output_dir)
+        write_resolved_recipe(given, task["env"], facts, folder)
     _train(trainer, checkpoint, _show_progress(trainer, args, console))
-    _save(trainer, args.output_dir)
+    _save(trainer, args.output_dir)  # wherever a tool has gone
     if trainer.is_world_process_zero():
         trainer.save_state()
     if args.push_to_hub:
         _push(trainer, script_args.dataset_name)
     if hasattr(trainer, "end"):  # transformers >= 5.18: closes trackers and the process group
         trainer.end()
-    console.print(_farewell(script_args, args))
+    console.print(_farewell(script_args, args, folder))
     return 0
 
 
@@ -462,9 +463,8 @@ def _plan(script_args: TrainArguments, args: Any, model_args: Any, train: Any, e
     return "\n".join(f"{name:12} {value}" for name, value in lines.items())
 
 
-def _farewell(script_args: TrainArguments, args: Any) -> str:
+def _farewell(script_args: TrainArguments, args: Any, folder: str) -> str:
     """Where everything is, and the commands that go on from there."""
-    folder = args.output_dir
     lines = [f"\nDone. The model is in {folder}"]
     if args.record_trajectories != "none":
         lines[0] += f", every trajectory in {folder}/trajectories"

@@ -11,9 +11,10 @@ from typing import Any
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.chat.checks import (
     Schema,
-    first_difference,
+    broken_prefix,
+    differences,
+    hidden_parts,
     misread_content,
-    possible_thoughts,
     split_tokens,
 )
 from agent_r1_trl.chat.errors import ChatFormatError
@@ -138,18 +139,17 @@ def _check_content(report: Report, chat: ChatFormat) -> None:
 
 def _check_appending(report: Report, chat: ChatFormat, tools: Sequence[Schema] | None) -> None:
     """Prompt + reply + observation + reply + ... must be what the template renders for the whole conversation."""
-    thoughts = possible_thoughts(chat)
-    found = {thought: first_difference(chat, tools, thought) for thought in thoughts}
-    for difference, place in found.values():
-        if difference and (place == "observation" or (place == "tool" and len(thoughts) == 1)):
-            report.error("chat template", f"Not prefix preserving: {difference}.", suggestion(chat.tokenizer, ""))
-            return
+    found = differences(chat, tools)
+    if broken := broken_prefix(found):
+        cure = suggestion(chat.tokenizer, chat.chat_template)
+        report.error("chat template", f"Not prefix preserving: {broken}.", cure)
+        return
     if chat.thought_rule is not None:
         report.ok("chat template", "Thoughts are dropped before each turn where the template drops them.")
         return
     # With a forced opener only turns with a thought can agree; the last difference is theirs.
-    difference, place = found[thoughts[-1]]
-    if difference and len(thoughts) > 1:
+    difference, place = found[[*found][-1]]
+    if difference and len(found) > 1:
         keep = [name for name in ("preserve_thinking", "clear_thinking") if name in chat.chat_template]
         switch = f"chat_template_kwargs={{'{keep[0]}': {keep[0].startswith('preserve')}}} or " if keep else ""
         report.warning(
@@ -177,15 +177,10 @@ def _check_appending(report: Report, chat: ChatFormat, tools: Sequence[Schema] |
 
 
 def _check_tools_are_shown(report: Report, chat: ChatFormat, tools: Sequence[Schema]) -> None:
-    text = chat.encoder.to_text(chat.encode_prompt([{"role": "user", "content": "."}], tools))
-    for schema in tools:
-        function = schema["function"]
-        parts = [function["name"], *function.get("parameters", {}).get("properties", {})]
-        missing = [part for part in parts if part not in text]
-        if missing:
-            report.error(
-                "chat template",
-                f"The prompt does not show {', '.join(missing)} of the tool {function['name']!r}: the model cannot "
-                "know how to call it.",
-                "Use a template that renders the whole schema ({{ tool | tojson }}).",
-            )
+    for name, missing in hidden_parts(chat, tools).items():
+        report.error(
+            "chat template",
+            f"The prompt does not show {', '.join(missing)} of the tool {name!r}: the model cannot know how to call "
+            "it.",
+            "Use a template that renders the whole schema ({{ tool | tojson }}).",
+        )
