@@ -229,6 +229,7 @@ TRAIN = {
         "FlashAttention2.*attn_implementation: sdpa",
     ),
     "a tracker that does not exist": ({"report_to": "wandbb"}, "wandbb.*set report_to"),
+    "DeepSpeed without a launcher": ({"deepspeed": "ds.json"}, "deepspeed='ds.json'.*Start .*torchrun"),
     "no DeepSpeed configuration": ({"deepspeed": "none.json"}, "none.json.*set deepspeed"),
 }  # fmt: skip
 
@@ -237,6 +238,7 @@ def write_files(folder: Path, model: Path) -> None:
     """Everything that a row of `TRAIN` refers to."""
     (folder / "tasks.py").write_text(TASKS)
     contents = {
+        "ds.json": '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}',
         "rows.txt": ROW, "rows.jsonl": ROW, "none.jsonl": "", "broken.jsonl": ROW + "{nonsense\n",
         "lists.jsonl": "[1]\n",
         "mixed.jsonl": ROW + '{"prompt": 5}\n', "rows.parquet": "hello", "rows.csv": "",
@@ -298,6 +300,16 @@ def test_an_outcome_reward_that_raises_is_a_mistake_in_one_line(recipe, refusal)
 def test_vllm_that_is_not_installed_is_told_before_training(recipe, refusal, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert "pip install 'agent-r1-trl[vllm]'" in refusal("train", "--config", recipe(use_vllm=True))
+
+
+def test_deepspeed_that_is_not_installed_is_told_with_the_extra(recipe, refusal, monkeypatch):
+    monkeypatch.setattr("agent_r1_trl.trainers.config.is_deepspeed_available", lambda: False)
+    assert "pip install 'agent-r1-trl[deepspeed]'" in refusal("train", "--config", recipe(deepspeed="ds.json"))
+
+
+def test_options_that_have_no_effect_are_named_together(recipe, refusal):
+    message = refusal("train", "--config", recipe(beta=0.0, ref_model_sync_steps=9, epsilon=0.3, loss_type="sapo"))
+    assert "ref_model_sync_steps=9" in message and "epsilon=0.3" in message
 
 
 def test_a_template_that_shows_no_tools_is_refused_before_the_model_is_loaded(recipe, refusal, model_folder):

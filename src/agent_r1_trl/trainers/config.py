@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils import is_deepspeed_available
 from trl import GRPOConfig
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
@@ -248,6 +249,11 @@ class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOCon
 
     def __post_init__(self) -> None:
         values: dict[str, Any] = self.__dict__
+        if values["deepspeed"] and not is_deepspeed_available():  # transformers would fail obscurely
+            raise ValueError(
+                f"deepspeed={values['deepspeed']!r:.200}: DeepSpeed is not installed. pip install "
+                "'agent-r1-trl[deepspeed]' (Linux only), or remove deepspeed."
+            )
         if self.bf16 is None and not torch.accelerator.is_available():
             values["bf16"] = False  # TRL's default is for GPUs; without one it would be refused
         check_whole_number("num_generations", values["num_generations"])

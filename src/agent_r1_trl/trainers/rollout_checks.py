@@ -12,6 +12,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from agent_r1_trl.rollout.limits import check_whole_number
 
 if TYPE_CHECKING:
@@ -126,6 +128,7 @@ def check_rollout(config: MultiTurnConfig, *, has_generator: bool) -> None:
     check_sampling(config)
     check_correction(config)
     check_gather(config, has_generator=has_generator)
+    check_launched(config)
     if config.max_sync_logprob_gap is not None and not (config.use_vllm or has_generator):
         raise ValueError(
             f"max_sync_logprob_gap={config.max_sync_logprob_gap} with use_vllm={config.use_vllm}: the sampler is the "
@@ -153,6 +156,7 @@ def check_needs(config: MultiTurnConfig, needs: tuple[Need, ...]) -> None:
     Raises:
         ValueError: names both options and both ways out.
     """
+    problems = []
     for need in needs:
         found, default = getattr(config, need.other), config.default_of(need.other)
         if (found != default) if need.values is None else (found in need.values):
@@ -162,10 +166,12 @@ def check_needs(config: MultiTurnConfig, needs: tuple[Need, ...]) -> None:
             if value in (None, config.default_of(name)) or _waits_for_vllm(config, name):
                 continue
             others = f"another value than {default}" if need.values is None else " or ".join(map(repr, need.values))
-            raise ValueError(
-                f"{name}={value!r} has no effect with {need.other}={found!r}. Remove {name}, or set {need.other} to "
-                f"{others}."
+            problems.append(
+                f"{name}={value!r} has no effect with {need.other}={found!r}. Remove {name} (or set it to its "
+                f"default, {config.default_of(name)!r}), or set {need.other} to {others}."
             )
+    if problems:
+        raise ValueError(" ".join(problems))
 
 
 def _waits_for_vllm(config: MultiTurnConfig, name: str) -> bool:
@@ -217,4 +223,14 @@ def check_gather(config: MultiTurnConfig, *, has_generator: bool) -> None:
             "ds3_gather_for_generation=False with DeepSpeed ZeRO-3: every forward pass would be a collective call, "
             "and ranks whose trajectories differ in length would wait for each other for ever. Set "
             "ds3_gather_for_generation=True, or use_vllm=True."
+        )
+
+
+def check_launched(config: MultiTurnConfig) -> None:
+    """DeepSpeed joins a process group, of one process too, which launchers announce in the environment."""
+    if config.deepspeed and config.device and not torch.distributed.is_initialized():
+        raise ValueError(
+            f"deepspeed={config.deepspeed!r:.200} in a process that no launcher has started: DeepSpeed needs a "
+            "process group, for one GPU too. Start it with `torchrun --nproc_per_node 1 -m agent_r1_trl.cli.train` (a "
+            "script: `torchrun --nproc_per_node 1 script.py`), or remove deepspeed."
         )
