@@ -182,6 +182,15 @@ def test_what_a_callback_changes_in_the_users_arguments_counts_from_the_next_rol
     assert [{limit for _, _, limit in step} for step in seen] == [{300}, {40}, {300}]
 
 
+def test_a_completion_that_cannot_fit_is_warned_of(tmp_path, caplog):
+    positions = make_policy(make_tokenizer("qwen3")).config.max_position_embeddings
+    for length, is_warned in ((positions - 1, False), (positions, True)):
+        caplog.clear()
+        build(tmp_path, environment_factory=Counter, args=make_args(tmp_path, max_completion_length=length))
+        text = f"max_completion_length={positions} does not fit into the {positions} positions"
+        assert (text in caplog.text) is is_warned
+
+
 def test_a_temperature_that_the_update_would_not_know_of_is_refused_in_mid_run(tmp_path):
     class Changes(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -7,6 +7,7 @@ trajectory (`agent_r1_trl.rollout`), which rows count and what they earn (`rewar
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,8 @@ from agent_r1_trl.trainers.nonfinite import last_checkpoint
 from agent_r1_trl.trainers.played import PlayedBatch
 from agent_r1_trl.trainers.tool_watch import ToolWatch
 from agent_r1_trl.trainers.under_way import Position, Rollout
+
+logger = logging.getLogger(__name__)
 
 CUT_TIMEOUT_S = 15.0
 """Seconds that environments have to close when a run is told to end: launchers kill 30 s after a signal."""
@@ -90,6 +93,14 @@ class Rollouts:
             extra_stop_token_ids=eos_token_ids,
         )
         self._context_length = context_length(policy.config)
+        length = args.max_completion_length
+        if self._context_length is not None and length is not None and length >= self._context_length:
+            logger.warning(
+                "max_completion_length=%d does not fit into the %d positions that the model has for prompt and "
+                "completion together: trajectories end where these are full. Set it lower, or choose another model.",
+                length,
+                self._context_length,
+            )
         self._temperature = args.temperature
         self.upcoming: Rollout | ReplayedRollout | None = None
         """The next batch's rollout, played while the update trains on this one (`overlap_rollout`)."""
