@@ -2,11 +2,9 @@
 
 import logging
 import time
-from pathlib import Path
 
 import pytest
 
-from agent_r1_trl.cli import main
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trainers.learning_report import LearningReport
 from agent_r1_trl.trainers.tool_watch import ToolOutageError
@@ -128,32 +126,3 @@ def test_the_summary_has_first_last_and_best_reward_and_names_a_fall():
     assert "The reward fell" not in report.summary(), "0.19 is no certain fall from 0.25"
     report.begin_run()
     assert report.summary() == ""
-
-
-CASES = {
-    "reward 0": ("0.0", 0, "Step 1: All 4 trajectories earned exactly 0"),
-    "reward constant": ("0.5", 0, "Step 1: All 4 trajectories earned exactly 0.5"),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_recipe_that_teaches_nothing_ends_with_a_summary(name, tmp_path, monkeypatch, capsys, caplog):
-    from tests.cli.conftest import write_task
-    from tests.tokenizers import make_tokenizer
-    from tests.trainers.helpers import make_policy
-
-    value, code, said = CASES[name]
-    monkeypatch.chdir(tmp_path)
-    tokenizer = make_tokenizer("qwen2_5")
-    make_policy(tokenizer).save_pretrained("model")
-    tokenizer.save_pretrained("model")
-    path = write_task(tmp_path, tmp_path / "model", eval_dataset_name=None)
-    Path("task.py").write_text(
-        Path("task.py").read_text().replace("self.bonus * (len(trajectory.final_text) % 2)", value)
-    )
-    assert main(["train", "--config", str(path)]) == code
-    assert said in caplog.text
-    printed = capsys.readouterr().out
-    assert "2 of 2 rollouts (100%)" in printed and "view out --filter failed" in printed.replace(
-        str(tmp_path) + "/", ""
-    )
