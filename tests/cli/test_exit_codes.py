@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.cli import errors, main, train
+from agent_r1_trl.rollout.watchdog import LoopLostError
 from agent_r1_trl.trainers import signal_handlers, signals
 from agent_r1_trl.trainers.nonfinite import NonFiniteError
 from tests.own_process import signal_this_process
@@ -113,11 +114,9 @@ def test_a_run_that_begins_while_another_one_still_saves_may_be_tried_again(reci
 def test_a_surprise_ends_with_a_traceback_which_python_gives_the_code_1(recipe):
     path = recipe(eval_dataset_name=None)
     with Path("task.py").open("a", encoding="utf-8") as task:
-        task.write(
-            "\n\nclass Wrong(AddEnv):\n    def outcome_reward(self, trajectory):\n        raise LookupError('oh')\n"
-        )
+        task.write("\n\ndef wrong(completions, **kwargs):\n    raise LookupError('oh')\n")
     with pytest.raises(LookupError, match="oh"):
-        main(["train", "--config", path, "--env", "task.py:Wrong"])
+        main(["train", "--config", path, "--reward_funcs", "task.py:wrong"])
 
 
 def test_the_codes_are_those_of_the_documentation():
@@ -131,6 +130,20 @@ def test_the_codes_are_those_of_the_documentation():
     text = (Path(__file__).resolve().parents[2] / "docs" / "faults.md").read_text(encoding="utf-8")
     for code in (0, 1, 2, 3, 130, 138, 143):
         assert f"| {code} |" in text
+
+
+def test_a_failure_to_close_hides_neither_the_exit_code_nor_the_cause(capsys):
+    def fail(words):
+        def run(**kwargs):
+            raise LoopLostError(words) if kwargs else OSError(words)
+
+        return run
+
+    rollouts = types.SimpleNamespace(close=fail("engine is gone"))
+    trainer = types.SimpleNamespace(train=fail("the loop ended"), env_factory=object, rollouts=rollouts)
+    with pytest.raises(errors.InfrastructureError, match="the loop ended"):
+        train._train(trainer, None, types.SimpleNamespace(stop=lambda: None))
+    assert "could not be closed: OSError: engine is gone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 import warnings
 
 import pytest
@@ -18,7 +19,7 @@ from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import LoopLostError, RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.rollout.waiting import end_when_free
-from agent_r1_trl.rollout.watchdog import reported
+from agent_r1_trl.rollout.watchdog import Watchdog, reported
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import StopReason, ToolErrorKind
 from tests.rollout.helpers import PROMPT, chat_of
@@ -168,6 +169,13 @@ def test_a_loop_that_a_tool_never_gives_back_is_given_up_and_the_next_rollout_ha
     time.sleep(0.2)
     runner.close()
     assert sorted(closed) == [0, 0, 1, 1, 2, 2][-len(closed) :] or closed.count(1) == 2, "each once per rollout"
+
+
+def test_what_the_watchdog_says_is_bounded_however_many_wait():
+    drafts = [types.SimpleNamespace(phase="turn 0: tools", completion_ids=[], name="q" * 100_000) for _ in range(99)]
+    dog = Watchdog(lambda: drafts, None, threading.current_thread(), interval_s=1, stall_timeout_s=None, give_up=print)
+    text = dog._names()
+    assert text.startswith("99 running: qqq") and text.endswith("...") and len(text) < 1200
 
 
 def test_a_tool_that_stops_the_event_loop_stops_nothing(caplog):

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig
 
 from agent_r1_trl.journal import Cassette, ReplayError
+from agent_r1_trl.journal.reader import read_rollout
 from agent_r1_trl.journal.records import pack, read_file
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trainers.journal import fingerprint, reads_environments
@@ -330,6 +331,23 @@ def test_a_replay_that_does_not_match_names_the_first_thing_that_differs(tmp_pat
     train(tmp_path / "a", journal_keep=9, max_steps=1)
     with pytest.raises(ReplayError, match=rf"replay=.*trajectory \d differs first in ({named})"):
         train(tmp_path / "b", replay=str(tmp_path / "a"), **change)
+
+
+def test_a_replay_with_another_limit_is_refused_by_name(tmp_path):
+    played = train(tmp_path / "a", journal_keep=9, max_steps=1).rollouts.limits
+    message = rf"max_observation_tokens={played.max_observation_tokens} was recorded, .*=7: .*Set max_obs"
+    with pytest.raises(ReplayError, match=message):
+        train(tmp_path / "b", replay=str(tmp_path / "a"), max_observation_tokens=7)
+
+
+def test_a_journal_of_another_version_is_named_before_its_records_are_read(tmp_path, caplog):
+    train(tmp_path / "a", max_steps=1)
+    (path,) = (tmp_path / "a" / "journal" / "rank0").glob("*")
+    header, *_ = read_file(path)[0]
+    path.write_bytes(pack({**header, "version": 2}) + pack({"kind": "begin", "id": "of another form"}))
+    with pytest.raises(ReplayError, match=r"a journal of version 2, and this release reads version 1\. Replay"):
+        train(tmp_path / "b", replay=str(tmp_path / "a"))
+    assert read_rollout(path).trajectories == []
 
 
 def test_a_replay_needs_the_rollout_that_the_run_begins_with(tmp_path):

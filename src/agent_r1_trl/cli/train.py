@@ -363,7 +363,15 @@ def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
     finally:
         progress.stop()
         if trainer.env_factory is not None:
-            trainer.rollouts.close()
+            _close(trainer)
+
+
+def _close(trainer: Any) -> None:
+    """Close engine and event loop; a failure to do so hides neither how the run ended nor its model."""
+    try:
+        trainer.rollouts.close()
+    except Exception as error:
+        print(shown(f"warning: the rollouts could not be closed: {type(error).__name__}: {error}"), file=sys.stderr)
 
 
 def _save(trainer: Any, output_dir: str) -> None:

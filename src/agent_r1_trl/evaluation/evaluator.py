@@ -25,7 +25,7 @@ from agent_r1_trl.generation.base import Generator, SamplingParams
 from agent_r1_trl.generation.endpoint import Endpoint
 from agent_r1_trl.journal import Cassette, RolloutLog
 from agent_r1_trl.journal.reader import read_rollout
-from agent_r1_trl.journal.records import dump
+from agent_r1_trl.journal.records import VERSION, dump
 from agent_r1_trl.rollout import (
     RolloutLimits,
     RolloutRequest,
@@ -127,8 +127,8 @@ def _open_log(path: Path, header: dict[str, Any], *, resume: bool) -> RolloutLog
     recorded = read_rollout(path) if resume else None
     if recorded is None:
         return RolloutLog(path, header)
-    now = json.loads(dump(header))
-    before = {name: value for name, value in recorded.header.items() if name not in ("kind", "version")}
+    now = {"version": VERSION, **json.loads(dump(header))}
+    before = {name: value for name, value in recorded.header.items() if name != "kind"}
     if now != before:
         name = next(name for name in {**before, **now} if before.get(name) != now.get(name))
         raise ValueError(

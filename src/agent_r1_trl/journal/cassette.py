@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.journal.log import EVAL_FILE, FOLDER, rollout_file
 from agent_r1_trl.journal.reader import RecordedRollout, describe_request, read_rollout, read_trajectory
+from agent_r1_trl.journal.records import VERSION
 from agent_r1_trl.rollout import RolloutRequest
 from agent_r1_trl.trajectory import Trajectory
 
@@ -52,7 +53,11 @@ class Cassette:
         return sorted(int(name) for name in names if name.isdigit())
 
     def play(
-        self, requests: Sequence[RolloutRequest], micro_step: int | None = None, round_number: int = 0
+        self,
+        requests: Sequence[RolloutRequest],
+        micro_step: int | None = None,
+        round_number: int = 0,
+        limits: Mapping[str, Any] | None = None,
     ) -> list[Trajectory]:
         """The recorded trajectories, in the order of the requests.
 
@@ -60,12 +65,20 @@ class Cassette:
             requests: as a rollout would play them.
             micro_step: of a training run; None for an evaluation.
             round_number: of a rollout that replaces groups of the micro-step's first one, from 1 on.
+            limits: those of the present run, by name; None if they are not compared.
 
         Raises:
-            ReplayError: there is no such rollout, it is not complete, or one of the requests differs.
+            ReplayError: there is no such rollout, it is not complete, or a limit or one of the requests differs.
         """
         rollout = self._read(micro_step, round_number)
         where = f"{self._name}: " + ("" if micro_step is None else f"the rollout of micro-step {micro_step}: ")
+        played = rollout.header.get("limits", {})
+        for name, value in (limits or {}).items():
+            if name in played and played[name] != value:
+                raise ReplayError(
+                    f"{where}{name}={played[name]!r} was recorded, and the run has {name}={value!r}: the trajectories "
+                    f"would be others. Set {name} to {played[name]!r}."
+                )
         recorded = {str(item.request): item for item in rollout.trajectories}
         first_wave = [item for item in rollout.trajectories if not item.request["attempt"]]
         trajectories = []
@@ -104,6 +117,11 @@ class Cassette:
         rollout = read_rollout(path)
         if rollout is None:
             raise ReplayError(f"{self._name}: {path} is not a journal. Pass the output_dir of a recorded run.")
+        if (version := rollout.header.get("version")) != VERSION:
+            raise ReplayError(
+                f"{self._name}: {path} is a journal of version {version}, and this release reads version {VERSION}. "
+                "Replay it with the release of agent-r1-trl that recorded it."
+            )
         return rollout
 
     def _refuse(self, where: str, index: int, wanted: dict[str, Any], recorded: dict[str, Any] | None) -> None:

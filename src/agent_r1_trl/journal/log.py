@@ -24,14 +24,13 @@ from agent_r1_trl.journal.reader import (
     read_trajectory,
     trajectory_record,
 )
-from agent_r1_trl.journal.records import Appender, Record, dump
+from agent_r1_trl.journal.records import VERSION, Appender, Record, dump
 from agent_r1_trl.rollout import Draft, EnvSession, RolloutRequest
 from agent_r1_trl.trajectory import Trajectory
 
 FOLDER = "journal"
 """In `output_dir`."""
 EVAL_FILE = "eval.journal"
-VERSION = 1
 
 
 def eval_journal(output_dir: str | Path) -> Path:

@@ -24,6 +24,7 @@ from pathlib import Path
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.generation.base import Generation
 from agent_r1_trl.journal.records import (
+    VERSION,
     Record,
     dump,
     pack_floats,
@@ -83,14 +84,17 @@ class RecordedRollout:
 
 
 def read_rollout(path: Path) -> RecordedRollout | None:
-    """The rollout in a file; None if there is no such file or not even its first record is whole."""
+    """The rollout in a file; None if there is no such file or not even its first record is whole.
+
+    Of a file of another version only the header is read.
+    """
     if not path.is_file():
         return None
     records, num_bytes = read_file(path)
     if not records or records[0].get("kind") != "rollout":
         return None
     trajectories: list[RecordedTrajectory] = []
-    for record in records[1:]:
+    for record in records[1:] if records[0].get("version") == VERSION else ():
         if record["kind"] == "start":
             trajectories.append(RecordedTrajectory(number=record["t"], request=record["request"]))
         else:

@@ -25,6 +25,8 @@ from agent_r1_trl.safe_text import short_or_hex
 logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
+VERSION = 1
+"""Of what the records say; a file of another one is not read."""
 
 _HEADER = struct.Struct("<II")
 _COMPRESSION = 1  # the fastest: ids and log-probabilities hold little that a higher level would find

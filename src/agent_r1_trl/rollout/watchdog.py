@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 
 from agent_r1_trl.rollout.draft import Draft
+from agent_r1_trl.safe_text import shown
 from agent_r1_trl.tools.holding import holder_of
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ SAMPLING_INTERVALS = 12
 """A rollout in which all that run wait for the sampler is reported this many times less often: a turn takes long."""
 MAX_NAMED = 5
 """Trajectories that a message names."""
+MAX_NAME_CHARS = 200
 MAX_STACK_LINES = 24
 GRACE_S = 30.0
 """How much longer than the loop the whole interpreter may stand still: a busy machine is no reason to end."""
@@ -169,11 +171,11 @@ class Watchdog:
     def _names(self) -> str:
         running = self._running()
         more = " ..." if len(running) > MAX_NAMED else "."
-        return f"{len(running)} running: {'; '.join(draft.name for draft in running[:MAX_NAMED])}{more}"
+        return f"{len(running)} running: {'; '.join(_cut(draft.name) for draft in running[:MAX_NAMED])}{more}"
 
     def _holder(self) -> str:
         call = holder_of(self._thread.ident or 0)
-        return "A callback or the chat format" if call is None else call.name
+        return "A callback or the chat format" if call is None else _cut(call.name)
 
     def _stack(self) -> str:
         return _stack_of(self._thread)
@@ -199,6 +201,11 @@ def reported(what: str, interval_s: float | None) -> Iterator[None]:
         yield
     finally:
         has_ended.set()
+
+
+def _cut(name: str) -> str:
+    """Names hold what the model and the data say, such as the tools of 100 calls or a question for an id."""
+    return shown(name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]} ...")
 
 
 def _stack_of(thread: threading.Thread) -> str:

@@ -27,9 +27,8 @@ from transformers import TrainerCallback
 from agent_r1_trl.environments.factory import EnvFactory, users_environments
 from agent_r1_trl.generation import SamplingParams
 from agent_r1_trl.journal import Cassette, ReplayError, RolloutLog, rank_folder, rollout_file
-from agent_r1_trl.journal.log import VERSION
 from agent_r1_trl.journal.reader import RecordedRollout, read_rollout
-from agent_r1_trl.journal.records import Record
+from agent_r1_trl.journal.records import VERSION, Record
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest
 from agent_r1_trl.trajectory import Trajectory
 
@@ -127,7 +126,12 @@ class TrainingJournal:
         return self._cassette is not None
 
     def replay(
-        self, requests: Sequence[RolloutRequest], micro_step: int, optimizer_step: int, round_number: int = 0
+        self,
+        requests: Sequence[RolloutRequest],
+        limits: RolloutLimits,
+        micro_step: int,
+        optimizer_step: int,
+        round_number: int = 0,
     ) -> ReplayedRollout | None:
         """The recorded rollout; None if rollouts are played.
 
@@ -140,7 +144,7 @@ class TrainingJournal:
         if self._cassette is None:
             return None
         try:
-            trajectories = self._cassette.play(requests, micro_step, round_number)
+            trajectories = self._cassette.play(requests, micro_step, round_number, _limits_record(limits))
         except ReplayError as error:
             if not round_number:
                 raise
@@ -208,7 +212,7 @@ class TrainingJournal:
             "weights": self._weights,
             "size": len(requests),
             "params": asdict(params),
-            "limits": {name: getattr(limits, name, None) for name in LIMITS},
+            "limits": _limits_record(limits),
             **({"round": round_number} if round_number else {}),
             **({} if self._base is None else {"base": self._base}),
             **self._settings,
@@ -267,6 +271,10 @@ class TrainingJournal:
     def _delete(self, files: Sequence[Path]) -> None:
         for file in files:
             file.unlink(missing_ok=True)
+
+
+def _limits_record(limits: RolloutLimits) -> dict[str, Any]:
+    return {name: getattr(limits, name, None) for name in LIMITS}
 
 
 def _micro_step(path: Path) -> int:

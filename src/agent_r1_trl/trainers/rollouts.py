@@ -222,7 +222,7 @@ class Rollouts:
             round_number=position.round,
             places=position.places,
         )
-        replayed = self.journal.replay(requests, micro_step, position.optimizer_step, position.round)
+        replayed = self.journal.replay(requests, self.limits, micro_step, position.optimizer_step, position.round)
         if replayed is not None:
             replayed.rows = rows
             return replayed
