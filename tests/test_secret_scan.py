@@ -1,6 +1,7 @@
 """Secrets in files: found in every form of file by line, and what is none is left alone."""
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,12 +27,19 @@ EXAMPLES = {
     "Slack token": ["xoxb-12345678901-abcdef"],
     "Stripe key": ["sk_live_" + LETTERS[:24], "rk_live_" + LETTERS[:24]],
     "JSON web token": [f"eyJ{LETTERS[:20]}.eyJ{LETTERS[:20]}.{LETTERS[:20]}"],
+    "npm token": ["npm_" + LETTERS[:36], "//registry.npmjs.org/:_authToken=" + LETTERS[:12]],
+    "PyPI token": ["pypi-AgEIcHlwaS5vcmc" + LETTERS[:20]],
+    "bearer token": ["Authorization: Bearer " + LETTERS[:24], "authorization=bearer " + LETTERS[:20]],
+    "password in a URL": ["postgres://me:s3cr3t@db.internal:5432/x", "https://me:hunter2@example.org/a"],
+    "password": ["password: hunter2!", "DB_PASSWORD=s3cr3t99", "passphrase = 0pen-sesame"],
     "private key": ["-----BEGIN PRIVATE KEY-----", "-----BEGIN OPENSSH PRIVATE KEY-----"],
 }
 NONE = [
     "hf_hub_download(repo)", "sk-learn", "sk-contrib-is-a-package-of-old", "risk-averse-decision-making-under-doubt",
     "AKIA", "the task-force-of-the-people", "glpat-", "-----BEGIN PUBLIC KEY-----", "task_live_", "eyJhbGciOi",
-    "[secret: HF_TOKEN]",
+    "[secret: HF_TOKEN]", "https://huggingface.co:443/me", "git@github.com:me/repo", "https://u:${TOKEN}@host/", "npm_config",
+    "password: str = field()", "password=password", "password: [secret: password]", "your password: please", "pypi-server",
+    "Authorization: Bearer $TOKEN", "http://[::1]:8000/v1", "_authToken=${NPM_TOKEN}",
 ]  # fmt: skip
 
 
@@ -76,6 +84,29 @@ def test_names_decide_in_yaml_json_and_records_but_not_in_a_tokenizer(tmp_path):
     make_tokenizer("qwen3").save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "special_tokens_map.json").write_text('{"image_token": "<|image_pad|>"}')
     assert [finding for path in (tmp_path / "model").iterdir() for finding in scan_file(path)] == []
+
+
+def test_secrets_are_found_where_they_hide(tmp_path):
+    found = "a value under the name 'api_key'"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"x": [1, {"api_key": "correct horse"}]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"bos_token": "<begin>", "hub": {"api_key": "correct horse"}}, indent=1)
+    )
+    (tmp_path / "broken.yaml").write_text("a: [1\napi_key: correct horse\n")
+    (tmp_path / ".env").write_text("A=1\napi_key='correct horse'\n")
+    (tmp_path / "wide.yaml").write_bytes("a: 1\napi_key: correct horse\n".encode("utf-16"))
+    lines = {path.name: kinds(path) for path in tmp_path.iterdir()}
+    assert {name: where for name, [(where, kind)] in lines.items() if kind == found} == {
+        "a.jsonl": 1, "config.json": 3, "broken.yaml": 2, ".env": 2, "wide.yaml": 2,
+    }  # fmt: skip
+    (tmp_path / "bare.txt").write_bytes(("see " + EXAMPLES["GitHub token"][0]).encode("utf-16-le"))
+    assert kinds(tmp_path / "bare.txt") == [(0, "GitHub token")]
+
+
+@pytest.mark.parametrize("folder", ["recipes/quickstart/model", "recipes/quickstart", "recipes/accelerate_configs"])
+def test_an_ordinary_folder_has_nothing_that_looks_like_a_secret(folder):
+    files = [path for path in (Path(__file__).parents[1] / folder).rglob("*") if path.is_file()]
+    assert len(files) > 4 and [finding for path in files for finding in scan_file(path)] == []
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])

@@ -30,6 +30,14 @@ TOKEN_FORMS: dict[str, tuple[tuple[str, ...], str]] = {
     "Slack token": (("xox",), r"\bxox[abeprs]-[0-9A-Za-z\-]{10,}"),
     "Stripe key": (("k_live_",), r"\b[sr]k_live_[0-9A-Za-z]{16,}"),
     "JSON web token": (("eyJ",), r"\beyJ[A-Za-z0-9_\-]{10,}\.eyJ[A-Za-z0-9_\-]{10,}\.[A-Za-z0-9_\-]{10,}"),
+    "npm token": (("npm_", "_authToken"), r"\bnpm_[A-Za-z0-9]{30,}|_authToken\s*=\s*(?![$<{\[])[^\s]{8,}"),
+    "PyPI token": (("pypi-",), r"\bpypi-[A-Za-z0-9_\-]{16,}"),
+    "bearer token": (("earer",), r"(?i:authorization\W{1,6}bearer)\s+(?=\S*\d)[A-Za-z0-9._~+/\-]{16,}"),
+    "password in a URL": (("://",), r"\b[a-zA-Z][\w+.\-]*://[^\s/:@\"'<>]*:(?![$<{\[*])[^\s/:@\"'<>]{3,}@[\w\[]"),
+    "password": (
+        ("assw", "ASSW", "assphrase", "ASSPHRASE"),
+        r"(?i:pass(?:word|wd|phrase))[\"']?\s*[:=]\s*[\"']?(?![$<{\[*])(?=[^\s\"']*[0-9!@#%^&])[^\s\"',;()]{6,}",
+    ),
     "private key": (("PRIVATE KEY",), r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"),
 }
 """Kind -> (words of which one stands in every such token, regular expression)."""
@@ -37,12 +45,15 @@ WEIGHTS = (".safetensors", ".gguf", ".pt", ".pth", ".bin", ".npz")
 """Endings of files that are not searched when they are large."""
 MAX_BINARY_BYTES = 16 * 2**20
 """Larger weights are not searched, but for the header of safetensors."""
-NAMES_ARE_NO_SECRETS = (
+NAMES_TOKENS = (
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*config.json", "vocab.json",
 )  # fmt: skip
-"""Files whose keys end in `_token` because they name special tokens."""
+"""Files in which a key that ends in `_token` names a special token."""
+SETTINGS = (".env", ".ini", ".cfg", ".toml", ".properties", ".npmrc", ".pypirc", ".netrc", ".conf")
+"""Endings, or names, of files in which a line is a name and a value, as in JSON and YAML that cannot be parsed."""
 
 _FORMS = {kind: (words, re.compile(pattern)) for kind, (words, pattern) in TOKEN_FORMS.items()}
+_LINE = re.compile(r"""^[\s"'\-]*([\w.\-]+)["']?\s*[:=]\s*["']?([^"'#]+)""")
 _MASKED = re.compile(r"\[secret(?:: [^\]]*)?\]")
 
 
@@ -98,12 +109,12 @@ def scan_file(path: Path) -> list[Finding]:
     Args:
         path: of any kind of file; its ending says which.
     """
-    with_names = not any(fnmatch(path.name, pattern) for pattern in NAMES_ARE_NO_SECRETS)
+    names_tokens = any(fnmatch(path.name, pattern) for pattern in NAMES_TOKENS)
     found: dict[Finding, None] = {}
     for line, text, value in _pieces(path):
         kinds = dict.fromkeys(_kinds(text))
-        if value is not None and with_names:
-            kinds |= dict.fromkeys(_named(value))
+        if value is not None:
+            kinds |= dict.fromkeys(_named(value, names_tokens=names_tokens))
         found |= dict.fromkeys(Finding(path, line, kind) for kind in kinds)
     return list(found)
 
@@ -121,10 +132,11 @@ def _kinds(text: str) -> Iterator[str]:
         yield "what a pattern of secret_patterns matches"
 
 
-def _named(value: Any) -> Iterator[str]:
+def _named(value: Any, *, names_tokens: bool) -> Iterator[str]:
     """Values under a secret's name in nested dicts and lists."""
     for text, name in safe_text.rules().values_in(value).items():
-        if not _MASKED.fullmatch(text.strip()):
+        is_special = names_tokens and re.search(r"(?<!auth)(?<!access)[_\-]token$", name, re.IGNORECASE)
+        if not _MASKED.fullmatch(text.strip()) and not is_special:
             yield f"a value under the name {safe_text.visible(name)!r}"
 
 
@@ -139,22 +151,36 @@ def _pieces(path: Path) -> Iterator[tuple[int, str, Any]]:
         yield 0, _safetensors_header(path), None
     elif path.suffix in WEIGHTS and path.stat().st_size > MAX_BINARY_BYTES:
         return
-    elif b"\0" in _beginning(path):
-        yield 0, path.read_bytes().decode("latin-1"), None
+    elif (encoding := _encoding(path)) is None:
+        content = path.read_bytes()
+        yield 0, content.decode("latin-1"), None
+        yield 0, content.replace(b"\0", b"").decode("latin-1"), None  # UTF-16 that does not say so
     elif path.suffix in (".json", ".yaml", ".yml"):
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding=encoding, errors="replace")
         for number, line in enumerate(text.splitlines(), start=1):
             yield number, line, None
         yield from _objects(path, text)
     else:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        is_settings = path.name.startswith(SETTINGS) or path.suffix in SETTINGS
+        with path.open(encoding=encoding, errors="replace") as file:
             for number, line in enumerate(file, start=1):
-                yield number, line, _without_numbers(_parsed(line)) if path.suffix == ".jsonl" else None
+                value = _without_numbers(_parsed(line)) if path.suffix == ".jsonl" else None
+                yield number, line, _setting(line) if is_settings else value
 
 
-def _beginning(path: Path) -> bytes:
+def _encoding(path: Path) -> str | None:
+    """Of a text; None for bytes."""
     with path.open("rb") as file:
-        return file.read(8192)
+        beginning = file.read(8192)
+    if beginning[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "utf-16"
+    return None if b"\0" in beginning else "utf-8"
+
+
+def _setting(line: str) -> dict[str, str] | None:
+    """A line `name: value` or `name = value`; None for another one."""
+    found = _LINE.match(line)
+    return {found[1]: found[2].strip()} if found else None
 
 
 def _objects(path: Path, text: str) -> Iterator[tuple[int, str, Any]]:
@@ -164,6 +190,8 @@ def _objects(path: Path, text: str) -> Iterator[tuple[int, str, Any]]:
     try:
         value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError):
+        for number, line in enumerate(text.splitlines(), start=1):
+            yield number, "", _setting(line)
         return
     if not isinstance(value, dict):
         value = {"": value}
@@ -185,7 +213,7 @@ def _without_numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_numbers(item) for name, item in value.items()}
     if isinstance(value, list):
-        if value and isinstance(value[0], int | float):
+        if all(isinstance(item, int | float) for item in value):
             return []
         return [_without_numbers(item) for item in value]
     if isinstance(value, str) and value[:1] in ("{", "["):
