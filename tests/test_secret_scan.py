@@ -37,9 +37,10 @@ EXAMPLES = {
 NONE = [
     "hf_hub_download(repo)", "sk-learn", "sk-contrib-is-a-package-of-old", "risk-averse-decision-making-under-doubt",
     "AKIA", "the task-force-of-the-people", "glpat-", "-----BEGIN PUBLIC KEY-----", "task_live_", "eyJhbGciOi",
-    "[secret: HF_TOKEN]", "https://huggingface.co:443/me", "git@github.com:me/repo",
-    "https://u:${TOKEN}@host/", "npm_config", "password: str = field()", "password=password", "password: [secret: password]",
-    "your password: please", "pypi-server", "Authorization: Bearer $TOKEN", "http://[::1]:8000/v1", "_authToken=${NPM_TOKEN}",
+    "[secret: HF_TOKEN]", "https://huggingface.co:443/me", "git@github.com:me/repo", "https://u:${TOKEN}@host/",
+    "npm_config", "password: str = field()", "password=password", "password: [secret: password]",
+    "your password: please", "pypi-server", "Authorization: Bearer $TOKEN", "http://[::1]:8000/v1",
+    "_authToken=${NPM_TOKEN}",
 ]  # fmt: skip
 
 
