@@ -430,6 +430,11 @@ def test_one_kind_of_signal_alone_is_answered_as_a_warning_at_most():
     ):
         verdict = judge(steps + [{**steps[0], **last}] * 40)
         assert (verdict.state, verdict.answered) == (state, answered)
+    judge_of_each = EchoTrapJudge()
+    found = [judge_of_each.update(step) for step in steps + [{**steps[0], "repetition": 1.0}] * 40]
+    begins = next(number for number, verdict in enumerate(found) if verdict.signals)
+    assert [verdict.num_kinds for verdict in found[begins : begins + 2]] == [0, 1], "it has to last"
+    assert found[begins].answered == "healthy"
     goal_alone = [{"success": 0.5}] * 20 + [{"success": 0.0}] * 20
     verdict = judge(goal_alone)
     assert (verdict.state, verdict.answered) == ("collapsed", "warning")

@@ -109,6 +109,8 @@ class EchoTrapJudge:
         self._is_solved = False
         self._is_dead = False
         """Whether the run died before there was a baseline to tell."""
+        self._had_signals = False
+        """Whether any signal counted in the last step."""
         self._better_for = 0
         """Number of steps in a row that look better than the state."""
 
@@ -322,10 +324,12 @@ class EchoTrapJudge:
         return self.verdict
 
     def _num_kinds(self, counted: Mapping[str, Signal]) -> int:
-        """Groups in which nobody succeeds have no spread either, which is no second kind."""
+        """Groups in which nobody succeeds have no spread either, which is no second kind; one kind has to last."""
         kinds = {_KIND.get(name, name) for name in counted}
         is_one_fact = kinds == {"reward", "reward_std"} and not any(self._series["success"].raw[-3:] or [1])
-        return 1 if is_one_fact else len(kinds)
+        num_kinds = 1 if is_one_fact else len(kinds)
+        is_new, self._had_signals = not self._had_signals, bool(kinds)
+        return 0 if is_new and num_kinds == 1 else num_kinds
 
     def _is_entropy_high(self) -> bool:
         """Whether it is above its first threshold now, measured by the first steps while there is no baseline."""

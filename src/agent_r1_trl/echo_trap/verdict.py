@@ -146,7 +146,8 @@ class Verdict:
     """Why the state is what it is, in plain English."""
     num_kinds: int = 2
     """Number of kinds of signals that the state follows from; `reward` and `success` are one, as are `reward_std` and
-    `zero_std_share`, and all of them where nothing succeeds any more."""
+    `zero_std_share`, and all of them where nothing succeeds any more. A single kind counts from its
+    second step in a row on."""
     is_recovering: bool = False
     """Whether success (the reward, where that is unknown) has made up a third of what it had lost."""
     is_entropy_high: bool = False
@@ -165,6 +166,8 @@ class Verdict:
         """
         if self.is_recovering and self.severity > STATES.index("warning"):
             return "warning"
+        if self.num_kinds == 0:
+            return "healthy"
         if self.num_kinds < 2:
             return "warning" if self.severity > STATES.index("warning") else "healthy"
         return self.state
