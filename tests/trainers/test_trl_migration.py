@@ -182,6 +182,15 @@ def test_what_a_callback_changes_in_the_users_arguments_counts_from_the_next_rol
     assert [{limit for _, _, limit in step} for step in seen] == [{300}, {40}, {300}]
 
 
+def test_a_second_run_into_the_folder_of_another_is_warned_of(tmp_path, caplog):
+    trainer = build(tmp_path, environment_factory=Counter)
+    for again, is_warned in ((trainer, False), (trainer, False), (build(tmp_path, environment_factory=Counter), True)):
+        caplog.clear()
+        again.train()
+        again.save_state()
+        assert ("holds a run already (trainer_state.json)" in caplog.text) is is_warned
+
+
 def test_a_completion_that_cannot_fit_is_warned_of(tmp_path, caplog):
     positions = make_policy(make_tokenizer("qwen3")).config.max_position_embeddings
     for length, is_warned in ((positions - 1, False), (positions, True)):

@@ -27,7 +27,7 @@ from agent_r1_trl.trainers.checkpoints import (
     read_manifest,
 )
 from agent_r1_trl.trainers.journal import base_fingerprint
-from agent_r1_trl.trainers.output_lock import OutputInUseError, output_lock
+from agent_r1_trl.trainers.output_lock import OutputInUseError, find_run, output_lock
 from agent_r1_trl.trainers.reference import load_reference, save_reference
 from agent_r1_trl.trainers.resume import (
     RolloutCheckpoint,
@@ -115,6 +115,13 @@ class Saving:
         stack.enter_context(output_lock(output_dir))
         clear_unfinished(output_dir)
         if value is None or value is False:
+            if not self.state.global_step and (found := find_run(output_dir)):  # type: ignore[attr-defined]
+                logger.warning(
+                    "output_dir=%r holds a run already (%s): this one will replace its model and mix with its "
+                    "records. Set another output_dir, or go on with that run: trainer.train(resume_from_checkpoint=True).",
+                    str(output_dir),
+                    found,
+                )
             return None
         without = self._without
         if "optimizer" in without and self.is_deepspeed_enabled:  # type: ignore[attr-defined]
