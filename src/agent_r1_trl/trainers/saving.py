@@ -118,7 +118,7 @@ class Saving:
             if not self.state.global_step and (found := find_run(output_dir)):  # type: ignore[attr-defined]
                 logger.warning(
                     "output_dir=%r holds a run already (%s): this one will replace its model and mix with its "
-                    "records. Set another output_dir, or go on with that run: trainer.train(resume_from_checkpoint=True).",
+                    "records. Set another output_dir, or go on with it: trainer.train(resume_from_checkpoint=True).",
                     str(output_dir),
                     found,
                 )
