@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent_r1_trl.evaluation.result import EvaluationResult, Row, difference
+from agent_r1_trl.evaluation.result import EvaluationResult, difference
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,6 +43,8 @@ class Change:
     """Examples on which the metric is higher in B."""
     num_worse: int
     num_equal: int
+    pairs: dict[str, tuple[float, float]]
+    """By the ids of the examples that have the metric in both: its values in A and B."""
 
 
 def write_examples(result: EvaluationResult, path: str | Path) -> None:
@@ -85,10 +87,13 @@ def compare(before: EvaluationResult, after: EvaluationResult, *, seed: int = 0)
     Raises:
         ValueError: they are not about the same examples; names some that differ.
     """
+    import numpy as np
+
     after = _in_order_of(before, after)
     changes = {}
     for name, (_, low, high) in difference(before, after, seed=seed).items():
-        deltas = _deltas(before.rows, after.rows, name)
+        pairs = _pairs(before, after, name)
+        deltas = np.array([two - one for one, two in pairs.values()])
         changes[name] = Change(
             before=before.metrics[name],
             after=after.metrics[name],
@@ -98,6 +103,7 @@ def compare(before: EvaluationResult, after: EvaluationResult, *, seed: int = 0)
             num_better=int((deltas > 0).sum()),
             num_worse=int((deltas < 0).sum()),
             num_equal=int((deltas == 0).sum()),
+            pairs=pairs,
         )
     return changes
 
@@ -135,16 +141,15 @@ def permutation_test(deltas: Sequence[float] | np.ndarray, *, seed: int = 0) -> 
     return hits / NUM_PERMUTATIONS
 
 
-def _deltas(before: Sequence[Row], after: Sequence[Row], name: str) -> np.ndarray:
-    """(N,) changes of the examples that have the metric in both."""
-    import numpy as np
-
-    changes = []
-    for one, two in zip(before, after, strict=True):
+def _pairs(before: EvaluationResult, after: EvaluationResult, name: str) -> dict[str, tuple[float, float]]:
+    """By example, the metric in both; ids that occur twice are numbered."""
+    found: dict[str, tuple[float, float]] = {}
+    for number, (example_id, one, two) in enumerate(zip(before.example_ids, before.rows, after.rows, strict=True)):
         (first, first_count), (second, second_count) = one.get(name, (0.0, 0.0)), two.get(name, (0.0, 0.0))
         if first_count and second_count:
-            changes.append(second / second_count - first / first_count)
-    return np.array(changes)
+            key = f"{example_id} (row {number + 1})" if example_id in found else example_id
+            found[key] = (first / first_count, second / second_count)
+    return found
 
 
 def _in_order_of(before: EvaluationResult, after: EvaluationResult) -> EvaluationResult:
