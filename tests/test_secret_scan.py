@@ -87,6 +87,11 @@ def test_names_decide_in_yaml_json_and_records_but_not_in_a_tokenizer(tmp_path):
     assert [finding for path in (tmp_path / "model").iterdir() for finding in scan_file(path)] == []
 
 
+def test_a_line_that_is_nothing_but_a_password_needs_no_digit(tmp_path):
+    (tmp_path / "notes.txt").write_text("the box\npassword: correcthorse\npassword: Optional[str]\n")
+    assert kinds(tmp_path / "notes.txt") == [(2, "password")]
+
+
 def test_secrets_are_found_where_they_hide(tmp_path):
     found = "a value under the name 'api_key'"
     (tmp_path / "a.jsonl").write_text(json.dumps({"x": [1, {"api_key": "correct horse"}]}))

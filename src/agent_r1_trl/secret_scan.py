@@ -36,7 +36,8 @@ TOKEN_FORMS: dict[str, tuple[tuple[str, ...], str]] = {
     "password in a URL": (("://",), r"\b[a-zA-Z][\w+.\-]*://[^\s/:@\"'<>]*:(?![$<{\[*])[^\s/:@\"'<>]{3,}@[\w\[]"),
     "password": (
         ("assw", "ASSW", "assphrase", "ASSPHRASE"),
-        r"(?i:pass(?:word|wd|phrase))[\"']?\s*[:=]\s*[\"']?(?![$<{\[*])(?=[^\s\"']*[0-9!@#%^&])[^\s\"',;()]{6,}",
+        r"(?i:pass(?:word|wd|phrase))[\"']?\s*[:=]\s*[\"']?(?![$<{\[*])(?=[^\s\"']*[0-9!@#%^&])[^\s\"',;()]{6,}"
+        r"|^\W*(?i:pass(?:word|wd|phrase))\s*[:=]\s*[\"']?(?!pass)[^\s\"',;()\[\]{}$<*]{8,}[\"']?\s*$",
     ),
     "private key": (("PRIVATE KEY",), r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"),
 }
