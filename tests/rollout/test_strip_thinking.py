@@ -165,8 +165,9 @@ def test_every_context_is_what_the_published_template_shows(family):
 
 
 ALWAYS = [[turn] for turn in range(len(CONVERSATION))]
+# Command R7B's prompt writes an empty thought that is in no earlier turn, unless it is told to think.
 NEVER = [[*range(len(CONVERSATION))]]  # nothing thought that is dropped: DeepSeek does not think, unless it is told to
-ROWS = {"qwq": ALWAYS, "nemotron_nano_2": ALWAYS, "deepseek_v3_1": NEVER, "command_r7b": NEVER}
+ROWS = {"qwq": ALWAYS, "nemotron_nano_2": ALWAYS, "deepseek_v3_1": NEVER, "command_r7b": ALWAYS}
 """Turns of each row; in other families a tool loop is one row."""
 
 
@@ -211,10 +212,11 @@ def test_a_template_that_forces_thoughts_drops_them_all():
 
 
 def test_what_a_template_drops_of_answers_alone_is_dropped():
-    chat, end = chat_of("command_r7b"), "<|END_OF_TURN_TOKEN|>"
+    end = "<|END_OF_TURN_TOKEN|>"
+    chat = ChatFormat(MAKERS["command_r7b"](), thinking="strip", chat_template_kwargs={"enable_thinking": True})
     answer = "<|START_THINKING|>secret<|END_THINKING|><|START_RESPONSE|>A.<|END_RESPONSE|>" + end
     trajectory, log = play(chat, [said_in("command_r7b", chat)[0], *spoken(chat, answer, answer)])
-    check_contexts("command_r7b", trajectory, log)
+    check_contexts("command_r7b", trajectory, log, chat)
     assert [sorted({*row.turn_ids} - {-1}) for row in trajectory.rows] == [[0, 1], [2]]
     assert "first thought" in texts_of(chat, log)[2] and "secret" not in texts_of(chat, log)[2]
 
