@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agent_r1_trl.journal.records import Appender, checksum_ids, pack_floats, pack_ids
+from agent_r1_trl.journal.records import VERSION, Appender, checksum_ids, pack_floats, pack_ids
 from agent_r1_trl.recording import TrajectoryStore
 from agent_r1_trl.trajectory import StopReason
 from tests.recording.examples import two_turns
@@ -61,7 +61,7 @@ def test_a_turn_of_the_journal_that_was_not_sampled_like_this_is_found(folder):
     turn = {"t": 0, "kind": "turn", "turn": 0, "seed": 1, "max_tokens": 9, "context": checksum_ids([5, 6, 7])}
     turn |= {"ids": pack_ids([11, 12]), "logprobs": pack_floats([-0.1, -1 / 3]), "stop": True}
     journal = Appender(folder / "journal" / "rank0" / "rollout_000000000.journal")
-    for record in ({"kind": "rollout", "size": 1}, {"t": 0, "kind": "start", "request": {}}, turn):
+    for record in ({"kind": "rollout", "version": VERSION, "size": 1}, {"t": 0, "kind": "start", "request": {}}, turn):
         journal.append(record)
     assert problems_of(PLAN, folder) == []
     journal.append(turn | {"turn": 1, "context": checksum_ids([5, 6, 8])})
