@@ -14,13 +14,16 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE
 from tests.servers import end_vllm_server, free_port, start_vllm_server, wait_until_ready
 from tests.soak.agent import run
-from tests.soak.check import problems_of
+from tests.soak.check import load_weights, problems_of
 from tests.soak.plan import MODEL_LENGTH, Plan, draw_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,7 +138,7 @@ class RestartableServer:
 def _play(context: Any, plan: Plan, base: Path, servers: tuple[list[Any], str]) -> tuple[Plan, list[str], float, str]:
     """Start a run until it has ended by itself; returns what is wrong with it, and its story."""
     folder = base / f"run_{plan.seed}"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     rng = random.Random(f"moments {plan.seed}")
     for server in servers[0] if plan.sampler == "server" else []:
         server.wait()
@@ -168,7 +171,27 @@ def _play(context: Any, plan: Plan, base: Path, servers: tuple[list[Any], str]) 
             problems.append(f"start {attempt} ended with {codes}")
         break
     problems += problems_of(plan, folder)
+    if interrupted and plan.repeats_exactly and not problems:
+        problems += _differs_from_undisturbed(context, plan, base, servers)
     return plan, problems, time.monotonic() - start, "exit " + " then ".join(story)
+
+
+def _differs_from_undisturbed(context: Any, plan: Plan, base: Path, servers: tuple[list[Any], str]) -> list[str]:
+    """The final weights that a killed run has otherwise than the same run without the kill."""
+    undisturbed = base / "undisturbed"
+    twin = replace(plan, faults=tuple(fault for fault in plan.faults if fault != plan.signal))
+    _, problems, *_ = _play(context, twin, undisturbed, servers)
+    weights = [load_weights(folder / f"run_{plan.seed}" / "final") for folder in (base, undisturbed)]
+    differ = [
+        name for name in sorted(weights[0] | weights[1]) if not _is_same(*(of_run.get(name) for of_run in weights))
+    ]
+    if not problems:
+        shutil.rmtree(undisturbed / f"run_{plan.seed}")
+    return [*problems, *[f"{name} is not what it is without {plan.signal}" for name in differ]]
+
+
+def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)
 
 
 def _disturb(plan: Plan, folder: Path, ranks: list[Any], servers: list[Any], rng: random.Random) -> bool:
@@ -182,7 +205,7 @@ def _disturb(plan: Plan, folder: Path, ranks: list[Any], servers: list[Any], rng
         if not any(process.is_alive() for process in ranks):
             return False
         time.sleep(0.02)
-    time.sleep(2.5 * moment)
+    time.sleep((1.0 if plan.sampler == "scripted" else 2.5) * moment)
     if "server freezes" in plan.faults:
         rng.choice(servers).freeze(4.0)
     if "server is killed" in plan.faults:

@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -73,8 +74,12 @@ class Faults:
 
 
 def make_env(plan: Plan, folder: Path):
-    """A class of environments that fail as planned: each plays up to three turns, with a tool or without."""
+    """A class of environments that fail as planned: each plays up to three turns, with a tool or without.
+
+    Its `opened` holds the example of each that was reset and not closed.
+    """
     faults = Faults(plan, folder)
+    opened: dict[Any, str] = {}
 
     @tool(timeout_s=0.5)
     def add(a: int, b: int) -> int:
@@ -112,6 +117,7 @@ def make_env(plan: Plan, folder: Path):
 
         def reset(self, example):
             self.example_id, self.num_turns = example["id"], 0
+            opened[self] = self.example_id
             if faults.strikes("environment crashes in reset", self.example_id):
                 raise RuntimeError("no world today")
             if faults.strikes("environment hangs in reset", self.example_id):
@@ -142,10 +148,12 @@ def make_env(plan: Plan, folder: Path):
             return float(len(trajectory.final_text) % 3)
 
         async def close(self):
+            opened.pop(self, None)
             if faults.strikes("environment crashes in close", getattr(self, "example_id", None)):
                 raise RuntimeError("cannot close")
             super().close()
 
+    SoakEnv.opened = opened
     return SoakEnv
 
 
@@ -239,6 +247,27 @@ def note_samples(generator: Generator, path: Path) -> None:
     generator.generate = generate  # type: ignore[method-assign]
 
 
+def note_batches(trainer: Any, path: Path) -> None:
+    """Write down what reaches the loss."""
+    original = trainer.compute_loss
+
+    @functools.wraps(original)
+    def compute_loss(model, inputs, *args, **kwargs):
+        ids, mask = inputs["completion_ids"], inputs["completion_mask"] * inputs["tool_mask"]
+        columns = {"completion": ids, "mask": mask, "advantages": inputs["advantages"]}
+        if "returns" in inputs:
+            columns |= {"values": inputs["old_values"], "returns": inputs["returns"]}
+        rows = [
+            dict(zip(columns, row, strict=True)) for row in zip(*(x.tolist() for x in columns.values()), strict=True)
+        ]
+        for row, prompt, is_token in zip(rows, inputs["prompt_ids"], inputs["prompt_mask"], strict=True):
+            row |= {"prompt": prompt[is_token.bool()].tolist(), "pad": trainer.processing_class.pad_token_id}
+        append(path, [trainer.state.global_step + 1, rows])
+        return original(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+
+
 def run(plan: Plan, folder: Path, rank: int, port: int, urls: list[str], model_path: str) -> None:
     """Train; the exit code is the process's."""
     # Another process writes the log, so that the full disk of this one leaves it alone.
@@ -305,10 +334,11 @@ def train(plan: Plan, folder: Path, urls: list[str], model_path: str) -> None:
         **SETTINGS,
         **options,
     )
+    env = make_env(plan, folder)
     trainer = trainer_class(
         model=policy,
         args=args,
-        env=make_env(plan, folder),
+        env=env,
         train_dataset=questions(8),
         processing_class=tokenizer,
         generator=scripted(tokenizer, answers(plan, folder)) if plan.sampler == "scripted" else None,
@@ -324,7 +354,10 @@ def train(plan: Plan, folder: Path, urls: list[str], model_path: str) -> None:
         return result
 
     trainer.rollouts.sync = sync
+    note_batches(trainer, folder / f"batches_rank{trainer.accelerator.process_index}.jsonl")
     trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
+    append(folder / "left_open.jsonl", list(env.opened.values()))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # the run is over, and the trainer's own handler gone
     trainer.save_model(str(folder / "final"))
 
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from safetensors.torch import load_file
 
 from agent_r1_trl.journal.reader import read_rollout
 from agent_r1_trl.journal.records import checksum_ids
 from agent_r1_trl.recording import read_records
 from tests.soak.plan import MAX_STEPS, Plan
+from tests.soak.recompute import wrong_batches
 
 MAX_GAP = 1e-2
 """Log-probabilities of sampler and trainer, both in float32, with the same weights."""
@@ -23,7 +25,15 @@ MAX_GAP = 1e-2
 
 def problems_of(plan: Plan, folder: Path) -> list[str]:
     """Everything that is wrong with a run that has ended; empty if nothing is."""
-    found = [*_corrupted(folder), *_lost(plan, folder), *_weights(folder), *_orphans(folder)]
+    batches = wrong_batches(folder, _log(folder), has_critic=plan.trainer == "ppo")
+    found = [
+        *_corrupted(folder),
+        *batches,
+        *_lost(plan, folder),
+        *_weights(folder),
+        *_orphans(folder),
+        *_left_open(plan, folder),
+    ]
     if plan.must_fail:
         found += [] if "SoakEnv.outcome_reward" in _log(folder) else ["the reward that is not finite was not named"]
     return found
@@ -110,7 +120,13 @@ def _weights(folder: Path) -> Iterator[str]:
                 yield f"{path.relative_to(folder)}: {len(broken)} tensors are not finite"
 
 
-# -------------------------------------------------------------------- nothing is left running
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the files in a folder, by file and name."""
+    files = {str(path.relative_to(folder)): load_file(path) for path in folder.rglob("*.safetensors")}
+    return {f"{file}: {name}": tensor for file, tensors in files.items() for name, tensor in tensors.items()}
+
+
+# -------------------------------------------------------------------- nothing is left running or open
 
 
 def _orphans(folder: Path) -> Iterator[str]:
@@ -122,6 +138,15 @@ def _orphans(folder: Path) -> Iterator[str]:
                 process.kill()
         except psutil.Error:
             continue
+
+
+def _left_open(plan: Plan, folder: Path) -> Iterator[str]:
+    """Environments that were reset and never closed in a run that ended well, but for those that hang to its end."""
+    path = folder / "left_open.jsonl"
+    hanging = f"q{plan.seed % 8}" if {"environment hangs in reset", "scoring hangs"} & set(plan.faults) else None
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        if found := [example for example in json.loads(line or "[]") if example != hanging]:
+            yield f"{len(found)} environments were never closed, of {', '.join(sorted(set(found)))}"
 
 
 def _records(folder: Path) -> Iterator[Any]:

@@ -59,6 +59,15 @@ class Plan:
         """Whether the run has to end with an error, however often it is resumed."""
         return "reward is not finite" in self.faults
 
+    @property
+    def repeats_exactly(self) -> bool:
+        """Whether the run, resumed after a kill, must end with the weights that it has without the kill.
+
+        Sampling must be repeatable, and nothing in the task may depend on how fast the machine is.
+        """
+        timed = {"tool is slow", "tool blocks the event loop", "backend is down at times"}
+        return self.sampler == "scripted" and not self.must_fail and not timed & set(self.faults)
+
     def __str__(self) -> str:
         parts = [
             self.trainer,

@@ -1,18 +1,27 @@
 """The soak's own checks find what they look for."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from agent_r1_trl.advantages import estimators
 from agent_r1_trl.journal.records import VERSION, Appender, checksum_ids, pack_floats, pack_ids
 from agent_r1_trl.recording import TrajectoryStore
+from agent_r1_trl.rollout.env_session import EnvSession
+from agent_r1_trl.trainers import credit, multi_turn
 from agent_r1_trl.trajectory import StopReason
 from tests.recording.examples import two_turns
+from tests.soak import __main__ as soak
+from tests.soak import agent
 from tests.soak.check import problems_of
 from tests.soak.plan import MAX_STEPS, Plan, draw_plan
 
+PPO = Plan(
+    seed=0, sampler="scripted", trainer="ppo", num_ranks=1, overlap=False, record="jsonl", faults=("scoring crashes",)
+)
 PLAN = Plan(seed=0, sampler="scripted", trainer="grpo", num_ranks=1, overlap=False, record="jsonl", faults=())
 
 
@@ -100,6 +109,82 @@ def test_weights_that_the_sampler_does_not_have_are_found(folder):
         {"step": 3, "rollout/infrastructure_failure_share": 0.25, "sampling/sampling_logp_difference/max": 2.2},
     )
     assert problems_of(PLAN, folder) == ["step 3: sampler and trainer differ by 2.2"]
+
+
+# -------------------------------------------------------------------- what reached the loss, and was left open
+
+
+def play(folder, plan):
+    """A whole run in this process."""
+    folder.mkdir(exist_ok=True)
+    agent.train(plan, folder, [], "")
+    return problems_of(plan, folder)
+
+
+@pytest.mark.parametrize("plan", [replace(PPO, trainer="grpo"), PPO], ids=lambda plan: plan.trainer)
+def test_a_flipped_bit_of_the_mask_is_found(plan, tmp_path, monkeypatch):
+    assert play(tmp_path, plan) == []
+    original = multi_turn.settle_masks
+
+    def settle_masks(output, *args):
+        original(output, *args)
+        output["tool_mask"][2, 3] ^= 1
+
+    monkeypatch.setattr(multi_turn, "settle_masks", settle_masks)
+    problems = play(tmp_path / "broken", plan)
+    assert any(problem.endswith("the mask is wrong at [3]") for problem in problems)
+
+
+def test_an_advantage_that_is_not_its_groups_is_found(tmp_path, monkeypatch):
+    original = estimators.compute_group_advantages
+    monkeypatch.setattr(estimators, "compute_group_advantages", lambda *args, **kw: 1.01 * original(*args, **kw))
+    assert any("the advantage is not" in problem for problem in play(tmp_path, PLAN))
+
+
+def test_returns_and_advantages_that_are_not_the_critics_are_found(tmp_path, monkeypatch):
+    original = estimators.compute_gae
+    monkeypatch.setattr(estimators, "compute_gae", lambda *args, **kw: original(*args, **{**kw, "lam": 0.9}))
+    assert any("the returns are wrong" in problem for problem in play(tmp_path / "lam", PPO))
+    monkeypatch.undo()
+    monkeypatch.setattr(credit, "masked_whiten", lambda x, *args: x)
+    assert any("are not the whitened ones" in problem for problem in play(tmp_path / "whiten", PPO))
+
+
+def test_a_row_that_the_journal_does_not_hold_is_found(tmp_path):
+    assert play(tmp_path, PLAN) == []
+    (tmp_path / "journal" / "rank0" / "rollout_000000001.journal").unlink()
+    assert (
+        {f"step 2, rank 0, row {row}: trained on what the journal does not hold" for row in range(4)}
+        >= {*problems_of(PLAN, tmp_path)}
+        != set()
+    )
+
+
+def test_an_environment_that_is_never_closed_is_found(tmp_path, monkeypatch):
+    async def close(self):
+        pass
+
+    monkeypatch.setattr(EnvSession, "close", close)
+    (problem,) = play(tmp_path, PLAN)
+    assert problem.startswith("12 environments were never closed, of q")
+
+
+def test_weights_that_a_kill_has_changed_are_found(tmp_path, monkeypatch):
+    def write(folder, **tensors):
+        (folder / "run_0" / "final").mkdir(parents=True)
+        save_file(tensors, folder / "run_0" / "final" / "model.safetensors")
+
+    def play_undisturbed(context, plan, base, servers):
+        write(base, same=torch.ones(2), other=torch.zeros(2))
+        return plan, [], 0.0, ""
+
+    monkeypatch.setattr(soak, "_play", play_undisturbed)
+    write(tmp_path, same=torch.ones(2), other=torch.full((2,), 1e-7), more=torch.ones(1))
+    problems = soak._differs_from_undisturbed(None, replace(PLAN, faults=("SIGKILL",)), tmp_path, ([], ""))
+    assert problems == [f"model.safetensors: {name} is not what it is without SIGKILL" for name in ("more", "other")]
+
+
+# -------------------------------------------------------------------- the plans
 
 
 def test_twenty_seeds_draw_every_sampler_and_two_hundred_every_fault():
