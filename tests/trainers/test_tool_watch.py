@@ -75,7 +75,7 @@ def test_the_cause_is_shown_without_control_characters():
 
 def test_what_the_model_did_wrong_is_no_call_of_the_tool():
     counted = count_calls(rollout("..tvumci")[0])["look"]
-    assert (counted.num, counted.num_failed, counted.num_suspect) == (6, 4, 3)
+    assert (counted.num, counted.num_failed, counted.num_suspect, counted.num_declared) == (6, 4, 3, 1)
     assert counted.first_cause == "t (first in example 'q1')"
     assert World(False).judge(HEALTHY, "m" * 16, "u" * 16) == [False] * 3
 
@@ -117,6 +117,19 @@ def test_a_short_outage_that_is_over_when_the_tool_is_asked_voids_one_rollout():
     world = World(True)
     assert world.judge(HEALTHY, "c" * 16, HEALTHY) == [False, True, False]
     assert world.judge("c" * 16, "c" * 16) == [True, False], "twice in a row: timeouts that the model causes"
+
+
+@pytest.mark.parametrize(("letter", "waits"), [("i", [2, 4, 8, 16, 32, 38]), ("t", [])])
+def test_a_declared_back_end_that_refuses_most_calls_is_down_whatever_it_answers_when_it_is_asked(letter, waits):
+    world, partial = World(True), letter * 14 + "." * 6
+    assert world.judge(HEALTHY, partial) == [False, True] and world.waits == []
+    if not waits:  # long calls may be the model's doing
+        assert world.judge(partial, partial) == [False, False] and world.waits == []
+        return
+    with pytest.raises(ToolOutageError, match="14 of its last 20 calls failed"):
+        for _ in range(99):
+            world.judge(partial)
+    assert world.waits == waits
 
 
 def test_few_calls_and_small_rises_are_no_sign():

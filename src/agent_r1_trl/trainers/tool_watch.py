@@ -5,8 +5,8 @@
 2. A tool is suspected if the share of its calls that failed has risen above that of its past by more than
    `max_tool_failure_rise`, and by more than chance explains.
 3. A suspected tool is asked: calls that had succeeded are made again, in fresh environments. If most fail, the tool is
-   down. If none ever succeeded, the run ends at once if all failed for reasons that wrong
-   arguments do not explain.
+   down; so it is if its declared back end fails most calls of two rollouts on end, whatever it answers when asked. If
+   none ever succeeded, the run ends at once if all failed for reasons that wrong arguments do not explain.
 4. While a tool is down the run waits and asks again, for at most `max_outage_wait` seconds. When the tool answers, the
    rollout is played anew; if it does not, the run ends with `ToolOutageError`.
 
@@ -66,6 +66,8 @@ class Calls:
     num_failed: int = 0
     num_suspect: int = 0
     """Failures that wrong arguments do not explain: timeouts, lost connections, missing resources."""
+    num_declared: int = 0
+    """Failures of what the tool declares as its back end: no doing of the model, whatever other calls show."""
     first_cause: str = ""
 
     def __add__(self, other: Calls) -> Calls:
@@ -73,6 +75,7 @@ class Calls:
             num=self.num + other.num,
             num_failed=self.num_failed + other.num_failed,
             num_suspect=self.num_suspect + other.num_suspect,
+            num_declared=self.num_declared + other.num_declared,
             first_cause=self.first_cause or other.first_cause,
         )
 
@@ -89,15 +92,23 @@ def count_calls(trajectories: Sequence[Trajectory]) -> dict[str, Calls]:
         for result in trajectory.tool_results:
             if result.error in _MODELS_MISTAKES or result.is_models_mistake:
                 continue
-            is_suspect = result.error in (ToolErrorKind.TIMEOUT, ToolErrorKind.INFRASTRUCTURE)
+            is_declared = result.error is ToolErrorKind.INFRASTRUCTURE
+            is_suspect = is_declared or result.error is ToolErrorKind.TIMEOUT
             is_suspect |= result.is_error and result.is_models_mistake is False
             cause = f"{shown(result.cause)} (first in example {trajectory.example_id!r})" if result.is_error else ""
-            one = Calls(num=1, num_failed=result.is_error, num_suspect=is_suspect, first_cause=cause)
+            one = Calls(
+                num=1,
+                num_failed=result.is_error,
+                num_suspect=is_suspect,
+                num_declared=is_declared,
+                first_cause=cause,
+            )
             counts[result.call.name] = counts.get(result.call.name, Calls()) + one
         if trajectory.stop_reason is StopReason.TOOL_FAILURE and not trajectory.turns[-1].tool_results:
             for call in trajectory.turns[-1].message.get("tool_calls") or ():  # `step` itself raised
                 name = str(call.get("function", {}).get("name"))
-                one = Calls(num=1, num_failed=1, num_suspect=1, first_cause=shown(trajectory.error or ""))
+                cause = shown(trajectory.error or "")
+                one = Calls(num=1, num_failed=1, num_suspect=1, num_declared=1, first_cause=cause)
                 counts[name] = counts.get(name, Calls()) + one
     return counts
 
@@ -275,6 +286,10 @@ class ToolWatch:
             return True
         if self._is_suspected(name, current, "num_suspect") and not self._has_recovered:
             self._has_recovered = True
+            return True
+        if self._is_suspected(name, current, "num_declared"):  # in part: it refuses some calls and answers others
+            self._wait(name, window, past, succeeded)
+            self._has_recovered = True  # the next rollout is not the first one
             return True
         self._warn(
             name,
