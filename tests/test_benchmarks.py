@@ -100,6 +100,13 @@ TINY = {
         ],
         {"rows"},
     ),
+    "sandbox_start.py": (
+        ["--sandboxes", "2", "--repeats", "1"],
+        {
+            *(f"{backend}_{name}_s" for backend in ("sandlock", "limits") for name in ("alone", "call", "together")),
+            *("alone_ratio", "call_ratio", "together_ratio"),
+        },
+    ),
     "weight_transfer.py": (
         ["--model", "tiny", "--repeats", "1"],
         {
