@@ -185,7 +185,7 @@ def _differs_from_undisturbed(context: Any, plan: Plan, base: Path, servers: tup
     differ = [
         name for name in sorted(weights[0] | weights[1]) if not _is_same(*(of_run.get(name) for of_run in weights))
     ]
-    if not problems:
+    if not problems and not differ:
         shutil.rmtree(undisturbed / f"run_{plan.seed}")
     return [*problems, *[f"{name} is not what it is without {plan.signal}" for name in differ]]
 
