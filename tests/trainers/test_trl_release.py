@@ -209,3 +209,18 @@ def test_a_release_without_a_module_lacks_all_that_is_imported_from_it(monkeypat
 
     monkeypatch.setattr(importlib, "import_module", imported)
     assert [*release._lacking_imports()] == ["trl.models.unwrap_model_for_generation is gone"]
+
+
+@pytest.mark.parametrize(
+    "name", ["gradient_checkpointing", "gradient_checkpointing_kwargs", "is_gradient_checkpointing"]
+)
+def test_names_that_only_trl_uses_are_no_warning_of_the_users(name, tmp_path):
+    program = textwrap.dedent(f"""
+        import warnings
+        from agent_r1_trl.trainers import MultiTurnGRPOConfig
+        MultiTurnGRPOConfig(output_dir={str(tmp_path)!r}, use_cpu=True, bf16=False)
+        warnings.warn("`{name}` is deprecated and will be removed in v6. Use another.", FutureWarning)
+        warnings.warn("anything else", FutureWarning)
+    """)  # as transformers 5.23 says it, which may not be the release that is installed
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.count("FutureWarning") == 1 and "anything else" in done.stderr

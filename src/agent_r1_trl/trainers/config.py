@@ -6,6 +6,7 @@ Only our own fields live here, grouped by pipeline step; everything else is TRL'
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -24,6 +25,9 @@ from agent_r1_trl.trainers.fault_settings import FaultSettings
 from agent_r1_trl.trainers.rollout_checks import check_rollout
 from agent_r1_trl.trainers.shaping import settle_shape
 from agent_r1_trl.trainers.stability_settings import StabilitySettings
+
+# TRL 1.16 and peft 0.21 use names that transformers 5.23 gives up: nothing that a user could change.
+warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing(_kwargs)?` is deprecated", FutureWarning)
 
 UNKNOWN_TO_TRL = ("max_turns", "max_invalid_calls", "max_observation_tokens")
 """Limits that do not exist in TRL; a plain `GRPOConfig` is not held to them."""
