@@ -71,6 +71,8 @@ def main(argv: list[str] | None = None) -> int:
                 elif not options.keep:
                     shutil.rmtree(base / f"run_{plan.seed}")
     print(f"{outcomes['good']} of {len(plans)} runs were good, in {time.monotonic() - start:.0f} s", flush=True)
+    if not outcomes["bad"] and not options.keep:
+        shutil.rmtree(base)
     return 1 if outcomes["bad"] else 0
 
 
