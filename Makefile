@@ -42,7 +42,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 SHARED := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 PYTEST = $(TEST_ENV) $(BIN)/python -m pytest $(SHARED)
 
-.PHONY: help quickstart install test test-fast fuzz soak traces kills lint types audit versions vllm-releases check format options notebooks clean
+.PHONY: help quickstart install test test-fast fuzz soak same traces kills lint types audit versions vllm-releases check format options notebooks clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -72,14 +72,17 @@ soak: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## short runs under random faults (s
 	$(TEST_ENV) $(BIN)/python -m tests.soak --runs $(RUNS) --seed $(SEED) --workers $(WORKERS) \
 	  $(if $(filter none,$(VLLM)),--samplers scripted transformers)
 
+same: $(STAMPS)/test ## play tiny trainings here and on BASE=commit; compare weights, logs and advantages (4 minutes)
+	$(BIN)/python -m tests.referee $(BASE)
+
 traces: $(STAMPS)/test ## judge simulated runs: how often a healthy one is acted upon, how late a collapse is (3 minutes)
 	$(SAY) "Traces"
-	$(TEST_ENV) $(BIN)/python -m tests.echo_trap.traces
+	$(TEST_ENV) $(BIN)/python -m tests.features.echo_trap.traces
 
 kills: $(STAMPS)/test ## kill and resume training runs, GRPO and PPO, one and two ranks (an hour); KILLS, JOURNAL_SEED
 	$(SAY) "$(KILLS) kills of each run"
 	JOURNAL_KILLS=$(KILLS) $(TEST_ENV) $(BIN)/python -m pytest -s -o timeout=7200 -m "slow or matrix" \
-	  tests/trainers/test_journal_kills.py
+	  tests/features/journal/test_journal_kills.py
 
 lint: $(STAMPS)/dev ## ruff: rules and formatting
 	$(SAY) "ruff"

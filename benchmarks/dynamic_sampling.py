@@ -36,9 +36,9 @@ from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "resampled": {"resample_rounds": 4},
-    "curriculum": {"curriculum": True},
-    "both": {"resample_rounds": 4, "curriculum": True},
+    "resampled": {"sampling": {"resample_rounds": 4}},
+    "curriculum": {"sampling": {"curriculum": True}},
+    "both": {"sampling": {"resample_rounds": 4, "curriculum": True}},
 }
 WORDS, FIRST_WORD = 40, 300
 """The right words are some of these many tokens of the tokenizer, from this id on."""
@@ -125,7 +125,7 @@ class Count(TrainerCallback):
         """One rollout per step."""
         trained = self.trainer.last_trajectories
         self.steps += 1
-        self.tokens += sum(item.num_action_tokens for item in [*trained, *self.trainer.resampling.replaced])
+        self.tokens += sum(item.num_action_tokens for item in [*trained, *self.trainer.last_batch.replaced])
         size = args.num_generations
         groups = [{item.total_reward for item in trained[row : row + size]} for row in range(0, len(trained), size)]
         self.with_signal.append(statistics.mean(len(group) > 1 for group in groups))

@@ -39,7 +39,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from agent_r1_trl.cli.recipe import read_recipe
 from agent_r1_trl.cli.resolve import resolve_env
 from agent_r1_trl.cli.train import read_arguments, trainer_class
-from agent_r1_trl.environments.games.bandit import BanditEnv
+from agent_r1_trl.features.echo_trap.guard import CollapsedError
+from agent_r1_trl.features.games.bandit import BanditEnv
 
 ROOT = Path(__file__).resolve().parents[1]
 WINDOW = 10
@@ -98,11 +99,11 @@ SHARED: dict[str, Any] = {
     "disable_tqdm": True,
 }
 GUARD: dict[str, dict[str, Any]] = {
-    "repetition": {"echo_rate_factor": 0.2, "echo_rate_steps": 100},  # a rate of 1e-3, to the end of the run
+    "repetition": {"echo": {"rate_factor": 0.2, "rate_steps": 100}},  # a rate of 1e-3, to the end of the run
     "inaction": {},
 }
 """Settings of the guard that differ from its defaults."""
-ACTIONS: dict[str, Any] = {"echo_actions": ["all"], "save_strategy": "steps", "save_steps": 5}
+ACTIONS: dict[str, Any] = {"echo": {"actions": ["all"]}, "save_strategy": "steps", "save_steps": 5}
 
 
 # ---------------------------------------------------------------- one run
@@ -118,14 +119,14 @@ class Watch(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After the monitor and the guard, which were added before."""
         trainer = self._trainer
-        sampled = [*trainer.last_trajectories, *trainer.resampling.replaced]
+        sampled = [*trainer.last_trajectories, *trainer.last_batch.replaced]
         self.steps.append(
             {
                 "step": state.global_step,
                 "success": statistics.fmean(item.info["success"] for item in sampled),
                 "acted": statistics.fmean(item.info["num_actions"] > 0 for item in sampled),
-                "state": trainer.echo_signals.judge.verdict.state,
-                "signals": sorted(trainer.echo_signals.judge.verdict.signals),
+                "state": trainer.features["echo_signals"].judge.verdict.state,
+                "signals": sorted(trainer.features["echo_signals"].judge.verdict.signals),
             }
         )
 
@@ -152,7 +153,7 @@ def write_recipe(name: str, args: argparse.Namespace, seed: int, *, is_guarded: 
     values |= {
         "seed": seed,
         "output_dir": str(folder),
-        "echo_trap": True,
+        "echo": True,
         **({**ACTIONS, **GUARD[name]} if is_guarded else {}),
     }
     if args.max_steps:
@@ -179,11 +180,10 @@ def train(name: str, args: argparse.Namespace, seed: int, *, is_guarded: bool) -
         trainer.add_callback(watch)
         try:
             trainer.train()
-        except RuntimeError as error:  # the action `stop`
-            if trainer.echo_guard is None or not trainer.echo_guard.state.num_taken.get("stop"):
-                raise
+        except CollapsedError as error:  # the action `stop`
             print(error, file=sys.stderr)
-        events = trainer.echo_guard.state.events if trainer.echo_guard is not None else []
+        guard = trainer.features.get("echo_guard")
+        events = [] if guard is None else guard.state.events
         result.write_text(json.dumps({"steps": watch.steps, "events": events}), encoding="utf-8")
     return json.loads(result.read_text(encoding="utf-8"))
 

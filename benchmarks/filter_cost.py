@@ -1,4 +1,4 @@
-"""What does an optimizer step cost when `filter_groups` keeps a quarter of the groups?
+"""What does an optimizer step cost when `sampling.filter_groups` keeps a quarter of the groups?
 
     python benchmarks/filter_cost.py [--json]
 
@@ -51,7 +51,7 @@ def make_trainer(args: argparse.Namespace, kind: str, folder: str) -> Any:
             output_dir=folder, report_to=[], save_strategy="no", disable_tqdm=True, learning_rate=1e-5, max_steps=1,
             per_device_train_batch_size=num_rows // 4, gradient_accumulation_steps=4, num_generations=args.group_size,
             bf16=False, use_cpu=True, max_completion_length=args.longest, update_layout=args.layout, seed=args.seed,
-            record_trajectories="none", gradient_checkpointing=False,
+            record_trajectories="none", gradient_checkpointing=False, sampling={"filter_groups": "top_fraction"},
         ),
         reward_funcs=lambda completions, **_: [0.0],
         env=ToolEnv,
@@ -80,8 +80,11 @@ def score(args: argparse.Namespace, kind: str) -> tuple[dict[str, torch.Tensor],
 def timed_step(trainer: Any, batch: dict[str, torch.Tensor], played: list[Any], size: int) -> tuple[float, float]:
     """Wall and processor seconds of one step, with whatever the filter is set to."""
     start, processor_start = time.perf_counter(), time.process_time()
-    chosen, _ = trainer.group_filter.choose(played, batch["in_baseline"], size)
-    optimizer_step(trainer, {**batch, **chosen})
+    rollout = SimpleNamespace(
+        trajectories=played, in_baseline=batch["in_baseline"], position=SimpleNamespace(group_size=size)
+    )
+    is_kept = trainer.features["group_filter"].keep(rollout)
+    optimizer_step(trainer, {**batch, **({} if is_kept is None else {"is_kept": is_kept})})
     return time.perf_counter() - start, time.process_time() - processor_start
 
 
@@ -96,9 +99,9 @@ def measure(args: argparse.Namespace, kind: str) -> dict[str, float]:
             seconds = {}
             for is_filtered in (True, False) if repeat % 2 else (False, True):
                 if is_filtered:
-                    trainer.group_filter.enable("top_fraction", KEPT)
+                    trainer.features["group_filter"].enable("top_fraction", KEPT)
                 else:
-                    trainer.group_filter.disable()
+                    trainer.features["group_filter"].disable()
                 seconds[is_filtered] = timed_step(trainer, batch, played, args.group_size)
             pairs.append((*seconds[False], *seconds[True]))
     full, full_processor, kept, kept_processor = zip(*pairs[1:], strict=True)  # the first steps allocate

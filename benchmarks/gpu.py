@@ -102,7 +102,7 @@ class Case:
 
 def cases(device: str, *, toy: bool) -> list[Case]:
     """All checks; those of other kernels only where they are installed."""
-    from agent_r1_trl.doctor.trial import attention_kernels
+    from agent_r1_trl.features.doctor.trial import attention_kernels
 
     ppo = [("--trainer", "ppo", "--critic", kind) for kind in ("head", "model")]
     ppo.append(("--trainer", "ppo", "--critic", "adapter", "--lora"))
@@ -414,7 +414,8 @@ def measure_alone(options: argparse.Namespace) -> dict[str, float]:
 def judge_update(options: argparse.Namespace, figures: dict[str, float], rate: float) -> Row:
     """Figures of a layout, beside the estimate's."""
     per_parameter, size = (4 if options.lora else 6), shape_of(options)
-    work = per_parameter * size.num_matmul_parameters * figures["all_tokens"]
+    weights = size.num_linear_parameters + size.vocab_size * size.hidden_size  # in matrix products
+    work = per_parameter * weights * figures["all_tokens"]
     estimate = estimated_bytes(options, size)
     return {
         "tokens_per_s": figures["action_tokens"] / figures["seconds"],
@@ -442,7 +443,7 @@ def shape_of(options: argparse.Namespace) -> Any:
     """Sizes of a step's model."""
     from peft import LoraConfig
 
-    from agent_r1_trl.memory import read_shape
+    from agent_r1_trl.features.doctor.memory import read_shape
 
     lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if options.lora else None
     return read_shape(train_step.model_config(options), lora)
@@ -450,12 +451,10 @@ def shape_of(options: argparse.Namespace) -> Any:
 
 def estimated_bytes(options: argparse.Namespace, size: Any) -> float:
     """What `memory` expects of the update, CUDA context apart."""
-    from agent_r1_trl.memory import MemorySetup, estimate_memory
-    from agent_r1_trl.memory.estimate import CONTEXT_BYTES
+    from agent_r1_trl.features.doctor.memory import CONTEXT_BYTES, MemorySetup, estimate_memory
 
     batch = train_step.make_batch(options)
     lengths = (batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)).tolist()
-    is_packed = options.only in ("packed", "shared", "tokens")
     setup = MemorySetup(
         dtype=options.dtype,
         mixed_precision=options.autocast,
@@ -464,7 +463,7 @@ def estimated_bytes(options: argparse.Namespace, size: Any) -> float:
         completion_tokens=batch["completion_ids"].shape[1],
         row_tokens=max(lengths),
         trajectory_tokens=round(sum(sorted(lengths)[-options.micro_batch :]) / options.micro_batch),
-        is_packed=is_packed,
+        update_layout={"tokens": "packed", "trl": "padded"}.get(options.only, options.only),
         max_tokens_per_micro_batch=options.max_tokens if options.only == "tokens" else None,
         update_rows=len(lengths),
         gradient_checkpointing=options.checkpointing,

@@ -26,9 +26,9 @@ from _common import MODEL, be_quiet, check_at_least, make_parser, print_table, r
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.features.journal import RolloutLog, log, players
+from agent_r1_trl.features.journal.reader import read_rollout
 from agent_r1_trl.generation import SamplingParams, TransformersGenerator
-from agent_r1_trl.journal import RolloutLog, log, players
-from agent_r1_trl.journal.reader import read_rollout
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 
 OBSERVATION = "Here is what was found: " + "a fact about a place, its river and its people. " * 6

@@ -37,15 +37,17 @@ from transformers import AutoTokenizer
 
 from agent_r1_trl import ToolEnv, tool
 from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.features.journal import RolloutLog
 from agent_r1_trl.generation.base import Generation, Generator, SamplingParams, TrajectorySlot, current_slot
 from agent_r1_trl.generation.vllm.server import VLLMServerGenerator
-from agent_r1_trl.journal import RolloutLog
 from agent_r1_trl.recording.store import TrajectoryStore
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.rollout.requests import derive_seed
 from agent_r1_trl.trajectory import Trajectory
 
 FAMILIES = {"qwen2.5": "qwen2_5.jinja", "llama3.1": "llama3_1.jinja"}
+THINKING = {"qwen3": "qwen3.jinja", "qwen3, always": "qwen3.jinja"}
+"""For `strip_thinking`: Qwen3 drops reasoning with the next user message, others (QwQ) with every message."""
 LLAMA_TOKENS = [
     "<|begin_of_text|>",
     "<|eot_id|>",
@@ -91,13 +93,17 @@ asyncio.run(main())
 def chat_format(family: str) -> ChatFormat:
     """The quickstart's small tokenizer with the template and the special tokens of a family."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    template = Path(trl.__file__).parent / "chat_templates" / FAMILIES[family]
+    template = Path(trl.__file__).parent / "chat_templates" / (FAMILIES | THINKING)[family]
     tokenizer.chat_template = template.read_text(encoding="utf-8")
+    if family.endswith("always"):
+        rule = "loop.index0 > ns.last_query_index"
+        assert rule in tokenizer.chat_template
+        tokenizer.chat_template = tokenizer.chat_template.replace(rule, "loop.last")
     tokenizer.response_template = None  # the quickstart's own
     if family.startswith("llama"):
         tokenizer.add_special_tokens({"additional_special_tokens": LLAMA_TOKENS})
         tokenizer.bos_token, tokenizer.eos_token = LLAMA_TOKENS[:2]
-    return ChatFormat(tokenizer)
+    return ChatFormat(tokenizer, thinking="strip" if family in THINKING else "keep")
 
 
 class Script(Generator):
@@ -130,7 +136,11 @@ class Conversation:
         """Ids of `count` turns."""
         functions = [{"name": "look", "arguments": {"room": turn, "note": self.note}} for turn in range(count)]
         calls = [[{"type": "function", "function": function}] for function in functions]
-        return [self.chat.encode_reply({"role": "assistant", "content": "", "tool_calls": call}) for call in calls]
+        thought = {"reasoning_content": self.note} if self.chat.thought_rule else {}
+        return [
+            self.chat.encode_reply({"role": "assistant", "content": "", "tool_calls": call, **thought})
+            for call in calls
+        ]
 
     def environment(self) -> type[ToolEnv]:
         """One tool that answers at once."""
@@ -230,7 +240,7 @@ def run(args: argparse.Namespace) -> list[dict[str, float]]:
     try:
         assert server.stdout is not None
         url = f"http://127.0.0.1:{server.stdout.readline().strip()}"
-        for index, family in enumerate(FAMILIES):
+        for index, family in enumerate(families(args)):
             said = Conversation(family, args.tokens)
             rows += [{"family": index, **measure(said, turns, args, url)} for turns in args.turns]
     finally:
@@ -239,12 +249,17 @@ def run(args: argparse.Namespace) -> list[dict[str, float]]:
     return rows
 
 
+def families(args: argparse.Namespace) -> list[str]:
+    """Those whose templates the policy needs."""
+    return list(THINKING if args.context_policy == "strip_thinking" else FAMILIES)
+
+
 def show(rows: list[dict[str, float]], args: argparse.Namespace) -> None:
     """The table."""
     headings = ["family", "turns", "tokens", *(name.removesuffix("_ms") for name in COSTS)]
     cells = [
         [
-            list(FAMILIES)[int(row["family"])],
+            families(args)[int(row["family"])],
             *(f"{row[name]:,.0f}" for name in ("turns", "tokens")),
             *(f"{row[name]:.3f}" for name in COSTS),
         ]

@@ -3,7 +3,8 @@
     python benchmarks/retrieval.py --passages 20000 200000 1000000 [--json]
 
 The passages are made up: a hundred words each, drawn by Zipf's law from a vocabulary of 200,000, with titles of two
-words. A query is four words of a passage. For every size, processes of their own
+words. A query is four words of a passage, of which none is among the 50 most frequent (an index drops English stop
+words alike). For every size, processes of their own
 
 - build the index (seconds, processor seconds, the peak of their memory, size on the disk),
 - search it, one query after the other (median and 99th percentile, and processor time),
@@ -32,10 +33,11 @@ from pathlib import Path
 import psutil
 from _common import check_at_least, make_parser, print_table, report, rounded, run_alone
 
-from agent_r1_trl.tools.retrieval import HttpRetriever, build_index, open_index
+from agent_r1_trl.features.search import HttpRetriever, build_index, open_index
 
 VOCABULARY = 200_000
 WORDS_PER_PASSAGE = 100
+NUM_STOP_WORDS = 50
 WEIGHTS = list(itertools.accumulate(1 / rank for rank in range(1, VOCABULARY + 1)))
 """Cumulative, by Zipf's law."""
 
@@ -57,7 +59,8 @@ def make_queries(num_passages: int, count: int, seed: int) -> list[str]:
     for _ in range(count):
         passage = random.Random(rng.randrange(num_passages))
         draw_words(passage, 2)
-        queries.append(" ".join(rng.sample(draw_words(passage, WORDS_PER_PASSAGE), 4)))
+        words = [word for word in draw_words(passage, WORDS_PER_PASSAGE) if int(word[1:]) > NUM_STOP_WORDS]
+        queries.append(" ".join(rng.sample(words, 4)))
     return queries
 
 
@@ -132,7 +135,7 @@ def peak_mb(pid: int) -> float:
 
 
 def measure_http(folder: Path, num_passages: int, num_queries: int, rounds: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "agent_r1_trl.cli.serve_retriever", str(folder), "--port", "0"]
+    command = [sys.executable, "-m", "agent_r1_trl.cli", "serve-retriever", str(folder), "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     figures = {}
     try:
@@ -140,7 +143,7 @@ def measure_http(folder: Path, num_passages: int, num_queries: int, rounds: int)
         server.stdout.readline()
         url = server.stdout.readline().removeprefix("retriever: ").strip()
         for prefix, options in {"http": {}, "single": {"max_batch": 1}}.items():
-            retriever = HttpRetriever(url, timeout_s=60.0, cache_size=0, **options)
+            retriever = HttpRetriever(url, timeout_s=60.0, **options)
             retriever.search("warm up", 5)
             processor = sum(psutil.Process(server.pid).cpu_times()[:2])
             rows = [

@@ -2,7 +2,7 @@
 
     python benchmarks/scaling_model.py
 
-Nothing here is measured. It is the arithmetic behind docs/scaling.md, which explains every formula: figures of data
+Nothing here is measured. It is the arithmetic behind docs/hardware.md, which explains every formula: figures of data
 sheets, assumptions with a name, and what follows from them. Change one in the constants below and run it again.
 """
 

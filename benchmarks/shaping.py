@@ -87,7 +87,7 @@ def train(args: argparse.Namespace, shape: Shape, seed: int, folder: str) -> Non
         "overwrite": True,
         "record_trajectories": "none",
         "logging_steps": 1,
-        "echo_trap": True,  # it watches, and what it saw is in trainer_state.json
+        "echo": True,  # it watches, and what it saw is in trainer_state.json
         "learning_rate": args.learning_rate or recipe["learning_rate"],
     }
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
@@ -100,7 +100,7 @@ def train(args: argparse.Namespace, shape: Shape, seed: int, folder: str) -> Non
 def evaluate(args: argparse.Namespace, folder: str) -> float:
     """Success of the model in a folder."""
     flags = ["--config", args.config, "--model", folder, "--num_examples", str(args.examples)]
-    metrics = evaluation.run_evaluation(evaluation.read_arguments(flags), Console(quiet=True)).metrics
+    metrics = evaluation.run_table(evaluation.read_arguments(flags), Console(quiet=True)).rows[-1].result.metrics
     return next(metrics[name] for name in SCORES if name in metrics)
 
 

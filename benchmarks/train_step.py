@@ -200,8 +200,14 @@ def make_trainer(args: argparse.Namespace, layout: str, folder: str) -> Any:
 
 def optimizer_step(trainer: Any, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
     """One optimizer step on a rollout that stands ready; its loss, and the norm of all gradients."""
-    trainer._step = 0
-    trainer._generate_and_score_completions = lambda inputs: batch
+    from agent_r1_trl.trainers.rollout_batch import RolloutBatch
+
+    def generate(inputs: Any) -> dict[str, torch.Tensor]:
+        num = len(batch["prompt_ids"])
+        trainer.last_batch = RolloutBatch([{}] * num, [None] * num, None)  # a row is a trajectory
+        return batch
+
+    trainer._step, trainer._generate_and_score_completions = 0, generate
     loss = 0.0
     for _ in range(trainer.args.gradient_accumulation_steps):
         loss += float(trainer.training_step(trainer.model_wrapped, [], None))

@@ -40,7 +40,7 @@ def evaluate(config: str, model: Path, folder: Path, num_examples: int) -> float
     result = folder / "evaluation.json"
     if not result.exists():
         flags = ["--config", config, "--model", str(model), "--output_dir", str(folder), "--journal", "false"]
-        run("-m", "agent_r1_trl.cli.eval", *flags, "--num_examples", str(num_examples))
+        run("-m", "agent_r1_trl.cli", "eval", *flags, "--num_examples", str(num_examples))
     return float(json.loads(result.read_text(encoding="utf-8"))["success"])
 
 

@@ -28,7 +28,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agent_r1_trl.cli.resolve import resolve_env
-from agent_r1_trl.environments.games import GameEnv
+from agent_r1_trl.features.games import GameEnv
 
 Messages = list[dict[str, Any]]
 Row = tuple[list[int], list[int]]

@@ -42,7 +42,7 @@ RECEIVERS = {
 }
 """File -> expression in it -> the class of vLLM that it has."""
 WORKER = "vllm.v1.worker.worker_base:WorkerBase"
-"""What `PolicyWorker` is mixed into; its annotations are attributes of this class."""
+"""What `PolicyWorker` is mixed into; its annotations without a value are attributes of this class."""
 FIELDS_OF = {
     "/v1/completions": "vllm.entrypoints.openai.completion.protocol:CompletionRequest",
     "/v1/load_lora_adapter": "vllm.entrypoints.serve.lora.protocol:LoadLoRAAdapterRequest",
@@ -104,7 +104,7 @@ def _uses_of_file(name: str, tree: ast.Module) -> Iterator[Use]:
     yield from _attributes(name, tree, bound)
     yield from _overrides(tree, bound)
     yield from _engine_options(tree)
-    is_server = name.startswith("generation/vllm/") or name == "conversation/vllm_process.py"
+    is_server = name.startswith("generation/vllm/") or name == "features/serve/vllm_process.py"
     for text in _strings(tree):
         yield from (Use("variable", "", variable) for variable in _VARIABLE.findall(text))
         if re.fullmatch(r"vllm(\.\w+){2,}", text):
@@ -116,7 +116,7 @@ def _uses_of_file(name: str, tree: ast.Module) -> Iterator[Use]:
         yield from _tables(tree)
     if name == "generation/vllm/worker_extension.py":
         worker = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "PolicyWorker")
-        declared = [node.target.id for node in worker.body if isinstance(node, ast.AnnAssign)]  # type: ignore[union-attr]
+        declared = [node.target.id for node in worker.body if isinstance(node, ast.AnnAssign) and node.value is None]  # type: ignore[union-attr]
         yield from (Use("member", WORKER, attribute) for attribute in declared)
 
 

@@ -10,7 +10,5 @@ VARIABLE = "AGENT_R1_TEST_ELSEWHERE"
 
 
 class ElsewhereWorker(PolicyWorker):
-    def agent_r1_sees(self, file):
-        if Path(os.environ[VARIABLE]).exists():
-            return {"rank": self.rank, "sees": False}
-        return super().agent_r1_sees(file)
+    def agent_r1_hello(self, path=None):
+        return super().agent_r1_hello(None if Path(os.environ[VARIABLE]).exists() else path)

@@ -18,7 +18,6 @@ from typing import ClassVar
 import torch
 
 from agent_r1_trl.generation.vllm import nccl_group
-from agent_r1_trl.generation.vllm.transfer_connection import read
 
 VERSION = 22906
 ITEM_BYTES = {0: 1, 1: 1, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2, 10: 1}
@@ -27,11 +26,24 @@ NUM_BYTES = 128
 """Of the number that members share."""
 
 
+def read(connection, size):
+    """So many bytes."""
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise RuntimeError("NCCL error: remote process exited")
+        data += part
+    return data
+
+
 class FakeNCCLLibrary:
     """The methods of vLLM's `NCCLLibrary` that a communicator calls; a test compares their parameters."""
 
     refuses = False
     """Fail where members meet."""
+    num_left = None
+    """How many broadcasts of the trainer work; the next one fails. None for all."""
     broadcasts: ClassVar[list] = []
     """Bytes and rank of each broadcast in this process."""
 
@@ -81,13 +93,17 @@ class FakeNCCLLibrary:
     def ncclBroadcast(self, sendbuff, recvbuff, count, datatype, root, comm, stream):
         size = count * ITEM_BYTES[datatype]
         self.broadcasts.append((size, comm.rank))
+        if comm.rank == root and self.num_left is not None:
+            if self.num_left == 0:
+                raise RuntimeError("NCCL error: unhandled cuda error")
+            type(self).num_left -= 1
         if comm.rank == root:
             data = ctypes.string_at(sendbuff.value, size)
             for member in comm.members.values():
                 with contextlib.suppress(OSError):  # NCCL does not say so here, but hangs
                     member.sendall(data)
         else:
-            ctypes.memmove(recvbuff.value, bytes(read(comm.members[root], size)), size)
+            ctypes.memmove(recvbuff.value, read(comm.members[root], size), size)
 
     def ncclCommDestroy(self, comm):
         self.ncclCommAbort(comm)
@@ -95,22 +111,6 @@ class FakeNCCLLibrary:
     def ncclCommAbort(self, comm):
         for member in comm.members.values():
             member.close()
-
-
-class Line:
-    """Without a GPU, work has been done when the call returns."""
-
-    def __init__(self, device):
-        pass
-
-    def begin(self):
-        return types.SimpleNamespace(cuda_stream=0)
-
-    def end(self):
-        pass
-
-    def is_done(self):
-        return True
 
 
 def digest(weights):
@@ -139,6 +139,5 @@ def install(patch=setattr, *modules):
     stream = types.SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
     patch(pynccl, "NCCLLibrary", FakeNCCLLibrary)
     patch(pynccl, "current_stream", lambda: stream)
-    patch(nccl_group, "DeviceLine", Line)
     for module in (nccl_group, *modules):
         patch(module, "describe_gpu", describe)

@@ -5,6 +5,7 @@ number: an answer says which weights it came from.
 """
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 import threading
@@ -14,7 +15,7 @@ from pathlib import Path
 from aiohttp import web
 from safetensors.torch import load_file
 
-from agent_r1_trl.generation.vllm.weight_transfer import PROTOCOL, receive_weights
+from agent_r1_trl.generation.vllm.server_routes import PROTOCOL
 from tests.servers import free_port
 
 BASE = 7
@@ -86,6 +87,7 @@ class FakeServer:
         """As a new process, with the weights it was started from."""
         self.process = uuid.uuid4().hex
         self.value, self.weights, self.loaded, self.sums = self.base, None, {}, {}
+        self.coming = None
         self.is_frozen = False
         self._run(self._listen())
 
@@ -175,37 +177,47 @@ class FakeServer:
 
     async def _rpc(self, request):
         body = await request.json()
-        if body["method"] == "agent_r1_sees":
-            sees = self.machine is None and Path(body["args"][0]).exists()
-            return web.json_response({"results": [{"rank": 0, "sees": sees}]})
-        if body["method"] == "agent_r1_adapter":
-            return web.json_response({"results": [await asyncio.to_thread(self._keep, *body["args"])]})
-        if body["method"] == "agent_r1_receive":
-            return web.json_response({"results": [await asyncio.to_thread(self._receive, *body["args"])]})
-        return web.json_response({"results": [self._hello()]})
+        method = getattr(self, body["method"].replace("agent_r1", "rpc"))
+        return web.json_response({"results": [await asyncio.to_thread(method, *body["args"])]})
 
-    def _keep(self, host, port, token, timeout_s, name, old):
+    def rpc_hello(self, path=None):
+        return {
+            "rank": 0,
+            "process": self.process,
+            "protocol": PROTOCOL,
+            "weights": self.weights,
+            "gpu": None,
+            "sees": self.machine is None and path is not None and Path(path).exists(),
+        }
+
+    def rpc_adapter(self, name, files, old):
         self.kept.append((name, old))
         (self.machine / name).mkdir()
-        for file, content in receive_weights(host, port, token, rank=0, timeout_s=timeout_s):
-            (self.machine / name / file).write_bytes(content.numpy().tobytes())
+        for file, content in files.items():
+            (self.machine / name / file).write_bytes(base64.b64decode(content))
         return {"rank": 0, "path": str(self.machine / name)}
 
-    def _hello(self):
-        return {"rank": 0, "process": self.process, "protocol": PROTOCOL, "weights": self.weights, "gpu": None}
+    def rpc_forget(self, name):
+        return {"rank": 0}
 
-    def _receive(self, host, port, token, timeout_s, name, is_complete):
-        self.weights = None
+    def rpc_begin(self, name, group):
+        self.weights, self.coming = None, name
         self.may_join.wait(20)
-        for key, value in receive_weights(host, port, token, rank=0, timeout_s=timeout_s):
-            self.sums[key] = float(value.sum())
-            self.may_receive.wait(20)
-            if self.break_transfer:
-                self.break_transfer = False
-                threading.Thread(target=self.kill).start()
-                raise ConnectionResetError("killed")
-        self.value, self.weights = round(sum(self.sums.values())), name
-        return self._hello()
+        return {"rank": 0}
+
+    def rpc_load(self, name, entries, file):
+        if self.coming != name:
+            return {"rank": 0, "error": "RuntimeError: restarted"}
+        self.sums |= {key: float(value.sum()) for key, value in load_file(file).items()}
+        self.may_receive.wait(20)
+        if self.break_transfer:
+            self.break_transfer = False
+            self.kill()
+        return {"rank": 0}
+
+    def rpc_end(self, name, is_complete):
+        self.value, self.weights, self.coming = round(sum(self.sums.values())), name, None
+        return {"rank": 0}
 
     async def _reset(self, request):
         if self.cache_is_held > 0 and "reset_running_requests" not in request.query:

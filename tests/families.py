@@ -1,7 +1,8 @@
 """Tokenizers of the model families of docs/model-families.md, with the special tokens and the wire format of each.
 
-TRL's package has the templates of some; for the others a short template of our own writes what the published one
-writes in a conversation with tools: the markers, what stands between the turns, what is dropped or refused.
+TRL's package has the templates of some; for the others a short stand-in of our own writes calls and thoughts as the
+published template does. `tests/published.py` has the published ones, and `tests/chat/test_families.py` says which stand-ins
+differ from them otherwise.
 
     from tests.families import FAMILIES
     tokenizer = FAMILIES["mistral_nemo"]()

@@ -3,7 +3,7 @@
 import contextlib
 import json
 
-from tests.tools.retrieval_server import serving
+from tests.features.search.retrieval_server import serving
 
 PROMPT_TOKENS = 100
 """Of the first request; each further message has `MESSAGE_TOKENS`."""

@@ -18,7 +18,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from agent_r1_trl.cli import train
 from agent_r1_trl.cli.errors import UsageError
-from agent_r1_trl.cli.launch import check_launcher, check_num_processes
+from agent_r1_trl.cli.train import check_launcher, check_num_processes
 
 FOLDER = Path(__file__).resolve().parents[1] / "recipes" / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -139,7 +139,13 @@ FSDP = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "num_pro
 @pytest.mark.slow
 def test_fsdp_in_a_configuration_is_refused_with_its_source(tmp_path):
     """Without a GPU, too, where accelerate would leave it out without a word."""
-    recipe = {"model_name_or_path": "none", "env": "search_qa", "output_dir": str(tmp_path), "use_cpu": True}
+    recipe = {
+        "model_name_or_path": "none",
+        "env": "frozen_lake",
+        "output_dir": str(tmp_path),
+        "use_cpu": True,
+        "max_steps": 1,
+    }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"bf16": False}), encoding="utf-8")
     (tmp_path / "fsdp.yaml").write_text(yaml.safe_dump(FSDP | {"mixed_precision": "no"}), encoding="utf-8")
     train = ["-m", "agent_r1_trl.cli.train", "--config", str(tmp_path / "recipe.yaml")]
@@ -169,7 +175,8 @@ def test_train_refuses_a_recipe_made_for_more_processes(tmp_path, monkeypatch):
     for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     recipe = tmp_path / "recipe.yaml"
-    settings = {"model_name_or_path": "none", "env": "search_qa", "output_dir": str(tmp_path), "use_cpu": True}
+    settings = {"model_name_or_path": "none", "env": "frozen_lake", "output_dir": str(tmp_path), "use_cpu": True}
+    settings["max_steps"] = 1
     recipe.write_text(yaml.safe_dump(settings | {"num_processes_expected": 2}), encoding="utf-8")
     with pytest.raises(UsageError, match="num_processes_expected=2"):
         train.run(["--config", str(recipe)])

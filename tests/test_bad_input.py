@@ -15,7 +15,9 @@ from agent_r1_trl import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPO
 from agent_r1_trl.rewards import exact_match
 from agent_r1_trl.tools import ToolSchemaError, calculator
 
-CURE = re.compile(r"\b([Ss]et|[Pp]ass|[Rr]emove|[Ww]rite|[Uu]se|[Gg]ive|[Kk]eep|[Rr]ename|[Cc]orrect|add|or None)\b")
+CURE = re.compile(
+    r"\b([Ss]et|[Pp]ass|[Rr]emove|[Ww]rite|[Uu]se|[Gg]ive|[Kk]eep|[Rr]ename|[Cc]orrect|Name|add|or None)\b"
+)
 
 
 def assert_refused(make, *names):
@@ -29,47 +31,21 @@ def assert_refused(make, *names):
 
 # ---------------------------------------------------------------- configuration
 
-# One setting per row is refused with this value. Rows with several settings: the first is named with its value, and
-# the names behind the row are in the message too.
+# What single settings take: tests/test_settings.py. Here the first setting of a row is named with its value, and the
+# names behind the row are in the message too.
 CONFIG = [
-    ({"max_turns": 0},),
-    ({"max_turns": 2.5},),
-    ({"max_turns": True},),
-    ({"max_tokens_per_turn": -1},),
-    ({"max_observation_tokens": 0},),
-    ({"max_invalid_calls": -1},),
-    ({"max_concurrency": "many"},),
-    ({"generation_batch_rows": 0},),
-    ({"max_completion_length": 0},),
-    ({"rollout_timeout": 0},),
-    ({"rollout_timeout": "long"},),
-    ({"reset_timeout": 0},),
-    ({"scoring_timeout": -1.0},),
-    ({"watchdog_interval": "often"},),
-    ({"stall_timeout": float("inf")},),
     ({"thinking": "loud"},),
-    ({"truncated_trajectories": "drop"},),
-    ({"truncation_penalty": 0.5},),
-    ({"truncation_penalty": float("nan")},),
-    ({"eval_temperature": -1.0},),
-    ({"record_trajectories": "csv"},),
-    ({"update_layout": "ragged"},),
-    ({"gamma": 1.5},),
-    ({"gamma_turn": -0.1},),
-    ({"process_reward_weight": float("inf")},),
-    ({"outcome_reward_weight": "all"},),
-    ({"process_reward_schedule": "fast"},),
     ({"advantage_estimator": "a2c"},),
-    ({"kl_placement": "both", "beta": 0.1},),
+    ({"advantage_estimator": 3},),
+    ({"advantage_estimator": "no_such_module.fn"},),
+    ({"temperature": 0.0},),
     ({"kl_placement": "reward"}, "beta"),
     ({"overlap_rollout": True}, "use_vllm"),
-    ({"max_sync_logprob_gap": 0},),
     ({"vllm_server_urls": ["http://a:1"]}, "use_vllm"),
-    ({"vllm_request_timeout": 0},),
-    ({"vllm_health_timeout": -1.0},),
-    ({"vllm_retry_window": float("inf")},),
-    ({"vllm_sync_timeout": True},),
+    ({"vllm_server_urls": ["http://a:1"], "use_vllm": True}, "vllm_mode='colocate'"),
+    ({"vllm_mode": "serve", "use_vllm": True},),
     ({"vllm_server_urls": ["a:1"], "use_vllm": True, "vllm_mode": "server"}, "http://"),
+    ({"vllm_server_urls": ["http://a:1", "http://a:1/"], "use_vllm": True, "vllm_mode": "server"}, "once"),
     ({"top_k": 5, "use_vllm": True},),
     ({"mask_truncated_completions": True, "truncated_trajectories": "penalise"}, "truncated_trajectories='penalise'"),
 ]
@@ -77,18 +53,15 @@ GRPO = [
     ({"advantage_estimator": "gae"}, "MultiTurnPPOTrainer"),
     ({"num_generations": 1},),
     ({"loss_type": "grpo", "advantage_estimator": "dr_grpo"}, "advantage_estimator='dr_grpo'"),
-    ({"loss_type": "ppo"}, "loss_type='ppo' is not one of 'bnpo', 'cispo'"),
+    ({"loss_type": "ppo"}, "'bnpo', 'cispo'"),
     ({"scale_rewards": "batch", "advantage_estimator": "rloo"}, "advantage_estimator='rloo'"),
 ]
 PPO = [
     ({"advantage_estimator": "grpo"}, "MultiTurnGRPOTrainer"),
-    ({"critic": "heads"},),
     ({"critic_context": "answer", "critic": "head"}, "critic='head'"),
-    ({"cliprange_value": 0},),
-    ({"lam": 2},),
-    ({"value_loss_coef": -1},),
     ({"loss_mask": False}, "advantage_mask"),
     ({"use_liger_kernel": True}, "critic"),
+    ({"max_grad_norm": None},),
     ({"separate_process_advantages": True}, "gae"),
 ]
 CASES = [

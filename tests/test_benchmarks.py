@@ -107,14 +107,6 @@ TINY = {
             *("alone_ratio", "call_ratio", "together_ratio"),
         },
     ),
-    "weight_transfer.py": (
-        ["--model", "tiny", "--repeats", "1"],
-        {
-            *("megabytes", "sender_extra_mib", "receiver_extra_mib"),
-            *(f"{way}_{name}" for way in ("transfer", "copy", "bare", "gloo") for name in ("gb_per_s", "processor_s")),
-            *(f"{name}_over_{way}" for way in ("copy", "bare", "gloo") for name in ("speed", "processor")),
-        },
-    ),
     "train_step.py": (
         [
             *("--model", "tiny", "--groups", "2", "--group-size", "2", "--micro-batch", "2", "--prompt", "16"),

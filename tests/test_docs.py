@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl import StopReason
-from agent_r1_trl.cli import COMMANDS, main
+from agent_r1_trl.cli import find_commands, main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -164,7 +164,7 @@ def test_every_command_of_ours_that_a_page_names_has_these_flags(page, capsys):
     lines = re.findall(r"(?:`|^ +|\$ )agent-r1-trl ([a-z][^`\n#]*)", text, re.MULTILINE)
     for line in lines:
         command, *arguments = line.split()
-        assert command in COMMANDS, f"{page_id(page)}: agent-r1-trl {line}"
+        assert command in find_commands(), f"{page_id(page)}: agent-r1-trl {line}"
         flags = [argument for argument in arguments if argument.startswith("--")]
         if flags:
             with contextlib.suppress(SystemExit):  # argparse ends so

@@ -25,7 +25,7 @@ from agent_r1_trl import SearchQAEnv
 from agent_r1_trl.cli import main
 from agent_r1_trl.recording import read_trajectories
 from agent_r1_trl.tools import as_tool
-from tests.cli.test_serve import serving
+from tests.features.serve.test_serve import serving
 from tests.hub import TOKEN, running_hub
 from tests.servers import free_port
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1_trl.cli.shipped_recipes import recipes_folder
-from agent_r1_trl.tools.retrieval.server import serve_app
+from agent_r1_trl.cli.recipe import recipes_folder
+from agent_r1_trl.cli.web import serve_app
 from agent_r1_trl.trainers.checkpoints import sync_to_disk
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,5 +1,7 @@
 """Rows of a trajectory: by hand, and as laws over any order of contexts."""
 
+import operator
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,12 +9,12 @@ from hypothesis import strategies as st
 
 from agent_r1_trl import safe_text
 from agent_r1_trl.advantages import compute_gae
+from agent_r1_trl.features.journal.reader import read_trajectory, trajectory_record
 from agent_r1_trl.generation.base import Generation
-from agent_r1_trl.journal.reader import read_trajectory, trajectory_record
 from agent_r1_trl.recording.masking import MASKED_ID, mask_record
 from agent_r1_trl.rollout import Draft, RolloutRequest
 from agent_r1_trl.rows import Row, Segment
-from agent_r1_trl.trainers.training_rows import TrainingRows
+from agent_r1_trl.trainers.rollout_batch import TrainingRows
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory
 from tests.effort import examples
 
@@ -133,10 +135,17 @@ def conversations(draw):
     asked = []
     for turn in range(draw(st.integers(1, 6))):
         if turn:
-            rows = draft.rows or [draft.context_ids]
+            rows = [opened + rest for opened, rest in draft.rows] or [draft.context_ids]
             begun = draw(st.sampled_from([*rows, draft.context_ids, [1]]))
             delta = [1] * draw(st.integers(0, 2))
-            draft.rewrite_context([*begun, *draw(ids)], delta, [TEXT] * len(delta))
+            context = [*begun, *draw(ids)]
+            is_same = [*map(operator.eq, context, asked[-1]), False]
+            num_same = draw(st.integers(0, is_same.index(False)))
+            draft.rewrite_context(context[num_same:], delta, [TEXT] * len(delta), num_same=num_same)
+            assert draft.context_ids == context
+            longest = max((row for row in rows if context[: len(row)] == row), key=len, default=None)
+            joined = draft.segments[-1].row if draft.segments else 0
+            assert joined == (len(rows) if longest is None else rows.index(longest))
         asked.append(draft.context_ids)
         say(draft, draw(ids))
     return draft.finish(StopReason.DONE, duration_s=0.0), asked

@@ -4,7 +4,9 @@ import json
 import math
 import re
 
+import numpy as np
 import pytest
+import torch
 
 from agent_r1_trl.trajectory import Author, StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
 from tests.tokenizers import make_tokenizer
@@ -316,6 +318,18 @@ def test_a_record_that_contradicts_itself_is_refused_when_read():
 
 
 # -------------------------------------------------------------------- display
+
+
+def test_numbers_of_numpy_and_torch_are_numbers_and_one_that_is_not_finite_is_said_once(caplog):
+    info = {
+        "int": np.int64(2), "float": np.float32(2.5), "bool": np.bool_(True), "array": np.array(3),
+        "tensor": torch.tensor(4), "text": np.str_("5"), "several": torch.tensor([6]), "lost": math.nan,
+        "far off": np.float32("inf"), 7: 8,
+    }  # fmt: skip
+    item = empty(info=info)
+    expected = {"int": 2, "float": 2.5, "bool": 1, "array": 3, "tensor": 4, "7": 8}
+    assert item.numbers == item.numbers == expected
+    assert sorted(record.args[0] for record in caplog.records) == ["far off", "lost"]
 
 
 def test_showing_colours_each_token_by_its_author():

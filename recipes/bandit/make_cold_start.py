@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tiny_model import game_cold_start
 
-from agent_r1_trl.environments.games.bandit import RISKY, SURE, BanditEnv
+from agent_r1_trl.features.games.bandit import RISKY, SURE, BanditEnv
 
 SHARES = {SURE: 0.78, RISKY: 0.2, "neither": 0.02}
 """How often the demonstrator pulls each arm, or names none."""

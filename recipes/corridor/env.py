@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from agent_r1_trl.environments.games import GameEnv
+from agent_r1_trl.features.games import GameEnv
 
 LIT, DARK = "lit", "dark"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tiny_model import Messages, cold_start, make_parser, play, read_env
 
-from agent_r1_trl.environments.games import GameEnv
+from agent_r1_trl.features.games import GameEnv
 from agent_r1_trl.rollout.summaries import HEADING
 
 CARE = 0.83

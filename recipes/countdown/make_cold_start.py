@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tiny_model import game_cold_start
 
-from agent_r1_trl.environments.games import CountdownEnv
+from agent_r1_trl.features.games import CountdownEnv
 
 CAREFUL_SHARE = 0.35
 

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tiny_model import game_cold_start, write_moves
 
-from agent_r1_trl.environments.games import FrozenLakeEnv
+from agent_r1_trl.features.games import FrozenLakeEnv
 
 SHARES = {"careful": 0.3, "hasty": 0.6, "clumsy": 0.1}
 

@@ -49,7 +49,7 @@ def train_and_evaluate(folder: Path, flags: dict[str, str], seed: int, max_steps
     print("$", " ".join(command), flush=True)
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
-    command = [sys.executable, "-m", "agent_r1_trl.cli.eval", "--config", config, "--model", str(folder)]
+    command = [sys.executable, "-m", "agent_r1_trl.cli", "eval", "--config", config, "--model", str(folder)]
     command += ["--output_dir", str(folder / "evaluation")]
     subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
 

@@ -22,8 +22,10 @@ from rich.console import Console
 
 from agent_r1_trl.cli import eval as evaluation
 from agent_r1_trl.cli.errors import UsageError, run_command
-from agent_r1_trl.cli.tables import comparison_table
+from agent_r1_trl.cli.tables import changes_table
 from agent_r1_trl.evaluation import EvaluationResult, difference
+from agent_r1_trl.evaluation.comparison import compare
+from agent_r1_trl.evaluation.table import write_result
 from agent_r1_trl.trainers.output_lock import set_aside
 
 HERE = Path(__file__).resolve().parent
@@ -54,8 +56,8 @@ def evaluate(options: argparse.Namespace, model: str | None, name: str, console:
     flags = ["--config", options.config, "--output_dir", str(folder), *(["--model", model] if model else [])]
     if options.num_examples is not None:
         flags += ["--num_examples", str(options.num_examples)]
-    result = evaluation.run_evaluation(evaluation.read_arguments(flags), console, description=name)
-    evaluation.write_result(result, folder)
+    result = evaluation.run_table(evaluation.read_arguments(flags), console, description=name).rows[-1].result
+    write_result(result, folder)
     return result
 
 
@@ -127,8 +129,9 @@ def run(argv: list[str]) -> int:
     results.write_text(text + "\n", encoding="utf-8")
     console.print()
     wide = Console(width=max(console.width, 110)) if not console.is_terminal else Console()
-    title = f"{before.num_examples} held-out questions, greedy"
-    wide.print(comparison_table(before, after, metrics=SHOWN, title=title))
+    title = f"{before.num_examples} held-out questions, greedy; A: before, B: after training"
+    changes = compare(before, after)
+    wide.print(changes_table({name: changes[name] for name in SHOWN if name in changes}, title))
     minutes = sum(seconds.values()) / 60
     parts = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
     out = options.output_dir

@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tiny_model import game_cold_start, write_moves
 
-from agent_r1_trl.environments.games import SokobanEnv
-from agent_r1_trl.environments.games.sokoban import read_level
+from agent_r1_trl.features.games import SokobanEnv
+from agent_r1_trl.features.games.sokoban import read_level
 
 SHARES = {"careful": 0.7, "hasty": 0.3}
 

@@ -13,19 +13,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agent_r1_trl.doctor.environment import check_env
     from agent_r1_trl.environments import Environment, SearchQAEnv, StepResult, ToolEnv
     from agent_r1_trl.evaluation import EvaluationResult, evaluate
-    from agent_r1_trl.sandbox import SandboxLimits
-    from agent_r1_trl.tools import InfrastructureError, PythonTool, ShellTool, Tool, tool
+    from agent_r1_trl.features.doctor.environment import check_env
+    from agent_r1_trl.features.echo_trap.callback import EchoTrapCallback
+    from agent_r1_trl.features.sandbox import PythonTool, SandboxLimits, ShellTool
+    from agent_r1_trl.tools import InfrastructureError, Tool, tool
     from agent_r1_trl.trainers import (
-        EchoTrapCallback,
         MultiTurnGRPOConfig,
         MultiTurnGRPOTrainer,
         MultiTurnPPOConfig,
         MultiTurnPPOTrainer,
         MultiTurnTrainer,
     )
+    from agent_r1_trl.trainers.callbacks import RolloutCallback
     from agent_r1_trl.trajectory import Author, StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ __all__ = [
     "MultiTurnPPOTrainer",
     "MultiTurnTrainer",
     "PythonTool",
+    "RolloutCallback",
     "SandboxLimits",
     "SearchQAEnv",
     "ShellTool",
@@ -62,7 +64,7 @@ __all__ = [
 
 _MODULE_OF = {
     "Author": "trajectory",
-    "EchoTrapCallback": "trainers",
+    "EchoTrapCallback": "features.echo_trap.callback",
     "Environment": "environments",
     "EvaluationResult": "evaluation",
     "InfrastructureError": "tools",
@@ -71,10 +73,11 @@ _MODULE_OF = {
     "MultiTurnPPOConfig": "trainers",
     "MultiTurnPPOTrainer": "trainers",
     "MultiTurnTrainer": "trainers",
-    "PythonTool": "tools",
-    "SandboxLimits": "sandbox",
+    "PythonTool": "features.sandbox",
+    "RolloutCallback": "trainers.callbacks",
+    "SandboxLimits": "features.sandbox",
     "SearchQAEnv": "environments",
-    "ShellTool": "tools",
+    "ShellTool": "features.sandbox",
     "StepResult": "environments",
     "StopReason": "trajectory",
     "Tool": "tools",
@@ -84,7 +87,7 @@ _MODULE_OF = {
     "ToolResult": "trajectory",
     "Trajectory": "trajectory",
     "Turn": "trajectory",
-    "check_env": "doctor",
+    "check_env": "features.doctor",
     "evaluate": "evaluation",
     "tool": "tools",
 }

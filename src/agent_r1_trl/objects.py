@@ -1,16 +1,28 @@
-"""Python objects by their import path, which is how recipes and configurations name classes and functions."""
+"""Python objects by their import path, which is how recipes and configurations name classes and functions.
+
+Whatever a setting takes as "one of your own" (estimator, loss term, context policy, filter rule) is found by
+`own_object`: the object itself or its path, checked before a model is loaded.
+"""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
+import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from agent_r1_trl.errors import RunError
+
+_LIBRARIES = ("<frozen", str(Path(__file__).parent), *{sysconfig.get_path(name) for name in ("stdlib", "purelib")})
+"""How the file names of Python, of installed packages and of this one begin."""
 
 
 def import_object(path: str, flag: str) -> Any:
@@ -64,6 +76,9 @@ def _load_file(setting: str, file_name: str) -> ModuleType:
     file = Path(file_name)
     if not file.is_file():
         raise ValueError(f"{setting}: there is no file {file} in {Path.cwd()}. Correct the path.")
+    read = (file.resolve(), file.stat().st_mtime_ns)
+    if (known := sys.modules.get(file.stem)) is not None and getattr(known, "_read", None) == read:
+        return known  # what several settings take from one file is of one module
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -72,6 +87,7 @@ def _load_file(setting: str, file_name: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's file does
         raise _import_error(setting, error) from error
+    vars(module)["_read"] = read
     return module
 
 
@@ -79,9 +95,133 @@ def _import_error(setting: str, error: Exception) -> ValueError:
     return ValueError(f"{setting}: importing it raises {locate_error(error)}. Correct the module.")
 
 
+class OwnObjectError(RunError, ValueError):
+    """A function of the user's own, which a setting names, has failed in the run."""
+
+    exit_code = 2
+
+
+class OwnObject(str):
+    """The value of a setting that stands for an object of the user's own, which it holds and calls.
+
+    Configurations hold it where others hold a string: JSON, logs, checkpoints and the journal see a plain one.
+    """
+
+    flag: str
+    target: Any
+
+    @classmethod
+    def of(cls, flag: str, target: Any, text: str) -> OwnObject:
+        """`text`, the path that led to `target` or what tells it from others."""
+        own = cls(text)
+        own.flag, own.target = flag, target
+        return own
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the object.
+
+        Raises:
+            OwnObjectError: it raises; the message names setting, object and line.
+        """
+        try:
+            return self.target(*arguments)
+        except Exception as error:  # whatever the user's object does
+            raise OwnObjectError(f"{self.flag}={str(self)!r} raised {locate_error(error)}. Correct it.") from error
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnObject:
+        return self
+
+
+def own_object(
+    flag: str, given: Any, names: Iterable[str], form: str, num_arguments: int = 1, row: type[Any] = OwnObject
+) -> OwnObject:
+    """An object of the user's own: given itself, or by its path.
+
+    Args:
+        flag: the setting.
+        given: of it. A class is called without arguments, and what it makes is the object.
+        names: of the package's own, which are looked for elsewhere.
+        form: what the object has to be, for errors: "a function from ... to ...".
+        num_arguments: with how many arguments it is called, all by position.
+        row: a type whose instances are taken as they are.
+
+    Raises:
+        ValueError: there is none, or it cannot be called so; the message names flag, value, rule and cure.
+    """
+    if isinstance(given, OwnObject):
+        return given
+    if isinstance(given, str) and names and not any(mark in given for mark in ".:"):
+        raise ValueError(
+            f"{flag}={given!r} is not one of {', '.join(map(repr, names))}.{did_you_mean(given, names)} Set {flag} to "
+            f"one of them, or to the path of {form}, such as my_module.my_name."
+        )
+    text = path_of(given) if callable(given) else str(given)
+    setting = f"{flag}={(text if callable(given) else given)!r:.200}"
+    target = make_own(setting, import_object(given, flag) if isinstance(given, str) else given)
+    if not callable(target) and not isinstance(target, row):
+        raise ValueError(f"{setting} is of type {type(target).__name__}, which cannot be called. Name {form}.")
+    if callable(target):
+        check_call(setting, target, form, *[None] * num_arguments)
+    return OwnObject.of(flag, target, text)
+
+
+def make_own(setting: str, target: Any) -> Any:
+    """The object itself; a class is called without arguments.
+
+    Raises:
+        ValueError: the class cannot be called so; the message begins with `setting`, a flag and its value.
+    """
+    if not isinstance(target, type):
+        return target
+    try:
+        return target()
+    except Exception as error:  # whatever the user's class does
+        raise ValueError(
+            f"{setting} cannot be made without arguments: {locate_error(error)}. Name an object, or a class that "
+            "needs none."
+        ) from error
+
+
+def check_call(setting: str, function: Any, form: str, /, *arguments: Any, **named: Any) -> None:
+    """Refuse a function that cannot be called with these arguments; their values do not matter.
+
+    Raises:
+        ValueError: the message begins with `setting`, and says what to name: `form`.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    try:
+        signature.bind(*arguments, **named)
+    except TypeError as error:
+        raise ValueError(
+            f"{setting} takes {signature}: {error}. Name {form}; functools.partial binds other arguments."
+        ) from error
+
+
+def path_of(target: Any) -> str:
+    """The path of a function; with what tells it from others where no path leads to it: arguments, or its `repr`.
+
+    >>> path_of(functools.partial(difflib.get_close_matches, n=1))
+    'difflib:get_close_matches(n=1)'
+    """
+    if isinstance(target, functools.partial):
+        bound = [*map(repr, target.args), *(f"{name}={value!r}" for name, value in target.keywords.items())]
+        return f"{path_of(target.func)}({', '.join(bound)})"
+    kind = type(target)
+    has_repr = kind.__repr__ is not object.__repr__
+    function = getattr(target, "__qualname__", None) or (repr(target) if has_repr else f"{kind.__qualname__}(...)")
+    return f"{getattr(target, '__module__', 'builtins')}:{function}"
+
+
 def locate_error(error: Exception) -> str:
-    """Type and message of an error, and the line that raised it."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
+    """Type and message of an error, and the last line of the user's that led to it: no library's, if there is one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = [*frames[-1:], *(frame for frame in frames if not frame.filename.startswith(_LIBRARIES))][-1]
     return f"{type(error).__name__}: {str(error).rstrip('.')} ({last.filename}, line {last.lineno})"
 
 

@@ -98,23 +98,26 @@ def check_segments(segments: Sequence[Segment], num_tokens: int) -> None:
         num_rows, last = num_rows + opens, segment.start
 
 
-def extended_row(rows: Sequence[Sequence[int]], context_ids: Sequence[int]) -> int | None:
+def extended_row(rows: Sequence[tuple[list[int], list[int]]], context_ids: list[int]) -> int | None:
     """The row that a turn joins: the longest one with whose ids the turn's context begins; None for a row of its own.
 
     Args:
-        rows: ids of each row so far, prompt and completion, up to the last token that was sampled in it.
+        rows: prompt and completion of each row so far, up to the last token that was sampled in it.
         context_ids: what the turn is sampled after.
 
-    >>> extended_row([[1, 2], [1, 2, 3]], [1, 2, 3, 4]), extended_row([[1, 2]], [1, 3, 4])
+    >>> extended_row([([1], [2]), ([1, 2], [3])], [1, 2, 3, 4]), extended_row([([1], [2])], [1, 3, 4])
     (1, None)
     """
-    fitting = [
-        index
-        for index, ids in enumerate(rows)
+    found, longest = None, -1
+    for index, (prompt, rest) in enumerate(rows):
+        start, end = len(prompt), len(prompt) + len(rest)
         # The last ids first: a row is as a rule no prefix, and comparing whole contexts is slow.
-        if len(ids) <= len(context_ids)
-        and (not ids or ids[-1] == context_ids[len(ids) - 1])
-        and ids[-64:] == context_ids[max(0, len(ids) - 64) : len(ids)]
-        and ids == context_ids[: len(ids)]
-    ]
-    return max(fitting, key=lambda index: len(rows[index]), default=None)
+        if (
+            longest < end <= len(context_ids)
+            and (not rest or rest[-1] == context_ids[end - 1])
+            and rest == context_ids[start:end]
+            and prompt[-64:] == context_ids[max(0, start - 64) : start]
+            and prompt == context_ids[:start]
+        ):
+            found, longest = index, end
+    return found

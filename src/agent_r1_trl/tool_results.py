@@ -53,7 +53,7 @@ class ToolResult:
     is_truncated: bool = False
     """The content was cut to the tool's token limit."""
     is_models_mistake: bool | None = None
-    """Of an exception: True if the tool declares it as its callers' (`user_errors`), False if wrong arguments do not
+    """For an exception: True if the tool declares it as its callers' (`user_errors`), False if wrong arguments do not
     cause its type, None if that cannot be told."""
 
     @property

@@ -20,7 +20,9 @@ Covered here: construction, validation, rewards on tokens, display, JSON. Not co
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import logging
 import math
 import sys
 from bisect import bisect_left
@@ -33,6 +35,8 @@ from agent_r1_trl.rows import Row, Segment, check_segments, split_rows
 from agent_r1_trl.tool_results import ToolCall as ToolCall
 from agent_r1_trl.tool_results import ToolErrorKind as ToolErrorKind
 from agent_r1_trl.tool_results import ToolResult as ToolResult
+
+logger = logging.getLogger(__name__)
 
 USAGE = "endpoint_usage"
 """Key of `Trajectory.info` with the token counts of a trajectory that was played without ids, by a server; without any
@@ -287,9 +291,22 @@ class Trajectory:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The finite numbers of `info` that a float can hold, by name."""
-        found = {str(name): value for name, value in self.info.items() if isinstance(value, bool | int | float)}
-        return {name: float(value) for name, value in found.items() if abs(value) <= sys.float_info.max}
+        """The finite numbers of `info` that a float can hold, by name; scalars of numpy and torch are some."""
+        numbers = {}
+        for name, value in self.info.items():
+            value = value.item() if getattr(value, "ndim", None) == 0 else value
+            if isinstance(value, bool | int | float):
+                if abs(value) <= sys.float_info.max:
+                    numbers[str(name)] = float(value)
+                else:
+                    _say_left_out(str(name))
+        return numbers
+
+    @property
+    def is_solved(self) -> bool:
+        """Exact match, else the environment's `success`, else an outcome above 0."""
+        scores = [self.numbers[name] for name in ("em", "success") if name in self.numbers]
+        return bool(scores[0]) if scores else self.outcome_reward > 0
 
     # ---------------------------------------------------------------- messages
 
@@ -380,6 +397,11 @@ class Trajectory:
     def from_json(cls, text: str) -> Trajectory:
         """The inverse of `to_json`."""
         return cls.from_dict(json.loads(text))
+
+
+@functools.cache
+def _say_left_out(name: str) -> None:
+    logger.warning("trajectory.info[%r] holds NaN, infinity or too large a number, which no mean counts.", name)
 
 
 def _messages_of(turn: Turn) -> list[Message]:

@@ -13,7 +13,8 @@ import torch
 from agent_r1_trl.advantages import compute_group_advantages
 from agent_r1_trl.advantages.credit import Credit, CreditInputs, CreditSettings
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
-from agent_r1_trl.advantages.lookup import EstimatorName, find_estimator
+from agent_r1_trl.advantages.lookup import find_estimator
+from agent_r1_trl.objects import OwnObject
 from agent_r1_trl.trainers import MultiTurnPPOConfig
 
 NAN = float("nan")
@@ -127,7 +128,7 @@ def test_an_estimator_is_found_by_name_by_path_or_as_an_object():
         ("tests.advantages.naive_estimator.ROW", "naive", None),
         (own, f"{__name__}:own", own),
         (OWN_ROW, "own_row", own),
-        (functools.partial(scaled, factor=2), f"{__name__}:scaled(...)", None),
+        (functools.partial(scaled, factor=2), f"{__name__}:scaled(factor=2)", None),
     ):
         row = find_estimator(given, has_critic=False)
         assert row.name == name
@@ -155,8 +156,8 @@ def test_what_is_no_estimator_is_refused():
 
 
 def test_the_name_of_an_object_is_a_string_that_keeps_its_row_until_it_is_stored():
-    name = EstimatorName.of(Estimator(name="own", compute=lambda inputs: None), "mine")
-    assert find_estimator(copy.deepcopy(name), has_critic=False) is name.estimator
+    name = OwnObject.of("advantage_estimator", Estimator(name="own", compute=lambda inputs: None), "mine")
+    assert find_estimator(copy.deepcopy(name), has_critic=False) is name.target
     stored = pickle.loads(pickle.dumps(name))
     assert (type(stored), stored) == (str, "mine")
 

@@ -170,6 +170,14 @@ def test_an_error_names_a_template_only_if_it_works_with_the_tokenizer(family):
         assert ChatFormat(tokenizer, chat_template=named[1]).supports_tools
 
 
+@pytest.mark.parametrize(("family", "plain"), [("gemma4", False), ("lfm2", False), ("gemma4", True), ("lfm2", True)])
+def test_no_template_of_another_family_is_recommended(family, plain):
+    tokenizer = FORMATS[family]()
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    named = re.search(r'chat_template="(\w+)"', suggestion(tokenizer, template if plain else ""))
+    assert named is None or named[1].startswith(family)
+
+
 def test_a_grammar_can_be_named_read_from_a_file_or_given(tmp_path):
     template = CHATML.replace("<tool_call>", "[TOOL_CALLS]").replace("</tool_call>", "")
     grammar = {**GRAMMARS["mistral"], "start_anchor": "<|im_start|>assistant\n"}

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1_trl.cli import main
-from agent_r1_trl.cli.conversation_arguments import read_conversation_arguments
+from agent_r1_trl.cli import main, train
 from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE
 from agent_r1_trl.cli.eval import read_arguments
-from agent_r1_trl.cli.train import _read
+from agent_r1_trl.features.serve.command_arguments import read_conversation_arguments
 from agent_r1_trl.recording import TrajectoryStore, read_records
 from tests.recording.examples import two_turns
 
@@ -95,13 +94,13 @@ def test_keys_of_env_kwargs_on_the_command_line_are_put_over_those_of_the_recipe
 ):
     path = recipe(env_kwargs={"bonus": 2, "note": "a"})
     assert read_arguments(["--config", path, *flags]).env_kwargs == expected
-    assert _read(["--config", path, *flags])[1].env_kwargs == expected
+    assert train.read_arguments(["--config", path, *flags])[0].env_kwargs == expected
     assert read_conversation_arguments("chat", ["--config", path, *flags]).env_kwargs == expected
 
 
 def test_other_mappings_are_put_over_the_recipes_as_well(recipe):
     path = recipe(reward_options={"a": {"x": 1}}, chat_template_kwargs={"enable_thinking": False})
-    arguments = _read(["--config", path, "--reward_options", "{b: {y: 2}}"])[1]
+    arguments, *_ = train.read_arguments(["--config", path, "--reward_options", "{b: {y: 2}}"])
     assert arguments.reward_options == {"a": {"x": 1}, "b": {"y": 2}}
     arguments = read_arguments(["--config", path, "--chat_template_kwargs", "{style: short}"])
     assert arguments.chat_template_kwargs == {"enable_thinking": False, "style": "short"}
@@ -191,62 +190,7 @@ def test_where_nothing_can_be_played_every_cause_is_said(recipe, refusal, monkey
     path = recipe()
     flags = ["--config", path, *break_rows(path, "test0", "test1"), "--num_generations", "3"]
     assert "cannot start on the first rows" in refusal("eval", *flags)
-    monkeypatch.setattr("agent_r1_trl.cli.resolve.check_first_row", lambda *args: None)
+    monkeypatch.setattr("agent_r1_trl.cli.eval.check_first_row", lambda *args: None)
     message = refusal("eval", *flags, code=EXIT_INFRASTRUCTURE)
     assert "All 6 trajectories failed: 6 x environment_error: BrokenEnv.reset raised OSError: the server is" in message
     assert "example 'test0'" in message
-
-
-MISTAKES = {
-    "no model": (["--env", "task.py:AddEnv"], "--model: not set"),
-    "no data": (["--env", "task.py:AddEnv", "--model", "tiny"], "--dataset: not set"),
-    "no environment": (["--model", "tiny"], "env: not set"),
-    "a misspelt option": (["--num_exmaples", "3"], "--num_exmaples.* mean 'num_examples'"),
-    "an option of training": (["--learning_rate", "1"], "--learning_rate: .*another command"),
-    "a word for a number": (["--max_turns", "many"], "--max_turns 'many': must be"),
-    "a loose word": (["recipe.yaml"], "'recipe.yaml'"),
-    "config without a file": (["--config"], "--config: no file"),
-    "a recipe that is not there": (["--config", "recipes.yaml"], "--config recipes.yaml.* mean 'recipe.yaml'"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "names"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_mistake_on_the_command_line_is_refused(recipe, refusal, arguments, names):
-    recipe()
-    assert re.search(names, message := refusal("eval", *arguments)), message
-
-
-SETTINGS = {
-    "num_examples": 0,
-    "num_generations_eval": -1,
-    "retry_failed": -1,
-    "eval_temperature": -0.5,
-    "max_turns": 0,
-    "max_completion_length": 0,
-    "rollout_timeout": -1.0,
-    "thinking": "loud",
-    "chat_template": "qwen9",
-    "response_template": "morse",
-    "dtype": "float31",
-    "env_kwargs": [1],
-    "generation_batch_rows": 0,
-    "model_name_or_path": "./nowhere",
-    "env": "task.py:AdEnv",
-    "eval_dataset_name": "tests.jsonl",
-}
-
-
-@pytest.mark.parametrize(("setting", "value"), SETTINGS.items())
-def test_a_mistake_in_the_recipe_is_refused_with_setting_and_value(recipe, refusal, setting, value):
-    assert f"{setting}={value!r}" in refusal("eval", "--config", recipe(**{setting: value}))
-
-
-def test_a_limit_that_is_null_is_refused_before_the_data_are_read(recipe, refusal):
-    path = Path(recipe(max_completion_length=None, eval_dataset_name="nowhere.jsonl"))
-    path.write_text(path.read_text() + "max_completion_length: null\n")
-    assert "max_completion_length=None" in refusal("eval", "--config", path)
-
-
-def test_an_output_directory_that_is_a_file_is_refused_before_the_model_plays(recipe, refusal, capsys):
-    assert "output_dir='train.jsonl'" in refusal("eval", "--config", recipe(), "--output_dir", "train.jsonl")
-    assert "examples" not in capsys.readouterr().out

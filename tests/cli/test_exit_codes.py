@@ -1,4 +1,4 @@
-"""The exit codes of commands that end early; docs/faults.md lists them. 2, mistakes: in the tests of each command."""
+"""Exit codes of commands that end early; docs/when-things-fail.md lists them. 2, mistakes: each command's tests."""
 
 import signal
 import subprocess
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.cli import errors, main, train
+from agent_r1_trl.features.reliability import signal_handlers, signals
+from agent_r1_trl.features.reliability.nonfinite import NonFiniteError
 from agent_r1_trl.rollout.watchdog import LoopLostError
-from agent_r1_trl.trainers import signal_handlers, signals
-from agent_r1_trl.trainers.nonfinite import NonFiniteError
 from tests.own_process import signal_this_process
 
 HANGING = '''
@@ -90,7 +90,7 @@ def test_a_training_in_which_nothing_can_be_played_ends_with_the_code_of_the_inf
         task.write(
             "\n\nclass Down(AddEnv):\n    def reset(self, example):\n        raise OSError('the server is down')\n"
         )
-    monkeypatch.setattr("agent_r1_trl.cli.resolve.check_first_row", lambda *args: None)
+    monkeypatch.setattr("agent_r1_trl.cli.train.check_first_row", lambda *args: None)
     message = refusal("train", "--config", path, "--env", "task.py:Down", code=errors.EXIT_INFRASTRUCTURE)
     assert "All 4 trajectories failed" in message
 
@@ -114,9 +114,12 @@ def test_a_run_that_begins_while_another_one_still_saves_may_be_tried_again(reci
 def test_a_surprise_ends_with_a_traceback_which_python_gives_the_code_1(recipe):
     path = recipe(eval_dataset_name=None)
     with Path("task.py").open("a", encoding="utf-8") as task:
-        task.write("\n\ndef wrong(completions, **kwargs):\n    raise LookupError('oh')\n")
+        task.write(
+            "\n\nfrom transformers import TrainerCallback\n\n\nclass Wrong(TrainerCallback):\n"
+            "    def on_train_begin(self, *arguments, **given):\n        raise LookupError('oh')\n"
+        )
     with pytest.raises(LookupError, match="oh"):
-        main(["train", "--config", path, "--reward_funcs", "task.py:wrong"])
+        main(["train", "--config", path, "--callbacks", "task.py:Wrong"])
 
 
 def test_the_codes_are_those_of_the_documentation():
@@ -127,7 +130,7 @@ def test_the_codes_are_those_of_the_documentation():
         signal_handlers.exit_code(signal.SIGTERM) == 143
         and signal_handlers.exit_code(signal.SIGINT) == errors.EXIT_INTERRUPTED
     )
-    text = (Path(__file__).resolve().parents[2] / "docs" / "faults.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs" / "when-things-fail.md").read_text(encoding="utf-8")
     for code in (0, 1, 2, 3, 130, 138, 143):
         assert f"| {code} |" in text
 
@@ -141,8 +144,9 @@ def test_a_failure_to_close_hides_neither_the_exit_code_nor_the_cause(capsys):
 
     rollouts = types.SimpleNamespace(close=fail("engine is gone"))
     trainer = types.SimpleNamespace(train=fail("the loop ended"), env_factory=object, rollouts=rollouts)
-    with pytest.raises(errors.InfrastructureError, match="the loop ended"):
+    with pytest.raises(LoopLostError, match="the loop ended") as ended:
         train._train(trainer, None, types.SimpleNamespace(stop=lambda: None))
+    assert ended.value.exit_code == errors.EXIT_INFRASTRUCTURE
     assert "could not be closed: OSError: engine is gone" in capsys.readouterr().err
 
 
@@ -155,5 +159,6 @@ def test_a_model_that_cannot_be_saved_at_the_end_is_the_infrastructures_failure(
         raise error
 
     accelerator = types.SimpleNamespace(is_local_main_process=True, wait_for_everyone=lambda: None)
-    with pytest.raises(errors.InfrastructureError, match=words):
+    with pytest.raises(RuntimeError, match=words) as ended:
         train._save(types.SimpleNamespace(save_model=save_model, accelerator=accelerator), str(tmp_path))
+    assert ended.value.exit_code == errors.EXIT_INFRASTRUCTURE

@@ -25,3 +25,14 @@ def test_step_times_and_eta_are_whole_at_every_width_and_the_note_is_cut(width):
     note = lines[0].partition("-:--:--")[2].strip()
     assert note == NOTE if width == 200 else note.endswith("…") and NOTE.startswith(note[:-1])
     assert width == 60 or "reward 0.512" in note
+
+
+def test_the_eta_of_steps_that_take_minutes_is_known_from_the_second_one_on():
+    clock = [0.0]
+    console = PlainConsole(file=io.StringIO(), force_terminal=True, width=80, get_time=lambda: clock[0])
+    progress = make_progress(console)
+    task = progress.add_task("training", total=10, note="")
+    for seconds in (300, 600, 900):
+        clock[0] = seconds
+        progress.update(task, advance=1)
+    assert progress.tasks[0].time_remaining == 7 * 300

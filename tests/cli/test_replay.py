@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from agent_r1_trl.cli import main
 from agent_r1_trl.recording import read_records
 
@@ -53,6 +55,32 @@ def test_an_evaluation_is_replayed_without_its_model(recipe, refusal, capsys, mo
     assert {name for name in before if before[name] != after.get(name)} <= {"settings", "duration_s"}
     assert "seed" in refusal("eval", *replay, "--seed", "9")
     assert "--model" in refusal("eval", "--config", path, "--model", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    {
+        "max_turns": 7, "max_completion_length": 77, "max_tokens_per_turn": 3, "max_observation_tokens": 7,
+        "max_invalid_calls": 0, "thinking": "strip",
+    }.items(),
+)  # fmt: skip
+def test_an_evaluation_that_was_played_within_other_limits_is_refused(scores, refusal, name, value):
+    path, replay = scores
+    message = refusal("eval", "--config", path, *replay, f"--{name}", str(value))
+    limit, now = ("context_policy", "strip_thinking") if name == "thinking" else (name, value)
+    assert f"{limit}=" in message and f"has {limit}={now!r}" in message and f"Set {limit} to " in message
+
+
+def test_limits_that_decide_nothing_and_those_of_the_model_are_not_compared(scores):
+    path, replay = scores
+    assert main(["eval", "--config", path, *replay, "--max_concurrency", "1", "--rollout_timeout", "7"]) == 0
+
+
+@pytest.fixture
+def scores(recipe):
+    path = recipe()
+    assert main(["eval", "--config", path, "--output_dir", "scores"]) == 0
+    return path, ["--replay", "scores", "--output_dir", "again"]
 
 
 def test_an_evaluation_leaves_no_journal_where_none_is_wanted(recipe):

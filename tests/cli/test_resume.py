@@ -8,7 +8,7 @@ import pytest
 
 from agent_r1_trl.cli import main
 from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE
-from agent_r1_trl.trainers.saving import SaveError, Saving
+from agent_r1_trl.trainers.saving import SaveError, SavingTrainer
 
 
 @pytest.fixture
@@ -35,6 +35,10 @@ def test_a_broken_checkpoint_is_refused_before_the_model_is_loaded(recipe_of_run
     assert "out/checkpoint-1', the newest whole one" in message
 
 
+def test_the_folder_of_a_run_is_no_checkpoint_and_the_newest_whole_one_in_it_is_named(recipe_of_run, refusal):
+    assert "out/checkpoint-1', the newest whole one" in refusal(*recipe_of_run, "--resume_from_checkpoint", "out")
+
+
 def test_another_seed_is_refused_with_the_cure(recipe_of_run, refusal):
     assert "Start it with seed=3, or set resume_without: [data]" in refusal(*recipe_of_run, "--seed", "4")
 
@@ -43,6 +47,6 @@ def test_a_disk_that_is_full_at_the_end_is_an_error_but_no_mistake(recipe_of_run
     def train(self, *args, **kwargs):
         raise SaveError("The last checkpoint could not be written")
 
-    monkeypatch.setattr(Saving, "train", train)
+    monkeypatch.setattr(SavingTrainer, "train", train)
     assert main([*recipe_of_run]) == EXIT_INFRASTRUCTURE
     assert "error: The last checkpoint could not be written" in capsys.readouterr().err

@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.cli import main
-from agent_r1_trl.cli.recipe import read_recipe
-from agent_r1_trl.cli.resolve import resolve_env
-from agent_r1_trl.cli.resolved_recipe import write_resolved_recipe
-from agent_r1_trl.cli.shipped_recipes import (
+from agent_r1_trl.cli.recipe import (
     FOLDER,
-    find_recipe,
     found_paths,
+    read_recipe,
     shipped_recipes,
     without_package_paths,
+    write_resolved_recipe,
 )
-from agent_r1_trl.cli.train import _read, load_data
+from agent_r1_trl.cli.resolve import resolve_env
+from agent_r1_trl.cli.train import load_data, read_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,9 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_every_recipe_has_a_name_and_every_name_a_recipe():
     files = {str(path.relative_to(ROOT / "recipes")) for path in (ROOT / "recipes").rglob("config*.yaml")}
     assert {str(path.relative_to(FOLDER)) for path in shipped_recipes().values()} == files
-    assert find_recipe("quickstart/grpo/cpu") == FOLDER / "quickstart/grpo/config_cpu.yaml"
-    assert find_recipe("gsm8k_python/grpo") == FOLDER / "gsm8k_python/grpo/config.yaml"
-    assert find_recipe("recipes/quickstart/grpo/config_cpu.yaml") is None
+    assert shipped_recipes()["quickstart/grpo/cpu"] == FOLDER / "quickstart/grpo/config_cpu.yaml"
+    assert shipped_recipes()["gsm8k_python/grpo"] == FOLDER / "gsm8k_python/grpo/config.yaml"
 
 
 def test_the_list_names_them(capsys):
@@ -47,7 +45,7 @@ def test_the_list_names_them(capsys):
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_the_files_that_a_named_recipe_points_to_come_with_the_package(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    values = read_recipe(name)
+    values = found_paths(read_recipe(name))
     texts = [text for text in flat(values) if text.startswith(("recipes/", str(FOLDER)))]
     assert [text for text in texts if not Path(text.partition(":")[0]).exists()] == []
 
@@ -73,18 +71,21 @@ def flat(value):
 @pytest.mark.parametrize("name", ["multihop_qa/grpo/cpu", "corridor/grpo/cpu"])
 def test_what_a_named_recipe_leaves_holds_no_place_of_this_machine_and_starts_elsewhere(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings, arguments, *_ = _read(["--config", name])
+    arguments, *others = read_arguments(["--config", name])
+    settings = arguments.settings
     env = resolve_env(arguments.env, arguments.env_kwargs)
-    write_resolved_recipe(settings | {"env_kwargs": arguments.env_kwargs}, env, {}, ".")
+    kinds = [type(item) for item in (arguments, *others)]
+    write_resolved_recipe(settings, kinds, env, {}, ".")
     text = Path("recipe.yaml").read_text()
     assert str(FOLDER) not in text and "recipes/" in text
-    again, arguments_again, *_ = _read(["--config", "recipe.yaml"])
+    arguments_again, *_ = read_arguments(["--config", "recipe.yaml"])
+    again = arguments_again.settings
     assert {key: again[key] for key in settings if key not in ("config", "env_kwargs")} == {
         key: value for key, value in settings.items() if key not in ("config", "env_kwargs")
     }
     factory = resolve_env(arguments_again.env, arguments_again.env_kwargs)
     assert {**factory.keywords}.items() >= {**env.keywords}.items()
-    assert arguments_again.dataset_name is None or len(load_data(arguments_again, _[0])[0])
+    assert arguments_again.dataset_name is None or len(load_data(arguments_again)[0])
 
 
 def test_a_file_of_ones_own_at_the_place_of_a_shipped_one_is_taken(tmp_path, monkeypatch):

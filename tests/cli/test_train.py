@@ -45,6 +45,29 @@ def test_without_an_environment_completions_are_scored_as_in_trl(recipe):
     assert "reward" in json.loads(Path("out/trainer_state.json").read_text())["log_history"][0]
 
 
+CALLBACK = """
+from agent_r1_trl import RolloutCallback
+
+
+class Count(RolloutCallback):
+    def rollout_end(self, batch, output):
+        self.trainer.add_metrics({"my/count": len(batch.trajectories)})
+
+
+nobody = object()
+"""
+
+
+def test_a_recipe_names_callbacks_by_their_path(recipe, refusal):
+    path = recipe(callbacks=["own.py:Count"], max_steps=1)
+    Path("own.py").write_text(CALLBACK)
+    assert main(["train", "--config", path]) == 0
+    log = json.loads(Path("out/trainer_state.json").read_text())["log_history"]
+    assert log[0]["my/count"] == 4
+    said = refusal("train", "--config", path, "--callbacks", "own.py:nobody", "--output_dir", "other")
+    assert said.startswith("callbacks='own.py:nobody'") and "TrainerCallback" in said
+
+
 def test_rewards_for_reasoning_are_named_in_a_recipe_with_their_options(recipe):
     path = recipe(
         reward_funcs=["agent_r1_trl.rewards.overlong_penalty", "task.py:word_count_reward"],

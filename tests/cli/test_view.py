@@ -124,15 +124,38 @@ def test_the_tokenizer_of_a_checkpoint_or_of_the_evaluated_model_serves(run_fold
     assert hint not in view(evaluated)
 
 
-def test_a_real_run_is_shown_with_the_question_and_the_tokens(finished_run, view):
-    shown = view(finished_run / "out", "--index", 0)
+def test_a_real_run_is_shown_with_the_question_the_tokens_and_the_cause_of_the_advantage(finished_run, view):
+    shown = view(finished_run / "out", "--index", 0, "--width", 80)
+    assert re.search(r"(?m)^advantage .+\ngroup of \d+: .+; grpo, scale_rewards group$", shown), shown
     assert "What is" in shown and "<|im_start|>" in shown and "Pass --tokenizer" not in shown
     assert view(finished_run / "out", "--list", "--width", "150").count("max_") == 4
 
 
+def test_an_example_is_listed_over_all_steps_and_shown_in_one(view, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "a-long-name/of-an-example/that-fills-the-line"
+    store = TrajectoryStore(tmp_path)
+    for step, reward in ((1, -1.0), (2, 0.5), (9, 1.0)):
+        store.write(step, [short("other"), short(name, outcome_reward=reward)])
+    store.write(2, [short(name, stop_reason=StopReason.MAX_COMPLETION_LENGTH)], split="eval")
+    lines = view(tmp_path, "--example", name).splitlines()
+    assert lines[0].strip() == name and max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines[4:-1]]
+    assert [(row[-7:-4], row[-2]) for row in rows] == [
+        (["1", "1", "#3"], "-1.100"),
+        (["2", "1", "#3"], "+0.400"),
+        (["2", "0", "#3"], "+1.000"),
+        (["9", "1", "#3"], "+0.900"),
+    ]
+    assert rows[2][0] == "eval" and "max_completion_length" in rows[2]
+    assert len(view(tmp_path, "--example", name, "--split", "train").splitlines()) == 8
+    shown = view(tmp_path, "--example", name, "--step", 2)
+    assert "step 2, index 1, " in shown and "Hauptstadt?" in shown and "other" not in shown
+
+
 MISTAKES = {
     "no run": ([], "RUN: not set"),
-    "a run that is not there": (["{run}/nope"], "RUN .*/nope"),
+    "a run that is not there": (["{run}/nope"], "/nope: no such"),
     "two runs": (["{run}", "other"], "'other'"),
     "a file of another kind": (["{run}/note.txt"], "note.txt"),
     "rows of something else": (["{run}/rows.jsonl"], "rows.jsonl, line 1"),
@@ -142,6 +165,9 @@ MISTAKES = {
     "an empty folder": (["{run}/empty"], "empty.*record_trajectories"),
     "a step that was not recorded": (["{run}", "--step", "9"], "--step 9.* 1 to 2"),
     "an index past the end": (["{run}", "--index", "9"], "--index 9.* 4 trajectories of step 2"),
+    "a misspelt example": (["{run}", "--example", "earli"], "--example 'earli'.*6 examples.* mean 'early'"),
+    "an unknown example": (["{run}", "--example", "?"], "--example '\\?'.*such as 'wrong'"),
+    "an example of another step": (["{run}", "--example", "early", "--step", "2"], "4 examples of step 2"),
     "a filter without a match": (
         ["{run}", "--step", "1", "--filter", "infrastructure"],
         "--filter infra.* 1 trajectories of step 1",
@@ -149,8 +175,8 @@ MISTAKES = {
     "a filter that does not exist": (["{run}", "--filter", "bad"], "--filter 'bad'.*'failed'"),
     "a split that does not exist": (["{run}", "--split", "test"], "--split 'test'.*'train', 'eval'"),
     "a word for a step": (["{run}", "--step", "x"], "--step 'x'"),
-    "no trajectories": (["{run}", "--num", "0"], "--num 0"),
-    "no columns": (["{run}", "--width", "-3"], "--width -3"),
+    "no trajectories": (["{run}", "--num", "0"], "--num=0"),
+    "no columns": (["{run}", "--width", "-3"], "--width=-3"),
     "a misspelt option": (["{run}", "--steps", "1"], "--steps.* mean '--step'"),
     "a tokenizer that is not there": (["{run}", "--tokenizer", "./nowhere"], "--tokenizer ./nowhere"),
 }

@@ -17,6 +17,7 @@ from agent_r1_trl.cli import main
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart"
 TASK = """
+import socket
 import time
 
 from agent_r1_trl import ToolEnv, tool
@@ -32,6 +33,14 @@ def search(query: str) -> str:
     {tool}
 
 
+def score(completions, **columns):
+    return {score}
+
+
+def score_turns(trajectory, **columns):
+    return {score}
+
+
 class Task(ToolEnv):
     tools = (search,)
     tool_call_reward = tool_error_reward = 0.0
@@ -41,7 +50,7 @@ class Task(ToolEnv):
 """
 WORKS, LENGTH = "return f'{query}: The capital is Bern.'", "return float(len(trajectory.completion_ids) % 7)"
 ROWS = {
-    # name: (tool, reward, settings, exit code, what is said)
+    # name: (tool, reward, settings, exit code, what is said); the setting `score` is what the functions return
     "reward 0": (
         WORKS, "return 0.0", {}, 0,
         "Step 1: All 8 trajectories earned exactly 0: .*has learned nothing",
@@ -52,11 +61,35 @@ ROWS = {
     ),
     "reward raises": (
         WORKS, "return self.example['solution']", {}, 2,
-        r"Task.outcome_reward raised KeyError: 'solution' \(.*task.py, line 22\)\. Correct the method\. .*example '",
+        r"Task.outcome_reward raised KeyError: 'solution' \(.*task.py, line 31\)\. Correct the method\. .*example '",
+    ),
+    "reward function raises": (
+        WORKS, LENGTH, {"reward_funcs": "task.py:score", "score": "columns['gold']"}, 2,
+        r"error: reward_funcs: score raised KeyError: 'gold' \(.*task.py, line 19\)\. Correct .* in example '\d+'",
+    ),
+    "reward function returns no number": (
+        WORKS, LENGTH, {"reward_funcs": "task.py:score", "score": "[float('nan')] * 8"}, 2,
+        r"error: reward_funcs: score returned nan for Trajectory\(example_id='\d+'",
+    ),
+    "reward function of turns raises": (
+        WORKS, LENGTH, {"turn_reward_funcs": "task.py:score_turns", "score": "trajectory[0].oh"}, 2,
+        r"error: turn_reward_funcs: score_turns raised AttributeError: .*'oh' \(.*task.py, line 23\)\. Correct",
+    ),
+    "judge down": (
+        WORKS, LENGTH, {"reward_funcs": "task.py:score", "score": "socket.create_connection(('127.0.0.1', 9), 1)"}, 3,
+        r"error: reward_funcs: score raised ConnectionRefusedError",
     ),
     "tool raises": (
         "raise OSError('no index')", LENGTH, {}, 3,
         "'search' has never worked: .*no index.*by hand",
+    ),
+    "tool misses its file": (
+        "return open('/no/index.bin').read()", LENGTH, {}, 3,
+        "'search' has never worked: .*/no/index.bin.*by hand",
+    ),
+    "tool has a bug": (
+        "return {}['index']", LENGTH, {}, 0,
+        "calls of the tool 'search' failed and none has ever succeeded.*All .* calls of the tool 'search' failed",
     ),
     "tool too slow": (
         "time.sleep(0.5)", LENGTH, {}, 3,
@@ -82,7 +115,8 @@ ROWS = {
 def test_what_is_said_and_the_exit_code(name, tmp_path, monkeypatch, capsys, caplog):
     tool, reward, settings, code, said = ROWS[name]
     monkeypatch.chdir(tmp_path)
-    Path("task.py").write_text(TASK.replace("{tool}", tool).replace("{reward}", reward))
+    score = settings.get("score", "None")
+    Path("task.py").write_text(TASK.replace("{tool}", tool).replace("{reward}", reward).replace("{score}", score))
     rows = [json.loads(line) for line in (QUICKSTART / "data" / "train.jsonl").read_text().splitlines()[:64]]
     rows = [{"id": str(number), "prompt": row["question"]} for number, row in enumerate(rows)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -95,7 +129,7 @@ def test_what_is_said_and_the_exit_code(name, tmp_path, monkeypatch, capsys, cap
         "num_generations": 2, "per_device_train_batch_size": 8, "learning_rate": 5e-4, "lr_scheduler_type": "constant",
         "max_steps": 1, "bf16": False, "use_cpu": True, "gradient_checkpointing": False, "output_dir": "out",
         "save_strategy": "no", "report_to": "none", "beta": 0.0,
-    } | settings  # fmt: skip
+    } | {key: value for key, value in settings.items() if key != "score"}  # fmt: skip
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["train", "--config", "recipe.yaml"]) == code
     printed = capsys.readouterr()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from agent_r1_trl.cli.doctor_run import main
+from agent_r1_trl.features.doctor.run_command import main
 from tests.cli.conftest import write_task
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy

@@ -76,7 +76,7 @@ def train(folder, rank, ending):
 
     trainer = make_trainer(
         folder / "run", env=Env, reward_funcs=reward, max_steps=3, per_device_train_batch_size=4, ddp_timeout=77,
-        rank_timeout=5,
+        failures={"rank_timeout": 5},
     )  # fmt: skip
     try:
         trainer.train()
@@ -105,7 +105,7 @@ def play_under_a_launcher(folder, rank, ending):
 
 def two_signals(folder):
     """Send three signals to this process, of which the first two count as one."""
-    from agent_r1_trl.trainers.signal_handlers import SignalListener
+    from agent_r1_trl.features.reliability.signal_handlers import SignalListener
 
     with SignalListener(lambda signum: (folder / "first").write_text(str(signum))):
         os.kill(os.getpid(), signal.SIGTERM)

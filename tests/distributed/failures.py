@@ -166,7 +166,7 @@ def lone_member(folder):
 def replaced(folder):
     """The rewards, the shares of replaced trajectories and the failures of a run in which first tries fail."""
     runner.RETRY_WAIT_S = 0.01
-    trainer = trainer_of(folder, OnceOnTheLast, retry_failed=1, max_failure_share=0.0, failure_window=1)
+    trainer = trainer_of(folder, OnceOnTheLast, retry_failed=1, failures={"max_share": 0.0, "window": 1})
     trainer.train()
     names = ("rollout/replaced_share", "rollout/infrastructure_failure_share")
     return [[entry[name] for name in names] for entry in trainer.state.log_history if "loss" in entry]

@@ -17,11 +17,10 @@ class FarServer(FakeServer):
         super().__init__(host=address)
         self._folder = folder
 
-    def _receive(self, *args):
-        received = super()._receive(*args)
+    def rpc_end(self, *args):
         with open(self._folder / "sums", "a") as file:
             file.write(f"{sum(self.sums.values())!r}\n")
-        return received
+        return super().rpc_end(*args)
 
 
 if __name__ == "__main__":

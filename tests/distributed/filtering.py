@@ -50,8 +50,7 @@ def filtered(case, output_dir):
         max_steps=3,
         weight_decay=0.1,
         optim="adamw_torch",
-        filter_groups="top_fraction",
-        filter_value=0.7,
+        sampling={"filter_groups": "top_fraction", "filter_value": 0.7},
         **CASES[case],
     )
     prepare_inputs, trainer._prepare_inputs = trainer._prepare_inputs, seen

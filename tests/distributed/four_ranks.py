@@ -13,8 +13,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
+from agent_r1_trl.features.journal.training import fingerprint
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
-from agent_r1_trl.trainers.journal import fingerprint
 from tests.distributed.critics import POLICY_FOLDER, num_processes
 from tests.distributed.rows import trained_weights
 from tests.toys import AddEnv, call, say
@@ -28,7 +28,8 @@ LOST_GROUP = GROUPS - 1
 """Of each step; its rows are on the last of four ranks."""
 CASES = {
     "grpo": {
-        "filter_groups": "top_fraction", "filter_value": 0.7, "context_policy": "window", "context_turns": 2,
+        "sampling.filter_groups": "top_fraction", "sampling.filter_value": 0.7,
+        "context_policy": "window", "context_turns": 2,
         "update_layout": "shared", "max_tokens_per_micro_batch": 500, "loss_type": "grpo",
     },
     "ppo": {
@@ -129,3 +130,5 @@ if __name__ == "__main__":
     results = compute(Path(sys.argv[1]))
     if PartialState().is_main_process:
         torch.save(results, Path(sys.argv[1]) / FOUND_FILE)
+    if torch.distributed.is_initialized():  # a thread of gloo that outlives the process may abort it at its exit
+        torch.distributed.destroy_process_group()

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import gather_object
 
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
-from agent_r1_trl.trainers.nonfinite import _own_part
+from agent_r1_trl.trainers.finite_weights import _own_part
 from tests.distributed.critics import NUM_ROWS, POLICY_FOLDER, num_processes
 from tests.trainers.helpers import make_trainer
 
@@ -49,7 +49,7 @@ def skipped(output_dir):
     warnings = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
-    logger = logging.getLogger("agent_r1_trl.trainers.nonfinite")
+    logger = logging.getLogger("agent_r1_trl.features.reliability.nonfinite")
     logger.addHandler(handler)
     trainer = make_trainer(
         output_dir, model=str(output_dir / POLICY_FOLDER), trainer=OneBadRank, max_steps=9, weight_decay=0.1,

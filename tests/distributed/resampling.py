@@ -38,15 +38,12 @@ def resampled(output_dir):
         output_dir / "resampled",
         model=str(output_dir / POLICY_FOLDER),
         max_steps=3,
-        filter_groups="top_fraction",
-        filter_value=0.7,
+        sampling={"filter_groups": "top_fraction", "filter_value": 0.7, "resample_rounds": 3, "curriculum": True},
         env=Coin,
         script=talk,
         train_dataset=questions(30),
         num_generations=2,
         per_device_train_batch_size=6 // num_processes(),
-        resample_rounds=3,
-        curriculum=True,
         reward_funcs=[judge],
         log_completions=True,
     )
@@ -55,7 +52,7 @@ def resampled(output_dir):
 
     def seen(inputs):
         output = score(inputs)
-        for name, items in (("trained", trainer.last_trajectories), ("replaced", trainer.resampling.replaced)):
+        for name, items in (("trained", trainer.last_trajectories), ("replaced", trainer.last_batch.replaced)):
             found[name] += [(trainer._step, t.example_id, t.generation, t.seed, t.total_reward) for t in items]
         found["advantages"].append(output["advantages"].sum(dim=1))
         found["metrics"] += [trainer._metrics["train"][name][-1] for name in METRICS]
@@ -65,7 +62,7 @@ def resampled(output_dir):
     trainer.train()
     found |= {
         "advantages": torch.stack(found["advantages"]),  # (steps, rows)
-        "shares": trainer.resampling.curriculum.pass_rates.tolist(),
+        "shares": trainer.features["resampling"].curriculum.pass_rates.tolist(),
         "extra": list(trainer._logs["extra"]["name"]),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }

@@ -7,17 +7,17 @@ import os
 
 from accelerate.utils import gather_object
 
-from agent_r1_trl.trainers.echo_guard import RestartError
-from agent_r1_trl.trainers.journal import fingerprint
+from agent_r1_trl.features.echo_trap.guard import RestartError
+from agent_r1_trl.features.journal.training import fingerprint
 from tests.distributed.critics import POLICY_FOLDER, num_processes
-from tests.trainers.echo_helpers import Watch, guarded
+from tests.features.echo_trap.echo_helpers import Watch, guarded
 
 
 def gone_back(output_dir):
     """Per rank: the steps begun with digests of its weights, the seed of the draws, the guard's events, the losses."""
     is_last = int(os.environ.get("RANK", 0)) == num_processes() - 1
     options = {"model": str(output_dir / POLICY_FOLDER), "max_steps": 5}
-    options["echo_patience"] = 4  # more healthy steps than follow the roll back: nothing is undone yet
+    options["echo.patience"] = 4  # more healthy steps than follow the roll back: nothing is undone yet
     options["per_device_train_batch_size"] = 8 // num_processes()
     seen, ended = [], None
     for verdicts in ({4: "collapsed"} if is_last else {}, {}):
@@ -28,7 +28,9 @@ def gone_back(output_dir):
             break
         except RestartError as error:
             ended = str(error)
-    events = [(event["step"], event["action"], event["state"]) for event in trainer.echo_guard.state.events]
+    events = [
+        (event["step"], event["action"], event["state"]) for event in trainer.features["echo_guard"].state.events
+    ]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     found = {"seen": seen, "ended": ended, "seed": trainer.rollouts.seed, "events": events, "losses": losses}
     return gather_object([found | {"entropy_coef": trainer.entropy_coef}])

@@ -10,18 +10,16 @@ from unittest import mock
 import torch
 from accelerate.utils import gather_object
 from peft import LoraConfig
-from trl.trainer import grpo_trainer
-from trl.trainer.utils import shuffle_sequence_dict
 
 from agent_r1_trl.generation import GenerationError
-from agent_r1_trl.trainers import MultiTurnPPOTrainer
+from agent_r1_trl.trainers import MultiTurnPPOTrainer, multi_turn
 from tests.distributed.critics import POLICY_FOLDER, CatchGradients, fill, num_processes
 from tests.toys import say
 from tests.trainers.helpers import make_trainer
 from tests.trainers.test_rows import MANY, split
 
 MAX_TURNS = 10
-HALF = {"filter_groups": "top_fraction", "filter_value": 0.7}
+HALF = {"sampling.filter_groups": "top_fraction", "sampling.filter_value": 0.7}
 """Two of three groups are kept."""
 BY_TOKENS = {"max_tokens_per_micro_batch": 600}
 CUT_OFF = {"truncated_trajectories": "mask", "max_turns": 7}
@@ -133,12 +131,12 @@ def _train(output_dir, cut, **options):
     if is_ppo:
         fill(trainer.model)
     play, prepare, step = trainer.rollouts.play, trainer._prepare_inputs, trainer.training_step
-    record = trainer._log_and_record
+    record = trainer._record
 
     def played(*args, **kwargs):
-        batch, metrics = play(*args, **kwargs)
+        batch = play(*args, **kwargs)
         batch.trajectories = [cut(item) for item in batch.trajectories]
-        return batch, metrics
+        return batch
 
     def prepared(generation_batch):
         inputs = prepare(generation_batch)
@@ -150,26 +148,25 @@ def _train(output_dir, cut, **options):
         losses.append(float(loss))
         return loss
 
-    def recorded(items, output):
-        for item, credit in zip(items, output["advantages"].tolist(), strict=True):
+    def recorded(batch, output):
+        over_time = batch.training_rows.to_time(output["advantages"]).tolist()
+        for item, credit in zip(batch.trajectories, over_time, strict=True):
             key, is_lost = (item.example_id, item.generation), item.stop_reason == "generation_error"
             trajectories.append((key, len(item.rows), is_lost, credit[: len(item.completion_ids)]))
-        record(items, output)
+        record(batch, output)
 
     trainer.rollouts.play, trainer._prepare_inputs, trainer.training_step = played, prepared, stepped
-    trainer._log_and_record = recorded
-    with mock.patch.object(grpo_trainer, "shuffle_sequence_dict", _alternate):
+    trainer._record = recorded
+    with mock.patch.object(multi_turn, "training_order", _alternate):
         trainer.train()
     half = len(losses) // 2
     found = {"losses": [sum(losses[:half]), sum(losses[half:])], "sizes": sizes, "trajectories": trajectories}
     return {"ranks": gather_object([found]), "gradients": catcher.gradients, "weights": trained_weights(trainer)}
 
 
-def _alternate(batch):
+def _alternate(num_rows, **_):
     """Every second trajectory of a rank, then the others: a draw of each rank's would mix the optimizer steps."""
-    order = mock.patch.object(torch, "randperm", lambda n, **_: torch.arange(n).view(-1, 2).T.flatten())
-    with order:
-        return shuffle_sequence_dict(batch)
+    return torch.arange(num_rows).view(-1, 2).T.flatten()
 
 
 def trained_weights(trainer):

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.cli.test_doctor_run import CHECKS, read_table
 from tests.distributed.launch import launch
+from tests.features.doctor.test_doctor_run import CHECKS, read_table
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +34,6 @@ def test_two_processes_are_judged_together(tmp_path, kind):
 def test_torchrun_takes_the_module_of_the_trial(tmp_path):
     """It would take `doctor --run` for its own `--run-path`."""
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
-    program += ["-m", "agent_r1_trl.cli.doctor_run", "--config", "nowhere.yaml"]
+    program += ["-m", "agent_r1_trl.features.doctor.run_command", "--config", "nowhere.yaml"]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert "nowhere.yaml" in done.stderr and "ambiguous" not in done.stderr

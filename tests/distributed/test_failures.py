@@ -52,14 +52,14 @@ def test_a_checkpoint_that_lost_a_file_is_refused_by_both_ranks(found):
 def test_what_is_wrong_on_one_rank_ends_both_with_its_words(found):
     first, last = (rank["wrong_values"] for rank in found)
     said = {
-        "infinite": "ValueError: reward_funcs: scorer returned inf for Trajectory(example_id='q",
-        "raising": "KeyError: 'the judge is down'",
-        "turns": "ValueError: turn_reward_funcs: <lambda> returned 5 for 4 trajectories",
+        "infinite": "RewardError: reward_funcs: scorer returned inf for Trajectory(example_id='q",
+        "raising": "RewardError: reward_funcs: scorer raised KeyError: 'the judge is down' (",
+        "turns": "RewardError: turn_reward_funcs: <lambda> returned 5 for 4 trajectories",
         "step": "ValueError: BadStep.step returned None",
     }
     for name, message in said.items():
         assert last[name].startswith(message)
-        kind = {"raising": "RuntimeError", "step": "RankLostError"}.get(name, "ValueError")
+        kind = {"step": "RankLostError"}.get(name, "RewardError")
         assert first[name].startswith(f"{kind}: Rank 1 has stopped all others: {message}")
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from agent_r1_trl.critic import CRITIC_FILE, attach_critic, critic_parameters, is_critic_name
-from agent_r1_trl.merging import merge_model
+from agent_r1_trl.features.serve.merging import merge_model
 from tests.distributed import resume
 from tests.distributed.critics import KINDS, POLICY_FOLDER, save_policy
 from tests.distributed.launch import launch

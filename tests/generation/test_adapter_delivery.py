@@ -1,5 +1,6 @@
 """Adapters reach servers that do not see the trainer's folder, and nothing but adapters is kept there."""
 
+import base64
 import threading
 
 import pytest
@@ -7,15 +8,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from agent_r1_trl.generation import GenerationError
-from agent_r1_trl.generation.vllm import adapter_delivery, lora_files
-from agent_r1_trl.generation.vllm.adapter_delivery import AdapterDelivery
-from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
+from agent_r1_trl.generation.vllm import lora_files, server_sync
 from agent_r1_trl.generation.vllm.lora_files import ADAPTER_FILES, forget_adapters, keep_adapter
 from tests.fake_vllm import BASE, FakeServer
 from tests.generation.helpers import tiny_model
 from tests.generation.test_server_faults import generator_on, turns
 
-FILES = [(name, torch.tensor([index, 1, 2], dtype=torch.uint8)) for index, name in enumerate(ADAPTER_FILES)]
+FILES = {name: base64.b64encode(bytes([index, 1, 2])).decode() for index, name in enumerate(ADAPTER_FILES)}
 
 
 def lora():
@@ -87,50 +86,37 @@ def test_a_server_that_dies_while_it_is_sent_an_adapter_does_not_harm_the_others
         generator_on(far, near, adapter_dir=tmp_path / "ours") as generator,
     ):
         far.machine = machine
-        monkeypatch.setattr(far, "_keep", lambda *arguments: far.kill() or {})
+        monkeypatch.setattr(far, "rpc_adapter", lambda *arguments: far.kill() or {})
         generator.sync(lora())
         assert len(near.loaded) == 1
         assert BASE not in turns(generator, 2)
         assert generator.metrics()["sampling/servers_left_out"] == 1
 
 
-@pytest.mark.parametrize(
-    ("answers", "error", "message"),
-    [
-        ([{"path": "/a/x-1"}, {"path": "/b/x-1"}], GenerationError, "Set TMPDIR to the same folder"),
-        ([{"path": "/a/x-1"}, {"path": "/a/x-1"}], None, ""),
-    ],
-    ids=["not the same", "the same"],
-)
-def test_the_workers_of_a_server_must_keep_an_adapter_under_one_path(tmp_path, monkeypatch, answers, error, message):
-    async def hello(http, url, timeout_s):
-        return answers
+@pytest.mark.parametrize("others", ["/b", "/a"], ids=["not the same", "the same"])
+def test_the_workers_of_a_server_must_keep_an_adapter_under_one_path(tmp_path, monkeypatch, others):
+    rpc = server_sync.rpc
 
-    monkeypatch.setattr(adapter_delivery, "hello", hello)
-    http = HTTPClient()
-    delivery = AdapterDelivery(http, None, may_send=True, timeout_s=5, health_timeout_s=5)
-    delivery._sees["url"] = False
-    delivery._send = lambda *arguments: answers
-    try:
-        if error is None:
-            assert http.run(delivery.path_for("url", tmp_path / "x-1")) == "/a/x-1"
+    async def with_two_workers(http, url, method, name, *arguments, **options):
+        if method != "agent_r1_adapter":
+            return await rpc(http, url, method, name, *arguments, **options)
+        return [{"path": f"/a/{name}"}, {"path": f"{others}/{name}"}]
+
+    monkeypatch.setattr(server_sync, "rpc", with_two_workers)
+    paths = []
+
+    async def load_adapter(http, url, name, path):
+        paths.append(path)
+
+    monkeypatch.setattr(server_sync, "load_adapter", load_adapter)
+    with FakeServer(adapters=True) as server, generator_on(server, adapter_dir=tmp_path) as generator:
+        server.machine = tmp_path
+        if others == "/b":
+            with pytest.raises(GenerationError, match="TMPDIR"):
+                generator.sync(lora())
         else:
-            with pytest.raises(error, match=message):
-                http.run(delivery.path_for("url", tmp_path / "x-1"))
-    finally:
-        http.close()
-
-
-def test_only_the_first_process_sends(tmp_path):
-    http = HTTPClient()
-    delivery = AdapterDelivery(http, None, may_send=False, timeout_s=5, health_timeout_s=5)
-    delivery._sees["url"] = False
-    try:
-        with pytest.raises(HTTPError, match="first process") as waits:
-            http.run(delivery.path_for("url", tmp_path / "x-1"))
-    finally:
-        http.close()
-    assert waits.value.is_passing, "it is asked again until the first process has sent it"
+            generator.sync(lora())
+            assert paths[0].startswith("/a/agent-r1-")
 
 
 # -------------------------------------------------------------------- the server's side
@@ -150,12 +136,12 @@ def test_a_machine_keeps_the_new_adapter_and_the_one_that_is_served(temporary):
 def test_two_workers_of_a_machine_keep_the_same_adapter(temporary):
     start, paths = threading.Barrier(2), []
 
-    def files():
-        yield FILES[0]
-        start.wait(10)
-        yield FILES[1]
+    class Slow(dict):
+        def items(self):
+            start.wait(10)
+            return super().items()
 
-    threads = [threading.Thread(target=lambda: paths.append(keep_adapter("run-0", files()))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: paths.append(keep_adapter("run-0", Slow(FILES)))) for _ in range(2)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert paths[0] == paths[1]
@@ -168,7 +154,7 @@ def test_nothing_is_written_outside_the_place_for_adapters(temporary, name):
     with pytest.raises(ValueError, match="no name of an adapter"):
         keep_adapter(name, FILES)
     with pytest.raises(ValueError, match="no file of an adapter"):
-        keep_adapter("run-1", [("../x", FILES[0][1])])
+        keep_adapter("run-1", {"../x": FILES[ADAPTER_FILES[0]]})
     assert [path for path in temporary.rglob("*") if path.is_file()] == []
 
 

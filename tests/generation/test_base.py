@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from agent_r1_trl.generation import Generation, Generator, SamplingParams, ScriptedGenerator
-from agent_r1_trl.generation.base import as_generator
+from agent_r1_trl.generation.base import GenerationError, as_generator, check_generation
 from agent_r1_trl.generation.sync import SyncError, policy_scores, sync_weights
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from tests.generation.helpers import tiny_model
@@ -78,3 +78,26 @@ def test_the_trainer_refuses_it_before_training(tmp_path):
             model=make_policy(tokenizer), args=make_args(tmp_path), env=AddEnv, generator=object(),
             train_dataset=questions(), processing_class=tokenizer,
         )  # fmt: skip
+
+
+class Takes:
+    def __init__(self, answer=None):
+        self.answer = answer
+
+    async def generate(self, prompt_ids, *, max_tokens, seed, params):
+        return self.answer
+
+
+class OtherArguments:
+    async def generate(self, prompt):
+        return None
+
+
+def test_a_generate_with_other_arguments_is_refused():
+    with pytest.raises(ValueError, match=r"its generate takes \(prompt\): .*Name an object with async generate"):
+        as_generator(OtherArguments())
+
+
+def test_an_answer_of_another_form_is_named():
+    with pytest.raises(GenerationError, match="generate returned None; it must be a Generation"):
+        check_generation(asyncio.run(Takes().generate([1], max_tokens=1, seed=0, params=None)))

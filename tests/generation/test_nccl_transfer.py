@@ -4,11 +4,9 @@ Not covered: NCCL itself and the streams of a GPU (`tests/fake_nccl.py`).
 """
 
 import inspect
-import json
-import subprocess
-import sys
 import threading
 import time
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
@@ -19,11 +17,10 @@ from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
 from agent_r1_trl.generation.vllm import nccl_group, server_sync, weight_transfer
 from agent_r1_trl.generation.vllm.nccl_group import describe_gpu, reason_against
 from agent_r1_trl.generation.vllm.server_routes import rpc
-from agent_r1_trl.generation.vllm.transfer_connection import is_gone
-from agent_r1_trl.generation.vllm.weight_transfer import WeightSender, receive_weights
 from tests import fake_nccl
 from tests.fake_nccl import FakeNCCLLibrary, digest
 from tests.fake_vllm import FakeServer
+from tests.generation.test_server_faults import generator_on, policy, turns
 from tests.servers import ROOT, vllm_server
 
 CPU = torch.device("cpu")
@@ -52,43 +49,45 @@ def test_a_cpu_has_no_nccl():
     assert describe_gpu(CPU) is None
 
 
-class NeverDone:
-    def __init__(self, device):
-        pass
+@pytest.mark.parametrize("ending", ["hangs", "is closed", "fails"])
+def test_a_broadcast_that_hangs_or_fails_ends_and_closes_the_group(ending):
+    """Closed from outside is what happens when a request to the same server fails."""
+    aborted, freed = [], threading.Event()
 
-    def begin(self):
-        pass
+    def broadcast(tensor, src, stream):
+        if ending == "fails":
+            raise RuntimeError("NCCL error: unhandled cuda error")
+        freed.wait(20)
 
-    end = is_done = begin
-
-
-@pytest.mark.parametrize(("timeout_s", "is_broken"), [(0.05, False), (60, True)], ids=["hangs", "is gone"])
-def test_a_member_that_hangs_or_is_gone_ends_the_broadcast_and_the_group(monkeypatch, timeout_s, is_broken):
-    calls = []
-    library = SimpleNamespace(ncclCommAbort=calls.append, ncclCommDestroy=None)
-    communicator = SimpleNamespace(nccl=library, comm="group", broadcast=lambda part, src, stream: None)
-    monkeypatch.setattr(nccl_group, "DeviceLine", NeverDone)
-    group = nccl_group.NCCLGroup(communicator, CPU)
-    with pytest.raises(nccl_group.GroupError, match="gone, or took too long"):
-        group.broadcast(torch.zeros(1, dtype=torch.uint8), timeout_s=timeout_s, is_broken=lambda: is_broken)
+    library = SimpleNamespace(ncclCommAbort=aborted.append, ncclCommDestroy=None)
+    group = nccl_group.NCCLGroup(0, 2, CPU, timeout_s=0.3 if ending == "hangs" else 20)
+    group._communicator = SimpleNamespace(nccl=library, comm="group", broadcast=broadcast)
+    closing = threading.Timer(0.2, group.close)
+    if ending == "is closed":
+        closing.start()
+    start = time.monotonic()
+    with pytest.raises(nccl_group.GroupError, match="unhandled cuda" if ending == "fails" else "gone, or took"):
+        group.broadcast([torch.zeros(3)])
+    assert time.monotonic() - start < 5
+    freed.set()
     group.close()
-    assert calls == ["group"], "aborted once"
-    with pytest.raises(nccl_group.GroupError, match="closed"):
-        group.broadcast(torch.zeros(1, dtype=torch.uint8), timeout_s=1, is_broken=lambda: False)
+    if ending == "is closed":
+        closing.join()
+    assert aborted == ["group"], "once"
+    with pytest.raises(nccl_group.GroupError):
+        group.broadcast([torch.zeros(3)])
 
 
 # -------------------------------------------------------------------- the real communicator
 
-PART_BYTES = 2**16
-WEIGHTS = [
-    ("embed", torch.randn(3000, 40)),  # larger than a part
-    ("norm", torch.randn(64).bfloat16()),
-    ("scale", torch.tensor(2.5)),
-    ("odd", torch.randn(7, 3).half()),
-    ("head.T", torch.randn(40, 300).T),
-    ("last", torch.randn(500, 40)),
-]
-SIZE = sum(value.nbytes for _, value in WEIGHTS)
+WEIGHTS = {
+    "embed": torch.randn(3000, 40),
+    "norm": torch.randn(64).bfloat16(),
+    "scale": torch.tensor(2.5),
+    "odd": torch.randn(7, 3).half(),
+    "head": torch.randn(300, 40),
+    "empty": torch.zeros(0, 3),
+}
 
 
 @pytest.fixture
@@ -96,20 +95,8 @@ def nccl(monkeypatch):
     """This process, the trainer's, uses vLLM's communicator with the stand-in for the library."""
     pytest.importorskip("vllm")
     fake_nccl.install(monkeypatch.setattr, server_sync)
-    monkeypatch.setattr(FakeNCCLLibrary, "broadcasts", [])
-
-
-@pytest.fixture
-def sender(nccl, monkeypatch):
-    """With small parts."""
-    parts, pack = weight_transfer.parts, weight_transfer.pack
-    monkeypatch.setattr(weight_transfer, "parts", lambda payload: parts(payload, PART_BYTES))
-    monkeypatch.setattr(
-        weight_transfer, "pack", lambda weights, device: pack(weights, device=device, part_bytes=PART_BYTES)
-    )
-    sender = WeightSender("127.0.0.1", 0, timeout_s=300)
-    yield sender
-    sender.close()
+    for name, value in {"broadcasts": [], "refuses": False, "num_left": None}.items():
+        monkeypatch.setattr(FakeNCCLLibrary, name, value)
 
 
 @pytest.mark.vllm
@@ -128,118 +115,206 @@ def test_the_stand_in_has_the_signatures_of_vllms_library():
     assert [*inspect.signature(PyNcclCommunicator.broadcast).parameters] == ["self", "tensor", "src", "stream"]
 
 
-WORKERS = """
-import json, sys, threading
-import torch
-from agent_r1_trl.generation.vllm import weight_transfer
-from tests import fake_nccl
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_every_member_gets_every_tensor_bit_for_bit(nccl):
+    numbers, found = SimpleQueue(), {}
 
-fake_nccl.install()
-parts = weight_transfer.parts
-port, part_bytes, workers = json.loads(sys.argv[1])
-weight_transfer.parts = lambda payload: parts(payload, part_bytes)
-found = [None] * len(workers)
+    def receive(rank):
+        group = nccl_group.NCCLGroup(rank, 3, CPU, timeout_s=30)
+        group.meet(lambda _: numbers.get())
+        tensors = {name: torch.empty_like(value) for name, value in WEIGHTS.items()}
+        group.broadcast([*tensors.values()])
+        group.close()
+        found[rank] = digest(tensors.items())
 
-def receive(place, token, rank, num_taken, has_gpu):
-    device = torch.device("cpu") if has_gpu else None
-    weights = weight_transfer.receive_weights("127.0.0.1", port, token, rank=rank, timeout_s=100, device=device)
-    taken = []
-    while len(taken) != num_taken and (item := next(weights, None)) is not None:
-        taken.append((item[0], item[1].clone()))
-    weights.close()
-    found[place] = fake_nccl.digest(taken)
+    def share(number):
+        numbers.put(number)
+        numbers.put(number)
+        return number
 
-threads = [threading.Thread(target=receive, args=(place, *worker)) for place, worker in enumerate(workers)]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-print(json.dumps([found, sum(size for size, _ in fake_nccl.FakeNCCLLibrary.broadcasts)]))
-"""
-"""The workers of several servers, as threads of one process."""
+    threads = [threading.Thread(target=receive, args=(rank,)) for rank in (1, 2)]
+    [thread.start() for thread in threads]
+    group = nccl_group.NCCLGroup(0, 3, CPU, timeout_s=30)
+    group.meet(share)
+    group.broadcast([*WEIGHTS.values()])
+    [thread.join(30) for thread in threads]
+    group.close()
+    assert found == dict.fromkeys((1, 2), digest(WEIGHTS.items()))
+
+
+class GPUServer(FakeServer):
+    """Its one worker has a GPU of its own; `dies` after so many loads, without a word."""
+
+    dies = None
+    group = None
+
+    def rpc_hello(self, path=None):
+        return super().rpc_hello(path) | {"gpu": {"nccl": "2.29.6", "gpu": self.url}}
+
+    def rpc_begin(self, name, group):
+        self.group = None
+        if group is not None:
+            joined = nccl_group.NCCLGroup(1, group["size"], CPU, timeout_s=20)
+            try:
+                joined.meet(lambda _: bytes.fromhex(group["number"]))
+            except nccl_group.GroupError as error:
+                return {"rank": 0, "error": f"GroupError: {error}"}
+            self.group = joined
+        return super().rpc_begin(name, group)
+
+    def rpc_load(self, name, entries, file):
+        if self.dies == 0:
+            self.kill()
+            return {"rank": 0}
+        self.dies = None if self.dies is None else self.dies - 1
+        if file is not None:
+            return super().rpc_load(name, entries, file)
+        assert self.group is not None
+        values = {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, dtype, shape in entries}
+        try:
+            self.group.broadcast([*values.values()])
+        except nccl_group.GroupError as error:
+            return {"rank": 0, "error": f"GroupError: {error}"}
+        self.sums |= {key: float(value.sum()) for key, value in values.items()}
+        return {"rank": 0}
+
+
+@pytest.fixture
+def drained(monkeypatch):
+    """Says, for each sync, whether all weights were asked for, as the other ranks do; each is a chunk of its own."""
+    seen, real = [], server_sync.policy_weights
+
+    def noted(*arguments, **options):
+        seen.append(False)
+        yield from real(*arguments, **options)
+        seen[-1] = True
+
+    monkeypatch.setattr(server_sync, "policy_weights", noted)
+    monkeypatch.setattr(weight_transfer, "CHUNK_BYTES", 1)
+    return seen
+
+
+def test_of_a_server_without_a_gpu_only_the_folder_is_used_and_nothing_stays_there(tmp_path, drained):
+    with FakeServer() as server, generator_on(server, weights_dir=tmp_path) as generator:
+        generator.sync(policy(20))
+        assert turns(generator, 1) == [20]
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert drained == [True]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", ["auto", "folder"])
+def test_a_server_that_neither_nccl_nor_the_folder_reaches_is_refused(tmp_path, way):
+    with FakeServer() as server, generator_on(server, weights_dir=tmp_path, weight_transfer=way) as generator:
+        server.machine = tmp_path
+        with pytest.raises(GenerationError, match="vllm_weight_transfer") as refused:
+            generator.sync(policy(20))
+    assert str(tmp_path) in str(refused.value) and server.url in str(refused.value)
+
+
+def test_a_folder_that_cannot_be_written_ends_the_sync_with_the_cause_for_all_ranks(tmp_path, drained, monkeypatch):
+    def full(*arguments):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with (
+        FakeServer() as server,
+        generator_on(server, weights_dir=tmp_path) as generator,
+        pytest.raises(GenerationError, match="No space left on device"),
+    ):
+        generator.sync(policy(20))
+    assert drained == [True]
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_each_server_has_a_group_of_its_own_and_one_that_fails_harms_no_other(sender):
-    """`whole` has two workers, `leaver` goes away after one weight, `cpu` cannot use NCCL."""
-    tokens = {server: sender.expect(server) for server in ("whole", "leaver", "cpu")}
-    workers = [
-        (tokens["whole"], 0, -1, True),
-        (tokens["whole"], 1, -1, True),
-        (tokens["leaver"], 0, 1, True),
-        (tokens["cpu"], 0, -1, False),
-    ]
-    process = subprocess.Popen(
-        [sys.executable, "-c", WORKERS, json.dumps([sender.port, PART_BYTES, workers])],
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    sizes = {"whole": 2, "leaver": 1, "cpu": 1}
-    sender.wait_for({server: (size, lambda: process.poll() is not None) for server, size in sizes.items()})
-    assert sender.open_groups(list(sizes), CPU) == {"cpu": "this worker has no GPU"}
-    sender.send(until_gone(sender, "leaver"), device=CPU)
-    failures = sender.failures
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err[-3000:]
-    digests, num_bytes = json.loads(out.splitlines()[-1])
-    assert digests == [digest(WEIGHTS), digest(WEIGHTS), digest(WEIGHTS[:1]), digest(WEIGHTS)]
-    assert failures.keys() == {"leaver"}
-    assert 2 * SIZE < num_bytes < 3.1 * SIZE, "what `cpu` got did not come that way"
-
-
-def until_gone(sender, server):
-    """The weights; before the last one, a server's worker has left."""
-    yield from WEIGHTS[:-1]
-    (connection,) = sender._workers[server].values()
-    deadline = time.monotonic() + 20
-    while not is_gone(connection) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    yield WEIGHTS[-1]
-
-
-def receive_here(sender, server, found):
-    """A worker of a server, as a thread of this process."""
-    token = sender.expect(server)
-
-    def receive():
-        weights = receive_weights("127.0.0.1", sender.port, token, rank=0, timeout_s=20, device=CPU)
-        found.extend((name, value.clone()) for name, value in weights)
-
-    thread = threading.Thread(target=receive)
-    thread.start()
-    sender.wait_for({server: (1, lambda: not thread.is_alive())})
-    return thread
+def test_weights_go_over_nccl_and_a_server_that_dies_harms_no_other(nccl, drained, tmp_path):
+    with (
+        GPUServer() as dying,
+        GPUServer() as other,
+        FakeServer() as cpu,
+        generator_on(dying, other, cpu, weights_dir=tmp_path) as generator,
+    ):
+        generator.sync(policy(20))
+        assert turns(generator, 6) == [20] * 6
+        assert len(FakeNCCLLibrary.broadcasts) == 8, "two weights, two groups of two members"
+        dying.dies = 1
+        generator.sync(policy(21))
+        assert turns(generator, 6) == [21] * 6
+        assert generator.metrics()["sampling/servers_left_out"] == 1
+    assert drained == [True, True]
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_where_nccl_fails_when_the_members_meet_the_weights_go_over_the_connection(sender, monkeypatch):
-    found = []
-    monkeypatch.setattr(FakeNCCLLibrary, "refuses", True)
-    thread = receive_here(sender, "a", found)
-    assert "unhandled system error" in sender.open_groups(["a"], CPU)["a"]
-    sender.send(WEIGHTS, device=CPU)
-    thread.join(20)
-    assert digest(found) == digest(WEIGHTS)
+def test_an_error_of_nccl_is_that_of_its_server_alone_and_all_weights_are_gathered_to_the_end(
+    nccl, drained, tmp_path, caplog
+):
+    with (
+        GPUServer() as server,
+        FakeServer() as cpu,
+        generator_on(server, cpu, weights_dir=tmp_path, sync_timeout_s=20) as generator,
+    ):
+        FakeNCCLLibrary.num_left = 1
+        generator.sync(policy(20))
+        assert "unhandled cuda error" in caplog.text and server.url in caplog.text
+        assert turns(generator, 2) == [20] * 2
+        assert generator.metrics()["sampling/servers_left_out"] == 1
+        FakeNCCLLibrary.num_left = None
+        generator.sync(policy(21))
+        assert server.value == 21, "with what it missed"
+    with GPUServer() as server, generator_on(server, weights_dir=tmp_path, sync_timeout_s=20) as generator:
+        FakeNCCLLibrary.num_left = 0
+        with pytest.raises(GenerationError, match="unhandled cuda error"):
+            generator.sync(policy(20))
+    assert drained == [True, True, True]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_where_nccl_fails_when_the_members_meet_the_weights_go_through_the_folder(nccl, tmp_path):
+    FakeNCCLLibrary.refuses = True
+    with GPUServer() as server, generator_on(server, weights_dir=tmp_path) as generator:
+        generator.sync(policy(20))
+        assert turns(generator, 1) == [20]
+    with (
+        GPUServer() as server,
+        generator_on(server, weights_dir=tmp_path, weight_transfer="nccl") as generator,
+        pytest.raises(GenerationError, match="unhandled system error"),
+    ):
+        generator.sync(policy(20))
     assert FakeNCCLLibrary.broadcasts == []
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_trainer_that_must_use_nccl_says_what_keeps_it_from_that(nccl):
-    model = torch.nn.Linear(2, 1)
+def test_a_trainer_that_must_use_nccl_says_what_keeps_it_from_that(nccl, tmp_path):
     with FakeServer() as server:
-        generator = VLLMServerGenerator([server.url], stop_token_ids=[1], weight_transfer="nccl")
-        with pytest.raises(GenerationError, match="runs on no GPU") as refused:
-            generator.sync(model)
-        generator.close()
-        assert "vllm_weight_transfer to 'sockets'" in str(refused.value)
-        for cure in ("sockets", "auto"):
-            generator = VLLMServerGenerator([server.url], stop_token_ids=[1], weight_transfer=cure)
-            generator.sync(model)
-            generator.close()
+        with (
+            generator_on(server, weights_dir=tmp_path, weight_transfer="nccl") as generator,
+            pytest.raises(GenerationError, match="runs on no GPU") as refused,
+        ):
+            generator.sync(policy(20))
+        assert "vllm_weight_transfer to 'folder'" in str(refused.value)
+        for cure in ("folder", "auto"):
+            with generator_on(server, weights_dir=tmp_path, weight_transfer=cure) as generator:
+                generator.sync(policy(20))
         assert server.weights is not None
+
+
+# -------------------------------------------------------------------- chunks
+
+
+def test_small_weights_travel_together_and_a_large_one_is_read_where_it_lies(monkeypatch):
+    monkeypatch.setattr(weight_transfer, "CHUNK_BYTES", 64)
+    large = torch.arange(100.0)
+    weights = [("a", torch.ones(3)), ("b", torch.ones(5).bfloat16()), ("c", large), ("d", torch.arange(12.0)[::2])]
+    found = list(weight_transfer.chunks(iter(weights), CPU))
+    assert [list(chunk) for chunk in found] == [["a", "b"], ["c"], ["d"]]
+    assert found[1]["c"].data_ptr() == large.data_ptr()
+    assert all(value.is_contiguous() for chunk in found for value in chunk.values())
+    assert digest(item for chunk in found for item in chunk.items()) == digest(weights)
 
 
 # -------------------------------------------------------------------- a real server, tensor parallel

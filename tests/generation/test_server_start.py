@@ -2,7 +2,6 @@
 
 import ipaddress
 import json
-import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -96,17 +95,6 @@ def test_a_server_that_cannot_take_the_weights_says_how_to_start_it(problem, cur
         generator.close()
     assert problem in str(caught.value)
     assert cure in str(caught.value)
-
-
-def test_a_port_that_another_run_has_taken_is_named():
-    with socket.socket() as other, Stub(READY) as server:
-        other.bind(("", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        generator = start(server.url, sync_port=port)
-        with pytest.raises(GenerationError, match=f"vllm_group_port={port}"):
-            generator.sync(nn.Linear(2, 2))
-        generator.close()
 
 
 def test_a_server_without_the_worker_extension_says_how_to_start_it():

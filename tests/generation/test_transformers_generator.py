@@ -379,7 +379,7 @@ class Hanging(worker.ThreadedGenerator):
         time.sleep(1000)
 worker._EXIT_S = 0.5
 params = worker.SamplingParams()
-Hanging("hanging")._submit(worker.Request(prompt_ids=[5], max_tokens=1, seed=0, params=params))
+Hanging("hanging")._submit(worker.WorkerRequest(prompt_ids=[5], max_tokens=1, seed=0, params=params))
 time.sleep(0.2)
 """
     subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
@@ -400,7 +400,7 @@ async def main():
 if {state!r} == "idle":
     asyncio.run(generator.generate([5], max_tokens=3, seed=0, params=SAMPLED))
 else:
-    generator._submit(__import__("agent_r1_trl.generation.worker", fromlist=["Request"]).Request(
+    generator._submit(__import__("agent_r1_trl.generation.worker", fromlist=["WorkerRequest"]).WorkerRequest(
         prompt_ids=[5], max_tokens=10**9, seed=0, params=SAMPLED))
     time.sleep(0.3)
 print(time.time())

@@ -224,3 +224,28 @@ def test_a_context_that_ends_with_a_turn_asks_for_another_one():
 def test_what_makes_no_policy_is_refused(name, options):
     with pytest.raises(ValueError, match=name):
         play([*ECHOES[:1], say("done")], **options)
+
+
+class Reminder:
+    """Made without arguments where its class is given."""
+
+    def __call__(self, view):
+        return reminder(view)
+
+
+@pytest.mark.parametrize(
+    "given", [reminder, Reminder(), Reminder, f"{__name__}:Reminder"], ids=["function", "object", "class", "path"]
+)
+def test_an_object_a_class_and_a_path_play_alike(given):
+    expected, _ = play([*ECHOES[:2], say("done")], context_policy=f"{__name__}.reminder")
+    trajectory, _ = play([*ECHOES[:2], say("done")], context_policy=given)
+    assert [row.completion_ids for row in trajectory.rows] == [row.completion_ids for row in expected.rows]
+
+
+def test_a_policy_with_other_arguments_is_refused_before_anything_is_played():
+    with pytest.raises(ValueError, match=r"context_policy='.*:two' takes \(view, more\): missing .*ContextView"):
+        RolloutLimits(context_policy=f"{__name__}:two")
+
+
+def two(view, more):
+    return view.messages

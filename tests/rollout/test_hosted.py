@@ -23,7 +23,8 @@ ADD = ("add", {"a": 2, "b": 3})
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(endpoint, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
+    monkeypatch.setattr(endpoint, "MAX_RETRIES", 3)
 
 
 def play_hosted(turns, *, env=AddEchoEnv, limits=None, params=None, examples=1, faults=(), **options):
@@ -158,8 +159,13 @@ def test_a_server_that_fails_ends_one_trajectory_and_is_named():
     trajectories, _ = play_hosted([said("5")], examples=3, faults=faults, limits={"max_concurrency": 1})
     assert [item.stop_reason.value for item in trajectories] == ["generation_error", "done", "done"]
     assert "HTTP 400: flagged by a filter" in trajectories[0].error
-    first, _ = play_hosted([said("5")], faults=[error(500)] * endpoint.MAX_FAILURES, retry_failed=1)
+    first, _ = play_hosted([said("5")], faults=[error(500)] * 4, retry_failed=1)
     assert first.stop_reason is StopReason.DONE and len(first.failed_tries) == 1
+
+
+def test_an_answer_in_another_form_ends_one_trajectory():
+    trajectories, _ = play_hosted([said("5")], examples=2, faults=[(200, {"choices": [{"text": "5"}]})])
+    assert sorted(item.stop_reason.value for item in trajectories) == ["done", "generation_error"]
 
 
 def test_a_rollout_that_takes_too_long_is_stopped():
@@ -208,7 +214,7 @@ ROWS = [{"id": f"q{i}", "prompt": f"What is {i} + {i}?"} for i in range(4)]
 def test_an_evaluation_that_was_stopped_asks_for_nothing_twice(tmp_path):
     """The credit runs out in the middle; the second start pays for what is missing, and no more."""
     turns, journal = [called(ADD), said("5")], tmp_path / "eval.journal"
-    options = {"limits": RolloutLimits(max_concurrency=1), "journal": journal}
+    options = {"limits": RolloutLimits(max_concurrency=1), "journal": journal, "identity": {"endpoint": "here"}}
     with hosted(turns) as (url, seen, _):
         whole_result = evaluate(Endpoint(url, "gpt"), AddEchoEnv, None, ROWS)
         bodies = [str(body) for body in seen.bodies]
@@ -225,7 +231,10 @@ def test_an_evaluation_that_was_stopped_asks_for_nothing_twice(tmp_path):
         asked = [str(body) for body in seen.bodies]
     assert sorted([*paid, *asked]) == sorted(bodies) and len(asked) == 3
     assert result.rows == whole_result.rows
-    assert replay_evaluation(journal, ROWS).rows == result.rows
+    of_recipe = RolloutLimits(context_policy="window", context_turns=1)  # which no hosted model sees
+    assert replay_evaluation(journal, ROWS, limits=of_recipe).rows == result.rows
+    with pytest.raises(ValueError, match="max_turns=8 was recorded, and the run has max_turns=3"):
+        replay_evaluation(journal, ROWS, limits=RolloutLimits(max_turns=3))
 
 
 def test_what_failed_is_played_again_and_nothing_else(tmp_path):

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from agent_r1_trl.chat.format import PREFIX_TOKENS, ChatFormat
+from agent_r1_trl.features.journal import players
+from agent_r1_trl.features.journal.players import JournaledGenerator, TrajectoryLog
+from agent_r1_trl.features.journal.records import checksum_ids
 from agent_r1_trl.generation import Generation, Generator, VLLMServerGenerator
 from agent_r1_trl.generation.base import GenerationError, TrajectorySlot, current_slot
 from agent_r1_trl.generation.local.prefix_cache import ParkedRow, PrefixCache
 from agent_r1_trl.generation.vllm.server import _as_generation
-from agent_r1_trl.journal import players
-from agent_r1_trl.journal.players import JournaledGenerator, TrajectoryLog
-from agent_r1_trl.journal.records import checksum_ids
 from agent_r1_trl.recording import TrajectoryStore, read_trajectories, spans, store
 from agent_r1_trl.rollout import Draft, RolloutRequest
 from agent_r1_trl.rollout.contexts import Contexts

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.generation.scripted import ScriptedTurn
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
-from agent_r1_trl.trainers.played import PlayedBatch
 from agent_r1_trl.trainers.rewards import environment_reward
+from agent_r1_trl.trainers.rollout_batch import RolloutBatch
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory
 from agent_r1_trl.update.batching import batch_trajectories, pad_right
 from tests.effort import examples
@@ -267,7 +267,7 @@ def test_the_environments_words_are_the_environments_tokens(family):
 def trainer_of(family, folder):
     sizes = {"per_device_train_batch_size": len(StopReason), "num_generations": 3}
     trainer = make_trainer(folder, family=family, script=None, env=scene(), **sizes)
-    trainer.rollouts.play = lambda rows, *_: (PlayedBatch(rows, trainer.given, None), {})
+    trainer.rollouts.play = lambda rows, model, position: RolloutBatch(rows, trainer.given, None, position=position)
     return trainer
 
 

@@ -341,7 +341,7 @@ def test_without_thinking_the_forced_empty_thought_is_dropped():
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("family", ("qwen3", "qwq", "glm_4_7", "gemma4", "gpt_oss", "foreign"))
+@pytest.mark.parametrize("family", [name for name in STRIPPING if name != "nemotron_nano_2"])  # says no empty thought
 def test_whatever_is_sampled_contexts_are_rendered_and_every_id_is_in_one_row(family):
     chat = chat_of(family)
     words = st.text(max_size=9) | st.sampled_from(["<think>", "</think>", "<|im_end|>", "<tool_call>", "é🙂", "\n\n"])
@@ -352,20 +352,53 @@ def test_whatever_is_sampled_contexts_are_rendered_and_every_id_is_in_one_row(fa
     limits = st.fixed_dictionaries({}, optional={"max_tokens_per_turn": st.integers(1, 30)})
 
     @settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(st.lists(message | odd, min_size=1, max_size=5), limits)
+    @given(st.lists(message | odd, min_size=1, max_size=12), limits)
     def law(turns, limits):
         trajectory, log = play(chat, turns, **limits)
         assert trajectory.stop_reason is StopReason.MAX_TURNS, trajectory.error
         check_rows(trajectory, log)
         history = chat.history(TOOLS)
-        messages = list(trajectory.prompt_messages)
+        messages, ids = list(trajectory.prompt_messages), []
         for turn, (context, _) in zip(trajectory.turns[:-1], log[1:], strict=True):
             messages += [turn.message, *turn.observations]
-            # Pieces that were encoded before, and the whole at once, are the same ids.
+            # The end alone and pieces that were encoded before, and the whole at once, are the same ids.
             shown = history.encode(messages, 1)
-            assert shown is None or shown == context
             if shown is not None:
-                text = chat.template.render(history._shown, history._tools, generation_prompt=True)
-                assert chat.encoder.encode(text) == context
+                num_same, rest = shown
+                ids = ids[:num_same] + rest
+                assert ids == context
+                said = history.conversation
+                text = chat.template.render(said.messages, said.tools, generation_prompt=True)
+                assert said.text == text and chat.encoder.encode(text) == context
 
     law()
+
+
+@pytest.mark.parametrize("answers", [False, True])
+@pytest.mark.parametrize("family", [name for name in STRIPPING if name != "command_r7b"])
+def test_a_turn_of_a_long_conversation_renders_and_encodes_as_much_as_one_of_a_short_one(family, answers, monkeypatch):
+    chat = chat_of(family)
+    turns = [thinks(f"thought {number}", query="a" * (number % 3)) for number in range(40)]
+    turns = [thinks(f"thought {number}", f"{number} it is.") for number in range(40)] if answers else turns
+    work, render, encode = [], chat.template.render, chat.encoder.encode
+    monkeypatch.setattr(chat.template, "render", lambda *of, **more: work.append(len(of[0])) or render(*of, **more))
+    monkeypatch.setattr(chat.encoder, "encode", lambda text: work.append(len(text)) or encode(text))
+    history, messages, costs = chat.history(TOOLS), list(PROMPT), []
+    for number, turn in enumerate(turns):
+        work.clear()
+        told = {"role": "user"} if answers else {"role": "tool", "tool_call_id": "c00000000", "name": "look_up"}
+        messages += [turn, told | {"content": f"That is {number}."}]
+        assert history.encode(messages, 1)
+        costs.append(sum(work))
+    assert max(costs[20:]) < 1.2 * max(costs[4:10])
+
+
+def test_a_rule_that_the_end_of_a_conversation_does_not_show_is_noticed():
+    """A template that drops the thoughts of the first half."""
+    source = FOREIGN.replace("loop.index0 < ns.last", "loop.index0 < ns.last / 2")
+    chat = ChatFormat(make_tokenizer("qwen3", chat_template=source), thinking="strip")
+    assert not chat.thought_rule.is_local and chat_of("foreign").thought_rule.is_local
+    turns = [thinks("", f"<think>\nthought {number}\n</think>\n\nIt is.") for number in range(8)]
+    _, log = play(chat, turns)
+    shown = texts_of(chat, log)[-1]
+    assert [number for number in range(8) if f"thought {number}" in shown] == [3, 4, 5, 6]

@@ -16,8 +16,7 @@ from agent_r1_trl.rewards import (
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.rollout.probe import recorded_calls
 from agent_r1_trl.rollout.requests import derive_seed
-from agent_r1_trl.rollout.summaries import CUT, HEADING, NO_SUMMARY
-from agent_r1_trl.rollout.summary_settings import summary_request
+from agent_r1_trl.rollout.summaries import CUT, HEADING, NO_SUMMARY, summary_request
 from agent_r1_trl.trainers.credit import anchors
 from agent_r1_trl.trainers.metrics import rollout_metrics, trajectory_record
 from agent_r1_trl.trajectory import StopReason, Trajectory

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE
+from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE, EXIT_USAGE
 from tests.servers import end_vllm_server, free_port, start_vllm_server, wait_until_ready
 from tests.soak.agent import run
 from tests.soak.check import load_weights, problems_of
@@ -169,7 +169,7 @@ def _play(context: Any, plan: Plan, base: Path, servers: tuple[list[Any], str]) 
         if attempt == 0 and interrupted and all(code in (expected, 0) for code in codes):
             continue  # resumed
         # The rank whose reward it is ends with an error of the task, the others with that or with a lost rank.
-        if not plan.must_fail or not {1} <= set(codes) <= {1, EXIT_INFRASTRUCTURE}:
+        if not plan.must_fail or not {EXIT_USAGE} <= set(codes) <= {EXIT_USAGE, EXIT_INFRASTRUCTURE}:
             problems.append(f"start {attempt} ended with {codes}")
         break
     problems += problems_of(plan, folder)

@@ -22,8 +22,8 @@ from typing import Any
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from agent_r1_trl import InfrastructureError
-from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE, infrastructure_errors
 from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.errors import RunError
 from agent_r1_trl.generation.base import Generator
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
@@ -289,9 +289,9 @@ def run(plan: Plan, folder: Path, rank: int, port: int, urls: list[str], model_p
         code = int(end.code or 0)
     except KeyboardInterrupt:
         code = 130
-    except infrastructure_errors():
+    except RunError as error:
         traceback.print_exc()
-        code = EXIT_INFRASTRUCTURE
+        code = error.exit_code
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -366,10 +366,8 @@ SETTINGS: dict[str, object] = {
     "reset_timeout": 2.0,
     "scoring_timeout": 2.0,
     "watchdog_interval": 1.0,
-    "max_failure_share": 0.9,
-    "min_tool_calls": 2,
-    "max_outage_wait": 60.0,
-    "rank_timeout": 30.0,
+    "failures": {"max_share": 0.9, "rank_timeout": 30.0},
+    "outages": {"min_calls": 2, "max_wait": 60.0},
 }
 """Limits that make the faults pass quickly."""
 SERVER_SETTINGS: dict[str, object] = {

@@ -13,8 +13,8 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from agent_r1_trl.journal.reader import read_rollout
-from agent_r1_trl.journal.records import checksum_ids
+from agent_r1_trl.features.journal.reader import read_rollout
+from agent_r1_trl.features.journal.records import checksum_ids
 from agent_r1_trl.recording import read_records
 from tests.soak.plan import MAX_STEPS, Plan
 from tests.soak.recompute import wrong_batches

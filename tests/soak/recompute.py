@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.journal.reader import RecordedTrajectory, read_rollout
-from agent_r1_trl.journal.records import unpack_ids
+from agent_r1_trl.features.journal.reader import RecordedTrajectory, read_rollout
+from agent_r1_trl.features.journal.records import unpack_ids
 from agent_r1_trl.trajectory import StopReason
 
 LAM, GAMMA = 0.95, 1.0

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from agent_r1_trl.advantages import estimators
-from agent_r1_trl.journal.records import VERSION, Appender, checksum_ids, pack_floats, pack_ids
+from agent_r1_trl.features.journal.records import VERSION, Appender, checksum_ids, pack_floats, pack_ids
 from agent_r1_trl.recording import TrajectoryStore
 from agent_r1_trl.rollout.env_session import EnvSession
 from agent_r1_trl.trainers import credit, multi_turn
@@ -124,13 +124,13 @@ def play(folder, plan):
 @pytest.mark.parametrize("plan", [replace(PPO, trainer="grpo"), PPO], ids=lambda plan: plan.trainer)
 def test_a_flipped_bit_of_the_mask_is_found(plan, tmp_path, monkeypatch):
     assert play(tmp_path, plan) == []
-    original = multi_turn.settle_masks
+    original = multi_turn.add_masks
 
-    def settle_masks(output, *args):
-        original(output, *args)
+    def add_masks(output, *args, **kwargs):
+        original(output, *args, **kwargs)
         output["tool_mask"][2, 3] ^= 1
 
-    monkeypatch.setattr(multi_turn, "settle_masks", settle_masks)
+    monkeypatch.setattr(multi_turn, "add_masks", add_masks)
     problems = play(tmp_path / "broken", plan)
     assert any(problem.endswith("the mask is wrong at [3]") for problem in problems)
 

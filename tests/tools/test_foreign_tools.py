@@ -129,6 +129,8 @@ def test_a_tool_of_another_library_brings_its_schema_and_runs(kind):
     right, shorter, wrong = run(KINDS[kind](), {"a": 2, "b": 5}, {"a": 2}, {"b": 1})
     assert (right.content, shorter.content) == ("10", "6")
     assert wrong.error.value == "invalid_arguments"
+    told = Tool(KINDS[kind](), sequential=True, timeout_s=3)
+    assert told.schema == made.schema and (told.sequential, told.timeout_s) == (True, 3)
 
 
 class Point(pydantic.BaseModel):

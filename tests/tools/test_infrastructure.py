@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import types
 import urllib.error
+from pathlib import Path
 
 import aiohttp
 import httpx
@@ -104,6 +105,19 @@ def test_other_errors_of_such_a_tool_are_read_by_the_model(error):
 @pytest.mark.parametrize("client", [requests.HTTPError, urllib.error.HTTPError])
 def test_a_refused_request_may_be_the_models_mistake(client, status, is_mistake):
     assert run(failing(with_status(client, status))).is_models_mistake is is_mistake
+
+
+@pytest.mark.parametrize(
+    ("path", "is_mistake"), [("/data/index.bin", False), ("/data/notes.txt", None), ("/data/b/two.txt", None)]
+)
+def test_a_missing_file_is_no_mistake_of_a_model_that_did_not_name_it(path, is_mistake):
+    def look(name: str, others: list):
+        """Look."""
+        Path(path).read_text()
+
+    call = ToolCall(name="look", arguments={"name": "notes.txt", "others": [{"path": "a/b/two.txt"}, None, ""]})
+    (result,) = asyncio.run(ToolExecutor([look]).execute([call]))
+    assert (result.error, result.is_models_mistake) == (ToolErrorKind.EXCEPTION, is_mistake)
 
 
 @pytest.mark.parametrize("code", ["undefined_name", "(1).nothing", "__import__('no_such_package')"])

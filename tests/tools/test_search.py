@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from agent_r1_trl.tools import Passage, SearchIndex, make_search_tool
 from agent_r1_trl.tools.search import STOP_WORDS, query_terms, render_passages
-from agent_r1_trl.tools.search_store import SearchStore
 from tests.effort import examples
 
 ROWS = [
@@ -49,21 +48,7 @@ def test_a_word_in_the_title_weighs_more_than_one_in_the_text(tmp_path):
         {"id": "text", "title": "alpha", "text": "needle beta"},
         {"id": "title", "title": "needle", "text": "alpha beta"},
     ]
-    heavy = SearchIndex(rows, cache_dir=tmp_path, title_weight=5.0)
-    light = SearchIndex(rows, cache_dir=tmp_path, title_weight=0.1)
-    assert ids(heavy.search("needle")) == ["title", "text"]
-    assert ids(light.search("needle")) == ["text", "title"]
-
-
-def test_words_that_are_everywhere_do_not_count_beside_rarer_ones(tmp_path):
-    rows = [
-        {"id": str(n), "text": f"Countries number {n % 100} {'needle' if n == 4321 else 'hay'}"} for n in range(6000)
-    ]
-    index = SearchIndex(rows, cache_dir=tmp_path)
-    assert index._store._frequent == {"countri", "number", "hai"}
-    assert ids(index.search("country needles", 5)) == ["4321"]
-    assert len(index.search("country", 5)) == 5
-    assert len(index.search("countries 21", 100)) == 60
+    assert ids(SearchIndex(rows, cache_dir=tmp_path).search("needle")) == ["title", "text"]
 
 
 def test_case_accents_and_endings_do_not_matter(index):
@@ -200,8 +185,6 @@ def test_a_bad_line_of_a_file_is_named(tmp_path):
 def test_wrong_arguments_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"corpus=.*missing\.jsonl"):
         SearchIndex(tmp_path / "missing.jsonl")
-    with pytest.raises(ValueError, match="title_weight=-1"):
-        SearchIndex(ROWS, title_weight=-1)
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(ValueError, match="cache_dir="):
@@ -213,7 +196,7 @@ def test_wrong_arguments_are_named(tmp_path):
 
 def test_an_index_is_built_once_and_found_again(tmp_path, monkeypatch):
     first = SearchIndex(ROWS, cache_dir=tmp_path)
-    monkeypatch.setattr(SearchStore, "build", None)
+    monkeypatch.setattr("agent_r1_trl.tools.search.write_index", None)
     again = SearchIndex(list(ROWS), cache_dir=tmp_path)
     assert again.path == first.path and again.search("norway") == first.search("norway")
 
@@ -291,7 +274,7 @@ def test_an_index_survives_pickling_and_forking(index):
 def test_the_index_file_is_never_written_to_after_it_was_built(tmp_path):
     index = SearchIndex(ROWS, cache_dir=tmp_path)
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
-        index._store._connection().execute("DELETE FROM passages_ids")
+        index._connection().execute("DELETE FROM ids")
 
 
 # -------------------------------------------------------------------- the tool

@@ -14,7 +14,7 @@ from agent_r1_trl.generation.vllm import server as servers
 from agent_r1_trl.generation.vllm.build import build_vllm
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer, rollouts
 from tests.toys import AddEnv
-from tests.trainers.helpers import make_trainer, questions, scored_batch
+from tests.trainers.helpers import make_trainer, questions, scored_batch, unfold
 
 CPU = {"output_dir": "unused", "bf16": False, "use_cpu": True}
 MESSAGES = [{"role": "user", "content": "How much is 2 + 3?"}]
@@ -58,11 +58,11 @@ def plain(value):
 
 
 def limits(folder, config_class, **options):
-    return config_class(**CPU, **options).rollout_limits(4096)
+    return config_class(**unfold(CPU | options)).rollout_limits(4096)
 
 
 def shape(folder, config_class, **options):
-    return config_class(**CPU, **options).rollout_shape
+    return config_class(**unfold(CPU | options)).rollout_shape
 
 
 def chat(folder, config_class, **options):
@@ -95,7 +95,7 @@ def local_generator(folder, config_class, **options):
 
 def engine(folder, config_class, **options):
     """What the engine in this process, or the client of the servers, is made with."""
-    config = config_class(**CPU, use_vllm=True, **options)
+    config = config_class(**unfold(CPU | {"use_vllm": True} | options))
     config.check_supported()
     with (
         mock.patch.object(in_process, "VLLMGenerator") as colocated,
@@ -130,7 +130,7 @@ def batch(folder, config_class, **options):
 
 def filtered(folder, config_class, **options):
     """What the filter is set to, once it has seen that it may."""
-    return str(make(folder, config_class, **options).group_filter.settings)
+    return str(make(folder, config_class, **options).features["group_filter"].settings)
 
 
 def loss(folder, config_class, **options):

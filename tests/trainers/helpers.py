@@ -9,6 +9,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.features import MAPPINGS
 from agent_r1_trl.generation.scripted import ScriptedGenerator, ScriptedTurn
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from tests.tokenizers import make_tokenizer
@@ -50,6 +51,21 @@ def questions(count=8):
     )
 
 
+def unfold(options):
+    """Options in which `"echo.patience": 5` stands for a key of a mapping; what comes later wins."""
+    unfolded = {}
+    for name, value in options.items():
+        group, _, key = name.partition(".")
+        found = unfolded.get(group)
+        if key:
+            unfolded[group] = (found if isinstance(found, dict) else {}) | {key: value}
+        elif isinstance(found, dict) and group in MAPPINGS and (value is True or isinstance(value, dict)):
+            unfolded[group] = found | ({} if value is True else value)
+        else:
+            unfolded[group] = value
+    return unfolded
+
+
 def make_args(output_dir, config_class=MultiTurnGRPOConfig, **options):
     defaults = {
         "output_dir": str(output_dir), "bf16": False, "use_cpu": True, "report_to": [], "logging_steps": 1,
@@ -57,7 +73,7 @@ def make_args(output_dir, config_class=MultiTurnGRPOConfig, **options):
         "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-3, "seed": 7, "record_trajectories": "none",
         "beta": 0.0,
     }  # fmt: skip
-    return config_class(**(defaults | options))
+    return config_class(**unfold(defaults | options))
 
 
 def scripted(tokenizer, turns_of, logprob=-1.0):
@@ -151,3 +167,33 @@ def loss_and_gradients(trainer, inputs):
     loss = trainer.compute_loss(trainer.model, inputs)
     loss.backward()
     return loss.detach(), {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def same(first, second):
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list):
+        return len(first) == len(second) and all(map(same, first, second))
+    return first == second
+
+
+def state_of(trainer):
+    """Weights, the optimizer's state and the schedule's, as they are now."""
+    return copy.deepcopy(
+        [trainer.model.state_dict(), trainer.optimizer.state_dict()["state"], trainer.lr_scheduler.state_dict()]
+    )
+
+
+def watched(trainer):
+    """Train; returns the states before each optimizer step and after the last."""
+    states, get_norm = [], trainer._get_grad_norm
+
+    def note(*args, **kwargs):
+        states.append(state_of(trainer))
+        return get_norm(*args, **kwargs)
+
+    trainer._get_grad_norm = note
+    trainer.train()
+    return [*states, state_of(trainer)]

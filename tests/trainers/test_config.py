@@ -1,7 +1,6 @@
 """Bad settings are refused with the flag, the value, the rule and the cure."""
 
 import contextlib
-import re
 import sys
 from dataclasses import fields
 from importlib.machinery import ModuleSpec
@@ -17,35 +16,12 @@ from trl import GRPOConfig, RLOOConfig, SFTConfig
 from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.generation.vllm.build import check_vllm, server_urls
 from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
+from agent_r1_trl.trainers.config_checks import LAUNCHED, UNSUPPORTED_OPTIONS
 from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
-from agent_r1_trl.trainers.rollout_checks import LAUNCHED, UNSUPPORTED_OPTIONS
 from agent_r1_trl.trainers.trl_arguments import ModelConfig, get_peft_config
 from tests.generation.helpers import tiny_model
 
 CPU = {"output_dir": "unused", "bf16": False, "use_cpu": True}
-
-
-def test_a_value_out_of_range_is_refused_with_its_flag_and_value():
-    for flag, values in {
-        "max_turns": (0, 2.5, True),
-        "max_tokens_per_turn": (0,),
-        "max_observation_tokens": (-1,),
-        "max_invalid_calls": (-1,),
-        "max_concurrency": (0,),
-        "max_completion_length": (0,),
-        "rollout_timeout": (0, "soon"),
-        "truncated_trajectories": ("drop",),
-        "truncation_penalty": (0.5, float("nan")),
-        "advantage_estimator": ("ppo", 3, "no_such_module.fn"),
-        "record_trajectories": ("csv",),
-        "thinking": ("loud",),
-        "eval_temperature": (-0.1,),
-        "gamma": (1.1,),
-        "gamma_turn": (-0.1,),
-    }.items():
-        for value in values:
-            with pytest.raises(ValueError, match=rf"{flag}='?{re.escape(str(value))}"):
-                MultiTurnGRPOConfig(**CPU, **{flag: value})
 
 
 def test_what_belongs_to_an_estimator_is_set_and_what_contradicts_it_is_refused():
@@ -72,7 +48,7 @@ def test_what_belongs_to_an_estimator_is_set_and_what_contradicts_it_is_refused(
                 config_class(**CPU, advantage_estimator=name, **option)
     assert MultiTurnGRPOConfig(**CPU, advantage_estimator="gigpo").gamma_turn == 0.95
     assert MultiTurnGRPOConfig(**CPU, advantage_estimator="dr_grpo").loss_type == "dr_grpo"
-    with pytest.raises(ValueError, match=r"lam_turn=0\.5 has no effect .* or set advantage_estimator='bilevel_gae'"):
+    with pytest.raises(ValueError, match=r"lam_turn=0\.5 .*'bilevel_gae'"):
         MultiTurnPPOConfig(**CPU, lam_turn=0.5)
     MultiTurnPPOConfig(**CPU, lam_turn=0.5, advantage_estimator="bilevel_gae")
 
@@ -95,9 +71,7 @@ def test_a_plain_grpo_config_is_accepted_and_left_untouched():
     assert not hasattr(plain, "max_turns")
 
 
-def test_trls_truncation_mask_conflicts_with_a_penalty():
-    with pytest.raises(ValueError, match="mask_truncated_completions=True contradicts"):
-        MultiTurnGRPOConfig(**CPU, mask_truncated_completions=True, truncated_trajectories="penalise")
+def test_trls_truncation_mask_is_ours():
     assert MultiTurnGRPOConfig(**CPU, mask_truncated_completions=True).truncated_trajectories == "mask"
 
 
@@ -183,23 +157,6 @@ def test_every_trl_option_that_is_ignored_is_refused_by_name(name):
         config.check_supported()
     assert name in str(error.value)
     assert cure in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"vllm_server_urls": ["http://a:1"]}, "nothing would speak to these servers"),
-        ({"use_vllm": True, "vllm_server_urls": ["http://a:1"]}, "vllm_mode='colocate'"),
-        ({"use_vllm": True, "vllm_mode": "serve"}, "vllm_mode='serve'"),
-        ({"use_vllm": True, "vllm_mode": "server", "vllm_server_urls": ["a:1"]}, "'a:1' is no URL"),
-        ({"use_vllm": True, "vllm_mode": "server", "vllm_server_urls": []}, "at least one server"),
-        ({"use_vllm": True, "vllm_mode": "server", "vllm_server_urls": ["http://a:1", "http://a:1/"]}, "each once"),
-        ({"max_sync_logprob_gap": 0}, "max_sync_logprob_gap=0 must be > 0"),
-    ],
-)
-def test_mistakes_about_servers_are_named(options, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        MultiTurnGRPOConfig(**CPU, **options)
 
 
 def test_servers_come_from_our_list_or_from_trls_arguments():
@@ -297,3 +254,26 @@ def test_bf16_is_off_where_there_is_no_gpu_and_nobody_asked_for_it(monkeypatch, 
     monkeypatch.setattr("torch.accelerator.is_available", lambda: has_gpu)
     # use_cpu: so that transformers does not look for the GPU that is not there
     assert MultiTurnGRPOConfig(output_dir=str(tmp_path), bf16=given, use_cpu=has_gpu).bf16 is bf16
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"train_micro_batch_size_per_gpu": "auto"},
+        {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "train_batch_size": 8},
+        {"train_batch_size": "auto", "gradient_accumulation_steps": "auto"},
+    ],
+)
+def test_a_deepspeed_configuration_that_says_auto_or_the_same_is_accepted(tmp_path, sizes):
+    pytest.importorskip("deepspeed")
+    deepspeed = {"zero_optimization": {"stage": 1}, **sizes}
+    given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4}
+    assert MultiTurnGRPOConfig(str(tmp_path), deepspeed=deepspeed, bf16=False, use_cpu=True, **given)
+
+
+@pytest.mark.parametrize(("rows", "num_lines"), [(128, 1), (64, 0)])
+def test_vllm_is_switched_on_by_one_option_and_rows_that_nothing_reads_are_named_once(caplog, rows, num_lines):
+    for use_vllm in (False, True):
+        MultiTurnGRPOConfig(**CPU, generation_batch_rows=rows, use_vllm=use_vllm)
+    said = [line for line in caplog.messages if line.startswith("generation_batch_rows=128 is not read with use_vllm")]
+    assert len(said) == num_lines

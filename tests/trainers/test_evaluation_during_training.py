@@ -139,9 +139,9 @@ def starts_of(trainer):
     seen, play = [], trainer.rollouts.play
 
     def watched(*args):
-        batch, metrics = play(*args)
+        batch = play(*args)
         seen.extend((item.prompt_messages[0]["content"], item.seed) for item in batch.trajectories)
-        return batch, metrics
+        return batch
 
     trainer.rollouts.play = watched
     trainer.evaluate()

@@ -17,13 +17,15 @@ from accelerate import ParallelismConfig
 from transformers import Trainer, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
+from agent_r1_trl.cli.options import mapping_keys
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig
-from agent_r1_trl.trainers.config_checks import OUR_NEEDS
-from agent_r1_trl.trainers.rollout_checks import TRL_NEEDS, UNSUPPORTED_OPTIONS
+from agent_r1_trl.trainers.config_checks import NEEDS, TRL_NEEDS, UNSUPPORTED_OPTIONS
 from tests.trainers import effects
 from tests.trainers.effects import CPU
+from tests.trainers.helpers import unfold
 
 GRPO, PPO = MultiTurnGRPOConfig, MultiTurnPPOConfig
+TOOL_WATCH = "tests/features/reliability/test_tool_watch.py"
 ROOT = Path(__file__).parents[2]
 
 
@@ -36,7 +38,7 @@ class Acts:
         self.effect, self.value, self.config_class, self.others = effect, value, config_class, others
 
     def check(self, name, folder):
-        assert self.value != self.config_class.default_of(name), "the default shows nothing"
+        assert "." in name or self.value != self.config_class.default_of(name), "the default shows nothing"
         key = (self.effect, self.config_class, str(self.others))
         if key not in self._without:
             self._without[key] = self.effect(folder, self.config_class, **self.others)
@@ -57,7 +59,7 @@ class Refused:
             self.accept({**self.others, name: self.value, **cure})
 
     def accept(self, options):
-        self.config_class(**CPU, **options).check_supported()
+        self.config_class(**unfold(CPU | options)).check_supported()
 
 
 class ReadByTRL:
@@ -96,7 +98,7 @@ SERVERS = {"use_vllm": True, **SERVER}
 BY_TOKEN = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
 UNCORRECTED = {"use_vllm": True, "vllm_importance_sampling_correction": False}
 VESPO = {"loss_type": "vespo"}
-TOP_P = {"filter_groups": "top_p"}
+TOP_P = {"sampling.filter_groups": "top_p"}
 ADAPTIVE = {"use_adaptive_entropy": True}
 ONE_TURN = {"max_turns": 1}  # of two, so that every trajectory is truncated
 
@@ -110,15 +112,15 @@ def count_by_turn(trajectory, **kwargs):
 
 
 TEMPLATE_TEST = (
-    "tests/trainers/test_publishing.py::test_the_template_and_the_grammar_that_were_asked_for_are_used_and_saved"
+    "tests/features/hub/test_publishing.py::test_the_template_and_the_grammar_that_were_asked_for_are_used_and_saved"
 )
 RATE_TEST = (
-    "tests/trainers/test_echo_guard.py::"
+    "tests/features/echo_trap/test_echo_guard.py::"
     "test_the_learning_rates_of_policy_and_critic_are_halved_for_some_steps_and_the_schedule_goes_on"
 )
 
 SUMMARIES = "tests/rollout/test_summaries.py"
-RESAMPLING, CURRICULUM = "tests/trainers/test_resampling.py", "tests/trainers/test_curriculum.py"
+RESAMPLING, CURRICULUM = "tests/features/sampling/test_resampling.py", "tests/features/sampling/test_curriculum.py"
 
 TABLE = {
     # ---- ours: rollout
@@ -160,7 +162,7 @@ TABLE = {
         Refused("strip", {"context_policy": "keep", "context_turns": None}, context_policy="window", context_turns=2),
     ),
     "eval_temperature": Acts(effects.evaluation, 0.5),
-    "generation_batch_rows": (Acts(effects.local_generator, 3), Refused(3, {"use_vllm": False}, **ENGINE)),
+    "generation_batch_rows": Acts(effects.local_generator, 3),
     "vllm_server_urls": (Acts(effects.engine, ["http://a:1"], **SERVER), Refused(["http://a:1"], SERVERS)),
     "max_sync_logprob_gap": (Acts(effects.sync_call, 0.3, **ENGINE), Refused(0.3, ENGINE)),
     "overlap_rollout": (
@@ -171,36 +173,37 @@ TABLE = {
     "prompts_per_rollout": (Acts(effects.shape, 4), Refused(4, {"steps_per_generation": 4}, steps_per_generation=3)),
     "updates_per_rollout": (Acts(effects.shape, 4), Refused(4, {"num_iterations": 2}, num_iterations=3)),
     # ---- ours: dynamic sampling and curriculum
-    "resample_rounds": (
+    "sampling": (Refused(True, {"sampling": {"curriculum": True}}), Refused({"rounds": 1}, {"sampling": {}})),
+    "sampling.resample_rounds": (
         ShownBy(f"{RESAMPLING}::test_whole_groups_are_replaced_and_everything_is_counted"),
         Refused(2, {"num_generations": 2}, config_class=PPO, num_generations=1),
-        Refused(-1, {"resample_rounds": 0}),
+        Refused(-1, {"sampling.resample_rounds": 0}),
     ),
-    "resample_max_trajectories": (
+    "sampling.resample_max_trajectories": (
         ShownBy(f"{RESAMPLING}::test_at_a_limit_the_rest_stays_as_it_is_and_is_counted"),
-        Refused(64, {"resample_rounds": 2}),
-        Refused(7, {"resample_max_trajectories": 8}, resample_rounds=2),
+        Refused(64, {"sampling.resample_rounds": 2}),
+        Refused(7, {"sampling.resample_max_trajectories": 8}, sampling={"resample_rounds": 2}),
     ),
-    "resample_max_seconds": (
+    "sampling.resample_max_seconds": (
         ShownBy(f"{RESAMPLING}::test_at_a_limit_the_rest_stays_as_it_is_and_is_counted"),
-        Refused(9.0, {"resample_rounds": 2}),
-        Refused(0.0, {"resample_max_seconds": 1.0}, resample_rounds=2),
+        Refused(9.0, {"sampling.resample_rounds": 2}),
+        Refused(0.0, {"sampling.resample_max_seconds": 1.0}, sampling={"resample_rounds": 2}),
     ),
-    "pass_reward": (
+    "sampling.pass_reward": (
         ShownBy(f"{CURRICULUM}::test_a_pass_rate_is_an_average_that_forgets"),
-        Refused(1.0, {"resample_rounds": 2}, {"curriculum": True}),
-        Refused(float("nan"), {"pass_reward": 1.0}, curriculum=True),
+        Refused(1.0, {"sampling.resample_rounds": 2}, {"sampling.curriculum": True}),
+        Refused(float("nan"), {"sampling.pass_reward": 1.0}, sampling={"curriculum": True}),
     ),
-    "curriculum": ShownBy(f"{CURRICULUM}::test_prompts_that_pass_half_the_time_are_drawn_most"),
-    "curriculum_floor": (
+    "sampling.curriculum": ShownBy(f"{CURRICULUM}::test_prompts_that_pass_half_the_time_are_drawn_most"),
+    "sampling.curriculum_floor": (
         ShownBy(f"{CURRICULUM}::test_weights_are_those_of_the_formula"),
-        Refused(0.5, {"curriculum": True}),
-        Refused(0.0, {"curriculum_floor": 0.1}, curriculum=True),
+        Refused(0.5, {"sampling.curriculum": True}),
+        Refused(0.0, {"sampling.curriculum_floor": 0.1}, sampling={"curriculum": True}),
     ),
-    "curriculum_rate": (
+    "sampling.curriculum_rate": (
         ShownBy(f"{CURRICULUM}::test_a_pass_rate_is_an_average_that_forgets"),
-        Refused(0.3, {"curriculum": True}),
-        Refused(1.5, {"curriculum_rate": 1.0}, curriculum=True),
+        Refused(0.3, {"sampling.curriculum": True}),
+        Refused(1.5, {"sampling.curriculum_rate": 1.0}, sampling={"curriculum": True}),
     ),
     # ---- ours: rewards, advantages, loss
     "truncated_trajectories": Acts(effects.batch, "mask", **ONE_TURN),
@@ -216,6 +219,7 @@ TABLE = {
     "turn_reward_weights": Acts(effects.batch, [0.5], turn_reward_funcs=[count_by_turn]),
     "advantage_estimator": Acts(effects.batch, "rloo"),
     "separate_process_advantages": Acts(effects.batch, True),
+    "loss_term": ShownBy("tests/trainers/test_extra_loss.py::test_a_function_is_the_same_term_under_its_own_name"),
     "gamma": (
         Acts(effects.batch, 0.5, advantage_estimator="reinforce_pp"),
         Refused(0.5, {"advantage_estimator": "reinforce_pp"}),
@@ -268,64 +272,78 @@ TABLE = {
     ),
     "record_trajectories": Acts(effects.store, "parquet"),
     "push_trajectories": (
-        ShownBy("tests/trainers/test_publishing.py::test_trajectories_are_uploaded_only_if_asked"),
+        ShownBy("tests/features/hub/test_publishing.py::test_trajectories_are_uploaded_only_if_asked"),
         Refused(True, {"record_trajectories": "parquet"}, record_trajectories="none"),
     ),
     "allow_secrets": ShownBy(
-        "tests/trainers/test_uploads.py::test_a_secret_stops_the_upload_of_a_trainer_until_its_file_is_allowed"
+        "tests/features/hub/test_uploads.py::test_a_secret_stops_the_upload_of_a_trainer_until_its_file_is_allowed"
     ),
-    "push_critic": ShownBy("tests/trainers/test_uploads.py::test_the_critic_is_uploaded_only_if_asked"),
+    "push_critic": ShownBy("tests/features/hub/test_uploads.py::test_the_critic_is_uploaded_only_if_asked"),
     "secret_names": ShownBy(
-        "tests/trainers/test_publishing.py::test_names_of_secrets_decide_what_is_masked_in_records_and_in_the_table"
+        "tests/features/hub/test_publishing.py::test_names_of_secrets_decide_what_is_masked_in_records_and_in_the_table"
     ),
     "secret_patterns": ShownBy(
-        "tests/trainers/test_publishing.py::test_patterns_of_secrets_are_masked_in_records_and_in_the_table"
+        "tests/features/hub/test_publishing.py::test_patterns_of_secrets_are_masked_in_records_and_in_the_table"
     ),
     "chat_template": ShownBy(TEMPLATE_TEST),
     "response_template": ShownBy(TEMPLATE_TEST),
-    "max_failure_share": ShownBy(
-        "tests/trainers/test_failures.py::test_an_outage_ends_the_run_when_the_window_is_full_of_it"
+    "failures": Refused({"share": 0.5}, {"failures": {"max_share": 0.4}}),
+    "outages": Refused(3, {"outages": {"max_wait": 3}}),
+    "failures.max_share": ShownBy(
+        "tests/features/reliability/test_failures.py::test_an_outage_ends_the_run_when_the_window_is_full_of_it"
     ),
-    "failure_window": ShownBy(
-        "tests/trainers/test_failures.py::test_an_outage_ends_the_run_when_the_window_is_full_of_it"
+    "failures.window": ShownBy(
+        "tests/features/reliability/test_failures.py::test_an_outage_ends_the_run_when_the_window_is_full_of_it"
     ),
     "journal": ShownBy(
-        "tests/trainers/test_journal.py::test_without_a_journal_nothing_is_written_and_everything_is_played_again"
+        "tests/features/journal/test_training_journal.py::test_without_a_journal_nothing_is_written_and_everything_is_played_again"
     ),
-    "echo_actions": (
-        ShownBy("tests/trainers/test_echo_guard.py::test_the_clip_is_widened_upwards_and_the_kl_term_switched_off"),
-        Refused(["roll_back"], {"save_strategy": "steps"}, {"echo_actions": ["stop"]}, save_strategy="no"),
+    "echo.actions": (
+        ShownBy(
+            "tests/features/echo_trap/test_echo_guard.py::test_the_clip_is_widened_upwards_and_the_kl_term_switched_off"
+        ),
+        Refused(["roll_back"], {"save_strategy": "steps"}, {"echo.actions": ["stop"]}, save_strategy="no"),
     ),
-    "echo_dry_run": (
-        ShownBy("tests/trainers/test_echo_guard.py::test_a_dry_run_says_what_it_would_do_and_changes_nothing"),
-        Refused(True, {"echo_actions": ["all"]}),
+    "echo.dry_run": (
+        ShownBy(
+            "tests/features/echo_trap/test_echo_guard.py::test_a_dry_run_says_what_it_would_do_and_changes_nothing"
+        ),
+        Refused(True, {"echo.actions": ["all"]}),
     ),
-    "echo_patience": (
-        ShownBy("tests/trainers/test_echo_guard.py::test_a_dry_run_says_what_it_would_do_and_changes_nothing"),
-        Refused(5, {"echo_actions": ["all"]}),
+    "echo.patience": (
+        ShownBy(
+            "tests/features/echo_trap/test_echo_guard.py::test_a_dry_run_says_what_it_would_do_and_changes_nothing"
+        ),
+        Refused(5, {"echo.actions": ["all"]}),
     ),
-    "echo_max_roll_backs": (
-        ShownBy("tests/trainers/test_echo_guard.py::test_a_dry_run_says_what_it_would_do_and_changes_nothing"),
-        Refused(5, {"echo_actions": ["all"]}),
+    "echo.max_roll_backs": (
+        ShownBy(
+            "tests/features/echo_trap/test_echo_guard.py::test_a_dry_run_says_what_it_would_do_and_changes_nothing"
+        ),
+        Refused(5, {"echo.actions": ["all"]}),
     ),
-    "echo_rate_factor": (ShownBy(RATE_TEST), Refused(0.1, {"echo_actions": ["learning_rate"]})),
-    "echo_rate_steps": (ShownBy(RATE_TEST), Refused(5, {"echo_actions": ["learning_rate"]})),
-    "echo_entropy_coef": (
-        ShownBy("tests/trainers/test_echo_guard.py::test_the_entropy_bonus_of_trl_is_switched_on_and_enters_the_loss"),
-        Refused(0.01, {"echo_actions": ["entropy"]}),
+    "echo.rate_factor": (ShownBy(RATE_TEST), Refused(0.1, {"echo.actions": ["learning_rate"]})),
+    "echo.rate_steps": (ShownBy(RATE_TEST), Refused(5, {"echo.actions": ["learning_rate"]})),
+    "echo.entropy_coef": (
+        ShownBy(
+            "tests/features/echo_trap/test_echo_guard.py::test_the_entropy_bonus_of_trl_is_switched_on_and_enters_the_loss"
+        ),
+        Refused(0.01, {"echo.actions": ["entropy"]}),
     ),
     "journal_keep": (
-        ShownBy("tests/trainers/test_journal.py::test_rollouts_before_the_last_checkpoint_go_but_for_journal_keep"),
+        ShownBy(
+            "tests/features/journal/test_training_journal.py::test_rollouts_before_the_last_checkpoint_go_but_for_journal_keep"
+        ),
         Refused(-1, {"journal_keep": 0}),
     ),
     "replay": ShownBy(
-        "tests/trainers/test_journal.py::"
+        "tests/features/journal/test_training_journal.py::"
         "test_a_replay_trains_on_the_same_batches_without_sampler_tools_and_environment"
     ),
-    "save_on_signal": ShownBy(
-        "tests/trainers/test_signals.py::test_without_save_on_signal_everything_is_closed_and_nothing_is_written"
+    "failures.save_on_signal": ShownBy(
+        "tests/features/reliability/test_signals.py::test_without_save_on_signal_everything_is_closed_and_nothing_is_written"
     ),
-    "rank_timeout": ShownBy(
+    "failures.rank_timeout": ShownBy(
         "tests/distributed/test_endings.py::test_a_rank_without_a_sign_of_life_ends_the_other_after_rank_timeout"
     ),
     "max_failed_saves": ShownBy(
@@ -334,13 +352,17 @@ TABLE = {
     "resume_without": ShownBy(
         "tests/trainers/test_whole_checkpoints.py::test_a_damaged_part_is_left_out_where_that_is_asked_for"
     ),
-    "max_tool_failure_rise": ShownBy("tests/trainers/test_tool_watch.py::test_few_calls_and_small_rises_are_no_sign"),
-    "min_tool_calls": ShownBy("tests/trainers/test_tool_watch.py::test_few_calls_and_small_rises_are_no_sign"),
-    "max_outage_wait": ShownBy(
-        "tests/trainers/test_tool_watch.py::test_a_tool_that_does_not_come_back_ends_the_run_with_a_checkpoint"
+    "outages.max_failure_rise": ShownBy(
+        "tests/features/reliability/test_tool_watch.py::test_few_calls_and_small_rises_are_no_sign"
     ),
-    "max_nonfinite_steps": ShownBy(
-        "tests/trainers/test_nonfinite.py::test_the_number_of_steps_is_the_users_and_a_healthy_step_begins_anew"
+    "outages.min_calls": ShownBy(
+        "tests/features/reliability/test_tool_watch.py::test_few_calls_and_small_rises_are_no_sign"
+    ),
+    "outages.max_wait": ShownBy(
+        "tests/features/reliability/test_tool_watch.py::test_a_tool_that_does_not_come_back_ends_the_run_with_a_checkpoint"
+    ),
+    "failures.max_nonfinite_steps": ShownBy(
+        "tests/features/reliability/test_nonfinite.py::test_the_number_of_steps_is_the_users_and_a_healthy_step_begins_anew"
     ),
     "retry_failed": ShownBy("tests/trainers/test_lost_members.py::test_a_replaced_failure_changes_no_bit_of_the_run"),
     "min_group_size": (
@@ -348,38 +370,43 @@ TABLE = {
         Refused(9, {"num_generations": 10, "per_device_train_batch_size": 10}),
     ),
     # ---- ours: signals of collapse
-    "echo_trap": ShownBy(
-        "tests/trainers/test_echo_signals.py::test_every_signal_is_logged_and_the_training_is_the_same_bit_for_bit"
+    "echo": ShownBy(
+        "tests/features/echo_trap/test_echo_signals.py::test_every_signal_is_logged_and_the_training_is_the_same_bit_for_bit"
     ),
-    "echo_thresholds": (
-        ShownBy("tests/trainers/test_echo_signals.py::test_the_users_thresholds_are_those_that_are_judged_by"),
-        Refused({"window": 20}, {"echo_trap": True}),
-    ),
-    "mutual_information_every": (
+    "echo.thresholds": (
         ShownBy(
-            "tests/trainers/test_echo_signals.py::test_every_signal_is_logged_and_the_training_is_the_same_bit_for_bit"
+            "tests/features/echo_trap/test_echo_signals.py::test_the_users_thresholds_are_those_that_are_judged_by"
         ),
-        Refused(5, {"echo_trap": True}),
+        Refused({"windows": 20}, {"echo.thresholds": {"window": 20}}),
+    ),
+    "echo.mutual_information_every": (
+        ShownBy(
+            "tests/features/echo_trap/test_echo_signals.py::test_every_signal_is_logged_and_the_training_is_the_same_bit_for_bit"
+        ),
+        Refused(-1, {"echo.mutual_information_every": 1}),
     ),
     # ---- ours: which groups are trained on
-    "filter_groups": (
+    "sampling.filter_groups": (
         Acts(effects.batch, "top_p"),
         Refused("top_p", {"num_generations": 2}, config_class=PPO, num_generations=1),
         Refused("top_p", {"fp16": False}, fp16=True),
+        Refused("best", {"sampling.filter_groups": "top_p"}),
     ),
-    "filter_value": (Acts(effects.filtered, 0.1, **TOP_P), Refused(0.1, TOP_P)),
-    "filter_statistic": (Acts(effects.filtered, "var", **TOP_P), Refused("var", TOP_P)),
-    "filter_when": (Acts(effects.filtered, 50.0, **TOP_P), Refused(0.5, TOP_P)),
-    "filter_loss_scaling": (
-        ShownBy("tests/trainers/test_group_filter.py::test_the_loss_is_multiplied_by_the_kept_share_if_asked"),
+    "sampling.filter_value": (Acts(effects.filtered, 0.1, **TOP_P), Refused(0.1, TOP_P)),
+    "sampling.filter_statistic": (Acts(effects.filtered, "var", **TOP_P), Refused("var", TOP_P)),
+    "sampling.filter_when": (Acts(effects.filtered, 50.0, **TOP_P), Refused(0.5, TOP_P)),
+    "sampling.filter_loss_scaling": (
+        ShownBy(
+            "tests/features/sampling/test_group_filter.py::test_the_loss_is_multiplied_by_the_kept_share_if_asked"
+        ),
         Refused(True, TOP_P),
     ),
     "critic_uses_filtered": (
         ShownBy(
-            "tests/trainers/test_group_filter.py::"
+            "tests/features/sampling/test_group_filter.py::"
             "test_policy_and_critic_train_on_the_kept_rows_and_the_critic_on_all_if_asked"
         ),
-        Refused(True, {"filter_groups": "top_p"}, config_class=PPO, num_generations=4),
+        Refused(True, {"sampling.filter_groups": "top_p"}, config_class=PPO, num_generations=4),
     ),
     # ---- ours: the critic
     "lam": Acts(effects.batch, 0.5, PPO),
@@ -494,13 +521,13 @@ TABLE = {
         Refused(81, {"vllm_server_base_url": None}, **SERVERS, vllm_server_base_url="http://b:1"),
     ),
     "vllm_server_timeout": (Acts(effects.engine, 9.0, **SERVER), Refused(9.0, SERVER, **ENGINE)),
-    "vllm_group_port": (Acts(effects.engine, 9, **SERVER), Refused(9, SERVER, **ENGINE)),
+    "vllm_group_port": Refused(9, {"vllm_group_port": 51216}, **SERVERS),
     **{
         name: (Acts(effects.engine, 9.0, **SERVER), Refused(9.0, SERVER, **ENGINE))
         for name in ("vllm_health_timeout", "vllm_retry_window", "vllm_sync_timeout")
     },
     "vllm_weight_transfer": (
-        Acts(effects.engine, "sockets", **SERVER),
+        Acts(effects.engine, "folder", **SERVER),
         Refused("ib", {"vllm_weight_transfer": "nccl"}, **SERVERS),
         Refused("nccl", SERVER, **ENGINE),
     ),
@@ -612,7 +639,7 @@ def test_a_field_acts_or_is_refused_with_a_cure_that_works(tmp_path, name):
 
 def test_every_field_of_trl_and_of_ours_has_a_line():
     inherited = {item.name for item in fields(TrainingArguments)}
-    found = {item.name for kind in (GRPOConfig, GRPO, PPO) for item in fields(kind)}
+    found = {item.name for kind in (GRPOConfig, GRPO, PPO) for item in fields(kind)} | set(mapping_keys())
     assert found - inherited - set(TABLE) == set(), "write a line for each: what honours it, or what refuses it"
     assert set(TABLE) - found == set(), "no field has this name"
 
@@ -645,7 +672,7 @@ def test_whatever_the_checks_know_has_a_refusal_in_the_table():
         for name, lines in TABLE.items()
         if any(isinstance(line, Refused) for line in (lines if isinstance(lines, tuple) else (lines,)))
     }
-    waiting = {name for need in (*OUR_NEEDS, *TRL_NEEDS) for name in need.options}
+    waiting = {name for need in (*NEEDS, *TRL_NEEDS) for name in need.names.split()}
     assert {*UNSUPPORTED_OPTIONS, *waiting} - refused == set()
 
 

@@ -1,10 +1,14 @@
 """A loss term of the user's own: a sum over tokens that means the same in every layout and for both trainers."""
 
+import itertools
+
 import pytest
 import torch
 
+from agent_r1_trl.objects import OwnObjectError
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.update.layout import UPDATE_LAYOUTS
+from tests.toys import AddEnv
 from tests.trainers.helpers import LikelihoodTrainer, loss_and_gradients, make_trainer, scored_batch
 
 
@@ -85,4 +89,79 @@ def test_none_is_no_term(tmp_path):
 def test_what_is_no_scalar_tensor_is_refused(tmp_path, wrong):
     trainer = make_trainer(tmp_path, trainer=returning(wrong))
     with pytest.raises(ValueError, match="extra_loss"):
+        trainer.compute_loss(trainer.model, scored_batch(trainer))
+
+
+# -------------------------------------------------------------------- as a function: `loss_term`
+
+
+def likelihood(inputs, log_probs, mask):
+    return -0.5 * log_probs.sum()
+
+
+def of_rewards(inputs, log_probs, mask):
+    return -(inputs["trajectory_rewards"].unsqueeze(1) * log_probs * mask).sum()
+
+
+@pytest.mark.parametrize("given", [likelihood, f"{__name__}:likelihood"], ids=["object", "path"])
+def test_a_function_is_the_same_term_under_its_own_name(tmp_path, given):
+    method, function = make_trainer(tmp_path, trainer=LikelihoodTrainer), make_trainer(tmp_path, loss_term=given)
+    batch = [scored_batch(item) for item in (method, function)][1]
+    assert torch.equal(loss_and_gradients(method, batch)[0], loss_and_gradients(function, batch)[0])
+    assert function._metrics["train"]["loss_term"] == method._metrics["train"]["extra_loss"]
+    assert function.args.to_dict()["loss_term"] == f"{__name__}:likelihood"
+
+
+def test_method_and_function_add_up(tmp_path):
+    both = make_trainer(tmp_path, trainer=LikelihoodTrainer, loss_term=likelihood)
+    plain, one = make_trainer(tmp_path), make_trainer(tmp_path, loss_term=likelihood)
+    batch = [scored_batch(item) for item in (both, plain, one)][2]
+    losses = [loss_and_gradients(item, batch)[0].item() for item in (plain, one, both)]
+    assert losses[2] - losses[1] == pytest.approx(losses[1] - losses[0], abs=1e-6) and losses[1] != losses[0]
+
+
+@pytest.mark.parametrize("layout", UPDATE_LAYOUTS)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_function_of_the_rewards_sees_those_of_its_rows(tmp_path, layout, steps):
+    seen = []
+
+    def look(inputs, log_probs, mask):
+        for reward, ids, row in zip(inputs["trajectory_rewards"], inputs["completion_ids"], mask, strict=True):
+            seen.append((reward.item(), tuple(ids[row].tolist())))
+        return of_rewards(inputs, log_probs, mask)
+
+    trainer = make_trainer(
+        tmp_path, loss_term=look, update_layout=layout, max_steps=1, gradient_accumulation_steps=steps,
+        per_device_train_batch_size=8 // steps,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.log_history[0]["loss_term"] != 0
+    earned = {
+        (item.total_reward, tuple(itertools.compress(item.completion_ids, item.action_mask)))
+        for item in trainer.last_trajectories
+    }
+    assert len({reward for reward, _ in earned}) > 1 and set(seen) == earned
+
+
+def test_every_row_of_a_rewritten_context_has_the_reward_of_its_trajectory(tmp_path):
+    rewards = iter([3.0, 5.0])
+
+    class Paid(AddEnv):
+        def outcome_reward(self, trajectory):
+            return next(rewards)
+
+    def again(view):
+        return [*view.prompt_messages, {"role": "user", "content": "again"}]
+
+    options = {"context_policy": again, "num_generations": 2, "per_device_train_batch_size": 2}
+    trainer = make_trainer(tmp_path, env=Paid, loss_term=of_rewards, max_concurrency=1, **options)
+    rows = scored_batch(trainer)["trajectory_rewards"].tolist()
+    earned = [item.total_reward for item in trainer.last_trajectories for _ in item.rows]
+    assert rows[: len(earned)] == earned and len(earned) > 2 == len(set(earned))
+
+
+@pytest.mark.parametrize("wrong", [lambda *rest: 1.0, lambda *rest: 1 / 0], ids=["number", "raises"])
+def test_a_function_that_fails_is_named(tmp_path, wrong):
+    trainer = make_trainer(tmp_path, loss_term=wrong)
+    with pytest.raises(OwnObjectError, match=r"loss_term='tests.*<lambda>' (returned 1.0|raised ZeroDivisionError)"):
         trainer.compute_loss(trainer.model, scored_batch(trainer))

@@ -109,7 +109,7 @@ def test_lora_trains_the_adapter_and_samples_from_it(tmp_path):
     assert any(value.abs().max() > 0 for name, value in after.items() if "lora_B" in name)
     # The sampler's log-probabilities are the adapted policy's, not the base model's.
     rows = [dict(row) for row in questions(4)] * 2
-    trajectory = trainer.rollouts.play(rows, trainer.model_wrapped, trainer._position())[0].trajectories[0]
+    trajectory = trainer.rollouts.play(rows, trainer.model_wrapped, trainer._position()).trajectories[0]
     ids = torch.tensor([trajectory.prompt_ids + trajectory.completion_ids])
     with torch.no_grad():
         adapted = torch.log_softmax(trainer.model.eval()(input_ids=ids).logits[0, :-1].float(), -1)

@@ -1,13 +1,14 @@
 """A run that learns nothing says so: what, at which step, and with which exit code."""
 
 import logging
+import re
 import time
 
 import pytest
 
+from agent_r1_trl.features.reliability.tool_watch import ToolOutageError
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trainers.learning_report import LearningReport
-from agent_r1_trl.trainers.tool_watch import ToolOutageError
 from tests.toys import AddEnv, calls, say
 from tests.trainers.helpers import make_trainer
 
@@ -59,17 +60,17 @@ def look(rng, turn):
         (PerQuestion, "Step 1: The trajectories of each of the 2 groups earned the same"),
     ],
 )
-@pytest.mark.parametrize("filter_groups", [None, "top_p"])
-def test_the_first_rollout_without_a_difference_is_named_once(tmp_path, env, said, filter_groups, caplog):
-    trainer = make_trainer(tmp_path, env=env, max_steps=4, filter_groups=filter_groups)
+@pytest.mark.parametrize("rule", [None, "top_p"])
+def test_the_first_rollout_without_a_difference_is_named_once(tmp_path, env, said, rule, caplog):
+    trainer = make_trainer(tmp_path, env=env, max_steps=4, sampling={"filter_groups": rule})
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert caplog.text.count("nothing can be learned") == 1
     assert said in caplog.text
     messages = [record.getMessage() for record in caplog.records]
     first = next(index for index, text in enumerate(messages) if "nothing can be learned" in text)
-    assert not [text for text in messages[:first] if "filter_groups" in text], "the cause comes first"
-    summary = trainer.learning.summary()
+    assert not [text for text in messages[:first] if "skipped" in text], "the cause comes first"
+    summary = trainer.features["learning"].summary()
     assert "4 of 4 rollouts (100%)" in summary and "the model has learned nothing" in summary
 
 
@@ -77,7 +78,7 @@ def test_rewards_that_differ_are_no_news(tmp_path, caplog):
     trainer = make_trainer(tmp_path, max_steps=2)
     trainer.train()
     assert "nothing can be learned" not in caplog.text
-    assert "0 of 2 rollouts" in trainer.learning.summary()
+    assert "0 of 2 rollouts" in trainer.features["learning"].summary()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,29 @@ def test_a_tool_that_says_nothing_is_named(tmp_path, how, said, caplog):
     trainer = make_trainer(tmp_path, script=look, env=looking(how), max_steps=2)
     trainer.train()
     assert (said or "") in caplog.text and caplog.text.count("answers of the tool") == bool(said)
-    assert ("All 16 answers of the tool 'look'" in trainer.learning.summary()) is bool(said)
+    assert ("All 16 answers of the tool 'look'" in trainer.features["learning"].summary()) is bool(said)
+
+
+def test_the_summary_names_a_tool_that_failed_in_every_call_and_no_call_that_reached_none(tmp_path):
+    def script(rng, turn):
+        broken = say("<tool_call>\n{oops\n</tool_call>")
+        made = calls(("nope", {}), ("look", {"word": 1.5}), ("look", {"word": str(rng.random())}))
+        return [broken, made, say("x" * rng.randrange(1, 9))][turn]
+
+    def broken(word: str) -> str:
+        """Look up a word.
+
+        Args:
+            word: Any.
+        """
+        raise KeyError("index")
+
+    broken.__name__ = "look"
+    env = type("Looking", (AddEnv,), {"tools": (tool(broken),)})
+    trainer = make_trainer(tmp_path, script=script, env=env, max_steps=1, max_turns=5, max_completion_length=500)
+    trainer.train()
+    summary = trainer.features["learning"].summary()
+    assert re.findall("All .* calls .*", summary) == ["All 8 calls of the tool 'look' failed."], summary
 
 
 @pytest.mark.parametrize("how", ["raises", "slow"])

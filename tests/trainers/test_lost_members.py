@@ -92,7 +92,7 @@ def test_an_evaluation_counts_what_is_left_of_a_group(tmp_path):
         ({"min_group_size": 0}, "min_group_size=0 must be a whole number >= 1"),
         ({"retry_failed": -1}, "retry_failed=-1 must be a whole number >= 0"),
         ({"retry_failed": 1.0}, "retry_failed=1.0 must be a whole number"),
-        ({"max_nonfinite_steps": 0}, "max_nonfinite_steps=0 must be a whole number >= 1"),
+        ({"failures": {"max_nonfinite_steps": 0}}, "failures.max_nonfinite_steps=0 must be a whole number >= 1"),
     ],
 )
 def test_settings_that_mean_nothing_are_named(options, complaint):
@@ -108,7 +108,7 @@ def test_a_replaced_failure_changes_no_bit_of_the_run(tmp_path):
     for name, env, retries in (("whole", AddEnv, 0), ("replaced", failing(0, 2, times=2), 2)):
         trainer = make_trainer(
             tmp_path / name, env=env, train_dataset=questions(2), max_steps=3, retry_failed=retries,
-            max_failure_share=0.0, failure_window=1,
+            failures={"max_share": 0.0, "window": 1},
         )  # fmt: skip
         trainer.train()
         runs.append(trainer)
@@ -123,7 +123,7 @@ def test_a_replaced_failure_changes_no_bit_of_the_run(tmp_path):
 def test_what_still_fails_after_all_tries_counts_as_failed(tmp_path):
     trainer = make_trainer(
         tmp_path, env=failing(0, 1, 2, 3), train_dataset=questions(2), max_steps=3, retry_failed=1,
-        max_failure_share=0.4, failure_window=2,
+        failures={"max_share": 0.4, "window": 2},
     )  # fmt: skip
     with pytest.raises(NothingPlayedError, match=r"4 of the last 8 trajectories failed.*4 x environment_error"):
         trainer.train()

@@ -11,8 +11,8 @@ from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.credit import source_scales
-from agent_r1_trl.trainers.trl_logs import replace_last, return_metrics
-from agent_r1_trl.update.live_rows import MEANS_OVER_MICRO_BATCHES, MEANS_OVER_ROWS, policy_scale, set_live_scales
+from agent_r1_trl.trainers.metrics import return_metrics
+from agent_r1_trl.update.batching import MEANS_OVER_MICRO_BATCHES, MEANS_OVER_ROWS, policy_scale, set_live_scales
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import (
@@ -315,16 +315,6 @@ def test_reward_metrics_by_hand():
     assert return_metrics(returns, group_size=2, scale_rewards="batch")["frac_reward_zero_std"] == 0
     assert return_metrics(returns, group_size=1, scale_rewards="group")["frac_reward_zero_std"] == 1
     assert nanstd(returns).item() == pytest.approx(1.3**0.5)
-
-
-def test_only_the_last_entries_of_a_column_are_replaced():
-    from collections import deque
-
-    column = deque([1, 2, 3, 4], maxlen=4)
-    replace_last(column, [7, 8])
-    assert list(column) == [1, 2, 7, 8]
-    replace_last(column, [5] * 6)
-    assert list(column) == [5] * 4
 
 
 @pytest.mark.parametrize(

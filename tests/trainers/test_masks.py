@@ -1,15 +1,16 @@
 """What the policy did not sample moves nothing: not the loss, not a gradient, not the baseline."""
 
+import itertools
+import math
+
 import pytest
 import torch
-from accelerate import Accelerator
+from trl import GRPOTrainer
 
 from agent_r1_trl.advantages import Credit
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.generation import ScriptedGenerator
-from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
-from agent_r1_trl.update.batching import settle_masks
-from tests.recording.examples import two_turns as two_turns_record
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import (
     AddEnv,
@@ -53,20 +54,52 @@ def test_the_gradient_at_mask_0_is_exactly_zero(tmp_path, family, loss_type):
     assert (gradient[mask] != 0).any()
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
-def test_advantages_at_mask_0_are_zero_whatever_the_rewards_there(tmp_path, poison):
-    trainer = make_trainer(tmp_path)
+PER_TOKEN = {
+    "advantages", "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"
+}  # fmt: skip
+
+
+POISONS = (math.nan, math.inf, -math.inf, 1e30, -200.0)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("loss_type", ["dapo", "sapo", "cispo", "vespo"])
+def test_what_stands_at_mask_0_moves_nothing(tmp_path, loss_type, layout):
+    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
+    trainer = make_trainer(
+        tmp_path, model=str(tmp_path / "policy"), beta=0.1, use_vllm=True, update_layout=layout, loss_type=loss_type,
+        vllm_importance_sampling_mode="token_truncate", off_policy_mask_threshold=0.5, entropy_coef=0.1,
+    )  # fmt: skip
     batch = scored_batch(trainer)
     mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
     assert (batch["advantages"][~mask] == 0).all()
     assert (batch["advantages"][mask] != 0).any()
     loss, gradients = loss_and_gradients(trainer, batch)
-    # Observation ids are inputs, but what they would have earned is nobody's business.
-    batch["advantages"] = torch.where(mask, batch["advantages"], torch.tensor(0.0 if poison != poison else 1e6))
-    other_loss, other = loss_and_gradients(trainer, batch)
+    # Observation ids are inputs, but what else stands there is nobody's business.
+    for name, poison in itertools.product(PER_TOKEN, POISONS):
+        poisoned = {**batch, name: batch[name].masked_fill(~mask, poison)}
+        other_loss, other = loss_and_gradients(trainer, poisoned)
+        assert torch.equal(loss, other_loss), (name, poison)
+        assert all(torch.equal(gradient, other[weight]) for weight, gradient in gradients.items()), (name, poison)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_model_that_gives_observations_no_probability_trains_as_ever(tmp_path, layout):
+    trainer = make_trainer(tmp_path, update_layout=layout, num_iterations=2, entropy_coef=0.1)
+    batch = scored_batch(trainer)
+    mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    loss, gradients = loss_and_gradients(trainer, batch)
+    forward = trainer.layout.log_probs if layout == "packed" else GRPOTrainer._get_per_token_logps_and_entropies
+
+    def poisoned(*args, **kwargs):
+        return tuple(part if part is None else part.masked_fill(~mask, -math.inf) for part in forward(*args, **kwargs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.layout, "log_probs", poisoned)
+        patch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", poisoned)
+        other_loss, other = loss_and_gradients(trainer, batch)
     assert torch.equal(loss, other_loss)
-    for name, gradient in gradients.items():
-        assert torch.equal(gradient, other[name]), name
+    assert all(torch.equal(gradient, other[name]) for name, gradient in gradients.items())
 
 
 def test_ids_trained_are_the_ids_sampled(tmp_path):
@@ -137,17 +170,13 @@ def test_without_loss_mask_an_observation_gets_the_number_of_the_token_it_follow
         torch.testing.assert_close(batch["advantages"], unmasked["advantages"])
 
 
-def test_without_loss_mask_importance_ratios_stay_those_of_action_tokens():
-    trajectory = two_turns_record()
-    length = len(trajectory.completion_ids)
-    output = {"completion_mask": torch.ones(1, length, dtype=torch.long)}
-    output["importance_sampling_ratio"] = torch.tensor([[0.25]])  # TRL's, of the sequence
-    args = MultiTurnGRPOConfig(output_dir="unused", use_cpu=True, bf16=False, loss_mask=False)
-    yes = torch.tensor([True])
-    settle_masks(output, [trajectory], yes, yes, args, Accelerator(cpu=True))
-    expected = [0.25 if mask else 1.0 for mask in trajectory.action_mask]
-    assert output["importance_sampling_ratio"].tolist() == [expected]
-    assert output["num_items_in_batch"] == length > sum(trajectory.action_mask)
+def test_without_loss_mask_importance_ratios_stay_those_of_action_tokens(tmp_path):
+    batch = scored_batch(make_trainer(tmp_path, loss_mask=False, use_vllm=True))
+    masked = scored_batch(make_trainer(tmp_path, use_vllm=True))
+    action = (masked["completion_mask"] * masked["tool_mask"]).bool()
+    assert (batch["importance_sampling_ratio"][~action] == 1).all()
+    assert (batch["importance_sampling_ratio"][action] != 1).all()
+    assert batch["num_items_in_batch"] == batch["completion_mask"].sum() > action.sum()
 
 
 def failing(tokenizer, is_failure):

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.trainers import MultiTurnGRPOConfig
-from agent_r1_trl.trainers.lookahead import ROW_INDEX, Lookahead, in_seeded_order
+from agent_r1_trl.trainers.rollouts import Lookahead, training_order
 from tests.trainers.helpers import AddEnv, make_trainer, questions
 
 OVERLAP = {"overlap_rollout": True}
@@ -140,19 +140,17 @@ def test_the_order_of_the_rows_hangs_on_no_draw_of_the_next_rollout(tmp_path):
     assert [len(rows) for rows in runs[0]] == [4] * 4
 
 
-def test_a_seeded_order_keeps_rows_whole_and_does_not_depend_on_the_order_before():
-    rows = torch.arange(6)
+def test_a_seeded_order_does_not_depend_on_what_was_drawn_before():
     orders = []
-    for before in (rows, rows.flip(0)):
-        batches = [
-            {ROW_INDEX: part, "ids": torch.stack([part, part], dim=1), "count": torch.tensor(6), "none": None}
-            for part in before.split(3)
-        ]
-        shuffled = in_seeded_order(batches, 3, 7)
-        assert [set(inputs) for inputs in shuffled] == [{"ids", "count", "none"}] * 2
-        assert all(torch.equal(inputs["ids"][:, 0], inputs["ids"][:, 1]) for inputs in shuffled)
-        orders.append(torch.cat([inputs["ids"][:, 0] for inputs in shuffled]).tolist())
-    assert orders[0] == orders[1] != rows.tolist() and sorted(orders[0]) == rows.tolist()
+    for _ in range(2):
+        orders.append(training_order(6, seed=3, step=7, is_seeded=True).tolist())
+        torch.rand(1)
+    assert orders[0] == orders[1] != list(range(6)) and sorted(orders[0]) == list(range(6))
+    assert training_order(6, seed=3, step=8, is_seeded=True).tolist() != orders[0]
+    torch.manual_seed(5)
+    expected = torch.randperm(6)
+    torch.manual_seed(5)
+    assert torch.equal(training_order(6, seed=3, step=7, is_seeded=False), expected), "TRL's order"
 
 
 class HeldEnv(AddEnv):

@@ -114,7 +114,7 @@ REFUSED = {
     "max_tokens_per_micro_batch=300": {"update_layout": "shared", "max_tokens_per_micro_batch": 300},
     "loss_unit='turn'": {"loss_unit": "turn"},
     "with a critic": {"trainer": MultiTurnPPOTrainer, "critic": "head"},
-    "filter_groups": {"filter_groups": "top_fraction", "filter_value": 0.5},
+    "sampling.filter_groups": {"sampling.filter_groups": "top_fraction", "sampling.filter_value": 0.5},
     "kl_placement='reward'": {"advantage_estimator": "reinforce_pp", "beta": 0.1, "kl_placement": "reward"},
 }
 """Where rows have no advantages of their own, by the reason."""

@@ -7,8 +7,7 @@ import torch
 from peft import LoraConfig
 from transformers import Trainer
 
-from agent_r1_trl.cli.recipe import read_recipe
-from agent_r1_trl.cli.shipped_recipes import shipped_recipes
+from agent_r1_trl.cli.recipe import read_recipe, shipped_recipes
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from agent_r1_trl.trainers.precision import LEAST_RATE, problem_of_recipe, rounding_problem
 from tests.tokenizers import make_tokenizer

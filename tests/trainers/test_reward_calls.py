@@ -1,10 +1,14 @@
 """What a reward function returns that is no reward is named with the function and the trajectory."""
 
+import asyncio
+import json
+
 import numpy as np
 import pytest
 import torch
 
-from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl import InfrastructureError
+from agent_r1_trl.environments import RewardError, ToolEnv
 from agent_r1_trl.environments.reward_values import finite_number
 from tests.toys import AddEnv
 from tests.trainers.helpers import make_trainer, questions, say
@@ -52,17 +56,62 @@ def test_a_wrong_number_of_rewards_is_named(tmp_path, returned, said):
         train(tmp_path, reward_funcs=[scorer])
 
 
-def test_an_async_function_is_checked_and_its_errors_are_its_own(tmp_path):
+def test_what_an_async_function_returns_is_checked(tmp_path):
     async def infinite(completions, **columns):
         return [INF] * len(completions)
 
-    async def broken(completions, **columns):
-        raise KeyError("the judge is down")
-
-    with pytest.raises(ValueError, match="reward_funcs: infinite returned inf for Trajectory"):
+    with pytest.raises(RewardError, match="reward_funcs: infinite returned inf for Trajectory"):
         train(tmp_path, reward_funcs=[infinite])
-    with pytest.raises(KeyError, match="the judge is down"):
-        train(tmp_path, reward_funcs=[broken])
+
+
+def plain(trajectory, **columns):
+    return [float(json.loads(column)) for column in columns["row"]]
+
+
+async def in_turn(trajectory, **columns):
+    await asyncio.sleep(0)
+    return plain(trajectory, **columns)
+
+
+@pytest.mark.parametrize("function", [plain, in_turn])
+@pytest.mark.parametrize("setting", ["reward_funcs", "turn_reward_funcs"])
+def test_a_function_that_raises_is_named_with_its_line_and_the_example(tmp_path, setting, function):
+    rows = questions(4).map(lambda row, index: {"row": "2" if index != 1 else "none"}, with_indices=True)
+    line = plain.__code__.co_firstlineno + 1
+    said = (
+        rf"{setting}: {function.__name__} raised JSONDecodeError: Expecting value: line 1 column 1 \(char 0\) "
+        rf"\(.*test_reward_calls\.py, line {line}\)\. Correct the function\. It was in example 'q1', generation 0\.$"
+    )
+    with pytest.raises(RewardError, match=said) as caught:
+        train(tmp_path, train_dataset=rows, shuffle_dataset=False, **{setting: [function]})
+    assert isinstance(caught.value.__cause__, json.JSONDecodeError)
+
+
+@pytest.mark.parametrize("setting", ["reward_funcs", "turn_reward_funcs"])
+def test_a_function_that_asks_for_a_column_that_is_not_there_reads_which_there_are(tmp_path, setting):
+    def mine(trajectory, gold, **columns): ...
+
+    said = rf"{setting}: mine cannot be called: .*mine\(\) missing 1 .*'gold'\. It gets .*id, .*trajectory"
+    with pytest.raises(RewardError, match=said):
+        train(tmp_path, **{setting: [mine]})
+
+
+def test_a_function_that_raises_for_no_trajectory_alone_says_so(tmp_path):
+    def mine(completions, **columns):
+        return [1 / (1 - len(completions) // 8)] * len(completions)
+
+    with pytest.raises(RewardError, match="It was called for 8 trajectories, and raises for none of them alone"):
+        train(tmp_path, reward_funcs=[mine])
+
+
+@pytest.mark.parametrize("setting", ["reward_funcs", "turn_reward_funcs"])
+def test_a_judge_that_is_down_is_the_infrastructures_failure(tmp_path, setting):
+    async def judge(trajectory, **columns):
+        raise ConnectionError("no route")
+
+    said = rf"{setting}: judge raised ConnectionError: no route \(.*test_reward_calls\.py, line \d+\)\.$"
+    with pytest.raises(InfrastructureError, match=said):
+        train(tmp_path, **{setting: [judge]})
 
 
 def test_what_a_function_makes_of_a_trajectory_that_failed_is_not_read(tmp_path):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from agent_r1_trl.trainers import MultiTurnGRPOConfig
-from agent_r1_trl.trainers.played import PlayedBatch
 from agent_r1_trl.trainers.rewards import (
     Rewards,
     add_turn_rewards,
@@ -13,6 +12,7 @@ from agent_r1_trl.trainers.rewards import (
     in_baseline,
     penalise_truncated,
 )
+from agent_r1_trl.trainers.rollout_batch import RolloutBatch
 from agent_r1_trl.trajectory import StopReason
 from tests.recording.examples import empty, two_turns
 
@@ -145,10 +145,12 @@ def test_a_batch_that_is_settled_again_leaves_the_same_groups_out():
     """Dynamic sampling and the curriculum settle a batch after every round, and the trainer once more."""
     rewards = rewards_of("keep")
     rewards.min_group_size = 3
-    played = PlayedBatch([{}] * 4, [two_turns() for _ in range(4)], None)
-    played.reward_values = torch.tensor([[1.0], [2.0], [NAN], [NAN]])
+    batch = RolloutBatch([{}] * 4, [two_turns() for _ in range(4)], None)
+    batch.reward_values = torch.tensor([[1.0], [2.0], [NAN], [NAN]])
+    rewards.place_on_outcomes(
+        batch.trajectories, batch.reward_values, functions=[len], names=["length"], weights=[1.0]
+    )
     for _ in range(4):
-        rewards.settle(played, functions=[len], names=["length"], weights=[1.0], group_size=4)
-        played.has_outcomes = True
-        assert [item.is_group_too_small for item in played.trajectories] == [True, True, False, False]
-        assert played.in_baseline.tolist() == [item.in_baseline for item in played.trajectories] == [False] * 4
+        rewards.resolve_members(batch, 4)
+        assert [item.is_group_too_small for item in batch.trajectories] == [True, True, False, False]
+        assert batch.in_baseline.tolist() == [item.in_baseline for item in batch.trajectories] == [False] * 4

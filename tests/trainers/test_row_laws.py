@@ -22,8 +22,7 @@ from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.critic import critic_parameters
 from agent_r1_trl.rows import Segment
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.played import PlayedBatch
-from agent_r1_trl.trainers.training_rows import TrainingRows
+from agent_r1_trl.trainers.rollout_batch import RolloutBatch, TrainingRows
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory, Turn
 from tests.effort import examples
 from tests.tokenizers import make_tokenizer
@@ -209,18 +208,16 @@ def train_on(trainer, trajectories):
     """Loss, gradients and advantages over time of one optimizer step on these, after the weights have moved."""
     trajectories, credit = copy.deepcopy(trajectories), []
 
-    def play(rows, position):
-        played = PlayedBatch(list(rows), trajectories, None)
-        trainer.rewards.place_on_turns(trajectories, rows)
-        played.split = TrainingRows.of(trajectories, trainer.args)
-        return played
+    def play(rows, model, position):
+        return RolloutBatch(list(rows), trajectories, None, position=position)
 
-    def note(trajectories, output):
-        pairs = zip(trajectories, output["advantages"].tolist(), strict=True)
+    def note(batch, output):
+        pairs = zip(batch.trajectories, batch.training_rows.to_time(output["advantages"]).tolist(), strict=True)
         credit.extend(row[: len(item.completion_ids)] for item, row in pairs)
 
     weights = copy.deepcopy(trainer.model.state_dict())
-    trainer.resampling.play, trainer._log_and_record, trainer._buffered_inputs = play, note, None
+    trainer.rollouts.play, trainer.rollouts.finish = play, lambda position: None
+    trainer._record, trainer._buffered_inputs = note, None
     trainer.model.zero_grad()
     rows = [{"id": item.example_id, "prompt": item.prompt_messages} for item in trajectories]
     torch.manual_seed(2)  # TRL shuffles the trajectories of a rollout

@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from agent_r1_trl.trainers import MultiTurnPPOTrainer, roll_back
+from agent_r1_trl.features.echo_trap import roll_back
+from agent_r1_trl.trainers import MultiTurnPPOTrainer
+from tests.features.echo_trap.echo_helpers import guard_of, guarded, is_equal, weights_of
+from tests.features.journal import journal_run
 from tests.toys import AddEnv
-from tests.trainers import journal_run
-from tests.trainers.echo_helpers import guarded, is_equal, weights_of
 from tests.trainers.helpers import make_trainer, questions
 from tests.trainers.test_rows import three_turns
 
 ROOT = Path(__file__).resolve().parents[2]
 WINDOW = {"context_policy": "window", "context_turns": 1, "max_turns": 4}
 BY_TOKENS = {"update_layout": "shared", "max_tokens_per_micro_batch": 500}
-HALF = {"filter_groups": "top_fraction", "filter_value": 0.5}
+HALF = {"sampling.filter_groups": "top_fraction", "sampling.filter_value": 0.5}
 PPO = {"trainer": MultiTurnPPOTrainer, "critic": "head", "num_generations": 1}
 
 
@@ -33,7 +34,7 @@ def train(folder, checkpoint=None, **options):
     def keep(inputs):
         output = score(inputs)
         assert max(len(item.rows) for item in trainer.last_trajectories) > 1
-        trainer.scored.append(dict(trainer.row_batches._rows))
+        trainer.scored.append(dict(output))
         return output
 
     trainer._generate_and_score_completions = keep
@@ -77,12 +78,12 @@ def test_a_run_goes_on_in_the_middle_of_a_rollout(tmp_path, kind):
     assert_same_end(resumed, whole)
 
 
-REPLACED = {"resample_rounds": 3, "per_device_train_batch_size": 8, "journal_keep": 99}
+REPLACED = {"sampling.resample_rounds": 3, "per_device_train_batch_size": 8, "journal_keep": 99}
 OVERLAP = {"overlap_rollout": True, "use_vllm": True}  # the scripted generator plays
 JOURNALED = {
-    "resampled": {**REPLACED, "curriculum": True},
+    "resampled": {**REPLACED, "sampling.curriculum": True},
     "overlap": {**OVERLAP, **PPO, **BY_TOKENS},
-    "both": {**REPLACED, **OVERLAP, "curriculum": True},
+    "both": {**REPLACED, **OVERLAP, "sampling.curriculum": True},
 }
 
 
@@ -91,13 +92,13 @@ def test_a_resumed_run_has_the_same_rows_and_samples_nothing_again(tmp_path, kin
     options = {"train_dataset": questions(40), **JOURNALED[kind]}
     whole = train(tmp_path, **options)
     rounds = [path for path in (tmp_path / "journal" / "rank0").iterdir() if path.name.count(".") == 2]
-    assert bool(rounds) == ("resample_rounds" in options), "some groups were replaced"
+    assert bool(rounds) == ("sampling.resample_rounds" in options), "some groups were replaced"
     resumed = train(tmp_path, "checkpoint-2", **options)
     assert resumed.num_sampled == 0 and "anew" not in caplog.text
     assert_same_rows(resumed.scored, whole.scored[2:])
     assert_same_end(resumed, whole)
-    if "curriculum" in options:
-        rates = [run.resampling.curriculum.pass_rates for run in (resumed, whole)]
+    if "sampling.curriculum" in options:
+        rates = [run.features["resampling"].curriculum.pass_rates for run in (resumed, whole)]
         assert torch.equal(*rates) and rates[0].unique().numel() > 2
 
 
@@ -106,9 +107,7 @@ def test_an_overlapped_run_trains_on_the_rows_of_one_that_waits(tmp_path):
     plain = train(tmp_path / "plain", **options)
     overlapped = train(tmp_path / "overlap", **options, overlap_rollout=True)
     assert len(plain.scored) == 2
-    assert_same_rows(
-        [{name: rows[name] for name in rows if name != "row_index"} for rows in overlapped.scored], plain.scored
-    )
+    assert_same_rows(overlapped.scored, plain.scored)
 
 
 def test_a_run_that_dies_while_it_rolls_back_goes_on_as_if_it_did_not(tmp_path, monkeypatch):
@@ -128,7 +127,7 @@ def test_a_run_that_dies_while_it_rolls_back_goes_on_as_if_it_did_not(tmp_path, 
     resumed = guarded(tmp_path / "killed", {}, "roll_back", **options)
     resumed.train(resume_from_checkpoint=True)
     for run in (straight, resumed):
-        assert run.echo_guard.state.num_roll_backs == 1 and run.echo_guard.state.num_steps == 12
+        assert guard_of(run).state.num_roll_backs == 1 and guard_of(run).state.num_steps == 12
     assert max(len(item.rows) for item in resumed.last_trajectories) > 1
     assert is_equal(weights_of(straight.model), weights_of(resumed.model))
 

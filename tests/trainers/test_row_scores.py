@@ -6,7 +6,7 @@ from peft import LoraConfig
 
 from agent_r1_trl.critic import critic_parameters
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.training_rows import trained_rows
+from agent_r1_trl.trainers.rollout_batch import trained_rows
 from agent_r1_trl.update import layout as layout_module
 from agent_r1_trl.update.micro_batches import PASSES, live_ids
 from tests.tokenizers import make_tokenizer
@@ -43,8 +43,8 @@ def make(tmp_path, **options):
 
 
 def rows_of(trainer):
+    held = scored_batch(trainer)
     rows = [row for item in trainer.last_trajectories for row in trained_rows(item)]
-    held = trainer.row_batches._rows
     assert len(rows) == len(held["completion_ids"]) > len(trainer.last_trajectories)
     return rows, held
 
@@ -69,7 +69,6 @@ def test_old_and_reference_log_probs_are_those_of_each_row_alone(tmp_path, layou
     with torch.no_grad():
         for parameter in trainer.ref_model.parameters():
             parameter.mul_(1.1)
-    scored_batch(trainer)
     rows, held = rows_of(trainer)
     assert_scored(held, "old_per_token_logps", rows, lambda row: plain_log_probs(trainer.model, row))
     assert_scored(held, "ref_per_token_logps", rows, lambda row: plain_log_probs(trainer.ref_model, row))
@@ -82,7 +81,6 @@ def test_old_values_are_those_of_each_row_alone(tmp_path, kind, layout):
     data = questions().add_column("gold", [gold[index % 2] for index in range(8)])
     options = {"trainer": MultiTurnPPOTrainer, "train_dataset": data, "bootstrap_truncated": True}
     trainer = make(tmp_path, **options, **CRITICS[kind], **LAYOUTS[layout])
-    scored_batch(trainer)
     rows, held = rows_of(trainer)
     prefixes = [[] for _ in rows]
     if "privileged_ids" in held:
@@ -113,8 +111,8 @@ def test_a_truncated_trajectory_goes_on_with_the_value_of_the_context_that_was_o
     trainer = make(tmp_path, **options, **CRITICS[kind], **LAYOUTS[layout])
     score, found = trainer._old_values, []
     trainer._old_values = lambda *args: found.append(score(*args)) or found[0]
-    output = scored_batch(trainer)
-    held, bootstrap = trainer.row_batches._rows or output, found[0][1]  # two turns are one row
+    held = scored_batch(trainer)
+    bootstrap, of_rows = found[0][1], trainer.last_batch.training_rows.index
     num_truncated = 0
     for index, item in enumerate(trainer.last_trajectories):
         if not item.stop_reason.is_truncated:
@@ -127,7 +125,7 @@ def test_a_truncated_trajectory_goes_on_with_the_value_of_the_context_that_was_o
         assert context[: len(kept)] == kept, "the last turn stays"
         prefix = []
         if "privileged_ids" in held:
-            row = trainer.row_batches._index.index(index) if trainer.row_batches._rows else index
+            row = of_rows.index(index)
             prefix = held["privileged_ids"][row][held["privileged_mask"][row].bool()].tolist()
         ids = torch.tensor([prefix + context])
         with torch.no_grad():

@@ -13,8 +13,8 @@ from agent_r1_trl.critic import critic_parameters
 from agent_r1_trl.recording import read_trajectories
 from agent_r1_trl.rows import Segment
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.row_checks import WHOLE_ROWS
-from agent_r1_trl.trainers.training_rows import TrainingRows, trained_rows
+from agent_r1_trl.trainers.config_checks import WHOLE_ROWS
+from agent_r1_trl.trainers.rollout_batch import TrainingRows, trained_rows
 from agent_r1_trl.trajectory import Trajectory, Turn
 from tests.tokenizers import make_tokenizer
 from tests.toys import call, say
@@ -55,9 +55,9 @@ def splitting(trainer, cut):
     play = trainer.rollouts.play
 
     def played(*args, **kwargs):
-        batch, metrics = play(*args, **kwargs)
+        batch = play(*args, **kwargs)
         batch.trajectories = [cut(item) for item in batch.trajectories]
-        return batch, metrics
+        return batch
 
     trainer.rollouts.play = played
     return trainer
@@ -172,7 +172,7 @@ def test_with_a_unit_one_loss_type_weighs_as_the_other_does_without(tmp_path, lo
     assert_same_step(*steps)
 
 
-HALF = {"filter_groups": "top_fraction", "filter_value": 0.5}
+HALF = {"sampling.filter_groups": "top_fraction", "sampling.filter_value": 0.5}
 BY_TOKENS = {"update_layout": "shared", "max_tokens_per_micro_batch": 500, "gradient_accumulation_steps": 2}
 
 
@@ -203,18 +203,15 @@ def test_the_reference_scores_the_rows_of_the_kept_trajectories_alone(tmp_path):
     make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
     options = {"model": str(tmp_path / "policy"), "beta": 0.05, "per_device_train_batch_size": 4, **HALF, **MANY}
     trainer = make_trainer(
-        tmp_path, script=three_turns, num_generations=2, gradient_accumulation_steps=2, echo_trap=True, **options
+        tmp_path, script=three_turns, num_generations=2, gradient_accumulation_steps=2, echo=True, **options
     )
-    seen, take = [], trainer.echo_signals.take
-    trainer.echo_signals.take = lambda *args: seen.append(args[3]) or take(*args)
     trainer = splitting(trainer, at_every_turn)
-    scored_batch(trainer)
-    held = trainer.row_batches._rows
+    held = scored_batch(trainer)
     is_kept, is_scored = held["is_kept"].tolist(), held["ref_per_token_logps"].any(dim=1).tolist()
     assert 0 < sum(is_kept) < len(is_kept) > len(trainer.last_trajectories)
     assert is_scored[1:] == is_kept[1:] and is_scored[0], "row 0 fills up the forward pass"
-    (of_trajectories,) = seen
-    assert [bool(of_trajectories[index]) for index in trainer.row_batches._index] == is_kept
+    batch = trainer.last_batch
+    assert [bool(batch.is_kept[index]) for index in batch.training_rows.index] == is_kept
 
 
 @pytest.mark.parametrize("for_critic", (False, True))
@@ -223,8 +220,8 @@ def test_kept_trajectories_take_turns_in_the_optimizer_steps_with_all_their_rows
     options = {"trainer": MultiTurnPPOTrainer, "critic": "head", "critic_uses_filtered": True} if for_critic else {}
     options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}
     options |= {
-        "filter_groups": "top_fraction",
-        "filter_value": 0.25,
+        "sampling.filter_groups": "top_fraction",
+        "sampling.filter_value": 0.25,
         "num_generations": 2,
         "loss_unit": "turn",
         **MANY,
@@ -306,8 +303,7 @@ WINDOW = {"context_policy": "window", "context_turns": 1, "max_turns": 4, "scrip
 def test_old_log_probs_of_a_row_are_those_of_a_plain_forward_of_it(tmp_path):
     by_halves = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "per_device_train_batch_size": 4}
     trainer = make_trainer(tmp_path, **WINDOW, **by_halves)
-    scored_batch(trainer)
-    held = trainer.row_batches._rows
+    held = scored_batch(trainer)
     rows = [row for item in trainer.last_trajectories for row in trained_rows(item)]
     assert len(rows) == len(held["completion_ids"]) > len(trainer.last_trajectories)
     for number, row in enumerate(rows):

@@ -180,7 +180,8 @@ def test_the_trainer_plays_and_updates_in_this_shape(tmp_path):
 
 
 def test_the_recipes_of_the_page_have_the_shape_that_it_says(monkeypatch):
-    page = (Path(__file__).parents[2] / "docs" / "shaping.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "filtering.md").read_text(encoding="utf-8")
+    page = page.split("\n## The shape of a rollout\n")[1].split("\n## ")[0]
     ragen, better = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
     known = {item.name for item in fields(MultiTurnPPOConfig)}
     ragen = {name: value for name, value in ragen.items() if name not in ("trainer", "turn_reward_funcs")}

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
+from agent_r1_trl.trainers.credit import anchors
 from agent_r1_trl.trainers.row_batches import NUM_TURNS, TURN_SHARES
+from agent_r1_trl.trajectory import StopReason, Trajectory, Turn
 from tests.toys import call, say
 from tests.trainers.helpers import make_trainer, move_weights, questions
 from tests.trainers.test_rows import ValuedTrainer
@@ -51,14 +53,13 @@ def first_batch(trainer):
     """The rows as they were scored, and the micro-batch that is trained on."""
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    hold, held = trainer.row_batches.hold, {}
+    add_shares, held = trainer.row_batches.add_shares, {}
 
-    def holding(output, rows, **kwargs):
-        result = hold(output, rows, **kwargs)
-        held.update(trainer.row_batches._rows)
-        return result
+    def adding(output, rows, **kwargs):
+        add_shares(output, rows, **kwargs)
+        held.update(output)
 
-    trainer.row_batches.hold = holding
+    trainer.row_batches.add_shares = adding
     return held, trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
 
 
@@ -223,6 +224,28 @@ def test_gigpo_compares_the_turns_that_read_the_same_context(tmp_path):
     assert [[next(found) for _ in own] for own in expected] == [pytest.approx(own, abs=1e-5) for own in expected]
     assert trainer._metrics["train"]["credit/step_group_size"] == [pytest.approx(size)]
     assert size == 40 / 3, "five turns of eight trajectories on three fields"
+
+
+def anchors_after(*contexts):
+    """Of trajectories whose second turn reads one of these contexts: what GiGPO tells it by."""
+    empty = {key: [] for key in ("prompt_ids", "completion_ids", "action_mask", "logprobs", "turn_ids", "authors")}
+    found = []
+    for context in contexts:
+        turns = [Turn(start=0, end=0, message={}, next_context=given) for given in (context, None)]
+        item = Trajectory(prompt_messages=[], turns=turns, stop_reason=StopReason.DONE, **empty)
+        found.append(anchors(item)[1])
+    return found
+
+
+def test_the_anchor_tells_contexts_apart_by_their_calls_and_never_by_ids():
+    def context(name="move", step=1, number="a"):
+        calls = [{"type": "function", "id": number, "function": {"name": name, "arguments": {"id": step}}}]
+        answer = {"role": "tool", "content": "moved", "tool_call_id": number}
+        return [{"role": "assistant", "content": "", "tool_calls": calls}, answer]
+
+    first, again, *others = anchors_after(context(), context(number="b"), context(name="jump"), context(step=2))
+    assert first == again
+    assert len({first, *others}) == 3
 
 
 CASES = [

@@ -11,7 +11,7 @@ from collections import deque
 
 import pytest
 
-from agent_r1_trl.trainers.trl_logs import write_as_text
+from agent_r1_trl.trainers.metrics import write_as_text
 from tests.cli.conftest import write_task
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy

@@ -3,6 +3,7 @@
 A failure here says which change of TRL broke what.
 """
 
+import hashlib
 import inspect
 
 import pytest
@@ -14,8 +15,9 @@ from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
 
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from agent_r1_trl.trainers.config_checks import UNSUPPORTED_OPTIONS
 from agent_r1_trl.trainers.construction import as_trl_sees
-from agent_r1_trl.trainers.rollout_checks import UNSUPPORTED_OPTIONS
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_args, make_policy, make_trainer, questions, scored_batch
 
@@ -53,12 +55,31 @@ def test_an_evaluation_is_a_loop_whose_metrics_are_logged_after_it():
     assert evaluation.index("self.evaluation_loop(") < evaluation.index("self.log(output.metrics)")
 
 
+BODIES = {
+    "_prepare_inputs": "f824e7fb07147956",
+    "_generate": "2a27fdf8f5e6f356",
+    "_generate_and_score_completions": "1fa48922792dcd5c",
+}
+"""TRL's methods that ours stand in for with an environment, and hashes of their source: what is new in a release is
+read by someone, and ported where it concerns rollouts of ours, before the hash is changed."""
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_that_ours_stands_in_for_was_read(name):
+    found = hashlib.sha256(source(name).encode()).hexdigest()[:16]
+    assert found == BODIES[name], f"GRPOTrainer.{name} has changed: read what is new"
+
+
+def test_few_classes_stand_above_trls():
+    """A step is read in one class, saving in another, evaluation in a third."""
+    for kind in (MultiTurnGRPOTrainer, MultiTurnPPOTrainer):
+        own = [item.__name__ for item in kind.__mro__ if item.__module__.startswith("agent_r1_trl.")]
+        assert len(own) <= 4, own
+
+
 def test_old_log_probs_are_the_first_of_three_results():
     parameters = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
     assert parameters[:6] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
-    assert "old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies(" in source(
-        "_generate_and_score_completions"
-    )
 
 
 def test_the_loss_calls_the_model_once(tmp_path):
@@ -67,17 +88,6 @@ def test_the_loss_calls_the_model_once(tmp_path):
     batch = scored_batch(trainer)
     trainer._compute_loss(lambda **kwargs: calls.append(1) or trainer.model(**kwargs), batch)
     assert calls == [1]
-
-
-def test_generation_returns_eight_things():
-    returned = source("_generate").rsplit("return ", 1)[1].strip()
-    assert (
-        returned == "prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images"
-    )
-
-
-def test_extra_fields_reach_the_reward_functions_as_columns():
-    assert "inp[key] = values[i]" in source("_generate_and_score_completions")
 
 
 def test_the_loss_takes_advantages_per_token_and_multiplies_both_masks():
@@ -99,7 +109,8 @@ def test_the_batch_has_the_tensors_that_are_replaced(tmp_path):
     expected = set(scored_batch(plain))
     assert {"advantages", "completion_mask", "num_items_in_batch", "prompt_ids", "completion_ids"} <= expected
     ours = set(scored_batch(make_trainer(tmp_path)))
-    assert ours == expected | {"tool_mask", "in_baseline", "row_scale", "micro_batch_scale", "trajectory_row"}
+    added = {"tool_mask", "in_baseline", "row_scale", "micro_batch_scale", "trajectory_row", "trajectory_rewards"}
+    assert ours == expected | added
 
 
 def test_attributes_that_are_read_exist(tmp_path):
@@ -119,9 +130,7 @@ def test_the_constructors_arguments_stand_where_ours_names_them():
     assert {"tools", "environment_factory", "rollout_func", "reward_processing_classes"} <= set(names[6:])
 
 
-def test_environments_are_reset_by_trl_only_before_it_generates():
-    text = source("_generate_and_score_completions")
-    assert text.index("environment.reset(") < text.index("self._generate(") < text.index("self._calculate_rewards(")
+def test_environments_reach_the_reward_functions():
     assert 'reward_kwargs["environments"] = self.environments' in source("_calculate_rewards")
 
 

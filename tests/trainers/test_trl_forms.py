@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
+from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
 from tests.tokenizers import make_tokenizer
@@ -363,12 +364,13 @@ def test_our_own_form_passes_nothing_that_a_function_does_not_take(tmp_path):
         scored_batch(build(tmp_path, reward_funcs=exact, **arguments))
 
 
-def test_a_function_that_takes_less_than_trl_passes_raises_as_in_trl(tmp_path):
+def test_a_function_that_takes_less_than_trl_passes_raises_and_is_told_what_it_gets(tmp_path):
     def short(prompts, completions):
         return [1.0] * len(prompts)
 
-    for trainer in build_pair(tmp_path, call_then_answer, reward_funcs=short, tools=[add]):
-        with pytest.raises(TypeError, match="unexpected keyword"):
+    pair = build_pair(tmp_path, call_then_answer, reward_funcs=short, tools=[add])
+    for trainer, kind in zip(pair, (TypeError, RewardError), strict=True):
+        with pytest.raises(kind, match="unexpected keyword"):
             scored_batch(trainer)
 
 

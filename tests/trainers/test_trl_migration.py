@@ -5,6 +5,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig
 
+from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from agent_r1_trl.trajectory import Trajectory
 from tests.tokenizers import make_tokenizer
@@ -136,12 +137,13 @@ def test_a_reward_function_that_skips_rows_leaves_them_out(tmp_path):
     assert trainer.state.log_history[0]["reward"] == pytest.approx(1.0)
 
 
-def test_a_bug_in_a_reward_function_propagates(tmp_path):
+def test_a_bug_in_a_reward_function_ends_the_run_and_is_named_with_its_line(tmp_path):
     def broken(completions, **kwargs):
         raise KeyError("score")
 
-    with pytest.raises(KeyError, match="score"):
+    with pytest.raises(RewardError, match=r"broken raised KeyError: 'score' \(.*migration\.py, line") as caught:
         build(tmp_path, reward_funcs=broken, tools=[plain_add]).train()
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_a_plain_grpo_config_will_do(tmp_path):

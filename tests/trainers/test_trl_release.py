@@ -110,13 +110,19 @@ def test_the_release_that_is_called_tested_is_the_one_of_the_constraints():
 LOSS = '        prompt_ids, prompt_mask = inputs["prompt_ids"], inputs["prompt_mask"]\n'
 CHANGES = {
     "a method is renamed": (
-        [("trainer/grpo_trainer.py", "_calculate_rewards", "_score")],
+        [("trainer/grpo_trainer.py", "_calculate_rewards", "score")],
         "GRPOTrainer._calculate_rewards is gone",
         "error",
     ),
     "a method needs another argument": (
-        [("trainer/grpo_trainer.py", "def _generate(self, prompts: list)", "def _generate(self, prompts, budget)")],
-        "GRPOTrainer._generate needs 'budget'",
+        [
+            (
+                "trainer/grpo_trainer.py",
+                "def _compute_loss(self, model, inputs)",
+                "def _compute_loss(self, model, inputs, budget)",
+            )
+        ],
+        "GRPOTrainer._compute_loss needs 'budget'",
         "error",
     ),
     "a function is renamed": (

@@ -10,7 +10,8 @@ from trl import GRPOTrainer
 
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.construction import NEVER_CALLED
-from tests.trainers.helpers import make_trainer, scored_batch
+from tests.toys import say
+from tests.trainers.helpers import make_trainer, scored_batch, two_turns
 
 
 def length(completion_ids, **kwargs):
@@ -30,7 +31,7 @@ def plus_fifteen(kind, calls_super):
 
 @pytest.mark.parametrize("calls_super", [True, False])
 @pytest.mark.parametrize(
-    "options", [{}, {"resample_rounds": 1}, {"trainer": MultiTurnPPOTrainer, "critic": "head"}], ids=str
+    "options", [{}, {"sampling.resample_rounds": 1}, {"trainer": MultiTurnPPOTrainer, "critic": "head"}], ids=str
 )
 def test_rewards_that_a_subclass_changes_are_those_that_count(tmp_path, options, calls_super):
     options = {"trainer": MultiTurnGRPOTrainer, "reward_funcs": [length], **options}
@@ -77,7 +78,7 @@ def test_the_methods_that_are_refused_are_those_that_only_trls_own_generation_re
         todo += calls[todo.pop()] - of_generation
         of_generation.update(todo)
     outside = set().union(*(calls[name] for name in calls if name not in of_generation))
-    assert outside & of_generation == {"_generate"}  # which we override, and which hands over what was played
+    assert outside & of_generation == {"_generate"}  # which TRL's own scoring calls, and ours does not
     assert set(NEVER_CALLED) == of_generation
 
 
@@ -120,3 +121,45 @@ def test_without_a_rollout_of_ours_they_are_trls_business(tmp_path):
     trainer = make_trainer(tmp_path, trainer=kind, env=None, script=None, reward_funcs=[length])
     with pytest.raises(AssertionError, match="never called"):
         trainer.train()
+
+
+# ---------------------------------------------------------------- entries of one's own
+
+
+def answers_and_calls(rng, turn):
+    """Up to three turns, so that a window of one turn makes several rows."""
+    return say("x" * rng.randrange(1, 9)) if turn == 2 or rng.random() < 0.3 else two_turns(rng, 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4},
+        {"context_policy": "window", "context_turns": 1, "max_turns": 4},
+        {"context_policy": "window", "context_turns": 1, "max_turns": 4, "update_layout": "grouped"},
+        {"sampling.filter_groups": "min_p", "sampling.filter_value": 0.01},
+        {"update_layout": "shared", "max_tokens_per_micro_batch": 400},
+    ],
+    ids=str,
+)
+def test_an_entry_that_a_subclass_adds_to_the_batch_reaches_the_loss_beside_its_row(tmp_path, options):
+    class Tagging(MultiTurnGRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            output["tag"] = (output["completion_ids"] * output["completion_mask"]).sum(dim=1)
+            output["names"] = [str(tag) for tag in output["tag"].tolist()]
+            return output
+
+        def _compute_loss(self, model, inputs):
+            in_loss = (inputs["completion_mask"] * inputs["tool_mask"]).any(dim=1)  # others fill up
+            sums = (inputs["completion_ids"] * inputs["completion_mask"]).sum(dim=1)
+            assert torch.equal(inputs["tag"][in_loss], sums[in_loss])
+            names = zip(inputs["names"], inputs["tag"].tolist(), in_loss.tolist(), strict=True)
+            assert all(name == str(tag) for name, tag, is_one in names if is_one)
+            seen.append(int(in_loss.sum()))
+            return super()._compute_loss(model, inputs)
+
+    seen = []
+    make_trainer(tmp_path, trainer=Tagging, script=answers_and_calls, **options).train()
+    assert sum(seen) >= 4

@@ -165,15 +165,15 @@ def test_a_server_on_another_machine_is_sent_the_adapter(tmp_path, lora_server, 
 PPO = {"trainer": MultiTurnPPOTrainer, "num_generations": 1}
 
 
-def spy_on(monkeypatch, owner, method, place=0):
-    """The names of the weights of every sync that goes through `owner.method`, whose argument `place` they are."""
+def spy_on(monkeypatch, owner, method):
+    """The names of the weights of every sync that goes through `owner.method`, whose first argument they are."""
     real, syncs = getattr(owner, method), []
 
-    def spied(self, *args, **kwargs):
+    def spied(self, weights, *args, **kwargs):
         names = []
         syncs.append(names)
-        noted = ((names.append(name), (name, value))[1] for name, value in args[place])
-        return real(self, *args[:place], noted, *args[place + 1 :], **kwargs)
+        noted = ((names.append(name), (name, value))[1] for name, value in weights)
+        return real(self, noted, *args, **kwargs)
 
     monkeypatch.setattr(owner, method, spied)
     return syncs
@@ -200,7 +200,7 @@ def test_ppo_trains_with_vllm_in_process_and_a_critic_in_an_adapter(tmp_path, mo
 
 
 def test_ppo_trains_with_a_server_and_a_critic_of_its_own(tmp_path, server, monkeypatch):
-    syncs = spy_on(monkeypatch, ServerSync, "_send", place=1)
+    syncs = spy_on(monkeypatch, ServerSync, "_send")
     trainer = make_vllm_trainer(tmp_path, critic="model", **PPO, **on(server))
     check_two_steps(trainer)
     trainer.rollouts.close()

@@ -8,7 +8,6 @@ import torch
 from trl import GRPOTrainer
 
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, config_checks
-from agent_r1_trl.trainers.rollout_checks import check_correction
 from agent_r1_trl.update.layout import REGROUPING_LAYOUTS, UPDATE_LAYOUTS, UpdateLayout
 from agent_r1_trl.update.micro_batches import PASSES
 from tests.tokenizers import make_tokenizer
@@ -165,9 +164,9 @@ def test_vespo_takes_ratios_of_tokens_only(unit):
         **CPU, **options | {"importance_sampling_unit": None}, vllm_importance_sampling_mode="sequence_mask"
     )
     with pytest.raises(ValueError, match="vllm_importance_sampling_mode='sequence_mask' with loss_type='vespo'"):
-        check_correction(config)
+        config.check_supported()
     config.vllm_importance_sampling_mode = "token_mask"
-    check_correction(config)
+    config.check_supported()
 
 
 def test_the_off_policy_mask_needs_log_probs_of_every_token_in_the_loss():

@@ -26,7 +26,7 @@ from agent_r1_trl.update.packed_attention import (
     packed_attention,
     use_packed_attention,
 )
-from agent_r1_trl.update.packing import Layout, Segment, pack, packed_log_probs
+from agent_r1_trl.update.packing import Layout, PackedSegment, pack, packed_log_probs
 from tests.trainers.helpers import make_args
 from tests.update.test_packing import SHAPE, forked, forks, gradients_of, make_model, ragged
 
@@ -191,7 +191,12 @@ def test_a_block_mask_lets_a_token_see_its_own_past(rows, share_prefixes):
 
 
 def test_horizons_by_hand():
-    segments = [Segment(0, 2), Segment(2, 4, ((0, 2),)), Segment(4, 5, ((0, 4),)), Segment(5, 7, ((0, 2),))]
+    segments = [
+        PackedSegment(0, 2),
+        PackedSegment(2, 4, ((0, 2),)),
+        PackedSegment(4, 5, ((0, 4),)),
+        PackedSegment(5, 7, ((0, 2),)),
+    ]
     assert Layout(segments, *[torch.zeros(0)] * 4).horizons.tolist() == [7, 7, 5, 5, 5, 7, 7]
 
 

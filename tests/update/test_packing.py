@@ -8,10 +8,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from trl.trainer.utils import add_fused_lm_head
 
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
+from agent_r1_trl.update.batching import take_rows, trim_padding
 from agent_r1_trl.update.layout import regroup
 from agent_r1_trl.update.packed_attention import use_packed_attention
-from agent_r1_trl.update.packing import Segment, pack, packed_log_probs
-from agent_r1_trl.update.rows import take_rows, trim_padding
+from agent_r1_trl.update.packing import PackedSegment, pack, packed_log_probs
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import loss_and_gradients, make_args, make_policy, make_trainer, scored_batch
 
@@ -30,14 +30,14 @@ def test_a_packed_row_holds_the_tokens_up_to_the_last_one_that_predicts():
     batch = pack(*by_hand(), share_prefixes=False)
     assert batch.input_ids.tolist() == [[1, 2, 10, 1, 2, 3, 4, 5, 13, 14]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 3, 4]]
-    assert batch.layout.segments == [Segment(0, 3), Segment(3, 5), Segment(5, 10)]
+    assert batch.layout.segments == [PackedSegment(0, 3), PackedSegment(3, 5), PackedSegment(5, 10)]
 
 
 def test_rows_with_the_same_prompt_share_one_copy_of_it():
     batch = pack(*by_hand(), share_prefixes=True)
     assert batch.input_ids.tolist() == [[1, 2, 10, 3, 4, 5, 13, 14]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
-    assert batch.layout.segments == [Segment(0, 2), Segment(2, 3, ((0, 2),)), Segment(3, 8)]
+    assert batch.layout.segments == [PackedSegment(0, 2), PackedSegment(2, 3, ((0, 2),)), PackedSegment(3, 8)]
 
 
 def forks():
@@ -56,7 +56,8 @@ def test_forks_of_a_trajectory_are_the_branches_of_a_tree():
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 8, 9]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3]]
     assert batch.layout.segments == [
-        Segment(0, 2), Segment(2, 4, ((0, 2),)), Segment(4, 5, ((0, 4),)), Segment(5, 7, ((0, 2),)),
+        PackedSegment(0, 2), PackedSegment(2, 4, ((0, 2),)), PackedSegment(4, 5, ((0, 4),)),
+        PackedSegment(5, 7, ((0, 2),)),
     ]  # fmt: skip
 
 
@@ -65,8 +66,8 @@ def test_a_branch_behind_another_one_sees_the_stretches_of_its_own_past():
     batch = pack(ids, torch.ones_like(ids), torch.ones(3, 1), share_prefixes=True)
     assert batch.input_ids.tolist() == [[1, 1, 2, 2, 3, 3, 4]]
     assert batch.layout.segments == [
-        Segment(0, 2), Segment(2, 4, ((0, 2),)), Segment(4, 5, ((0, 2),)),
-        Segment(5, 6, ((0, 2), (4, 5))), Segment(6, 7, ((0, 2), (4, 5))),
+        PackedSegment(0, 2), PackedSegment(2, 4, ((0, 2),)), PackedSegment(4, 5, ((0, 2),)),
+        PackedSegment(5, 6, ((0, 2), (4, 5))), PackedSegment(6, 7, ((0, 2), (4, 5))),
     ]  # fmt: skip
 
 

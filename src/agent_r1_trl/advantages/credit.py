@@ -66,7 +66,7 @@ class CreditInputs:
     bootstrap_values: torch.Tensor | None = None
     """(N,) the critic's value after the last token of truncated rows, 0 for the others; None for 0 everywhere."""
     is_kept: torch.Tensor | None = None
-    """(N,) bool: whether the trajectory is in a group that `filter_groups` trains on; None for all."""
+    """(N,) bool: whether the trajectory is in a group that `sampling.filter_groups` trains on; None for all."""
     settings: CreditSettings = field(default_factory=CreditSettings)
 
     @property

@@ -24,6 +24,7 @@ from agent_r1_trl.advantages.reinforce_pp import (
     compute_reinforce_pp_baseline_advantages,
 )
 from agent_r1_trl.advantages.turn_group import compute_turn_group_advantages
+from agent_r1_trl.objects import OwnObject, OwnObjectError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,9 @@ class Estimator:
             ValueError: for another type or shape, missing returns, and numbers at mask 1 that are not finite.
         """
         with torch.no_grad():
-            credit = self.compute(inputs)
+            is_own = self.name not in ESTIMATORS
+            compute = OwnObject.of("advantage_estimator", self.compute, self.name) if is_own else self.compute
+            credit = compute(inputs)
         if not isinstance(credit, Credit):
             raise self._refusal(f"a {type(credit).__name__}", "Return Credit(advantages=...)")
         advantages = self._checked("advantages", credit.advantages, inputs.mask)
@@ -109,9 +112,9 @@ class Estimator:
             )
         return tensor
 
-    def _refusal(self, found: str, cure: str) -> ValueError:
+    def _refusal(self, found: str, cure: str) -> OwnObjectError:
         function = getattr(self.compute, "__qualname__", type(self.compute).__name__)
-        return ValueError(f"advantage_estimator={self.name!r}: {function} returned {found}. {cure}.")
+        return OwnObjectError(f"advantage_estimator={self.name!r}: {function} returned {found}. {cure}.")
 
 
 # -------------------------------------------------------------------- the functions

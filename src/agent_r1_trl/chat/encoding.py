@@ -17,6 +17,7 @@ import re
 import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1_trl.chat.errors import ChatFormatError
@@ -26,6 +27,16 @@ _OPEN, _MIDDLE, _CLOSE = "\U000f0000", "\U000f0002", "\U000f0001"
 
 LONG_TEXT = 50_000
 """Characters from which on tokenising takes so long (50 ms and more) that it belongs into a thread."""
+
+
+@dataclass
+class EncodedText:
+    """A rendered text that was encoded in pieces, before it changed."""
+
+    cuts: list[tuple[int, int]] = field(default_factory=list)
+    """How many characters and ids stand before each piece."""
+    pieces: dict[str, list[int]] = field(default_factory=dict)
+    """Text -> ids, of earlier texts too."""
 
 
 class TextEncoder:
@@ -62,6 +73,7 @@ class TextEncoder:
         # Drawn at random so that no data can spell a private name.
         self._key = f"{_OPEN}{secrets.randbelow(10**12)}{_MIDDLE}"
         self._spellings = list(self.control_ids)
+        self._longest = max(map(len, self._spellings), default=0)
         self._control_id_set = set(self.control_ids.values())
         self._control_re = _any_of(self._spellings)
         self._special_re = _any_of(list(self.special_ids))
@@ -86,9 +98,9 @@ class TextEncoder:
         """Undo `hide` in every string of `data`."""
         return _map_strings(data, lambda text: self._hidden_re.sub(lambda match: self._spellings[int(match[1])], text))
 
-    def live_tokens(self, text: str) -> list[tuple[int, int, str]]:
-        """(start, end, spelling) of the control tokens in rendered text that are not hidden."""
-        return [(match.start(), match.end(), match[0]) for match in self._control_re.finditer(text)]
+    def live_tokens(self, text: str, start: int = 0) -> list[tuple[int, int, str]]:
+        """(start, end, spelling) of the control tokens in rendered text that are not hidden, from a character on."""
+        return [(match.start(), match.end(), match[0]) for match in self._control_re.finditer(text, start)]
 
     # ---------------------------------------------------------------- text -> ids
 
@@ -96,22 +108,31 @@ class TextEncoder:
         """Ids of rendered text: live spellings become tokens, hidden ones stay text."""
         return list(self._tokenize(self._privately(text)).ids)
 
-    def encode_pieces(self, text: str, known: dict[str, list[int]]) -> tuple[list[int], dict[str, list[int]]]:
+    def encode_on(self, text: str, known: EncodedText, num_kept: int) -> tuple[int, list[int]]:
         """`encode`, for a text of which parts were encoded before.
 
         The text is cut before control tokens, across which no tokenizer merges.
 
         Args:
             text: rendered text.
-            known: the pieces of an earlier text and their ids.
+            known: of an earlier text; becomes that of this one.
+            num_kept: characters at the start that are those of the earlier text.
 
         Returns:
-            ids, and the pieces of this text.
+            how many ids at the start are those of the earlier text, and the ids after them.
         """
-        cuts = [start for start, _, token in self.live_tokens(text) if token in self._borders]
-        pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)]) if start < end]
-        found = {piece: known[piece] if piece in known else self.encode(piece) for piece in dict.fromkeys(pieces)}
-        return [token_id for piece in pieces for token_id in found[piece]], found
+        while known.cuts and known.cuts[-1][0] + self._longest > num_kept:  # its token must have been kept as well
+            known.cuts.pop()
+        start, num_ids = known.cuts.pop() if known.cuts else (0, 0)
+        ids: list[int] = []
+        cuts = [at for at, _, token in self.live_tokens(text, start) if token in self._borders and at > start]
+        for begin, end in itertools.pairwise([start, *cuts, len(text)]):
+            piece = text[begin:end]
+            if piece not in known.pieces:
+                known.pieces[piece] = self.encode(piece)
+            known.cuts.append((begin, num_ids + len(ids)))
+            ids += known.pieces[piece]
+        return num_ids, ids
 
     def encode_segments(self, segments: Sequence[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
         """Encode the concatenation of `segments` and say which flag each token carries.

@@ -44,7 +44,7 @@ class Staging:
     delta: str
     """Text after the end-of-turn token, generation prompt included."""
     glue: str
-    """The same text with `marks` in place of the observations' contents."""
+    """That text with `marks` in place of the observations' contents."""
     marks: list[str]
 
 

@@ -263,7 +263,11 @@ def _with_template(tokenizer: Any, template: str | None) -> Any:
 
 
 def suggestion(tokenizer: Any, template: str) -> str:
-    """What to pass as chat_template in place of `template`: a name only if the doctor would find no error in it."""
+    """What to pass as chat_template in place of `template`.
+
+    A name only if the doctor would find no error in it, and something speaks for its family: lines in common with
+    `template` (or ChatML, which many families write), and the tokenizer's own tokens for calls, if it has such.
+    """
     from agent_r1_trl.chat.checks import control_tokens, is_sound
     from agent_r1_trl.chat.format import ChatFormat
 
@@ -271,12 +275,20 @@ def suggestion(tokenizer: Any, template: str) -> str:
     likely = ["qwen3_training"] if "<think>" in template else []
     shipped = _shipped()
     known = set(tokenizer.get_vocab())
+    for_tools = {token for token in known if "tool" in token and control_tokens(token)}
 
     def closeness(name: str) -> tuple[int, bool, int]:
         num_lines = len(lines & set(shipped[name].splitlines()))
         return num_lines, name == "qwen2_5_training", len(control_tokens(shipped[name]) & known)
 
+    def is_related(name: str) -> bool:
+        writes_calls = not for_tools or bool(for_tools & control_tokens(shipped[name]))
+        return writes_calls and (closeness(name)[0] > 0 or name == "qwen2_5_training")
+
+    if not template:  # a vocabulary alone does not tell Qwen2.5 from Qwen3, nor Gemma 4 from its diffusion model
+        return GENERAL_CURE
     trained = [name for name in shipped if name.endswith("_training") or f"{name}_training" not in shipped]
+    trained = [name for name in trained if is_related(name)]
     closest = sorted(trained, key=closeness, reverse=True)[:_NUM_CANDIDATES]
     for name in [*likely, *closest]:
         try:

@@ -1,11 +1,11 @@
-"""Conversations as a server shows them: rendered anew before every turn, without the thoughts that the template drops.
+"""Conversations as a server shows them: rendered before every turn, without the reasoning that the template drops.
 
-Which thoughts go is the template's own decision: the whole conversation is rendered with it, as `apply_chat_template`
-does at inference. So the ids of a context are those of inference, whatever the rule is (all earlier turns, those
-before the last user message, those before the last answer).
+Which reasoning goes is the template's own decision, as with `apply_chat_template` at inference. So the ids of a
+context are those of inference, whatever the rule is (all earlier turns, those before the last user message, those
+before the last answer).
 
-The cost of a turn: rendering is text work, a few milliseconds for a long conversation. Encoding is the slow part, and
-only text that changed is encoded.
+The cost of a turn stays the same, however long the conversation is: where the template's rule allows it, only the end
+of the conversation is rendered, and only text that changed is encoded (`RenderedConversation`).
 
 Not covered: how a turn is cut into thought, content and calls (`parsing.py`).
 """
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agent_r1_trl.chat.encoding import TextEncoder
+from agent_r1_trl.chat.encoding import EncodedText, TextEncoder
 from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.chat.jinja import ChatTemplate, calling, tool_answer
 from agent_r1_trl.chat.messages import readable
@@ -35,18 +35,42 @@ class ThoughtRule:
     """Some thought of an earlier turn is not shown."""
     tags: tuple[str, str] | None
     """What stands around a thought in `content`, for a template that knows no `reasoning_content`; else None."""
+    is_local: bool
+    """The end of a conversation tells what becomes of it when it goes on."""
 
 
 def find_rule(template: ChatTemplate) -> ThoughtRule:
     """The rule of a template, found by rendering conversations of a few turns."""
-    shown = [_MARK in text for text in _probes(template, {"reasoning_content": _MARK})]
+    tags, thought = None, {"reasoning_content": _MARK}
+    shown = [_MARK in text for text in _probes(template, thought)]
     closer = _CLOSERS.search(template.source)
     if not any(shown) and closer:
-        tags = (closer[0].replace("/", "", 1), closer[0])
-        inside = [_MARK in text for text in _probes(template, {"content": with_thought(tags, _MARK, "said")})]
-        if any(inside):
-            return ThoughtRule(drops=not all(inside), tags=tags)
-    return ThoughtRule(drops=not all(shown), tags=None)
+        around = (closer[0].replace("/", "", 1), closer[0])
+        inside = {"content": with_thought(around, _MARK, "said")}
+        found = [_MARK in text for text in _probes(template, inside)]
+        if any(found):
+            tags, thought, shown = around, inside, found
+    return ThoughtRule(drops=not all(shown), tags=tags, is_local=_is_local(template, thought))
+
+
+def _is_local(template: ChatTemplate, thought: Message) -> bool:
+    """Whether a long conversation of all kinds of turns is the same text, rendered at once and by its ends."""
+    question: Message = {"role": "user", "content": "q"}
+    answer: Message = {"role": "assistant", "content": "said"}
+    thinking, calls, answers = calling(**thought), [calling(), tool_answer("t")], [answer | thought, question]
+    turns = [*[[thinking, tool_answer("t")]] * 5, calls, [answer, question], answers, answers, calls, calls]
+    turns += [*[[thinking, tool_answer("t")]] * 4, answers, calls, answers, [thinking, tool_answer("t")]]
+    whole = [question]
+    conversation = RenderedConversation(template, template.probe_tools)
+    try:
+        for index, turn in enumerate(turns):
+            whole += turn
+            conversation.add([*([] if index else [question]), *turn], num_prompt=1)
+            if conversation.text != template.probe(whole, generation_prompt=True):
+                return False
+    except Exception:  # templates raise what they like
+        return False
+    return True
 
 
 def with_thought(tags: tuple[str, str], thought: str, content: str) -> str:
@@ -86,6 +110,71 @@ def check_drops(rule: ThoughtRule, *, thinks: bool, kwargs: dict[str, Any]) -> N
     )
 
 
+class RenderedConversation:
+    """The text of a conversation that grows, generation prompt included.
+
+    What a turn changes lies behind the last user message before it: reasoning up to there has been dropped already, or
+    never will be. So the conversation's end is rendered with and without the new messages, behind the prompt alone; if
+    the first text is how the conversation ends, the second is how it goes on. Otherwise all of it is rendered.
+
+    Args:
+        template: renders.
+        tools: schemas.
+        is_local: False to render all of it before every turn (`ThoughtRule.is_local`).
+    """
+
+    def __init__(self, template: ChatTemplate, tools: Any, *, is_local: bool = True) -> None:
+        self._template, self.tools, self._is_local = template, tools, is_local
+        self.messages: list[Message] = []
+        self.text = ""
+
+    def add(self, new: Sequence[Message], num_prompt: int) -> int:
+        """Add the prompt or a turn with what answered it; returns how many characters at the start are the old ones.
+
+        Raises:
+            Exception: the template refuses the conversation, which stays as it was.
+        """
+        end = self._end(new, num_prompt) if self._is_local and self.messages else None
+        spliced = None if end is None else self._splice([*self.messages[:num_prompt], *self.messages[end:]], new)
+        if spliced is None:
+            text = self._render([*self.messages, *new])
+            spliced = _num_common(self.text, text), text
+        self.messages += new
+        num_kept, self.text = spliced
+        return num_kept
+
+    def _end(self, new: Sequence[Message], num_prompt: int) -> int | None:
+        """Index of the turn from which on messages may change, or that shows that they do not; None for the first."""
+        last = len(self.messages) - 1
+        if not new[0].get("tool_calls") or any(message["role"] != "tool" for message in new[1:]):
+            last = next((at for at in range(last, num_prompt - 1, -1) if self.messages[at]["role"] == "user"), 0)
+        turns = (at for at in range(last, num_prompt, -1) if self.messages[at]["role"] == "assistant")
+        return next(turns, None)
+
+    def _splice(self, end: list[Message], new: Sequence[Message]) -> tuple[int, str] | None:
+        try:
+            before, after = self._render(end), self._render([*end, *new])
+        except Exception:  # without its middle, a template may refuse a conversation
+            return None
+        num_same, num_kept = _num_common(self.text, before), _num_common(before, after)
+        if num_kept < num_same or not self.text.endswith(before[num_same:]):
+            return None
+        length = len(self.text) - len(before) + num_kept
+        return length, self.text[:length] + after[num_kept:]
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        return self._template.render(messages, self.tools, generation_prompt=True)
+
+
+def _num_common(first: str, second: str) -> int:
+    """Length of what both begin with."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
+    return low
+
+
 class History:
     """One conversation, rendered before every turn.
 
@@ -98,15 +187,13 @@ class History:
 
     def __init__(self, template: ChatTemplate, encoder: TextEncoder, rule: ThoughtRule, tools: Any) -> None:
         self._template, self._encoder, self._rule = template, encoder, rule
-        self._tools = encoder.hide(list(tools), special_only=True) if tools else None
-        self._shown: list[Message] = []
-        """The messages so far as the template gets them."""
+        hidden = encoder.hide(list(tools), special_only=True) if tools else None
+        self.conversation = RenderedConversation(template, hidden, is_local=rule.is_local)
         self._num_seen = 0
         self._is_refused = False
-        self._pieces: dict[str, list[int]] = {}
-        """Ids of the pieces of the last rendering."""
+        self._encoded = EncodedText()
 
-    def encode(self, messages: Sequence[Message], num_prompt: int) -> list[int] | None:
+    def encode(self, messages: Sequence[Message], num_prompt: int) -> tuple[int, list[int]] | None:
         """Ids of the conversation up to and including the generation prompt; None if the template refuses it.
 
         Control tokens that are spelled in observations become text, as in `ChatFormat.encode_observations`.
@@ -114,18 +201,19 @@ class History:
         Args:
             messages: the prompt, then turns and what answered them; those of the last call and one turn more.
             num_prompt: number of messages of the prompt.
+
+        Returns:
+            how many ids at the start are those of the last call, and the ids after them.
         """
         if self._is_refused:
             return None
         for shown in self._ways(messages, num_prompt):
             try:
-                text = self._template.render([*self._shown, *shown], self._tools, generation_prompt=True)
+                num_kept = self.conversation.add(shown, num_prompt)
             except Exception:  # templates raise what they like
                 continue
-            self._shown += shown
             self._num_seen = len(messages)
-            ids, self._pieces = self._encoder.encode_pieces(text, self._pieces)
-            return ids
+            return self._encoder.encode_on(self.conversation.text, self._encoded, num_kept)
         self._is_refused = True
         return None
 

@@ -1,6 +1,7 @@
-"""The command line: `agent-r1-trl COMMAND`; `COMMANDS` lists them.
+"""The command line: `agent-r1-trl COMMAND`.
 
-One file per command: `main` finds it and calls its `run`. Nothing heavy is imported before a command needs it.
+One module per command: `main` finds it and calls its `run`. Nothing heavy is imported before a command needs it.
+Whatever a user got wrong is raised as a `UsageError`; `errors.py` says how each error ends a command.
 """
 
 from __future__ import annotations
@@ -10,36 +11,25 @@ import sys
 from collections.abc import Sequence
 
 from agent_r1_trl.cli.errors import EXIT_USAGE, run_command
+from agent_r1_trl.features import FEATURES, has_feature
 from agent_r1_trl.objects import did_you_mean
 
 COMMANDS = {
     "train": "train an agent according to a recipe",
     "eval": "run a model on data sets and score it, or compare two runs",
     "view": "show recorded trajectories with their masks in colour",
-    "doctor": "check model, template, tools and environment before a run",
-    "chat": "talk to an agent, with its tools, as it was trained",
-    "serve": "serve a model with vLLM, or an agent with its tools",
-    "merge": "write a plain Hugging Face model from an adapter or a checkpoint",
-    "push": "send a trained agent, or its trajectories, to the Hub",
-    "export": "write recorded trajectories as a data set, or as conversations for SFT",
-    "memory": "estimate the memory that a recipe needs on each GPU",
-    "index": "build a search index from a corpus, or search one",
-    "serve-retriever": "serve a search index over HTTP",
 }
+"""Those that are always there; features bring others."""
 
-_USAGE = """\
-usage: agent-r1-trl COMMAND [options]
 
-Multi-turn, tool-using agents trained with reinforcement learning, on top of TRL.
-
-commands:
-{commands}
-
-  agent-r1-trl COMMAND --help shows the options of a command; agent-r1-trl --version shows the version.
-
-  agent-r1-trl train --config quickstart/grpo/cpu
-  agent-r1-trl view outputs/quickstart --terminal
-"""
+def find_commands() -> dict[str, tuple[str, str]]:
+    """Name -> module and help of every command that is there."""
+    found = {name: (f"agent_r1_trl.cli.{name}", text) for name, text in COMMANDS.items()}
+    for folder, row in FEATURES.items():
+        if has_feature(folder):
+            for name, text in row.commands.items():
+                found[name] = f"agent_r1_trl.features.{folder}.{name.replace('-', '_')}_command", text
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,16 +44,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"agent-r1-trl {__version__}")
         return 0
-    if name not in COMMANDS:
+    commands = find_commands()
+    if name not in commands:
         print(
-            f"error: agent-r1-trl has no command {name!r}.{did_you_mean(name, COMMANDS)} "
-            f"There are: {', '.join(COMMANDS)}.",
+            f"error: agent-r1-trl has no command {name!r}.{did_you_mean(name, commands)} "
+            f"There are: {', '.join(commands)}.",
             file=sys.stderr,
         )
         return EXIT_USAGE
-    module = importlib.import_module(f"agent_r1_trl.cli.{name.replace('-', '_')}")
+    module = importlib.import_module(commands[name][0])
     return run_command(module.run, arguments[1:])
 
 
 def _usage() -> str:
-    return _USAGE.format(commands="\n".join(f"  {name:15} {text}" for name, text in COMMANDS.items()))
+    commands = "\n".join(f"  {name:15} {text}" for name, (_, text) in find_commands().items())
+    return f"""\
+usage: agent-r1-trl COMMAND [options]
+
+Multi-turn, tool-using agents trained with reinforcement learning, on top of TRL.
+
+commands:
+{commands}
+
+  agent-r1-trl COMMAND --help shows the options of a command; agent-r1-trl --version shows the version.
+
+  agent-r1-trl train --config quickstart/grpo/cpu
+  agent-r1-trl view outputs/quickstart --terminal
+"""

@@ -8,9 +8,6 @@ from rich.console import Console
 
 from agent_r1_trl.safe_text import shown
 
-MIN_WIDTH = 150
-"""Columns of a wide table where there is no terminal."""
-
 
 class PlainConsole(Console):
     """A console without markup and emoji codes, on which control characters are visible and secrets masked."""
@@ -26,4 +23,4 @@ class PlainConsole(Console):
 def table_console() -> PlainConsole:
     """A console for wide tables: where nobody looks at a terminal, they are not squeezed into 80 columns."""
     console = PlainConsole()
-    return console if console.is_terminal else PlainConsole(width=max(console.width, MIN_WIDTH))
+    return console if console.is_terminal else PlainConsole(width=max(console.width, 150))

@@ -1,24 +1,27 @@
-"""Mistakes of a user and failures of the infrastructure, reported without a traceback; the exit codes.
+"""Mistakes of a user and failures of the infrastructure, reported without a traceback; exit codes, plain options.
 
 Every message names the flag, its value, the rule and the cure. AGENT_R1_TRL_DEBUG=1 shows the traceback as well.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
+from agent_r1_trl.errors import RunError
+from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.safe_text import shown
 
 EXIT_USAGE = 2
 """A mistake in the recipe, on the command line or in a file that one of them names; do not try again."""
 EXIT_INFRASTRUCTURE = 3
 """A server, a tool, an environment or another rank failed; the same command may succeed later, or resumed."""
-EXIT_COLLAPSED = 4
-"""The echo guard has ended the run: the same command would collapse again, from the same checkpoint as well."""
 EXIT_INTERRUPTED = 130
 """Ctrl-C; 128 + the signal's number for any other signal. 1 is what nobody foresaw, with a traceback."""
 
@@ -39,51 +42,32 @@ _CURES = {
 _KINDS = {"int": "a whole number", "float": "a number", "string_to_bool": "true or false"}
 
 
-class UsageError(ValueError):
+class UsageError(RunError, ValueError):
     """A mistake in a recipe, on the command line, or in a file that one of them names."""
 
+    exit_code = EXIT_USAGE
 
-class InfrastructureError(RuntimeError):
+
+class DependencyError(RunError):
     """Something that the run depends on has failed, which no change of the recipe need cure."""
 
 
-class CollapseError(RuntimeError):
-    """The training has collapsed; other settings may help."""
-
-
-def infrastructure_errors() -> tuple[type[Exception], ...]:
-    """What ends a run through no mistake of its recipe."""
-    from agent_r1_trl.generation import GenerationError
-    from agent_r1_trl.generation.sync import SyncError
-    from agent_r1_trl.rollout import NothingPlayedError
-    from agent_r1_trl.rollout.watchdog import LoopLostError
-    from agent_r1_trl.trainers.echo_guard import RestartError
-    from agent_r1_trl.trainers.nonfinite import NonFiniteError
-    from agent_r1_trl.trainers.output_lock import OutputInUseError
-    from agent_r1_trl.trainers.ranks import RankLostError
-    from agent_r1_trl.trainers.saving import SaveError
-
-    rollout = (GenerationError, SyncError, NothingPlayedError, LoopLostError)
-    return (*rollout, NonFiniteError, OutputInUseError, RankLostError, RestartError, SaveError)
+@contextlib.contextmanager
+def users_mistakes(*more: type[Exception]) -> Iterator[None]:
+    """A `ValueError` raised inside, or an error of one more kind, is a mistake of the user, unless it says more."""
+    kinds: tuple[type[Exception], ...] = (ValueError, *more)
+    try:
+        yield
+    except RunError:
+        raise
+    except kinds as error:
+        raise UsageError(with_cure(str(error))) from error
 
 
 def run_command(function: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
-    """Run a command and report what it ends with; returns the exit code.
-
-    That is 2 for a `UsageError`, 3 for an `InfrastructureError` and 4 for a `CollapseError`.
-
-    Args:
-        function: takes the arguments and returns an exit code.
-        argv: the arguments; None: those of the process.
-    """
+    """Run a command on arguments (None: those of the process) and report what it ends with; returns the exit code."""
     try:
         return function(sys.argv[1:] if argv is None else argv)
-    except (UsageError, InfrastructureError, CollapseError) as error:
-        if os.environ.get("AGENT_R1_TRL_DEBUG"):
-            traceback.print_exc()
-        if is_main_process():  # a launcher starts several processes, which all find the same mistake
-            print(shown(f"error: {error}"), file=sys.stderr)
-        return {UsageError: EXIT_USAGE, CollapseError: EXIT_COLLAPSED}.get(type(error), EXIT_INFRASTRUCTURE)
     except KeyboardInterrupt:
         if is_main_process():
             print("interrupted", file=sys.stderr)
@@ -91,6 +75,12 @@ def run_command(function: Callable[[Sequence[str]], int], argv: Sequence[str] | 
     except BrokenPipeError:  # `agent-r1-trl view ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except RunError as error:
+        if os.environ.get("AGENT_R1_TRL_DEBUG"):
+            traceback.print_exc()
+        if is_main_process():  # a launcher starts several processes, which all find the same mistake
+            print(shown(f"error: {error}"), file=sys.stderr)
+        return error.exit_code
 
 
 def model_problem(name: str | None, error: Exception) -> str:
@@ -108,25 +98,49 @@ def with_cure(message: str) -> str:
     return message if cure is None else f"{message.rstrip('. ')}. Cure: {cure}"
 
 
-def explain_argparse(message: str, help_of: Callable[[str], str] = lambda flag: "") -> str:
+def explain_argparse(message: str) -> str:
     """Rewrite an error message of argparse so that it names flag, value and rule.
-
-    Args:
-        message: of argparse.
-        help_of: returns text to add about a flag, starting with a blank.
 
     >>> explain_argparse("argument --step: invalid int value: 'x'")
     "--step 'x': must be a whole number. Pass such a value."
     """
     if match := _WRONG_TYPE.match(message):
         rule = _KINDS.get(match["kind"], match["kind"])
-        return f"{match['flag']} {match['value']}: must be {rule}. Pass such a value.{help_of(match['flag'])}"
+        return f"{match['flag']} {match['value']}: must be {rule}. Pass such a value."
     if match := _WRONG_CHOICE.match(message):
-        rule = f"must be one of {match['names']}. Pass one of them."
-        return f"{match['flag']} {match['value']}: {rule}{help_of(match['flag'])}"
+        return f"{match['flag']} {match['value']}: must be one of {match['names']}. Pass one of them."
     if match := _OTHER_PROBLEM.match(message):
-        return f"{match['flag']}: {match['problem']}.{help_of(match['flag'])}"
-    return message if message.endswith(".") else f"{message}."
+        return f"{match['flag']}: {match['problem']}."
+    missing = message.removeprefix("the following arguments are required: ")
+    return f"{missing}: not set. Pass it." if missing != message else f"{message.rstrip('.')}."
+
+
+class PlainParser(argparse.ArgumentParser):
+    """A parser of a command without recipes, whose mistakes are `UsageError`s."""
+
+    def __init__(self, command: str, about: str = "", **settings: Any) -> None:
+        style = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=command, description=about, allow_abbrev=False, formatter_class=style, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise argparse's error as a `UsageError`."""
+        raise UsageError(f"{explain_argparse(message)} {self.prog} --help lists the options.")
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse the arguments."""
+        arguments, unknown = self.parse_known_args(argv)
+        if unknown and not unknown[0].startswith("-"):
+            raise UsageError(f"{unknown[0]!r} belongs to no option, and there is one too many. Remove it.")
+        if unknown:
+            raise UsageError(no_such_option(self, unknown[0].partition("=")[0], unknown[0]))
+        return arguments
+
+
+def no_such_option(parser: argparse.ArgumentParser, flag: str, name: str, more: Sequence[str] = ()) -> str:
+    """The message about a flag that a parser does not know; `more`: names that it knows besides its options."""
+    flags = [option for action in parser._actions for option in action.option_strings if "-" not in option[2:]]
+    hint = did_you_mean(name, flags if name.startswith("--") else [*(option[2:] for option in flags), *more])
+    return f"{flag}: there is no such option.{hint} {parser.prog} --help lists all options."
 
 
 def is_main_process() -> bool:

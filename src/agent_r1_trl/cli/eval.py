@@ -4,136 +4,233 @@ agent-r1-trl eval --config recipe.yaml --model outputs/my-agent
 agent-r1-trl eval --config recipe.yaml --model outputs/grpo outputs/ppo --baselines base naive_rag closed_book
 agent-r1-trl eval --config recipe.yaml --endpoint https://api.openai.com/v1 --model gpt-4.1-mini
 agent-r1-trl eval compare scores-before scores-after
+
+An evaluation that was killed goes on: while it runs, its output directory holds the file `unfinished`, and a start
+that finds it plays nothing again that the journals of the rows hold. The file stays if something failed for no fault
+of a model, which the next start plays again. What an evaluation depends on stands in the journals, and a start that
+differs is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
 import shlex
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent_r1_trl.cli.errors import (
-    InfrastructureError,
-    UsageError,
-    infrastructure_errors,
-    model_problem,
-    run_command,
-)
-from agent_r1_trl.cli.recipe import read_recipe, split_config
-from agent_r1_trl.cli.shipped_recipes import found_paths
-from agent_r1_trl.safe_text import set_rules
+from agent_r1_trl.cli.arguments import BASELINES, KEY, EvalArguments
+from agent_r1_trl.cli.console import PlainConsole, table_console
+from agent_r1_trl.cli.errors import DependencyError, UsageError, model_problem, users_mistakes
+from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser, given_flags
+from agent_r1_trl.cli.progress import trajectory_progress
+from agent_r1_trl.cli.recipe import without_package_paths
+from agent_r1_trl.cli.resolve import check_first_row, make_folder, resolve_env
+from agent_r1_trl.cli.tables import compare_command, new_table, result_table
+from agent_r1_trl.environments.data_files import FILE_FORMATS, load_rows
+from agent_r1_trl.evaluation import EvaluationResult, EvaluationTable, TableRow, evaluate, open_agent
+from agent_r1_trl.evaluation.agent import Agent
+from agent_r1_trl.evaluation.baselines import KEEP_ALL, check_baseline, one_answer_limits, without_tools
+from agent_r1_trl.evaluation.evaluator import replay_evaluation
+from agent_r1_trl.evaluation.groups import split_by, tags_of
+from agent_r1_trl.evaluation.loading import check_model_folder
+from agent_r1_trl.evaluation.table import RESULT_FILE, STEP, short_names
+from agent_r1_trl.features import feature, has_feature
+from agent_r1_trl.generation import SamplingParams
+from agent_r1_trl.generation.endpoint import Endpoint
+from agent_r1_trl.rollout import NothingPlayedError, RolloutLimits, check_some_played
+from agent_r1_trl.rollout.failures import may_pass
+from agent_r1_trl.rollout.thinking import settle_thinking
+from agent_r1_trl.safe_text import rules, set_rules
+from agent_r1_trl.trainers.output_lock import EVALUATION_LOCK_FILE, output_lock
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agent_r1_trl.cli.arguments import EvalArguments
-    from agent_r1_trl.cli.eval_plan import PlannedRow
-    from agent_r1_trl.evaluation import Agent, EvaluationResult, EvaluationTable, TableRow
-    from agent_r1_trl.evaluation.agent import HostedAgent
-
 COMMAND = "agent-r1-trl eval"
-RESULT_FILE = "evaluation.json"
-STEP = 0
-"""Under which the trajectories are recorded."""
-VIEW_OPTIONS = f"--terminal --split eval --step {STEP}"
+MODEL = "model"
+"""Method: the evaluated model, with its tools. Of several models, each is a method with a name of its own."""
+MARK = "unfinished"
+_NO_FILTERS: dict[str, Any] = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""OpenAI's protocol has no such settings."""
+_OF_LOADED = ("dtype", "use_vllm", "thinking", "chat_template_kwargs", "chat_template", "response_template")
+"""Settings of models that are loaded here, on which trajectories depend."""
 
 
 def run(argv: Sequence[str]) -> int:
     """Evaluate a model; returns the exit code."""
-    from agent_r1_trl.cli.arguments import EvalArguments, TaskArguments
-    from agent_r1_trl.cli.endpoint_settings import EndpointSettings
-    from agent_r1_trl.cli.options import options_of, show_help
-    from agent_r1_trl.rollout.limits import RolloutSettings
-
-    def options() -> list[dict[str, Any]]:
-        return options_of(
-            Task_and_data=TaskArguments,
-            Limits_of_a_rollout=RolloutSettings,
-            Hosted_models=EndpointSettings,
-            Evaluation=EvalArguments,
-        )
-
     if argv and argv[0] == "compare":
-        from agent_r1_trl.cli.eval_compare import run as compare
-
-        return compare(argv[1:])
-    if show_help(COMMAND, argv, "Run a model on data sets and score it, beside baselines.", options):
-        return 0
-    from agent_r1_trl.cli.console import PlainConsole
-    from agent_r1_trl.cli.eval_trackers import report
-
-    config_path, _ = split_config(argv)
-    if config_path is not None:
-        read_recipe(config_path)
+        return compare_command(argv[1:])
     arguments = read_arguments(argv)
     console = PlainConsole(soft_wrap=True)
     table = run_table(arguments, console)
     _show(table, arguments)
     if arguments.output_dir:
-        folder = write_table(table, arguments.output_dir)
-        for row in table.rows:
-            place = folder / row_folder(table, row)
-            shown_place = shlex.quote(str(place))
-            console.print(f"{place / RESULT_FILE}; trajectories: agent-r1-trl view {shown_place} {VIEW_OPTIONS}")
-    report(table, arguments)
+        for place in table.write(arguments.output_dir):
+            view = f"agent-r1-trl view {shlex.quote(str(place))} --terminal --split eval --step {STEP}"
+            console.print(f"{place / RESULT_FILE}; trajectories: {view}")
     if lost := [f"{row.dataset}, {row.method}" for row in table.rows if row.result.is_lost]:
-        raise InfrastructureError(f"nothing could be played of: {'; '.join(lost)}. The causes stand below the table.")
+        raise DependencyError(f"nothing could be played of: {'; '.join(lost)}. The causes stand below the table.")
     return 0
 
 
 def read_arguments(argv: Sequence[str]) -> EvalArguments:
-    """Parse the arguments.
-
-    Raises:
-        UsageError: there is a mistake in the recipe or on the command line.
-    """
-    from agent_r1_trl.cli.arguments import EvalArguments, TrainArguments
-    from agent_r1_trl.cli.eval_players import check_flags
-    from agent_r1_trl.cli.parser import RecipeParser
-    from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
-    from agent_r1_trl.trainers.trl_arguments import ModelConfig
-
+    """Parse the arguments."""
     parser = RecipeParser(
         (EvalArguments,),
         command=COMMAND,
-        elsewhere=(TrainArguments, MultiTurnGRPOConfig, MultiTurnPPOConfig, ModelConfig),
-        private=("report_to", "run_name"),  # in a recipe they are about training
+        about="Run a model on data sets and score it, beside baselines; or compare two evaluations (eval compare).",
+        elsewhere=OF_RECIPES,
     )
     (arguments,) = parser.parse(argv)
-    if not arguments.model_name_or_path and not arguments.replay:
-        raise UsageError("--model: not set. Pass the directory or the Hub id of the model to evaluate.")
-    if not (arguments.eval_dataset_name or arguments.dataset_name):
-        raise UsageError("--dataset: not set. Pass a data file, a directory or a Hub id to evaluate on.")
-    check_flags(arguments, argv)
-    config_path, _ = split_config(argv)
-    recipe = {} if config_path is None else read_recipe(config_path)
-    trained = found_paths(recipe.get("model_name_or_path"))
+    if arguments.endpoint:
+        _check_flags(arguments, given_flags(argv))
+    trained = parser.recipe.get("model_name_or_path")
     if arguments.base_model is None and [trained] != arguments.model_name_or_path:
         arguments.base_model = trained
     return arguments
 
 
-def run_evaluation(arguments: EvalArguments, console: Console, *, description: str = "evaluation") -> EvaluationResult:
-    """The last row of a table; see `run_table`."""
-    return run_table(arguments, console, description=description).rows[-1].result
+def _check_flags(arguments: EvalArguments, flags: set[str]) -> None:
+    """Refuse flags that have no effect on a hosted model. In a recipe they are those of the trained model."""
+    if "endpoint" in flags and not {"model", "models", "model_name_or_path"} & flags:
+        raise UsageError("--model: not set. Pass the name that the model has at the endpoint.")
+    of_loaded = (*_OF_LOADED, "trust_remote_code", "generation_batch_rows", "max_concurrency")
+    for name in (*KEEP_ALL, *_NO_FILTERS, *(() if "base" in (arguments.baselines or ()) else of_loaded)):
+        if name in flags:
+            raise UsageError(
+                f"--{name} has no effect on a hosted model. Remove it; --endpoint_options takes what a server "
+                "understands beyond OpenAI's protocol, and --endpoint_concurrency limits trajectories at once."
+            )
+
+
+# ---------------------------------------------------------------- what is played
+
+
+@dataclass(kw_only=True)
+class PlannedRow:
+    """One row of the table, before it is played."""
+
+    method: str
+    dataset: str
+    """Its short name."""
+    source: dict[str, str | None]
+    """What the short name stands for, for the settings of the result: a path or an id, and which part of it."""
+    data: str
+    """The setting that names it, for errors."""
+    model: str | None
+    """None where nothing is sampled (`replay`)."""
+    rows: Any
+    env_factory: Callable[[], Any]
+    is_hosted: bool
+    """The model is behind the endpoint."""
+    folder: str
+    """Below output_dir; "" if this is the only row."""
+
+    def limits(self, limits: RolloutLimits) -> RolloutLimits:
+        """Those of the run, with one turn for a baseline of one answer."""
+        return one_answer_limits(limits) if self.method in BASELINES[1:] else limits
+
+
+def make_plan(arguments: EvalArguments, env_factory: Callable[[], Any]) -> list[PlannedRow]:
+    """A row for each method on each data set, by data set, baselines first."""
+    names = arguments.eval_dataset_name or [str(arguments.dataset_name)]
+    _check_twice("eval_dataset_name", names)
+    models = planned_models(arguments)
+    factories = {method: _factory(arguments, method, env_factory) for method in models}
+    loaded = [_load(arguments, name) for name in names]
+    labels = short_names([name.removesuffix(Path(name).suffix) if _is_file(name) else name for name in names])
+    is_alone = len(names) * len(models) == 1
+    return [
+        PlannedRow(
+            method=method,
+            dataset=label,
+            model=None if arguments.replay else model,
+            env_factory=factories[method],
+            is_hosted=bool(arguments.endpoint) and method != "base",
+            folder="" if is_alone else f"{label}/{method}",
+            **found,
+        )
+        for label, found in zip(labels, loaded, strict=True)
+        for method, model in models.items()
+    ]
+
+
+def _is_file(name: str) -> bool:
+    return Path(name).suffix in FILE_FORMATS
+
+
+def _load(arguments: EvalArguments, name: str) -> dict[str, Any]:
+    """`rows`, `source` and `data` of a planned row."""
+    flag, split = "eval_dataset_name", arguments.dataset_test_split
+    if arguments.eval_dataset_name is None:
+        flag, split = "dataset_name", arguments.dataset_train_split
+    config = arguments.dataset_config
+    rows = load_rows(flag, name, config=config, split=split, limit=arguments.num_examples)
+    if arguments.by:
+        with users_mistakes():
+            tags_of(rows, arguments.by)
+    part = {} if _is_file(name) else {"dataset_config": config, "dataset_split": split}
+    source = {"dataset_name": without_package_paths(name), **part}
+    return {"rows": rows, "source": source, "data": f"{flag}={name!r}"}
+
+
+def _check_twice(flag: str, names: Sequence[str]) -> None:
+    if len({Path(name).resolve() if Path(name).exists() else name for name in names}) < len(names):
+        raise UsageError(f"{flag}={names}: one of them stands there twice. Remove it.")
+
+
+def planned_models(arguments: EvalArguments) -> dict[str, str | None]:
+    """Method -> what plays it, baselines first."""
+    given = arguments.model_name_or_path or []
+    _check_twice("model_name_or_path", given)
+    played = {method: _baseline_model(arguments, method, given) for method in arguments.baselines or ()}
+    labels = [MODEL] if len(given) <= 1 else short_names(given, taken=(*BASELINES, MODEL))
+    evaluated: list[Any] = given or [None]
+    return played | dict(zip(labels, evaluated, strict=True))
+
+
+def _baseline_model(arguments: EvalArguments, method: str, given: list[str]) -> str | None:
+    """What plays a baseline; None where nothing is sampled."""
+    if arguments.replay:
+        return None
+    base, is_hosted = arguments.base_model, bool(arguments.endpoint) and method != "base"
+    if is_hosted and len(given) > 1:
+        raise UsageError(
+            f"baselines={method!r}: which of the hosted models {', '.join(given)} is to play it? Pass one of them, or "
+            "remove the baseline."
+        )
+    if is_hosted or (base is None and len(given) == 1 and method != "base"):
+        return given[0]
+    if base is None or (base in given and method == "base" and not arguments.endpoint):
+        raise UsageError(
+            f"baselines={method!r}: no other model than {', '.join(given)} is named. Pass --base_model, the model "
+            "before training, or --model together with a recipe that names that model."
+        )
+    return base
+
+
+def _factory(arguments: EvalArguments, method: str, env_factory: Callable[[], Any]) -> Callable[[], Any]:
+    if method not in BASELINES[1:] or arguments.replay:
+        return env_factory
+    with users_mistakes():
+        check_baseline(method, env_factory, f"env={arguments.env!r}")
+    return without_tools(
+        env_factory,
+        searches=method == "naive_rag",
+        system_prompt=arguments.baseline_prompt,
+        max_passage_tokens=arguments.max_observation_tokens,
+    )
+
+
+# ---------------------------------------------------------------- playing
 
 
 def run_table(arguments: EvalArguments, console: Console, *, description: str = "evaluation") -> EvaluationTable:
-    """Load data, environment and models, and play each row of the table with a progress bar.
-
-    Raises:
-        UsageError: the environment, the data or a model cannot be loaded, or a baseline is not possible.
-        InfrastructureError: not one trajectory could be played, or the engine failed.
-    """
-    from agent_r1_trl.cli.eval_plan import data_flag, make_plan
-    from agent_r1_trl.cli.eval_resume import leave_failures, unfinished
-    from agent_r1_trl.cli.resolve import check_first_row, make_folder, resolve_env
-    from agent_r1_trl.evaluation import EvaluationTable
-    from agent_r1_trl.evaluation.loading import check_model_folder
-    from agent_r1_trl.rollout import check_some_played
-
+    """Load data, environment and models, and play each row of the table with a progress bar."""
     set_rules(arguments.secret_names, arguments.secret_patterns)
     if arguments.replay:
         plan = make_plan(arguments, lambda: None)
@@ -142,38 +239,25 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
         env_factory = resolve_env(arguments.env, arguments.env_kwargs)  # type: ignore[arg-type]
         plan = make_plan(arguments, env_factory)
         for row in plan:
-            data = f"{data_flag(arguments)}={row.source['dataset_name']!r}"
-            check_first_row(f"env={arguments.env!r}", row.env_factory, data, row.rows)
+            check_first_row(f"env={arguments.env!r}", row.env_factory, row.data, row.rows)
         if arguments.output_dir:
             make_folder("output_dir", arguments.output_dir)
-        try:
+        with users_mistakes():  # limits, template, environment
             for row in plan:
                 flag = "base_model" if row.model == arguments.base_model else "model_name_or_path"
                 if not row.is_hosted:
                     check_model_folder(str(row.model), flag=flag)
-            with unfinished(arguments) as goes_on:
+            with _unfinished(arguments) as goes_on:
                 results = _play_all(arguments, plan, console, description, goes_on)
                 check_some_played([item for result in results for item in result.trajectories])
-        except infrastructure_errors() as error:
-            raise InfrastructureError(str(error)) from error
-        except UsageError:
-            raise
-        except ValueError as error:  # limits, template, environment
-            raise UsageError(str(error)) from error
-        if told := leave_failures(arguments, results):
-            console.print(told)
+        _leave_failures(arguments, results, console)
     return EvaluationTable(
         rows=[_table_row(arguments, row, result) for row, result in zip(plan, results, strict=True)]
     )
 
 
 def _table_row(arguments: EvalArguments, row: PlannedRow, result: EvaluationResult) -> TableRow:
-    from agent_r1_trl.evaluation import TableRow
-    from agent_r1_trl.evaluation.groups import split_by, with_cost
-
     result.settings = {**result.settings, **row.source}
-    if arguments.price_per_million_tokens:
-        result = with_cost(result, arguments.price_per_million_tokens, seed=arguments.seed)
     parts = {arguments.by: split_by(result, row.rows, arguments.by, seed=arguments.seed)} if arguments.by else {}
     model = result.settings["model"] if row.is_hosted and row.model is not None else row.model
     return TableRow(method=row.method, dataset=row.dataset, model=model, result=result, by=parts)
@@ -183,14 +267,14 @@ def _play_all(
     arguments: EvalArguments, plan: Sequence[PlannedRow], console: Console, description: str, goes_on: bool
 ) -> list[EvaluationResult]:
     """The results in the order of the plan; each model is loaded once."""
-    from agent_r1_trl.cli.eval_players import opened
-    from agent_r1_trl.trainers.signal_handlers import signals_raise
-
+    raising: Any = (
+        feature("reliability", "eval").signals_raise if has_feature("reliability") else contextlib.nullcontext
+    )
     results: dict[int, EvaluationResult] = {}
-    for player in dict.fromkeys(row.player for row in plan):
-        rows = {index: row for index, row in enumerate(plan) if row.player == player}
+    for player in dict.fromkeys((row.model, row.is_hosted) for row in plan):
+        rows = {index: row for index, row in enumerate(plan) if (row.model, row.is_hosted) == player}
         try:
-            with signals_raise(), opened(arguments, next(iter(rows.values()))) as agent:
+            with raising(), _opened(arguments, *player) as agent:
                 for index, row in rows.items():
                     title = f"{row.dataset}, {row.method}" if row.folder else description
                     results[index] = _play(arguments, row, agent, console, title, goes_on)
@@ -200,18 +284,40 @@ def _play_all(
     return [results[index] for index in range(len(plan))]
 
 
-def _play(
-    arguments: EvalArguments, row: PlannedRow, agent: Agent | HostedAgent, console: Console, title: str, goes_on: bool
-) -> EvaluationResult:
-    from agent_r1_trl.cli.eval_players import hosted_settings, sampling_params
-    from agent_r1_trl.cli.eval_resume import identity_of
-    from agent_r1_trl.cli.progress import trajectory_progress
-    from agent_r1_trl.evaluation import evaluate
-    from agent_r1_trl.journal import eval_journal
+@contextlib.contextmanager
+def _opened(arguments: EvalArguments, model: str | None, is_hosted: bool) -> Iterator[Agent]:
+    """A model that is loaded here, or a hosted one."""
+    limits = _limits(arguments, is_hosted)
+    if not is_hosted:
+        options = {**arguments.chat_options(), "use_vllm": arguments.use_vllm, "dtype": arguments.dtype}
+        with open_agent(model, limits=limits, max_batch_size=arguments.generation_batch_rows, **options) as agent:
+            yield agent
+        return
+    name = arguments.api_key_env or KEY
+    endpoint: Any = Endpoint(
+        str(arguments.endpoint),
+        str(model),
+        key=os.environ.get(name) or None,
+        key_name=name,
+        options=arguments.endpoint_options or {},  # type: ignore[arg-type]
+        timeout_s=arguments.endpoint_timeout,
+    )
+    yield Agent(name=f"{endpoint.model} at {endpoint.url}", generator=endpoint, chat=None, limits=limits)
 
+
+def _limits(arguments: EvalArguments, is_hosted: bool) -> RolloutLimits:
+    limits = arguments.rollout_limits()
+    return replace(limits, **KEEP_ALL, max_concurrency=arguments.endpoint_concurrency) if is_hosted else limits
+
+
+def _play(
+    arguments: EvalArguments, row: PlannedRow, agent: Agent, console: Console, title: str, goes_on: bool
+) -> EvaluationResult:
     journal = None
     if arguments.output_dir and arguments.journal:
-        journal = eval_journal(Path(arguments.output_dir) / row.folder)
+        journal = feature("journal", "journal: true").eval_journal(Path(arguments.output_dir) / row.folder)
+    filters = {name: getattr(arguments, name) or 0.0 for name in _NO_FILTERS}
+    filters = _NO_FILTERS if row.is_hosted else filters
     with trajectory_progress(console, title, len(row.rows) * arguments.num_generations_eval) as on_trajectory:
         result = evaluate(
             agent.generator,
@@ -219,82 +325,101 @@ def _play(
             agent.chat,
             row.rows,
             limits=row.limits(agent.limits),
-            params=sampling_params(arguments, is_hosted=row.is_hosted),
+            params=SamplingParams(temperature=arguments.eval_temperature, top_p=arguments.top_p, **filters),
             num_generations=arguments.num_generations_eval,
             seed=arguments.seed,
             retry_failed=arguments.retry_failed,
             on_trajectory=on_trajectory,
             journal=journal,
             resume=goes_on,
-            identity=identity_of(arguments, row),
+            identity=_identity(arguments, row),
             keep_going=True,
         )
-    how = hosted_settings(agent.generator) if row.is_hosted else {"use_vllm": arguments.use_vllm}
+    how: dict[str, Any] = {"use_vllm": arguments.use_vllm}
+    if row.is_hosted:
+        endpoint: Any = agent.generator
+        options = rules().mask_all(endpoint.options)
+        how = {"endpoint": endpoint.url, "endpoint_options": options, "requests": dict(endpoint.counts)}
+        endpoint.counts.clear()
     result.settings = {"model": agent.name, **how, **result.settings}
     console.print(f"{title}: {result.settings['played']}")
     return result
 
 
 def _replay(arguments: EvalArguments, row: PlannedRow) -> EvaluationResult:
-    from agent_r1_trl.evaluation.evaluator import replay_evaluation
-    from agent_r1_trl.rollout import NothingPlayedError
+    limits = _limits(arguments, row.is_hosted)
+    if not row.is_hosted:
+        limits = replace(limits, context_policy=settle_thinking(arguments.thinking, limits.context_policy)[1])
+    with users_mistakes(NothingPlayedError):
+        return replay_evaluation(
+            Path(str(arguments.replay)) / row.folder if row.folder else str(arguments.replay),
+            row.rows,
+            num_generations=arguments.num_generations_eval,
+            seed=arguments.seed,
+            keep_going=True,
+            limits=row.limits(limits),
+        )
 
-    folder = Path(str(arguments.replay)) / row.folder if row.folder else str(arguments.replay)
-    num_generations, seed = arguments.num_generations_eval, arguments.seed
-    try:
-        return replay_evaluation(folder, row.rows, num_generations=num_generations, seed=seed, keep_going=True)
-    except (ValueError, NothingPlayedError) as error:
-        raise UsageError(str(error)) from error
+
+# ---------------------------------------------------------------- going on
+
+
+@contextlib.contextmanager
+def _unfinished(arguments: EvalArguments) -> Iterator[bool]:
+    """Marks the output directory while rows are played; yields whether to go on with what is there."""
+    if not arguments.output_dir:
+        yield False
+        return
+    mark = Path(arguments.output_dir) / MARK
+    with output_lock(Path(arguments.output_dir), EVALUATION_LOCK_FILE):
+        goes_on = arguments.journal and arguments.resume and mark.exists()
+        if arguments.journal:
+            mark.touch()
+        yield goes_on
+        if arguments.journal:  # not after an error: then the next start goes on
+            mark.unlink(missing_ok=True)
+
+
+def _leave_failures(arguments: EvalArguments, results: Sequence[EvaluationResult], console: Console) -> None:
+    """Let the next start play what failed for no fault of a model."""
+    trajectories = [item for result in results for item in result.trajectories]
+    failed = sum(may_pass(item, is_refused=False) for item in trajectories)
+    if failed and arguments.output_dir and arguments.journal:
+        (Path(arguments.output_dir) / MARK).touch()
+        console.print(
+            f"{failed} of {len(trajectories)} trajectories failed for no fault of the model. The same command plays "
+            "those again, and only those (--no_resume: all)."
+        )
+
+
+def _identity(arguments: EvalArguments, row: PlannedRow) -> dict[str, Any]:
+    """What the trajectories of a row depend on besides their requests, limits and sampling settings."""
+    names = ("endpoint", "endpoint_options") if row.is_hosted else _OF_LOADED
+    settings = {name: getattr(arguments, name) for name in ("env", "env_kwargs", "seed", "baseline_prompt", *names)}
+    if row.is_hosted:
+        return {"method": row.method, "model": row.model, **rules().mask_all(settings)}
+    return {"method": row.method, "model": row.model, "weights": _fingerprint(row.model), **settings}
+
+
+def _fingerprint(model: str | None) -> str | None:
+    """Changes when the files of a model in a directory are written anew; None for a Hub id."""
+    folder = Path(str(model))
+    if not folder.is_dir():
+        return None
+    patterns = ("*.safetensors", "*.bin", "*.json")
+    files = sorted({file for pattern in patterns for file in folder.glob(pattern)} - {folder / RESULT_FILE})
+    state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.blake2b(repr(state).encode(), digest_size=8).hexdigest()
+
+
+# ---------------------------------------------------------------- what is shown
 
 
 def _show(table: EvaluationTable, arguments: EvalArguments) -> None:
-    from agent_r1_trl.cli.console import PlainConsole, table_console
-    from agent_r1_trl.cli.tables import result_table, rows_table
-
     if len(table.rows) == 1 and not arguments.by:
         result = table.rows[0].result
         played = arguments.model_name_or_path[0] if arguments.model_name_or_path else arguments.replay
-        title = f"{played}, {result.num_examples} examples"
-        PlainConsole().print(result_table(result, title=title))
+        PlainConsole().print(result_table(result, title=f"{played}, {result.num_examples} examples"))
         return
-    table_console().print(rows_table(table))
+    table_console().print(new_table("", *table.cells(), num_left=2))
     PlainConsole(soft_wrap=True).print("\n".join(table.notes()))
-
-
-def write_result(result: EvaluationResult, output_dir: str | Path) -> Path:
-    """Write `evaluation.json`, `examples.jsonl` and the trajectories; returns the folder."""
-    from agent_r1_trl.evaluation.comparison import EXAMPLES_FILE, write_examples
-    from agent_r1_trl.recording import TrajectoryStore
-
-    folder = Path(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / RESULT_FILE).write_text(result.to_json(), encoding="utf-8")
-    write_examples(result, folder / EXAMPLES_FILE)
-    TrajectoryStore(folder).write(STEP, result.trajectories, split="eval")
-    return folder
-
-
-def write_table(table: EvaluationTable, output_dir: str | Path) -> Path:
-    """Write the table as JSON, Markdown and CSV, and each row with its trajectories; returns the folder."""
-    folder = Path(output_dir)
-    for row in table.rows:
-        write_result(row.result, folder / row_folder(table, row))
-    stem = folder / RESULT_FILE
-    stem.write_text(table.to_json(), encoding="utf-8")
-    stem.with_suffix(".md").write_text(table.to_markdown(), encoding="utf-8")
-    stem.with_suffix(".csv").write_text(table.to_csv(), encoding="utf-8")
-    return folder
-
-
-def row_folder(table: EvaluationTable, row: TableRow) -> str:
-    """Where a row is kept below output_dir; "" for the only one."""
-    return "" if len(table.rows) == 1 else f"{row.dataset}/{row.method}"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `python -m agent_r1_trl.cli.eval`."""
-    return run_command(run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from agent_r1_trl.cli.arguments import read_mapping
-from agent_r1_trl.cli.errors import UsageError, explain_argparse, with_cure
-from agent_r1_trl.cli.recipe import check_keys, read_recipe, read_value, split_config
-from agent_r1_trl.cli.shipped_recipes import found_paths
+from agent_r1_trl.cli.arguments import EvalArguments, TrainArguments, read_mapping, read_text
+from agent_r1_trl.cli.errors import UsageError, explain_argparse, no_such_option, with_cure
+from agent_r1_trl.cli.options import help_text, mapping_keys
+from agent_r1_trl.cli.recipe import found_paths, read_recipe, read_value, split_config
+from agent_r1_trl.features import MAPPINGS
 from agent_r1_trl.objects import did_you_mean
-from agent_r1_trl.trainers.trl_arguments import TrlParser
+from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
+from agent_r1_trl.trainers.trl_arguments import ModelConfig, TrlParser
 
-OVER_RECIPE = ("env_kwargs", "reward_options", "chat_template_kwargs")
+OVER_RECIPE = ("env_kwargs", "reward_options", "chat_template_kwargs", *MAPPINGS)
 """Mappings of which the command line changes the keys that it names; the recipe's others stay."""
+OF_RECIPES = (EvalArguments, TrainArguments, MultiTurnGRPOConfig, MultiTurnPPOConfig, ModelConfig)
+"""What a recipe may hold for other commands than the one that reads it."""
+
+
+def _fields(kinds: Sequence[Any]) -> dict[str, Any]:
+    return {item.name: item for kind in kinds for item in dataclasses.fields(kind) if item.init}
+
+
+def given_flags(argv: Sequence[str]) -> set[str]:
+    """Names of the options on a command line, with underscores."""
+    return {item.partition("=")[0][2:].replace("-", "_") for item in argv if item.startswith("--")}
 
 
 class RecipeParser(TrlParser):
@@ -24,10 +38,10 @@ class RecipeParser(TrlParser):
     Args:
         dataclass_types: the dataclasses to make, in this order.
         command: as the user typed it, for the help text.
+        about: what the command does, for the help text.
         elsewhere: dataclasses whose settings a recipe may hold although this command does not use them.
         private: settings that are ignored in a recipe because they mean something else there.
         modes: flags of the command, such as `--run`, and the dataclasses of the settings that it takes with them.
-        **settings: of argparse.
     """
 
     def __init__(
@@ -35,30 +49,24 @@ class RecipeParser(TrlParser):
         dataclass_types: Sequence[type],
         *,
         command: str,
+        about: str = "",
         elsewhere: Sequence[type] = (),
         private: Sequence[str] = (),
         modes: Mapping[str, Sequence[Any]] | None = None,
-        **settings: Any,
     ) -> None:
         # No abbreviated flags: `--learning` would silently be taken for `--learning_rate`.
-        super().__init__(dataclass_types, prog=command, allow_abbrev=False, **settings)
+        super().__init__(dataclass_types, prog=command, allow_abbrev=False, add_help=False)
         self.add_argument("--config", metavar="RECIPE", help="YAML file with any of these settings.")
+        self._about, self._private, self._modes = about, private, modes or {}
+        self._own, self._known = _fields(dataclass_types), _fields([*elsewhere, *dataclass_types])
         kinds = (*elsewhere, *dataclass_types)
         self._hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
-        known = {item.name: item for kind in kinds for item in dataclasses.fields(kind) if item.init}
-        self._allowed = {name: item.metadata.get("choices") or () for name, item in known.items()}
-        self._names = [item.name for kind in dataclass_types for item in dataclasses.fields(kind) if item.init]
-        self._elsewhere = set(known) - set(self._names)
-        self._private = set(private)
-        self._modes = {
-            mode: {item.name for kind in kinds for item in dataclasses.fields(kind)}
-            for mode, kinds in (modes or {}).items()
-        }
+        self.recipe: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
         """Every setting by its name once the arguments are parsed, before a dataclass derives others from it."""
 
     def parse(self, argv: Sequence[str], defaults: dict[str, Any] | None = None) -> tuple[Any, ...]:
-        """Read the recipe and then the command line, which takes precedence.
+        """Read the recipe and then the command line, which takes precedence; `--help` is answered here.
 
         Args:
             argv: the arguments.
@@ -66,30 +74,49 @@ class RecipeParser(TrlParser):
 
         Raises:
             UsageError: there is a mistake in either.
+            SystemExit: help was asked for, and printed.
         """
+        path = self.read(argv, defaults)
+        source = f"{path} with the command line's options" if path else "The options"
+        return tuple(self.make(kind, source) for kind in self.dataclass_types)
+
+    def read(self, argv: Sequence[str], defaults: dict[str, Any] | None = None) -> str | None:
+        """As `parse`, but only into `settings`; returns the path of the recipe."""
+        if {"-h", "--help"} & set(argv):
+            print(help_text(self.prog, self._about, self.dataclass_types), end="")
+            raise SystemExit(0)
         path, arguments = split_config(argv)
         values = dict(defaults or {})
         if path is not None:
-            recipe = read_recipe(path)
-            check_keys(path, recipe, [*self._names, *sorted(self._elsewhere)])
-            for name, value in recipe.items():
-                checked = read_value(path, name, value, self._hints[name], self._allowed[name])
-                if name in self._names and name not in self._private:
+            self.recipe = found_paths(read_recipe(path))
+            known = [*self._own, *sorted(self._known)]
+            names = [*known, *mapping_keys()]
+            if wrong := [
+                f"{key!r} is not a setting.{did_you_mean(key, names)}" for key in self.recipe if key not in known
+            ]:
+                raise UsageError(f"{path}: {' '.join(wrong)} Correct or remove it; --help lists all settings.")
+            for name, value in self.recipe.items():
+                allowed = self._known[name].metadata.get("choices") or ()
+                checked = read_value(path, name, value, self._hints[name], allowed)
+                if name in self._own and name not in self._private:
                     values[name] = checked
         self.set_defaults_with_config(**values)
+        arguments = _fold_keys(arguments)
         namespace, unknown = self.parse_known_args(arguments)
         self._check_unknown(unknown)
-        given = _over_recipe(vars(namespace), values, arguments)
-        self.settings = given = {name: found_paths(value) for name, value in given.items()}
-        return tuple(self._make(kind, given, path) for kind in self.dataclass_types)
+        given = _over_recipe(vars(namespace), values, given_flags(arguments))
+        self.settings = {name: found_paths(value) for name, value in given.items()}
+        return path
 
-    def make(self, kind: type, **changes: Any) -> Any:
-        """One of the dataclasses, anew: with the settings that were parsed, and some in their place.
-
-        Raises:
-            UsageError: they do not go together.
-        """
-        return self._make(kind, {**self.settings, **changes}, None)
+    def make(self, kind: type, source: str = "The options", **changes: Any) -> Any:
+        """One of the dataclasses, anew: with the settings that were parsed, and some in their place."""
+        given = self.settings | changes
+        try:
+            return kind(**{name: given[name] for name in _fields([kind])})
+        except UsageError:
+            raise
+        except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+            raise UsageError(f"{source}: {with_cure(str(error))}") from error
 
     def _check_unknown(self, unknown: list[str]) -> None:
         if not unknown:
@@ -98,47 +125,49 @@ class RecipeParser(TrlParser):
         name = flag.lstrip("-").replace("-", "_")
         if not flag.startswith("--"):
             raise UsageError(f"{unknown[0]!r} belongs to no option. Options are written --name value.")
-        if name in self._elsewhere:
-            modes = [mode for mode, names in self._modes.items() if name in names]
+        if name in self._known:
+            modes = [mode for mode, kinds in self._modes.items() if name in _fields(kinds)]
             cure = f"Remove it, or pass {modes[0]} as well" if modes else "Remove it"
             raise UsageError(f"{flag}: {self.prog} does not use this setting, which another command has. {cure}.")
-        flags = [option.removeprefix("--") for action in self._actions for option in action.option_strings]
-        hint = did_you_mean(name, [item for item in flags if "-" not in item])
-        raise UsageError(f"{flag}: there is no such option.{hint} {self.prog} --help lists all options.")
-
-    def _make(self, kind: type, given: dict[str, Any], path: str | None) -> Any:
-        values = {item.name: given[item.name] for item in dataclasses.fields(kind) if item.init}
-        try:
-            return kind(**values)
-        except UsageError:
-            raise
-        except (ValueError, TypeError, NotImplementedError, ImportError) as error:
-            source = f"{path} with the command line's options" if path else "The options"
-            raise UsageError(f"{source}: {with_cure(str(error))}") from error
+        raise UsageError(no_such_option(self, flag, name, mapping_keys()))
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error as a `UsageError`."""
-        missing = message.removeprefix("the following arguments are required: ")
-        if missing != message:
-            names = [name.split("/")[0] for name in missing.split(", ")]
-            helps = "".join(self._help_of(name) for name in names)
-            raise UsageError(f"{', '.join(names)}: not set. Pass it, or set it in the recipe.{helps}")
-        raise UsageError(explain_argparse(message, self._help_of))
-
-    def _help_of(self, flag: str) -> str:
-        action = next((action for action in self._actions if flag in action.option_strings), None)
-        return f" {flag}: {action.help}" if action is not None and action.help else ""
+        raise UsageError(f"{explain_argparse(message)} {self.prog} --help lists the options.")
 
 
-def _over_recipe(given: dict[str, Any], recipe: Mapping[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
+def _fold_keys(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `--echo.patience 5 --echo.actions clip stop` as one mapping, `--echo {"patience": 5}`."""
+    rest: list[str] = []
+    folded: dict[str, dict[str, Any]] = {}
+    values: list[str] | None = None
+    found: list[tuple[str, str, list[str]]] = []
+    for item in arguments:
+        flag, has_value, value = item.partition("=")
+        group, _, key = flag.removeprefix("--").replace("-", "_").partition(".")
+        if flag.startswith("--") and key and group in OVER_RECIPE:
+            values = [value] if has_value else []
+            found.append((group, key, values))
+        elif item.startswith("--") or values is None:
+            values = None
+            rest.append(item)
+        else:
+            values.append(item)
+    for group, key, texts in found:
+        given = [read_text(text) for text in texts]
+        folded.setdefault(group, {})[key] = given[0] if len(given) == 1 else given or True
+    return rest + [part for group, mapping in folded.items() for part in (f"--{group}", json.dumps(mapping))]
+
+
+def _over_recipe(given: dict[str, Any], recipe: Mapping[str, Any], flags: set[str]) -> dict[str, Any]:
     """The settings, with the mappings of the command line put over the recipe's, key by key.
 
     The arguments of the recipe's environment are no arguments of another one that the command line names.
     """
-    flags = {item.partition("=")[0][2:].replace("-", "_") for item in arguments if item.startswith("--")}
-    merged = {}
+    merged = {name: read_text(given[name]) for name in MAPPINGS if isinstance(given.get(name), str)}
     for name in OVER_RECIPE:
         is_of_another = name == "env_kwargs" and "env" in flags and given.get("env") != recipe.get("env")
-        if name in flags and recipe.get(name) and not is_of_another:
+        is_switch = name in MAPPINGS and not isinstance(merged.get(name), dict)
+        if name in flags and recipe.get(name) not in (None, "", {}, True, False) and not (is_of_another or is_switch):
             merged[name] = read_mapping(name, recipe[name]) | read_mapping(name, given[name])
     return given | merged

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,33 +27,26 @@ HEADLINE = {
     "filter/skipped_steps": "skipped steps",
 }
 """Logged metric -> its label beside the bar."""
-WIDE = 100
-"""Columns of a terminal that has room for a long bar."""
 NUM_LINES = 20
 """Approximate number of lines that a run prints where there is no terminal."""
 
 
 class TrainingProgress(TrainerCallback):
-    """A bar for training and one for each evaluation, with the metrics that tell whether the agent learns."""
+    """A bar for training, with the metrics that tell whether the agent learns."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or PlainConsole()
         self._progress: Progress | None = None
         self._training: Any = None
-        self._evaluation: Any = None
-        self._start = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show the bar, in the main process only."""
-        if not state.is_world_process_zero:
-            return
-        self.stop()  # the bar of what a roll back has undone
-        self._start = time.monotonic()
-        self._progress = make_progress(self.console)
-        self._progress.start()
-        self._training = self._progress.add_task(
-            "training", total=state.max_steps, completed=state.global_step, note=""
-        )
+        if state.is_world_process_zero:
+            self.stop()  # the bar of what a roll back has undone
+            self._progress = make_progress(self.console)
+            self._progress.start()
+            done, total = state.global_step, state.max_steps
+            self._training = self._progress.add_task("training", total=total, completed=done, note="")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Advance the bar."""
@@ -67,32 +59,17 @@ class TrainingProgress(TrainerCallback):
             return
         headline = headline_of({name.removeprefix("eval_"): value for name, value in logs.items()})
         if any(name.startswith("eval_") for name in logs):
-            how = f" ({played})" if (played := how_evaluated(args)) else ""
+            how = ""
+            if hasattr(args, "sampling_params"):  # not those of another trainer
+                num_attempts = args.num_generations_eval or args.num_generations
+                how = f" ({describe_play(args.sampling_params(is_training=False), num_attempts, args)})"
             self.console.print(f"step {state.global_step}, evaluation{how}: {headline}")
             return
         self._progress.update(self._training, note=headline)
         every = max(1, state.max_steps // NUM_LINES)
         if not self.console.is_terminal and (state.global_step % every == 0 or state.global_step == 1):
-            seconds = time.monotonic() - self._start
+            seconds = self._progress.tasks[0].elapsed or 0.0
             self.console.print(f"step {state.global_step}/{state.max_steps}, {seconds:.0f} s: {headline}")
-
-    def on_prediction_step(
-        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
-    ) -> None:
-        """Advance the bar of the evaluation."""
-        if self._progress is None:
-            return
-        if self._evaluation is None:
-            with contextlib.suppress(TypeError):  # a data loader without a length
-                self._evaluation = self._progress.add_task("evaluation", total=len(eval_dataloader), note="")
-        if self._evaluation is not None:
-            self._progress.advance(self._evaluation)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remove the bar of the evaluation."""
-        if self._progress is not None and self._evaluation is not None:
-            self._progress.remove_task(self._evaluation)
-            self._evaluation = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the bar as it stands."""
@@ -105,21 +82,10 @@ class TrainingProgress(TrainerCallback):
             self._progress = None
 
 
-def how_evaluated(args: Any) -> str:
-    """How the trainer plays its evaluations; "" for arguments of another trainer."""
-    if not hasattr(args, "sampling_params"):
-        return ""
-    num_attempts = args.num_generations_eval or args.num_generations
-    return describe_play(args.sampling_params(is_training=False), num_attempts, args)
-
-
 def headline_of(logs: dict[str, Any]) -> str:
     """The metrics beside the bar, as text."""
-    return "  ".join(
-        f"{label} {float(logs[name]):.3g}"
-        for name, label in HEADLINE.items()
-        if isinstance(logs.get(name), int | float)
-    )
+    known = {label: logs[name] for name, label in HEADLINE.items() if isinstance(logs.get(name), int | float)}
+    return "  ".join(f"{label} {float(value):.3g}" for label, value in known.items())
 
 
 def make_progress(console: Console) -> Progress:
@@ -127,7 +93,7 @@ def make_progress(console: Console) -> Progress:
     note = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     return Progress(
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24 if console.width >= WIDE else 8),
+        BarColumn(bar_width=24 if console.width >= 100 else 8),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("eta"),
@@ -135,38 +101,30 @@ def make_progress(console: Console) -> Progress:
         TextColumn("{task.fields[note]}", style="dim", markup=False, table_column=note),
         console=console,
         expand=True,  # gives the note what the other columns leave
+        speed_estimate_period=24 * 3600,  # by default 30 s, within which a step of a large model may not end
         disable=not console.is_terminal,
     )
 
 
 @contextlib.contextmanager
 def trajectory_progress(console: Console, description: str, total: int) -> Iterator[Callable[[Any], None]]:
-    """A bar that advances with every finished trajectory; yields the `on_trajectory` of `evaluate`.
-
-    An interruption is reported with the number of trajectories that were finished.
-    """
-    num_solved = 0.0
-    num_done = 0
-    start = time.monotonic()
+    """A bar that advances with every finished trajectory; yields the `on_trajectory` of `evaluate`."""
+    solved: list[float] = []
     with make_progress(console) as progress:
-        task = progress.add_task(description, total=total, note="")
+        bar = progress.add_task(description, total=total, note="")
 
         def advance(trajectory: Any) -> None:
-            nonlocal num_solved, num_done
-            num_done += 1
             name, label = ("em", "exact match") if "em" in trajectory.info else ("success", "success")
             score = trajectory.info.get(name)
-            num_solved += float(score) if isinstance(score, int | float) else 0.0
-            note = f"{label} {num_solved / num_done:.3f}" if score is not None else ""
-            progress.update(task, advance=1, note=note)
+            solved.append(float(score) if isinstance(score, int | float) else 0.0)
+            note = f"{label} {sum(solved) / len(solved):.3f}" if score is not None else ""
+            progress.update(bar, advance=1, note=note)
 
         try:
             yield advance
         except (KeyboardInterrupt, SystemExit):
-            console.print(
-                f"{description} interrupted: {num_done} of {total} trajectories finished, no table is written"
-            )
+            num = len(solved)
+            console.print(f"{description} interrupted: {num} of {total} trajectories finished, no table is written")
             raise
     if not console.is_terminal:
-        seconds = time.monotonic() - start
-        console.print(f"{description}: {num_done} trajectories in {seconds:.0f} s")
+        console.print(f"{description}: {len(solved)} trajectories in {progress.tasks[bar].elapsed:.0f} s")

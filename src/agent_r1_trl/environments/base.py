@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from agent_r1_trl.errors import RunError
 from agent_r1_trl.trajectory import Message, Trajectory
 
 
-class RewardError(ValueError):
+class RewardError(RunError, ValueError):
     """A reward method of an environment failed: a bug in the user's code, which the rollout lets propagate."""
+
+    exit_code = 2
 
 
 class StepResult(NamedTuple):

@@ -20,8 +20,7 @@ from agent_r1_trl.rewards import (
     strip_reasoning,
 )
 from agent_r1_trl.tools import Passage, tool
-from agent_r1_trl.tools.retrieval import RetrieverSource, open_retriever
-from agent_r1_trl.tools.search import render_passages
+from agent_r1_trl.tools.search import RetrieverSource, open_retriever, render_passages
 from agent_r1_trl.trajectory import Message, StopReason, ToolCall, ToolResult, Trajectory
 
 GOLD_COLUMNS = ("answer", "answers", "golden_answers", "gold")

@@ -29,6 +29,7 @@ from typing import Any
 from agent_r1_trl.environments.base import RewardError, StepResult
 from agent_r1_trl.environments.reward_values import is_bool, read_number, with_read_outcome
 from agent_r1_trl.environments.tool_list import ToolList
+from agent_r1_trl.objects import locate_error
 from agent_r1_trl.tools import InfrastructureError, ToolExecutor, read_calls, shared_pool
 from agent_r1_trl.tools.faults import is_thread_error
 from agent_r1_trl.tools.threads import run_on_own_thread
@@ -271,7 +272,7 @@ class ToolEnv:
             raise
         except Exception as error:
             kind = InfrastructureError if is_thread_error(error) else RewardError
-            raise kind(f"{source} raised {type(error).__name__}: {error}") from error
+            raise kind(f"{source} raised {locate_error(error)}") from error
         if is_bool(value):
             return self.tool_call_reward if value else 0.0
         return read_number(value, source)

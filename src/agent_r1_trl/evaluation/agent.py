@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import agent_r1_trl.generation as generation
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.evaluation.loading import load_agent
 from agent_r1_trl.generation.base import Generator
-from agent_r1_trl.generation.endpoint import Endpoint
 from agent_r1_trl.rollout import RolloutLimits, context_length
 from agent_r1_trl.rollout.thinking import format_options, settle_thinking
 
@@ -20,22 +20,39 @@ class Agent:
     """What an evaluation needs of a model."""
 
     name: str | None
-    """Directory or Hub id; None for a model that was loaded by the caller."""
+    """Directory or Hub id, or a hosted model and where it is; None for a model that was loaded by the caller."""
     generator: Generator
-    chat: ChatFormat
+    """Or the `Endpoint` of a hosted model."""
+    chat: Any
+    """`ChatFormat`; None for a hosted model."""
     limits: RolloutLimits
     """Those asked for, with the model's context length."""
 
 
-@dataclass(kw_only=True)
-class HostedAgent:
-    """What an evaluation needs of a hosted model; see `Agent`."""
+def make_chat(
+    tokenizer: Any,
+    limits: RolloutLimits | None,
+    eos: int | list[int] | None,
+    *,
+    chat_template: str | None = None,
+    response_template: dict[str, Any] | str | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    thinking: str = "keep",
+) -> tuple[ChatFormat, RolloutLimits]:
+    """The chat format of a model (see `ChatFormat`), and its limits; thinking="strip" sets their context policy.
 
-    name: str
-    """The model and where it is, for results."""
-    generator: Endpoint
-    limits: RolloutLimits
-    chat: None = None
+    Further tokens that end a turn are the `eos` of the model's generation configuration.
+    """
+    limits = limits or RolloutLimits()
+    thinking, policy = settle_thinking(thinking, limits.context_policy)
+    chat = ChatFormat(
+        tokenizer,
+        chat_template=chat_template,
+        response_template=response_template,
+        **format_options(thinking, policy, chat_template_kwargs),
+        extra_stop_token_ids=[eos] if isinstance(eos, int) else list(eos or []),
+    )
+    return chat, replace(limits, context_policy=policy)
 
 
 @contextlib.contextmanager
@@ -46,14 +63,21 @@ def open_agent(
     use_vllm: bool = False,
     limits: RolloutLimits | None = None,
     dtype: str | None = None,
-    chat_template: str | None = None,
-    response_template: dict[str, Any] | str | None = None,
-    chat_template_kwargs: dict[str, Any] | None = None,
-    thinking: str = "keep",
     max_batch_size: int = 64,
     trust_remote_code: bool = False,
+    **chat_options: Any,
 ) -> Iterator[Agent]:
-    """Load a model, on a GPU if there is one, and close its generator at the end; arguments of `evaluate_model`.
+    """Load a model, on a GPU if there is one, and close its generator at the end.
+
+    Args:
+        model: directory or Hub id of a model or of a PEFT adapter; or a loaded model (then pass `tokenizer`).
+        tokenizer: None loads the one saved with the model.
+        use_vllm: sample with vLLM in this process instead of transformers.
+        limits: of a trajectory; the model's context length is a limit as well.
+        dtype: "float32", "bfloat16", ... None: the checkpoint's own on a GPU, float32 on a CPU.
+        max_batch_size: maximum number of rows per forward pass (transformers only).
+        trust_remote_code: run code that comes with the model.
+        **chat_options: of `make_chat`.
 
     Raises:
         ValueError: there is no such model, or a loaded model comes without `tokenizer`.
@@ -66,38 +90,18 @@ def open_agent(
         )
     if tokenizer is None:
         raise ValueError("tokenizer=None: a loaded model comes without its tokenizer. Pass tokenizer= as well.")
-    limits = limits or RolloutLimits()
-    thinking, context_policy = settle_thinking(thinking, limits.context_policy)
-    limits = replace(limits, context_policy=context_policy)
-    eos = getattr(model.generation_config, "eos_token_id", None)
-    chat = ChatFormat(
-        tokenizer,
-        chat_template=chat_template,
-        response_template=response_template,
-        **format_options(thinking, limits.context_policy, chat_template_kwargs),
-        extra_stop_token_ids=[eos] if isinstance(eos, int) else list(eos or []),
-    )
+    chat, limits = make_chat(tokenizer, limits, getattr(model.generation_config, "eos_token_id", None), **chat_options)
     if limits.max_model_length is None:
         limits = replace(limits, max_model_length=context_length(model.config))
-    generator = _make_generator(model, chat, tokenizer, use_vllm, limits, max_batch_size)
+    generator: Generator
+    stop_ids = chat.stop_token_ids
+    if use_vllm:
+        generator = generation.VLLMGenerator(model, stop_token_ids=stop_ids, max_model_len=limits.max_model_length)
+    else:
+        generator = generation.TransformersGenerator(
+            model, pad_token_id=tokenizer.pad_token_id, stop_token_ids=stop_ids, max_batch_size=max_batch_size
+        )
     try:
         yield Agent(name=name, generator=generator, chat=chat, limits=limits)
     finally:
         generator.close()
-
-
-def _make_generator(
-    model: Any, chat: ChatFormat, tokenizer: Any, use_vllm: bool, limits: RolloutLimits, max_batch_size: int
-) -> Generator:
-    if use_vllm:
-        from agent_r1_trl.generation import VLLMGenerator
-
-        return VLLMGenerator(model, stop_token_ids=chat.stop_token_ids, max_model_len=limits.max_model_length)
-    from agent_r1_trl.generation import TransformersGenerator
-
-    return TransformersGenerator(
-        model,
-        pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=chat.stop_token_ids,
-        max_batch_size=max_batch_size,
-    )

@@ -21,7 +21,7 @@ from agent_r1_trl.tools import InfrastructureError, Tool, as_tool, shared_pool
 from agent_r1_trl.tools.threads import run_on_own_thread
 from agent_r1_trl.trajectory import Message, ToolCall, ToolResult
 
-BASE, NAIVE_RAG, CLOSED_BOOK = BASELINES = ("base", "naive_rag", "closed_book")
+NAIVE_RAG = "naive_rag"
 SEARCH = "search"
 """Name of the tool that `naive_rag` calls."""
 _THREADS = 256
@@ -38,13 +38,8 @@ def check_baseline(name: str, env_factory: Callable[[], Any], env: str) -> None:
         env: the setting that names it, for errors.
 
     Raises:
-        ValueError: there is no such baseline, or the environment has nothing to take away or to search with.
+        ValueError: the environment has nothing to take away or to search with.
     """
-    if name not in BASELINES:
-        known = ", ".join(BASELINES)
-        raise ValueError(f"baselines={name!r}: must be some of {known}. Set baselines to one or more of them.")
-    if name == BASE:
-        return
     with made_and_closed(env_factory) as made:
         tools = [as_tool(item).name for item in getattr(made, "tools", None) or ()]
         is_tool_env = isinstance(made, ToolEnv)
@@ -60,42 +55,22 @@ def check_baseline(name: str, env_factory: Callable[[], Any], env: str) -> None:
         )
 
 
-def without_tools(
-    env_factory: Callable[[], Any],
-    *,
-    searches: bool = False,
-    system_prompt: str | None = None,
-    max_passage_tokens: int | None = None,
-) -> Callable[[], OneAnswerEnv]:
-    """A factory of the environment without its tools.
+def without_tools(env_factory: Callable[[], Any], **settings: Any) -> Callable[[], OneAnswerEnv]:
+    """A factory of the environment without its tools; settings of `OneAnswerEnv`."""
+    return lambda: OneAnswerEnv(env_factory(), **settings)
 
-    Args:
-        env_factory: makes the environment.
-        searches: put what its search tool finds for the question into the prompt (`naive_rag`).
-        system_prompt: in place of the environment's own. None: that one; `SearchQAEnv`'s default loses its sentence
-            about the tool.
-        max_passage_tokens: of the model, that the passages may take.
-    """
 
-    def make() -> OneAnswerEnv:
-        return OneAnswerEnv(
-            env_factory(), searches=searches, system_prompt=system_prompt, max_passage_tokens=max_passage_tokens
-        )
-
-    return make
+KEEP_ALL: dict[str, Any] = {
+    "context_policy": "keep",
+    **dict.fromkeys(("context_turns", "context_tokens", "summary_tokens", "summary_prompt")),
+}
+"""Limits with which the model reads every turn so far."""
 
 
 def one_answer_limits(limits: RolloutLimits) -> RolloutLimits:
     """The limits with a single turn, whose context nothing rewrites."""
-    return replace(
-        limits,
-        max_turns=1,
-        context_policy="strip_thinking" if limits.context_policy == "strip_thinking" else "keep",
-        context_turns=None,
-        context_tokens=None,
-        summary_tokens=None,
-        summary_prompt=None,
-    )
+    keeps = {} if limits.context_policy != "strip_thinking" else {"context_policy": "strip_thinking"}
+    return replace(limits, max_turns=1, **KEEP_ALL | keeps)
 
 
 class OneAnswerEnv:
@@ -105,9 +80,10 @@ class OneAnswerEnv:
 
     Args:
         env: the environment; whatever is not defined here is its own.
-        searches: see `without_tools`.
-        system_prompt: see `without_tools`.
-        max_passage_tokens: see `without_tools`.
+        searches: put what its search tool finds for the question into the prompt (`naive_rag`).
+        system_prompt: in place of the environment's own. None: that one; `SearchQAEnv`'s default loses its sentence
+            about the tool.
+        max_passage_tokens: of the model, that the passages may take.
     """
 
     tools = ()

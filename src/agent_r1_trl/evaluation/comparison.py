@@ -1,44 +1,27 @@
-"""Two evaluations of the same examples: is the difference more than chance?
-
-- the difference of each metric with a paired bootstrap interval (`difference`)
-- a permutation test: if the two were alike, each example's change could as well have the other sign
-
-An example counts once, with the mean over its attempts.
-"""
+"""Two evaluations of the same examples: the difference of each metric with a paired bootstrap interval."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.evaluation.result import EvaluationResult, difference
 
-if TYPE_CHECKING:
-    import numpy as np
-
 EXAMPLES_FILE = "examples.jsonl"
-NUM_PERMUTATIONS = 10_000
-MAX_EXACT = 12
-"""Examples that differ, up to which all signs are tried."""
 
 
 @dataclass(kw_only=True)
-class Change:
+class MetricChange:
     """One metric in two evaluations, B against A."""
 
     before: float
     after: float
     low: float
-    """Of the 95% interval of after - before."""
+    """The lower end of the 95% interval of after - before."""
     high: float
-    p_value: float
-    """Two-sided; NaN where no example has the metric in both."""
     num_better: int
     """Examples on which the metric is higher in B."""
     num_worse: int
@@ -81,64 +64,28 @@ def read_examples(path: str | Path) -> EvaluationResult:
     return EvaluationResult.from_rows(rows, example_ids=ids, num_generations=max(sizes))
 
 
-def compare(before: EvaluationResult, after: EvaluationResult, *, seed: int = 0) -> dict[str, Change]:
+def compare(before: EvaluationResult, after: EvaluationResult, *, seed: int = 0) -> dict[str, MetricChange]:
     """Each metric that both have.
 
     Raises:
         ValueError: they are not about the same examples; names some that differ.
     """
-    import numpy as np
-
     after = _in_order_of(before, after)
     changes = {}
     for name, (_, low, high) in difference(before, after, seed=seed).items():
         pairs = _pairs(before, after, name)
-        deltas = np.array([two - one for one, two in pairs.values()])
-        changes[name] = Change(
+        signs = [(two > one) - (two < one) for one, two in pairs.values()]
+        changes[name] = MetricChange(
             before=before.metrics[name],
             after=after.metrics[name],
             low=low,
             high=high,
-            p_value=permutation_test(deltas, seed=seed),
-            num_better=int((deltas > 0).sum()),
-            num_worse=int((deltas < 0).sum()),
-            num_equal=int((deltas == 0).sum()),
+            num_better=signs.count(1),
+            num_worse=signs.count(-1),
+            num_equal=signs.count(0),
             pairs=pairs,
         )
     return changes
-
-
-def permutation_test(deltas: Sequence[float] | np.ndarray, *, seed: int = 0) -> float:
-    """Two-sided p-value of a mean change: how often random signs give a mean at least as far from 0.
-
-    All signs are tried where few examples differ; else `NUM_PERMUTATIONS` draws, the observed signs among them.
-
-    Args:
-        deltas: (N,) change of each example.
-        seed: of the draws.
-
-    >>> permutation_test([1.0, 1.0, 1.0]), permutation_test([0.0, 0.0])
-    (0.25, 1.0)
-    """
-    import numpy as np
-
-    values = np.asarray(deltas, dtype=float)
-    if not len(values):
-        return math.nan
-    values = values[values != 0]
-    if not len(values):
-        return 1.0
-    bar = abs(values.sum()) * (1 - 1e-9)
-    if len(values) <= MAX_EXACT:
-        signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(values))))
-        return float((np.abs(signs @ values) >= bar).mean())
-    rng, hits, left = np.random.default_rng(seed), 1, NUM_PERMUTATIONS - 1
-    while left > 0:
-        size = min(left, max(1, 2_000_000 // len(values)))
-        signs = rng.integers(0, 2, size=(size, len(values)), dtype=np.int8) * 2.0 - 1.0
-        hits += int((np.abs(signs @ values) >= bar).sum())
-        left -= size
-    return hits / NUM_PERMUTATIONS
 
 
 def _pairs(before: EvaluationResult, after: EvaluationResult, name: str) -> dict[str, tuple[float, float]]:
@@ -155,22 +102,23 @@ def _pairs(before: EvaluationResult, after: EvaluationResult, name: str) -> dict
 def _in_order_of(before: EvaluationResult, after: EvaluationResult) -> EvaluationResult:
     if before.example_ids == after.example_ids:
         return after
-    for result, place in ((before, "first"), (after, "second")):
-        if repeated := [item for item, count in Counter(result.example_ids).items() if count > 1]:
-            raise ValueError(
-                f"the {place} evaluation has several examples of one id: {_some(repeated)}, so that it is not known "
-                "which belong together. Give each row an id of its own (column 'id'), and evaluate again."
-            )
-    places = {example_id: index for index, example_id in enumerate(after.example_ids)}
-    only_before = [item for item in before.example_ids if item not in places]
-    only_after = sorted(set(after.example_ids) - set(before.example_ids))
-    if only_before or only_after:
+    first, second = Counter(before.example_ids), Counter(after.example_ids)
+    if repeated := [name for name, count in (first | second).items() if count > 1]:
         raise ValueError(
-            f"the examples differ: {_some(only_before)} only in the first evaluation, {_some(only_after)} only in the "
-            "second. Pass two evaluations of the same rows (the same --dataset and --num_examples)."
+            f"an evaluation has several examples of one id: {_some(repeated)}, so that it is not known which belong "
+            "together. Give each row an id of its own (column 'id'), and evaluate again."
         )
-    rows: list[Any] = [after.rows[places[item]] for item in before.example_ids]
-    return EvaluationResult.from_rows(rows, example_ids=before.example_ids, num_generations=after.num_generations)
+    if first != second:
+        raise ValueError(
+            f"the examples differ: {_some(sorted(first - second))} only in the first evaluation, "
+            f"{_some(sorted(second - first))} only in the second. Pass two evaluations of the same rows (the same "
+            "--dataset and --num_examples)."
+        )
+    rows = dict(zip(after.example_ids, after.rows, strict=True))
+    ids = before.example_ids
+    return EvaluationResult.from_rows(
+        [rows[name] for name in ids], example_ids=ids, num_generations=after.num_generations
+    )
 
 
 def _some(ids: Sequence[str]) -> str:

@@ -8,11 +8,12 @@ For example:
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,9 @@ from agent_r1_trl.environments.rows import warn_of_added_keys
 from agent_r1_trl.evaluation.agent import open_agent
 from agent_r1_trl.evaluation.groups import group_sums
 from agent_r1_trl.evaluation.result import EvaluationResult, example_sums
+from agent_r1_trl.features import feature
 from agent_r1_trl.generation.base import Generator, SamplingParams
 from agent_r1_trl.generation.endpoint import Endpoint
-from agent_r1_trl.journal import Cassette, RolloutLog
-from agent_r1_trl.journal.reader import read_rollout
-from agent_r1_trl.journal.records import VERSION, dump
 from agent_r1_trl.rollout import (
     RolloutLimits,
     RolloutRequest,
@@ -36,7 +35,8 @@ from agent_r1_trl.rollout import (
 )
 from agent_r1_trl.rollout.failures import count_causes, describe_causes, failure_of
 from agent_r1_trl.rollout.hosted import HostedRunner
-from agent_r1_trl.rollout.limits import check_whole_number
+from agent_r1_trl.rollout.limits import deciding_limits
+from agent_r1_trl.settings import Count, CountOrZero, check_value
 from agent_r1_trl.trajectory import StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def evaluate(
             of other settings.
         NothingPlayedError: no trajectory could be played, unless `keep_going`; the message lists the causes.
     """
-    check_whole_number("retry_failed", retry_failed, minimum=0)
+    check_value("retry_failed", retry_failed, CountOrZero)
     requests = _requests(examples, num_generations, seed)
     limits = limits or RolloutLimits()
     how: dict[str, Any] = {"retry_failed": retry_failed, "on_trajectory": on_trajectory, "keep_going": keep_going}
@@ -100,7 +100,7 @@ def evaluate(
         runner = RolloutRunner(env_factory, generator, chat, limits, params, **how)
     log = None
     if journal is not None:
-        spent = {name: value for name, value in _values(limits).items() if name not in _NO_MATTER}
+        spent = {name: value for name, value in asdict(limits).items() if name not in _NO_MATTER}
         header = {"size": len(requests), "params": asdict(params), "limits": spent, **(identity or {})}
         log = _open_log(Path(journal), header, resume=resume)
     start = time.perf_counter()
@@ -114,20 +114,17 @@ def evaluate(
         "played": describe_play(params, num_generations, limits),
         "temperature": params.temperature,
         "seed": seed,
-        "limits": _values(limits),
+        "limits": asdict(limits),
     }
     return _result(trajectories, num_generations, seed, settings, start, may_all_fail=keep_going)
 
 
-def _values(limits: RolloutLimits) -> dict[str, Any]:
-    return {item.name: getattr(limits, item.name) for item in fields(limits)}
-
-
-def _open_log(path: Path, header: dict[str, Any], *, resume: bool) -> RolloutLog:
-    recorded = read_rollout(path) if resume else None
+def _open_log(path: Path, header: dict[str, Any], *, resume: bool) -> Any:
+    journal = feature("journal", f"journal={str(path)!r}")
+    recorded = journal.read_rollout(path) if resume else None
     if recorded is None:
-        return RolloutLog(path, header)
-    now = {"version": VERSION, **json.loads(dump(header))}
+        return journal.RolloutLog(path, header)
+    now = {"version": journal.VERSION, **json.loads(journal.dump(header))}
     before = {name: value for name, value in recorded.header.items() if name != "kind"}
     if now != before:
         name = next(name for name in {**before, **now} if before.get(name) != now.get(name))
@@ -136,7 +133,7 @@ def _open_log(path: Path, header: dict[str, Any], *, resume: bool) -> RolloutLog
             f"is now {now.get(name)!r:.300}. Set it back to go on, pass --no_resume to begin anew, or pass another "
             "output_dir."
         )
-    log = RolloutLog(path, header, recorded=recorded, plays_failed=True)
+    log = journal.RolloutLog(path, header, recorded=recorded, plays_failed=True)
     ends = [StopReason(item.end["stop_reason"]) for item in recorded.trajectories if item.end is not None]
     ended = sum(not reason.is_infrastructure_failure for reason in ends)
     logger.warning("Going on with %s: %d of %d trajectories have been played.", path, ended, header["size"])
@@ -150,6 +147,7 @@ def replay_evaluation(
     num_generations: int = 1,
     seed: int = 0,
     keep_going: bool = False,
+    limits: RolloutLimits | None = None,
 ) -> EvaluationResult:
     """An evaluation from its journal, without model, tools and environment: the same trajectories, scores and figures.
 
@@ -159,13 +157,18 @@ def replay_evaluation(
         num_generations: attempts per example.
         seed: of the evaluation.
         keep_going: see `evaluate`.
+        limits: that the trajectories must have had; None: any. A `max_model_length` of None, which is then the
+            model's, is not compared.
 
     Raises:
         ReplayError: there is no journal, or it is that of another evaluation; names what differs first.
     """
     requests = _requests(examples, num_generations, seed)
     start = time.perf_counter()
-    trajectories = Cassette(replay).play(requests)
+    wanted = deciding_limits(limits) if limits is not None else {}
+    wanted = {name: value for name, value in wanted.items() if value is not None or name != "max_model_length"}
+    cassette = feature("journal", f"replay={str(replay)!r}").Cassette(replay)
+    trajectories = cassette.play(requests, limits=wanted)
     settings = {"replay": str(replay), "seed": seed}
     return _result(trajectories, num_generations, seed, settings, start, may_all_fail=keep_going)
 
@@ -175,8 +178,7 @@ def _requests(examples: Iterable[Mapping[str, Any]], num_generations: int, seed:
     rows = [dict(example) for example in examples]
     if not rows:
         raise ValueError("examples is empty: there is nothing to evaluate. Pass at least one row.")
-    if isinstance(num_generations, bool) or not isinstance(num_generations, int) or num_generations < 1:
-        raise ValueError(f"num_generations={num_generations!r}: must be a whole number >= 1.")
+    check_value("num_generations", num_generations, Count)
     attempts = [row for row in rows for _ in range(num_generations)]
     return rollout_requests(attempts, first_row=0, group_size=num_generations, seed=seed, step=None)
 
@@ -217,17 +219,8 @@ def evaluate_model(
     env_factory: Callable[[], Any],
     examples: Iterable[Mapping[str, Any]],
     *,
-    tokenizer: Any = None,
-    use_vllm: bool = False,
     limits: RolloutLimits | None = None,
-    dtype: str | None = None,
-    chat_template: str | None = None,
-    response_template: dict[str, Any] | str | None = None,
-    chat_template_kwargs: dict[str, Any] | None = None,
-    thinking: str = "keep",
-    max_batch_size: int = 64,
-    trust_remote_code: bool = False,
-    **settings: Any,
+    **options: Any,
 ) -> EvaluationResult:
     """Load a model and evaluate it, on a GPU if there is one.
 
@@ -235,35 +228,16 @@ def evaluate_model(
         model: directory or Hub id of a model or of a PEFT adapter; or a loaded model (then pass `tokenizer`).
         env_factory: as for `evaluate`.
         examples: as for `evaluate`.
-        tokenizer: None loads the one saved with the model.
-        use_vllm: sample with vLLM in this process instead of transformers.
         limits: as for `evaluate`; the model's context length is a limit as well.
-        dtype: "float32", "bfloat16", ... None: the checkpoint's own on a GPU, float32 on a CPU.
-        chat_template: see `ChatFormat`.
-        response_template: see `ChatFormat`.
-        chat_template_kwargs: passed to the chat template.
-        thinking: see `ChatFormat`; "strip" sets the context policy `strip_thinking`.
-        max_batch_size: maximum number of rows per forward pass (transformers only).
-        trust_remote_code: run code that comes with the model.
-        **settings: `params`, `num_generations`, `seed`, `retry_failed`, `on_trajectory`, `journal`, `keep_going` of
-            `evaluate`.
+        **options: of `open_agent` (`use_vllm`, `dtype`, `thinking`, ...) and of `evaluate` (`params`, `seed`, ...).
 
     Raises:
         ValueError: there is no such model, a loaded model comes without `tokenizer`, or as for `evaluate`.
     """
-    with open_agent(
-        model,
-        tokenizer=tokenizer,
-        use_vllm=use_vllm,
-        limits=limits,
-        dtype=dtype,
-        chat_template=chat_template,
-        response_template=response_template,
-        chat_template_kwargs=chat_template_kwargs,
-        thinking=thinking,
-        max_batch_size=max_batch_size,
-        trust_remote_code=trust_remote_code,
-    ) as agent:
+    names = inspect.signature(evaluate).parameters
+    settings = {name: value for name, value in options.items() if name in names}
+    loading = {name: value for name, value in options.items() if name not in names}
+    with open_agent(model, limits=limits, **loading) as agent:
         result = evaluate(agent.generator, env_factory, agent.chat, examples, limits=agent.limits, **settings)
-    result.settings = {"model": agent.name, "use_vllm": use_vllm, **result.settings}
+    result.settings = {"model": agent.name, "use_vllm": bool(loading.get("use_vllm")), **result.settings}
     return result

@@ -12,15 +12,6 @@ from agent_r1_trl.trajectory import Trajectory
 NO_TAG = "(none)"
 
 
-def is_solved(trajectory: Trajectory) -> bool:
-    """Whether an attempt counts for pass@k: exact match, else the environment's `success`, else an outcome above 0."""
-    for name in ("em", "success"):
-        score = trajectory.info.get(name)
-        if isinstance(score, bool | int | float):
-            return bool(score)
-    return trajectory.outcome_reward > 0
-
-
 def pass_at_k(num_attempts: int, num_solved: int, k: int) -> float:
     """Chance that k of the attempts, drawn without replacement, hold a solved one (Chen et al. 2021).
 
@@ -47,7 +38,7 @@ def group_sums(group: Sequence[Trajectory]) -> Row:
     played = [trajectory for trajectory in group if not trajectory.stop_reason.is_infrastructure_failure]
     if len(group) < 2 or not played:
         return {}
-    num_solved = sum(map(is_solved, played))
+    num_solved = sum(trajectory.is_solved for trajectory in played)
     sums: Row = {
         f"pass@{k}": (pass_at_k(len(played), num_solved, k), 1.0) for k in attempts_of(len(group)) if k <= len(played)
     }
@@ -105,23 +96,3 @@ def split_by(
             num_generations=result.num_generations,
         )
     return parts
-
-
-def with_cost(result: EvaluationResult, prices: Sequence[float], *, seed: int = 0) -> EvaluationResult:
-    """The result with the metric `cost_per_1000`: the price of a thousand trajectories.
-
-    Args:
-        result: of an evaluation.
-        prices: of a million tokens, read and sampled; one number is the price of both.
-        seed: of the bootstrap.
-    """
-    rows = []
-    for row in result.rows:
-        read, count = row.get("input_tokens", (0.0, 0.0))
-        sampled, _ = row.get("sampled_tokens", (0.0, 0.0))
-        cost = (read * prices[0] + sampled * prices[-1]) / 1_000
-        rows.append({**row, "cost_per_1000": (cost, count)})
-    values = {name: value for name, value in vars(result).items() if name not in ("metrics", "intervals", "rows")}
-    del values["num_examples"]
-    values["settings"] = {**result.settings, "price_per_million_tokens": list(prices)}
-    return EvaluationResult.from_rows(rows, seed=seed, **values)

@@ -21,8 +21,8 @@ def load_agent(
         path: of a model or an adapter.
         dtype: None: that of the checkpoint on a GPU, float32 on a CPU.
         tokenizer: None: that of the model.
-        trust_remote_code: whether code that comes with the model may run.
-        to_device: whether the model goes to the GPU where there is one.
+        trust_remote_code: run code that comes with the model.
+        to_device: move the model to the GPU where there is one.
         keep_pad_token: leave a tokenizer without padding token as it is.
 
     Raises:
@@ -30,24 +30,17 @@ def load_agent(
         OSError: it, or the base of an adapter, cannot be loaded.
     """
     import torch
+    from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     is_adapter = check_model_folder(path) or is_adapter_of_the_hub(path)
     has_gpu = torch.cuda.is_available()
-    options: dict[str, Any] = {
-        "dtype": dtype or ("auto" if has_gpu else torch.float32),
-        "trust_remote_code": trust_remote_code,
-    }
-    if is_adapter:
-        from peft import AutoPeftModelForCausalLM
-
-        model = AutoPeftModelForCausalLM.from_pretrained(path, **options)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(path, **options)
+    kind: Any = AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM
+    kept = "auto" if has_gpu else torch.float32
+    model = kind.from_pretrained(path, dtype=dtype or kept, trust_remote_code=trust_remote_code)
     if tokenizer is None:
-        source = path
-        if is_adapter and not _has_file(path, "tokenizer_config.json"):
-            source = model.peft_config["default"].base_model_name_or_path
+        has_own = not is_adapter or _has_file(path, "tokenizer_config.json")
+        source = path if has_own else model.peft_config["default"].base_model_name_or_path
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token is None and not keep_pad_token:
         tokenizer.pad_token = tokenizer.eos_token

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 NAMES = {"em": "exact_match", "valid_answer": "valid_answer_rate"}
 """Metric names of the `info` keys that `SearchQAEnv` sets; other numeric keys keep their own."""
 NUM_RESAMPLES = 10_000
-"""Of the bootstrap; for more than 1,000 examples fewer, but at least 1,000."""
+"""Resamples of the bootstrap; for more than 1,000 examples fewer, but at least 1,000."""
 
-COUNTS = ("turns", "tool_calls", "completion_tokens", "input_tokens", "sampled_tokens", "cost_per_1000")
+COUNTS = ("turns", "tool_calls", "completion_tokens", "input_tokens", "sampled_tokens")
 """Metrics that may be 0 or 1 in every example and are no shares of anything."""
 
 Row = dict[str, tuple[float, float]]
@@ -92,7 +92,12 @@ class EvaluationResult:
 
     def to_json(self) -> str:
         """`to_dict` as indented JSON."""
-        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, default=repr) + "\n"
+        return to_json(self.to_dict())
+
+
+def to_json(content: dict[str, Any]) -> str:
+    """Indented JSON; what it does not know as text."""
+    return json.dumps(content, indent=2, ensure_ascii=False, default=repr) + "\n"
 
 
 # ---------------------------------------------------------------- from trajectories to sums
@@ -141,12 +146,9 @@ def token_counts(trajectory: Trajectory) -> dict[str, int]:
 
 def example_sums(trajectories: Sequence[Trajectory]) -> Row:
     """The attempts at one example, added up."""
-    total: dict[str, tuple[float, float]] = {}
-    for trajectory in trajectories:
-        for name, (numerator, denominator) in trajectory_sums(trajectory).items():
-            before = total.get(name, (0.0, 0.0))
-            total[name] = (before[0] + numerator, before[1] + denominator)
-    return total
+    rows = [trajectory_sums(trajectory) for trajectory in trajectories]
+    pairs = {name: pair.sum(axis=0) for name, pair in _sums(rows).items()}  # (2,) each
+    return {name: (float(one), float(other)) for name, (one, other) in pairs.items()}
 
 
 # ---------------------------------------------------------------- intervals
@@ -155,52 +157,29 @@ def example_sums(trajectories: Sequence[Trajectory]) -> Row:
 def is_share(name: str, sums: np.ndarray) -> bool:
     """Whether a metric says which share of examples has something: each has one value, 0 or 1, and it is no count.
 
-    Args:
-        name: of the metric.
-        sums: (N, 2) numerators and denominators per example.
+    `sums` are (N, 2) numerators and denominators per example.
     """
     scored = sums[sums[:, 1] > 0]
     return name not in COUNTS and len(scored) > 0 and bool(((scored == 0) | (scored == 1)).all())
 
 
-def wilson_interval(num: float, total: float, *, level: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a share (Wilson 1927), which has a width also where all are alike.
+def wilson_interval(num: float, total: float) -> tuple[float, float]:
+    """Wilson's 95% score interval of a share (Wilson 1927), which has a width also where all are alike.
 
     >>> [round(bound, 3) for bound in wilson_interval(10, 10)]
     [0.722, 1.0]
     """
     num, total = float(num), float(total)  # numpy's, as a rule
-    z, share = NormalDist().inv_cdf((1 + level) / 2), num / total
+    z, share = NormalDist().inv_cdf(0.975), num / total
     middle = share + z * z / (2 * total)
     half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     shrink = 1 + z * z / total
     return max(0.0, (middle - half) / shrink), min(1.0, (middle + half) / shrink)
 
 
-def bootstrap_intervals(
-    sums: Mapping[str, np.ndarray], *, seed: int = 0, level: float = 0.95
-) -> dict[str, tuple[float, float]]:
-    """Percentile intervals of ratios of sums.
-
-    Args:
-        sums: metric -> (N, 2) numerators and denominators per example, the same N for all.
-        seed: of the draws.
-        level: of the interval.
-    """
-    import numpy as np
-
-    if not sums:
-        return {}
-    stacked = np.concatenate(list(sums.values()), axis=1)  # (N, 2M)
-    drawn = np.concatenate([counts @ stacked for counts in _resamples(len(stacked), seed)])  # (R, 2M)
-    tail = (1 - level) / 2
-    intervals = {}
-    for index, name in enumerate(sums):
-        numerator, denominator = drawn[:, 2 * index], drawn[:, 2 * index + 1]
-        ratios = numerator[denominator > 0] / denominator[denominator > 0]
-        low, high = np.quantile(ratios, [tail, 1 - tail]) if len(ratios) else (math.nan, math.nan)
-        intervals[name] = (float(low), float(high))
-    return intervals
+def bootstrap_intervals(sums: Mapping[str, np.ndarray], *, seed: int = 0) -> dict[str, tuple[float, float]]:
+    """95% percentile intervals of ratios of sums: metric -> (N, 2) numerators and denominators per example."""
+    return {name: _interval(ratios) for name, ratios in _drawn_ratios(sums, seed).items()}
 
 
 def difference(
@@ -213,22 +192,34 @@ def difference(
     Raises:
         ValueError: the two results are about different examples.
     """
-    import numpy as np
-
     if before.example_ids != after.example_ids:
         raise ValueError("The two results are about different examples; a paired difference needs the same ones.")
-    first, second = _sums(before.rows), _sums(after.rows)
-    names = [name for name in first if name in second]
-    stacked = np.concatenate([pairs[name] for name in names for pairs in (first, second)], axis=1)  # (N, 4M)
-    drawn = np.concatenate([counts @ stacked for counts in _resamples(len(stacked), seed)])  # (R, 4M)
-    changes = {}
-    for index, name in enumerate(names):
-        one, two = drawn[:, 4 * index : 4 * index + 2], drawn[:, 4 * index + 2 : 4 * index + 4]  # (R, 2)
-        usable = (one[:, 1] > 0) & (two[:, 1] > 0)
-        draws = two[usable, 0] / two[usable, 1] - one[usable, 0] / one[usable, 1]
-        low, high = np.quantile(draws, [0.025, 0.975]) if len(draws) else (math.nan, math.nan)
-        changes[name] = (after.metrics[name] - before.metrics[name], float(low), float(high))
-    return changes
+    first, second = (_drawn_ratios(_sums(result.rows), seed) for result in (before, after))
+    return {
+        name: (after.metrics[name] - before.metrics[name], *_interval(second[name] - first[name]))
+        for name in first
+        if name in second
+    }
+
+
+def _drawn_ratios(sums: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
+    """Metric -> (R,) its value in each draw of examples; NaN where none that was drawn has it."""
+    import numpy as np
+
+    if not sums:
+        return {}
+    stacked = np.concatenate(list(sums.values()), axis=1)  # (N, 2M)
+    drawn = np.concatenate([counts @ stacked for counts in _resamples(len(stacked), seed)])  # (R, 2M)
+    with np.errstate(invalid="ignore"):
+        return dict(zip(sums, (drawn[:, 0::2] / drawn[:, 1::2]).T, strict=True))
+
+
+def _interval(draws: np.ndarray) -> tuple[float, float]:
+    import numpy as np
+
+    draws = draws[np.isfinite(draws)]
+    low, high = np.quantile(draws, [0.025, 0.975]) if len(draws) else (math.nan, math.nan)
+    return float(low), float(high)
 
 
 def _resamples(num: int, seed: int) -> Iterator[np.ndarray]:
@@ -253,6 +244,17 @@ def _sums(rows: Sequence[Row]) -> dict[str, np.ndarray]:
 
 def _ratio(numerator: float, denominator: float) -> float:
     return float(numerator) / float(denominator) if denominator else math.nan
+
+
+def number_text(value: float, sign: str = "") -> str:
+    """A metric's value; "-" if there is none."""
+    return f"{value:{sign}.{3 if abs(value) < 100 else 0}f}" if math.isfinite(value) else "-"
+
+
+def interval_text(bounds: Sequence[float], sign: str = "") -> str:
+    """A metric's interval; "" if there is none."""
+    texts = [number_text(bound, sign) for bound in bounds]
+    return f"[{', '.join(texts)}]" if bounds and "-" not in texts else ""
 
 
 def _finite(value: float) -> float | None:

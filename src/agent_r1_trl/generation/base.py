@@ -10,6 +10,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from agent_r1_trl.errors import RunError
+from agent_r1_trl.objects import check_call
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -123,20 +126,26 @@ class _Adapted(Generator):
         return await self._given.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
 
 
-def as_generator(given: Any) -> Generator:
+def as_generator(given: Any, path: str | None = None) -> Generator:
     """A `Generator` from what a user passed as `generator=`; any object with an async `generate` will do.
 
+    Args:
+        given: the object.
+        path: that led to it, for errors.
+
     Raises:
-        ValueError: the object has no `generate`.
+        ValueError: the object has no `generate`, or one with other arguments.
     """
-    if isinstance(given, Generator):
-        return given
+    setting = f"generator={(given if path is None else path)!r:.200}"
     if isinstance(given, type) or not callable(getattr(given, "generate", None)):
         raise ValueError(
-            f"generator={given!r} cannot sample: it must be an object with a method `async generate(prompt_ids, *, "
+            f"{setting} cannot sample: it must be an object with a method `async generate(prompt_ids, *, "
             "max_tokens, seed, params)`. Pass such an object, or leave generator out."
         )
-    return _Adapted(given)
+    named = dict.fromkeys(("max_tokens", "seed", "params"))
+    form = "an object with async generate(prompt_ids, *, max_tokens, seed, params)"
+    check_call(f"{setting}: its generate", given.generate, form, None, **named)
+    return given if isinstance(given, Generator) else _Adapted(given)
 
 
 @dataclass
@@ -146,9 +155,9 @@ class TrajectorySlot:
     place: int | None = None
     """Number of the server; None before the first request."""
     prompt_ids: list[int] = field(default_factory=list)
-    """Of the last request."""
+    """Ids of the last request's prompt."""
     prompt_text: str = ""
-    """The same in JSON, without the brackets."""
+    """These ids in JSON, without the brackets."""
 
 
 current_slot: ContextVar[TrajectorySlot | None] = ContextVar("current_slot", default=None)
@@ -160,7 +169,7 @@ token_listener: ContextVar[Callable[[int], None] | None] = ContextVar("token_lis
 It runs on the thread of the back end, must not wait for anything and must not raise."""
 
 
-class GenerationError(RuntimeError):
+class GenerationError(RunError):
     """The generation back end failed, which is not the policy's fault. The cause is chained."""
 
 
@@ -180,6 +189,8 @@ def check_generation(generation: Generation) -> None:
     Raises:
         GenerationError: names the position, the id and the number.
     """
+    if not isinstance(generation, Generation):
+        raise GenerationError(f"generate returned {generation!r:.200}; it must be a Generation")
     if len(generation.logprobs) != len(generation.token_ids):
         raise GenerationError(
             f"{len(generation.token_ids)} ids came with {len(generation.logprobs)} log-probabilities; each needs one"

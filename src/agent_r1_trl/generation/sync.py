@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from agent_r1_trl.errors import RunError
 from agent_r1_trl.generation.base import Generator
 from agent_r1_trl.generation.weights import gather_for, gather_nothing
 
@@ -26,7 +27,7 @@ PROBE_TEXT = (
 _PROBE_TOKENS = 64
 
 
-class SyncError(RuntimeError):
+class SyncError(RunError):
     """The sampler's log-probabilities are not the trainer's."""
 
 

@@ -31,7 +31,7 @@ _GATHER_S = 0.001  # requests sent together arrive one by one: wait while more k
 
 
 @dataclass(kw_only=True, eq=False)
-class Request:
+class WorkerRequest:
     """One call of `generate`."""
 
     prompt_ids: list[int]
@@ -70,8 +70,8 @@ class ThreadedGenerator(Generator):
         self._name = name
         self._step_timeout_s = step_timeout_s
         self._step_began: float | None = None  # None while no step is under way
-        self._ended: list[Request] = []
-        self._waiting: deque[Request] = deque()
+        self._ended: list[WorkerRequest] = []
+        self._waiting: deque[WorkerRequest] = deque()
         self._changed = threading.Condition()  # guards _waiting, _worker and _is_closed
         self._worker: threading.Thread | None = None
         self._is_closed = False
@@ -87,7 +87,7 @@ class ThreadedGenerator(Generator):
             GenerationError: the back end failed (the cause is chained), hangs or was closed.
         """
         check_request(prompt_ids, max_tokens)
-        request = Request(
+        request = WorkerRequest(
             prompt_ids=list(prompt_ids),
             max_tokens=max_tokens,
             seed=seed,
@@ -137,7 +137,7 @@ class ThreadedGenerator(Generator):
         if worker is not None and worker is not threading.current_thread():
             worker.join(self._step_timeout_s)
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: WorkerRequest) -> None:
         with self._changed:
             if self._is_closed:
                 raise GenerationError("The generator is closed.")

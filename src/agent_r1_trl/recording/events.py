@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.recording.plain_json import dump_json
-from agent_r1_trl.recording.store import FOLDER
+from agent_r1_trl.recording.store import FIX, FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def read_events(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == len(lines) and not line.endswith("\n"):
                 break  # cut off by a kill
-            raise ValueError(f"{path}, line {number}: not an event ({error}).") from error
+            raise ValueError(f"{path}, line {number}: not an event ({error}).{FIX}") from error
         events.append(event)
     return events
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.recording.plain_json import dump_json
-from agent_r1_trl.recording.store import record_dict
+from agent_r1_trl.recording.store import FIX, record_dict
 from agent_r1_trl.trajectory import Author, Trajectory
 
 _SCALARS = {
@@ -83,11 +83,11 @@ def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     try:
         file = pq.ParquetFile(path)
     except pa.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a file of recorded trajectories ({error}).") from error
+        raise ValueError(f"{path}: not a file of recorded trajectories ({error}).{FIX}") from error
     missing = {*_SCALARS, *_LISTS, "rest"} - set(file.schema_arrow.names)
     if missing:
         raise ValueError(
-            f"{path}: not a file of recorded trajectories; it has no column {', '.join(sorted(missing))}."
+            f"{path}: not a file of recorded trajectories; it has no column {', '.join(sorted(missing))}.{FIX}"
         )
     for batch in file.iter_batches(batch_size=64):
         for row in batch.to_pylist():

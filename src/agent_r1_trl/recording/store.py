@@ -5,8 +5,9 @@
     RUN/trajectories/eval_step_000010.jsonl      played in an evaluation after step 10
     RUN/trajectories/superseded/                 files of steps that a resumed run played again
 
-A line is the trajectory (`Trajectory.to_dict`) plus `step`, `split`, `rank` and, for readers without this
-package, `messages`, `token_rewards` and `total_reward`. Secrets are masked (`masking.py`).
+A line is the trajectory (`Trajectory.to_dict`) plus `step`, `split`, `rank`, how its advantages were estimated
+(`estimator`, `scale`) and, for readers without this package, `messages`,
+`token_rewards` and `total_reward`. Secrets are masked (`masking.py`).
 
 Covered here: files and their names, JSONL. Not covered: Parquet (`parquet.py`), display (`terminal.py`).
 """
@@ -17,7 +18,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from agent_r1_trl.trajectory import Trajectory
 logger = logging.getLogger(__name__)
 
 FOLDER = "trajectories"
+FIX = " Pass the output directory of a run."
+"""The end of a message about a file that holds something else."""
 SUPERSEDED = "superseded"
 FORMATS = ("jsonl", "parquet")
 SPLITS = ("train", "eval")
@@ -55,6 +58,10 @@ class Record:
     path: Path
     is_masked: bool = False
     """Whether a secret was masked in it."""
+    estimator: str | None = None
+    """Name of the estimator of its advantages; None if the run recorded none."""
+    scale: str | None = None
+    """The `scale_rewards` of that estimator, if it reads it."""
 
 
 class TrajectoryStore:
@@ -67,12 +74,20 @@ class TrajectoryStore:
         output_dir: of the run; files are written to its folder `trajectories`.
         format: "jsonl" or "parquet".
         rank: index of this process; processes never share a file.
+        credit: `estimator` and `scale` of the advantages (see `Record`), for every line of the split "train".
 
     Raises:
         ValueError: for an unknown format.
     """
 
-    def __init__(self, output_dir: str | os.PathLike[str], format: str = "jsonl", *, rank: int = 0) -> None:
+    def __init__(
+        self,
+        output_dir: str | os.PathLike[str],
+        format: str = "jsonl",
+        *,
+        rank: int = 0,
+        credit: Mapping[str, str] | None = None,
+    ) -> None:
         if format not in FORMATS:
             raise ValueError(
                 f"format={format!r}: must be one of {', '.join(map(repr, FORMATS))}. Set record_trajectories to one "
@@ -81,6 +96,7 @@ class TrajectoryStore:
         self.folder = Path(output_dir) / FOLDER
         self.format = format
         self.rank = rank
+        self.credit = dict(credit or {})
         self._parts: dict[tuple[str, int], int] = {}
         """(split, step) -> number of writes so far."""
         self.num_lost = 0
@@ -118,7 +134,7 @@ class TrajectoryStore:
         if (split, step) not in self._parts:
             self._supersede(split, step)
             self._parts[(split, step)] = 0
-        extra = {"step": step, "split": split, "rank": self.rank}
+        extra = {"step": step, "split": split, "rank": self.rank, **(self.credit if split == "train" else {})}
         if self.format == "parquet":
             from agent_r1_trl.recording.parquet import write_parquet
 
@@ -194,10 +210,10 @@ def trajectory_files(path: str | os.PathLike[str], *, step: int | None = None, s
     source = Path(path)
     if source.is_file():
         if source.suffix.lstrip(".") not in FORMATS:
-            raise ValueError(f"{source}: trajectories are .jsonl or .parquet files.")
+            raise ValueError(f"{source}: trajectories are .jsonl or .parquet files.{FIX}")
         return [source]
     if not source.is_dir():
-        raise FileNotFoundError(f"{source}: no such file or directory.")
+        raise FileNotFoundError(f"{source}: no such file or directory.{FIX}")
     folder = source / FOLDER if (source / FOLDER).is_dir() else source
     found = []
     for candidate in folder.iterdir():
@@ -244,6 +260,8 @@ def read_records(
                     index=index,
                     path=file,
                     is_masked=bool(values.get("is_masked")),
+                    estimator=values.get("estimator"),
+                    scale=values.get("scale"),
                 )
 
 
@@ -259,7 +277,7 @@ def _trajectory(values: dict[str, Any], path: Path) -> Trajectory:
     try:
         return Trajectory.from_dict(values)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not a recorded trajectory ({type(error).__name__}: {error}).") from error
+        raise ValueError(f"{path}: not a recorded trajectory ({type(error).__name__}: {error}).{FIX}") from error
 
 
 def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -280,7 +298,7 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
                 if not line.endswith(b"\n"):
                     logger.warning("%s, line %d was cut off while it was written; left out.", path, number)
                     return
-                raise ValueError(f"{path}, line {number}: not a recorded trajectory ({error}).") from error
+                raise ValueError(f"{path}, line {number}: not a recorded trajectory ({error}).{FIX}") from error
             yield row
 
 

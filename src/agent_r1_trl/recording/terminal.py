@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from agent_r1_trl.recording.spans import Span, decode_spans
 from agent_r1_trl.safe_text import visible
@@ -28,7 +28,7 @@ RESULT_CHARS = 160
 
 
 def render_trajectory(
-    trajectory: Trajectory, tokenizer: Any = None, width: int | None = None, *, color: bool = True
+    trajectory: Trajectory, tokenizer: Any = None, width: int | None = None, *, color: bool = True, note: str = ""
 ) -> str:
     """Render a trajectory as text.
 
@@ -37,8 +37,9 @@ def render_trajectory(
         tokenizer: decodes the ids; None: show the parsed messages instead of the tokens.
         width: in columns; None: that of the terminal.
         color: use ANSI colours; without them, action tokens stand between ⟦ and ⟧.
+        note: stands below the figures, such as `explain_advantage`.
     """
-    parts: list[RenderableType] = [_header(trajectory)]
+    parts: list[RenderableType] = [_header(trajectory), *([visible(note)] if note else [])]
     has_tokens = tokenizer is not None and not trajectory.is_hosted
     parts += _tokens(trajectory, tokenizer, color) if has_tokens else _messages(trajectory)
     footer = _footer(trajectory)
@@ -212,21 +213,33 @@ def _rule(title: str, style: str = "default") -> RenderableType:
 # ---------------------------------------------------------------- many trajectories
 
 
-def summary_table(records: Sequence[Record], title: str | None = None) -> Table:
-    """A table with one line per trajectory."""
+_COLUMNS = ("step", "index", "example", "stop", "turns", "calls", "failed", "tokens", "reward", "outcome")
+
+
+def summary_table(records: Sequence[Record], example: str | None = None) -> Table:
+    """A table with one line per trajectory.
+
+    Args:
+        records: what it lists.
+        example: that all of them are of: a title, and narrower lines.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, box=box.SIMPLE_HEAD)
-    for name in ("step", "index", "example", "stop", "turns", "calls", "failed", "tokens", "reward", "outcome"):
-        table.add_column(name, justify="left" if name in ("example", "stop") else "right")
+    title, left_out = (Text(visible(example)), ("calls", "failed", "tokens")) if example else (None, ())
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", collapse_padding=True)
+    names = [name for name in _COLUMNS if name not in left_out]
+    for name in names:
+        justify: Literal["left", "right"] = "left" if name in ("example", "stop") else "right"
+        is_cut = name == "example"  # the first to be, where the lines are too long
+        table.add_column(name, justify=justify, no_wrap=not is_cut, min_width=7 if is_cut else None)
     for record in records:
         item = record.trajectory
-        table.add_row(
+        cells: tuple[str | Text, ...] = (
             f"{'eval ' if record.split == 'eval' else ''}{record.step}",
             str(record.index),
-            Text(visible(f"{item.example_id}#{item.generation}")),
+            Text(visible(f"{'' if example else item.example_id}#{item.generation}")),
             item.stop_reason.value,
             str(len(item.env_turns)),
             str(len(item.tool_results)),
@@ -235,6 +248,7 @@ def summary_table(records: Sequence[Record], title: str | None = None) -> Table:
             f"{item.total_reward:+.3f}",
             f"{item.outcome_reward:+.3f}",
         )
+        table.add_row(*(cell for name, cell in zip(_COLUMNS, cells, strict=True) if name in names))
     return table
 
 

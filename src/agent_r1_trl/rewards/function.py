@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -45,7 +46,7 @@ class RewardFunction:
         return [self.score(item, **self.options) for item in (completions if trajectory is None else trajectory)]
 
     def with_options(self, **options: Any) -> RewardFunction:
-        """The same reward with other options.
+        """This reward with other options.
 
         Raises:
             ValueError: there is no such option, or its value is out of range.
@@ -56,12 +57,7 @@ class RewardFunction:
         """
         parameters = inspect.signature(self.score).parameters.values()
         known = [item.name for item in parameters if item.kind is item.KEYWORD_ONLY]
-        for name in options:
-            if name not in known:
-                raise ValueError(
-                    f"{self.__name__}: there is no option {name!r}.{did_you_mean(name, known)} Set one "
-                    f"of {', '.join(known)}."
-                )
+        _check_options(self.__name__, options, known)
         changed = RewardFunction(self.score, {**self.options, **options})
         changed([_NOTHING])  # where the values are checked
         return changed
@@ -73,6 +69,29 @@ class RewardFunction:
     def __reduce__(self) -> Any:
         """Pickled by its name, like a function."""
         return _rebuild, (self.__module__, self.__name__, self.options)
+
+
+def with_options(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """A reward function, ours or plain, with some of its arguments set.
+
+    Raises:
+        ValueError: it has no such option, which a function that takes `**kwargs` would swallow.
+    """
+    if not options:
+        return function
+    if isinstance(function, RewardFunction):
+        return function.with_options(**options)
+    named = inspect.signature(function).parameters.values()
+    known = [item.name for item in named if item.kind not in (item.VAR_KEYWORD, item.VAR_POSITIONAL)]
+    _check_options(getattr(function, "__name__", repr(function)), options, known)
+    return functools.partial(function, **options)
+
+
+def _check_options(function: str, options: dict[str, Any], known: list[str]) -> None:
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ValueError(f"{function}: there is no option {name!r}.{hint} Set one of {', '.join(known)}.")
 
 
 def check_number(name: str, value: Any, *, low: float = 0.0, high: float = math.inf) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from agent_r1_trl.objects import import_object
-from agent_r1_trl.rollout.limits import RolloutSettings
+from agent_r1_trl.objects import OwnObject, own_object
 from agent_r1_trl.trajectory import Message, Turn
+
+if TYPE_CHECKING:
+    from agent_r1_trl.rollout.limits import RolloutSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +89,16 @@ class DropObservations:
         """See `ContextPolicy`."""
         if self.num_tokens is not None and view.num_tokens <= self.num_tokens:
             return view.messages
-        old = {id(message) for turn in view.turns[: -self.num_turns] for message in turn.observations}
-        return [left_out(message) if id(message) in old else message for message in view.messages]
+        messages = list(view.messages)
+        position = len(messages)
+        for age, turn in enumerate(reversed(view.turns)):  # the context ends with them
+            for message in reversed(messages_of(turn)):
+                position -= 1
+                if messages[position] is not message:  # it is left out already, and so are those before it
+                    return messages
+                if age >= self.num_turns and message is not turn.message:
+                    messages[position] = left_out(message)
+        return messages
 
 
 @dataclass(frozen=True)
@@ -142,24 +152,18 @@ def is_context(messages: Any) -> bool:
     )
 
 
-def find_policy(limits: RolloutSettings) -> ContextPolicy | None:
-    """The policy that `context_policy` names, or to which it is the path; None if none decides before each turn.
+def settle_policy(given: Any) -> str:
+    """`context_policy`: a name of `POLICIES`, or an `OwnObject`, from a path or the object itself.
 
     Raises:
         ValueError: there is none, or it cannot be called.
     """
-    name = limits.context_policy
-    if name in POLICIES:
-        return POLICIES[name](limits)
-    if "." not in name and ":" not in name:
-        raise ValueError(
-            f"context_policy={name!r} is not one of {', '.join(map(repr, POLICIES))}. Set context_policy to one of "
-            "them, or to the path of your own function, such as my_module.my_policy."
-        )
-    target: Any = import_object(name, "context_policy")
-    if not callable(target):
-        raise ValueError(
-            f"context_policy={name!r} is of type {type(target).__name__}, which cannot be called. Name a function "
-            "from a ContextView to a list of messages."
-        )
-    return target  # type: ignore[no-any-return]
+    is_ours = isinstance(given, str) and given in POLICIES
+    form = "a function from a ContextView to a list of messages"
+    return given if is_ours else own_object("context_policy", given, POLICIES, form)
+
+
+def find_policy(limits: RolloutSettings) -> ContextPolicy | None:
+    """The policy that `context_policy` names, or that it is; None if none decides before each turn."""
+    name = settle_policy(limits.context_policy)
+    return name.target if isinstance(name, OwnObject) else POLICIES[name](limits)

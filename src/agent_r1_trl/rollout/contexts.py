@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -52,18 +53,18 @@ class Contexts:
         self._turns: list[Turn] = []
         """As policies see them."""
         self._messages: Sequence[Message] = self._prompt
-        """Of the present context."""
+        """Messages of the present context."""
         self._turn_by_id: dict[int, int] = {}
         self._turn_by_text: dict[str, int] = {}
         """A message's identity, and what it says -> its turn: finding it costs the same after any number of turns."""
         self._deltas: list[list[int]] = []
-        """Of each turn, the ids that followed its sampled ones."""
+        """The ids that followed the sampled ones of each turn."""
         self._rendered_deltas: dict[int, tuple[list[Message], list[int]]] = {}
         """Turn -> messages that took the place of what answered it, and what they were rendered to."""
         self._is_ours = limits.context_policy in POLICIES
         """The policy is one of the package, which changes no message and reuses none for another text."""
-        self._last: tuple[list[Message], list[int], dict[int, int]] = ([], [], {})
-        """The last context: messages, ids, and how many of these stand before each of its turns, by position."""
+        self._last: tuple[list[Message], dict[int, int]] = ([], {})
+        """The last context: its messages, and how many ids stand before each of its turns, by position."""
 
     def go_on(
         self, observations: list[Message], ids: list[int], authors: list[Author], next_context: Any = None
@@ -91,10 +92,10 @@ class Contexts:
         room = limits.max_completion_length - draft.lengths[1]
         turn.observations, turn.next_context = observations, _checked(next_context)
         self._add(turn, ids)
-        messages, context = self._rewritten(sum(draft.lengths) + len(ids))
+        messages, num_same, context = self._rewritten(sum(draft.lengths) + len(ids))
         opens_row = has_row_per_turn(self._policy)
-        if len(context) >= (limits.max_model_length or math.inf) or not draft.rewrite_context(
-            context, ids, authors, opens_row=opens_row, room=room
+        if num_same + len(context) >= (limits.max_model_length or math.inf) or not draft.rewrite_context(
+            context, ids, authors, num_same=num_same, opens_row=opens_row, room=room
         ):
             turn.observations, turn.next_context = [], None
             return False
@@ -118,8 +119,8 @@ class Contexts:
         self._originals[id(shown)] = message
         return shown
 
-    def _rewritten(self, num_tokens: int) -> tuple[list[Message], list[int]]:
-        """What the policy makes of the context, and its ids."""
+    def _rewritten(self, num_tokens: int) -> tuple[list[Message], int, list[int]]:
+        """What the policy makes of the context, and its ids as `_ids_of` gives them."""
         assert self._policy is not None
         view = ContextView(
             prompt_messages=self._prompt,
@@ -144,7 +145,8 @@ class Contexts:
                 "{**message, 'content': ...}."
             )
         try:
-            return list(messages), self._ids_of(list(messages))
+            messages = list(messages)
+            return messages, *self._ids_of(messages)
         except Exception as error:
             raise EnvironmentFailure(
                 f"{name}: the chat template refuses its messages: {type(error).__name__}: {error}"
@@ -152,13 +154,17 @@ class Contexts:
 
     # ---------------------------------------------------------------- ids
 
-    def _ids_of(self, messages: list[Message]) -> list[int]:
-        """Ids of a context, the sampled ones of every turn after which no message of the model is a policy's."""
+    def _ids_of(self, messages: list[Message]) -> tuple[int, list[int]]:
+        """Ids of a context, the sampled ones of every turn after which no message of the model is a policy's.
+
+        Returns:
+            how many ids at the start are those of the last context, and the ids after them.
+        """
         prompt = self._draft.prompt_messages
         if self._history is not None and (shown := self._history.encode(messages, len(prompt))) is not None:
             return shown
         head = len(prompt) if messages[: len(prompt)] == prompt else 0
-        _, known_ids, lengths = self._last
+        _, lengths = self._last
         kept = self._num_kept(messages)  # the beginning costs the same after any number of turns
         turns = {}
         for position in reversed(range(max(head, kept), len(messages))):
@@ -170,26 +176,25 @@ class Contexts:
                 turns[position] = index
         starts = [*sorted(turns), len(messages)]
         if kept:
-            ids, lengths = known_ids[: lengths[kept]], {at: num for at, num in lengths.items() if at < kept}
+            num_same, ids = lengths[kept], []
+            while lengths and next(reversed(lengths)) >= kept:  # the other turns may be hundreds
+                lengths.popitem()
         else:
             before, lengths = messages[: starts[0]], {}
-            ids = list(self._draft.prompt_ids) if head == len(before) else self._rendered(before)
+            num_same, ids = 0, list(self._draft.prompt_ids) if head == len(before) else self._rendered(before)
         for start, end in itertools.pairwise(starts):
-            lengths[start] = len(ids)
+            lengths[start] = num_same + len(ids)
             ids += self._sampled(turns[start]) + self._delta(turns[start], messages[start + 1 : end])
         if self._is_ours:
-            self._last = (messages, ids, lengths)
-        return ids
+            self._last = (messages, lengths)
+        return num_same, ids
 
     def _num_kept(self, messages: list[Message]) -> int:
         """How many messages begin both this context and the last one, up to a turn of the latter; 0 for none."""
-        known, _, lengths = self._last
-        same = 0
-        for one, other in zip(messages, known, strict=False):
-            if one is not other:
-                break
-            same += 1
-        return max((position for position in lengths if position <= same and position < len(messages)), default=0)
+        known, lengths = self._last
+        is_same = [*map(operator.is_, messages, known), False]
+        same = min(is_same.index(False), len(messages) - 1)
+        return next((position for position in reversed(lengths) if position <= same), 0)
 
     def _turn_of(self, message: Message) -> int | None:
         index = self._turn_by_id.get(id(message))

@@ -26,8 +26,9 @@ class Draft:
     authors: list[Author] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    rows: list[list[int]] = field(default_factory=list)
-    """Ids of each row so far, once a context was rewritten; the last segment says which of them goes on."""
+    rows: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    """The rows so far, once a context was rewritten: the ids of the context that opened each, which nobody changes and
+    which therefore need no copy, and those that followed. The last segment says which row goes on."""
     num_dropped: int = 0
     """Tokens of observations that stand in no row's completion, because the context after them was rewritten."""
     phase: str = "waiting"
@@ -48,7 +49,8 @@ class Draft:
     @property
     def context_ids(self) -> list[int]:
         """Everything that the next turn is sampled after."""
-        return list(self.rows[self.segments[-1].row]) if self.rows else self.prompt_ids + self.completion_ids
+        opened, rest = self.rows[self.segments[-1].row] if self.rows else (self.prompt_ids, self.completion_ids)
+        return opened + rest if rest else opened
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -56,8 +58,8 @@ class Draft:
 
         Without rewritten contexts these are the prompt and the completion.
         """
-        row = self.rows[self.segments[-1].row] if self.rows else None
-        length = len(self.prompt_ids) + len(self.completion_ids) if row is None else len(row)
+        opened, rest = self.rows[self.segments[-1].row] if self.rows else (self.prompt_ids, self.completion_ids)
+        length = len(opened) + len(rest)
         num_spent = len(self.completion_ids) + self.num_dropped
         return length - num_spent, num_spent
 
@@ -93,32 +95,44 @@ class Draft:
         delta: Sequence[int],
         authors: Sequence[Author],
         *,
+        num_same: int = 0,
         opens_row: bool = False,
         room: int | None = None,
     ) -> bool:
         """Let the next turn be sampled after `ids`, in the row that they extend or in a new one.
 
         Args:
-            ids: the whole context; nobody may change it afterwards.
+            ids: the context; nobody may change it afterwards.
             delta: what follows the last turn if nothing is rewritten; the new tokens of a row that goes on are as a
                 rule these.
             authors: of `delta`.
+            num_same: ids of the context that the last turn was sampled after which stand before `ids`.
             opens_row: whether they open a new one in any case.
             room: tokens that the trajectory may still hold, the next turn included; None: no limit.
 
         Returns:
             Whether there is room to go on; if not, nothing has changed.
         """
-        rows = self.rows or [self.prompt_ids + self.completion_ids]
+        rows = self.rows or [(self.prompt_ids, self.completion_ids)]
         current = self.segments[-1].row if self.segments else 0
-        row = None if opens_row else extended_row(rows, ids)
-        rest = [] if row is None else ids[len(rows[row]) :]
+        opened, said = rows[current]
+        num_said = num_same - len(opened)
+        tail = said[num_said:] if num_said >= 0 else opened[num_same:] + said
+        row: int | None = 0
+        if len(rows) == 1 and not opens_row and ids[: len(tail)] == tail:  # without a look at a long context
+            rest = ids[len(tail) :]
+        else:
+            whole = opened[:num_same]
+            whole += said[: max(0, num_said)]
+            whole += ids
+            ids, row = whole, None if opens_row else extended_row(rows, whole)
+            rest = [] if row is None else ids[sum(map(len, rows[row])) :]
         if room is not None and max(len(authors), len(rest)) >= room:
             return False
         self.num_dropped += max(0, len(authors) - len(rest))
         start = len(self.completion_ids)
         if row is None:
-            self.rows = [*rows, list(ids)]
+            self.rows = [*(self.rows or [(self.prompt_ids, list(self.completion_ids))]), (ids, [])]
             self.segments.append(Segment(start=start, row=len(rows), prompt_ids=ids))
             return True
         if row != current:
@@ -135,7 +149,7 @@ class Draft:
     def _add(self, ids: Sequence[int]) -> None:
         self.completion_ids += ids
         if self.rows:
-            self.rows[self.segments[-1].row] += ids
+            self.rows[self.segments[-1].row][1].extend(ids)
 
     def finish(self, stop_reason: StopReason, *, duration_s: float) -> Trajectory:
         """The trajectory as it stands."""

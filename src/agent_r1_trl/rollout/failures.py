@@ -1,7 +1,7 @@
 """Trajectories that ended in an infrastructure failure: what caused it, and how often.
 
 Covered here: counting the causes of a batch, and the error for a run in which too much fails. Not covered: how many
-failures a training run bears (`agent_r1_trl.trainers.failures`).
+failures a training run bears (`agent_r1_trl.features.reliability.failures`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from agent_r1_trl.errors import RunError
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.trajectory import StopReason, Trajectory
 
@@ -20,8 +21,8 @@ MAX_CAUSES = 5
 DOCTOR = "Run `agent-r1-trl doctor` on this environment and data set."
 
 
-class NothingPlayedError(RuntimeError):
-    """Nothing could be played, or less than `max_failure_share` asks for."""
+class NothingPlayedError(RunError):
+    """Nothing could be played, or less than `failures.max_share` asks for."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -32,7 +33,7 @@ class FailureCause:
     error: str
     """The error of the first of them."""
     example_id: str
-    """Of the first of them."""
+    """The example of the first of them."""
     count: int = 1
 
     @property

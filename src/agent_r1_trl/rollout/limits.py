@@ -6,150 +6,170 @@
 from __future__ import annotations
 
 import math
-from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
+from typing import Annotated, Any
 
-from agent_r1_trl.rollout.summary_settings import SUMMARISE, check_summaries
+from agent_r1_trl.rollout.context_policies import settle_policy
+from agent_r1_trl.settings import (
+    Clash,
+    Count,
+    CountOrZero,
+    Need,
+    Seconds,
+    Whole,
+    Words,
+    check_settings,
+    find_clashes,
+    find_unread,
+    refuse,
+    setting,
+)
 
-TIMES = ("rollout_timeout", "reset_timeout", "scoring_timeout", "watchdog_interval", "stall_timeout")
-"""The limits that are seconds."""
-
-
+SUMMARISE = "summarise"
+"""The value of `context_policy` under which the policy sums up its work (`summaries.py`)."""
 COUNTING_POLICIES = ("window", "drop_observations", SUMMARISE)
 """Values of `context_policy` that read `context_turns` and `context_tokens`, and need one of them."""
-READERS = {"context_turns": (*COUNTING_POLICIES, "step"), "context_tokens": COUNTING_POLICIES}
-"""The values of `context_policy` that read each of these."""
+NEEDS = (
+    Need("context_turns", {"context_policy": (*COUNTING_POLICIES, "step")}),
+    Need("context_tokens", {"context_policy": COUNTING_POLICIES}),
+    Need("summary_tokens summary_prompt", {"context_policy": (SUMMARISE,)}),
+)
+CLASHES = (
+    Clash(
+        "context_policy context_turns",
+        lambda c: c.context_policy in ("window", "drop_observations") and c.context_turns is None,
+        "it is not said how many turns stay as they are. Set context_turns (4, for example), or set "
+        "context_policy='keep'.",
+    ),
+    Clash(
+        "context_policy summary_tokens",
+        lambda c: c.context_policy == SUMMARISE and c.summary_tokens is None,
+        "it is not said how long a summary may be. Set summary_tokens (256, for example).",
+    ),
+    Clash(
+        "context_policy context_tokens context_turns",
+        lambda c: c.context_policy == SUMMARISE and c.context_tokens is None and c.context_turns is None,
+        "it is not said when a summary is written. Set context_tokens (3000, for example), or context_turns (10, for "
+        "example).",
+    ),
+    Clash(
+        "summary_tokens context_tokens",
+        lambda c: (c.summary_tokens or 0) >= (c.context_tokens or math.inf),
+        "a summary alone would reach that limit. Set context_tokens above {c.summary_tokens}, or lower "
+        "summary_tokens.",
+    ),
+    Clash(
+        "summary_tokens max_completion_length",
+        lambda c: (c.summary_tokens or 0) >= (c.max_completion_length or math.inf),
+        "a summary alone would reach that limit. Set max_completion_length above {c.summary_tokens}, or lower "
+        "summary_tokens.",
+    ),
+)
+"""What the limits say together."""
+CLASHES_WITH_THE_MODEL = (
+    Clash(
+        "summary_tokens context_tokens max_model_length",
+        lambda c: c.summary_tokens and (c.context_tokens or 0) + c.summary_tokens >= (c.max_model_length or math.inf),
+        "a context that has reached its limit would leave no room for its summary in what the model or engine holds. "
+        "Set summary_tokens to a quarter of that, for example, and context_tokens to half of it.",
+    ),
+    Clash(
+        "context_tokens max_model_length",
+        lambda c: (c.context_tokens or 0) >= (c.max_model_length or math.inf),
+        "that limit is never reached, because the model's context has no room for the next turn behind it. Set "
+        "context_tokens well below max_model_length, or remove it.",
+    ),
+)
 
 
 @dataclass(kw_only=True)
 class RolloutSettings:
     """The limits that a user sets."""
 
-    max_turns: int = field(
-        default=8,
-        metadata={
-            "help": "Maximum number of assistant turns per trajectory. Tool calls of the last turn are still executed "
-            "and rewarded."
-        },
+    max_turns: Count = setting(
+        8,
+        "Maximum number of assistant turns per trajectory. Tool calls of the last turn are still executed and "
+        "rewarded.",
     )
-    max_completion_length: int | None = field(
-        default=2048,
-        metadata={
-            "help": "Maximum number of tokens per trajectory after the prompt: everything that the model samples and "
-            "everything that tools and the template add."
-        },
+    max_completion_length: Annotated[int | None, Whole(1)] = setting(
+        2048,
+        "Maximum number of tokens per trajectory after the prompt: everything that the model samples and everything "
+        "that tools and the template add.",
     )
-    max_tokens_per_turn: int | None = field(
-        default=None,
-        metadata={
-            "help": "Maximum number of tokens that the model may sample in one turn. None: what is left of "
-            "`max_completion_length`."
-        },
+    max_tokens_per_turn: Count | None = setting(
+        None,
+        "Maximum number of tokens that the model may sample in one turn. None: what is left of "
+        "`max_completion_length`.",
     )
-    max_observation_tokens: int = field(
-        default=1024,
-        metadata={
-            "help": "Maximum number of tokens of observation text after one turn, whatever the number of its calls. "
-            "Longer text is cut, with one note."
-        },
+    max_observation_tokens: Count = setting(
+        1024,
+        "Maximum number of tokens of observation text after one turn, whatever the number of its calls. Longer text "
+        "is cut, with one note.",
     )
-    context_policy: str = field(
-        default="keep",
-        metadata={
-            "help": "What each turn is sampled after: 'keep' everything so far; 'window': the prompt and the last "
-            "`context_turns` turns; 'drop_observations': of what answered the turns before those, only a note; "
-            "'step': what the environment gives (info['next_context']), else as 'window', and every turn is a row of "
-            "its own; 'summarise': the prompt and a summary that the model wrote; 'strip_thinking': without the "
-            "reasoning that the published chat template drops. Or the path of your own, my_module.my_policy."
-        },
+    context_policy: str = setting(
+        "keep",
+        "What each turn is sampled after: 'keep' everything so far; 'window': the prompt and the last `context_turns` "
+        "turns; 'drop_observations': of what answered the turns before those, only a note; 'step': what the "
+        "environment gives (info['next_context']), else as 'window', and every turn is a row of its own; 'summarise': "
+        "the prompt and a summary that the model wrote; 'strip_thinking': without the reasoning that the published "
+        "chat template drops. Or your own: a function, or its path, my_module.my_policy.",
     )
-    context_turns: int | None = field(
-        default=None,
-        metadata={
-            "help": "How many of the last turns `context_policy` leaves as they are (None for 'step': 1); with "
-            "'summarise', after how many turns a summary is written."
-        },
+    context_turns: Count | None = setting(
+        None,
+        "How many of the last turns `context_policy` leaves as they are (None for 'step': 1); with 'summarise', after "
+        "how many turns a summary is written.",
     )
-    context_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Rewrite a context (`context_policy`) only where it would have more tokens than this. None: "
-            "rewrite it before every turn ('summarise': as `context_turns` says)."
-        },
+    context_tokens: Count | None = setting(
+        None,
+        "Rewrite a context (`context_policy`) only where it would have more tokens than this. None: rewrite it before "
+        "every turn ('summarise': as `context_turns` says).",
     )
-    summary_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Maximum number of tokens that the model may sample for a summary, thoughts included "
-            "(context_policy='summarise')."
-        },
+    summary_tokens: Count | None = setting(
+        None,
+        "Maximum number of tokens that the model may sample for a summary, thoughts included "
+        "(context_policy='summarise').",
     )
-    summary_prompt: str | None = field(
-        default=None,
-        metadata={
-            "help": "The user message that asks for a summary (context_policy='summarise'); {summary_tokens} in it "
-            "stands for the number. None: one in plain English."
-        },
+    summary_prompt: Words | None = setting(
+        None,
+        "The user message that asks for a summary (context_policy='summarise'); {summary_tokens} in it stands for the "
+        "number. None: one in plain English.",
     )
-    max_invalid_calls: int = field(
-        default=2,
-        metadata={
-            "help": "How many unusable turns in a row (malformed or unknown calls) are answered with feedback. One "
-            "more ends the trajectory."
-        },
+    max_invalid_calls: CountOrZero = setting(
+        2,
+        "How many unusable turns in a row (malformed or unknown calls) are answered with feedback. One more ends the "
+        "trajectory.",
     )
-    max_concurrency: int = field(
-        default=256, metadata={"help": "Maximum number of trajectories that are played at once, per process."}
+    max_concurrency: Count = setting(256, "Maximum number of trajectories that are played at once, per process.")
+    rollout_timeout: Seconds | None = setting(
+        3600,
+        "Seconds after which a trajectory is stopped, not counting its wait for a free place and its scoring. None: "
+        "no limit.",
     )
-    rollout_timeout: float | None = field(
-        default=3600,
-        metadata={
-            "help": "Seconds after which a trajectory is stopped, not counting its wait for a free place and its "
-            "scoring. None: no limit."
-        },
+    reset_timeout: Seconds | None = setting(
+        600, "Seconds that making and resetting an environment may take. None: no limit of its own."
     )
-    reset_timeout: float | None = field(
-        default=600,
-        metadata={"help": "Seconds that making and resetting an environment may take. None: no limit of its own."},
+    scoring_timeout: Seconds | None = setting(600, "Seconds that `outcome_reward` may take. None: no limit.")
+    watchdog_interval: Seconds | None = setting(
+        10,
+        "Seconds without any progress after which a warning names the trajectories, turns and tools that the rollout "
+        "waits for; repeated as often. None: no warnings.",
     )
-    scoring_timeout: float | None = field(
-        default=600, metadata={"help": "Seconds that `outcome_reward` may take. None: no limit."}
-    )
-    watchdog_interval: float | None = field(
-        default=10,
-        metadata={
-            "help": "Seconds without any progress after which a warning names the trajectories, turns and tools that "
-            "the rollout waits for; repeated as often. None: no warnings."
-        },
-    )
-    stall_timeout: float | None = field(
-        default=600,
-        metadata={
-            "help": "Seconds for which one call may hold up all trajectories: by blocking their event loop, which is "
-            "then given up, or by keeping the interpreter's lock, which ends the process with exit code 1. None: no "
-            "limit."
-        },
+    stall_timeout: Seconds | None = setting(
+        600,
+        "Seconds for which one call may hold up all trajectories: by blocking their event loop, which is then given "
+        "up, or by keeping the interpreter's lock, which ends the process with exit code 1. None: no limit.",
     )
 
-    def check_limits(self, *, is_length_optional: bool = False) -> None:
-        """Check the limits.
-
-        Args:
-            is_length_optional: whether `max_completion_length` may be None, as where TRL generates.
+    def check_limits(self) -> None:
+        """Check these settings, and those of the class that inherits them.
 
         Raises:
-            ValueError: names the limit, its value, the rule and the cure.
+            ValueError: names the setting, its value, the rule and the cure.
         """
-        for name in ("max_turns", "max_observation_tokens", "max_concurrency"):
-            check_whole_number(name, getattr(self, name))
-        check_whole_number("max_completion_length", self.max_completion_length, is_optional=is_length_optional)
-        check_whole_number("max_invalid_calls", self.max_invalid_calls, minimum=0)
-        check_whole_number("max_tokens_per_turn", self.max_tokens_per_turn, is_optional=True)
-        check_whole_number("summary_tokens", self.summary_tokens, is_optional=True)
-        check_context(self)
-        check_summaries(self)
-        for name in TIMES:
-            check_seconds(name, getattr(self, name))
+        self.context_policy = settle_policy(self.context_policy)
+        check_settings(self)
+        refuse(find_limit_problems(self))
 
     def rollout_limits(self, max_model_length: int | None = None) -> RolloutLimits:
         """These limits, with that of the model."""
@@ -165,7 +185,7 @@ class RolloutLimits(RolloutSettings):
         ValueError: names the limit, its value, the rule and the cure.
     """
 
-    max_model_length: int | None = None
+    max_model_length: Annotated[int, Whole(2)] | None = None
     """Maximum number of tokens of prompt and completion together. None: no limit of its own."""
     max_tool_calling_iterations: int | None = None
     """TRL's limit: how many turns of a trajectory may have their tool calls run. A turn with calls beyond it ends the
@@ -173,13 +193,7 @@ class RolloutLimits(RolloutSettings):
 
     def __post_init__(self) -> None:
         self.check_limits()
-        check_whole_number("max_model_length", self.max_model_length, minimum=2, is_optional=True)
-        tokens, most = self.context_tokens, self.max_model_length
-        if tokens is not None and most is not None and tokens >= most:
-            raise ValueError(
-                f"context_tokens={tokens} is never reached: the model's context holds {most} tokens, the next turn "
-                f"included. Set context_tokens well below that, such as {max(1, most * 3 // 4)}, or remove it."
-            )
+        refuse(find_clashes(self, CLASHES_WITH_THE_MODEL))
         object.__setattr__(self, "_is_fixed", True)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -208,68 +222,36 @@ class RolloutLimits(RolloutSettings):
         return room if self.max_tokens_per_turn is None else min(room, self.max_tokens_per_turn)
 
 
-def check_whole_number(name: str, value: Any, *, minimum: int = 1, is_optional: bool = False) -> None:
-    """Refuse what is no whole number from `minimum` on.
-
-    Raises:
-        ValueError: names the value, the rule and the cure.
-    """
-    if value is None and is_optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        none = ", or None" if is_optional else ""
-        raise ValueError(f"{name}={value!r} must be a whole number >= {minimum}{none}. Set {name} to such a value.")
-
-
-def check_context(limits: RolloutSettings) -> None:
-    """Refuse a policy without its settings, and settings without a policy that reads them.
-
-    Raises:
-        ValueError: names the option, the rule and the cure.
-    """
-    policy, turns, tokens = limits.context_policy, limits.context_turns, limits.context_tokens
-    if not isinstance(policy, str) or not policy:
-        raise ValueError(f"context_policy={policy!r} must be a name or a path. Set context_policy='keep' or 'window'.")
-    check_whole_number("context_turns", turns, is_optional=True)
-    check_whole_number("context_tokens", tokens, is_optional=True)
-    if policy in COUNTING_POLICIES and policy != SUMMARISE and turns is None:
-        raise ValueError(
-            f"context_policy={policy!r} does not say how many turns stay as they are. Set context_turns (4, for "
-            "example), or context_policy='keep'."
-        )
-    for name, value in (("context_turns", turns), ("context_tokens", tokens)):
-        if value is not None and policy not in READERS[name]:
-            raise ValueError(
-                f"{name}={value} has no effect with context_policy={policy!r}. Remove {name}, or set context_policy "
-                f"to {' or '.join(map(repr, READERS[name]))}."
-            )
-
-
-def check_seconds(name: str, value: Any) -> None:
-    """Refuse what is neither a number of seconds above 0 nor None.
-
-    Raises:
-        ValueError: names the value, the rule and the cure.
-    """
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(
-            f"{name}={value!r} must be a number of seconds > 0. Set {name} to one, or to None for no limit."
-        )
-
-
-def check_share(name: str, value: Any) -> None:
-    """Refuse what is no number from 0 to 1.
-
-    Raises:
-        ValueError: names the value, the rule and the cure.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(f"{name}={value!r} must be between 0 and 1. Set {name} to a value in that range.")
+def find_limit_problems(limits: Any) -> Iterator[str]:
+    """What these limits, each of which may have its value, say together and cannot mean."""
+    if unread := find_unread(limits, NEEDS):
+        yield unread
+    yield from find_clashes(limits, CLASHES)
 
 
 def context_length(config: Any) -> int | None:
     """Number of positions of a model, as its configuration says; None if it does not."""
     length = getattr(config, "max_position_embeddings", None)
     return length if isinstance(length, int) and length > 1 else None
+
+
+DECIDING = (
+    "max_turns",
+    "max_completion_length",
+    "max_tokens_per_turn",
+    "max_observation_tokens",
+    "max_invalid_calls",
+    "max_model_length",
+    "max_tool_calling_iterations",
+    "context_policy",
+    "context_turns",
+    "context_tokens",
+    "summary_tokens",
+    "summary_prompt",
+)
+"""Limits that decide what a trajectory is; the others decide how long it takes."""
+
+
+def deciding_limits(limits: RolloutLimits) -> dict[str, Any]:
+    """Name -> value of those limits."""
+    return {name: getattr(limits, name) for name in DECIDING}

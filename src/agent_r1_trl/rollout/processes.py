@@ -9,8 +9,10 @@ program; both belong to the environment's `close`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 
@@ -22,6 +24,7 @@ GRACE_S = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 
 _RUN = uuid.uuid4().hex
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def _mark() -> str:
@@ -68,3 +71,9 @@ def end_marked_processes(grace_s: float = GRACE_S) -> int:
     if found:
         logger.warning("Ended %d processes that tools or environments had left behind.", len(found))
     return len(found)
+
+
+def die_with_parent(number: int) -> None:
+    """Ask for this signal when the process that has started this one ends; on Linux."""
+    if _LIBC is not None:  # loaded ahead: between fork and exec nothing may be imported
+        _LIBC.prctl(1, number)  # PR_SET_PDEATHSIG

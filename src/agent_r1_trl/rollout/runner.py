@@ -45,7 +45,7 @@ STOP_TIMEOUT_S = CLOSE_TIMEOUT_S + 10.0
 
 
 class Journal(Protocol):
-    """Keeps a rollout on disk, and knows what a killed run has played of it; see `agent_r1_trl.journal`."""
+    """Keeps a rollout on disk, and knows what a killed run has played of it; see `agent_r1_trl.features.journal`."""
 
     def finished(self, request: RolloutRequest) -> Trajectory | None:
         """A trajectory that has been played before."""

@@ -9,7 +9,7 @@ written in, but the environment does not see it. The next context, which opens a
 The last turn is there so that nothing unanswered is lost; it is left out where the context would be too long with it.
 
 Covered here: when a summary is asked for, what is asked, and the context after it. Not covered: rows
-(`agent_r1_trl.rows`), settings (`summary_settings.py`).
+(`agent_r1_trl.rows`), settings (`limits.py`).
 """
 
 from __future__ import annotations
@@ -24,17 +24,23 @@ from agent_r1_trl.chat.jinja import calling, tool_answer
 from agent_r1_trl.chat.messages import as_text
 from agent_r1_trl.generation.base import Generation
 from agent_r1_trl.rollout.draft import Draft
-from agent_r1_trl.rollout.limits import RolloutLimits
-from agent_r1_trl.rollout.summary_settings import SUMMARISE, summary_request
+from agent_r1_trl.rollout.limits import SUMMARISE, RolloutLimits
 from agent_r1_trl.trajectory import Author, Message
 
 HEADING = "Summary of your work so far, written by you:\n\n"
 NO_SUMMARY = "(You wrote no summary.)"
 CUT = "\n[The summary was cut off here.]"
+DEFAULT_PROMPT = (
+    "Your context is almost full. Before you go on, write a summary of your work so far, in at most {summary_tokens} "
+    "tokens. From then on you will see only the task, this summary and your last turn. Say what you have found out "
+    "(keep names, numbers and results exactly), what you have tried and what came of it, and what is to be done next. "
+    "Write plain text, and call no tool now."
+)
+"""What asks for a summary where `summary_prompt` is None; `{summary_tokens}` stands for the number."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class SummaryRequest:
     """What the context goes on with where a summary is asked for."""
 
     observations: list[Message]
@@ -46,7 +52,13 @@ class Request:
     authors: list[Author]
     """(M,)"""
     max_tokens: int
-    """Of the summary."""
+    """Limit of the summary."""
+
+
+def summary_request(settings: Any) -> dict[str, str]:
+    """The user message that asks for a summary."""
+    prompt = settings.summary_prompt or DEFAULT_PROMPT
+    return {"role": "user", "content": prompt.replace("{summary_tokens}", str(settings.summary_tokens))}
 
 
 class Summaries:
@@ -65,7 +77,7 @@ class Summaries:
         self._num_before = 0
         """Turns up to the last summary, with it."""
 
-    def request(self, observations: list[Message], closing: list[int], ids: list[int]) -> Request | None:
+    def request(self, observations: list[Message], closing: list[int], ids: list[int]) -> SummaryRequest | None:
         """What asks for a summary after the last turn; None if none is due, or if it has no room.
 
         Without room the context goes on as it is, to its own limit.
@@ -85,7 +97,7 @@ class Summaries:
             return None
         asked, authors = self._asked(observations)
         assert limits.summary_tokens is not None
-        request = Request(
+        request = SummaryRequest(
             observations=observations,
             answer_ids=[*closing, *ids],
             ids=[*closing, *asked],
@@ -95,12 +107,12 @@ class Summaries:
         # One token of the turn after it, too.
         return request if len(request.ids) + request.max_tokens < limits.room(*draft.lengths) else None
 
-    def ask(self, request: Request) -> None:
+    def ask(self, request: SummaryRequest) -> None:
         """Answer the last turn and ask for the summary, which is then to be sampled."""
         self._draft.turns[-1].observations = request.observations
         self._draft.add_context(request.ids, request.authors)
 
-    def take(self, request: Request, generation: Generation, message: Message, *, generate_s: float) -> bool:
+    def take(self, request: SummaryRequest, generation: Generation, message: Message, *, generate_s: float) -> bool:
         """Add the summary and open the context after it; False if that has no room for a turn.
 
         Args:

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 
+from agent_r1_trl.errors import RunError
 from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.tools.holding import holder_of
@@ -34,7 +35,7 @@ GRACE_S = 30.0
 """How much longer than the loop the whole interpreter may stand still: a busy machine is no reason to end."""
 
 
-class LoopLostError(RuntimeError):
+class LoopLostError(RunError):
     """The thread of the rollout's event loop ended while trajectories were being played."""
 
 

@@ -6,25 +6,18 @@ from agent_r1_trl.tools.calls import read_call, read_calls
 from agent_r1_trl.tools.executor import ToolExecutor
 from agent_r1_trl.tools.faults import InfrastructureError, ReportedError
 from agent_r1_trl.tools.pool import DaemonThreadPool, shared_pool
-from agent_r1_trl.tools.python import PythonTool, SandboxTool
-from agent_r1_trl.tools.retrieval import HttpRetriever, Retriever, open_retriever
 from agent_r1_trl.tools.schema import describe_signature
-from agent_r1_trl.tools.search import Passage, SearchIndex, make_search_tool
-from agent_r1_trl.tools.shell import ShellTool
+from agent_r1_trl.tools.search import Passage, Retriever, SearchIndex, make_search_tool, open_retriever
 from agent_r1_trl.tools.signature import ToolSchemaError
 from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolResult
 
 __all__ = [
     "DaemonThreadPool",
-    "HttpRetriever",
     "InfrastructureError",
     "Passage",
-    "PythonTool",
     "ReportedError",
     "Retriever",
-    "SandboxTool",
     "SearchIndex",
-    "ShellTool",
     "Tool",
     "ToolCall",
     "ToolErrorKind",

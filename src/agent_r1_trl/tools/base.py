@@ -46,8 +46,8 @@ class Tool:
     """A function with the name, schema and limits under which a model may call it.
 
     Args:
-        fn: plain or async function or method. Plain ones run on a thread, async ones on the rollout's event loop, so
-            an async tool must not block.
+        fn: plain or async function or method, or a tool of another library. Plain functions run on a thread, async
+            ones on the rollout's event loop, so an async tool must not block.
         name: name of the tool, by default the function's own.
         description: description of the tool, by default the first part of the docstring.
         timeout_s: maximum seconds per call; None for the executor's limit.
@@ -96,6 +96,11 @@ class Tool:
         self._is_static = isinstance(fn, staticmethod)
         if isinstance(fn, (classmethod, staticmethod)):
             fn = fn.__func__
+        found = read_foreign(fn)
+        if found is not None:
+            backend = backend or _declares_backend(fn)
+            timeout_s = getattr(fn, "timeout_seconds", None) if timeout_s is None else timeout_s
+            fn, schema = found[0], schema or found[1]
         if not callable(fn) or inspect.isclass(fn):
             raise ValueError(f"Tool of {fn!r}: a tool is a function, a method or a callable object.")
         if inspect.isgeneratorfunction(unwrap_partial(fn)) or inspect.isasyncgenfunction(unwrap_partial(fn)):
@@ -167,7 +172,7 @@ class Tool:
         return self.attempts or (1 if self.sequential else DEFAULT_ATTEMPTS)
 
     def bind(self, instance: Any) -> Tool:
-        """The same tool with `self` filled in."""
+        """This tool with `self` filled in."""
         bound = copy.copy(self)
         bound.fn = functools.update_wrapper(functools.partial(self.fn, instance), self.fn)
         if inspect.isfunction(self.fn):
@@ -300,19 +305,7 @@ def tool(fn: Any = None, **settings: Any) -> Any:
         raise ValueError(f"Tool {fn.name!r} is decorated twice: keep one @tool.")
     if not read_foreign(fn) and not callable(fn) and not isinstance(fn, (staticmethod, classmethod)):
         raise ValueError(f"@tool({fn!r}): pass settings by name, as in @tool(timeout_s=5).")
-    return _make_tool(fn, **settings)
-
-
-def _make_tool(obj: Any, **settings: Any) -> Tool:
-    found = read_foreign(obj)
-    if found is None:
-        return Tool(obj, **settings)
-    brought = {
-        "schema": found[1],
-        "backend": _declares_backend(obj),
-        "timeout_s": getattr(obj, "timeout_seconds", None),
-    }
-    return Tool(found[0], **{**brought, **settings})
+    return Tool(fn, **settings)
 
 
 def as_tool(obj: Any) -> Tool:
@@ -324,7 +317,7 @@ def as_tool(obj: Any) -> Tool:
     if isinstance(obj, Tool):
         return obj
     if read_foreign(obj) or callable(obj) or isinstance(obj, (staticmethod, classmethod)):
-        return _make_tool(obj)
+        return Tool(obj)
     raise ValueError(
         f"tools: {obj!r} is no tool: pass a function with hints and a docstring, or Tool(fn, schema=...)."
     )

@@ -73,4 +73,4 @@ def current_directory() -> str | None:
 
 
 guard = DirectoryGuard()
-"""Of this process."""
+"""The guard of this process."""

@@ -131,7 +131,7 @@ class ToolExecutor:
         return self.tools.get(name) or self.tools.get(name.strip())
 
     async def _run(self, call: ToolCall) -> ToolResult:
-        spent = _Spent()
+        spent = _SpentTime()
         try:
             found, arguments = self._check(call)
             with directory.guard.around(found.name):
@@ -177,7 +177,7 @@ class ToolExecutor:
             raise _CallError(ToolErrorKind.INVALID_ARGUMENTS, detail, found)
         return found, checked
 
-    async def _invoke(self, found: Tool, arguments: dict[str, Any], spent: _Spent) -> str:
+    async def _invoke(self, found: Tool, arguments: dict[str, Any], spent: _SpentTime) -> str:
         """The rendered result of a tool, which is called again if its infrastructure failed.
 
         Raises:
@@ -196,7 +196,7 @@ class ToolExecutor:
         )
         return await retrying(self._attempt, found, arguments, spent)
 
-    async def _attempt(self, found: Tool, arguments: dict[str, Any], spent: _Spent) -> str:
+    async def _attempt(self, found: Tool, arguments: dict[str, Any], spent: _SpentTime) -> str:
         timeout_s = found.timeout_s if found.timeout_s is not None else self.timeout_s
         submitted = began = time.perf_counter()
         spent.attempts += 1
@@ -238,7 +238,7 @@ class ToolExecutor:
                 spent.queue_s += began - submitted
                 spent.latency_s += time.perf_counter() - began
         if outcome.error is not None:
-            raise _failed_call(found, outcome.error)
+            raise _failed_call(found, outcome.error, arguments)
         return str(outcome.text)
 
     # ---------------------------------------------------------------- texts
@@ -300,7 +300,7 @@ class _CallError(Exception):
         self.is_reported = False
 
 
-def _failed_call(found: Tool, error: BaseException) -> _CallError:
+def _failed_call(found: Tool, error: BaseException, arguments: dict[str, Any]) -> _CallError:
     """The failure of a call whose tool raised."""
     if isinstance(error, ReportedError):
         failure = _CallError(ToolErrorKind.EXCEPTION, str(error), found)
@@ -310,7 +310,7 @@ def _failed_call(found: Tool, error: BaseException) -> _CallError:
     text = str(error) if is_handled else f"{found.name!r} failed: {_describe_error(error)}"
     error = error.__cause__ or error if is_handled else error
     is_infrastructure = is_infrastructure_error(error, has_backend=found.backend)
-    is_mistake = is_models_mistake(error, found.user_errors)
+    is_mistake = is_models_mistake(error, found.user_errors, arguments)
     is_thread = is_thread_error(error)
     if is_mistake and not is_thread and not isinstance(error, InfrastructureError):
         is_infrastructure = False  # the tool's own word counts more than the rule for lost connections
@@ -323,7 +323,7 @@ def _failed_call(found: Tool, error: BaseException) -> _CallError:
 
 
 @dataclass
-class _Spent:
+class _SpentTime:
     """What a call has taken so far; the names are those of `ToolResult`."""
 
     latency_s: float = 0.0

@@ -10,11 +10,14 @@ import contextlib
 import errno
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 
+from agent_r1_trl.errors import RunError
 
-class InfrastructureError(Exception):
+
+class InfrastructureError(RunError):
     """A tool or an environment could not do its work, and the model has no part in that.
 
     Raise it anywhere below a tool, `step` or a reward method. A tool's call may be repeated (`Tool(attempts=)`); if it
@@ -61,9 +64,9 @@ _THREAD_ERRORS = {
 }
 """How their texts begin: a model must not be able to write such an error."""
 
+_FILE_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 _WRONG_ARGUMENTS = (
-    ValueError, LookupError, TypeError, ArithmeticError, AssertionError, SyntaxError, RecursionError,
-    FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError,
+    ValueError, LookupError, TypeError, ArithmeticError, AssertionError, SyntaxError, RecursionError, *_FILE_ERRORS,
 )  # fmt: skip
 """What functions raise that look at their arguments; wrong arguments are one cause of several."""
 _TOOLS_OWN = (OSError, NameError, AttributeError, ImportError, NotImplementedError, MemoryError)
@@ -94,14 +97,16 @@ def is_thread_error(error: BaseException) -> bool:
     )
 
 
-def is_models_mistake(error: BaseException, user_errors: tuple[type[BaseException], ...]) -> bool | None:
+def is_models_mistake(
+    error: BaseException, user_errors: tuple[type[BaseException], ...], arguments: Mapping[str, Any]
+) -> bool | None:
     """True for an error that the tool declares as one of its callers', False for one that arguments do not cause.
 
     None: it cannot be told.
     """
     if isinstance(error, user_errors):
         return True
-    if any(map(is_lost_connection, _with_causes(error))):
+    if any(map(is_lost_connection, _with_causes(error))) or _is_of_the_tools_own_file(error, arguments):
         return False
     if isinstance(error, _WRONG_ARGUMENTS) or _is_refusal(error) or _is_from_evaluated_code(error):
         return None
@@ -123,6 +128,24 @@ def is_lost_connection(error: BaseException) -> bool:
         or _status(error) in (*OVERLOADED_OR_GONE, *_GRPC_CODES)
         or (isinstance(reason, BaseException) and reason is not error and is_lost_connection(reason))
     )
+
+
+def _is_of_the_tools_own_file(error: BaseException, arguments: Mapping[str, Any]) -> bool:
+    """Whether the error is about a file of which the arguments say nothing, such as an index that is missing."""
+    if not isinstance(error, _FILE_ERRORS) or not isinstance(error.filename, str) or _is_from_evaluated_code(error):
+        return False
+    words = (PurePath(text).name for text in _texts(arguments))
+    return not any(word in error.filename for word in words if word)
+
+
+def _texts(data: Any) -> Iterator[str]:
+    if isinstance(data, Mapping):
+        data = list(data.values())
+    if isinstance(data, list | tuple):
+        for item in data:
+            yield from _texts(item)
+    elif data is not None:
+        yield str(data)
 
 
 def _is_refusal(error: BaseException) -> bool:

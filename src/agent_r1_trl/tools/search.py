@@ -3,26 +3,40 @@
 index = SearchIndex("corpus.jsonl")                 # {"id": ..., "title": ..., "text": ...} per line
 index.search("capital of Norway", k=3)              # list[Passage], best first
 search = make_search_tool(index, top_k=3)           # a Tool
+
+The index is a full-text table of sqlite (FTS5), which Python brings along. The file is built once, under a temporary
+name, and moved to its path in one step, so processes that build the same index at the same time never see half of it.
+Afterwards it is only read, from any thread.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import re
+import sqlite3
 import tempfile
+import threading
 import unicodedata
-from collections.abc import Iterable, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+from agent_r1_trl.features import feature
+from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.tools.base import Tool
-from agent_r1_trl.tools.search_corpus import read_file, read_rows
-from agent_r1_trl.tools.search_store import DamagedIndexError, Row, SearchStore
+from agent_r1_trl.tools.search_corpus import Row, read_file, read_rows
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+TOKENIZER = "porter unicode61 remove_diacritics 2"
+TITLE_WEIGHT = 2.0
+"""Weight of a word found in the title, relative to the text."""
+BUILD_CACHE_KIB = 64 * 1024
+"""Memory of sqlite while it builds; more passages take more time and disk, not more memory."""
 MAX_QUERY_TERMS = 64
 _STOP_WORDS_TEXT = """
 a about after all also am an and any are as at be been before being but by can could did do does doing down for
@@ -56,7 +70,6 @@ class SearchIndex:
             `text`, `id` (optional, unique; by default the row number) and `title` (optional), or with `contents`,
             whose first line is the title.
         cache_dir: where indexes are kept; by default `$AGENT_R1_TRL_CACHE`, else `~/.cache/agent_r1_trl`.
-        title_weight: weight of a word found in the title, relative to the text.
 
     Raises:
         ValueError: a row without text, an id that occurs twice, an empty corpus, a folder that cannot be written to.
@@ -67,38 +80,44 @@ class SearchIndex:
         corpus: str | os.PathLike[str] | Iterable[dict[str, Any]],
         *,
         cache_dir: str | os.PathLike[str] | None = None,
-        title_weight: float = 2.0,
     ) -> None:
-        if isinstance(title_weight, bool) or not isinstance(title_weight, (int, float)) or not 0 <= title_weight < 1e6:
-            raise ValueError(f"title_weight={title_weight!r}: must be a number >= 0.")
-        self.title_weight = float(title_weight)
-        is_path = isinstance(corpus, (str, os.PathLike))
-        if is_path:
-            source = Path(corpus)  # type: ignore[arg-type]
-            rows: Iterable[Row] = read_rows(read_file(source), str(source))
-            digest = _hash_file(source)
+        rows: Iterable[Row]
+        if isinstance(corpus, str | os.PathLike):
+            rows = read_rows(read_file(Path(corpus)), str(corpus))
+            digest = _hash_file(Path(corpus))
         else:
-            checked = list(read_rows(corpus, "corpus"))  # type: ignore[arg-type]
-            digest, rows = _hash_rows(checked), checked
-        self.path = _cache_folder(cache_dir) / f"{digest}-v{FORMAT_VERSION}.sqlite"
-        self._store = self._open(rows)
+            rows = list(read_rows(corpus, "corpus"))
+            digest = hashlib.blake2b(json.dumps(rows).encode(), digest_size=16, person=b"rows").hexdigest()
+        path = _cache_folder(cache_dir) / f"{digest}-v{FORMAT_VERSION}.sqlite"
+        try:
+            self._open(path)
+        except sqlite3.DatabaseError:  # not built yet, or damaged: the disk was full when it was written, say
+            path.unlink(missing_ok=True)
+            write_index(path, rows)
+            self._open(path)
 
     @classmethod
-    def at(cls, path: Path, *, title_weight: float = 2.0) -> SearchIndex:
-        """The index in a file that `SearchStore.build` made.
+    def at(cls, path: Path) -> SearchIndex:
+        """The index in a file that `write_index` made.
 
         Raises:
             ValueError: there is no index in the file.
         """
         index = cls.__new__(cls)
         try:
-            index.__setstate__({"title_weight": float(title_weight), "path": path})
-        except DamagedIndexError as error:
+            index._open(path)
+        except sqlite3.DatabaseError as error:
             raise ValueError(f"{path}: is not a search index ({error}). Build it again.") from error
         return index
 
+    def _open(self, path: Path) -> None:
+        self.path = path
+        self._local = threading.local()
+        self._num_rows = int(self._connection().execute("SELECT count(*) FROM ids").fetchone()[0])
+        self.search("a", 1)
+
     def search(self, query: str, k: int = 3) -> list[Passage]:
-        """The best `k` passages, best first; an empty list if no word of the query occurs.
+        """The best `k` passages, best first (ties in the order of the corpus); none if no word of the query occurs.
 
         Raises:
             ValueError: `k` is not an integer >= 1, or `query` is not a string.
@@ -107,42 +126,84 @@ class SearchIndex:
         terms = query_terms(query)
         if not terms:
             return []
-        found = self._store.search(terms, k)
-        return [
-            Passage(id=identifier, title=title, text=text, score=score) for (identifier, title, text), score in found
-        ]
+        # The inner query picks the k rows first: joining before LIMIT would fetch the text of every match.
+        found = self._connection().execute(
+            "SELECT ids.id, passages.title, passages.text, best.score FROM "
+            "(SELECT rowid AS number, bm25(passages, ?, 1.0) AS score FROM passages WHERE passages MATCH ? "
+            "ORDER BY score, rowid LIMIT ?) AS best "
+            "JOIN passages ON passages.rowid = best.number JOIN ids ON ids.number = best.number "
+            "ORDER BY best.score, best.number",
+            # Each term is a quoted string, in which FTS5 knows no operators; quotes cannot occur in a term.
+            (TITLE_WEIGHT, " OR ".join(f'"{term}"' for term in terms), k),
+        )
+        return [Passage(id=id_, title=title, text=text, score=-score) for id_, title, text, score in found]
 
     def get(self, identifier: str) -> Passage | None:
         """The passage with this id, or None."""
-        row = self._store.get(str(identifier))
+        found = self._connection().execute(
+            "SELECT ids.id, title, text FROM ids JOIN passages ON passages.rowid = ids.number WHERE ids.id = ?",
+            (str(identifier),),
+        )
+        row = found.fetchone()
         return Passage(id=row[0], title=row[1], text=row[2]) if row else None
 
     def rows_at(self, numbers: Sequence[int]) -> list[Row]:
         """Id, title and text of the passages with these places in the corpus, the first being 0."""
-        return self._store.rows_at(numbers)
+        marks = ",".join("?" * len(numbers))
+        found = self._connection().execute(
+            "SELECT ids.number - 1, ids.id, title, text FROM ids JOIN passages ON passages.rowid = ids.number "
+            f"WHERE ids.number IN ({marks})",
+            [number + 1 for number in numbers],
+        )
+        rows = {number: (identifier, title, text) for number, identifier, title, text in found}
+        return [rows[number] for number in numbers]
 
     def __len__(self) -> int:
         """Number of passages."""
-        return len(self._store)
+        return self._num_rows
 
     def __repr__(self) -> str:
         return f"SearchIndex({len(self)} passages, path={str(self.path)!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_store"}
+    def __reduce__(self) -> Any:
+        return SearchIndex.at, (self.path,)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._store = SearchStore(self.path, self.title_weight)
+    def _connection(self) -> sqlite3.Connection:
+        # A connection must be used neither by two threads at once nor on both sides of a fork.
+        owner, connection = getattr(self._local, "owned", (None, None))
+        if owner != os.getpid() or connection is None:
+            connection = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+            self._local.owned = (os.getpid(), connection)
+        return connection
 
-    def _open(self, rows: Iterable[Row]) -> SearchStore:
-        if self.path.exists():
+
+def write_index(path: Path, rows: Iterable[Row]) -> None:
+    """Write the file of an index, in memory that does not grow with the passages.
+
+    Raises:
+        ValueError: an id occurs twice.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
+    connection = sqlite3.connect(temporary, isolation_level=None)
+    try:
+        connection.executescript(
+            f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-{BUILD_CACHE_KIB}; BEGIN;"
+            f"CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize='{TOKENIZER}');"
+            "CREATE TABLE ids (number INTEGER PRIMARY KEY, id TEXT UNIQUE);"
+        )
+        for number, (identifier, title, text) in enumerate(rows, start=1):
+            connection.execute("INSERT INTO passages(rowid, title, text) VALUES (?, ?, ?)", (number, title, text))
             try:
-                return SearchStore(self.path, self.title_weight)
-            except DamagedIndexError:  # the disk was full when it was written, say
-                self.path.unlink(missing_ok=True)
-        SearchStore.build(self.path, rows)
-        return SearchStore(self.path, self.title_weight)
+                connection.execute("INSERT INTO ids VALUES (?, ?)", (number, identifier))
+            except sqlite3.IntegrityError as error:
+                raise ValueError(f"row {number - 1}: id={identifier!r} occurs twice; ids must be unique.") from error
+        connection.execute("INSERT INTO passages(passages) VALUES ('optimize')")
+        connection.execute("COMMIT")
+        connection.close()
+        os.replace(temporary, path)
+    finally:
+        connection.close()
+        temporary.unlink(missing_ok=True)
 
 
 def check_search(query: str, k: int) -> None:
@@ -155,6 +216,125 @@ def check_search(query: str, k: int) -> None:
         raise ValueError(f"k={k!r}: must be an integer >= 1.")
     if not isinstance(query, str):
         raise ValueError(f"query={query!r}: must be a string.")
+
+
+def query_terms(query: str) -> list[str]:
+    """The words of a query, each once: no punctuation, and no stop words unless there is nothing else.
+
+    >>> query_terms('What is the "capital" of Norway?')
+    ['capital', 'norway']
+    """
+    words = re.findall(r"[^\W_]+", unicodedata.normalize("NFC", query[:10_000]).lower())
+    kept = [word for word in words if word not in STOP_WORDS] or words
+    return list(dict.fromkeys(kept))[:MAX_QUERY_TERMS]
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16, person=b"file")).hexdigest()
+
+
+def _cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
+    named = cache_dir if cache_dir is not None else os.environ.get("AGENT_R1_TRL_CACHE")
+    folder = (Path(named) if named else Path.home() / ".cache" / "agent_r1_trl") / "search"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if writable:
+        return folder
+    if named:
+        raise ValueError(f"cache_dir={str(named)!r}: cannot be written to; choose a folder that can.")
+    # Some containers have no writable home; building the index again is better than stopping the run.
+    folder = Path(tempfile.gettempdir()) / f"agent_r1_trl-{os.getuid() if hasattr(os, 'getuid') else 0}" / "search"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+# -------------------------------------------------------------------- what is searched
+
+
+@runtime_checkable
+class Retriever(Protocol):
+    """What can be searched; from many threads at once.
+
+    A retriever may also have `get(id) -> Passage | None`.
+    """
+
+    def search(self, query: str, k: int = 3) -> list[Passage]:
+        """The best `k` passages, best first.
+
+        Raises:
+            InfrastructureError: the search cannot be made now, through no fault of the query.
+        """
+        ...
+
+
+RetrieverSource = Retriever | str | os.PathLike[str] | Mapping[str, Any]
+"""See `open_retriever`."""
+
+_opened: dict[str, Retriever] = {}
+_lock = threading.Lock()
+
+
+def open_retriever(source: RetrieverSource, *, flag: str = "retriever") -> Retriever:
+    """A retriever from a setting; whatever the whole process can share is opened once.
+
+    Args:
+        source: the path of a JSONL or Parquet corpus, the folder of an index (`agent-r1-trl index`), the address of a
+            server (`http://host:8010`), a mapping with `path` or `url` and options (`{"url": ..., "timeout_s": 5}`),
+            or an object with a method `search`.
+        flag: the setting, for errors.
+
+    Raises:
+        ValueError: there is no such file or index, or the setting has another form.
+    """
+    options: dict[str, Any] = {}
+    if isinstance(source, Mapping):
+        options = dict(source)
+        if ("path" in options) == ("url" in options):
+            raise ValueError(f"{flag}={options}: must have either 'path' or 'url'. Give it one of them.")
+        source = options.pop("url") if "url" in options else Path(options.pop("path"))
+    if isinstance(source, str) and source.startswith(("http://", "https://")):
+        key = json.dumps([source, options], sort_keys=True, default=repr)
+        return _shared(key, feature("search", f"{flag}={source!r}").HttpRetriever, source, options, flag)
+    if isinstance(source, str | os.PathLike) and str(source):
+        path = Path(source)
+        if not path.exists():
+            raise ValueError(
+                f"{flag}={str(path)!r}: no such file. Pass the path of a JSONL or Parquet file, or the folder of an "
+                "index."
+            )
+        is_folder = path.is_dir()
+        make: Any = feature("search", f"{flag}={str(path)!r}").open_index if is_folder else SearchIndex
+        manifest = path / "index.json"  # of a folder; it is written last
+        status = (manifest if manifest.exists() else path).stat()  # what has changed is opened anew
+        key = json.dumps([str(path.resolve()), status.st_size, status.st_mtime_ns, options], sort_keys=True)
+        return _shared(key, make, path, options, flag)
+    if callable(getattr(source, "search", None)) and not isinstance(source, type):
+        return source  # type: ignore[return-value]
+    raise ValueError(
+        f"{flag}={source!r:.200}: must be the path of a corpus or an index, the address of a server, a mapping with "
+        "'path' or 'url', or an object with a search method. Set it to one of them."
+    )
+
+
+def _shared(key: str, make: Callable[..., Any], place: Any, options: Mapping[str, Any], flag: str) -> Any:
+    known = [*inspect.signature(make).parameters][1:]
+    for name in options:
+        if name not in known:
+            raise ValueError(
+                f"{flag}: {name!r} is no option beside {str(place)!r}.{did_you_mean(name, known)} There are: "
+                f"{', '.join(known)}."
+            )
+    with _lock:  # so that 256 environments that start together build an index once
+        if key not in _opened:
+            _opened[key] = make(place, **options)
+        return _opened[key]
+
+
+# -------------------------------------------------------------------- the tool
 
 
 def make_search_tool(
@@ -172,8 +352,6 @@ def make_search_tool(
     Raises:
         ValueError: `top_k` or `max_passage_chars` is not an integer >= 1, or there is no such retriever.
     """
-    from agent_r1_trl.tools.retrieval import open_retriever
-
     for label, value in (("top_k", top_k), ("max_passage_chars", max_passage_chars)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{label}={value!r}: must be an integer >= 1.")
@@ -202,51 +380,3 @@ def render_passages(passages: list[Passage], max_passage_chars: int = 500) -> st
             text = text[:max_passage_chars].rstrip() + " [truncated]"
         lines.append(f"[{number}] {passage.title}: {text}" if passage.title else f"[{number}] {text}")
     return "\n".join(lines)
-
-
-def query_terms(query: str) -> list[str]:
-    """The words of a query, each once: no punctuation, and no stop words unless there is nothing else.
-
-    >>> query_terms('What is the "capital" of Norway?')
-    ['capital', 'norway']
-    """
-    words = re.findall(r"[^\W_]+", unicodedata.normalize("NFC", query[:10_000]).lower())
-    kept = [word for word in words if word not in STOP_WORDS] or words
-    return list(dict.fromkeys(kept))[:MAX_QUERY_TERMS]
-
-
-# -------------------------------------------------------------------- reading and caching
-
-
-def _hash_file(path: Path) -> str:
-    digest = hashlib.blake2b(b"file", digest_size=16)
-    with path.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _hash_rows(rows: Iterable[Row]) -> str:
-    digest = hashlib.blake2b(b"rows", digest_size=16)
-    for row in rows:
-        digest.update(json.dumps(row, ensure_ascii=True).encode())
-    return digest.hexdigest()
-
-
-def _cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
-    named = cache_dir if cache_dir is not None else os.environ.get("AGENT_R1_TRL_CACHE")
-    folder = Path(named) if named else Path.home() / ".cache" / "agent_r1_trl"
-    folder = folder / "search"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError:
-        writable = False
-    if writable:
-        return folder
-    if named:
-        raise ValueError(f"cache_dir={str(named)!r}: cannot be written to; choose a folder that can.")
-    # Some containers have no writable home; building the index again is better than stopping the run.
-    folder = Path(tempfile.gettempdir()) / f"agent_r1_trl-{os.getuid() if hasattr(os, 'getuid') else 0}" / "search"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

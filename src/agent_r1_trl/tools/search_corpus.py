@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.tools.search_store import Row
-
-SUFFIXES = (".jsonl", ".parquet")
+Row = tuple[str, str, str]
+"""id, title, text"""
 
 
 def split_contents(contents: str) -> tuple[str, str]:
@@ -34,9 +33,6 @@ def join_contents(title: str, text: str) -> str:
     return f'"{title}"\n{text}' if title else text
 
 
-# -------------------------------------------------------------------- files
-
-
 def read_file(path: Path) -> Iterator[Any]:
     """The records of a JSONL or Parquet file, a few at a time.
 
@@ -46,16 +42,6 @@ def read_file(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise ValueError(f"corpus={str(path)!r}: no such file; pass the path of a JSONL or Parquet file.")
     return _read_parquet(path) if path.suffix.lower() == ".parquet" else _read_jsonl(path)
-
-
-def count_records(path: Path) -> int:
-    """About how many records a file has: its lines, or what its footer says."""
-    if path.suffix.lower() == ".parquet":
-        from pyarrow.parquet import ParquetFile
-
-        return int(ParquetFile(path).metadata.num_rows)
-    with path.open("rb") as stream:
-        return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(1 << 20), b""))
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:
@@ -82,9 +68,6 @@ def _read_parquet(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path}: not a Parquet file ({error}).") from error
 
 
-# -------------------------------------------------------------------- rows
-
-
 def read_rows(records: Iterable[Any], source: str) -> Iterator[Row]:
     """Id, title and text of each record; the number of the record where it has no id.
 
@@ -105,15 +88,12 @@ def read_rows(records: Iterable[Any], source: str) -> Iterator[Row]:
                 f"{source}, row {number}: 'text' must be a non-empty string; the row has {sorted(map(str, record))}. "
                 "Rename the column that holds the passage to 'text', or to 'contents' if its first line is the title."
             )
-        yield (
-            clean(str(number if identifier is None else identifier)),
-            clean("" if title is None else str(title)),
-            clean(text),
-        )
+        title, identifier = "" if title is None else str(title), str(number if identifier is None else identifier)
+        yield _clean(identifier), _clean(title), _clean(text)
     if number < 0:
         raise ValueError(f"{source}: contains no passages.")
 
 
-def clean(text: str) -> str:
+def _clean(text: str) -> str:
     """The text without what no database stores."""
     return text.encode("utf-8", errors="replace").decode("utf-8").replace("\x00", " ")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from agent_r1_trl.errors import RunError
 from agent_r1_trl.tools.docstrings import doc_text, read_docstring, read_type
 
 REQUIRED = inspect.Parameter.empty
@@ -19,8 +20,10 @@ STARS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-class ToolSchemaError(ValueError):
+class ToolSchemaError(RunError, ValueError):
     """A function cannot be described to a model; the message gives the reason and the cure."""
+
+    exit_code = 2
 
 
 class UndefinedHintError(ToolSchemaError):

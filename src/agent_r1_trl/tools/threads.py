@@ -28,7 +28,7 @@ class OwnThread:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        """Of the thread; None ends it."""
+        """Calls that wait for the thread; None ends it."""
         self._call: _Call | None = None
         """The last one."""
         self._end: Callable[[], Any] = lambda: None
@@ -103,7 +103,7 @@ def _serve(inbox: queue.SimpleQueue[_Call | None]) -> None:
 
 
 own_thread: ContextVar[OwnThread | None] = ContextVar("own_thread", default=None)
-"""Of the environment whose code this is."""
+"""The thread of the environment whose code this is."""
 
 
 async def run_on_own_thread(

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
-    from agent_r1_trl.trainers.echo_callback import EchoTrapCallback
     from agent_r1_trl.trainers.grpo import MultiTurnGRPOTrainer
     from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
     from agent_r1_trl.trainers.ppo import MultiTurnPPOTrainer
     from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
 
 _MODULE_OF = {
-    "EchoTrapCallback": "echo_callback",
     "MultiTurnConfig": "config",
     "MultiTurnGRPOConfig": "config",
     "MultiTurnGRPOTrainer": "grpo",
@@ -23,7 +21,6 @@ _MODULE_OF = {
     "MultiTurnTrainer": "multi_turn",
 }
 __all__ = [
-    "EchoTrapCallback",
     "MultiTurnConfig",
     "MultiTurnGRPOConfig",
     "MultiTurnGRPOTrainer",

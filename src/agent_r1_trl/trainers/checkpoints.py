@@ -13,6 +13,7 @@ import fnmatch
 import json
 import logging
 import os
+import re
 import shutil
 import struct
 import zipfile
@@ -20,6 +21,10 @@ import zlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+from transformers.trainer_utils import sort_checkpoints
+
+from agent_r1_trl.errors import RunError
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +44,10 @@ _CHECKSUM_BYTES = 32 * 2**20
 """The checksum of a file is that of its first and its last so many bytes: large files are not read twice."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(RunError, ValueError):
     """A run cannot be resumed as it was asked to; names the flag, the file and the cure."""
+
+    exit_code = 2
 
 
 class _BrokenError(Exception):
@@ -144,7 +151,8 @@ def choose_checkpoint(
     folder = Path(str(value)).absolute()
     problem = problem_of(folder, without, num_processes)
     if problem is not None:
-        whole, _ = _newest_whole(folder.parent, without, num_processes)
+        places = (folder, folder.parent)  # the folder may be that of a run
+        whole = next(filter(None, (_newest_whole(place, without, num_processes)[0] for place in places)), None)
         cure = (
             f"Set resume_from_checkpoint={str(whole)!r}, the newest whole one there."
             if whole is not None
@@ -302,3 +310,27 @@ def _has(folder: Path, patterns: Collection[str]) -> bool:
 def _is_among(name: str, patterns: Collection[str]) -> bool:
     """Whether the file, or the folder that it lies in, has a name of one of the patterns."""
     return any(fnmatch.fnmatch(name.partition("/")[0], pattern) for pattern in patterns)
+
+
+def last_checkpoint(folder: Path, step: int) -> Path | None:
+    """The newest checkpoint of a run that was written after at most `step` optimizer steps."""
+    numbered = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _NUMBER.search(path.name))]
+    return max([pair for pair in numbered if pair[0] <= step], default=(0, None))[1]
+
+
+_NUMBER = re.compile(r"^checkpoint-(\d+)$")
+
+
+def rotate_around(run_dir: Path, limit: int | None, kept: Collection[Path | str | None]) -> None:
+    """Delete the oldest checkpoints above `limit`, none of those in `kept`, and not the newest.
+
+    Args:
+        run_dir: holds them.
+        limit: None or 0 deletes none.
+        kept: folders; they may be more than `limit`.
+    """
+    folders = [Path(path) for path in sort_checkpoints(str(run_dir), use_mtime=True)]
+    num_extra = len(folders) - limit if limit else 0
+    names = {Path(path).name for path in kept if path is not None}
+    for folder in [path for path in folders[:-1] if path.name not in names][: max(0, num_extra)]:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, ClassVar
 
 import torch
 from accelerate.utils import is_deepspeed_available
@@ -17,14 +17,16 @@ from trl import GRPOConfig
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import estimator_names, find_estimator
 from agent_r1_trl.generation.base import SamplingParams
-from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings, check_whole_number
+from agent_r1_trl.rollout.context_policies import settle_policy
+from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings
 from agent_r1_trl.rollout.thinking import settle_thinking
 from agent_r1_trl.safe_text import SECRET_NAMES, SECRET_NAMES_HELP, SECRET_PATTERNS_HELP
-from agent_r1_trl.trainers.config_checks import check_config
+from agent_r1_trl.settings import Count, Flag, NotNegative, Number, OneOf, Positive, Share, plain, plain_value, setting
+from agent_r1_trl.trainers.config_checks import check_config, check_fields, check_rollout
 from agent_r1_trl.trainers.fault_settings import FaultSettings
-from agent_r1_trl.trainers.rollout_checks import check_rollout
-from agent_r1_trl.trainers.shaping import settle_shape
-from agent_r1_trl.trainers.stability_settings import StabilitySettings
+from agent_r1_trl.trainers.shaping import RolloutShape, settle_shape
+from agent_r1_trl.update.importance import UNITS
+from agent_r1_trl.update.layout import UPDATE_LAYOUTS
 
 # TRL 1.16 and peft 0.21 use names that transformers 5.23 gives up: nothing that a user could change.
 warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing(_kwargs)?` is deprecated", FutureWarning)
@@ -38,213 +40,206 @@ def _readers(option: str) -> str:
 
 
 @dataclass
-class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOConfig):
+class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
     """What both multi-turn trainers share. A plain `GRPOConfig` is accepted too: see `from_grpo_config`."""
 
-    # ---- rollout (and the limits of `RolloutSettings`; what faults do to a run: `FaultSettings`;
-    # what keeps it stable: `StabilitySettings`)
-    max_completion_length: int | None = field(  # the default is TRL's
-        default=512, metadata=RolloutSettings.__dataclass_fields__["max_completion_length"].metadata
+    # ---- rollout (and the limits of `RolloutSettings`; what faults do to a run: `FaultSettings`)
+    max_completion_length: Count | None = setting(  # the default is TRL's
+        512, RolloutSettings.__dataclass_fields__["max_completion_length"].metadata["help"]
     )
-    thinking: str = field(
-        default="keep",
-        metadata={
-            "help": "'keep': reasoning of earlier turns stays in the token stream. 'off': render the chat template "
-            "with enable_thinking=False. 'strip': earlier reasoning is dropped as the published chat template drops "
-            "it (`context_policy='strip_thinking'`)."
-        },
+    thinking: str = setting(
+        "keep",
+        "'keep': reasoning of earlier turns stays in the token stream. 'off': render the chat template with "
+        "enable_thinking=False. 'strip': earlier reasoning is dropped as the published chat template drops it "
+        "(`context_policy='strip_thinking'`).",
     )
-    chat_template: str | None = field(
-        default=None,
-        metadata={
-            "help": "Chat template in place of the tokenizer's: its source, a .jinja file, or the name of one that "
-            "TRL ships (qwen3_training). It is saved with the model."
-        },
+    chat_template: str | None = setting(
+        None,
+        "Chat template in place of the tokenizer's: its source, a .jinja file, or the name of one that TRL ships "
+        "(qwen3_training). It is saved with the model.",
     )
-    response_template: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Grammar that reads tool calls: the name of a family (mistral, glm, ...; see "
-            "docs/model-families.md), a JSON file, or a transformers response_template. None: the template's own."
-        },
+    response_template: dict[str, Any] | str | None = setting(
+        None,
+        "Grammar that reads tool calls: the name of a family (mistral, glm, ...; see docs/model-families.md), a JSON "
+        "file, or a transformers response_template. None: the template's own.",
     )
-    eval_temperature: float | None = field(
-        default=None, metadata={"help": "Temperature in evaluation; 0 is greedy. None: the training temperature."}
+    eval_temperature: NotNegative | None = setting(
+        None, "Temperature in evaluation; 0 is greedy. None: the training temperature."
     )
-    generation_batch_rows: int = field(
-        default=64, metadata={"help": "Maximum number of requests per forward pass of the transformers generator."}
+    generation_batch_rows: Count = setting(
+        64, "Maximum number of requests per forward pass of the transformers generator."
     )
-    vllm_server_urls: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "URLs of the vLLM servers to sample from with vllm_mode='server', for example "
-            "http://127.0.0.1:8000. None: TRL's `vllm_server_base_url`, or its host and port."
-        },
+    vllm_server_urls: list[str] | None = setting(
+        None,
+        "URLs of the vLLM servers to sample from with vllm_mode='server', for example http://127.0.0.1:8000. None: "
+        "TRL's `vllm_server_base_url`, or its host and port.",
     )
-    vllm_dtype: str = field(
-        default="auto",
-        metadata={
-            "help": "Numbers of the vLLM engine in this process: 'bfloat16', 'float16' or 'float32'. 'auto': those "
-            "that the trainer computes with (of 16 bits with bf16 or fp16), else those of its weights."
-        },
+    vllm_dtype: Annotated[str, OneOf("auto", "bfloat16", "float16", "float32")] = setting(
+        "auto",
+        "Numbers of the vLLM engine in this process: 'bfloat16', 'float16' or 'float32'. 'auto': those that the "
+        "trainer computes with (of 16 bits with bf16 or fp16), else those of its weights.",
     )
-    vllm_weight_transfer: str = field(
-        default="auto",
-        metadata={
-            "help": "What whole weights go to vLLM servers over: 'nccl' (from GPU to GPU), 'sockets' (through host "
-            "memory), or 'auto', which takes NCCL for each server that can."
-        },
+    vllm_weight_transfer: Annotated[str, OneOf("auto", "nccl", "folder")] = setting(
+        "auto",
+        "How whole weights go to vLLM servers: 'nccl' (from GPU to GPU), 'folder' (through files in output_dir, which "
+        "the server must see), or 'auto', which takes NCCL for each server that can.",
     )
-    max_sync_logprob_gap: float | None = field(
-        default=None,
-        metadata={
-            "help": "Stop the run if the log-probabilities of sampler and trainer differ by more than this after a "
-            "weight sync (mean absolute difference). None: 1e-3 in float32, else 0.05."
-        },
+    max_sync_logprob_gap: Positive | None = setting(
+        None,
+        "Stop the run if the log-probabilities of sampler and trainer differ by more than this after a weight sync "
+        "(mean absolute difference). None: 1e-3 in float32, else 0.05.",
     )
-    overlap_rollout: bool = field(
-        default=False,
-        metadata={
-            "help": "Generate the next rollout while the update trains on this one (needs use_vllm). Its weights are "
-            "one update old, which the importance ratio corrects."
-        },
+    overlap_rollout: Flag = setting(
+        False,
+        "Generate the next rollout while the update trains on this one (needs use_vllm). Its weights are one update "
+        "old, which the importance ratio corrects.",
     )
 
     # ---- rewards on tokens
-    truncated_trajectories: str = field(
-        default="keep",
-        metadata={
-            "help": "Trajectories that a limit ended: 'keep' scores them as they are, 'mask' takes them out of the "
-            "loss, 'penalise' adds `truncation_penalty` to their outcome."
-        },
+    truncated_trajectories: Annotated[str, OneOf("keep", "mask", "penalise")] = setting(
+        "keep",
+        "Trajectories that a limit ended: 'keep' scores them as they are, 'mask' takes them out of the loss, "
+        "'penalise' adds `truncation_penalty` to their outcome.",
     )
-    truncation_penalty: float = field(
-        default=-0.5, metadata={"help": "What truncated_trajectories='penalise' adds to the outcome; <= 0."}
+    truncation_penalty: Annotated[float, Number(maximum=0)] = setting(
+        -0.5, "What truncated_trajectories='penalise' adds to the outcome; <= 0."
     )
 
-    process_reward_weight: float = field(
-        default=1.0,
-        metadata={
-            "help": "Weight of the turn rewards in the advantages. Recorded trajectories keep the unweighted rewards."
-        },
+    process_reward_weight: NotNegative = setting(
+        1.0, "Weight of the turn rewards in the advantages. Recorded trajectories keep the unweighted rewards."
     )
-    outcome_reward_weight: float = field(
-        default=1.0, metadata={"help": "Weight of the outcome reward in the advantages."}
+    outcome_reward_weight: NotNegative = setting(1.0, "Weight of the outcome reward in the advantages.")
+    process_reward_schedule: Annotated[str, OneOf("constant", "linear", "cosine")] = setting(
+        "constant", "Schedule of `process_reward_weight`: 'constant', or falling to 0 ('linear', 'cosine')."
     )
-    process_reward_schedule: str = field(
-        default="constant",
-        metadata={"help": "Schedule of `process_reward_weight`: 'constant', or falling to 0 ('linear', 'cosine')."},
+    normalize_process_rewards: Flag = setting(
+        False, "Divide each source of turn rewards by its standard deviation over the batch."
     )
-    normalize_process_rewards: bool = field(
-        default=False,
-        metadata={"help": "Divide each source of turn rewards by its standard deviation over the batch."},
-    )
-    turn_reward_weights: list[float] | None = field(
-        default=None, metadata={"help": "One weight per function in `turn_reward_funcs`. None: 1 each."}
+    turn_reward_weights: list[float] | None = setting(
+        None, "One weight per function in `turn_reward_funcs`. None: 1 each."
     )
 
     # ---- advantages and loss
-    advantage_estimator: str = field(
-        default="grpo",
-        metadata={
-            "help": f"GRPO trainer: {', '.join(estimator_names(needs_critic=False))}. PPO trainer: "
-            f"{', '.join(estimator_names(needs_critic=True))}. Or the path of your own, my_module.my_estimator."
-        },
+    advantage_estimator: str = setting(
+        "grpo",
+        f"GRPO trainer: {', '.join(estimator_names(needs_critic=False))}. PPO trainer: "
+        f"{', '.join(estimator_names(needs_critic=True))}. Or your own: a function, or its "
+        "path, my_module.my_estimator.",
     )
-    separate_process_advantages: bool = field(
-        default=False,
-        metadata={
-            "help": "Estimate the advantages of the turn rewards and of the outcome separately, each normalised by "
-            "itself, and add them with their weights."
-        },
+    separate_process_advantages: Flag = setting(
+        False,
+        "Estimate the advantages of the turn rewards and of the outcome separately, each normalised by itself, and "
+        "add them with their weights.",
     )
-    gamma: float = field(default=1.0, metadata={"help": f"Discount per action token ({_readers('gamma')})."})
-    gamma_turn: float | None = field(
-        default=None,
-        metadata={"help": f"Discount per turn ({_readers('gamma_turn')}). None: 0.95 for gigpo, else 0.99."},
+    gamma: Share = setting(1.0, f"Discount per action token ({_readers('gamma')}).")
+    gamma_turn: Share | None = setting(
+        None, f"Discount per turn ({_readers('gamma_turn')}). None: 0.95 for gigpo, else 0.99."
     )
-    step_weight: float = field(default=1.0, metadata={"help": "Weight of GiGPO's step advantages."})
-    loss_unit: str | None = field(
-        default=None,
-        metadata={
-            "help": "What has the same weight in the policy loss: each 'token', or each 'turn' or 'trajectory', "
-            "spread over its action tokens. None: as `loss_type` has it, a trajectory counting as one row however "
-            "many it has."
-        },
+    step_weight: NotNegative = setting(1.0, "Weight of GiGPO's step advantages.")
+    loss_term: str | None = setting(
+        None,
+        "A loss term of your own, or its path, my_module.my_term: a function of the micro-batch, the log-probs and "
+        "their mask that returns a sum over tokens (docs/extending.md).",
     )
-    kl_placement: str = field(
-        default="loss",
-        metadata={
-            "help": "Where the KL term of weight `beta` is added: to the 'loss' (k3) or to each token's 'reward' (k1)."
-        },
+    loss_unit: Annotated[str, OneOf("token", "turn", "trajectory")] | None = setting(
+        None,
+        "What has the same weight in the policy loss: each 'token', or each 'turn' or 'trajectory', spread over its "
+        "action tokens. None: as `loss_type` has it, a trajectory counting as one row however many it has.",
     )
-    loss_mask: bool = field(
-        default=True,
-        metadata={
-            "help": "Keep observation tokens out of the policy loss. Off: the ablation of the Agent-R1 paper; they "
-            "get the advantage of the action token before them."
-        },
+    kl_placement: Annotated[str, OneOf("loss", "reward")] = setting(
+        "loss", "Where the KL term of weight `beta` is added: to the 'loss' (k3) or to each token's 'reward' (k1)."
     )
-    advantage_mask: bool = field(
-        default=True,
-        metadata={"help": "Keep observation tokens out of the advantages. Off: the ablation of the Agent-R1 paper."},
+    loss_mask: Flag = setting(
+        True,
+        "Keep observation tokens out of the policy loss. Off: the ablation of the Agent-R1 paper; they get the "
+        "advantage of the action token before them.",
+    )
+    advantage_mask: Flag = setting(
+        True, "Keep observation tokens out of the advantages. Off: the ablation of the Agent-R1 paper."
     )
 
     # ---- sampler and trainer (with vLLM)
-    importance_sampling_unit: str | None = field(
-        default=None,
-        metadata={
-            "help": "The unit that shares one importance ratio of trainer to sampler: 'token', 'turn' or 'sequence'. "
-            "None: as in `vllm_importance_sampling_mode`, which in any case decides between truncating and masking."
-        },
+    importance_sampling_unit: Annotated[str, OneOf(*UNITS)] | None = setting(
+        None,
+        "The unit that shares one importance ratio of trainer to sampler: 'token', 'turn' or 'sequence'. None: as in "
+        "`vllm_importance_sampling_mode`, which in any case decides between truncating and masking.",
     )
-    importance_sampling_length_normalized: bool = field(
-        default=False,
-        metadata={"help": "Use the geometric mean of the ratios in a turn or sequence instead of their product."},
+    importance_sampling_length_normalized: Flag = setting(
+        False, "Use the geometric mean of the ratios in a turn or sequence instead of their product."
     )
 
     # ---- update
-    update_layout: str = field(
-        default="padded",
-        metadata={
-            "help": "How rows are laid out in a forward pass of the update: 'padded' as in TRL; 'grouped' by length, "
-            "with the common padding cut off; 'packed' without padding; 'shared': packed, and what rows have in "
-            "common at their beginning (the prompt of a group) computed once."
-        },
+    update_layout: Annotated[str, OneOf(*UPDATE_LAYOUTS)] = setting(
+        "padded",
+        "How rows are laid out in a forward pass of the update: 'padded' as in TRL; 'grouped' by length, with the "
+        "common padding cut off; 'packed' without padding; 'shared': packed, and what rows have in common at their "
+        "beginning (the prompt of a group) computed once.",
     )
-    max_tokens_per_micro_batch: int | None = field(
-        default=None,
-        metadata={
-            "help": "Deal the rows of an optimizer step out to forward passes of at most so many tokens, evenly over "
-            "all ranks. For update_layout 'packed' and 'shared'. None: `per_device_train_batch_size` rows a pass."
-        },
+    max_tokens_per_micro_batch: Count | None = setting(
+        None,
+        "Deal the rows of an optimizer step out to forward passes of at most so many tokens, evenly over all ranks. "
+        "For update_layout 'packed' and 'shared'. None: `per_device_train_batch_size` rows a pass.",
+    )
+
+    # ---- features (one mapping each; `features/NAME/settings.py` declares the keys)
+    sampling: dict[str, Any] | str | None = setting(
+        None,
+        "Group filter, dynamic sampling and curriculum: a mapping, for example {filter_groups: top_p}. None: every "
+        "prompt once per epoch, and all groups are trained on.",
+    )
+    failures: dict[str, Any] | str | None = setting(
+        None,
+        "When failing trajectories, steps that are not finite and silent ranks end the run, and what a signal does: a "
+        "mapping, for example {max_share: 0.8}. None: the defaults of its keys.",
+    )
+    outages: dict[str, Any] | str | None = setting(
+        None,
+        "When a tool counts as down and how long the run waits for it: a mapping, for example {max_wait: 600}. None: "
+        "the defaults of its keys.",
+    )
+    echo: dict[str, Any] | str | None = setting(
+        None,
+        "The watch for collapsing runs: true, or a mapping, for example {actions: [all]}, with which something is "
+        "done about them. None or false: off.",
+    )
+
+    # ---- rollout shaping (`shaping.py`)
+    prompts_per_rollout: Count | None = setting(
+        None,
+        "Prompts (initial states) of one rollout, over all processes; `steps_per_generation` follows from it. None: "
+        "as TRL's settings say.",
+    )
+    updates_per_rollout: Count | None = setting(
+        None,
+        "Optimizer steps on one rollout, all `num_iterations` passes together; `gradient_accumulation_steps` follows "
+        "from it. None: as TRL's settings say.",
     )
 
     # ---- recording
-    record_trajectories: str = field(
-        default="jsonl",
-        metadata={"help": "How trajectories are written to `output_dir`/trajectories: 'jsonl', 'parquet' or 'none'."},
+    record_trajectories: Annotated[str, OneOf("jsonl", "parquet", "none")] = setting(
+        "jsonl", "How trajectories are written to `output_dir`/trajectories: 'jsonl', 'parquet' or 'none'."
     )
 
-    secret_names: str = field(default=SECRET_NAMES, metadata={"help": SECRET_NAMES_HELP})
-    secret_patterns: list[str] | None = field(default=None, metadata={"help": SECRET_PATTERNS_HELP})
-    push_trajectories: bool = field(
-        default=False,
-        metadata={
-            "help": "Upload the recorded trajectories with the model (`push_to_hub`). They contain prompts and tool "
-            "results, which may be private."
-        },
+    secret_names: str = setting(SECRET_NAMES, SECRET_NAMES_HELP)
+    secret_patterns: list[str] | None = setting(None, SECRET_PATTERNS_HELP)
+    push_trajectories: Flag = setting(
+        False,
+        "Upload the recorded trajectories with the model (`push_to_hub`). They contain prompts and tool results, "
+        "which may be private.",
     )
-    allow_secrets: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Names of files, or patterns of them, that are uploaded (`push_to_hub`) although something in "
-            "them looks like a secret. Any other such file stops the upload."
-        },
+    allow_secrets: list[str] | None = setting(
+        None,
+        "Names of files, or patterns of them, that are uploaded (`push_to_hub`) although something in them looks like "
+        "a secret. Any other such file stops the upload.",
     )
 
     has_critic: ClassVar[bool] = False
     """Whether the trainer of these arguments has a critic."""
+
+    @property
+    def rollout_shape(self) -> RolloutShape:
+        """Prompts, responses and updates per rollout, as they follow from all settings."""
+        return RolloutShape.of(self)
 
     @property
     def estimator(self) -> Estimator:
@@ -260,7 +255,7 @@ class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOCon
             )
         if self.bf16 is None and not torch.accelerator.is_available():
             values["bf16"] = False  # TRL's default is for GPUs; without one it would be refused
-        check_whole_number("num_generations", values["num_generations"])
+        check_fields(self)  # before anything follows from them
         settle_shape(self)
         is_single = values["num_generations"] == 1
         if is_single:
@@ -276,7 +271,8 @@ class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOCon
         Raises:
             ValueError: names the flag, its value, the rule and the cure.
         """
-        self.thinking, self.context_policy = settle_thinking(self.thinking, self.context_policy)
+        self.thinking, policy = settle_thinking(self.thinking, self.context_policy)
+        self.context_policy = settle_policy(policy)
         check_config(self)
 
     def asked_features(self) -> list[str]:
@@ -301,7 +297,11 @@ class MultiTurnConfig(StabilitySettings, FaultSettings, RolloutSettings, GRPOCon
                 del defaults[name]
             if self.rollout_timeout is None:
                 del defaults["rollout_timeout"]
-        return [name for name, default in defaults.items() if getattr(self, name) != default]
+        return [name for name, default in defaults.items() if plain_value(self, name) != default]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments as transformers writes them, mappings as mappings."""
+        return {name: plain(value) for name, value in super().to_dict().items()}
 
     def sampling_params(self, *, is_training: bool) -> SamplingParams:
         """How tokens are drawn, in training or in evaluation."""

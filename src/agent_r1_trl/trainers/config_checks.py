@@ -1,375 +1,595 @@
-"""Checks of the training arguments.
+"""What the training arguments say together: what follows from them, and what they cannot mean.
 
-`check_config` calls the others in order. Each raises a ValueError that names the flag, its value, the rule and the
-cure; those called `settle_` also set the arguments that follow from others.
+The values of single settings are checked by their fields (`agent_r1_trl.settings`). Here `check_config` sets the
+arguments that follow from others, then refuses what nothing would read (`NEEDS`) and what contradicts itself
+(`CLASHES`). `check_rollout` refuses what only matters where our rollout plays: nothing is dropped in silence, but TRL
+accepts all of it, so a trainer without environment and tools does not call it.
+
+The refusals are evaluated in the order in which they stand here, and each names the flag, its value, the rule and the
+cure.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import importlib
+import importlib.util
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
-from agent_r1_trl.advantages.lookup import EstimatorName, estimator_names, find_estimator
-from agent_r1_trl.filtering import RULES
+from agent_r1_trl.advantages.lookup import find_estimator
+from agent_r1_trl.features import FEATURES, feature, has_feature, mappings_of
 from agent_r1_trl.generation.vllm.find_servers import check_urls
-from agent_r1_trl.rollout.limits import check_share, check_whole_number
+from agent_r1_trl.objects import OwnObject, own_object
+from agent_r1_trl.rollout.context_policies import find_policy, has_row_per_turn
+from agent_r1_trl.rollout.limits import find_limit_problems
 from agent_r1_trl.safe_text import check_rules
-from agent_r1_trl.trainers.rollout_checks import Need, check_needs
-from agent_r1_trl.trainers.row_checks import LOSS_UNITS, check_rows
-from agent_r1_trl.update.importance import UNITS
-from agent_r1_trl.update.layout import PACKED_LAYOUTS, REGROUPING_LAYOUTS, UPDATE_LAYOUTS
+from agent_r1_trl.settings import (
+    Clash,
+    Count,
+    CountOrZero,
+    Need,
+    OneOf,
+    Positive,
+    PositiveShare,
+    Share,
+    Whole,
+    check_settings,
+    default_of,
+    find_clashes,
+    find_unread,
+    plain_value,
+    refuse,
+    shown,
+)
+from agent_r1_trl.trainers.shaping import find_other_shape
+from agent_r1_trl.update.layout import PACKED_LAYOUTS, REGROUPING_LAYOUTS
 
 if TYPE_CHECKING:
     from agent_r1_trl.trainers.config import MultiTurnConfig
 
-TRUNCATION_POLICIES = ("keep", "mask", "penalise")
-RECORD_FORMATS = ("jsonl", "parquet", "none")
-SCHEDULES = ("constant", "linear", "cosine")
+logger = logging.getLogger(__name__)
+
 LOSS_TYPES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
 """Those of TRL, which itself finds an unknown one after the first rollout."""
-_UNITS_OF_RATIOS = ("importance_sampling_unit", "importance_sampling_length_normalized")
-OUR_NEEDS = (
-    Need(("truncation_penalty",), "truncated_trajectories", ("penalise",)),
-    Need(_UNITS_OF_RATIOS, "use_vllm", (True,)),
-    Need(_UNITS_OF_RATIOS, "vllm_importance_sampling_correction", (True,)),
-    Need(("generation_batch_rows",), "use_vllm", (False,)),
-    Need(("pad_to_multiple_of",), "update_layout", ("padded",)),
-    Need(("max_tokens_per_micro_batch",), "update_layout", PACKED_LAYOUTS),
-    Need(("use_bias_correction_kl",), "kl_placement", ("loss",)),
-    Need(("push_trajectories",), "record_trajectories", ("jsonl", "parquet")),
-    Need(("filter_value", "filter_statistic", "filter_when", "filter_loss_scaling"), "filter_groups", RULES),
-    Need(("curriculum_floor", "curriculum_rate"), "curriculum", (True,)),
+TRL_FIELDS = {
+    "num_generations": Count,
+    "loss_type": Annotated[str, OneOf(*LOSS_TYPES)],
+    "vllm_mode": Annotated[str, OneOf("colocate", "server")],
+}
+"""The rules of TRL's fields, as annotations."""
+PLAYED_FIELDS = {
+    "max_completion_length": Count,
+    "max_tool_calling_iterations": CountOrZero | None,
+    "temperature": Positive,
+    "top_p": PositiveShare,
+    "top_k": Annotated[int, Whole(-1)] | None,
+    "min_p": Share | None,
+    "repetition_penalty": Positive,
+}
+"""The rules of TRL's fields where our rollout plays."""
+
+
+# -------------------------------------------------------------------- what has no effect
+
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+"""TRL's loss types that clip the ratio to [1 - epsilon, 1 + epsilon_high]."""
+_CLIPS = (*CLIPPED_LOSSES, "cispo")
+NEEDS = (
+    Need("truncation_penalty", {"truncated_trajectories": ("penalise",)}),
+    Need("bootstrap_truncated", {"truncated_trajectories": ("keep", "penalise")}),
+    Need("importance_sampling_unit importance_sampling_length_normalized", {"use_vllm": (True,)}),
+    Need(
+        "importance_sampling_unit importance_sampling_length_normalized",
+        {"vllm_importance_sampling_correction": (True,)},
+    ),
+    Need("pad_to_multiple_of", {"update_layout": ("padded",)}),
+    Need("max_tokens_per_micro_batch", {"update_layout": PACKED_LAYOUTS}),
+    Need("use_bias_correction_kl", {"kl_placement": ("loss",)}),
+    Need("push_trajectories", {"record_trajectories": ("jsonl", "parquet")}),
 )
 """Options that have no effect beside one of our own, or that are ours and have none beside one of TRL's."""
+TRL_NEEDS = (
+    Need("sapo_temperature_neg sapo_temperature_pos", {"loss_type": ("sapo",)}),
+    Need("vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", {"loss_type": ("vespo",)}),
+    Need("delta", {"loss_type": CLIPPED_LOSSES}),
+    Need("epsilon epsilon_high", {"loss_type": _CLIPS}),
+    Need("entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target", {"use_adaptive_entropy": (True,)}),
+    Need("use_bias_correction_kl", {"beta": None}),
+    Need("ref_model_mixup_alpha ref_model_sync_steps", {"sync_ref_model": (True,)}),
+    Need("num_completions_to_print log_unique_prompts", {"log_completions": (True,)}),
+    Need(
+        "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout "
+        "vllm_health_timeout vllm_retry_window vllm_sync_timeout vllm_weight_transfer vllm_allow_public_servers",
+        {"vllm_mode": ("server",)},
+    ),
+    Need("vllm_gpu_memory_utilization vllm_model_impl vllm_dtype", {"vllm_mode": ("colocate",)}),
+    Need("vllm_server_base_url vllm_server_host vllm_server_port", {"vllm_server_urls": (None,)}),
+    Need("vllm_server_host vllm_server_port", {"vllm_server_base_url": (None,)}),
+    Need(
+        "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min",
+        {"vllm_importance_sampling_correction": (True,)},
+    ),
+)
+"""TRL's own options that TRL would ignore; checked where our rollout plays."""
 
 
-def check_config(config: MultiTurnConfig) -> None:
-    """Check the fields that both trainers share, in the order in which mistakes are reported.
+# -------------------------------------------------------------------- what contradicts itself
+
+
+def _corrects(c: Any) -> bool:
+    return bool(c.use_vllm and c.vllm_importance_sampling_correction)
+
+
+def optimizer_in_backward(c: Any) -> bool:
+    """Whether the optimizer updates weights inside the backward pass, as LOMO and the layer-wise ones do."""
+    name = str(getattr(c.optim, "value", c.optim))
+    return name in ("lomo", "adalomo") or name.endswith("_layerwise")
+
+
+def _sampling_unit(c: Any) -> str:
+    return c.importance_sampling_unit or _mode_of(c)
+
+
+def _mode_of(c: Any) -> str:
+    return str(c.vllm_importance_sampling_mode.partition("_")[0])
+
+
+def _splits_a_rollout(c: Any) -> bool:
+    small, large = sorted((c.steps_per_generation, c.gradient_accumulation_steps))
+    return bool(large % small)
+
+
+def moves_rows(config: Any) -> bool:
+    """Whether the layout of the update deals rows out to other micro-batches than TRL."""
+    return config.update_layout in REGROUPING_LAYOUTS and config.gradient_accumulation_steps > 1
+
+
+def _moves_rows(name: str, holds: Callable[[Any], Any]) -> tuple[Clash, Clash]:
+    """TRL averages, or takes a quantile, inside each micro-batch, between which no row may then be moved."""
+    why = f"this moves rows between micro-batches, and {name} depends on which rows share one. "
+    return (
+        Clash(
+            f"max_tokens_per_micro_batch {name}",
+            lambda c: c.max_tokens_per_micro_batch is not None and holds(c),
+            why + "Remove max_tokens_per_micro_batch and set update_layout='packed', which moves none.",
+        ),
+        Clash(
+            f"update_layout {name}",
+            lambda c: moves_rows(c) and holds(c),
+            why + "Set update_layout='packed' or 'padded', which move none, or gradient_accumulation_steps=1.",
+        ),
+    )
+
+
+CLASHES = (
+    # ---- serving
+    Clash(
+        "vllm_server_urls use_vllm vllm_mode",
+        lambda c: c.vllm_server_urls is not None and not (c.use_vllm and c.vllm_mode == "server"),
+        "nothing would speak to these servers. Set use_vllm=True and vllm_mode='server', or remove vllm_server_urls.",
+    ),
+    Clash(
+        "overlap_rollout use_vllm",
+        lambda c: c.overlap_rollout and not c.use_vllm,
+        "the sampler needs weights of its own. Set use_vllm=True.",
+    ),
+    Clash(
+        "overlap_rollout vllm_importance_sampling_correction",
+        lambda c: c.overlap_rollout and not c.vllm_importance_sampling_correction,
+        "nothing would correct for the older weights. Set vllm_importance_sampling_correction=True.",
+    ),
+    Clash(
+        "overlap_rollout vllm_enable_sleep_mode",
+        lambda c: c.overlap_rollout and c.vllm_enable_sleep_mode,
+        "the engine works during the update and cannot sleep. Set vllm_enable_sleep_mode=False.",
+    ),
+    Clash(
+        "importance_sampling_length_normalized importance_sampling_unit",
+        lambda c: c.importance_sampling_length_normalized and _sampling_unit(c) == "token",
+        "the ratio of a single token stays as it is. Set importance_sampling_unit to 'turn' or 'sequence', or remove "
+        "importance_sampling_length_normalized.",
+    ),
+    Clash(
+        "importance_sampling_unit loss_type",
+        lambda c: c.importance_sampling_unit not in (None, "token") and c.loss_type == "vespo",
+        "this loss multiplies the ratios of the tokens itself. Remove importance_sampling_unit, or set another "
+        "loss_type.",
+    ),
+    Clash(
+        "off_policy_mask_threshold loss_mask use_vllm",
+        lambda c: c.off_policy_mask_threshold is not None and not c.loss_mask and c.use_vllm,
+        "the mask would compare log-probabilities of observation tokens, which the engine did not sample. Remove "
+        "off_policy_mask_threshold, or set loss_mask=True.",
+    ),
+    # ---- groups
+    Clash(
+        "min_group_size num_generations",
+        lambda c: (c.min_group_size or 0) > c.num_generations,
+        "no group could count. Set min_group_size to at most num_generations, or to None.",
+    ),
+    # ---- rewards and advantages
+    Clash(
+        "mask_truncated_completions truncated_trajectories",
+        lambda c: c.mask_truncated_completions and c.truncated_trajectories == "penalise",
+        "a masked trajectory is not trained on, so the penalty would have no effect. Remove one of the two.",
+    ),
+    Clash(
+        "kl_placement beta",
+        lambda c: c.kl_placement == "reward" and c.beta == 0,
+        "this changes nothing. Set beta > 0 (0.001 is usual), or remove kl_placement.",
+    ),
+    Clash(
+        "separate_process_advantages advantage_estimator",
+        lambda c: c.separate_process_advantages and c.estimator.needs_critic,
+        "the critic's values belong to the sum of both. Set separate_process_advantages=False and weigh the rewards "
+        "instead (process_reward_weight, outcome_reward_weight).",
+    ),
+    Clash(
+        "loss_type advantage_estimator",
+        lambda c: c.estimator.loss_type not in (None, c.loss_type),
+        "the loss of this estimator has a normaliser of its own. Remove loss_type, or set "
+        "loss_type={c.estimator.loss_type!r}.",
+    ),
+    # ---- update
+    Clash(
+        "max_tokens_per_micro_batch steps_per_generation gradient_accumulation_steps",
+        lambda c: c.max_tokens_per_micro_batch is not None and _splits_a_rollout(c),
+        "neither is a multiple of the other, so that an optimizer step would hold a part of a rollout's rows. Set "
+        "steps_per_generation to a multiple of gradient_accumulation_steps, or remove max_tokens_per_micro_batch.",
+    ),
+    Clash(
+        "max_tokens_per_micro_batch optim",
+        lambda c: c.max_tokens_per_micro_batch is not None and optimizer_in_backward(c),
+        "this updates each weight inside the backward pass, and an optimizer step may be several of them here. Set "
+        "another optim, such as 'adamw_torch', or remove max_tokens_per_micro_batch.",
+    ),
+    *_moves_rows("loss_type", lambda c: c.loss_type == "bnpo"),
+    *_moves_rows("top_entropy_quantile", lambda c: c.top_entropy_quantile != 1.0),
+    *_moves_rows("entropy_coef", lambda c: c.entropy_coef != 0.0),
+    *_moves_rows("use_adaptive_entropy", lambda c: c.use_adaptive_entropy),
+    # ---- the critic
+    Clash(
+        "max_grad_norm",
+        lambda c: c.has_critic and c.max_grad_norm is None,
+        "the Trainer compares it with 0. Set max_grad_norm=0 for no clipping.",
+    ),
+    Clash(
+        "optim",
+        lambda c: c.has_critic and optimizer_in_backward(c),
+        "this updates each weight inside the backward pass, where policy and critic can have neither rates nor "
+        "gradient norms of their own. Set another optim, such as 'adamw_torch'.",
+    ),
+    Clash(
+        "loss_mask advantage_mask",
+        lambda c: c.has_critic and not c.loss_mask and c.advantage_mask,
+        "observation tokens would enter the loss without an advantage. Set advantage_mask=False as well, or keep "
+        "loss_mask=True.",
+    ),
+    Clash(
+        "critic_context critic",
+        lambda c: c.has_critic and c.critic_context is not None and c.critic == "head",
+        "that critic reads the policy's own hidden states, so it cannot see more than the policy. Set "
+        "critic='adapter' or critic='model'.",
+    ),
+    Clash(
+        "use_liger_kernel",
+        lambda c: c.has_critic and c.use_liger_kernel,
+        "its fused loss hides the forward that the critic reads. Set use_liger_kernel=False.",
+    ),
+)
+"""In the order in which mistakes are reported."""
+
+_WHOLE = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
+"""Sampling options -> the values with which tokens are drawn from the whole distribution."""
+
+
+def _cuts(name: str) -> Clash:
+    return Clash(
+        f"{name} vllm_importance_sampling_correction",
+        lambda c: _corrects(c) and getattr(c, name) not in _WHOLE[name],
+        "the engine samples from a cut distribution, the trainer scores the whole one, and the ratio of the two is "
+        f"meaningless. Remove {name}, or set vllm_importance_sampling_correction=False.",
+    )
+
+
+PLAYED_CLASHES = (
+    *map(_cuts, _WHOLE),
+    Clash(
+        "vllm_importance_sampling_mode loss_type",
+        lambda c: _corrects(c) and c.loss_type == "vespo" and _mode_of(c) != "token",
+        "this loss multiplies the ratios of the tokens itself. Set vllm_importance_sampling_mode to 'token_truncate' "
+        "or 'token_mask'.",
+    ),
+    Clash(
+        "deepspeed",
+        lambda c: c.deepspeed and c.device and not torch.distributed.is_initialized(),
+        "no launcher has started this process, and DeepSpeed needs a process group, for one GPU too. Start it with "
+        "`torchrun --nproc_per_node 1 -m agent_r1_trl.cli.train` (a script: `torchrun --nproc_per_node 1 script.py`), "
+        "or remove deepspeed.",
+    ),
+)
+"""What contradicts itself where our rollout plays."""
+
+
+# -------------------------------------------------------------------- the checks
+
+
+def check_fields(config: MultiTurnConfig) -> None:
+    """Check each field by itself; also before TRL reads them.
 
     Raises:
         ValueError: names the flag, its value, the rule and the cure.
     """
-    config.check_limits(is_length_optional=True)
-    check_whole_number("generation_batch_rows", config.generation_batch_rows)
-    config.check_faults()
-    config.check_stability()
-    check_serving(config)
-    check_overlap(config)
-    settle_truncated_trajectories(config)
-    settle_ddp(config)
-    check_importance_sampling(config)
-    check_choice(config, "record_trajectories", RECORD_FORMATS)
-    check_choice(config, "loss_type", LOSS_TYPES)
+    _read_groups(config)
+    check_settings(config, TRL_FIELDS)
+
+
+def _read_groups(config: MultiTurnConfig) -> None:
+    """Make of each mapping of a feature the settings that it declares; without the feature it stays what was given."""
+    for name, row in FEATURES.items():
+        if row.has_mapping:
+            kinds = mappings_of(name)
+            for flag in (row.settings or "").split():
+                given = getattr(config, flag)
+                setattr(config, flag, kinds[flag].read(flag, given) if flag in kinds else given or None)
+
+
+def check_config(config: MultiTurnConfig) -> None:
+    """Check the arguments of a trainer, and set those that follow from others.
+
+    Raises:
+        ValueError: names the flag, its value, the rule and the cure.
+    """
+    check_fields(config)
     check_rules(config.secret_names, config.secret_patterns)
-    settle_estimator(config)
-    check_choice(config, "update_layout", UPDATE_LAYOUTS)
-    check_micro_batch_tokens(config)
-    settle_credit(config)
-    check_kl(config)
-    check_separate_advantages(config)
-    check_truncation_penalty(config)
-    check_eval_temperature(config)
-    settle_normaliser(config)
-    check_unread_options(config)
-    check_needs(config, OUR_NEEDS)
-    check_micro_batch_means(config)
-    check_open_loss_mask(config)
-    if config.loss_unit is not None:
-        check_choice(config, "loss_unit", LOSS_UNITS)
-    check_rows(config)
-
-
-# -------------------------------------------------------------------- rollout
-
-
-def check_eval_temperature(config: MultiTurnConfig) -> None:
-    """In evaluation the temperature may be 0."""
-    if config.eval_temperature is not None and not config.eval_temperature >= 0:
-        raise ValueError(f"eval_temperature={config.eval_temperature} must be >= 0 (0 is greedy), or None.")
-
-
-def check_serving(config: MultiTurnConfig) -> None:
-    """Which vLLM engine, where, and how far its log-probabilities may be off."""
-    if config.use_vllm:
-        check_choice(config, "vllm_mode", ("colocate", "server"))
-    check_choice(config, "vllm_weight_transfer", ("auto", "nccl", "sockets"))
-    check_choice(config, "vllm_dtype", ("auto", "bfloat16", "float16", "float32"))
+    settle(config)
+    for checks in _feature_checks():
+        checks.settle(config)
+    refuse(_find_problems(config))
     if config.vllm_server_urls is not None:
-        if not (config.use_vllm and config.vllm_mode == "server"):
-            raise ValueError(
-                f"vllm_server_urls={config.vllm_server_urls} with use_vllm={config.use_vllm} and "
-                f"vllm_mode={config.vllm_mode!r}: nothing would speak to these servers. Set use_vllm=True and "
-                "vllm_mode='server', or remove vllm_server_urls."
-            )
         check_urls(config.vllm_server_urls)
-    gap = config.max_sync_logprob_gap
-    if gap is not None and (isinstance(gap, bool) or not isinstance(gap, int | float) or not gap > 0):
-        raise ValueError(
-            f"max_sync_logprob_gap={gap!r} must be > 0: float sums in another order differ a little even with "
-            "equal weights. Remove it for the default, or set for example 0.05."
-        )
+    rows = config.generation_batch_rows
+    if config.use_vllm and rows != config.default_of("generation_batch_rows") and config.process_index == 0:
+        logger.warning("generation_batch_rows=%d is not read with use_vllm=True: vLLM batches by itself.", rows)
 
 
-def check_overlap(config: MultiTurnConfig) -> None:
-    """A rollout during the update needs a sampler with its own weights, and a correction because they are older."""
-    if not config.overlap_rollout:
-        return
-    cures = {
-        "use_vllm": (True, "the sampler needs weights of its own. Set use_vllm=True"),
-        "vllm_importance_sampling_correction": (True, "nothing would correct for the older weights. Set it True"),
-        "vllm_enable_sleep_mode": (False, "the engine works during the update and cannot sleep. Set it False"),
-    }
-    for name, (accepted, cure) in cures.items():
-        if getattr(config, name) != accepted:
-            raise ValueError(f"overlap_rollout=True with {name}={getattr(config, name)}: {cure}.")
+def check_rollout(config: MultiTurnConfig, *, has_generator: bool) -> None:
+    """Refuse what the rollout cannot honour, and what would have no effect.
+
+    Args:
+        config: whose fields have been checked.
+        has_generator: whether the user brought a generator.
+
+    Raises:
+        ValueError: names the option, its value and the cure.
+    """
+    check_settings(config, PLAYED_FIELDS)
+    refuse(_find_rollout_problems(config, has_generator))
 
 
-def check_importance_sampling(config: MultiTurnConfig) -> None:
-    """The unit exists, and something depends on it."""
-    if config.importance_sampling_unit is not None:
-        check_choice(config, "importance_sampling_unit", UNITS)
-    if not (config.use_vllm and config.vllm_importance_sampling_correction):
-        return  # `OUR_NEEDS` says the rest
-    unit = config.importance_sampling_unit or config.vllm_importance_sampling_mode.partition("_")[0]
-    if config.importance_sampling_length_normalized and unit == "token":
-        raise ValueError(
-            "importance_sampling_length_normalized=True has no effect on the ratio of a single token. Set "
-            "importance_sampling_unit to 'turn' or 'sequence', or remove importance_sampling_length_normalized."
-        )
-    if config.loss_type == "vespo" and config.importance_sampling_unit not in (None, "token"):
-        raise ValueError(
-            f"importance_sampling_unit={config.importance_sampling_unit!r} with loss_type='vespo', which multiplies "
-            "the ratios of the tokens itself. Remove importance_sampling_unit, or set another loss_type."
-        )
+def settle(config: MultiTurnConfig) -> None:
+    """Set the arguments that follow from others.
 
-
-# -------------------------------------------------------------------- rewards and advantages
-
-
-def settle_truncated_trajectories(config: MultiTurnConfig) -> None:
-    """`mask_truncated_completions` is TRL's name for truncated_trajectories='mask'."""
-    check_choice(config, "truncated_trajectories", TRUNCATION_POLICIES)
-    if config.mask_truncated_completions and config.truncated_trajectories == "penalise":
-        raise ValueError(
-            "mask_truncated_completions=True contradicts truncated_trajectories='penalise': a masked trajectory "
-            "is not trained on, so the penalty would have no effect. Remove one of the two."
-        )
-    if config.mask_truncated_completions:
-        config.truncated_trajectories = "mask"
-
-
-def check_truncation_penalty(config: MultiTurnConfig) -> None:
-    """`truncation_penalty` must not be a reward."""
-    if not math.isfinite(config.truncation_penalty) or config.truncation_penalty > 0:
-        raise ValueError(
-            f"truncation_penalty={config.truncation_penalty} must be finite and <= 0: it is added to the outcome of "
-            "a truncated trajectory. Set a negative number such as -0.5."
-        )
-
-
-def settle_estimator(config: MultiTurnConfig) -> None:
-    """The estimator fits the trainer and has the groups that it needs; a user's own is looked up once, here."""
+    Raises:
+        ValueError: `advantage_estimator` names no estimator, or `loss_term` no function.
+    """
+    if config.mask_truncated_completions and config.truncated_trajectories == "keep":
+        config.truncated_trajectories = "mask"  # TRL's name for it
+    is_reentrant = config.gradient_checkpointing and (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    if is_reentrant and config.ddp_find_unused_parameters is None:
+        # DDP must not search for unused parameters, which would be all of them. transformers switches the search off
+        # for plain models, but not for peft models.
+        config.ddp_find_unused_parameters = False
     given: Any = config.advantage_estimator
     row = find_estimator(given, has_critic=config.has_critic)
-    if row.name not in ESTIMATORS:
-        config.advantage_estimator = EstimatorName.of(row, given if isinstance(given, str) else row.name)
-    if row.needs_critic is not config.has_critic:
-        other = "MultiTurnPPOTrainer (PPO)" if row.needs_critic else "MultiTurnGRPOTrainer (GRPO)"
-        raise ValueError(
-            f"advantage_estimator={row.name!r} is {'made with' if row.needs_critic else 'made without'} a "
-            f"critic. Use {other} with its config, or one of "
-            f"{', '.join(map(repr, estimator_names(needs_critic=config.has_critic)))} here."
-        )
-    if config.num_generations == 1 and row.needs_group:
-        raise ValueError(
-            f"num_generations=1 with advantage_estimator={row.name!r}, which compares the trajectories of a "
-            "group. Set num_generations >= 2, or advantage_estimator to one of "
-            f"{_names_where(config, lambda other: not other.needs_group)}."
-        )
-    if config.min_group_size is not None and config.min_group_size > config.num_generations:
-        raise ValueError(
-            f"min_group_size={config.min_group_size} with num_generations={config.num_generations}: no group could "
-            "count. Set min_group_size to at most num_generations, or to None."
-        )
-
-
-def _names_where(config: MultiTurnConfig, is_meant: Callable[[Estimator], bool]) -> str:
-    """The estimators of this trainer that are meant; those of the other one would be refused."""
-    rows = (row for row in ESTIMATORS.values() if row.needs_critic is config.has_critic)
-    return ", ".join(repr(row.name) for row in rows if is_meant(row))
-
-
-def settle_credit(config: MultiTurnConfig) -> None:
-    """Discounts and weights are in range; `gamma_turn=None` becomes the estimator's default."""
+    if row.name not in ESTIMATORS:  # a user's own is looked up once, here
+        text = given if isinstance(given, str) else row.name
+        config.advantage_estimator = OwnObject.of("advantage_estimator", row, text)
+    if config.loss_term is not None:
+        form = "a function (inputs, log_probs, mask) -> a scalar tensor, the term summed over the tokens of mask"
+        config.loss_term = own_object("loss_term", config.loss_term, (), form, num_arguments=3)
     if config.gamma_turn is None:
-        config.gamma_turn = config.estimator.default_gamma_turn
-    for factor in ("gamma", "gamma_turn"):
-        check_share(factor, getattr(config, factor))
-    for weight in ("process_reward_weight", "outcome_reward_weight", "step_weight"):
-        check_finite(config, weight)
-    check_choice(config, "process_reward_schedule", SCHEDULES)
-
-
-def check_kl(config: MultiTurnConfig) -> None:
-    """A KL term in the rewards needs a weight, and an estimator that reads token rewards."""
-    check_choice(config, "kl_placement", ("loss", "reward"))
-    if config.kl_placement == "reward" and config.beta == 0:
-        raise ValueError(
-            "kl_placement='reward' with beta=0.0 changes nothing. Set beta > 0 (0.001 is usual), or remove "
-            "kl_placement."
-        )
-    row = config.estimator
-    if config.kl_placement == "reward" and not row.reads_token_rewards:
-        raise ValueError(
-            f"kl_placement='reward' has no effect with advantage_estimator={row.name!r}, which reads no token "
-            "rewards. Set kl_placement='loss', or advantage_estimator to one of "
-            f"{_names_where(config, lambda other: other.reads_token_rewards)}; an estimator of your own that reads "
-            "them says so in an Estimator(reads_token_rewards=True)."
-        )
-
-
-def check_separate_advantages(config: MultiTurnConfig) -> None:
-    """A critic predicts the sum of process and outcome rewards, which therefore cannot be separated."""
-    row = config.estimator
-    if config.separate_process_advantages and row.needs_critic:
-        raise ValueError(
-            f"separate_process_advantages=True with advantage_estimator={row.name!r}: the critic's values belong to "
-            "the sum of both. Set separate_process_advantages=False and weigh the rewards instead "
-            "(process_reward_weight, outcome_reward_weight)."
-        )
-
-
-# -------------------------------------------------------------------- update
-
-
-def settle_normaliser(config: MultiTurnConfig) -> None:
-    """Set the loss type that belongs to the estimator; refuse what the estimator would ignore."""
-    row = config.estimator
-    if row.loss_type is not None:
-        if config.loss_type not in (config.default_of("loss_type"), row.loss_type):
-            raise ValueError(
-                f"loss_type={config.loss_type!r} contradicts advantage_estimator={row.name!r}, whose loss has a "
-                f"normaliser of its own. Remove loss_type or set loss_type={row.loss_type!r}."
-            )
+        config.gamma_turn = row.default_gamma_turn
+    if row.loss_type is not None and config.loss_type == config.default_of("loss_type"):
         config.loss_type = row.loss_type
 
 
-def check_unread_options(config: MultiTurnConfig) -> None:
-    """Refuse options of estimators that this one does not read; a user's own says itself which it `ignores`."""
-    row = config.estimator
-    is_ours = ESTIMATORS.get(row.name) is row
-    same = {"gamma_turn": row.default_gamma_turn, "scale_rewards": _SCALE_OF.get(row.name) if is_ours else "none"}
-    for name in [name for name in _ESTIMATOR_OPTIONS if name not in row.options] if is_ours else row.ignores:
-        value = getattr(config, name, None)
-        if value is None or value in (config.default_of(name), same.get(name)):
-            continue
-        readers = [
-            repr(other.name)
-            for other in ESTIMATORS.values()
-            if name in other.options and other.needs_critic is config.has_critic
-        ]
-        cure = f", or set advantage_estimator={' or '.join(readers)}" if readers else ""
-        raise ValueError(
-            f"{name}={value!r} has no effect with advantage_estimator={row.name!r}, which does not read it. Remove "
-            f"{name}{cure}."
+def _feature_checks() -> list[Any]:
+    """The modules `checks` of the features: each has `NEEDS`, `CLASHES`, `settle` and `find_problems`."""
+    names = [name for name, row in FEATURES.items() if row.settings is not None and has_feature(name)]
+    modules = [f"agent_r1_trl.features.{name}.checks" for name in names]
+    return [importlib.import_module(module) for module in modules if importlib.util.find_spec(module) is not None]
+
+
+def _find_problems(config: MultiTurnConfig) -> Iterator[str]:
+    for name, row in FEATURES.items():
+        for setting in (row.settings or "").split():
+            if plain_value(config, setting) not in (None, default_of(config, setting)):
+                feature(name, shown(config, setting))  # refuses it where the feature is not installed
+    yield from find_limit_problems(config)
+    yield from _find_deepspeed_problems(config)
+    yield from find_other_shape(config)
+    checks = _feature_checks()
+    if unread := find_unread(config, itertools.chain(NEEDS, *(item.NEEDS for item in checks))):
+        yield unread
+    yield from find_clashes(config, itertools.chain(CLASHES, *(item.CLASHES for item in checks)))
+    yield from _find_estimator_problems(config)
+    for item in checks:
+        yield from item.find_problems(config)
+    yield from _find_row_problems(config)
+
+
+def _find_deepspeed_problems(config: MultiTurnConfig) -> Iterator[str]:
+    """What DeepSpeed and transformers refuse of a DeepSpeed configuration once the model is loaded."""
+    read: Any = getattr(config, "hf_deepspeed_config", None)
+    if not config.deepspeed or read is None:
+        return
+    where, key = shown(config, "deepspeed"), "train_micro_batch_size_per_gpu"
+    if read.get_value(key) is None and read.get_value("train_batch_size") is None:
+        yield (
+            f"{where}: {key} is not in it, nor is train_batch_size, and DeepSpeed needs one of them. Write "
+            f'"{key}": "auto" there, which is per_device_train_batch_size.'
+        )
+    if read.mismatches:
+        found = "; ".join(item.removeprefix("- ds ").replace(" vs hf ", " with ") for item in read.mismatches)
+        yield (
+            f'{where}: {found}: both must be equal. Write "auto" for that key there, which takes the value of the '
+            "training arguments, or set the arguments to the same."
         )
 
 
-_ESTIMATOR_OPTIONS = ("gamma", "gamma_turn", "lam", "lam_turn", "step_weight", "scale_rewards")
+# ---- the estimator
+
 _SCALE_OF = {
     **dict.fromkeys(("dr_grpo", "rloo", "gae", "bilevel_gae", "step_gae"), "none"),
     **dict.fromkeys(("reinforce_pp", "reinforce_pp_baseline"), "batch"),
 }
 """The `scale_rewards` that says what an estimator does anyway."""
+_ESTIMATOR_OPTIONS = ("gamma", "gamma_turn", "lam", "lam_turn", "step_weight", "scale_rewards")
 
 
-def check_micro_batch_tokens(config: MultiTurnConfig) -> None:
-    """The passes of an optimizer step are dealt out over whole micro-steps of whole rollouts."""
-    name, value = "max_tokens_per_micro_batch", config.max_tokens_per_micro_batch
-    check_whole_number(name, value, is_optional=True)
-    sizes = sorted((config.steps_per_generation, config.gradient_accumulation_steps))
-    if value is not None and sizes[1] % sizes[0]:
-        raise ValueError(
-            f"{name}={value} with steps_per_generation={config.steps_per_generation} and gradient_accumulation_steps="
-            f"{config.gradient_accumulation_steps}: neither is a multiple of the other, so that an optimizer step "
-            "would hold a part of a rollout's rows. Set steps_per_generation to a multiple of "
-            f"gradient_accumulation_steps, or remove {name}."
+def _find_estimator_problems(config: MultiTurnConfig) -> Iterator[str]:
+    """The estimator fits the trainer, has the groups that it needs, and reads what was set for it."""
+    row = config.estimator
+    others = [other for other in ESTIMATORS.values() if other.needs_critic is config.has_critic]  # of this trainer
+    name = f"advantage_estimator={row.name!r}"
+    if row.needs_critic is not config.has_critic:
+        trainer = "MultiTurnPPOTrainer (PPO)" if row.needs_critic else "MultiTurnGRPOTrainer (GRPO)"
+        yield (
+            f"{name} is {'made with' if row.needs_critic else 'made without'} a critic. Use {trainer} with its "
+            f"config, or one of {_names_of(others)} here."
         )
-    if value is not None and (optim := optimizer_in_backward(config)):
-        raise ValueError(
-            f"{name}={value} with optim={optim!r}, which updates each weight inside the backward pass: an optimizer "
-            f"step may be several of them here. Set another optim, such as 'adamw_torch', or remove {name}."
+    if config.num_generations == 1 and row.needs_group:
+        yield (
+            f"num_generations=1 with {name}, which compares the trajectories of a group. Set num_generations >= 2, or "
+            f"advantage_estimator to one of {_names_of(other for other in others if not other.needs_group)}."
         )
+    if config.kl_placement == "reward" and not row.reads_token_rewards:
+        yield (
+            f"kl_placement='reward' has no effect with {name}, which reads no token rewards. Set kl_placement='loss', "
+            f"or advantage_estimator to one of {_names_of(other for other in others if other.reads_token_rewards)}; "
+            "an estimator of your own that reads them says so in an Estimator(reads_token_rewards=True)."
+        )
+    is_ours = ESTIMATORS.get(row.name) is row
+    same = {"gamma_turn": row.default_gamma_turn, "scale_rewards": _SCALE_OF.get(row.name) if is_ours else "none"}
+    # A user's own estimator says itself which options it ignores.
+    for option in [option for option in _ESTIMATOR_OPTIONS if option not in row.options] if is_ours else row.ignores:
+        value = getattr(config, option, None)
+        if value is not None and value not in (config.default_of(option), same.get(option)):
+            readers = _names_of(other for other in others if option in other.options)
+            cure = f", or set advantage_estimator to one of {readers}" if readers else ""
+            yield f"{option}={value!r} has no effect with {name}, which does not read it. Remove {option}{cure}."
 
 
-def optimizer_in_backward(config: MultiTurnConfig) -> str | None:
-    """The optimizer, if it updates weights inside the backward pass, as LOMO and the layer-wise ones do."""
-    name = str(getattr(config.optim, "value", config.optim))
-    return name if name in ("lomo", "adalomo") or name.endswith("_layerwise") else None
+def _names_of(rows: Iterable[Estimator]) -> str:
+    return ", ".join(repr(row.name) for row in rows)
 
 
-def check_micro_batch_means(config: MultiTurnConfig) -> None:
-    """Rows are not moved between micro-batches where TRL averages, or takes a quantile, inside each of them."""
-    is_by_tokens = config.max_tokens_per_micro_batch is not None
-    moves_rows = config.update_layout in REGROUPING_LAYOUTS and config.gradient_accumulation_steps > 1
-    if not (is_by_tokens or moves_rows):
+# ---- trajectories of several rows
+
+WHOLE_ROWS = {
+    "importance_sampling_level": "token",
+    "off_policy_mask_threshold": None,
+    "loss_mask": True,
+    "advantage_mask": True,
+}
+"""Options that look at a row as a whole, or at observations that another row holds: the only value accepted."""
+
+
+def _find_row_problems(config: MultiTurnConfig) -> Iterator[str]:
+    """Where a trajectory may have several rows, nothing may be computed over a row as if it were all there is."""
+    policy = find_policy(config)
+    if config.context_policy == "keep":
         return
-    neutral = {"loss_type": config.loss_type != "bnpo", "top_entropy_quantile": config.top_entropy_quantile == 1.0}
-    neutral |= {"entropy_coef": config.entropy_coef == 0.0, "use_adaptive_entropy": not config.use_adaptive_entropy}
-    what = f"update_layout={config.update_layout!r}"
-    cure = "Set update_layout='packed' or 'padded', which move none, or gradient_accumulation_steps=1."
-    if is_by_tokens:
-        what = f"max_tokens_per_micro_batch={config.max_tokens_per_micro_batch}"
-        cure = "Remove max_tokens_per_micro_batch and set update_layout='packed', which moves none."
-    for name, is_neutral in neutral.items():
-        if not is_neutral:
-            raise ValueError(
-                f"{what} with {name}={getattr(config, name)!r}: this moves rows between micro-batches, and {name} "
-                f"depends on which rows share one. {cure}"
-            )
-
-
-def check_open_loss_mask(config: MultiTurnConfig) -> None:
-    """The engine has no log-probabilities of observation tokens, which TRL's off-policy mask would compare."""
-    if not config.loss_mask and config.off_policy_mask_threshold is not None and config.use_vllm:
-        raise ValueError(
-            f"off_policy_mask_threshold={config.off_policy_mask_threshold} with loss_mask=False and use_vllm=True: "
-            "the mask would compare log-probabilities of observation tokens, which the engine did not sample. Remove "
-            "off_policy_mask_threshold, or set loss_mask=True."
+    # Where every turn is a row of its own, a ratio of the row is one of the turn.
+    exempt = ("importance_sampling_level",) if has_row_per_turn(policy) else ()
+    found = [name for name, accepted in WHOLE_ROWS.items() if getattr(config, name) != accepted and name not in exempt]
+    if config.loss_type == "vespo":
+        found.append("loss_type")
+    for name in found:
+        cure = f"Set {name}={WHOLE_ROWS[name]!r}" if name in WHOLE_ROWS else f"Set another {name}"
+        yield (
+            f"{shown(config, name)} with {shown(config, 'context_policy')}: it is computed over whole rows, and a row "
+            f"may hold only some of a trajectory's turns. {cure}, or context_policy='keep'."
         )
 
 
-def settle_ddp(config: MultiTurnConfig) -> None:
-    """With reentrant checkpointing, DDP must not search for unused parameters: it would take all of them for unused.
+# ---- where our rollout plays
 
-    transformers switches the search off for plain models, but not for peft models.
-    """
-    is_reentrant = config.gradient_checkpointing and (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
-    if is_reentrant and config.ddp_find_unused_parameters is None:
-        config.ddp_find_unused_parameters = False
+_NO_PREDICTIONS = "leave it unset: the trainer computes its metrics from trajectories, not from predictions"
+_OWN_BATCHES = "leave it off: the rollout batches requests itself"
+_NOT_BY_FSDP = (
+    "shard with DeepSpeed instead, as in recipes/accelerate_configs/zero3.yaml. (FSDP2 gathers weights only while all "
+    "ranks call the model together, but each rank samples at its own pace, and weights go to samplers one by one; "
+    "docs/hardware.md says what is missing)"
+)
+LAUNCHED = {
+    "fsdp": ("ACCELERATE_USE_FSDP", "`--use_fsdp` or `distributed_type: FSDP`"),
+    "parallelism_config": ("ACCELERATE_USE_PARALLELISM_CONFIG", "`--use_parallelism_config`"),
+}
+"""Options that accelerate also takes from its launcher: name -> (environment variable, what sets it there)."""
+
+UNSUPPORTED_OPTIONS: dict[str, tuple[Any, str]] = {
+    "generation_kwargs": (None, "set temperature, top_p, top_k, min_p or repetition_penalty directly"),
+    "cache_implementation": (None, "leave it unset: the rollout manages its own cache"),
+    "use_transformers_paged": (False, _OWN_BATCHES),
+    "use_transformers_continuous_batching": (False, _OWN_BATCHES),
+    "transformers_continuous_batching_config": (None, _OWN_BATCHES),
+    "multi_objective_aggregation": ("sum_then_normalize", "keep 'sum_then_normalize'"),
+    "remove_unused_columns": (False, "set remove_unused_columns=False: environments read the other columns"),
+    "vllm_group_port": (51216, "leave it unset: NCCL chooses its own ports (NCCL_SOCKET_IFNAME names the network)"),
+    "vllm_structured_outputs_regex": (None, "leave it unset: tool calls are free text"),
+    "vllm_tensor_parallel_size": (
+        1,
+        "set it to 1; for a model that does not fit on one GPU start a server with --tensor-parallel-size, and set "
+        "vllm_mode='server' (docs/serving.md says why)",
+    ),
+    "fsdp": (None, _NOT_BY_FSDP),
+    "parallelism_config": (None, _NOT_BY_FSDP),
+    "train_sampling_strategy": ("random", "keep 'random': TRL draws whole groups, and shuffle_dataset is its option"),
+    "length_column_name": ("length", "keep 'length': rows are not drawn by length"),
+    "label_smoothing_factor": (0.0, "keep 0.0: the loss has no labels to smooth"),
+    "label_names": (None, _NO_PREDICTIONS),
+    "include_for_metrics": (None, _NO_PREDICTIONS),
+    "batch_eval_metrics": (False, _NO_PREDICTIONS),
+}
+"""Options that the rollout or TRL's loop cannot honour: name -> (the only value accepted, the cure)."""
 
 
-# -------------------------------------------------------------------- single values
+def _find_rollout_problems(config: MultiTurnConfig, has_generator: bool) -> Iterator[str]:
+    def is_waiting(name: str) -> bool:
+        """A recipe may hold the options of vLLM for the day that it is switched on."""
+        return name.startswith("vllm_") and not config.use_vllm
 
-
-def check_choice(config: MultiTurnConfig, name: str, choices: tuple[str, ...]) -> None:
-    """One of the listed values."""
-    value = getattr(config, name)
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}. Set {name} to one of them.")
-
-
-def check_finite(config: MultiTurnConfig, name: str) -> None:
-    """A finite number >= 0."""
-    value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name}={value!r} must be finite and >= 0. Set {name} to a value in that range.")
-
-
-def check_bool(config: MultiTurnConfig, name: str) -> None:
-    """True or False; any other value would count as one of them in silence."""
-    value = getattr(config, name)
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be True or False. Set {name} to one of them.")
+    for name, (accepted, cure) in UNSUPPORTED_OPTIONS.items():
+        value, source = getattr(config, name, accepted), ""
+        is_unset = accepted is None and value in (None, "", {}, [], False)
+        variable, setting = LAUNCHED.get(name, ("", ""))
+        if is_unset and os.environ.get(variable, "").lower() in ("1", "true"):
+            value, is_unset = True, False
+            source = f" ({variable}={os.environ[variable]}: accelerate launch sets it for {setting})"
+        if value != accepted and not is_unset and not is_waiting(name):
+            yield f"{name}={value!r}{source} is not supported by the multi-turn rollout. Cure: {cure}."
+    if unread := find_unread(config, TRL_NEEDS, is_waiting):
+        yield unread
+    yield from find_clashes(config, PLAYED_CLASHES)
+    if config.max_sync_logprob_gap is not None and not (config.use_vllm or has_generator):
+        yield (
+            f"{shown(config, 'max_sync_logprob_gap')} with use_vllm=False: the sampler is the very model that is "
+            "trained, so nothing is synced. Set use_vllm=True, or remove max_sync_logprob_gap."
+        )
+    # Ranks that sample at their own pace cannot gather ZeRO-3 parameters layer by layer.
+    plugin = getattr(config, "deepspeed_plugin", None)
+    is_sharded = plugin is not None and plugin.zero_stage == 3 and config.world_size > 1
+    if is_sharded and not (config.ds3_gather_for_generation or config.use_vllm or has_generator):
+        yield (
+            "ds3_gather_for_generation=False with DeepSpeed ZeRO-3: every forward pass would be a collective call, "
+            "and ranks whose trajectories differ in length would wait for each other for ever. Set "
+            "ds3_gather_for_generation=True, or use_vllm=True."
+        )

@@ -24,6 +24,7 @@ from agent_r1_trl.safe_text import set_rules
 from agent_r1_trl.tools.base import is_async_callable
 from agent_r1_trl.tools.pool import prepare_threads_with
 from agent_r1_trl.tools.signature import unwrap_partial
+from agent_r1_trl.trainers.callbacks import RolloutCallback
 from agent_r1_trl.trainers.config import MultiTurnConfig
 
 
@@ -41,7 +42,7 @@ def default_output_dir(model: Any, trainer_name: str) -> str:
 
 
 def single_turn_factory(
-    config: MultiTurnConfig, train_dataset: Any, generator: Any, turn_reward_funcs: Any
+    config: MultiTurnConfig, train_dataset: Any, generator: Any, turn_reward_funcs: Any, callbacks: Sequence[Any]
 ) -> EnvFactory | None:
     """`SingleTurnEnv` if an argument asks for what TRL's own rollout cannot do; None leaves everything to TRL.
 
@@ -51,6 +52,7 @@ def single_turn_factory(
     asked = config.asked_features()
     asked += ["generator"] if generator is not None else []
     asked += ["turn_reward_funcs"] if as_list(turn_reward_funcs) else []
+    asked += [f"callbacks={type(item).__name__}" for item in callbacks if isinstance(item, RolloutCallback)]
     if not asked:
         return None
     row: Any = next(iter(train_dataset), {}) if train_dataset is not None else {}
@@ -62,6 +64,21 @@ def single_turn_factory(
             f"{' and '.join(asked)}."
         )
     return SingleTurnEnv
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Refuse what the Trainer could not call.
+
+    Raises:
+        ValueError: it is neither None nor a list, or something in it is no callback.
+    """
+    is_list = callbacks is None or isinstance(callbacks, list)
+    wrong = [item for item in callbacks or () if not hasattr(item, "on_init_end")] if is_list else [callbacks]
+    if wrong:
+        raise ValueError(
+            f"callbacks: {wrong[0]!r:.200} is no {'callback' if is_list else 'list'}. Pass callbacks=[MyCallback()], "
+            "a list of objects or classes that inherit from RolloutCallback or TrainerCallback (recipes take paths)."
+        )
 
 
 @contextlib.contextmanager
@@ -386,4 +403,8 @@ def trajectory_store(config: MultiTurnConfig, rank: int) -> Any:
         return None
     from agent_r1_trl.recording import TrajectoryStore
 
-    return TrajectoryStore(config.output_dir, format=config.record_trajectories, rank=rank)
+    row = config.estimator
+    credit = {"estimator": row.name}
+    if "scale_rewards" in row.options:
+        credit["scale"] = str(config.scale_rewards)
+    return TrajectoryStore(config.output_dir, format=config.record_trajectories, rank=rank, credit=credit)

@@ -251,8 +251,14 @@ def anchors(trajectory: Trajectory) -> list[int]:
 
 
 def _digest(messages: Sequence[Message]) -> int:
-    text = json.dumps([[message.get("role"), message.get("content")] for message in messages], default=str)
+    text = json.dumps([*map(_without_ids, messages)], default=str, sort_keys=True)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _without_ids(message: Message) -> list[Any]:
+    """What a message says, calls included; their ids differ wherever the same was done twice."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    return [{name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}, calls]
 
 
 def mean_step_group_size(inputs: CreditInputs) -> float:

@@ -22,7 +22,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from agent_r1_trl.rollout.failures import FailureCause, count_causes, describe_causes, failure_of
-from agent_r1_trl.trainers.failures import is_main_process
+from agent_r1_trl.trainers.agreement import is_main_process
 from agent_r1_trl.trainers.metrics import length_metrics, length_record, rollout_metrics, trajectory_record
 from agent_r1_trl.trajectory import Trajectory
 
@@ -124,7 +124,7 @@ class EvaluationRows:
         if is_main_process():
             logger.error(
                 "The rewards of this evaluation are left out, since they say nothing about the policy: %s. Restore "
-                "what it needs. max_tool_failure_rise=1.0 switches this check off.",
+                "what it needs. outages.max_failure_rise=1.0 switches this check off.",
                 "; ".join(self.outages),
             )
 
@@ -159,7 +159,7 @@ class EvaluatingTrainer(GRPOTrainer):
     """TRL's trainer, whose evaluation counts every row of the data set once; without an environment, TRL's own."""
 
     env_factory: Any
-    rollouts: Any
+    features: Any
     last_trajectories: list[Trajectory]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -231,7 +231,7 @@ class EvaluatingTrainer(GRPOTrainer):
                 group_size=self.num_generations_eval,
             )
         )
-        self.evaluation.outages = self.rollouts.tools.take_outages()
+        self.features.call("evaluation_end", self.evaluation)
         self.evaluation.leave_out_rewards(self._metrics["eval"])
         self.evaluation.warn_of_failures()
         return output

@@ -14,8 +14,8 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
+from agent_r1_trl.errors import RunError
 from agent_r1_trl.trainers.checkpoints import sync_to_disk
-from agent_r1_trl.trainers.nonfinite import NonFiniteError
 from agent_r1_trl.trainers.saving import write_errors_kept
 
 FOLDER = "_unfinished_model"
@@ -30,7 +30,7 @@ def save_final_model(trainer: Any, output_dir: str) -> str | None:
         Why it could not be written, on all ranks alike; None if it was.
 
     Raises:
-        NonFiniteError: weights hold NaN or infinity.
+        RunError: a feature refuses to save it, as for weights that are not finite.
     """
     target, problems = Path(output_dir), list[str]()
     folder = target / FOLDER
@@ -40,8 +40,8 @@ def save_final_model(trainer: Any, output_dir: str) -> str | None:
     try:
         with write_errors_kept(problems):
             trainer.save_model(str(folder), _internal_call=True)  # True: nothing is uploaded yet
-    except NonFiniteError as error:
-        raise NonFiniteError(str(error).replace(str(folder), output_dir)) from None
+    except RunError as error:
+        raise type(error)(str(error).replace(str(folder), output_dir)) from None
     is_whole = not gather_object(problems)
     if trainer.accelerator.is_local_main_process:
         with write_errors_kept(problems):

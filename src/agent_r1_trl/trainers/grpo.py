@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from agent_r1_trl.publishing.sections import AGENT_R1
 from agent_r1_trl.trainers.config import MultiTurnGRPOConfig
 from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
+from agent_r1_trl.trainers.paper import AGENT_R1
 
 
 class MultiTurnGRPOTrainer(MultiTurnTrainer):

@@ -1,7 +1,7 @@
 """Says whether a run learns: at once when a rollout teaches nothing, and in a few lines at its end.
 
 Covered: rewards without a difference, tools whose answers never differ, a reward that fell. Not covered: tools that
-fail (`tool_watch.py`), a collapse under way (`echo_callback.py`).
+fail (`tool_watch.py`), a collapse under way (`features/echo_trap`).
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from accelerate.utils import gather_object
 
 from agent_r1_trl.safe_text import shown
-from agent_r1_trl.trainers.failures import is_main_process
-from agent_r1_trl.trajectory import Trajectory
+from agent_r1_trl.trainers.agreement import is_main_process
+from agent_r1_trl.trainers.callbacks import RolloutCallback
+from agent_r1_trl.trainers.rollout_batch import RolloutBatch
+from agent_r1_trl.trajectory import ToolErrorKind, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,8 @@ MIN_CALLS = 8
 NUM_ERRORS = 3.0
 """Standard errors by which a reward has fallen for certain."""
 MAX_SHOWN = 60
+_FAILURES = (ToolErrorKind.EXCEPTION, ToolErrorKind.TIMEOUT, ToolErrorKind.INFRASTRUCTURE)
+"""What happens inside a tool; of other errors, it was never called."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -42,33 +48,49 @@ class RolloutResult:
 
 @dataclass(kw_only=True)
 class Answers:
-    """What a tool has answered in this run; failed calls are left out."""
+    """What a tool has answered in this run."""
 
+    num_failed: int = 0
+    """Calls that the tool failed; the others say what it answers."""
     num: int = 0
     num_arguments: int = 0
     first: str | None = None
     is_constant: bool = True
 
 
-class LearningReport:
-    """Takes in every training rollout; all ranks must call `take`.
+class LearningReport(RolloutCallback):
+    """Takes in every training rollout.
 
     Args:
         output_dir: of the run, for the command that shows trajectories.
         records: whether trajectories are recorded there.
     """
 
+    name = "learning"
+
     def __init__(self, output_dir: str, *, records: bool) -> None:
-        self.command = f"agent-r1-trl view {output_dir} --filter failed" if records else None
+        folder = min(output_dir, os.path.relpath(output_dir), key=len)
+        self.command = f"agent-r1-trl view {folder} --filter failed" if records else None
         self.begin_run()
 
     def begin_run(self) -> None:
         """Forget an earlier run of the same trainer."""
         self.rollouts: list[RolloutResult] = []
         self.answers: dict[str, Answers] = {}
-        self.rollout_s = self.update_s = 0.0
+        self._seconds = {} if self.trainer is None else dict(self.trainer.seconds)
         self._has_warned = False
         self._warned_of: set[str] = set()
+
+    def rollout_end(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
+        """See `take`."""
+        position = batch.position
+        self.take(batch.trajectories, step=position.optimizer_step + 1, group_size=position.group_size)
+
+    def end_run(self) -> None:
+        """Print the summary."""
+        trainer = self.trainer
+        if trainer.is_world_process_zero() and not trainer.args.disable_tqdm and (text := self.summary()):
+            print(f"\n{text}")
 
     def take(self, trajectories: Sequence[Trajectory], *, step: int, group_size: int) -> None:
         """Take in a rollout and warn of what cannot be learned from.
@@ -110,10 +132,13 @@ class LearningReport:
             step, what, f" ({self.command.removesuffix(' --filter failed')})" if self.command else "",
         )  # fmt: skip
 
-    def _take_answers(self, step: int, answers: Sequence[tuple[str, str, str]]) -> None:
+    def _take_answers(self, step: int, answers: Sequence[tuple[str, str, str | None]]) -> None:
         arguments: dict[str, set[str]] = {}
         for name, argument, content in answers:
             tool = self.answers.setdefault(name, Answers())
+            if content is None:
+                tool.num_failed += 1
+                continue
             tool.num += 1
             tool.first = content if tool.first is None else tool.first
             tool.is_constant &= content == tool.first
@@ -129,6 +154,8 @@ class LearningReport:
     def _silence(self, name: str) -> str | None:
         """A sentence about a tool that says nothing; None for one that does, or was asked the same each time."""
         tool = self.answers[name]
+        if not tool.num:
+            return f"All {tool.num_failed} calls of the tool {name!r} failed." if tool.num_failed > 1 else None
         if not tool.is_constant or tool.num < 2 or (tool.first and tool.num_arguments < 2):
             return None
         content = tool.first.partition(":")[2] if tool.first else ""
@@ -139,6 +166,8 @@ class LearningReport:
         """What the run did to the reward, a fact per line; "" without a rollout."""
         if not self.rollouts:
             return ""
+        seconds = {} if self.trainer is None else self.trainer.seconds
+        rollout_s, update_s = (seconds.get(name, 0.0) - self._seconds.get(name, 0.0) for name in ("rollout", "update"))
         first, last, num = self.rollouts[0], self.rollouts[-1], len(self.rollouts)
         best = max(self.rollouts, key=lambda item: item.mean)
         num_flat = sum(not item.teaches for item in self.rollouts)
@@ -146,7 +175,7 @@ class LearningReport:
             f"reward          {first.mean:.3g} at step {first.step}, {last.mean:.3g} at step {last.step}, "
             f"best {best.mean:.3g} at step {best.step}",
             f"taught nothing  {num_flat} of {num} rollouts ({num_flat / num:.0%})",
-            f"time            {self.rollout_s:.0f} s rollouts, {self.update_s:.0f} s updates",
+            f"time            {rollout_s:.0f} s rollouts, {update_s:.0f} s updates",
         ]
         lines += [silent for name in sorted(self.answers) if (silent := self._silence(name))]
         if num_flat == num:
@@ -160,11 +189,13 @@ class LearningReport:
         return "\n".join(lines)
 
 
-def _answers(trajectory: Trajectory) -> list[tuple[str, str, str]]:
-    """Name, arguments and text of every call that succeeded; the text as a digest and its first characters."""
-    found = []
+def _answers(trajectory: Trajectory) -> list[tuple[str, str, str | None]]:
+    """Name, arguments and text of what a tool was asked; the text as a digest and its first characters, or None."""
+    found: list[tuple[str, str, str | None]] = []
     for result in trajectory.tool_results:
-        if not result.is_error:
+        if result.error in _FAILURES:
+            found.append((result.call.name, "", None))
+        elif not result.is_error:
             text = result.content
             digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).hexdigest() if text else ""
             found.append(

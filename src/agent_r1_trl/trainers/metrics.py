@@ -5,14 +5,20 @@ Averages are per trajectory, never per row or token, unless the name says otherw
 
 from __future__ import annotations
 
+import json
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
+from trl.trainer.utils import nanstd
 
+from agent_r1_trl.safe_text import shown_all
+from agent_r1_trl.trainers.rollout_batch import RolloutBatch
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory
+from agent_r1_trl.update.batching import row_means
 
 
 def gather_metrics(trajectories: Sequence[Trajectory], *, group_size: int) -> tuple[dict[str, float], int]:
@@ -171,3 +177,156 @@ def _std(values: Sequence[float]) -> float:
     """Bessel-corrected standard deviation."""
     mean = _mean(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def log_rewards(trainer: Any, batch: RolloutBatch, output: dict[str, Any]) -> None:
+    """TRL's reward metrics and its table of completions, of all ranks, with what is trained on. All must call it.
+
+    The table's texts cannot control a terminal and hold no secrets.
+
+    Args:
+        trainer: whose `_metrics` and `_logs` they are.
+        batch: of B trajectories, scored.
+        output: TRL's batch of their rows, with our masks and advantages.
+    """
+    accelerator, metrics, logs = trainer.accelerator, trainer._metrics[trainer._mode], trainer._logs
+    values = accelerator.gather(batch.reward_values)  # (N, F)
+    returns = torch.tensor([item.total_reward for item in batch.trajectories], device=values.device)
+    returns = accelerator.gather(returns.masked_fill(~batch.in_baseline, torch.nan))  # (N,)
+    for index, name in enumerate(trainer.reward_func_names):
+        metrics[f"rewards/{name}/mean"].append(values[:, index].nanmean().item())
+        metrics[f"rewards/{name}/std"].append(nanstd(values[:, index]).item())
+        logs["rewards"][name].extend(values[:, index].tolist())
+    size, scale = trainer._group_size, trainer.args.scale_rewards
+    for name, value in return_metrics(returns, group_size=size, scale_rewards=scale).items():
+        metrics[name].append(value)
+    rows, mask = batch.training_rows, output["completion_mask"] * output["tool_mask"]  # (R, T)
+    advantages = row_means(rows.to_time(output["advantages"]), rows.to_time(mask))
+    logs["advantages"].extend(accelerator.gather(advantages).tolist())
+    logs["prompt"].extend(shown_all(gather_object([item.prompt_messages for item in batch.trajectories])))
+    logs["completion"].extend(shown_all(gather_object(batch.completions)))
+    names = sorted(set(gather_object(list(batch.extra_columns))))  # the same order on all ranks
+    for name in names:
+        column = batch.extra_columns.get(name, [None] * len(batch.rows))
+        logs["extra"][name].extend(shown_all(gather_object(column)))
+    _log_pending(trainer._pending_metrics, metrics, accelerator)
+
+
+def _log_pending(pending: dict[str, list[float]], metrics: dict[str, list[float]], accelerator: Any) -> None:
+    """The means of what reward functions gave to `log_metric`."""
+    for name in sorted(set(gather_object(list(pending)))):
+        values = pending.get(name, [])
+        stats = torch.tensor([sum(values), len(values)], dtype=torch.float32, device=accelerator.device)
+        total, count = accelerator.gather(stats).view(-1, 2).sum(dim=0).tolist()
+        metrics[name].append(total / count)
+    pending.clear()
+
+
+def mismatch_statistics(output: dict[str, Any], *, unit: str, accelerator: Any) -> dict[str, float]:
+    """TRL's `sampling/*`: how far the sampler's log-probs are from the trainer's, and the ratios that weigh it.
+
+    Args:
+        output: TRL's batch of R rows.
+        unit: that shares a ratio; that of a `sequence` counts once a row.
+        accelerator: of the trainer.
+    """
+    mask = (output["completion_mask"] * output["tool_mask"]).bool()
+    gap = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).abs()
+    gap = gap[mask & ~gap.isnan()]  # NaN: the engine could not tell
+    ratio = output["importance_sampling_ratio"]
+    ratio = ratio.gather(1, mask.int().argmax(dim=1, keepdim=True)).flatten() if unit == "sequence" else ratio[mask]
+    zero = torch.zeros(1, device=mask.device)
+    gap, ratio = (x.to(zero.dtype) if x.numel() else zero for x in (gap, ratio))
+    own = torch.stack([gap.mean(), gap.max(), ratio.min(), ratio.mean(), ratio.max()])
+    of_ranks = accelerator.gather(own).view(-1, 5)
+    prefix, ratios = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
+    return {
+        f"{prefix}/mean": of_ranks[:, 0].mean().item(),
+        f"{prefix}/max": of_ranks[:, 1].max().item(),
+        f"{ratios}/min": of_ranks[:, 2].min().item(),
+        f"{ratios}/mean": of_ranks[:, 3].mean().item(),
+        f"{ratios}/max": of_ranks[:, 4].max().item(),
+    }
+
+
+def return_metrics(returns: torch.Tensor, *, group_size: int, scale_rewards: str) -> dict[str, float]:
+    """Mean and standard deviation of the returns, and the share of rows whose group has no spread, as TRL counts it.
+
+    Args:
+        returns: (N,) of all ranks, in data order; NaN for rows outside the baseline.
+        group_size: trajectories of one prompt, which are consecutive rows.
+        scale_rewards: with `batch`, the standard deviation of the batch stands for that of every group.
+    """
+    std = nanstd(returns)
+    if scale_rewards == "batch":
+        stds = std.unsqueeze(0)
+    else:
+        stds = nanstd(returns.view(-1, group_size), dim=1) if group_size > 1 else torch.zeros_like(returns)
+    return {
+        "reward": returns.nanmean().item(),
+        "reward_std": std.item(),
+        "frac_reward_zero_std": torch.isclose(stds, torch.zeros_like(stds)).float().mean().item(),
+    }
+
+
+TOKEN_MEANS = ("entropy", "kl", "clip_ratio/", "cispo_clip_ratio", "vespo/")
+"""Beginnings of the names of TRL's means over the tokens of a micro-batch."""
+
+
+def drop_token_means(metrics: dict[str, list[float]], *, in_rewards: bool) -> None:
+    """Take TRL's means over the tokens of a micro-batch back: it had no token in the loss, and TRL wrote 0.
+
+    Args:
+        metrics: TRL's, whose NaN do not enter the averages that are logged.
+        in_rewards: whether `kl` is not one of them, because the KL term stands in the rewards.
+    """
+    for name, values in metrics.items():
+        if values and name.startswith(TOKEN_MEANS) and name != "entropy_coef" and not (in_rewards and name == "kl"):
+            values[-1] = float("nan")
+
+
+def write_as_text(column: deque[Any]) -> None:
+    """Write the conversations of a column of `log_completions` as text; a table of wandb takes no lists of messages.
+
+    What is text already stays.
+    """
+    for index, value in enumerate(column):
+        if isinstance(value, list):
+            column[index] = "\n".join(_line(message) for message in value)
+
+
+def with_plain_types(column: deque[Any]) -> None:
+    """Make a column of `log_completions` one that a Parquet file can hold, whatever tools and functions put into it.
+
+    What a tool call's `arguments`, a message's `content` and other nested values are differs from row to row: they
+    become JSON. A column of a user's own whose values are of several types, or nested, becomes text.
+    """
+    kinds = {type(value) for value in column if value is not None}
+    is_mixed = len(kinds) > 1 and not kinds <= {int, float}
+    for index, value in enumerate(column):
+        if isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value):
+            column[index] = [{key: _plain(key, part) for key, part in message.items()} for message in value]
+        elif value is not None and not isinstance(value, str) and (is_mixed or isinstance(value, dict | list | tuple)):
+            column[index] = _json(value)
+
+
+def _plain(key: str, value: Any) -> Any:
+    if key != "tool_calls" or not isinstance(value, list):
+        return value if value is None or isinstance(value, str) else _json(value)
+    return [
+        {name: {part: _plain(part, item) for part, item in value.items()} if isinstance(value, dict) else value
+         for name, value in call.items()}
+        for call in value
+    ]  # fmt: skip
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _line(message: dict[str, Any]) -> str:
+    calls = message.get("tool_calls") or []
+    written = [_json(call.get("function", call)) for call in calls]
+    content = message.get("content")
+    said = content if isinstance(content, str) else _json(content)
+    return " ".join(part for part in (f"{message.get('role')}:", said if content else "", *written) if part)

@@ -10,13 +10,15 @@ What they need of TRL stands in the tables of `trl_release.py`, which are compar
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils import gather_object
 from trl import GRPOConfig
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
 
 from agent_r1_trl.advantages.credit import Credit
 from agent_r1_trl.advantages.scan import carry_forward
@@ -24,12 +26,14 @@ from agent_r1_trl.environments.factory import EnvFactory, read_form, resolve_env
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.generation.adapters import check_adapters, warn_of_dropout
 from agent_r1_trl.rollout.watchdog import reported
+from agent_r1_trl.trainers.callbacks import Callbacks
 from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.construction import (
     RowCheck,
     as_list,
     as_trl_sees,
     by_name,
+    check_callbacks,
     check_overrides,
     check_rollout_func,
     check_tokenizer,
@@ -41,53 +45,59 @@ from agent_r1_trl.trainers.construction import (
     use_gpu_in_threads,
 )
 from agent_r1_trl.trainers.credit import CreditEstimator
-from agent_r1_trl.trainers.echo_guard import EchoGuardedTrainer
-from agent_r1_trl.trainers.echo_signals import make_echo_signals
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
-from agent_r1_trl.trainers.group_filter import IS_KEPT, GroupFilter
 from agent_r1_trl.trainers.learning_report import LearningReport
-from agent_r1_trl.trainers.lookahead import ROW_INDEX, in_seeded_order
-from agent_r1_trl.trainers.loss import LossTrainer
-from agent_r1_trl.trainers.metrics import gather_metrics
-from agent_r1_trl.trainers.nonfinite import NumberWatch
-from agent_r1_trl.trainers.played import PlayedBatch, trl_generation
+from agent_r1_trl.trainers.metrics import drop_token_means, gather_metrics, log_rewards, mismatch_statistics
 from agent_r1_trl.trainers.precision import RoundingWarning
-from agent_r1_trl.trainers.publishing import Publishing, rows_not_logged
-from agent_r1_trl.trainers.resampling import Resampling, check_can_draw
 from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint
-from agent_r1_trl.trainers.reward_calls import RewardCalls, check_finite, check_reward_values
-from agent_r1_trl.trainers.rewards import Rewards
-from agent_r1_trl.trainers.rollouts import Rollouts
-from agent_r1_trl.trainers.row_batches import RowBatches
-from agent_r1_trl.trainers.saving import Saving
-from agent_r1_trl.trainers.signals import RunGuard
-from agent_r1_trl.trainers.training_rows import TrainingRows, weigh_mismatch_of_rows
-from agent_r1_trl.trainers.trl_logs import correct_trl_logs
+from agent_r1_trl.trainers.rewards import RewardCalls, Rewards, check_finite, check_reward_values, rows_not_logged
+from agent_r1_trl.trainers.rollout_batch import (
+    TRAJECTORY_ROW,
+    Position,
+    RolloutBatch,
+    TrainingRows,
+    row_tensors,
+    weigh_mismatch,
+)
+from agent_r1_trl.trainers.rollouts import Rollouts, training_order
+from agent_r1_trl.trainers.row_batches import (
+    IS_KEPT,
+    KeptRows,
+    RowBatches,
+    advantages_of,
+    for_own_loss,
+    is_own_loss,
+    policy_weights,
+)
+from agent_r1_trl.trainers.saving import SavingTrainer
 from agent_r1_trl.trainers.trl_release import check_trl
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import batch_trajectories, settle_masks, whole_rows
-from agent_r1_trl.update.layout import UpdateLayout
+from agent_r1_trl.update.batching import add_masks, batch_trajectories, loss_masks, neutral_outside, whole_rows
+from agent_r1_trl.update.layout import Plan, UpdateLayout
+from agent_r1_trl.update.losses import LossPass
+from agent_r1_trl.update.micro_batches import PASSES, run_passes
 
 check_trl()
 
 
-class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer, LossTrainer):
+class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
     """Base of the multi-turn trainers: rollouts, rewards, masks, metrics, recording, checkpoints.
 
     One training step, with the method below and the file that does the work:
 
     1. The Trainer draws rows of the data set, each `num_generations` times (`_get_train_sampler`: `resume.py`).
     2. `_prepare_inputs` asks for a new rollout where the last one is used up, and otherwise goes on at step 8.
-    3. `_generate_and_score_completions`: the generator receives the weights of this step (`generation/sync.py`), and
-       one trajectory per row is played (`rollouts.py`, then `rollout/loop.py`); groups that have nothing to teach are
-       replaced, if the settings ask for it (`resampling.py`).
-    4. Turn rewards are placed (`rewards.py`). TRL pads the trajectories into a batch (`_generate` hands them over),
-       calls the reward functions (`_calculate_rewards`) and computes old and reference log-probs.
-    5. The functions' values become part of the outcomes, which decides which rows are in the baseline (`rewards.py`).
+    3. `_generate_and_score`: the generator receives the weights of this step (`generation/sync.py`), and one
+       trajectory per row is played (`rollouts.py`, then `rollout/loop.py`).
+    4. `score`: turn rewards are placed, TRL calls the reward functions (`_calculate_rewards`), and their values
+       become part of the outcomes, which decides which trajectories are in the baseline (`rewards.py`). Features may
+       replace groups (`callbacks.py`).
+    5. `_tensors`, `_add_log_probs`: TRL's batch of all training rows, with old and reference log-probs.
     6. The estimator turns rewards into advantages, (B, T), over the rows of all ranks (`credit.py`, `advantages/`).
     7. Metrics are logged (`metrics.py`) and trajectories recorded (`recording/`).
-    8. Groups that teach nothing leave the update (`group_filter.py`), micro-batches are laid out (`update/layout.py`),
-       and `_compute_loss` computes TRL's loss over the masked tokens (`loss.py`).
+    8. Rows that a feature does not keep leave the update, the others are dealt to micro-batches
+       (`row_batches.py`) and laid out (`update/layout.py`), and `_compute_loss` computes TRL's loss over the masked
+       tokens (`update/losses.py`).
     9. The Trainer makes the optimizer step; a checkpoint holds the rollout under way (`saving.py`).
 
     Args:
@@ -109,10 +119,22 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
 
     env_factory: EnvFactory | None = None
     """Makes the environment of each trajectory; None leaves everything to TRL."""
-    _played: PlayedBatch | None = None
-    """The batch that TRL is being handed, while `_generate_and_score_completions` runs."""
-    # TRL's own, declared because it is set here for a while.
+    _scored: RolloutBatch | None = None
+    """The batch whose reward functions are running."""
+    last_batch: Any = None
+    """A `RolloutBatch` of this rank: the rollout that is trained on, or the last batch of an evaluation."""
+    features: Callbacks
+    """What takes part in the rollout besides the step itself."""
+    last_norms: tuple[Any, ...] = ()
+    """Gradient norms of the last optimizer step: the policy's first, the critic's where it has one of its own."""
+    _loss_pass: LossPass | None = None
+    """Set while `_compute_loss` runs."""
+    # TRL's own, declared because they are set here for a while.
     _buffered_inputs: list[dict[str, Any]] | None
+    _step: int
+    beta: float
+    entropy_coef: float
+    _last_world_entropy: float
 
     def __init__(
         self,
@@ -132,15 +154,20 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         args = self.config_class(output_dir=default_output_dir(model, self._name)) if args is None else args
         config = self.config_class.from_grpo_config(args)
         kwargs = by_name(positional, {**kwargs, "tools": tools, "environment_factory": environment_factory})
+        check_callbacks(kwargs.get("callbacks"))
         self.env_factory = resolve_env_factory(env, kwargs.pop("tools"), kwargs.pop("environment_factory"))
         self.env_factory = self.env_factory or self.default_env
         if self.env_factory is None:
-            self.env_factory = single_turn_factory(config, train_dataset, generator, turn_reward_funcs)
+            self.env_factory = single_turn_factory(
+                config, train_dataset, generator, turn_reward_funcs, kwargs.get("callbacks") or ()
+            )
         self.turn_reward_funcs = as_list(turn_reward_funcs)
         self.last_trajectories: list[Trajectory] = []
         """This rank's trajectories of the last rollout, or of the last evaluation, for callbacks."""
         self._rollout_s = 0.0
         """Seconds that the current training step has spent on its rollout."""
+        self.seconds = {"rollout": 0.0, "update": 0.0}
+        """Seconds of all training steps in this process, by phase."""
         self.layout = UpdateLayout(None if self.env_factory is None else config)
         if self.env_factory is None:
             super().__init__(model, reward_funcs, config, train_dataset, eval_dataset, **kwargs)
@@ -154,7 +181,7 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         self.row_check = RowCheck(form, train_dataset, eval_dataset)
         self.rewards = Rewards(config, self.turn_reward_funcs, form)
         kwargs |= trl_rewards(as_list(reward_funcs), self.rewards.columns, form, config, kwargs)
-        check_can_draw(train_dataset, config)
+        self.features = Callbacks(config, train_dataset)
         train_dataset = trl_dataset(train_dataset, config, eval_dataset)
         with as_trl_sees(config, len(self.rewards.columns)):
             super().__init__(model, args=config, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
@@ -172,22 +199,16 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         policy, rank = self.accelerator.unwrap_model(self.model), self.accelerator.process_index
         parts: Any = (self.args, self.accelerator, policy, self._tokenizer, self.env_factory)
         self.rollouts = Rollouts(*parts, generator=generator, eos_token_ids=self.eos_token_ids)
-        self.resampling = Resampling(self)
-        self._calculate_rewards = self._outermost_rewards  # type: ignore[method-assign]
-        self.guard = RunGuard(self)
-        self.group_filter = GroupFilter(self.args, self.accelerator)
-        self.echo_signals = make_echo_signals(self)
-        self._make_echo_guard()
-        self.rollouts.journal.attach(self)
         self.chat = self.rollouts.chat
         self.chat.write_to(self._tokenizer)  # what is trained with is saved
         self.credit = CreditEstimator(self.args, self.accelerator)
-        watches = {"tools": self.rollouts.tools, "failures": self.rollouts.failures}
-        self.checkpoint = RolloutCheckpoint(self.args, self.accelerator, watches)
+        self.checkpoint = RolloutCheckpoint(self.args, self.accelerator)
         self.store = trajectory_store(self.args, rank)
-        self.learning = LearningReport(self.args.output_dir, records=self.store is not None)
-        self.numbers = NumberWatch(self.args.max_nonfinite_steps, self.args.output_dir)
-        self.row_batches = RowBatches(self.group_filter, self.args, self.accelerator)
+        self.kept_rows = KeptRows(self.args, self.accelerator)
+        self.row_batches = RowBatches(self.kept_rows, self.args, self.accelerator)
+        self.add_callback(LearningReport(self.args.output_dir, records=self.store is not None))
+        self.rollouts.features = self.features
+        self.features.attach(self)
         reference = [] if self.ref_model is None else [self.accelerator.unwrap_model(self.ref_model)]
         self.layout.prepare(self.model, *reference, has_router_loss=self.aux_loss_enabled)
 
@@ -204,22 +225,18 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         is_trls = self.env_factory is None
         return sampler if is_trls else EpochOrder(sampler, lambda: int(self.state.epoch or 0))
 
-    def _run(self, train: Callable[[], Any]) -> Any:
-        """The Trainer's loop, under guard: what a signal or a lost rank does is in `signals.py`."""
+    def _run(self, train: Any) -> Any:
+        """The Trainer's loop, inside what the features put around it."""
         if self.env_factory is None:
             return super()._run(train)
-        watches: Any = (self.rollouts.failures, self.rollouts.tools, self.numbers, self.group_filter, self.learning)
-        for watch in watches:
-            watch.begin_run()
+        self.kept_rows.begin_run()
+        self.features.call("begin_run")
         try:
-            result = self.guard.run(train if self.echo_guard is None else partial(self.echo_guard.run, train))
+            result = self.features.run(train)
         finally:
             self.rollouts.end_run()
-        if self.echo_guard is not None:
-            self.echo_guard.raise_if_ended()
-        self.rollouts.failures.check_some_played()
-        if self.is_world_process_zero() and not self.args.disable_tqdm and (text := self.learning.summary()):
-            print(f"\n{text}")
+            self.features.call("close_run")
+        self.features.call("end_run")
         return result
 
     # ---------------------------------------------------------------- a micro-batch
@@ -237,178 +254,437 @@ class MultiTurnTrainer(Saving, Publishing, EvaluatingTrainer, EchoGuardedTrainer
         self._rollout_s = 0.0
         start = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.accelerator.sync_gradients:
+            self.kept_rows.rescale(model)
         update_s = time.perf_counter() - start - self._rollout_s
         self._metrics["train"]["time/update_s"].append(update_s)
-        self.learning.update_s += update_s
-        self.learning.rollout_s += self._rollout_s
+        self.seconds["update"] += update_s
+        self.seconds["rollout"] += self._rollout_s
         return loss
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """TRL's next micro-batch, from a new rollout where the last one is used up, in this run's layout."""
-        before = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
+        """The next micro-batch, in this run's layout; from a new rollout where the last one is used up."""
+        if self.env_factory is None:
+            return super()._prepare_inputs(generation_batch)
         if not self.model.training:
-            return inputs
-        if self._buffered_inputs is not None and self._buffered_inputs is not before:
-            rows = in_seeded_order(self._buffered_inputs, self.args.seed, self._step)
-            rows = rows if self.env_factory is None else self.group_filter.apply(self.row_batches.deal(rows))
-            self._buffered_inputs = self.layout.arrange(rows, self.accelerator)
-            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
-        return self.layout.trim(inputs)
+            return self._generate_and_score_completions(generation_batch)
+        args = self.args
+        is_used_up = self._step % (args.steps_per_generation * self.num_iterations) == 0
+        if is_used_up or self._buffered_inputs is None:  # None also in a resumed run
+            self.last_batch = None
+            output = self._generate_and_score_completions(generation_batch)
+            if self.last_batch is None:
+                raise ValueError(
+                    f"{type(self).__name__}._generate_and_score_completions does not call super()'s, so there is no "
+                    "rollout. Call it and change what it returns; pass env= or generator= to sample in another way."
+                )
+            rows, num = self.last_batch.training_rows, len(self.last_batch.trajectories)
+            order = training_order(num, seed=args.seed, step=self._step, is_seeded=args.overlap_rollout)
+            dealt = self.row_batches.deal(output, rows, order)
+            self._buffered_inputs = self.layout.arrange(dealt, self.accelerator)
+        return self.layout.trim(self._buffered_inputs[self._step % args.steps_per_generation])
 
     # ---------------------------------------------------------------- rollout, rewards, advantages
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """TRL's batch, an entry for each training row, from a rollout that is played, scored and compared here."""
         if self.env_factory is None:
             return super()._generate_and_score_completions(inputs)
         check_overrides(self)  # attributes may have been set since the construction
         self.max_completion_length = self.args.max_completion_length  # of Dr. GRPO's loss
         self.row_check.check_batch(inputs)
         start = time.perf_counter()
-        played = self._played = self.resampling.play(inputs, self._position())
-        trajectories = self.last_trajectories = played.trajectories
-        rows = played.training_rows
-        self.environments = None  # TRL would reset them
-        try:
-            output = super()._generate_and_score_completions(played.rows_with_prompts)
-        finally:
-            self._played = None
-        group_size = self._group_size if self.model.training else 1
-        self.rewards.settle(played, **self._reward_table, group_size=group_size)
-        if "importance_sampling_ratio" in output:
-            self._add_metrics(weigh_mismatch_of_rows(output, rows, self.args))
-        baseline, in_loss = rows.expand(played.in_baseline), rows.expand(played.in_loss)
-        settle_masks(output, rows.rows, baseline, in_loss, self.args, self.accelerator)
-        if self.model.training:  # before the advantages, which are whitened over the rows that are kept
-            kept, metrics = self.group_filter.chosen(played, self._group_size)
-            output |= kept
-            self._add_metrics(metrics)
-        output |= self._advantages(output, played)
-        if self.args.overlap_rollout:
-            output[ROW_INDEX] = torch.arange(len(trajectories))
-        self._number_rows(trajectories, output)
+        batch = self.last_batch = self._generate_and_score(inputs)
+        output = self._tensors(batch)
+        self._add_log_probs(output, batch)
+        output |= self._advantages(output, batch)
         self._rollout_s += time.perf_counter() - start
-        of_trajectories = {"in_baseline": played.in_baseline, IS_KEPT: output.get(IS_KEPT)}
-        self._log_and_record(trajectories, rows.by_trajectory(output, of_trajectories))
-        return self.row_batches.hold(output, rows, is_training=self.model.training)
+        self._log_rollout(batch, output)
+        if self.model.training:
+            self.features.call("rollout_end", batch, output)
+        self._record(batch, output)
+        self.row_batches.add_shares(output, batch.training_rows, is_training=self.model.training)
+        return output
 
-    def _generate(self, prompts: list[Any]) -> tuple:
-        """TRL's generation step: hands over the trajectories that were just played, in TRL's 8-tuple."""
-        if self._played is None:
-            return super()._generate(prompts)
-        self.environments = self._played.environments  # type: ignore[assignment]
-        parts: Any = {"tokenizer": self._tokenizer, "in_loss": self.rewards.in_loss, "has_logprobs": self.use_vllm}
-        return trl_generation(self._played, **parts, is_single_turn=self.env_factory is SingleTurnEnv)
+    def _generate_and_score(self, inputs: list[dict[str, Any]]) -> RolloutBatch:
+        """One trajectory per row of the data, with its rewards; groups that teach nothing are replaced or left out."""
+        position = self._position()
+        batch = self.rollouts.play(inputs, self.model_wrapped, position)
+        samples_more = position.is_training and self.features.samples_more
+        if not samples_more:
+            self.rollouts.finish(position)  # with `overlap_rollout` the next one begins, while this one is scored
+        self.score(batch)
+        self.rewards.resolve_members(batch, self._group_size if position.is_training else 1)
+        if position.is_training:
+            self.features.call("after_scores", batch)
+            self.rewards.resolve_members(batch, self._group_size)  # some may have been replaced
+        if samples_more:
+            self.rollouts.finish(position)
+        batch.split = TrainingRows.of(batch.trajectories, self.args)
+        self.last_trajectories, self.environments = batch.trajectories, batch.environments
+        self.add_metrics(batch.metrics)
+        return batch
+
+    def score(self, batch: RolloutBatch, filler: RolloutBatch | None = None) -> None:
+        """Reward turns, call the reward functions, and make their values part of the outcomes. All ranks must call it.
+
+        Args:
+            batch: of n trajectories; gets `reward_values`.
+            filler: where ranks may have different numbers of trajectories, a batch with at least one: its first one
+                fills up those that have fewer, since TRL gathers equally many values from all.
+        """
+        self.rewards.place_on_turns(batch.trajectories, batch.rows)
+        parts: Any = {"tokenizer": self._tokenizer, "is_single_turn": self.env_factory is SingleTurnEnv}
+        calls = batch.reward_arguments(**parts)
+        num, num_missing = len(calls), 0
+        if filler is not None:
+            num_missing = max(gather_object([num])) - num
+            calls += [filler.reward_arguments(**parts)[0]] * num_missing
+        self.environments = None if batch.environments is None else [*batch.environments, *[None] * num_missing]
+        self._scored = batch
+        try:
+            values = self._calculate_rewards(*map(list, zip(*calls, strict=True)))
+        finally:
+            self._scored = None
+        check_reward_values(
+            values, self._calculate_rewards, (len(calls) * self.accelerator.num_processes, len(self.reward_funcs))
+        )
+        failed = [item.stop_reason.is_infrastructure_failure for item in batch.trajectories] + [True] * num_missing
+        values[self.accelerator.gather(torch.tensor(failed, device=values.device))] = torch.nan  # earned nothing
+        if not self.model.training:
+            self.evaluation.take_rewards(values)
+        first = self.accelerator.process_index * len(calls)
+        batch.reward_values = values[first : first + num]
+        if batch.reward_calls is not None:  # else a subclass has computed them without the functions
+            batch.reward_calls.settle(batch.reward_values, self.reward_funcs, self.reward_func_names)
+        check_finite(values, self._calculate_rewards)
+        batch.extra_columns = {
+            name: [*column, *[None] * num][:num] for name, column in self._pending_extra_logs.items()
+        }
+        self._pending_extra_logs.clear()
+        self.rewards.place_on_outcomes(batch.trajectories, batch.reward_values, **self._reward_table)
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> torch.Tensor:
-        if self._played is None:
+        """TRL's (N, F) values of all ranks, from functions whose values are checked."""
+        if self._scored is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        completion_ids_list = self._played.completion_ids(completion_ids_list, self._tokenizer.pad_token_id)
-        calls = self._played.reward_calls = RewardCalls(self._played.trajectories, len(inputs))
+        calls = self._scored.reward_calls = RewardCalls(self._scored.trajectories, len(inputs))
         interval = self.args.watchdog_interval and 6 * self.args.watchdog_interval  # judges take their time
         waiting = reported("The reward functions have been running", interval)
         with rows_not_logged(), waiting, calls.checked(self):
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
 
-    def _outermost_rewards(
-        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
-    ) -> torch.Tensor:
-        """What TRL calls for `_calculate_rewards`: that of the class, whose values count, (N, F) of all ranks.
+    def _tensors(self, batch: RolloutBatch) -> dict[str, Any]:
+        """TRL's batch of R rows: ids, and which of them count where."""
+        rows = batch.training_rows
+        output = row_tensors(
+            rows,
+            pad_token_id=self._tokenizer.pad_token_id,
+            multiple_of=self.pad_to_multiple_of,
+            has_logprobs=self.use_vllm,
+            device=self.accelerator.device,
+        )
+        in_baseline, in_loss = rows.expand(batch.in_baseline), rows.expand(batch.in_loss)
+        add_masks(output, rows.rows, in_baseline, in_loss, loss_mask=self.args.loss_mask, accelerator=self.accelerator)
+        earned = torch.tensor([item.total_reward if item.in_baseline else 0.0 for item in batch.trajectories])
+        output["trajectory_rewards"] = rows.expand(earned.to(in_loss.device))
+        if self.model.training:  # before the advantages, which are whitened over the rows that are kept
+            batch.is_kept = self.features.keep(batch)
+            if batch.is_kept is not None:
+                output[IS_KEPT] = rows.expand(batch.is_kept)
+            places = torch.arange(len(batch.trajectories), device=in_loss.device)
+            output[TRAJECTORY_ROW] = rows.expand(places + self.accelerator.process_index * len(places))
+        return output
 
-        So a subclass may change what the functions returned, or compute all of it.
+    def _add_log_probs(self, output: dict[str, Any], batch: RolloutBatch) -> None:
+        """Put into TRL's batch what its loss compares the policy with: (R, T) each.
+
+        - `old_per_token_logps`, the policy's own before the update, unless the first pass of the loss gives them,
+        - `importance_sampling_ratio` of trainer to sampler, with vLLM,
+        - `ref_per_token_logps` of the reference, with a KL term.
         """
-        calculate = type(self)._calculate_rewards
-        if self._played is None:
-            return calculate(self, inputs, prompts, completions, completion_ids_list)
-        if self._played.all_reward_values is not None:  # `resampling.py` has scored them
-            return self._played.all_reward_values
-        values = calculate(self, inputs, prompts, completions, completion_ids_list)
-        check_reward_values(values, calculate, (len(inputs) * self.accelerator.num_processes, len(self.reward_funcs)))
-        failed = [item.stop_reason.is_infrastructure_failure for item in self._played.trajectories]
-        failed += [True] * (len(inputs) - len(failed))
-        values[self.accelerator.gather(torch.tensor(failed, device=values.device))] = torch.nan  # earned nothing
-        if not self.model.training:
-            self.evaluation.take_rewards(values)
-        first = self.accelerator.process_index * len(inputs)
-        self._played.reward_values = values[first : first + len(self._played.trajectories)]
-        if self._played.reward_calls is not None:  # else a subclass has computed them without the functions
-            self._played.reward_calls.settle(self._played.reward_values, self.reward_funcs, self.reward_func_names)
-        check_finite(values, calculate)
-        return values
+        args, rows = self.args, batch.training_rows
+        chosen = self.kept_rows.rows_to_score(rows, batch.is_kept, self.beta)
+        is_corrected = self.use_vllm and args.vllm_importance_sampling_correction
+        is_aligned = args.gradient_accumulation_steps % (args.steps_per_generation * self.num_iterations) == 0
+        in_rewards = args.kl_placement == "reward" and self.beta != 0.0  # they are compared before the update
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
+            if not is_aligned or is_corrected or in_rewards:
+                output["old_per_token_logps"] = self._log_probs(self.model, output, chosen)
+            if is_corrected:
+                self.add_metrics(weigh_mismatch(output, rows, args))
+                unit = args.importance_sampling_unit or args.vllm_importance_sampling_mode.partition("_")[0]
+                self.add_metrics(mismatch_statistics(output, unit=unit, accelerator=self.accelerator))
+            if self.beta == 0.0:
+                return
+            if self.ref_model is not None:
+                output["ref_per_token_logps"] = self._log_probs(self.ref_model, output, chosen)
+                return
+            policy = self.accelerator.unwrap_model(self.model)  # without its adapter, or with the one it began with
+            with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
+                output["ref_per_token_logps"] = self._log_probs(self.model, output, chosen)
 
-    def _advantages(self, output: dict[str, Any], played: PlayedBatch) -> dict[str, torch.Tensor]:
+    def _log_probs(self, model: Any, output: dict[str, Any], chosen: list[int] | None) -> torch.Tensor:
+        """(R, T) a model's log-probs of the completions; 0 in rows that are not among the chosen ones."""
+        size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+        ids, mask = whole_rows(output)
+        num_tokens = output["completion_ids"].shape[1]
+        score = self._get_per_token_logps_and_entropies
+        if chosen is None:
+            return score(model, ids, mask, num_tokens, batch_size=size)[0]
+        some = score(model, ids[chosen], mask[chosen], num_tokens, batch_size=size)[0]
+        log_probs = some.new_zeros(len(ids), num_tokens)
+        log_probs[chosen] = some
+        return log_probs
+
+    def _advantages(self, output: dict[str, Any], batch: RolloutBatch) -> dict[str, torch.Tensor]:
         """Tensors to put into TRL's batch: `advantages`, (R, T), 0 outside the estimator's mask."""
-        credit, mask = self._estimate(output, played)
-        advantages, mask = (played.training_rows.to_rows(x, output["tool_mask"]) for x in (credit.advantages, mask))
+        credit, mask = self._estimate(output, batch)
+        advantages, mask = (batch.training_rows.to_rows(x, output["tool_mask"]) for x in (credit.advantages, mask))
         if not self.args.loss_mask:  # observation tokens have the advantage of the action token before them
             advantages = carry_forward(advantages, mask) * output["tool_mask"]
         return {"advantages": advantages}
 
     def _estimate(
-        self, output: dict[str, Any], played: PlayedBatch, **critic: torch.Tensor | None
+        self, output: dict[str, Any], batch: RolloutBatch, **critic: torch.Tensor | None
     ) -> tuple[Credit, torch.Tensor]:
-        """This rank's part of the estimator's result, over time (`training_rows.py`), and the (B, T) mask that it saw.
+        """This rank's part of the estimator's result, over time (`TrainingRows`), and the (B, T) mask that it saw.
 
         Args:
             output: TRL's batch.
-            played: B trajectories.
+            batch: B trajectories.
             critic: `values` (B, T) and `bootstrap_values` (B,), for estimators with a critic.
         """
-        mask = played.training_rows.to_time(output["completion_mask"])
+        mask = batch.training_rows.to_time(output["completion_mask"])
         if self.args.advantage_mask:
-            mask = batch_trajectories(played.trajectories, length=mask.shape[1]).to(mask.device).action_mask
-        mask = mask.bool() & played.in_loss.unsqueeze(1)  # (B, T)
+            mask = batch_trajectories(batch.trajectories, length=mask.shape[1]).to(mask.device).action_mask
+        mask = mask.bool() & batch.in_loss.unsqueeze(1)  # (B, T)
         credit, metrics = self.credit.estimate(
-            played.trajectories,
+            batch.trajectories,
             mask=mask,
-            in_baseline=played.in_baseline,
+            in_baseline=batch.in_baseline,
             group_size=self._group_size,
             progress=self.state.global_step / max(1, self.state.max_steps),
-            kl_rewards=self._kl_rewards(output, mask, played.training_rows),
-            is_kept=output.get(IS_KEPT),
+            kl_rewards=self._kl_rewards(output, mask, batch.training_rows),
+            is_kept=batch.is_kept,
             **critic,
         )
-        self._add_metrics(metrics)
+        self.add_metrics(metrics)
         return credit, mask
 
     def _kl_rewards(self, output: dict[str, Any], mask: torch.Tensor, rows: TrainingRows) -> torch.Tensor | None:
         """(B, T) -beta * k1 on the estimator's positions; None with the KL term in the loss."""
         if self.args.kl_placement == "loss" or self.beta == 0.0:
             return None
-        if output.get("old_per_token_logps") is None:  # TRL leaves them out where its own loss can do without
-            with torch.no_grad():
-                num_tokens = output["completion_mask"].shape[1]
-                output["old_per_token_logps"], *_ = self._get_per_token_logps_and_entropies(
-                    self.model, *whole_rows(output), num_tokens, batch_size=self.args.per_device_train_batch_size
-                )
         old, reference = (rows.to_time(output[f"{name}_per_token_logps"]) for name in ("old", "ref"))
         penalties, mean_kl = self.credit.kl_penalties(old, reference, mask, beta=self.beta)
-        self._add_metrics({"kl": mean_kl})
+        self.add_metrics({"kl": mean_kl})
         return penalties
 
     # ---------------------------------------------------------------- metrics, records
 
-    def _log_and_record(self, trajectories: list[Trajectory], output: dict[str, Any]) -> None:
-        mode, size = self._mode, self._group_size
-        correct_trl_logs(self._metrics[mode], self._logs, trajectories, output, self.args, self.accelerator, size)
+    def _log_rollout(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
+        log_rewards(self, batch, output)
         if self.model.training:
-            metrics, num_tokens = gather_metrics(trajectories, group_size=size)
+            metrics, num_tokens = gather_metrics(batch.trajectories, group_size=self._group_size)
             self.state.num_input_tokens_seen += num_tokens
-            self._add_metrics(metrics)
-            self.learning.take(trajectories, step=self.state.global_step + 1, group_size=size)
-            if self.echo_signals is not None:
-                self.echo_signals.take(trajectories, size, self.resampling.replaced, output.get(IS_KEPT))
-        else:
+            self.add_metrics(metrics)
+        self._metrics[self._mode]["num_tokens"] = [self.state.num_input_tokens_seen]
+
+    def _record(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
+        mode, trajectories = self._mode, batch.trajectories
+        if not self.model.training:
             trajectories = self.evaluation.take(trajectories, rank=self.accelerator.process_index)
-        self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
         if self.store is None:
             return
-        for trajectory, row in zip(trajectories, output["advantages"].tolist(), strict=False):
+        advantages = batch.training_rows.to_time(output["advantages"]).tolist()
+        for trajectory, row in zip(trajectories, advantages, strict=False):
             trajectory.advantages = row[: len(trajectory.completion_ids)]
         # A rollout has the number of the first step that trains on it, under which its metrics are logged.
         step = self.state.global_step + (1 if self.model.training else 0)
-        self.store.write(step, [*trajectories, *self.resampling.replaced], split=mode)
+        self.store.write(step, [*trajectories, *batch.replaced], split=mode)
         if self.store.num_lost:
             self._metrics[mode]["recording/lost_trajectories"] = [self.store.num_lost]
+
+    # ---------------------------------------------------------------- the loss
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """TRL's, over all passes of a micro-batch; in training NaN with all gradients if anything is not finite.
+
+        Of several passes (`max_tokens_per_micro_batch`) all but the last are backpropagated when this returns.
+        """
+        compute_loss = super().compute_loss
+        if self.env_factory is None:
+            return compute_loss(model, inputs, *args, **kwargs)
+
+        def loss_of(one: dict[str, Any]) -> torch.Tensor:
+            given = for_own_loss(one, self) if is_own_loss(self._compute_loss) else one
+            loss = compute_loss(model, given, *args, **kwargs)
+            return self.kept_rows.weigh(self.features.check_loss(loss, one), one) if self.model.training else loss
+
+        if PASSES not in inputs:
+            return loss_of(inputs)
+        self._metrics["train"]["update/passes"].append(float(len(inputs[PASSES])))
+        return run_passes(loss_of, model, inputs[PASSES], self.accelerator)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """TRL's loss, plus the user's terms; a KL term that stands in the rewards does not enter it a second time."""
+        mask, scored = loss_masks(inputs)  # (B, T)
+        if self.env_factory is not None:  # a loss around this one may have been given other advantages, or given them
+            inputs = neutral_outside({**inputs, "advantages": advantages_of(inputs)}, mask)
+        scale, weighted_beta = policy_weights(inputs, self)
+        plan, entropy_scale = self.layout.plan_of(inputs), float(inputs.get("micro_batch_scale", 1.0))
+        beta, self._loss_pass = self.beta, LossPass(mask, scored, entropy_scale, plan)
+        entropy_control = self.entropy_coef, self._last_world_entropy
+        in_rewards = self.env_factory is not None and self.args.kl_placement == "reward"
+        self.beta = 0.0 if in_rewards else weighted_beta  # TRL reads it here, and elsewhere for the reference
+        try:
+            weighted = {**inputs, "advantages": inputs["advantages"] * scale}
+            if self.env_factory is not None and is_own_loss(super()._compute_loss):
+                weighted = for_own_loss(weighted, self)
+            loss = super()._compute_loss(model, weighted)
+            self._take_back_entropy_control(*entropy_control)
+            if self.env_factory is not None and not self._has_loss(plan, mask):
+                drop_token_means(self._metrics[self._mode], in_rewards=in_rewards)
+            is_extended = type(self).extra_loss is not MultiTurnTrainer.extra_loss
+            for name, own in {"extra_loss": is_extended and self.extra_loss, "loss_term": self.args.loss_term}.items():
+                if own:
+                    term, metrics = self._loss_pass.extra_term(name, own, inputs, self.accelerator)
+                    self.add_metrics(metrics)
+                    loss = loss + term / self._normaliser(inputs["num_items_in_batch"])
+            must_skip = self.env_factory is not None and self.kept_rows.must_skip(inputs)
+            return self._loss_pass.reaching(loss) if must_skip else loss
+        finally:
+            self.beta, self._loss_pass = beta, None
+
+    def _has_loss(self, plan: Plan | None, mask: torch.Tensor) -> bool:
+        """Whether a token of the micro-batch is in the policy's loss, on any rank as far as all of them can ask.
+
+        Args:
+            plan: None in an evaluation, and where a subclass has put other masks into a micro-batch of this rank.
+            mask: (B, T) tokens in the loss.
+        """
+        if plan is not None:
+            return plan.has_loss
+        if self.model.training:  # the other ranks may have plans: nobody would answer a collective call
+            return bool(mask.any())
+        return bool(self.accelerator.reduce(mask.sum(), reduction="sum"))
+
+    def _take_back_entropy_control(self, coefficient: float, entropy: float) -> None:
+        """Leave TRL's adaptive entropy bonus as it was before a step that is skipped.
+
+        To TRL the entropy of a step without tokens is 0, and that of numbers that are not finite NaN.
+        """
+        if self.env_factory is None or self._last_world_entropy > 0:
+            return
+        self.entropy_coef, self._last_world_entropy = coefficient, entropy
+        if values := self._metrics["train"].get("entropy_coef"):
+            values[-1] = coefficient
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> tuple:
+        """TRL's log-probs and entropies, (B, T) each; in the loss, 0 outside its mask."""
+        loss_pass = self._loss_pass
+        if self.layout.is_packed:
+            scored = attention_mask[:, -logits_to_keep:] if loss_pass is None else loss_pass.scored
+            size: int | None = kwargs.get("batch_size") or len(input_ids)
+            size = self.layout.scoring_size(size) if loss_pass is None else size
+            rows = (model, input_ids, attention_mask, scored)
+            plan = None if loss_pass is None else loss_pass.plan
+            both: Any = self.layout.log_probs(*rows, accelerator=self.accelerator, batch_size=size, plan=plan)
+            result: tuple = (*both, None)
+        else:
+            result = super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
+        if loss_pass is not None:
+            if self.env_factory is not None:
+                result = (*loss_pass.masked(*result[:2]), *result[2:])
+            loss_pass.take(*result[:2])
+            self._watch_values("log_probs", result[0], loss_pass.mask)
+        return result
+
+    def extra_loss(self, inputs: dict[str, Any], log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+        """A loss term of your own: override this method in a subclass. (`loss_term` takes a function instead.)
+
+        The trainer divides what it returns by the number of loss tokens in the whole optimizer step, on all ranks, and
+        adds it to the policy loss. A sum over tokens therefore means the same in every layout, on any number of ranks.
+
+        Args:
+            inputs: TRL's micro-batch of B rows: `advantages` (B, T), `completion_ids` (B, T), `old_per_token_logps`
+                (B, T) or None, `trajectory_rewards` (B,), what the trajectory of each row has earned in all (0 if it
+                is outside the baseline), and so on.
+            log_probs: (B, T) the policy's log-probs of the completion tokens, with gradients; 0 outside `mask`.
+            mask: (B, T) bool, the tokens that enter the loss.
+
+        Returns:
+            A scalar, the term summed over the tokens of `mask`; None for no term.
+        """
+        return None
+
+    def _normaliser(self, num_tokens: torch.Tensor) -> torch.Tensor:
+        """What a micro-batch's sum over tokens is divided by, so that an optimizer step is a mean over its tokens.
+
+        Args:
+            num_tokens: of the generation batch, on all ranks.
+        """
+        normaliser = num_tokens.clamp(min=1.0) / self.accelerator.num_processes
+        if self.model.training:  # in evaluation the batch is neither split nor accumulated
+            normaliser = normaliser * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        return normaliser
+
+    def _watch_values(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
+        """Show the features what the forward pass of a micro-batch gave, (B, T) like its mask."""
+        if self.env_factory is not None and self.model.training:
+            self.features.call("on_values", name, values, mask)
+
+    # ---------------------------------------------------------------- the optimizer step
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        return None if self._lacks_gradient(model, norm) else norm
+
+    def _lacks_gradient(self, model: Any, *norms: Any) -> bool:
+        """Whether the optimizer step has nothing to train on; one that a feature skips moves no weight."""
+        self.last_norms = norms
+        return self.env_factory is not None and self.kept_rows.end_step(self, model, norms)
+
+    def _get_learning_rate(self) -> float:
+        """That of the optimizer step just made."""
+        rate = super()._get_learning_rate()
+        return rate if self.env_factory is None else rate * self.features.learning_rate_factor
+
+    # ---------------------------------------------------------------- where the run stands
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    @property
+    def _group_size(self) -> int:
+        """Rows of one prompt."""
+        return self.num_generations if self.model.training else self.num_generations_eval
+
+    @property
+    def _reward_table(self) -> dict[str, Any]:
+        """TRL's reward functions, their names and weights."""
+        weights = self.reward_weights.tolist()
+        return {"functions": self.reward_funcs, "names": self.reward_func_names, "weights": weights}
+
+    def _position(self) -> Position:
+        return Position(
+            micro_step=self._step,
+            optimizer_step=self.state.global_step,
+            num_micro_steps=self.state.max_steps * self.args.gradient_accumulation_steps,
+            group_size=self._group_size,
+            is_training=self.model.training,
+            first_row=0 if self.model.training else self.evaluation.first_row,
+        )
+
+    def add_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Log the mean of each metric over the rollouts until the next log."""
+        for name, value in metrics.items():
+            self._metrics[self._mode][name].append(value)

@@ -20,11 +20,13 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = "_run.lock"
 """Says who trains: process, host and start. The system frees the lock when the process ends, however it ends."""
 EVALUATION_LOCK_FILE = "_eval.lock"
-"""The same of an evaluation, which may write to the directory of a run that goes on."""
+"""Lock of an evaluation, which may write to the directory of a run that goes on."""
 
 
 class OutputInUseError(CheckpointError):
     """Another run writes to `output_dir`; when it has ended, the same command succeeds."""
+
+    exit_code = 3
 
 
 @contextlib.contextmanager

@@ -29,10 +29,8 @@ from agent_r1_trl.critic import (
     set_detached,
 )
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
-from agent_r1_trl.publishing.sections import AGENT_R1
 from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
-from agent_r1_trl.trainers.nonfinite import VALUES
-from agent_r1_trl.trainers.played import PlayedBatch
+from agent_r1_trl.trainers.paper import AGENT_R1
 from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
 from agent_r1_trl.trainers.ppo_optimizer import (
     SyncPolicyCallback,
@@ -43,7 +41,7 @@ from agent_r1_trl.trainers.ppo_optimizer import (
     policy_rate_at_zero,
     split_by_role,
 )
-from agent_r1_trl.trainers.training_rows import TrainingRows
+from agent_r1_trl.trainers.rollout_batch import RolloutBatch, TrainingRows
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import loss_masks, whole_rows, with_one_more
 from agent_r1_trl.update.layout import UpdateLayout
@@ -99,13 +97,13 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
 
     # ---------------------------------------------------------------- values and advantages
 
-    def _advantages(self, output: dict[str, Any], played: PlayedBatch) -> dict[str, torch.Tensor]:
+    def _advantages(self, output: dict[str, Any], batch: RolloutBatch) -> dict[str, torch.Tensor]:
         self._refresh_critic()  # TRL's reference pass froze the critic's adapter
-        rows, places = played.training_rows, output["completion_mask"]
-        privileged = self._privileged_columns(output, [played.rows[index] for index in rows.index])
-        values, bootstrap = self._old_values({**output, **privileged}, played.trajectories, rows)
+        rows, places = batch.training_rows, output["completion_mask"]
+        privileged = self._privileged_columns(output, [batch.rows[index] for index in rows.index])
+        values, bootstrap = self._old_values({**output, **privileged}, batch.trajectories, rows)
         in_time = rows.to_time(values)
-        credit, mask = self._estimate(output, played, values=in_time, bootstrap_values=bootstrap)
+        credit, mask = self._estimate(output, batch, values=in_time, bootstrap_values=bootstrap)
         assert credit.returns is not None
         self._log_values(in_time, credit.returns, mask)
         return {
@@ -231,7 +229,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
             "return_std": returns[is_kept].std(correction=0),
             "explained_variance": explained_variance(values, returns, is_kept),
         }
-        self._add_metrics({f"critic/{name}": value.item() for name, value in metrics.items()})
+        self.add_metrics({f"critic/{name}": value.item() for name, value in metrics.items()})
 
     # ---------------------------------------------------------------- loss
 
@@ -240,7 +238,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         policy_loss = super()._compute_loss(collector, inputs)
         values = collector.values
         mask = inputs["value_mask"]
-        self._watch_numbers(VALUES, values, mask)
+        self._watch_values("values", values, mask)
         total, num_clipped = value_loss(
             values, inputs["old_values"], inputs["returns"], mask, cliprange_value=self.args.cliprange_value
         )
@@ -259,7 +257,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Also logs the value loss since the last time, over the tokens of all ranks and micro-batches."""
-        self._add_metrics(self._take_value_metrics())
+        self.add_metrics(self._take_value_metrics())
         super().log(logs, start_time)
 
     def _take_value_metrics(self) -> dict[str, float]:
@@ -296,9 +294,9 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         if not clips_apart(self.accelerator):
             return super()._get_grad_norm(model, grad_norm)
         policy_norm, critic_norm = clip_by_role(model, self.args, self.accelerator)
-        if self._judge_step(model, policy_norm, critic_norm):
+        if self._lacks_gradient(model, policy_norm, critic_norm):
             return None
-        self._add_metrics({"critic/grad_norm": critic_norm.item()})
+        self.add_metrics({"critic/grad_norm": critic_norm.item()})
         if self.is_warming_up:
             drop_policy_gradients(model)
         return policy_norm

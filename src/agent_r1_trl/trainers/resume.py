@@ -19,6 +19,8 @@ from agent_r1_trl.update.micro_batches import PASSES
 
 ROLLOUT_STATE = "rollout_state_rank{rank}.pt"
 """File of each rank in a checkpoint."""
+VERSION = 2
+"""Version of its format."""
 
 
 SHAPE = (
@@ -39,33 +41,39 @@ class RolloutCheckpoint:
     Args:
         args: of the trainer.
         accelerator: of the trainer.
-        watches: objects by name whose `history()` is kept and given back to `restore_history`.
     """
 
-    def __init__(self, args: Any, accelerator: Any, watches: Mapping[str, Any] | None = None) -> None:
-        self._watches = watches or {}
+    def __init__(self, args: Any, accelerator: Any) -> None:
         self._accelerator = accelerator
         self._gradient_accumulation_steps = args.gradient_accumulation_steps
         self._steps_per_rollout = args.steps_per_generation * args.num_iterations
         self._settings = {"processes": accelerator.num_processes}
         self._settings |= {name: getattr(args, name) for name in (*SHAPE, *ROLLOUT)}
 
-    def save(self, folder: Path, step: int, buffered_inputs: Any) -> None:
+    def save(self, folder: Path, step: int, buffered_inputs: Any, features: Mapping[str, Any] | None = None) -> None:
         """Write this rank's file.
 
         Args:
             folder: of the checkpoint.
             step: number of micro-batches trained on.
             buffered_inputs: micro-batches of the last rollout; left out if they are all used up.
+            features: name -> state of this rank.
         """
         if step % self._steps_per_rollout == 0:
             buffered_inputs = None
         folder.mkdir(parents=True, exist_ok=True)
-        state = {"step": step, "buffered_inputs": buffered_inputs, "settings": self._settings}
-        state |= {name: watch.history() for name, watch in self._watches.items()}
+        state = {
+            "version": VERSION,
+            "step": step,
+            "buffered_inputs": buffered_inputs,
+            "settings": self._settings,
+            "features": dict(features or {}),
+        }
         torch.save(state, folder / ROLLOUT_STATE.format(rank=self._accelerator.process_index))
 
-    def load(self, folder: Path, global_step: int, *, with_new_rollout: bool = False) -> tuple[int, Any]:
+    def load(
+        self, folder: Path, global_step: int, *, features: Any = None, with_new_rollout: bool = False
+    ) -> tuple[int, Any]:
         """`step` and `buffered_inputs` as they were saved. All ranks must call it.
 
         A checkpoint of another trainer has no such file: then there is no rollout, and the next step begins with one.
@@ -73,6 +81,7 @@ class RolloutCheckpoint:
         Args:
             folder: of the checkpoint.
             global_step: optimizer steps that the run has made.
+            features: `Callbacks`, which get their states.
             with_new_rollout: read no file.
 
         Raises:
@@ -94,9 +103,8 @@ class RolloutCheckpoint:
             )
         if state is None:
             return global_step * self._gradient_accumulation_steps, None
-        for name, watch in self._watches.items():
-            if name in state:  # not in a checkpoint of an earlier version
-                watch.restore_history(state[name])
+        if features is not None:
+            features.load_state_dict(state["features"])
         return state["step"], state["buffered_inputs"]
 
     def _read(self, folder: Path) -> dict[str, Any] | None:
@@ -107,11 +115,16 @@ class RolloutCheckpoint:
         path = own if own in others else others[0]
         try:
             state = torch.load(path, map_location=self._accelerator.device, weights_only=True)
-            saved = state["settings"]
+            saved, version = state["settings"], state.get("version")
         except Exception as error:  # whatever torch finds in half a file
             raise ValueError(
                 f"{path.name} is damaged ({type(error).__name__}). Resume from an earlier checkpoint"
             ) from error
+        if version != VERSION:
+            raise ValueError(
+                f"{path.name} has format {version or 1}, and this version of agent-r1-trl reads {VERSION}. Resume "
+                "with the version that wrote it"
+            )
         has_rollout = state["buffered_inputs"] is not None
         names = ("processes", *SHAPE, *(ROLLOUT if has_rollout else ()))
         changed = [name for name in names if saved.get(name) != self._settings[name]]
@@ -146,7 +159,7 @@ def check_has_reference(folder: Path, buffered_inputs: Any, args: Any, *, beta: 
         raise CheckpointError(
             f"resume_from_checkpoint={str(folder)!r}: its rollout under way was scored without the reference, after "
             f"the echo guard's 'clip' had switched the KL term off, and this run has beta={beta}. Start it with "
-            "'clip' in echo_actions and echo_dry_run: false, or set resume_without: [rollout]: the run then goes on "
+            "'clip' in echo.actions and echo.dry_run: false, or set resume_without: [rollout]: the run then goes on "
             "from its weights and its optimizer with a new rollout."
         )
 

@@ -7,23 +7,31 @@ its action tokens enter the loss (`agent_r1_trl.trajectory` defines both).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import logging
 import math
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather
 
+from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.environments.factory import EnvForm
 from agent_r1_trl.environments.reward_values import finite_number
+from agent_r1_trl.objects import locate_error
+from agent_r1_trl.tools.base import is_async_callable
+from agent_r1_trl.tools.faults import InfrastructureError, is_infrastructure_error
 from agent_r1_trl.tools.pool import prepare_thread
 from agent_r1_trl.tools.signature import unwrap_partial
-from agent_r1_trl.trainers.agreement import raised_everywhere
+from agent_r1_trl.trainers.agreement import raise_everywhere, raised_everywhere
 from agent_r1_trl.trainers.config import MultiTurnConfig
-from agent_r1_trl.trainers.played import PlayedBatch
+from agent_r1_trl.trainers.rollout_batch import RolloutBatch
 from agent_r1_trl.trajectory import Trajectory
 
 
@@ -94,7 +102,7 @@ class Rewards:
         ]
 
     def place_on_turns(self, trajectories: Sequence[Trajectory], rows: Sequence[dict[str, Any]]) -> None:
-        """Before TRL calls its reward functions: the penalty for truncation, and the user's rewards for turns."""
+        """Before the reward functions: the penalty for truncation, and the user's rewards for turns."""
         if self.truncated_trajectories == "penalise":
             penalise_truncated(trajectories, self.truncation_penalty)
         with raised_everywhere():
@@ -110,7 +118,7 @@ class Rewards:
         names: Sequence[str],
         weights: Sequence[float],
     ) -> None:
-        """After TRL has called its reward functions: their weighted values become part of the outcomes.
+        """After the reward functions: their weighted values become part of the outcomes.
 
         Args:
             trajectories: B of them.
@@ -133,36 +141,21 @@ class Rewards:
             return False
         return not (trajectory.stop_reason.is_truncated and self.truncated_trajectories == "mask")
 
-    def settle(
-        self,
-        played: PlayedBatch,
-        *,
-        functions: Sequence[Callable],
-        names: Sequence[str],
-        weights: Sequence[float],
-        group_size: int,
-    ) -> None:
-        """After TRL has called its reward functions: place their values, and say which rows count where.
-
-        All ranks must call it.
+    def resolve_members(self, batch: RolloutBatch, group_size: int) -> None:
+        """Say which trajectories are in the baseline, and which in the loss. All ranks must call it.
 
         Args:
-            played: with its `reward_values`; gets `in_baseline` and `in_loss`.
-            functions: as for `place_on_outcomes`, like `names` and `weights`.
-            names: of the functions.
-            weights: of the functions.
+            batch: whose values are part of the outcomes; gets `in_baseline` and `in_loss`.
             group_size: trajectories of one prompt, which are consecutive rows; 1 where groups do not matter.
         """
-        trajectories, values = played.trajectories, played.reward_values
+        trajectories, device = batch.trajectories, batch.reward_values.device
         for trajectory in trajectories:
-            trajectory.is_group_too_small = False  # may have been settled before, with other members
-        if not played.has_outcomes:
-            self.place_on_outcomes(trajectories, values, functions=functions, names=names, weights=weights)
-        played.in_baseline = leave_small_groups(
-            trajectories, in_baseline(trajectories, values.device), group_size, min(self.min_group_size, group_size)
+            trajectory.is_group_too_small = False  # may have been so before, with other members
+        batch.in_baseline = leave_small_groups(
+            trajectories, in_baseline(trajectories, device), group_size, min(self.min_group_size, group_size)
         )
         trained = [self.in_loss(item) and bool(item.completion_ids) for item in trajectories]
-        played.in_loss = played.in_baseline & torch.tensor(trained, device=values.device)
+        batch.in_loss = batch.in_baseline & torch.tensor(trained, device=device)
 
 
 def in_baseline(trajectories: Sequence[Trajectory], device: torch.device) -> torch.Tensor:
@@ -231,7 +224,9 @@ def add_turn_rewards(
         For each trajectory whether any of the functions scored it.
 
     Raises:
-        ValueError: the shape does not fit, or a value is not a finite number; names the function and the trajectory.
+        RewardError: a function raised, the shape does not fit, or a value is not a finite number; names the function
+            and the trajectory.
+        InfrastructureError: what is behind a function is down.
     """
     if not trajectories:  # of this rank, in a rollout that replaces some
         return []
@@ -241,12 +236,19 @@ def add_turn_rewards(
     for function, weight in zip(functions, weights, strict=True):
         unwrapped = unwrap_partial(function)
         name = getattr(unwrapped, "__name__", type(unwrapped).__name__)
-        values = function(trajectory=list(trajectories), **columns)
-        if inspect.isawaitable(values):
-            values = _wait_for(values)
+
+        def call(first: int, last: int, function: Callable = function) -> Any:
+            rows = {column: items[first:last] for column, items in columns.items()}
+            return wait_for(function(trajectory=list(trajectories[first:last]), **rows))
+
+        try:
+            values = call(0, len(trajectories))
+        except Exception as error:
+            given = ["trajectory", *columns]
+            raise reward_failure(error, f"turn_reward_funcs: {name}", trajectories, call, given) from error
         if not hasattr(values, "__len__") or len(values) != len(trajectories):
             returned = f"{len(values)} lists" if hasattr(values, "__len__") else repr(values)
-            raise ValueError(
+            raise RewardError(
                 f"turn_reward_funcs: {name} returned {returned} for {len(trajectories)} trajectories. Return one list "
                 "per trajectory."
             )
@@ -257,20 +259,10 @@ def add_turn_rewards(
     return is_scored
 
 
-def _wait_for(awaitable: Any) -> Any:
-    """The result of an async function, also where this thread runs an event loop (a notebook)."""
-
-    async def result() -> Any:
-        return await awaitable
-
-    with ThreadPoolExecutor(1, initializer=prepare_thread) as pool:
-        return pool.submit(asyncio.run, result()).result()
-
-
 def _add(trajectory: Trajectory, per_turn: Sequence[float | None], *, weight: float, name: str) -> None:
     if not hasattr(per_turn, "__len__") or len(per_turn) != len(trajectory.turns):
         returned = f"{len(per_turn)} values" if hasattr(per_turn, "__len__") else repr(per_turn)
-        raise ValueError(
+        raise RewardError(
             f"turn_reward_funcs: {name} returned {returned} for {trajectory!r}. Return one value per turn "
             "(`trajectory.turns`), None for no reward."
         )
@@ -279,9 +271,243 @@ def _add(trajectory: Trajectory, per_turn: Sequence[float | None], *, weight: fl
             continue
         number = finite_number(value)
         if number is None:
-            raise ValueError(
+            raise RewardError(
                 f"turn_reward_funcs: {name} returned {value!r} for {trajectory!r}. Return finite numbers, or None for "
                 "no reward."
             )
         turn.reward += weight * number
         turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + weight * number
+
+
+class RewardCalls:
+    """The reward functions of one batch.
+
+    A function that raises, or returns what is no reward, counts as one that scores nothing until TRL has gathered the
+    values of all ranks; only then is the error raised.
+
+    Args:
+        trajectories: this rank's n, in data order.
+        num_rows: of TRL's call, n or more: ranks that score fewer trajectories than others repeat a row, which the
+            functions do not get to see.
+    """
+
+    def __init__(self, trajectories: Sequence[Trajectory], num_rows: int) -> None:
+        self._trajectories = trajectories
+        self._num_rows = num_rows
+        self._error: Exception | None = None
+        """The first one."""
+
+    @contextlib.contextmanager
+    def checked(self, trainer: Any) -> Iterator[None]:
+        """While it lasts, the trainer's `reward_funcs` are checked ones. Reward models stay as they are."""
+        functions = trainer.reward_funcs
+        trainer.reward_funcs = [
+            self._check(function, name) for function, name in zip(functions, trainer.reward_func_names, strict=True)
+        ]
+        try:
+            yield
+        finally:
+            trainer.reward_funcs = functions
+
+    def settle(self, values: torch.Tensor, functions: Sequence[Any], names: Sequence[str]) -> None:
+        """Raise on all ranks what was found on any. All ranks must call it.
+
+        Args:
+            values: (B, F) of this rank, as TRL holds them.
+            functions: F of them; the values of those that are models are checked here.
+            names: of the functions.
+
+        Raises:
+            RewardError: a function raised, or returned what is no reward; names the function and the trajectory.
+            InfrastructureError: what is behind a function is down.
+        """
+        for column, (function, name) in enumerate(zip(functions, names, strict=True)):
+            if isinstance(function, torch.nn.Module):
+                self._read(values[:, column].tolist(), name)
+        raise_everywhere(self._error)
+
+    def _check(self, function: Any, name: str) -> Any:
+        if isinstance(function, torch.nn.Module):
+            return function
+        if is_async_callable(function):
+
+            async def call(**kwargs: Any) -> list[float | None]:
+                try:
+                    returned = await function(**self._rows(kwargs)) if self._trajectories else []
+                    return self._filled(self._read(returned, name))
+                except Exception as error:
+                    return self._filled(self._explain(error, function, name, kwargs))
+
+        else:
+
+            def call(**kwargs: Any) -> list[float | None]:  # type: ignore[misc]
+                try:
+                    returned = function(**self._rows(kwargs)) if self._trajectories else []
+                    return self._filled(self._read(returned, name))
+                except Exception as error:
+                    return self._filled(self._explain(error, function, name, kwargs))
+
+        return call
+
+    def _explain(self, error: Exception, function: Any, name: str, kwargs: dict[str, Any]) -> list[float | None]:
+        def call(first: int, last: int) -> Any:
+            return function(**self._rows(kwargs, first, last))
+
+        return self._fail(reward_failure(error, f"reward_funcs: {name}", self._trajectories, call, kwargs))
+
+    def _rows(self, kwargs: dict[str, Any], first: int = 0, last: int | None = None) -> dict[str, Any]:
+        """A function's arguments for some trajectories, never with the rows that fill up the call."""
+        rows = slice(first, len(self._trajectories) if last is None else last)
+        return {
+            name: value[rows] if isinstance(value, list) and len(value) == self._num_rows else value
+            for name, value in kwargs.items()
+        }
+
+    def _filled(self, values: list[float | None]) -> list[float | None]:
+        return values + [0.0] * (self._num_rows - len(values))
+
+    def _read(self, returned: Any, name: str) -> list[float | None]:
+        """One number or None per trajectory."""
+        try:
+            values = [] if isinstance(returned, dict) else list(returned)
+        except TypeError:  # no iterable, as a single number and None
+            values = []
+        count = len(self._trajectories)
+        if len(values) != count:
+            found = f"{len(values)} values" if values else f"{returned!r:.100}"
+            return self._fail(
+                RewardError(
+                    f"reward_funcs: {name} returned {found} for {count} trajectories. Return one number per "
+                    "trajectory, in a list."
+                )
+            )
+        return [self._number(*pair, name) for pair in zip(self._trajectories, values, strict=True)]
+
+    def _number(self, trajectory: Trajectory, value: Any, name: str) -> float | None:
+        if value is None or trajectory.stop_reason.is_infrastructure_failure:  # which earns nothing
+            return None
+        number = finite_number(value)
+        if number is None:
+            self._fail(
+                RewardError(
+                    f"reward_funcs: {name} returned {value!r:.100} for {trajectory!r}. Return finite numbers (of "
+                    "float32's range), or None for a trajectory that is not scored."
+                )
+            )
+        return number
+
+    def _fail(self, error: Exception) -> list[float | None]:
+        self._error = self._error or error
+        return [None] * len(self._trajectories)
+
+
+def reward_failure(
+    error: Exception,
+    function: str,
+    trajectories: Sequence[Trajectory],
+    call: Callable[[int, int], Any],
+    names: Iterable[str],
+) -> Exception:
+    """The error that a raising reward function is reported with: one line, with the place and an example.
+
+    Args:
+        error: what it raised for all trajectories.
+        function: its name, after the setting that it stands in.
+        trajectories: at least one.
+        call: calls it for those from the first index up to the second; asked for halves, until one is left.
+        names: of its arguments.
+
+    Returns:
+        An InfrastructureError if what the function needs is down, else a RewardError.
+    """
+    said = f"{function} raised {locate_error(error)}."
+    place = traceback.extract_tb(error.__traceback__)[-1].filename
+    if isinstance(error, TypeError) and Path(place).parent == Path(__file__).parent:  # in our call
+        given = ", ".join(sorted(names))
+        failure: Exception = RewardError(
+            f"{function} cannot be called: {error}. It gets {given}. Name those that it needs, and take the others as "
+            "**columns."
+        )
+    elif is_infrastructure_error(error, has_backend=True):
+        failure = InfrastructureError(said)
+    else:
+
+        def raises(first: int, last: int) -> bool:
+            try:
+                wait_for(call(first, last))
+            except Exception as again:
+                return type(again) is type(error)
+            return False
+
+        first, last = 0, len(trajectories)
+        while last - first > 1:
+            middle = (first + last) // 2
+            first, last = (first, middle) if raises(first, middle) else (middle, last)
+        culprit = trajectories[first]
+        where = f"It was in example {culprit.example_id!r}, generation {culprit.generation}."
+        if not raises(first, last):
+            where = f"It was called for {len(trajectories)} trajectories, and raises for none of them alone."
+        failure = RewardError(f"{said} Correct the function. {where}")
+    failure.__cause__ = error
+    return failure
+
+
+def wait_for(value: Any) -> Any:
+    """The value, or the result of what is awaitable, also where this thread runs an event loop (a notebook)."""
+    if not inspect.isawaitable(value):
+        return value
+
+    async def result() -> Any:
+        return await value
+
+    with ThreadPoolExecutor(1, initializer=prepare_thread) as pool:
+        return pool.submit(asyncio.run, result()).result()
+
+
+def check_reward_values(values: Any, calculate: Any, shape: tuple[int, int]) -> None:
+    """Refuse what a subclass's `_calculate_rewards` returned in place of TRL's tensor.
+
+    Args:
+        values: what it returned.
+        calculate: the method.
+        shape: (N, F), trajectories of all ranks and reward functions.
+
+    Raises:
+        ValueError: names the method and what it returned.
+    """
+    found = f"shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
+    if found != f"shape {shape}":
+        raise ValueError(
+            f"{calculate.__qualname__} returned {found}. Return a tensor of shape {shape}: one finite number for each "
+            "trajectory of all ranks and each reward function, NaN for those that are not scored."
+        )
+
+
+def check_finite(values: torch.Tensor, calculate: Any) -> None:
+    """Refuse infinite rewards that no reward function returned; they are those of all ranks, so all of them raise."""
+    if values.isinf().any():
+        raise ValueError(f"{calculate.__qualname__} returned infinite rewards. Return finite numbers, NaN for none.")
+
+
+_UNSCORED = "All reward functions returned None"
+
+
+@contextlib.contextmanager
+def rows_not_logged() -> Iterator[None]:
+    """While it lasts, TRL's warning about a row that no reward function scored does not contain the row."""
+
+    def shorten(record: logging.LogRecord) -> bool:
+        if _UNSCORED in str(record.msg):
+            record.msg, record.args = (
+                f"{_UNSCORED} for at least one trajectory (None is also the reward of an infrastructure failure). It "
+                "is not in the baseline.",
+                (),
+            )
+        return True
+
+    logger = logging.getLogger("trl.trainer.grpo_trainer")
+    logger.addFilter(shorten)
+    try:
+        yield
+    finally:
+        logger.removeFilter(shorten)

@@ -6,46 +6,46 @@ trajectory (`agent_r1_trl.rollout`), which rows count and what they earn (`rewar
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from trl.models import unwrap_model_for_generation
 
 from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.environments.factory import users_environments
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
-from agent_r1_trl.generation import TransformersGenerator
+from agent_r1_trl.generation import SamplingParams, TransformersGenerator
 from agent_r1_trl.generation.base import Generator, as_generator
 from agent_r1_trl.generation.sync import sync_weights
 from agent_r1_trl.generation.vllm.build import build_vllm, check_vllm
-from agent_r1_trl.rollout import NothingPlayedError, RolloutLimits, RolloutRunner, context_length, rollout_requests
-from agent_r1_trl.rollout.probe import PROBE_TIMEOUT_S, RecordedCall, succeeds
-from agent_r1_trl.rollout.processes import marked_processes
+from agent_r1_trl.rollout import (
+    RolloutLimits,
+    RolloutRequest,
+    RolloutRunner,
+    context_length,
+    derive_seed,
+    rollout_requests,
+)
 from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
 from agent_r1_trl.rollout.thinking import format_options
 from agent_r1_trl.trainers.config import MultiTurnConfig
-from agent_r1_trl.trainers.failures import FailureWatch, gather_failures
-from agent_r1_trl.trainers.host_memory import release_free_memory
-from agent_r1_trl.trainers.journal import ReplayedRollout, TrainingJournal
-from agent_r1_trl.trainers.lookahead import Lookahead
-from agent_r1_trl.trainers.nonfinite import last_checkpoint
-from agent_r1_trl.trainers.played import PlayedBatch
-from agent_r1_trl.trainers.tool_watch import ToolWatch
-from agent_r1_trl.trainers.under_way import Position, Rollout
+from agent_r1_trl.trainers.rollout_batch import Position, RolloutBatch
+from agent_r1_trl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from agent_r1_trl.trainers.callbacks import Callbacks
 
 logger = logging.getLogger(__name__)
 
 CUT_TIMEOUT_S = 15.0
 """Seconds that environments have to close when a run is told to end: launchers kill 30 s after a signal."""
-ASK_TIMEOUT_S = PROBE_TIMEOUT_S + STOP_TIMEOUT_S
-"""Seconds after which a tool that is asked, and holds the event loop, is left alone."""
 
 
 class Rollouts:
@@ -65,6 +65,9 @@ class Rollouts:
         ValueError: the arguments ask for an engine that cannot run this policy.
     """
 
+    features: Callbacks
+    """Callbacks of the trainer, which sets them."""
+
     def __init__(
         self,
         args: MultiTurnConfig,
@@ -78,7 +81,7 @@ class Rollouts:
     ):
         self.args = args
         self.seed = args.seed
-        """Of the draws in training; a roll back takes another one (`echo_guard.py`)."""
+        """Seed of the draws in training; a rollback takes another one (`features/echo_trap/guard.py`)."""
         self.tokenizer = tokenizer
         self.env_factory = env_factory
         self._accelerator = accelerator
@@ -102,12 +105,10 @@ class Rollouts:
                 self._context_length,
             )
         self._temperature = args.temperature
-        self.upcoming: Rollout | ReplayedRollout | None = None
+        self.upcoming: Any = None
         """The next batch's rollout, played while the update trains on this one (`overlap_rollout`)."""
-        self.failures = FailureWatch(args.max_failure_share, args.failure_window)
-        self._is_cut = threading.Event()
-        rules = (args.max_tool_failure_rise, args.min_tool_calls, args.max_outage_wait)
-        self.tools = ToolWatch(*rules, ask=self._ask_tool, sleep=self._is_cut.wait)
+        self.is_cut = threading.Event()
+        """Set while the run is told to end."""
         self.synced_step = -1
         """Number of optimizer steps behind the generator's weights; -1 before the first sync."""
         self._generator = None if generator is None else as_generator(generator)
@@ -115,11 +116,6 @@ class Rollouts:
         self._window = Lookahead()
         self._is_stuck = False
         self._last: Rollout | None = None
-        self.choose_rows: Callable[[Sequence[dict[str, Any]], int], Sequence[dict[str, Any]]] = lambda rows, _: rows
-        """Given this rank's rows and the micro-step, the rows that are played in their place (`curriculum.py`)."""
-        self.together: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-        """Inside it, what one rank gets wrong is raised on all of them (`signals.py`)."""
-        self.journal = TrainingJournal(args, accelerator, self.chat.chat_template, env_factory)
 
     @property
     def limits(self) -> RolloutLimits:
@@ -131,9 +127,7 @@ class Rollouts:
 
     # ---------------------------------------------------------------- playing
 
-    def play(
-        self, rows: Sequence[dict[str, Any]], model: Any, position: Position
-    ) -> tuple[PlayedBatch, dict[str, float]]:
+    def play(self, rows: Sequence[dict[str, Any]], model: Any, position: Position) -> RolloutBatch:
         """Play one trajectory per row; with `overlap_rollout` they are under way already. `finish` must follow.
 
         A collective call where parameters are sharded: ZeRO-3 gathers them once, around the whole rollout.
@@ -144,52 +138,39 @@ class Rollouts:
             position: where the run stands.
 
         Returns:
-            The trajectories, and metrics of the rollout.
+            The trajectories, with metrics of the rollout.
 
         Raises:
-            NothingPlayedError: too many trajectories of the training have failed; lists the causes.
-            ToolOutageError: a tool was down for too long.
+            NothingPlayedError: a feature ends the run for what has failed; lists the causes.
             SyncError: generator and trainer give different log-probabilities after a weight sync.
         """
         start = time.perf_counter()
         if self.upcoming is not None:
             self.upcoming.wait()  # its generator must not change weights on the way
         gather = self.args.ds3_gather_for_generation and not self.args.use_vllm
-        discard = partial(self.journal.discard, position.micro_step, position.round)
         while True:
             with (
-                self.together(),
+                self.features.around_rollout(),
                 torch.no_grad(),
                 unwrap_model_for_generation(model, self._accelerator, gather_deepspeed3_params=gather) as policy,
             ):
                 metrics = self.sync(policy, position.optimizer_step)
                 if not position.round:
-                    self.journal.take_weights(policy, position)
+                    self.features.call("weights_synced", policy, position)
                 if self.upcoming is not None and position.is_training:
                     rollout, self.upcoming = self.upcoming, None
                 else:
                     rollout = self._start(rows, position.micro_step, position)
                     rollout.wait()
                 trajectories = rollout.trajectories
-            is_watched = position.is_training and not self.journal.is_replay
-            if not is_watched or not self.tools.has_outage(trajectories, rollout.requests, on_void=discard):
-                break  # else a tool was down, and the rollout is played anew
-        if not position.is_training and not self.journal.is_replay:
-            self.tools.note_evaluation(trajectories, rollout.requests)
-        played = PlayedBatch(list(rollout.rows), trajectories, rollout.environments)
-        if position.is_training:
-            metrics |= self.tools.metrics
-            failures = gather_failures(played.trajectories)
-            try:
-                self.failures.judge(failures, group_size=position.group_size)
-            except NothingPlayedError as error:
-                path = last_checkpoint(Path(self.args.output_dir), position.optimizer_step)
-                raise NothingPlayedError(f"{error} The last checkpoint is {path or 'not written yet'}.") from error
-        metrics["time/rollout_s"] = rollout.seconds
+            batch = RolloutBatch(list(rollout.rows), trajectories, rollout.environments, rollout.requests, position)
+            if not self.features.voids(batch):
+                break  # else it is sampled anew
+        batch.metrics = metrics | batch.metrics | {"time/rollout_s": rollout.seconds}
         if self.args.overlap_rollout:
-            metrics["time/wait_s"] = time.perf_counter() - start
-            metrics["sampling/staleness"] = position.optimizer_step - rollout.synced_step
-        return played, metrics
+            batch.metrics["time/wait_s"] = time.perf_counter() - start
+            batch.metrics["sampling/staleness"] = position.optimizer_step - rollout.synced_step
+        return batch
 
     def finish(self, position: Position) -> None:
         """The batch is played, what was replaced in it included: begin the next one, and leave memory to the update.
@@ -203,16 +184,9 @@ class Rollouts:
         if self._accelerator.device.type == "cpu":
             release_free_memory()
 
-    def _ask_tool(self, call: RecordedCall) -> bool:
-        if self._is_cut.is_set():
-            return False
-        with marked_processes():
-            asked = succeeds(call, self.env_factory, self.chat.truncate)
-            return self.runner.wait_for(asked, ASK_TIMEOUT_S, self._is_cut) is True
-
-    def _start(self, rows: Sequence[dict[str, Any]], micro_step: int, position: Position) -> Rollout | ReplayedRollout:
+    def _start(self, rows: Sequence[dict[str, Any]], micro_step: int, position: Position) -> Any:
         if position.is_training and not position.round:
-            rows = self.choose_rows(rows, micro_step)
+            rows = self.features.choose_rows(rows, micro_step)
         requests = rollout_requests(
             rows,
             first_row=position.first_row + self._accelerator.process_index * len(rows),
@@ -222,7 +196,8 @@ class Rollouts:
             round_number=position.round,
             places=position.places,
         )
-        replayed = self.journal.replay(requests, self.limits, micro_step, position.optimizer_step, position.round)
+        place = replace(position, micro_step=micro_step)
+        replayed = self.features.first("replay", requests, self.limits, place)
         if replayed is not None:
             replayed.rows = rows
             return replayed
@@ -231,13 +206,12 @@ class Rollouts:
         journal = None
         if position.is_training:
             self._check_temperature(params.temperature)
-            place = (micro_step, self.synced_step, position.round)
-            journal = self.journal.open(requests, self.runner.limits, params, *place)
+            journal = self.features.first("record", requests, self.runner.limits, params, place, self.synced_step)
         sampled_step = self.synced_step if journal is None else journal.optimizer_step
         rollout = Rollout(self.runner, requests, params, synced_step=sampled_step, journal=journal)
         rollout.rows = rows
         self._last = rollout
-        if self._is_cut.is_set():
+        if self.is_cut.is_set():
             rollout.cancel(CUT_TIMEOUT_S)
         return rollout
 
@@ -255,7 +229,7 @@ class Rollouts:
         Whoever waits for a rollout gets a `CancelledError`. The environments are closed when this returns, or have had
         `CUT_TIMEOUT_S` for it.
         """
-        self._is_cut.set()
+        self.is_cut.set()
         under_way = [rollout for rollout in (self._last, self.upcoming) if rollout is not None]
         self._is_stuck = not all([rollout.cancel(CUT_TIMEOUT_S) for rollout in under_way])
 
@@ -281,8 +255,7 @@ class Rollouts:
             self.upcoming.cancel()
             self.upcoming = None
         self.synced_step, self._last = -1, None
-        self._is_cut.clear()
-        self.journal.end_run()
+        self.is_cut.clear()
 
     @property
     def runner(self) -> RolloutRunner:
@@ -307,11 +280,11 @@ class Rollouts:
         Raises:
             SyncError: generator and trainer give different log-probabilities.
         """
-        if self.journal.is_replay:
+        if self.features.replaces_sampling:
             return {}
         if self._runner is None:
             generator = self._generator if self._generator is not None else self._build(policy)
-            generator.is_cut = self._is_cut
+            generator.is_cut = self.is_cut
             self._runner = RolloutRunner(
                 self.env_factory, generator, self.chat, self.limits, retry_failed=self.args.retry_failed
             )
@@ -351,3 +324,138 @@ class Rollouts:
         if not self._is_stuck:  # else its thread ends with the process
             self._runner.close()
         self._runner, self._is_stuck, self.synced_step = None, False, -1
+
+
+class Rollout:
+    """Trajectories that are being played, or have been.
+
+    Args:
+        runner: plays them.
+        requests: one per trajectory.
+        params: how tokens are drawn.
+        synced_step: number of optimizer steps behind the oldest weights that turns are sampled from.
+        journal: is told of every turn; None for nobody.
+    """
+
+    def __init__(
+        self,
+        runner: RolloutRunner,
+        requests: Sequence[RolloutRequest],
+        params: SamplingParams,
+        *,
+        synced_step: int,
+        journal: Any = None,
+    ):
+        self.synced_step = synced_step
+        self.requests = requests
+        self.rows: Sequence[dict[str, Any]] = [request.example for request in requests]
+        """Rows of the data set, one per trajectory."""
+        self.environments: list[Any] | None = None
+        """The trajectories' environments once they have ended, as `users_environments` gives them."""
+        self.seconds = 0.0
+        """Wall time from start to end."""
+        start = time.perf_counter()
+
+        def finish(_: Any) -> None:
+            self.seconds = time.perf_counter() - start
+            self.environments = users_environments(runner.environments, runner.env_factory)
+            self._has_ended.set()
+
+        self._has_ended = threading.Event()
+        self._runner = runner
+        self._future = runner.start(requests, params=params, journal=journal)
+        self._future.add_done_callback(finish)
+
+    def wait(self) -> None:
+        """Return when all trajectories have ended, well or not."""
+        try:
+            self._has_ended.wait()
+        except BaseException:  # KeyboardInterrupt: stop what is running
+            self.cancel()
+            raise
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """In the order of the requests.
+
+        Raises:
+            Exception: what an environment's author or a reward function got wrong; see `run_trajectory`.
+            CancelledError: it was cut.
+        """
+        return self._future.result()
+
+    def cancel(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
+        """Stop the trajectories; returns when their environments are closed, or False when time is up."""
+        return self._runner.stop(timeout_s) or not self._future.cancel()  # whoever waits goes on
+
+
+class Lookahead:
+    """Passes on the batches of an epoch and can look at later ones, so that their rollout can begin early.
+
+    Batches are counted in the Trainer's micro-steps, one batch each. The Trainer takes those of a whole optimizer step
+    before it trains on the first of them.
+    """
+
+    def __init__(self) -> None:
+        self._source: Iterator[Any] | None = None
+        self._batches: dict[int, Any] = {}
+        """Micro-step -> batch, from the optimizer step that is trained on to the last batch that was looked at."""
+        self._next_step = 0
+        """Micro-step of the batch that is passed on next."""
+
+    def over(self, source: Iterator[Any], step: int) -> Lookahead:
+        """An iterator over `source`; the batches before micro-step `step` are done.
+
+        If `source` is a new one, its next batch is that of micro-step `step`.
+        """
+        if source is not self._source:
+            self._source, self._next_step, self._batches = source, step, {}
+        self._batches = {number: batch for number, batch in self._batches.items() if number >= step}
+        return self
+
+    def __iter__(self) -> Lookahead:
+        return self
+
+    def __next__(self) -> Any:
+        batch = self._read(self._next_step)
+        self._next_step += 1
+        return batch
+
+    def at(self, step: int) -> Any:
+        """The batch of micro-step `step`, not one that is done; None if it belongs to another epoch."""
+        try:
+            return self._read(step)
+        except StopIteration:
+            return None
+
+    def _read(self, step: int) -> Any:
+        assert self._source is not None
+        while step not in self._batches:
+            self._batches[max(self._batches, default=self._next_step - 1) + 1] = next(self._source)
+        return self._batches[step]
+
+
+def training_order(num_rows: int, *, seed: int, step: int, is_seeded: bool) -> torch.Tensor:
+    """(B,) the trajectories of a rollout in the order in which they are trained on.
+
+    Args:
+        num_rows: B.
+        seed: of the run.
+        step: the micro-step that trains on the first of them.
+        is_seeded: take `seed` and `step`, since a rollout that plays at the same time may draw from torch's global
+            random numbers, which are taken otherwise, as in TRL.
+    """
+    if not is_seeded:
+        return torch.randperm(num_rows)
+    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(derive_seed(seed, "rows", step)))
+
+
+def release_free_memory() -> None:
+    """Give freed memory between live blocks back to the system; does nothing where the C library cannot (glibc can).
+
+    Trajectories differ in length, so every step asks for blocks of other sizes, and from several threads: glibc keeps
+    the holes, and a long run on the CPU would grow from step to step. Takes a fraction of a second.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)

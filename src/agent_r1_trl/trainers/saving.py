@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import logging
 import re
 import shutil
@@ -14,7 +15,10 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers.trainer_utils import rotate_checkpoints
+from trl import GRPOTrainer
 
+from agent_r1_trl.errors import RunError
+from agent_r1_trl.features import feature, has_feature
 from agent_r1_trl.trainers.checkpoints import (
     MANIFEST,
     STATE,
@@ -25,8 +29,11 @@ from agent_r1_trl.trainers.checkpoints import (
     finish,
     lacks_rollout,
     read_manifest,
+    rotate_around,
 )
-from agent_r1_trl.trainers.journal import base_fingerprint
+from agent_r1_trl.trainers.fingerprint import base_fingerprint
+from agent_r1_trl.trainers.finite_weights import nonfinite_problem
+from agent_r1_trl.trainers.metrics import with_plain_types, write_as_text
 from agent_r1_trl.trainers.output_lock import OutputInUseError, find_run, output_lock
 from agent_r1_trl.trainers.reference import load_reference, save_reference
 from agent_r1_trl.trainers.resume import (
@@ -37,8 +44,6 @@ from agent_r1_trl.trainers.resume import (
     check_same_data,
     describe_run,
 )
-from agent_r1_trl.trainers.roll_back import rotate_around
-from agent_r1_trl.trainers.trl_logs import with_plain_types, write_as_text
 
 logger = logging.getLogger(__name__)
 
@@ -54,30 +59,22 @@ _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _GO_ON = "Free space there, and go on with resume_from_checkpoint: true, which takes the newest whole checkpoint."
 
 
-class SaveError(RuntimeError):
+class SaveError(RunError):
     """Checkpoints cannot be written; names the cause and the last whole one."""
 
 
-class Saving:
-    """The Trainer's methods that save and resume; see `docs/checkpoints.md`.
+class SavingTrainer(GRPOTrainer):
+    """TRL's trainer; saves and resumes whole checkpoints (`docs/when-things-fail.md`), and uploads nothing private.
 
     A checkpoint is written below `UNFINISHED`, and gets its place when every rank has written its part. Old ones are
     deleted, and the new one is uploaded, after that.
     """
 
-    args: Any
-    state: Any
-    accelerator: Any
-    model: Any
     env_factory: Any
-    train_dataset: Any
-    beta: float
     checkpoint: RolloutCheckpoint
     rollouts: Any
-    resampling: Any
-    _logs: Any
-    echo_guard: Any
-    _base: str | None = None
+    features: Any
+    base: str | None = None
     """Fingerprint of the frozen weights; None where all are trained."""
     _is_saving = False
     _num_failed_saves = 0
@@ -94,12 +91,10 @@ class Saving:
             SaveError: the last checkpoint could not be written, or `max_failed_saves` in a row.
         """
         self._num_failed_saves, self._save_problem = 0, None
-        self._base = base_fingerprint(self.accelerator.unwrap_model(self.model), self.accelerator)
-        if self.env_factory is not None:
-            self.rollouts.journal.take_base(self._base)
+        self.base = base_fingerprint(self.accelerator.unwrap_model(self.model), self.accelerator)
         with contextlib.ExitStack() as stack:
             checkpoint = self._on_main_process(lambda: self._prepare_run(stack, resume_from_checkpoint))
-            result = self._run(functools.partial(super().train, checkpoint, *args, **kwargs))  # type: ignore[misc]
+            result = self._run(functools.partial(super().train, checkpoint, *args, **kwargs))
         if self._save_problem is not None:
             raise SaveError(f"The last checkpoint could not be written: {self._save_problem}. {_GO_ON}")
         return result
@@ -110,12 +105,11 @@ class Saving:
 
     def _prepare_run(self, stack: contextlib.ExitStack, value: Any) -> str | None:
         """Lock `output_dir`, tidy it up and choose the checkpoint; on the main process alone."""
-        self.args.check_saving()
         output_dir = Path(self.args.output_dir)
         stack.enter_context(output_lock(output_dir))
         clear_unfinished(output_dir)
         if value is None or value is False:
-            if not self.state.global_step and (found := find_run(output_dir)):  # type: ignore[attr-defined]
+            if not self.state.global_step and (found := find_run(output_dir)):
                 logger.warning(
                     "output_dir=%r holds a run already (%s): this one will replace its model and mix with its "
                     "records. Set another output_dir, or go on with it: trainer.train(resume_from_checkpoint=True).",
@@ -124,7 +118,7 @@ class Saving:
                 )
             return None
         without = self._without
-        if "optimizer" in without and self.is_deepspeed_enabled:  # type: ignore[attr-defined]
+        if "optimizer" in without and self.is_deepspeed_enabled:
             raise CheckpointError(
                 f"resume_without={without}: DeepSpeed loads weights and optimizer together. Remove 'optimizer', or "
                 "start a new run with the saved model as model_name_or_path."
@@ -140,7 +134,7 @@ class Saving:
                 " It holds no rollout under way: the next step begins with a new one." * lacks_rollout(folder),
             )
             return str(folder)
-        run = describe_run(self, self._base)
+        run = describe_run(self, self.base)
         check_same_base(folder, manifest["run"], run)
         if "data" not in without and not self.args.ignore_data_skip:
             check_same_data(folder, manifest["run"], run)
@@ -155,7 +149,7 @@ class Saving:
             for column in (self._logs["prompt"], self._logs["completion"], *self._logs["extra"].values()):
                 with_plain_types(column)
         try:
-            super().log(logs, start_time)  # type: ignore[misc]
+            super().log(logs, start_time)
         except OSError as error:
             if not self.args.log_completions or error.errno not in _DISK_IS_FULL:
                 raise
@@ -170,7 +164,7 @@ class Saving:
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, *args: Any
     ) -> tuple[int, int]:
         """The Trainer's place in the data; behind the last epoch where the checkpoint is that of a finished run."""
-        place = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args)  # type: ignore[misc]
+        place = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args)
         step = self.state.global_step
         if step == 0 or step < max_steps:
             return place
@@ -188,20 +182,20 @@ class Saving:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self.env_factory is not None:
             self._step, self._buffered_inputs = self.checkpoint.load(
-                Path(checkpoint), self.state.global_step, with_new_rollout="rollout" in self._without
+                Path(checkpoint),
+                self.state.global_step,
+                features=self.features,
+                with_new_rollout="rollout" in self._without,
             )
-            self.resampling.load(Path(checkpoint))
-            self.rollouts.journal.resume()
-            if self.echo_guard is not None:
-                self.echo_guard.load(Path(checkpoint))
+            self.features.call("load", Path(checkpoint))
             check_has_reference(Path(checkpoint), self._buffered_inputs, self.args, beta=self.beta)
         if checkpoint is not None:
             load_reference(Path(checkpoint), self)
         accept_numbered_cpus()
-        super()._load_optimizer_and_scheduler(None if "optimizer" in self._without else checkpoint)  # type: ignore[misc]
+        super()._load_optimizer_and_scheduler(None if "optimizer" in self._without else checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(None if "rng" in self._without else checkpoint)  # type: ignore[misc]
+        super()._load_rng_state(None if "rng" in self._without else checkpoint)
 
     @property
     def _without(self) -> list[str]:
@@ -210,12 +204,17 @@ class Saving:
     # ---------------------------------------------------------------- saving
 
     def _get_output_dir(self, trial: Any) -> str:
-        folder = super()._get_output_dir(trial)  # type: ignore[misc]
+        folder = super()._get_output_dir(trial)
         return str(Path(folder) / UNFINISHED) if self._is_saving else folder
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self._is_saving:  # else it is pushed when it has its place
-            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """TRL's, unless a feature refuses it, as for weights that are not finite."""
+        folder = output_dir or self.args.output_dir
+        if self.env_factory is not None:
+            self.features.call("before_save", folder)
+        elif problem := nonfinite_problem(self):
+            logger.warning("%s, and are saved to %s.", problem, folder)
+        super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """The Trainer's checkpoint with the rollout under way, whole or not at all.
@@ -229,16 +228,13 @@ class Saving:
         best = self.state.best_model_checkpoint
         with self._writing_beside() as problems:
             with write_errors_kept(problems):
-                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                super()._save_checkpoint(model, trial)
             with write_errors_kept(problems):
                 save_reference(folder, self)
             if self.env_factory is not None:
                 with write_errors_kept(problems):
-                    self.checkpoint.save(folder, self._step, self._buffered_inputs)
-                    self.resampling.save(folder)
-            if self.echo_guard is not None:
-                with write_errors_kept(problems):
-                    self.echo_guard.save(folder)
+                    self.checkpoint.save(folder, self._step, self._buffered_inputs, self.features.state_dict())
+                    self.features.call("save", folder)
         if self.state.best_model_checkpoint == str(folder):
             self.state.best_model_checkpoint = str(target)
         problems = gather_object(problems)
@@ -250,13 +246,16 @@ class Saving:
             return
         self._num_failed_saves, self._save_problem = 0, None
         if self.env_factory is not None:
-            self.rollouts.journal.saved(self._step)
+            self.features.call("saved", self._step)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(target))
         if self.args.should_save:
             best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
-            if self.echo_guard is not None:
-                rotate_around(run_dir, limit, (best, *self.echo_guard.kept_checkpoints()))
+            kept: list[Path] = []
+            if self.env_factory is not None:
+                kept += itertools.chain(*self.features.call("kept_checkpoints"))
+            if kept:
+                rotate_around(run_dir, limit, (best, *kept))
             else:
                 rotate_checkpoints(str(run_dir), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
 
@@ -268,7 +267,7 @@ class Saving:
                 with write_errors_kept(problems):
                     if self.args.should_save:
                         self.state.save_to_json(str(folder / STATE))  # with the place of the best checkpoint
-                    finish(folder, target, describe_run(self, self._base))
+                    finish(folder, target, describe_run(self, self.base))
         return problems
 
     def _give_up(self, folder: Path, name: str, problem: str) -> None:
@@ -278,7 +277,7 @@ class Saving:
         self._num_failed_saves += 1
         free = shutil.disk_usage(self.args.output_dir).free / 2**30
         self._save_problem = f"{name}: {problem} ({free:.2f} GiB are free in output_dir)"
-        self._metrics["train"]["checkpoint/failed_saves"].append(self._num_failed_saves)  # type: ignore[attr-defined]
+        self._metrics["train"]["checkpoint/failed_saves"].append(self._num_failed_saves)
         limit = self.args.max_failed_saves
         if self._num_failed_saves >= limit:
             raise SaveError(
@@ -293,6 +292,39 @@ class Saving:
                 self._num_failed_saves,
                 limit,
             )
+
+    # ---------------------------------------------------------------- publishing
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """TRL's card, finished by the feature `hub`."""
+        super().create_model_card(model_name or Path(self.args.output_dir).name, dataset_name, tags)
+        if self.is_world_process_zero() and has_feature("hub"):
+            feature("hub", "create_model_card").finish_card(self, Path(self.args.output_dir) / "README.md")
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's upload, without recorded trajectories unless `push_trajectories` is set.
+
+        Raises:
+            RunError: something in a file looks like a secret; nothing was sent.
+        """
+        with self._uploads_checked():
+            return super().push_to_hub(*args, **kwargs)
+
+    def _uploads_checked(self) -> contextlib.AbstractContextManager[None]:
+        return feature("hub", "push_to_hub").uploads_checked(self.args)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._is_saving:
+            return  # it is pushed when it has its place
+        try:
+            with self._uploads_checked():
+                super()._push_from_checkpoint(checkpoint_folder)
+        except RunError as error:  # a secret: not worth the training
+            logger.error("The checkpoint was not uploaded, and training goes on. %s", error)
+
+    # ---------------------------------------------------------------- on all ranks alike
 
     @contextlib.contextmanager
     def _writing_beside(self) -> Iterator[list[str]]:
@@ -311,7 +343,7 @@ class Saving:
             self._is_saving = False
             for name in _WRITERS:
                 delattr(self, name)
-            vars(self).update(before)
+            self.__dict__.update(before)
 
     def _on_main_process(self, function: Callable[[], Any]) -> Any:
         """What the function returns on the main process, on every rank; so is its refusal."""

@@ -13,13 +13,12 @@ TRL's settings say it in batches:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils.environment import get_int_from_env
-
-from agent_r1_trl.rollout.limits import check_whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +66,6 @@ def settle_shape(args: Any) -> None:
         ValueError: the numbers do not divide, or an option beside them says something else; names the options, their
             values and the cure.
     """
-    for name in ("prompts_per_rollout", "updates_per_rollout"):
-        check_whole_number(name, getattr(args, name), is_optional=True)
     if args.prompts_per_rollout is None and args.updates_per_rollout is None:
         return
     rows = args.per_device_train_batch_size * num_processes()
@@ -79,16 +76,12 @@ def settle_shape(args: Any) -> None:
         args.steps_per_generation = steps
 
 
-def check_shape(args: Any) -> None:
-    """After TRL has read its settings: what was asked for is what there is.
-
-    Raises:
-        ValueError: the number of processes is another one than the launcher announced.
-    """
+def find_other_shape(args: Any) -> Iterator[str]:
+    """Where the shape is not the one that was asked for, once TRL has read its settings."""
     for name in ("prompts_per_rollout", "updates_per_rollout"):
         asked = getattr(args, name)
         if asked is not None and asked != getattr(shape := RolloutShape.of(args), name):
-            raise ValueError(
+            yield (
                 f"{name}={asked}: {args.world_size} process(es) train together, another number than the launcher "
                 f"announced, so the rollout has another shape ({shape}). Start through accelerate launch or torchrun, "
                 f"or remove {name} and set steps_per_generation and gradient_accumulation_steps."

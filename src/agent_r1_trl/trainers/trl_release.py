@@ -30,7 +30,6 @@ METHODS = {
     "__init__": "model reward_funcs args train_dataset eval_dataset *",
     "_calculate_rewards": "inputs prompts completions completion_ids_list",
     "_compute_loss": "model inputs",
-    "_generate": "prompts",
     "_generate_and_score_completions": "inputs",
     "_get_eval_sampler": "eval_dataset",
     "_get_per_token_logps_and_entropies": "model input_ids attention_mask logits_to_keep *",
@@ -46,18 +45,20 @@ METHODS = {
 }
 """TRL's methods that ours override, and the arguments that these name; `*` where they pass any others on."""
 ATTRIBUTES = """
-    _buffered_inputs _is_vlm _last_world_entropy _logs _metrics _name _pending_extra_logs _step _tokenizer
+    _buffered_inputs _is_vlm _last_world_entropy _logs _metrics _name _pending_extra_logs _pending_metrics _step
+    _tokenizer
     aux_loss_enabled beta entropy_coef environments eos_token_ids epsilon_high epsilon_low loss_type
     max_completion_length num_generations num_generations_eval num_iterations ref_model reward_func_names reward_funcs
-    reward_weights tools use_vllm
+    pad_to_multiple_of reward_weights tools use_vllm
 """
 """Attributes of TRL's trainer that are read or set."""
 IMPORTS = {
     "trl": "GRPOConfig GRPOTrainer ModelConfig TrlParser chat_template_utils get_peft_config get_quantization_config",
     "trl.chat_template_utils": "get_training_chat_template has_generation_markers is_chat_template_stop_token_trained",
     "trl.models": "unwrap_model_for_generation",
+    "trl.models.utils": "disable_gradient_checkpointing",
     "trl.trainer.callbacks": "SyncRefModelCallback",
-    "trl.trainer.utils": "RepeatSampler disable_dropout_in_model nanstd pad",
+    "trl.trainer.utils": "RepeatSampler disable_dropout_in_model nanstd pad use_adapter",
 }
 """What is imported, by module."""
 BATCH_KEYS = """

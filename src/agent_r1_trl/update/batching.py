@@ -10,7 +10,92 @@ import torch
 from torch.nn import functional
 
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.live_rows import set_live_scales
+
+Inputs = dict[str, Any]
+"""TRL's batch: tensors of B rows, scalars, None."""
+_CRITIC_PREFIX = ("privileged_ids", "privileged_mask")
+"""Padded on the left, and by chance perhaps as wide as the completions."""
+
+
+def trim_padding(inputs: Inputs) -> Inputs:
+    """Drop the columns of prompts (left) and completions (right) that are padding in every row."""
+    prompt, completion = inputs["prompt_mask"], inputs["completion_mask"]
+    first = int(prompt.any(dim=0).int().argmax())
+    last = completion.shape[1] - int(completion.any(dim=0).flip(0).int().argmax())
+    trimmed = {}
+    for name, value in inputs.items():
+        if name in ("prompt_ids", "prompt_mask"):
+            value = value[:, first:]
+        elif (
+            name not in _CRITIC_PREFIX
+            and has_rows(value)
+            and value.dim() == 2
+            and value.shape[1] == completion.shape[1]
+        ):
+            value = value[:, :last]
+        trimmed[name] = value
+    return trimmed
+
+
+def has_rows(value: Any) -> bool:
+    """Whether an entry of TRL's batch has an element per row."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def join_rows(parts: list[Inputs]) -> Inputs:
+    """The rows of several micro-batches of the same widths in one; what has no rows is that of the first."""
+    joined = {}
+    for name, value in parts[0].items():
+        if isinstance(value, list):  # an entry of a subclass
+            value = [item for part in parts for item in part[name]]
+        joined[name] = torch.cat([part[name] for part in parts]) if has_rows(value) else value
+    return joined
+
+
+def take_rows(rows: Inputs, index: Any) -> Inputs:
+    """Some rows of a batch; what has no rows stays."""
+    taken = {}
+    for name, value in rows.items():
+        if isinstance(value, list):
+            value = [value[place] for place in torch.arange(len(value))[index].tolist()]
+        taken[name] = value[index] if has_rows(value) else value
+    return taken
+
+
+MEANS_OVER_ROWS = ("grpo", "dr_grpo", "sapo", "luspo")
+"""TRL's loss types that divide by the number of rows."""
+MEANS_OVER_MICRO_BATCHES = ("bnpo",)
+"""TRL's loss types that average over tokens inside each micro-batch, and then over micro-batches."""
+
+
+def set_live_scales(buffer: list[dict[str, Any]], *, steps_per_update: int, accelerator: Any) -> None:
+    """Put `row_scale` and `micro_batch_scale` into micro-batches: rows, or micro-batches, per live one.
+
+    They are counted over the micro-batches of each optimizer step on all ranks (over the whole buffer if the steps do
+    not divide it), so all ranks must call this. A micro-batch is live if it holds a row in the baseline.
+
+    Args:
+        buffer: TRL's micro-batches, in the order of training.
+        steps_per_update: micro-batches of one optimizer step.
+        accelerator: of the trainer.
+    """
+    width = steps_per_update if len(buffer) % steps_per_update == 0 else len(buffer)
+    live = torch.stack([inputs["in_baseline"].sum() for inputs in buffer]).float().view(-1, width)  # (steps, width)
+    counts = torch.stack([live.sum(dim=1), (live > 0).float().sum(dim=1)], dim=1)  # (steps, 2)
+    counts = accelerator.reduce(counts, reduction="sum").clamp(min=1)
+    for step, (live_rows, live_batches) in enumerate(counts.tolist()):
+        window = buffer[step * width : (step + 1) * width]
+        num_batches = width * accelerator.num_processes
+        for inputs in window:  # filtered ones may differ in size, but not between ranks
+            inputs["row_scale"] = torch.tensor(len(inputs["in_baseline"]) * num_batches / live_rows)
+            inputs["micro_batch_scale"] = torch.tensor(num_batches / live_batches)
+
+
+def policy_scale(inputs: dict[str, Any], loss_type: str) -> float:
+    """What the policy's loss (KL term included) of a micro-batch is multiplied by; 1 where no row is lost."""
+    if loss_type in MEANS_OVER_ROWS:
+        return float(inputs.get("row_scale", 1.0))
+    return float(inputs.get("micro_batch_scale", 1.0)) if loss_type in MEANS_OVER_MICRO_BATCHES else 1.0
 
 
 @dataclass(kw_only=True)
@@ -101,36 +186,44 @@ def loss_masks(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
     return mask, mask.bool() | inputs["value_mask"].bool() if "value_mask" in inputs else mask.bool()
 
 
-def settle_masks(
+def neutral_outside(inputs: Inputs, mask: torch.Tensor) -> Inputs:
+    """A micro-batch that is read at its loss mask, (B, T), alone: elsewhere ratios are 1, log-probs and advantages 0.
+
+    It goes with log-probs of the policy that are 0 there (`LossPass.masked`).
+    """
+    fills = {name: 0.0 for name in inputs if name == "advantages" or name.endswith("per_token_logps")}
+    fills |= {name: 1.0 for name in inputs if name == "importance_sampling_ratio"}
+    given = {name: inputs[name] for name in fills if inputs[name] is not None}
+    return {**inputs, **{name: torch.where(mask.bool(), value, fills[name]) for name, value in given.items()}}
+
+
+def add_masks(
     output: dict[str, Any],
-    trajectories: Sequence[Trajectory],
+    rows: Sequence[Any],
     in_baseline: torch.Tensor,
     in_loss: torch.Tensor,
-    args: Any,
+    *,
+    loss_mask: bool,
     accelerator: Any,
 ) -> None:
-    """Write into TRL's batch which rows and tokens count, once every row's reward is known.
-
-    Importance ratios and the sampler's log-probs, which TRL has computed already, stay those of action tokens.
+    """Put into TRL's batch which rows and tokens count, once every row's reward is known. All ranks must call it.
 
     Args:
-        output: TRL's batch of B rows. Its `tool_mask` and `num_items_in_batch` are replaced; new are `in_baseline`
-            and the scales of `live_rows.py`.
-        trajectories: B of them.
-        in_baseline: (B,) bool.
-        in_loss: (B,) bool.
-        args: a `MultiTurnConfig`; with its `loss_mask` off, observation tokens count, too.
+        output: of R rows; gets `tool_mask`, `num_items_in_batch`, `in_baseline` and the scales for lost rows.
+        rows: R of them, with their `action_mask`.
+        in_baseline: (R,) bool.
+        in_loss: (R,) bool.
+        loss_mask: whether observation tokens stay out of the loss.
         accelerator: of the trainer.
     """
     output["in_baseline"] = in_baseline
     set_live_scales([output], steps_per_update=1, accelerator=accelerator)
-    completion_mask = output["completion_mask"]  # (B, T)
-    action_mask = batch_trajectories(trajectories, length=completion_mask.shape[1]).action_mask.to(in_loss.device)
-    tokens = action_mask if args.loss_mask else completion_mask
+    tokens = output["completion_mask"]  # (R, T)
+    if loss_mask:
+        masks = [row.action_mask for row in rows]
+        tokens = pad_right(masks, 0, length=tokens.shape[1], dtype=torch.long).to(in_loss.device)
     output["tool_mask"] = tokens * in_loss.unsqueeze(1)
     output["num_items_in_batch"] = accelerator.gather(output["tool_mask"].sum()).sum()
-    if not args.loss_mask and "importance_sampling_ratio" in output:
-        output["importance_sampling_ratio"] = torch.where(action_mask.bool(), output["importance_sampling_ratio"], 1.0)
 
 
 def row_means(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

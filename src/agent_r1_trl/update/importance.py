@@ -7,14 +7,8 @@ ratios is dominated by noise; here a turn can be the unit, and the mean of the l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from accelerate.utils import gather_object
-
-from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import batch_trajectories
 
 UNITS = ("token", "turn", "sequence")
 
@@ -87,22 +81,6 @@ def ratio_by_turn(
     return sums
 
 
-def weigh_mismatch(output: dict[str, Any], trajectories: Sequence[Trajectory], args: Any) -> dict[str, float]:
-    """Metrics of the sampler's mismatch by turn; replaces TRL's ratios where the settings ask for another unit.
-
-    Args:
-        output: TRL's batch of B rows.
-        trajectories: B of them.
-        args: a `MultiTurnConfig`.
-    """
-    difference = output["old_per_token_logps"] - output["sampling_per_token_logps"]  # (B, T)
-    batch = batch_trajectories(trajectories, length=difference.shape[1]).to(difference.device)
-    ratio = mismatch_ratio(difference, batch.action_mask, batch.turn_ids, args)
-    if ratio is not None:
-        output["importance_sampling_ratio"] = ratio
-    return mismatch_metrics(difference, batch.action_mask, batch.turn_ids)
-
-
 def mismatch_metrics(difference: torch.Tensor, mask: torch.Tensor, turn_ids: torch.Tensor) -> dict[str, float]:
     """Mean ratio of the trainer's probability to the sampler's, turn by turn, over the rows of all ranks.
 
@@ -118,28 +96,3 @@ def mismatch_metrics(difference: torch.Tensor, mask: torch.Tensor, turn_ids: tor
             entry[0] += total
             entry[1] += count
     return {f"sampling/ratio_turn_{turn}": total / count for turn, (total, count) in sorted(sums.items())}
-
-
-def mismatch_ratio(
-    difference: torch.Tensor, mask: torch.Tensor, turn_ids: torch.Tensor, args: Any
-) -> torch.Tensor | None:
-    """(B, T) ratios where the settings ask for another unit than TRL's; None where TRL's own ratios stand.
-
-    Args:
-        difference: (B, T) trainer's minus sampler's log-probability.
-        mask: (B, T) action tokens.
-        turn_ids: (B, T) which turn, -1 outside action tokens.
-        args: a `MultiTurnConfig`.
-    """
-    if args.importance_sampling_unit is None and not args.importance_sampling_length_normalized:
-        return None
-    unit, _, constraint = args.vllm_importance_sampling_mode.partition("_")
-    return sampling_ratio(
-        difference,
-        mask,
-        turn_ids,
-        unit=args.importance_sampling_unit or unit,
-        length_normalized=args.importance_sampling_length_normalized,
-        bounds=(args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max),
-        is_masked=constraint == "mask",
-    )

@@ -23,12 +23,10 @@ import torch
 from accelerate.utils import DistributedType
 
 from agent_r1_trl.critic import base_causal_lm
-from agent_r1_trl.update.batching import loss_masks
-from agent_r1_trl.update.live_rows import set_live_scales
+from agent_r1_trl.update.batching import Inputs, join_rows, loss_masks, set_live_scales, take_rows, trim_padding
 from agent_r1_trl.update.micro_batches import PASSES, computed_ids, live_ids, plan_scoring, repack, sort_key
 from agent_r1_trl.update.packed_attention import SEGMENTS, use_packed_attention
 from agent_r1_trl.update.packing import PackedBatch, pack, packed_log_probs
-from agent_r1_trl.update.rows import Inputs, join_rows, take_rows, trim_padding
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +70,7 @@ class UpdateLayout:
         self._max_tokens = None if args is None else args.max_tokens_per_micro_batch
         self._has_warned = False
         self._plans: dict[int, Plan] = {}
-        """Of the last rollout's micro-batches, by the identity of their `completion_ids`."""
+        """Plans of the last rollout's micro-batches, by the identity of their `completion_ids`."""
         self._attention: str | None = None
         self._steps_per_update, self._regroups = 1 if args is None else args.gradient_accumulation_steps, False
         if self.name in REGROUPING_LAYOUTS:
@@ -109,7 +107,7 @@ class UpdateLayout:
     def arrange(self, buffer: list[Inputs], accelerator: Any) -> list[Inputs]:
         """The micro-batches of a new rollout, with the rows of each optimizer step in this layout's order.
 
-        All ranks must call it: the scales for lost rows are counted anew, by optimizer step (`live_rows.py`).
+        All ranks must call it: the scales for lost rows are counted anew, by optimizer step (`set_live_scales`).
         """
         if self._regroups and self._max_tokens is None:
             buffer = regroup(buffer, steps_per_update=self._steps_per_update, by_beginning=self.name == "shared")
@@ -163,20 +161,6 @@ class UpdateLayout:
     def trim(self, inputs: Inputs) -> Inputs:
         """A micro-batch without the padding that this layout does not compute."""
         return trim_padding(inputs) if self.name == "grouped" else inputs
-
-    def mask_log_probs(self, inputs: Inputs, mask: torch.Tensor) -> Inputs:
-        """The micro-batch with earlier log-probs that fit those of a packed forward, which are 0 outside the mask.
-
-        Args:
-            inputs: the micro-batch.
-            mask: (B, T) tokens that enter the loss.
-        """
-        if not self.is_packed:
-            return inputs
-        return {
-            name: value * mask if name.endswith("per_token_logps") and value is not None else value
-            for name, value in inputs.items()
-        }
 
     def log_probs(
         self,

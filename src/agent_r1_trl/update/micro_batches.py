@@ -23,9 +23,8 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 
-from agent_r1_trl.update.batching import loss_masks, whole_rows
+from agent_r1_trl.update.batching import Inputs, join_rows, loss_masks, take_rows, trim_padding, whole_rows
 from agent_r1_trl.update.packing import needed_columns
-from agent_r1_trl.update.rows import Inputs, join_rows, take_rows, trim_padding
 from agent_r1_trl.update.spreading import dummy_row, pad_rows, row_widths, to_device
 
 PASSES = "passes"
@@ -46,7 +45,7 @@ def repack(
     """The micro-steps of a rollout with their `PASSES`. All ranks must call it.
 
     Args:
-        buffer: TRL's micro-batches in the order of training, with the scales of `live_rows.py`.
+        buffer: TRL's micro-batches in the order of training, with the scales for lost rows.
         max_tokens: of a pass; a row that is longer stands alone.
         steps_per_update: micro-steps of one optimizer step, which divide the buffer or are divided by it.
         share_prefixes: as for `pack`.
@@ -92,7 +91,7 @@ def _passes_of(
 
 
 def live_ids(rows: Inputs) -> list[np.ndarray]:
-    """Of each row of TRL's batch the ids that a packed forward pass of its loss computes.
+    """The ids of each row of TRL's batch that a packed forward pass of its loss computes.
 
     The critic's are counted where it reads a prefix of its own: they are the more.
     """
@@ -100,7 +99,7 @@ def live_ids(rows: Inputs) -> list[np.ndarray]:
 
 
 def computed_ids(input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor) -> list[np.ndarray]:
-    """Of each row the ids that a packed forward pass computes: up to the last that predicts; none if none is scored.
+    """The ids of each row that a packed forward pass computes: up to the last that predicts; none if none is scored.
 
     Args:
         input_ids: (B, P + T), prompts padded on the left and completions on the right.

@@ -183,7 +183,7 @@ def attention_inputs(kind: str, layout: Layout, input_ids: torch.Tensor) -> dict
 
 
 def block_mask(layout: Layout, device: torch.device) -> BlockMask:
-    """Of a row for flex_attention. What follows a token in its tree stands right behind it, up to `horizons`."""
+    """The mask of a row for flex_attention. What follows a token in its tree stands behind it, up to `horizons`."""
     horizons = layout.horizons.to(device)
 
     def sees(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

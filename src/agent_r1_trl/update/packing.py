@@ -33,7 +33,7 @@ from agent_r1_trl.update.packed_attention import SEGMENTS, attention_inputs
 
 
 @dataclass(frozen=True)
-class Segment:
+class PackedSegment:
     """Consecutive tokens that see themselves causally and, before that, all tokens of earlier stretches."""
 
     start: int
@@ -46,7 +46,7 @@ class Segment:
 class Layout:
     """What stands where in a packed row; the model's attention and the critic read it."""
 
-    segments: list[Segment]
+    segments: list[PackedSegment]
     """In order and without gaps."""
     scored: torch.Tensor
     """(B, T) bool: the completion tokens that need a log-prob or a value."""
@@ -135,7 +135,7 @@ class PackedBatch:
         return inputs | self.attention
 
     def for_another_pass(self) -> PackedBatch:
-        """The same row; the masks that its pass will make go away with that pass."""
+        """This row for another pass; the masks that the pass will make go away with it."""
         return replace(self, layout=replace(self.layout, _masks={}))
 
 
@@ -146,7 +146,7 @@ class PackedBatch:
 class _Piece:
     """A segment, and what it holds: the tokens `first` to `last` of some rows, the same in all of them."""
 
-    segment: Segment
+    segment: PackedSegment
     rows: list[int]
     first: int
     last: int
@@ -221,7 +221,7 @@ def needed_columns(scored: torch.Tensor, num_prompt: int) -> torch.Tensor:
 def _put_one_after_another(rows: dict[int, torch.Tensor]) -> list[_Piece]:
     pieces, size = [], 0
     for row, ids in rows.items():
-        pieces.append(_Piece(Segment(size, size + len(ids)), [row], 0, len(ids)))
+        pieces.append(_Piece(PackedSegment(size, size + len(ids)), [row], 0, len(ids)))
         size += len(ids)
     return pieces
 
@@ -242,7 +242,7 @@ def _share(rows: dict[int, torch.Tensor]) -> list[_Piece]:
     while waiting:
         group, depth, prefix = waiting.pop()
         end = common_length(rows[group[0]], rows[group[-1]])
-        segment = Segment(size, size + end - depth, prefix)
+        segment = PackedSegment(size, size + end - depth, prefix)
         pieces.append(_Piece(segment, group, depth, end))
         size = segment.end
         is_adjacent = bool(prefix) and prefix[-1][1] == segment.start

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import gather_object
 from torch.nn import functional
 
-from agent_r1_trl.update.rows import Inputs, has_rows, join_rows, take_rows, trim_padding
+from agent_r1_trl.update.batching import Inputs, has_rows, join_rows, take_rows, trim_padding
 
 _PADDED_LEFT = ("prompt_ids", "prompt_mask", "privileged_ids", "privileged_mask")
 _RATIOS = "importance_sampling_ratio"
@@ -61,7 +61,7 @@ def deal_all_rows(
 
 
 def _is_live(places: set[int], num_micro_batches: int, steps_per_update: int) -> list[bool]:
-    """Of each micro-batch, whether one of its optimizer step is among `places`."""
+    """Whether each micro-batch has one of its optimizer step among `places`."""
     width = steps_per_update if num_micro_batches % steps_per_update == 0 else num_micro_batches
     live_steps = {place // width for place in places}
     return [index // width in live_steps for index in range(num_micro_batches)]

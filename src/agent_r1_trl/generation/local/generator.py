@@ -22,15 +22,15 @@ from agent_r1_trl.generation.local.attention import grouped_attention
 from agent_r1_trl.generation.local.decoding import ModelRunner, evaluation_mode
 from agent_r1_trl.generation.local.prefix_cache import PrefixCache, WeightsWatch
 from agent_r1_trl.generation.local.sampling import UniformStream, draw, policy_logprobs
-from agent_r1_trl.generation.worker import Request, ThreadedGenerator
+from agent_r1_trl.generation.worker import ThreadedGenerator, WorkerRequest
 
 logger = logging.getLogger(__name__)
 
 
-class _Row:
+class _ActiveRow:
     """A request in the batch and what it has sampled so far."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: WorkerRequest) -> None:
         self.request = request
         self.uniforms = UniformStream(request.seed)
         self.token_ids: list[int] = []
@@ -114,8 +114,8 @@ class TransformersGenerator(ThreadedGenerator):
             prefix_cache_tokens, free_bytes = (32768, 2**30) if self._runner.device.type == "cpu" else (0, 0)
         self._prefixes = PrefixCache(prefix_cache_tokens if self._runner.can_park else 0, free_bytes=free_bytes)
         self._weights = WeightsWatch(self._model)
-        self._rows: list[_Row] = []  # same order as the runner's rows
-        self._resuming: list[_Row] = []  # put back when memory ran out; they go first
+        self._rows: list[_ActiveRow] = []  # same order as the runner's rows
+        self._resuming: list[_ActiveRow] = []  # put back when memory ran out; they go first
 
     def _serve(self) -> None:
         """Run until no request is left; the answers of the last ones stay in `_ended`.
@@ -149,7 +149,7 @@ class TransformersGenerator(ThreadedGenerator):
 
     def _admit(self) -> None:
         """Let waiting requests join the batch, first come first served, as long as they sample alike."""
-        new: list[_Row] = []
+        new: list[_ActiveRow] = []
         longest = 0
         with self._changed:
             self._check_open()
@@ -167,7 +167,7 @@ class TransformersGenerator(ThreadedGenerator):
         if new:
             self._prefill(new)
 
-    def _prefill(self, new: list[_Row]) -> None:
+    def _prefill(self, new: list[_ActiveRow]) -> None:
         """Bring rows into the batch: those that start, then those that go on from a parked row."""
         parked = [self._prefixes.take(row.ids) for row in new]
         starting = [row for row, prefix in zip(new, parked, strict=True) if prefix is None]
@@ -179,16 +179,16 @@ class TransformersGenerator(ThreadedGenerator):
             prefixes = [prefix for prefix in parked if prefix is not None]
             self._sample(going_on, self._runner.prefill([row.ids for row in going_on], prefixes))
 
-    def _next_row(self) -> _Row | None:
+    def _next_row(self) -> _ActiveRow | None:
         """The row that is next in line, taken from the line."""
         while self._resuming or self._waiting:
-            row = self._resuming.pop(0) if self._resuming else _Row(self._waiting.popleft())
+            row = self._resuming.pop(0) if self._resuming else _ActiveRow(self._waiting.popleft())
             if not row.request.is_cancelled:
                 return row
             self._ended.append(row.request)
         return None
 
-    def _sample(self, rows: list[_Row], logits: torch.Tensor) -> None:
+    def _sample(self, rows: list[_ActiveRow], logits: torch.Tensor) -> None:
         """Draw one token per row from `logits` (n, V) and note which rows have ended."""
         params = rows[0].request.params
         seen = torch.stack([row.seen_ids(logits) for row in rows]) if params.repetition_penalty != 1.0 else None
@@ -228,7 +228,7 @@ class TransformersGenerator(ThreadedGenerator):
         """End every row in the batch with the error as its cause; once closed, everything in line too."""
         if self._must_end:
             with self._changed:
-                self._rows.extend([*self._resuming, *map(_Row, self._waiting)])
+                self._rows.extend([*self._resuming, *map(_ActiveRow, self._waiting)])
                 self._resuming.clear()
                 self._waiting.clear()
         for row in self._rows:

@@ -24,7 +24,7 @@ class ParkedRow:
 
     @property
     def num_bytes(self) -> int:
-        """Of memory."""
+        """Bytes of memory that it takes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
 

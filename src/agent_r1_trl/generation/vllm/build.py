@@ -12,6 +12,8 @@ from agent_r1_trl.generation.weights import check_tied_embeddings, is_4bit, is_q
 
 ADAPTER_FOLDER = "vllm_adapter"
 """Folder in `output_dir` through which an adapter reaches the servers."""
+WEIGHTS_FOLDER = "vllm_weights"
+"""Folder for whole weights where there is no NCCL; empty between two syncs."""
 
 
 def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_gpu: bool) -> Generator:
@@ -30,6 +32,7 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
             server_urls(args),
             stop_token_ids=stop_token_ids,
             adapter_dir=Path(args.output_dir) / ADAPTER_FOLDER,
+            weights_dir=Path(args.output_dir) / WEIGHTS_FOLDER,
             startup_timeout_s=args.vllm_server_timeout,
             request_timeout_s=args.vllm_request_timeout,
             health_timeout_s=args.vllm_health_timeout,
@@ -39,7 +42,6 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
             allow_public=args.vllm_allow_public_servers,
             may_restore=not args.overlap_rollout,  # else the update changes the weights during the rollout
             max_connections=args.max_concurrency,
-            sync_port=args.vllm_group_port,
         )
     from agent_r1_trl.generation.vllm.generator import VLLMGenerator
 

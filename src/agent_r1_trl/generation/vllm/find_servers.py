@@ -82,16 +82,6 @@ async def wait_for_servers(http: HTTPClient, urls: Sequence[str], timeout_s: flo
     return dict(zip(urls, models, strict=True))
 
 
-def own_address(urls: Sequence[str]) -> str:
-    """The address of this machine that the servers can reach; if one of them is remote, it decides for all."""
-    addresses = []
-    for url in urls:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((urlsplit(url).hostname, 9))  # sends nothing, picks the route
-            addresses.append(probe.getsockname()[0])
-    return next((address for address in addresses if not address.startswith("127.")), addresses[0])
-
-
 async def check_exposure(http: HTTPClient, urls: Sequence[str], *, allow_public: bool, may_warn: bool = True) -> None:
     """Look at who else can reach the development routes of the servers, which have no password.
 

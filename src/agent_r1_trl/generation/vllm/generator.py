@@ -20,7 +20,7 @@ from torch import nn
 
 from agent_r1_trl.generation.base import Generation, GenerationError, SamplingParams
 from agent_r1_trl.generation.weights import policy_weights
-from agent_r1_trl.generation.worker import Request, ThreadedGenerator
+from agent_r1_trl.generation.worker import ThreadedGenerator, WorkerRequest
 
 
 def check_reloadable(engine_model: nn.Module) -> None:
@@ -34,17 +34,18 @@ def check_reloadable(engine_model: nn.Module) -> None:
             raise ValueError("on a CPU the experts of a mixture cannot be replaced; set use_vllm=False.")
 
 
-def load_weights(engine_model: Any, weights: Iterable[tuple[str, torch.Tensor]], *, is_complete: bool) -> None:
+def load_weights(engine_model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
     """Load weights into vLLM's own model, in the process that holds it.
 
     Args:
         engine_model: the model of a worker.
         weights: checkpoint name and tensor.
-        is_complete: whether every weight of the model must be among them.
+
+    Returns:
+        Names of the model's parameters that were loaded; None from a model that does not say.
 
     Raises:
         ValueError: see `check_reloadable`; or a weight does not fit the model.
-        KeyError: the model needs a weight that did not come.
     """
     check_reloadable(engine_model)
     latest = "the first weight"
@@ -57,13 +58,26 @@ def load_weights(engine_model: Any, weights: Iterable[tuple[str, torch.Tensor]],
 
     try:
         with torch.no_grad():
-            loaded = engine_model.load_weights(noted())
+            loaded: set[str] | None = engine_model.load_weights(noted())
     except (AttributeError, KeyError, ValueError, AssertionError, RuntimeError) as error:  # vLLM's often have no text
         raise ValueError(f"{latest}: {type(error).__name__} {error}".rstrip()) from error
+    return loaded
+
+
+def check_complete(engine_model: Any, loaded: set[str] | None) -> None:
+    """Refuse weights of which some did not come.
+
+    Args:
+        engine_model: the model of a worker.
+        loaded: what `load_weights` returned.
+
+    Raises:
+        KeyError: the model needs another one.
+    """
     # Experts are loaded under other names than the parameters they end up in.
     needed = {name for name, _ in engine_model.named_parameters() if ".experts." not in name}
     missing = sorted(needed - set(loaded or ()))
-    if is_complete and loaded is not None and missing:
+    if loaded is not None and missing:
         raise KeyError(f"no value for {', '.join(missing[:5])}")
 
 
@@ -97,7 +111,7 @@ class VLLMGenerator(ThreadedGenerator):
         super().__init__("The vLLM engine in this process", step_timeout_s=step_timeout_s)
         self._stop_token_ids = sorted(stop_token_ids)
         self._engine_lock = threading.RLock()
-        self._running: dict[str, Request] = {}
+        self._running: dict[str, WorkerRequest] = {}
         self._names = itertools.count()
         self._has_all_weights = isinstance(model, str)
         self._had_process_group = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -138,7 +152,9 @@ class VLLMGenerator(ThreadedGenerator):
         """
 
         def load(engine_model: nn.Module) -> None:
-            load_weights(engine_model, weights, is_complete=is_complete)
+            loaded = load_weights(engine_model, weights)
+            if is_complete:
+                check_complete(engine_model, loaded)
 
         with self._engine_at_rest():
             if self._is_asleep:
@@ -248,7 +264,7 @@ class VLLMGenerator(ThreadedGenerator):
                         return
                 self._deliver()
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: WorkerRequest) -> None:
         name = self._next_name()
         try:
             self._engine.add_request(name, {"prompt_token_ids": request.prompt_ids}, self._engine_params(request))
@@ -261,7 +277,7 @@ class VLLMGenerator(ThreadedGenerator):
     def _next_name(self) -> str:
         return f"request-{next(self._names)}"
 
-    def _engine_params(self, request: Request) -> Any:
+    def _engine_params(self, request: WorkerRequest) -> Any:
         from vllm import SamplingParams as EngineParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -281,7 +297,7 @@ class VLLMGenerator(ThreadedGenerator):
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _finish(self, request: Request, completion: Any) -> None:
+    def _finish(self, request: WorkerRequest, completion: Any) -> None:
         """Turn vLLM's answer into a `Generation`."""
         token_ids = list(completion.token_ids)
         if completion.finish_reason not in ("stop", "length"):

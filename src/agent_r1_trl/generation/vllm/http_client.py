@@ -117,7 +117,7 @@ class HTTPClient:
 
 
 def _encoded(body: Any) -> dict[str, Any]:
-    """Of a request; nothing for no body."""
+    """Arguments that send a body; none without one."""
     if body is None:
         return {}
     if isinstance(body, dict):

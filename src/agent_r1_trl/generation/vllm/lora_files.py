@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import os
 import re
@@ -18,7 +19,7 @@ from agent_r1_trl.generation.weights import CRITIC_ADAPTER, gather_for
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _NAME = re.compile(r"[\w-]+-\d+")
-"""Of a run and a sync; nothing that leads out of a folder."""
+"""Names made of a run and a sync; none of them leads out of a folder."""
 
 
 def served_adapter(model: Any) -> str | None:
@@ -72,17 +73,22 @@ def write_adapter(model: Any, adapter: str, tensors: dict[str, torch.Tensor], fo
     save_file(tensors, folder / ADAPTER_FILES[1])
 
 
+def encoded_adapter(folder: Path) -> dict[str, str]:
+    """Name -> content in base64 of the files that `write_adapter` wrote."""
+    return {name: base64.b64encode((folder / name).read_bytes()).decode() for name in ADAPTER_FILES}
+
+
 # -------------------------------------------------------------------- on a server's machine
 
 
-def keep_adapter(name: str, files: Iterable[tuple[str, torch.Tensor]], *, old: str | None = None) -> Path:
+def keep_adapter(name: str, files: dict[str, str], *, old: str | None = None) -> Path:
     """Keep an adapter's files in this machine's temporary folder, and remove those of the run's syncs before `old`.
 
     Workers that keep the same adapter do not disturb one another.
 
     Args:
         name: of the adapter.
-        files: name and content, (num_bytes,) uint8.
+        files: name -> content, in base64.
         old: name of the adapter that is still served.
 
     Returns:
@@ -96,10 +102,10 @@ def keep_adapter(name: str, files: Iterable[tuple[str, torch.Tensor]], *, old: s
     target = place / _checked(name)
     draft = Path(tempfile.mkdtemp(dir=place))
     try:
-        for file, content in files:
+        for file, content in files.items():
             if file not in ADAPTER_FILES:
                 raise ValueError(f"{file!r} is no file of an adapter")
-            (draft / file).write_bytes(content.numpy().tobytes())
+            (draft / file).write_bytes(base64.b64decode(content))
         draft.rename(target)
     except OSError:
         if not target.exists():  # else another worker of this machine was first

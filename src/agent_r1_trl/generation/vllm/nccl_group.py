@@ -1,37 +1,29 @@
 """A group of the trainer and the workers of one vLLM server, over NCCL: weights go from GPU to GPU.
 
-vLLM's own communicator (`PyNcclCommunicator`) does the work. What differs from vLLM's weight-transfer engine, and from
-TRL's client, is how the members meet: those open a store at a port without a password and read pickles from it. Here
-the number under which NCCL's members find one another goes over the connections on which trainer and worker have
-proved that they know this transfer's token; NCCL turns away who does not know the number.
+vLLM's own communicator (`PyNcclCommunicator`) does the work. What differs from vLLM's weight-transfer engine is that
+nothing waits without a limit, and how the members meet: the number under which NCCL's members find one another goes
+over HTTP (`weight_transfer.py`), in place of a store at a port without a password.
 
 One group holds one server, so a server that dies takes no other with it, and lasts for one transfer, so that it costs
 no memory on a GPU while nothing is sent.
-
-Covered here: who can be in a group, meeting, broadcasting, giving up. Not covered: what is sent and when
-(`weight_transfer.py`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
 
-_POLL_S = 2e-4
-_MEETING_POLL_S = 0.05
+_POLL_S = 0.05
 _ABORT_S = 5.0
 
 
 class GroupError(ConnectionError):
-    """The members did not meet, or one is gone."""
-
-
-# -------------------------------------------------------------------- who can be in a group
+    """NCCL failed, or a member of the group did not come, is gone or hangs."""
 
 
 def describe_gpu(device: torch.device) -> dict[str, str] | None:
@@ -48,12 +40,7 @@ def describe_gpu(device: torch.device) -> dict[str, str] | None:
 
 
 def reason_against(trainer: dict[str, str] | None, workers: list[dict[str, str] | None]) -> str | None:
-    """Why trainer and workers cannot form a group, or None if they can.
-
-    Args:
-        trainer: what `describe_gpu` says there.
-        workers: the same of each worker of a server.
-    """
+    """Why trainer and workers, of which `describe_gpu` says this, cannot form a group; None if they can."""
     if trainer is None:
         return "the trainer has no GPU, or vLLM with NCCL is not installed beside it"
     if not all(workers):
@@ -67,138 +54,109 @@ def reason_against(trainer: dict[str, str] | None, workers: list[dict[str, str] 
     return None
 
 
-# -------------------------------------------------------------------- the group
-
-
 class NCCLGroup:
-    """Member 0 (the trainer) sends bytes to all others. Use `open_group` to make one."""
-
-    def __init__(self, communicator: Any, device: torch.device):
-        self._communicator = communicator
-        self._line = DeviceLine(device)
-
-    def broadcast(self, part: torch.Tensor, *, timeout_s: float, is_broken: Callable[[], bool]) -> None:
-        """Send bytes to the other members, or receive them; returns when they are there.
-
-        Args:
-            part: (num_bytes,) uint8, on the group's device.
-            timeout_s: after which the group is given up.
-            is_broken: whether another member is known to be gone.
-
-        Raises:
-            GroupError: a member is gone or hangs; the group is closed.
-        """
-        deadline = time.monotonic() + timeout_s
-        communicator = self._communicator
-        if communicator is None:
-            raise GroupError("the NCCL group was closed, because a member is gone")
-        communicator.broadcast(part, src=0, stream=self._line.begin())
-        self._line.end()
-        while not self._line.is_done():
-            if is_broken() or time.monotonic() > deadline:
-                self.close()
-                raise GroupError("a member of the NCCL group is gone, or took too long")
-            time.sleep(_POLL_S)
-
-    def close(self) -> None:
-        """Free the group, whatever the other members do."""
-        communicator, self._communicator = self._communicator, None
-        if communicator is not None:
-            # Aborting does not wait for the others; it can still hang in the driver, which nobody should wait for.
-            thread = threading.Thread(target=_abort, args=(communicator,), name="nccl-abort", daemon=True)
-            thread.start()
-            thread.join(_ABORT_S)
-
-
-def open_group(
-    rank: int,
-    size: int,
-    device: torch.device,
-    share: Callable[[bytes], bytes],
-    *,
-    timeout_s: float,
-    is_hopeless: Callable[[], bool] = lambda: False,
-) -> NCCLGroup:
-    """Meet the other members.
+    """One member of a group; member 0, the trainer, sends to all others.
 
     Args:
-        rank: of this member; 0 is the trainer.
+        rank: of this member.
         size: number of members.
         device: GPU of this member.
-        share: hands the number of member 0 to the others: there it sends what it is given, elsewhere it returns what
-            came.
-        timeout_s: for all of it.
-        is_hopeless: whether another member is known not to come.
-
-    Raises:
-        GroupError: not everybody came in time, or NCCL cannot be used.
+        timeout_s: seconds after which a call gives up.
     """
-    meeting: Future[Any] = Future()
 
-    def meet() -> None:
-        try:
-            meeting.set_result(_meet(rank, size, device, share))
-        except Exception as error:
-            meeting.set_exception(error)
+    def __init__(self, rank: int, size: int, device: torch.device, *, timeout_s: float):
+        self._rank, self._size, self._device = rank, size, device
+        self._timeout_s = timeout_s
+        self._communicator: Any = None
+        self._is_closed = False
+        # A stream of its own: a group that hangs must not hold up the others. Without a GPU (in tests) there is none.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    threading.Thread(target=meet, name="nccl-meeting", daemon=True).start()
-    deadline = time.monotonic() + timeout_s
-    while not wait([meeting], timeout=_MEETING_POLL_S).done:
-        if is_hopeless() or time.monotonic() > deadline:
-            meeting.add_done_callback(_abort_late)
-            raise GroupError(f"the members of the NCCL group did not meet within {timeout_s:g} s")
-    error = meeting.exception()
-    if error is not None:
-        raise GroupError(f"NCCL: {type(error).__name__}: {error}") from error
-    return NCCLGroup(meeting.result(), device)
+    def meet(self, share: Callable[[bytes], bytes]) -> None:
+        """Return when all members are there.
 
+        Args:
+            share: hands the number of member 0 to the others: there it sends what it is given, elsewhere it returns
+                what came.
 
-def _abort_late(meeting: Future[Any]) -> None:
-    if meeting.exception() is None:
-        _abort(meeting.result())
+        Raises:
+            GroupError: see there; the group is closed.
+        """
+        self._within_limit(lambda: self._meet(share))
 
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Send tensors to the other members, or receive into them; returns when they are there.
 
-def _meet(rank: int, size: int, device: torch.device, share: Callable[[bytes], bytes]) -> Any:
-    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-    from vllm.distributed.utils import StatelessProcessGroup
+        Args:
+            tensors: contiguous, on the group's device.
 
-    class Meeting(StatelessProcessGroup):
-        """What a communicator asks of a process group: who it is, and one object from member 0."""
+        Raises:
+            GroupError: see there; the group is closed.
+        """
+        if self._device.type == "cuda":  # what they are made of, or what used their memory before, may be under way
+            torch.cuda.current_stream(self._device).synchronize()
+        self._within_limit(lambda: self._broadcast(tensors))
 
-        def __init__(self) -> None:
-            self.rank, self.world_size = rank, size
+    def close(self) -> None:
+        """Leave the group; whatever waits in it ends."""
+        self._is_closed = True
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            nccl = communicator.nccl
+            leave = getattr(nccl, "ncclCommAbort", nccl.ncclCommDestroy)
+            leaving = threading.Thread(target=leave, args=(communicator.comm,), daemon=True)  # it may hang itself
+            leaving.start()
+            leaving.join(_ABORT_S)
 
-        def broadcast_obj(self, obj: Any, src: int) -> Any:
-            return type(obj).from_buffer_copy(share(bytes(obj)))
+    def _meet(self, share: Callable[[bytes], bytes]) -> None:
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
 
-    communicator = PyNcclCommunicator(Meeting(), device=device)
-    if communicator.disabled:
-        raise GroupError("vLLM found no NCCL library, or VLLM_DISABLE_PYNCCL is set")
-    return communicator
+        rank, size = self._rank, self._size
 
+        class Meeting(StatelessProcessGroup):
+            """What a communicator asks of a process group: who it is, and one object from member 0."""
 
-def _abort(communicator: Any) -> None:
-    nccl = communicator.nccl
-    getattr(nccl, "ncclCommAbort", nccl.ncclCommDestroy)(communicator.comm)
+            def __init__(self) -> None:
+                self.rank, self.world_size = rank, size
 
+            def broadcast_obj(self, obj: Any, src: int) -> Any:
+                return type(obj).from_buffer_copy(share(bytes(obj)))
 
-class DeviceLine:
-    """The order of a group's work on its GPU: after what was asked of the GPU before, and watched from here."""
+        communicator = PyNcclCommunicator(Meeting(), device=self._device)
+        if communicator.disabled:
+            raise GroupError("vLLM found no NCCL library, or VLLM_DISABLE_PYNCCL is set")
+        self._communicator = communicator
+        if self._is_closed:  # it took too long
+            self.close()
 
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._event = torch.cuda.Event()
+    def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        communicator = self._communicator
+        with torch.accelerator.device_index(self._device.index):
+            for tensor in tensors:
+                communicator.broadcast(tensor.view(-1).view(torch.uint8), src=0, stream=self._stream)
+            if self._stream is not None:
+                self._stream.synchronize()
 
-    def begin(self) -> Any:
-        """The stream for the group's next work, which comes after all that the GPU was asked for before."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return self._stream
+    def _within_limit(self, work: Callable[[], None]) -> None:
+        """Work in a thread: NCCL waits for the other members for ever."""
+        result: Future[None] = Future()
 
-    def end(self) -> None:
-        """The group's work has been asked for."""
-        self._event.record(self._stream)
+        def run() -> None:
+            try:
+                work()
+                result.set_result(None)
+            except Exception as error:
+                result.set_exception(error)
 
-    def is_done(self) -> bool:
-        """Whether it has been done."""
-        return bool(self._event.query())
+        deadline = time.monotonic() + self._timeout_s
+        if not self._is_closed:
+            threading.Thread(target=run, name="nccl", daemon=True).start()
+        while not wait([result], _POLL_S).done:
+            if self._is_closed or time.monotonic() > deadline:
+                self.close()
+                raise GroupError(f"a member of the NCCL group is gone, or took longer than {self._timeout_s:g} s")
+        error = result.exception()
+        if error is not None:
+            self.close()
+            raise GroupError(f"NCCL: {type(error).__name__}: {error}") from error

@@ -3,7 +3,7 @@
 Every rank speaks to the servers itself, so ranks that need different numbers of turns never wait for one another in a
 rollout. A trajectory stays with the server that has its keys and values in the prefix cache. Between rollouts `sync`
 brings the weights: an adapter alone where the servers serve LoRA, else all weights that training changed, adapters
-merged into copies, over NCCL or sockets.
+merged into copies, over NCCL or through a folder.
 
 Covered here: requests, settings, log-probabilities of given ids. Not covered: which servers take part (`fleet.py`),
 how the weights get there (`server_sync.py`, `weight_transfer.py`, `worker_extension.py`), HTTP (`http_client.py`,
@@ -45,15 +45,15 @@ class VLLMServerGenerator(Generator):
         stop_token_ids: ids that end a turn; a sampled one is kept as the last id.
         adapter_dir: where adapters are written for the servers to read; those that do not see this folder are sent
             the files. None merges adapters and sends whole weights.
+        weights_dir: where whole weights pass to the servers that NCCL does not reach, which must see it under the
+            same path; None for this machine's temporary folder.
         request_timeout_s: seconds for one turn; a server that takes longer is left out.
         health_timeout_s: seconds that a server may be silent to a health check while requests wait for it.
         retry_window_s: seconds for which a request, or a sync, waits while no server can serve it.
         startup_timeout_s: seconds to wait for servers that are still starting.
         max_connections: maximum number of connections to each server.
-        sync_host: address of this machine that the servers can reach; None finds it.
-        sync_port: port there; 0 takes any free one.
-        sync_timeout_s: seconds that a server may take over one part (16 MiB) of a transfer.
-        weight_transfer: what whole weights go over: `nccl` (from GPU to GPU), `sockets` (through host memory), or
+        sync_timeout_s: seconds that a server may take over one part (256 MiB) of a transfer.
+        weight_transfer: what whole weights go over: `nccl` (from GPU to GPU), `folder` (through `weights_dir`), or
             `auto`, the first for each server that can.
         may_restore: whether the model that was synced stays as it is until the next sync, so that a server that was
             restarted in a rollout can get its weights again.
@@ -70,13 +70,12 @@ class VLLMServerGenerator(Generator):
         *,
         stop_token_ids: Collection[int],
         adapter_dir: str | Path | None = None,
+        weights_dir: str | Path | None = None,
         request_timeout_s: float = 600.0,
         health_timeout_s: float = 30.0,
         retry_window_s: float = 300.0,
         startup_timeout_s: float = 240.0,
         max_connections: int = 256,
-        sync_host: str | None = None,
-        sync_port: int = 0,
         sync_timeout_s: float = 120.0,
         weight_transfer: str = "auto",
         may_restore: bool = False,
@@ -101,7 +100,7 @@ class VLLMServerGenerator(Generator):
             self._http,
             self._fleet,
             adapter_dir=Path(adapter_dir).resolve() if adapter_dir is not None else None,
-            address=(sync_host, sync_port),
+            weights_dir=Path(weights_dir).resolve() if weights_dir is not None else None,
             way=weight_transfer,
             timeout_s=sync_timeout_s,
             may_restore=may_restore,

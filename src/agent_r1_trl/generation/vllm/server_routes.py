@@ -8,18 +8,21 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.generation.base import GenerationError, RefusedRequestError, RequestTooLongError
 from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
-from agent_r1_trl.generation.vllm.weight_transfer import PROTOCOL
 
+PROTOCOL = 3
+"""Version of the requests to the worker extension; trainer and server must have the same."""
 _WORKER = "agent_r1_trl.generation.vllm.worker_extension.PolicyWorker"
 _SAME_MODEL = "It must run the policy's architecture, vocabulary size included: start it with the trainer's model."
 _ADAPTERS_ONLY = (
     "It was started with --enable-lora and can take adapters only. For LoRA start every server with --enable-lora and "
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or none; for full fine-tuning, DoRA or modules_to_save start all without."
 )
+_NO_NCCL = "vllm_weight_transfer='folder' does without NCCL."
 _RESET_ATTEMPTS = 5
 _TOO_LONG = ("maximum context length", "maximum model length")  # of vLLM's messages
 
@@ -59,21 +62,22 @@ async def rpc(http: HTTPClient, url: str, method: str, *arguments: Any, timeout_
     results = [item if isinstance(item, dict) else json.loads(item) for item in (answer or {}).get("results", ())]
     errors = sorted({item["error"] for item in results if "error" in item})
     if errors or not results:
-        cure = _ADAPTERS_ONLY if ".base_layer." in "".join(errors) else _SAME_MODEL
+        said = "".join(errors)
+        cure = _ADAPTERS_ONLY if ".base_layer." in said else _NO_NCCL if "GroupError" in said else _SAME_MODEL
         raise UnfitServerError(
             f"The server {url} could not load the policy's weights ({'; '.join(errors) or 'no answer'}). {cure}"
         )
     return results
 
 
-async def hello(http: HTTPClient, url: str, *, timeout_s: float) -> list[dict[str, Any]]:
-    """What each worker of a server says about itself; see `PolicyWorker.agent_r1_hello`.
+async def hello(http: HTTPClient, url: str, path: Path | None = None, *, timeout_s: float) -> list[dict[str, Any]]:
+    """What each worker of a server says about itself, and about our `path`; see `PolicyWorker.agent_r1_hello`.
 
     Raises:
         HTTPError: it does not answer.
         UnfitServerError: it was started without the worker extension, or with that of another version.
     """
-    workers = await rpc(http, url, "agent_r1_hello", timeout_s=timeout_s)
+    workers = await rpc(http, url, "agent_r1_hello", None if path is None else str(path), timeout_s=timeout_s)
     if not all("process" in worker and worker.get("protocol") == PROTOCOL for worker in workers):
         raise UnfitServerError(f"{url} runs another version of agent-r1-trl. Install the trainer's version there.")
     return workers

@@ -3,8 +3,11 @@
 Each sync gives the weights a new name, which a server proves to hold (`fleet.py`). A server that cannot be reached or
 breaks off is left out; a sync fails only when no server is left, or when one is unfit from the start.
 
-Covered here: adapter or whole weights, who takes part, what the ranks must agree on. Not covered: the transfer itself
-(`weight_transfer.py`), a worker's side of it (`worker_extension.py`).
+An adapter is a folder that a server loads from a path. A server whose workers do not see the trainer's folder, on
+another machine say, is sent the files over HTTP, and keeps them under one path on all its machines.
+
+Covered here: adapter or whole weights, who takes part and how, what the ranks must agree on. Not covered: the transfer
+of whole weights (`weight_transfer.py`), a worker's side of it (`worker_extension.py`).
 """
 
 from __future__ import annotations
@@ -13,10 +16,10 @@ import asyncio
 import contextlib
 import logging
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +27,16 @@ import torch
 from torch import nn
 
 from agent_r1_trl.generation.base import GenerationError
-from agent_r1_trl.generation.vllm.adapter_delivery import AdapterDelivery
-from agent_r1_trl.generation.vllm.find_servers import own_address
 from agent_r1_trl.generation.vllm.fleet import Fleet, Found, Server
 from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
-from agent_r1_trl.generation.vllm.lora_files import adapter_tensors, served_adapter, write_adapter
-from agent_r1_trl.generation.vllm.nccl_group import describe_gpu, reason_against
+from agent_r1_trl.generation.vllm.lora_files import (
+    ADAPTER_FILES,
+    adapter_tensors,
+    encoded_adapter,
+    served_adapter,
+    write_adapter,
+)
+from agent_r1_trl.generation.vllm.nccl_group import GroupError, describe_gpu, reason_against
 from agent_r1_trl.generation.vllm.server_routes import (
     NoAdaptersError,
     UnfitServerError,
@@ -39,14 +46,13 @@ from agent_r1_trl.generation.vllm.server_routes import (
     reset_prefix_cache,
     rpc,
 )
-from agent_r1_trl.generation.vllm.weight_stream import Named
-from agent_r1_trl.generation.vllm.weight_transfer import WeightSender
+from agent_r1_trl.generation.vllm.weight_transfer import Named, WeightTransfer
 from agent_r1_trl.generation.weights import gather_for, gather_nothing, policy_weights
 
 logger = logging.getLogger(__name__)
 
-_WHOLE_TRANSFER_S = 86_400.0  # each part of it has its own limit
 _POLL_S = 1.0
+_FORGET_S = 5.0
 
 Workers = dict[str, list[dict[str, Any]]]
 """URL -> what each worker of the server says about itself."""
@@ -59,9 +65,9 @@ class ServerSync:
         http: client for the requests.
         fleet: of the servers.
         adapter_dir: see `VLLMServerGenerator`.
-        address: host (None finds it) and port (0: any) where this machine sends weights.
-        way: what weights go over; see `VLLMServerGenerator`.
-        timeout_s: seconds that a server may take over one part of a transfer.
+        weights_dir: the same.
+        way: the same, `weight_transfer`.
+        timeout_s: the same, `sync_timeout_s`.
         may_restore: see `VLLMServerGenerator`.
         may_wait: whether it is still worth waiting for servers.
     """
@@ -72,7 +78,7 @@ class ServerSync:
         fleet: Fleet,
         *,
         adapter_dir: Path | None,
-        address: tuple[str | None, int],
+        weights_dir: Path | None,
         way: str,
         timeout_s: float,
         may_restore: bool,
@@ -81,7 +87,6 @@ class ServerSync:
         self._http = http
         self._fleet = fleet
         self._adapter_dir = adapter_dir
-        self._host, self._port = address
         self._way = way
         self._gpu: dict[str, str] | None = None  # as other members of an NCCL group know it
         self._device = torch.device("cpu")
@@ -90,17 +95,11 @@ class ServerSync:
         self._may_restore, self._may_wait = may_restore, may_wait
         self._rank = own_rank()
         self._run_name = agreed(f"agent-r1-{uuid.uuid4().hex[:8]}")
+        self._weights_folder = (weights_dir or Path(tempfile.gettempdir())) / self._run_name
         self._num_syncs = 0
         self._has_all_weights = False
         self._model: Any = None
-        self._restoring = asyncio.Lock()  # two transfers at once would need two ports
-        self._delivery = AdapterDelivery(
-            http,
-            lambda: (self._open_sender(), self._own_address),
-            may_send=self._rank == 0,
-            timeout_s=timeout_s,
-            health_timeout_s=fleet.health_timeout_s,
-        )
+        self._sees_adapters: dict[str, bool] = {}  # URL -> whether the server sees the folders of adapters
 
     def sync(self, model: nn.Module) -> None:
         """See `VLLMServerGenerator.sync`."""
@@ -123,7 +122,9 @@ class ServerSync:
         self._http.run(self._fleet.pause())
         if self._fleet.is_adapter and self._rank == 0:
             shutil.rmtree(self._folder(self._fleet.weights), ignore_errors=True)
-            self._http.run(self._delivery.forget(str(self._fleet.weights)))
+            self._http.run(self._forget(str(self._fleet.weights)))
+        if self._rank == 0:
+            shutil.rmtree(self._weights_folder, ignore_errors=True)
 
     def _led(self, action: Callable[[], Any], follow: Callable[[], Any] = lambda: None) -> Any:
         """What `action` returns on the first rank, on every rank, while the others do `follow`; or its error."""
@@ -193,26 +194,62 @@ class ServerSync:
 
     async def _load(self, url: str, name: str) -> str:
         await self._fleet.check_model(self._fleet.servers[url])
-        path = await self._delivery.path_for(url, self._folder(name), old=self._fleet.weights)
+        path = await self._path_for(url, self._folder(name), old=self._fleet.weights)
         await load_adapter(self._http, url, name, path)
         if self._fleet.weights is not None:
             with contextlib.suppress(HTTPError):  # a server that was restarted does not have the old one
                 await self._http.request("POST", f"{url}/v1/unload_lora_adapter", {"lora_name": self._fleet.weights})
         return name
 
+    async def _path_for(self, url: str, folder: Path, *, old: str | None = None) -> str:
+        """Path of the adapter's files on the server's machine; they are sent if it does not see `folder`.
+
+        Args:
+            url: of the server.
+            folder: with the files; its name is the adapter's.
+            old: name of the adapter that the server still serves; older ones of this run are removed there.
+
+        Raises:
+            HTTPError: the server does not answer.
+            UnfitServerError: its workers cannot keep the files.
+        """
+        if url not in self._sees_adapters:
+            try:
+                file = folder / ADAPTER_FILES[0]
+                workers = await hello(self._http, url, file, timeout_s=self._fleet.health_timeout_s)
+                self._sees_adapters[url] = all(worker["sees"] for worker in workers)
+            except UnfitServerError:  # without the worker extension it can only see them
+                self._sees_adapters[url] = True
+        if self._sees_adapters[url]:
+            return str(folder)
+        files = await asyncio.to_thread(encoded_adapter, folder)
+        answers = await rpc(self._http, url, "agent_r1_adapter", folder.name, files, old, timeout_s=self._timeout_s)
+        paths = {answer["path"] for answer in answers}
+        if len(paths) > 1:
+            raise UnfitServerError(
+                f"The workers of {url} have different temporary folders ({', '.join(sorted(paths))}), and vLLM loads "
+                "an adapter from one path. Set TMPDIR to the same folder for all of them."
+            )
+        return str(paths.pop())
+
+    async def _forget(self, name: str) -> None:
+        """Have the servers remove the adapters that were sent to them, if they still answer."""
+        for url, sees in self._sees_adapters.items():
+            if not sees:
+                with contextlib.suppress(HTTPError, GenerationError):
+                    await rpc(self._http, url, "agent_r1_forget", name, timeout_s=_FORGET_S)
+
     # ---------------------------------------------------------------- whole weights
 
     def _sync_whole(self, model: nn.Module, name: str) -> Found:
         """Send all weights, or those that training can change if every server has the others."""
-        self._device = next(model.parameters()).device
-        self._gpu = describe_gpu(self._device) if self._rank == 0 and self._way != "sockets" else None
-        sender: Any = None
         workers: Workers = {}
         absent: Found = {}
 
         def muster() -> bool:
-            nonlocal sender
-            sender = self._open_sender()
+            self._device = next(model.parameters()).device
+            self._gpu = None if self._way == "folder" else describe_gpu(self._device)
+            self._weights_folder.mkdir(parents=True, exist_ok=True)
             for url, (answer, reason) in self._http.run(self._until_one_takes(self._hello)).items():
                 if answer is None:
                     absent[url] = (None, reason)
@@ -221,95 +258,82 @@ class ServerSync:
             has_last = [identity_of(answer, str(self._fleet.weights)) is not None for answer in workers.values()]
             return not (self._has_all_weights and all(has_last))
 
-        try:
-            is_complete = self._led(muster)
-            weights = policy_weights(model, only_trainable=not is_complete)
+        is_complete = self._led(muster)
+        weights = policy_weights(model, only_trainable=not is_complete)
 
-            def send() -> Found:
-                found = absent | self._send(sender, weights, workers, name, is_complete=is_complete)
-                if all(identity is None for identity, _ in found.values()):
-                    raise GenerationError(self._fleet.explain({url: reason for url, (_, reason) in found.items()}))
-                return found
+        def send() -> Found:
+            found = absent | self._send(weights, workers, name, is_complete=is_complete)
+            if all(identity is None for identity, _ in found.values()):
+                raise GenerationError(self._fleet.explain({url: reason for url, (_, reason) in found.items()}))
+            return found
 
-            found = self._led(send, lambda: [None for _ in weights])
-        finally:
-            if sender is not None:
-                sender.close()
+        found = self._led(send, lambda: [None for _ in weights])
         self._has_all_weights = True
         return found
 
     async def _hello(self, url: str) -> list[dict[str, Any]]:
-        workers = await hello(self._http, url, timeout_s=self._fleet.health_timeout_s)
-        reason = reason_against(self._gpu, [worker["gpu"] for worker in workers])
-        if self._way == "nccl" and reason is not None:
+        """What the workers of a server say about themselves, if there is a way to them."""
+        workers = await hello(self._http, url, self._weights_folder, timeout_s=self._fleet.health_timeout_s)
+        no_nccl = self._reason_against_nccl(url, workers)
+        sees = all(worker["sees"] for worker in workers)
+        if no_nccl is not None and self._way == "nccl":
             raise UnfitServerError(
-                f"vllm_weight_transfer='nccl': weights cannot go to {url} over NCCL, because {reason}. Set "
-                "vllm_weight_transfer to 'sockets', or to 'auto', which takes NCCL where it can."
+                f"vllm_weight_transfer='nccl': weights cannot go to {url} over NCCL, because {no_nccl}. Set "
+                "vllm_weight_transfer to 'folder', or to 'auto', which takes NCCL where it can."
+            )
+        if no_nccl is not None and not sees:
+            raise UnfitServerError(
+                f"vllm_weight_transfer={self._way!r}: weights cannot go to {url}. Over NCCL not, because {no_nccl}; "
+                f"through a folder not, because its workers cannot read {self._weights_folder}. Start the server "
+                "where it sees output_dir under the same path, or train and serve on GPUs of their own, or train LoRA "
+                "with a server of adapters (--enable-lora), which is sent the files."
             )
         return workers
 
-    def _open_sender(self) -> WeightSender:
-        """Listen for workers. Two runs may share a port as long as they wait for one another; not from the start."""
-        deadline = time.monotonic() + (0.0 if self._fleet.weights is None else self._fleet.retry_window_s)
-        while True:
-            try:
-                return WeightSender(self._own_address, self._port, timeout_s=self._timeout_s)
-            except OSError as error:
-                if time.monotonic() >= deadline or not self._may_wait():
-                    raise GenerationError(
-                        f"vllm_group_port={self._port}: the trainer cannot listen there, most likely because another "
-                        f"run does ({error}). Set vllm_group_port to a free port that the servers can reach, or to 0 "
-                        "for any."
-                    ) from error
-            time.sleep(_POLL_S)
+    def _reason_against_nccl(self, url: str, workers: list[dict[str, Any]]) -> str | None:
+        if self._way == "folder":
+            return "it is not asked for"
+        return self._without_nccl.get(url) or reason_against(self._gpu, [worker["gpu"] for worker in workers])
 
-    @property
-    def _own_address(self) -> str:
-        return self._host or own_address(list(self._fleet.servers))
-
-    def _send(
-        self, sender: WeightSender, weights: Iterable[Named], workers: Workers, name: str, *, is_complete: bool
-    ) -> Found:
+    def _send(self, weights: Iterable[Named], workers: Workers, name: str, *, is_complete: bool) -> Found:
         """Send to the servers of these workers, and see which of them hold the weights then.
 
         Always iterates over all weights: where they are sharded, the other ranks do.
         """
-        calls: dict[str, Future[Any]] = {}
-        for url in workers:
-            arguments = (self._own_address, sender.port, sender.expect(url), self._timeout_s, name, is_complete)
-            received = rpc(self._http, url, "agent_r1_receive", *arguments, timeout_s=_WHOLE_TRANSFER_S)
-            calls[url] = self._http.start(received)
-        sender.wait_for({url: (len(workers[url]), call.done) for url, call in calls.items()})
-        self._open_groups(sender, workers)
-        sender.send(weights, device=self._device)
-        return {url: self._outcome(url, call, name, sender.failures.get(url)) for url, call in calls.items()}
-
-    def _open_groups(self, sender: WeightSender, workers: Workers) -> None:
-        """Let the weights go over NCCL to those servers whose GPUs allow it."""
-        gpus = {url: [worker["gpu"] for worker in found] for url, found in workers.items()}
-        fit = [
-            url for url in workers if reason_against(self._gpu, gpus[url]) is None and url not in self._without_nccl
-        ]
-        for url, reason in sender.open_groups(fit, self._device).items():
-            if self._way == "nccl":
-                sender.drop(url, f"{reason}; vllm_weight_transfer='sockets' does without NCCL")
-                continue
-            self._without_nccl[url] = reason
-            logger.warning("Weights go to %s through host memory, not over NCCL: %s", url, reason)
-
-    def _outcome(self, url: str, call: Future[Any], name: str, failure: str | None) -> tuple[str | None, str]:
-        """Which processes of a server hold the weights, checked last of all; or None and what failed."""
+        transfer = WeightTransfer(self._http, name, self._weights_folder, timeout_s=self._timeout_s)
+        weights = iter(weights)
         try:
-            call.result(1.0 if failure else self._timeout_s)  # a server that broke off has often said why
-            self._http.run(reset_prefix_cache(self._http, url, timeout_s=self._fleet.health_timeout_s))
-            identity = identity_of(self._http.run(self._hello(url)), name)
-        except UnfitServerError as error:
-            if self._fleet.weights is None:
-                raise
-            return None, str(error)
-        except (HTTPError, TimeoutError) as error:
-            call.cancel()
-            return None, f"the weight transfer broke ({failure or error or 'no answer'})"
+            self._http.run(transfer.each(lambda url: self._begin(transfer, url, workers[url]), workers))
+            transfer.send(weights, self._device)
+            found = self._http.run(transfer.each(lambda url: self._end(transfer, url, name, is_complete)))
+        finally:
+            for _ in weights:
+                pass
+            transfer.close()
+        for url, error in transfer.failures.items():
+            if isinstance(error, UnfitServerError) and self._fleet.weights is None:
+                raise error
+            found[url] = (None, f"the weight transfer broke ({error})")
+        return found
+
+    async def _begin(self, transfer: WeightTransfer, url: str, workers: list[dict[str, Any]]) -> None:
+        """Begin over NCCL if that can be, else through the folder."""
+        if self._reason_against_nccl(url, workers) is None:
+            try:
+                await transfer.begin(url, len(workers), self._device)
+                return
+            except GroupError as error:
+                if self._way == "nccl" or not all(worker["sees"] for worker in workers):
+                    raise
+                self._without_nccl[url] = str(error)
+                logger.warning("Weights go to %s through %s, not over NCCL: %s", url, self._weights_folder, error)
+        await transfer.begin(url, len(workers), None)
+
+    async def _end(self, transfer: WeightTransfer, url: str, name: str, is_complete: bool) -> tuple[str | None, str]:
+        """Which processes of a server hold the weights, checked last of all; or None and why not."""
+        await transfer.end(url, is_complete=is_complete)
+        await reset_prefix_cache(self._http, url, timeout_s=self._fleet.health_timeout_s)
+        identity = identity_of(await hello(self._http, url, timeout_s=self._fleet.health_timeout_s), name)
         return identity, "" if identity is not None else "it was restarted during the weight sync"
 
     # ---------------------------------------------------------------- in a rollout
@@ -324,24 +348,18 @@ class ServerSync:
         if self._fleet.is_adapter:
             await self._fleet.check_model(server)  # before the other ranks, too, can sample from it
             name = str(self._fleet.weights)
-            path = await self._delivery.path_for(server.url, self._folder(name))
+            path = await self._path_for(server.url, self._folder(name))
             await load_adapter(self._http, server.url, name, path)
             return
-        async with self._restoring:
-            workers = await self._hello(server.url)
-            identity, reason = await asyncio.to_thread(self._send_again, server.url, workers)
+        workers = await self._hello(server.url)
+        identity, reason = await asyncio.to_thread(self._send_again, server.url, workers)
         if identity is None:
             raise GenerationError(reason)
 
     def _send_again(self, url: str, workers: list[dict[str, Any]]) -> tuple[str | None, str]:
-        sender = self._open_sender()
-        try:
+        with torch.no_grad():
             weights = policy_weights(self._model)
-            with torch.no_grad():
-                found = self._send(sender, weights, {url: workers}, str(self._fleet.weights), is_complete=True)
-        finally:
-            sender.close()
-        return found[url]
+            return self._send(weights, {url: workers}, str(self._fleet.weights), is_complete=True)[url]
 
 
 def own_rank() -> int:

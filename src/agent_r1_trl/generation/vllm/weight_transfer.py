@@ -1,367 +1,205 @@
-"""Weights from the trainer to the workers of vLLM servers, over connections that only this run's workers can open.
+"""Weights from the trainer to the workers of vLLM servers, some at a time: over NCCL, or through files that both see.
 
-The trainer listens for as long as a transfer lasts. Each worker connects, and both sides prove that they know the
-token of this transfer, which the worker got over HTTP. Then come frames, each two lengths, a header in JSON and a
-payload; an empty frame is the end. A frame tells the names, dtypes and shapes of some weights (`weight_stream.py`), so
-neither side has to know beforehand what comes, and a policy that is merged layer by layer is never in memory twice.
+    trainer                                    each worker of a server (`worker_extension.py`)
+    agent_r1_begin   name of the weights   ->  forgets that of the weights it has, joins the NCCL group if there is one
+    agent_r1_load    names, dtypes, shapes ->  takes these weights from NCCL or from a file, and loads them
+    agent_r1_end                           ->  has the weights of that name, if none is missing
 
-The payload follows on the same connection, or, where trainer and server have GPUs that can do so, over NCCL
-(`nccl_group.py`); the frames then only announce it. Over connections, weights on a GPU pass through host memory, and
-each worker of a server gets its own copy.
-
-Not covered: the weights are not encrypted, and whoever reads the network between trainer and servers reads them.
+Each of these is a request over HTTP, whose answer says what went wrong. A policy that is merged layer by layer, or
+gathered from shards, is never in memory twice, nor on the disk as a whole.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import secrets
-import socket
-import struct
-import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+import asyncio
+import shutil
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from agent_r1_trl.generation.vllm.nccl_group import GroupError, NCCLGroup, open_group
-from agent_r1_trl.generation.vllm.transfer_connection import (
-    TransferError,
-    challenge,
-    has_data,
-    is_gone,
-    keep_alive,
-    read,
-    read_frame,
-    read_into,
-    send_frame,
-)
-from agent_r1_trl.generation.vllm.weight_stream import Named, Piece, pack, parts, unpack
+from agent_r1_trl.generation.base import GenerationError
+from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
+from agent_r1_trl.generation.vllm.nccl_group import GroupError, NCCLGroup
+from agent_r1_trl.generation.vllm.server_routes import rpc
 
-PROTOCOL = 2
-"""Of the frames; trainer and server must have the same."""
-_HANDSHAKE_S = 10.0
-_MEETING_S = 60.0  # for the members of an NCCL group
-_PATIENCE = 3
-"""How many times longer a worker waits than the trainer: for servers that do not join, then for one that hangs."""
-_RANK = struct.Struct("!I")
+CHUNK_BYTES = 256 * 2**20
+"""How many bytes travel at a time, unless one weight has more."""
+_MEETING_S = 60.0
+
+Result = TypeVar("Result")
+Named = tuple[str, torch.Tensor]
 
 
-# -------------------------------------------------------------------- trainer
-
-
-class WeightSender:
-    """Sends weights to the workers that know the token.
+class WeightTransfer:
+    """One set of weights, for several servers; a server that fails is left behind.
 
     Args:
-        host: address of this machine that the workers can reach; only there it listens.
-        port: there; 0 for any free one.
-        timeout_s: seconds that a worker may take over one part (16 MiB).
-
-    Raises:
-        OSError: nobody can listen there.
+        http: client for the requests.
+        name: of the weights.
+        folder: that the servers see which are not in an NCCL group; files are there only while they are read.
+        timeout_s: seconds that a server may take over one chunk.
     """
 
-    def __init__(self, host: str, port: int, *, timeout_s: float):
+    def __init__(self, http: HTTPClient, name: str, folder: Path, *, timeout_s: float):
+        self._http = http
+        self._name = name
+        self._folder = folder / uuid.uuid4().hex
         self._timeout_s = timeout_s
-        self._listener = _listen(host, port)
-        self.port: int = self._listener.getsockname()[1]
-        self._tokens: dict[bytes, str] = {}
-        self._workers: dict[str, dict[int, socket.socket]] = {}  # server -> rank -> connection
-        self._groups: dict[str, NCCLGroup] = {}  # server -> what its payloads go over instead
-        self._failures: dict[str, str] = {}
-        self._changed = threading.Condition()
-        threading.Thread(target=self._accept, name="weight-transfer", daemon=True).start()
+        self._groups: dict[str, NCCLGroup | None] = {}  # URL of a server that takes part -> its group
+        self.failures: dict[str, Exception] = {}
+        """URL -> what broke the transfer to it."""
 
-    def expect(self, server: str) -> str:
-        """The token with which the workers of a server can join."""
-        token = secrets.token_hex(32)
-        with self._changed:
-            self._tokens[token.encode()] = server
-        return token
-
-    def wait_for(self, servers: dict[str, tuple[int, Callable[[], bool]]]) -> None:
-        """Return when all workers of all servers have joined; servers that are not there in time have failed.
+    async def each(
+        self, action: Callable[[str], Awaitable[Result]], urls: Iterable[str] | None = None
+    ) -> dict[str, Result]:
+        """URL -> what an action returns for the server; those for which it fails are left behind.
 
         Args:
-            servers: server -> number of its workers, and whether it has failed already (see `failures`).
+            action: done for all servers at once.
+            urls: of them; None for all that take part.
         """
-        deadline = time.monotonic() + self._timeout_s
-        with self._changed:
-            for server, (size, has_failed) in servers.items():
-                while len(self._workers.get(server, {})) < size:
-                    if has_failed() or time.monotonic() > deadline:
-                        self._drop(server, "not all of its workers connected")
-                        break
-                    self._changed.wait(0.05)
+        urls = list(self._groups if urls is None else urls)
+        answers = await asyncio.gather(*(action(url) for url in urls), return_exceptions=True)
+        found: dict[str, Result] = {}
+        for url, answer in zip(urls, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                found[url] = answer
+            elif isinstance(answer, (HTTPError, GenerationError, OSError)):
+                self.failures[url] = answer
+                self._leave(url)
+            else:
+                raise answer
+        return found
 
-    def open_groups(self, servers: Collection[str], device: torch.device) -> dict[str, str]:
-        """Let the payloads for these servers go over NCCL; their workers have joined.
+    async def begin(self, url: str, num_workers: int, device: torch.device | None) -> None:
+        """Let a server take part.
 
         Args:
-            servers: whose workers are on GPUs that can form a group with ours (`reason_against`).
-            device: our GPU.
+            url: of the server.
+            num_workers: of it.
+            device: our GPU, for NCCL; None for the folder.
 
-        Returns:
-            Server -> why it cannot be: its payloads go over the connections after all.
+        Raises:
+            HTTPError: the server does not answer.
+            UnfitServerError: it cannot take weights.
+            GroupError: NCCL cannot be used.
         """
-        joined = [server for server in servers if server in self._workers]
-        with ThreadPoolExecutor(max(1, len(joined)), "nccl") as pool:
-            reasons = dict(zip(joined, pool.map(lambda server: self._meet(server, device), joined), strict=True))
-        return {server: reason for server, reason in reasons.items() if reason is not None}
+        if device is None:
+            await self._ask(url, "agent_r1_begin", None)
+            self._groups[url] = None
+            return
+        group = NCCLGroup(0, num_workers + 1, device, timeout_s=_MEETING_S)
+        calls: list[Future[Any]] = []
 
-    def send(self, weights: Iterable[Named], *, device: torch.device | None = None) -> None:
-        """Send every weight, in order, to every worker that has joined; a server that fails is left behind.
+        def share(number: bytes) -> bytes:
+            about = {"number": number.hex(), "size": num_workers + 1, "timeout_s": _MEETING_S}
+            calls.append(self._http.start(self._ask(url, "agent_r1_begin", about)))
+            calls[0].add_done_callback(lambda call: group.close() if has_failed(call) else None)
+            return number
 
-        Always iterates to the end: where parameters are sharded, other ranks iterate too.
+        try:
+            await asyncio.to_thread(group.meet, share)
+            await asyncio.wrap_future(calls[0])
+        except (GroupError, HTTPError, GenerationError) as error:
+            group.close()
+            cause = calls[0].exception() if calls and has_failed(calls[0]) else error
+            raise GroupError(str(cause)) from error
+        self._groups[url] = group
+
+    def send(self, weights: Iterable[Named], device: torch.device) -> None:
+        """Send every weight, in order, to every server that takes part.
 
         Args:
-            weights: name and tensor, on any device.
-            device: of the groups, if there are any.
+            weights: name and tensor; each is read before the next is asked for.
+            device: our GPU, if there are NCCL groups.
         """
-        count = max(1, sum(len(workers) for workers in self._workers.values()))
-        with ThreadPoolExecutor(count, "weight-transfer") as pool:
-            for piece in pack(weights, device=device):
-                self._send_piece(pool, piece)
-            self._to_workers(pool, lambda server, connection: send_frame(connection, None))
+        has_groups = any(group is not None for group in self._groups.values())
+        for chunk in chunks(weights, device if has_groups else torch.device("cpu")):
+            if has_groups and device.type == "cuda":  # threads read the copies
+                torch.cuda.synchronize(device)
+            file = self._written(chunk)
+            self._http.run(self.each(lambda url: self._load(url, chunk, file)))  # noqa: B023
+            if file is not None:
+                file.unlink()
+            if not self._groups:
+                return
 
-    @property
-    def failures(self) -> dict[str, str]:
-        """Server -> why the transfer to it broke."""
-        with self._changed:
-            return dict(self._failures)
+    async def end(self, url: str, *, is_complete: bool) -> None:
+        """Have a server use what it got.
 
-    def drop(self, server: str, reason: str) -> None:
-        """Send nothing more to a server."""
-        with self._changed:
-            self._drop(server, reason)
+        Args:
+            url: of the server.
+            is_complete: whether every weight of the model must have come.
+
+        Raises:
+            HTTPError: it does not answer.
+            UnfitServerError: a weight is missing.
+        """
+        await self._ask(url, "agent_r1_end", is_complete)
 
     def close(self) -> None:
-        """Stop listening and close the connections; a worker in the middle of a transfer sees that it broke."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listener.close()
-        with self._changed:
-            for server in list(self._workers):
-                self._drop(server, "the transfer ended")
+        """Close the groups and remove the files."""
+        for url in list(self._groups):
+            self._leave(url)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _drop(self, server: str, reason: str) -> None:
-        self._failures.setdefault(server, reason)
-        for connection in self._workers.pop(server, {}).values():
-            connection.close()
-        group = self._groups.pop(server, None)
+    def _leave(self, url: str) -> None:
+        group = self._groups.pop(url, None)
         if group is not None:
             group.close()
 
-    # ---------------------------------------------------------------- what is sent
+    async def _ask(self, url: str, method: str, *arguments: Any) -> None:
+        await rpc(self._http, url, method, self._name, *arguments, timeout_s=self._timeout_s)
 
-    def _send_piece(self, pool: ThreadPoolExecutor, piece: Piece) -> None:
-        payload = piece.payload
-        headers = {way: {"weights": piece.entries, "way": way} for way in ("nccl", "connection")}
-        with self._changed:
-            groups = dict(self._groups)
-        if groups and payload.is_cuda:  # other threads read it
-            torch.cuda.current_stream(payload.device).synchronize()
+    async def _load(self, url: str, chunk: dict[str, torch.Tensor], file: Path | None) -> None:
+        entries = [(name, str(value.dtype).removeprefix("torch."), [*value.shape]) for name, value in chunk.items()]
+        group = self._groups[url]
+        if group is None:
+            await self._ask(url, "agent_r1_load", entries, str(file))
+        else:  # both at once; the first that fails has the cause
+            call = self._ask(url, "agent_r1_load", entries, None)
+            await asyncio.gather(call, asyncio.to_thread(group.broadcast, [*chunk.values()]))
 
-        def announce(server: str, connection: socket.socket) -> None:
-            send_frame(connection, headers["nccl" if server in groups else "connection"], len(payload))
+    def _written(self, chunk: dict[str, torch.Tensor]) -> Path | None:
+        """A file with the chunk, if a server needs one; servers that do are left behind when it cannot be written."""
+        from safetensors.torch import save_file
 
-        self._to_workers(pool, announce)
-        broadcasts = {server: pool.submit(self._broadcast, server, group, payload) for server, group in groups.items()}
-        if self._workers.keys() - groups.keys():
-            for part in parts(payload):
-                self._to_workers(pool, _sends(part.cpu()), without=groups)
-        for server, broadcast in broadcasts.items():
-            self._settle(server, broadcast.result)
-
-    def _to_workers(
-        self,
-        pool: ThreadPoolExecutor,
-        action: Callable[[str, socket.socket], None],
-        *,
-        without: Collection[str] = (),
-    ) -> None:
-        """Do something for every worker at once; a server with one that fails is dropped."""
-        with self._changed:
-            targets = [
-                (server, connection)
-                for server, found in self._workers.items()
-                if server not in without
-                for connection in found.values()
-            ]
-        calls = [(server, pool.submit(action, server, connection)) for server, connection in targets]
-        for server, call in calls:
-            self._settle(server, call.result)
-
-    def _settle(self, server: str, result: Callable[[], Any]) -> None:
+        readers = [url for url, group in self._groups.items() if group is None]
+        if not readers:
+            return None
+        file = self._folder / f"{uuid.uuid4().hex}.safetensors"
         try:
-            result()
-        except OSError as error:
-            self.drop(server, f"{type(error).__name__}: {error}")
-
-    # ---------------------------------------------------------------- NCCL
-
-    def _meet(self, server: str, device: torch.device) -> str | None:
-        """Form a group with a server's workers; or say why not, or drop a server that no longer answers."""
-        workers = [connection for _, connection in sorted(self._workers[server].items())]
-        is_shared = False
-        answers: dict[socket.socket, str | None] = {}
-
-        def share(number: bytes) -> bytes:
-            nonlocal is_shared
-            is_shared = True
-            for place, connection in enumerate(workers, 1):
-                send_frame(connection, {"nccl": number.hex(), "rank": place, "size": len(workers) + 1})
-            return number
-
-        def has_refused() -> bool:
-            for connection in workers:
-                if is_shared and connection not in answers and has_data(connection):
-                    answers[connection] = read_frame(connection)[0]["error"]
-            return any(answers.values())
-
-        group, reason = None, None
-        try:
-            try:
-                group = open_group(0, len(workers) + 1, device, share, timeout_s=_MEETING_S, is_hopeless=has_refused)
-            except GroupError as error:
-                reason = str(error)
-            for connection in workers:
-                if is_shared and connection not in answers:
-                    connection.settimeout(_MEETING_S + _HANDSHAKE_S)
-                    answers[connection] = read_frame(connection)[0]["error"]
-                    connection.settimeout(self._timeout_s)
-        except (OSError, TypeError, KeyError) as error:
-            self.drop(server, f"it did not say whether it can use NCCL ({type(error).__name__}: {error})")
-            reason = None
-        refusals = sorted({answer for answer in answers.values() if answer})
-        reason = "; ".join(refusals) or reason
-        if group is not None and (reason is not None or server not in self._workers):
-            group.close()
-        elif group is not None:
-            self._groups[server] = group
-        return reason if server in self._workers else None
-
-    def _broadcast(self, server: str, group: NCCLGroup, payload: torch.Tensor) -> None:
-        connections = list(self._workers.get(server, {}).values())
-        for part in parts(payload):
-            group.broadcast(
-                part, timeout_s=self._timeout_s, is_broken=lambda: any(is_gone(item) for item in connections)
-            )
-
-    # ---------------------------------------------------------------- who may join
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._admit, args=(connection,), name="weight-transfer", daemon=True).start()
-
-    def _admit(self, connection: socket.socket) -> None:
-        """Let a worker in that knows the token of its server; close the connection to any other."""
-        try:
-            connection.settimeout(_HANDSHAKE_S)
-            rank = _RANK.unpack(read(connection, _RANK.size))[0]
-            with self._changed:
-                tokens = dict(self._tokens)
-            token = challenge(connection, tokens, b"trainer", b"worker")
-            connection.settimeout(self._timeout_s)
-            keep_alive(connection)
-            with self._changed:
-                workers = self._workers.setdefault(tokens[token], {})
-                if rank in workers or tokens[token] in self._failures:
-                    raise TransferError(f"worker {rank} came twice or late")
-                workers[rank] = connection
-                self._changed.notify_all()
-        except (OSError, TransferError):
-            connection.close()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            save_file(chunk, file)
+        except Exception as error:
+            for url in readers:
+                self.failures[url] = error
+                self._leave(url)
+            return None
+        return file
 
 
-def _sends(part: torch.Tensor) -> Callable[[str, socket.socket], None]:
-    data = memoryview(part.numpy())  # type: ignore[arg-type]
-    return lambda server, connection: connection.sendall(data)
+def chunks(weights: Iterable[Named], device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    """Weights by name, contiguous and on the device, at most `CHUNK_BYTES` or one larger weight at a time."""
+    chunk: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, value in weights:
+        if chunk and size + value.nbytes > CHUNK_BYTES:
+            yield chunk
+            chunk, size = {}, 0
+        if value.nbytes > CHUNK_BYTES:
+            yield {name: value.detach().to(device).contiguous()}  # read where it lies, before the next one is made
+            continue
+        chunk[name] = value.detach().to(device, copy=True).contiguous()
+        size += value.nbytes
+    if chunk:
+        yield chunk
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port), family=_family(host), backlog=64)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-        return socket.create_server(("", port), backlog=64)  # a name that leads here from elsewhere, as a container's
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-# -------------------------------------------------------------------- worker
-
-
-def receive_weights(
-    host: str, port: int, token: str, *, rank: int, timeout_s: float, device: torch.device | None = None
-) -> Iterator[Named]:
-    """What `WeightSender.send` sends, one weight at a time: on the CPU, or, what came over NCCL, on `device`.
-
-    Args:
-        host: address of the trainer.
-        port: there.
-        token: of this server in this transfer.
-        rank: of this worker.
-        timeout_s: of the trainer; it may take three times as long to wait for servers that hang.
-        device: GPU of this worker; None without one.
-
-    Raises:
-        TransferError: the trainer does not know the token, or the connection broke before the end.
-        GroupError: the same of an NCCL group.
-        OSError: the trainer cannot be reached.
-    """
-    group: NCCLGroup | None = None
-    with socket.create_connection((host, port), timeout=_HANDSHAKE_S) as connection:
-        connection.sendall(_RANK.pack(rank))
-        challenge(connection, {token.encode(): ""}, b"worker", b"trainer")
-        connection.settimeout(_PATIENCE * timeout_s)
-        keep_alive(connection)
-        try:
-            while True:
-                header, size = read_frame(connection)
-                if header is None:
-                    return
-                if "nccl" in header:
-                    group, error = _join(header, device)
-                    send_frame(connection, {"error": error})
-                elif header["way"] == "nccl":
-                    assert group is not None and device is not None
-                    payload = torch.empty(size, dtype=torch.uint8, device=device)
-                    _receive_broadcast(group, connection, payload, _PATIENCE * timeout_s)
-                    yield from unpack(Piece(header["weights"], payload))
-                else:
-                    payload = torch.empty(size, dtype=torch.uint8)
-                    read_into(connection, memoryview(payload.numpy()))  # type: ignore[arg-type]
-                    yield from unpack(Piece(header["weights"], payload))
-                payload = torch.empty(0)  # one piece at a time
-        finally:
-            if group is not None:
-                group.close()
-
-
-def _join(header: dict[str, Any], device: torch.device | None) -> tuple[NCCLGroup | None, str | None]:
-    """The group that the trainer asks this worker into, or why there is none."""
-    if device is None:
-        return None, "this worker has no GPU"
-    number = bytes.fromhex(header["nccl"])
-    try:
-        group = open_group(header["rank"], header["size"], device, lambda _: number, timeout_s=_MEETING_S)
-    except GroupError as error:
-        return None, str(error)
-    return group, None
-
-
-def _receive_broadcast(group: NCCLGroup, connection: socket.socket, payload: torch.Tensor, timeout_s: float) -> None:
-    for part in parts(payload):
-        group.broadcast(part, timeout_s=timeout_s, is_broken=lambda: is_gone(connection))
+def has_failed(call: Future[Any]) -> bool:
+    """Whether it ended with an error."""
+    return call.done() and not call.cancelled() and call.exception() is not None

@@ -8,18 +8,21 @@ kernels that repack weights can be kept out, so the import does it.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import uuid
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from agent_r1_trl.generation.vllm.engine import keep_weights_loadable
-from agent_r1_trl.generation.vllm.generator import load_weights
+from agent_r1_trl.generation.vllm.generator import check_complete, load_weights
 from agent_r1_trl.generation.vllm.lora_files import forget_adapters, keep_adapter
-from agent_r1_trl.generation.vllm.nccl_group import describe_gpu
-from agent_r1_trl.generation.vllm.weight_transfer import PROTOCOL, receive_weights
+from agent_r1_trl.generation.vllm.nccl_group import NCCLGroup, describe_gpu
+from agent_r1_trl.generation.vllm.server_routes import PROTOCOL
 
 PROCESS = uuid.uuid4().hex
 """Names this process; a server that was restarted has others."""
@@ -36,75 +39,119 @@ if "vllm" in sys.modules:
     _prepare()
 
 
-class PolicyWorker:
-    """Methods that vLLM adds to its worker; the server's `/collective_rpc` calls them on every one.
+def answers(method: Callable[..., dict[str, Any] | None]) -> Callable[..., dict[str, Any]]:
+    """Answer with the rank and what the method returns; or with the error, whose text would not reach the trainer."""
 
-    Each answers with a dict, `error` in it if something failed: an exception would reach the trainer without its text.
-    """
+    @functools.wraps(method)
+    def answer(self: PolicyWorker, *arguments: Any) -> dict[str, Any]:
+        try:
+            return {"rank": self.rank} | (method(self, *arguments) or {})
+        except Exception as error:
+            return {"rank": self.rank, "error": f"{type(error).__name__}: {error}"}
+
+    return answer
+
+
+class PolicyWorker:
+    """Methods that vLLM adds to its worker; the server's `/collective_rpc` calls them on every one."""
 
     rank: int
     device: torch.device
     model_runner: Any
     vllm_config: Any
 
-    def agent_r1_hello(self) -> dict[str, Any]:
-        """Which process this is, the name of the weights that it received last (None: none, or not all), its GPU."""
-        return {
-            "rank": self.rank,
-            "process": PROCESS,
-            "protocol": PROTOCOL,
-            "weights": getattr(self, "_agent_r1_weights", None),
-            "gpu": self._agent_r1_describe(),
-        }
+    _agent_r1_weights: str | None = None
+    """Name of the weights that the model has; None for those it was started with, and while others come."""
+    _agent_r1_coming: str | None = None
+    _agent_r1_loaded: set[str] | None = None
+    _agent_r1_group: NCCLGroup | None = None
 
-    def _agent_r1_describe(self) -> dict[str, str] | None:
+    @answers
+    def agent_r1_hello(self, path: str | None = None) -> dict[str, Any]:
+        """Which process this is, the name of its weights, its GPU, and whether it can read the trainer's `path`."""
         if not hasattr(self, "_agent_r1_gpu"):
             self._agent_r1_gpu = describe_gpu(self.device)
-        return self._agent_r1_gpu
+        return {
+            "process": PROCESS,
+            "protocol": PROTOCOL,
+            "weights": self._agent_r1_weights,
+            "gpu": self._agent_r1_gpu,
+            "sees": path is not None and os.access(path, os.R_OK),
+        }
 
-    def agent_r1_receive(
-        self, host: str, port: int, token: str, timeout_s: float, name: str, is_complete: bool
-    ) -> dict[str, Any]:
-        """Load what the trainer at `host`:`port` sends; from then on these are the weights `name`."""
+    # ---------------------------------------------------------------- weights
+
+    @answers
+    def agent_r1_begin(self, name: str, group: dict[str, Any] | None) -> None:
+        """Expect the weights `name`; if they break off, the model has neither the old ones nor these.
+
+        Args:
+            name: of the weights.
+            group: number under which an NCCL group meets, its size and the limit for a call; None: files come.
+        """
+        self._agent_r1_close()
+        self._agent_r1_weights, self._agent_r1_coming, self._agent_r1_loaded = None, name, set()
+        if group is not None:
+            number = bytes.fromhex(group["number"])
+            joined = NCCLGroup(self.rank + 1, group["size"], self.device, timeout_s=group["timeout_s"])
+            joined.meet(lambda _: number)
+            self._agent_r1_group = joined
+
+    @answers
+    def agent_r1_load(self, name: str, entries: list[tuple[str, str, list[int]]], file: str | None) -> None:
+        """Load some of the weights `name`: those in a file, or what the group's trainer sends.
+
+        Args:
+            name: of the weights.
+            entries: name, dtype (`bfloat16`) and shape of each tensor.
+            file: in safetensors' format; None for the group.
+        """
         from vllm.config import set_current_vllm_config
 
-        self._agent_r1_weights = None  # if this breaks off, the model is neither the old one nor the new one
-        try:
-            device = None if self._agent_r1_describe() is None else self.device
-            weights = receive_weights(host, port, token, rank=self.rank, timeout_s=timeout_s, device=device)
-            try:
-                with set_current_vllm_config(self.vllm_config):
-                    load_weights(self.model_runner.model, weights, is_complete=is_complete)
-            finally:
-                for _ in weights:  # what the model did not take must still be received
-                    pass
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
-        self._agent_r1_weights = name
-        return self.agent_r1_hello()
+        self._agent_r1_check(name)
+        if file is None:
+            assert self._agent_r1_group is not None
+            weights = {
+                entry: torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+                for entry, dtype, shape in entries
+            }
+            self._agent_r1_group.broadcast([*weights.values()])
+        else:
+            from safetensors.torch import load_file
+
+            weights = load_file(file)
+        with set_current_vllm_config(self.vllm_config):
+            loaded = load_weights(self.model_runner.model, ((entry, weights[entry]) for entry, _, _ in entries))
+        known = self._agent_r1_loaded
+        self._agent_r1_loaded = None if known is None or loaded is None else known | loaded
+
+    @answers
+    def agent_r1_end(self, name: str, is_complete: bool) -> None:
+        """Take the weights `name` for those of the model; `is_complete`: if each of its parameters has come."""
+        self._agent_r1_check(name)
+        self._agent_r1_close()
+        if is_complete:
+            check_complete(self.model_runner.model, self._agent_r1_loaded)
+        self._agent_r1_weights, self._agent_r1_coming = name, None
+
+    def _agent_r1_check(self, name: str) -> None:
+        if self._agent_r1_coming != name:
+            raise RuntimeError("the server was restarted during the transfer, or another trainer sends to it")
+
+    def _agent_r1_close(self) -> None:
+        if self._agent_r1_group is not None:
+            self._agent_r1_group.close()
+        self._agent_r1_group = None
 
     # ---------------------------------------------------------------- adapters
 
-    def agent_r1_sees(self, file: str) -> dict[str, Any]:
-        """Whether a file of the trainer can be read here."""
-        return {"rank": self.rank, "sees": os.access(file, os.R_OK)}
+    @answers
+    def agent_r1_adapter(self, name: str, files: dict[str, str], old: str | None) -> dict[str, Any]:
+        """Keep the files of the adapter `name` on this machine, and say where; see `keep_adapter`."""
+        path: Path = keep_adapter(name, files, old=old)
+        return {"path": str(path)}
 
-    def agent_r1_adapter(
-        self, host: str, port: int, token: str, timeout_s: float, name: str, old: str | None
-    ) -> dict[str, Any]:
-        """Keep the files of the adapter `name`, which the trainer at `host`:`port` sends; and where they are."""
-        try:
-            files = receive_weights(host, port, token, rank=self.rank, timeout_s=timeout_s)
-            try:
-                path = keep_adapter(name, files, old=old)
-            finally:
-                for _ in files:
-                    pass
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
-        return {"rank": self.rank, "path": str(path)}
-
-    def agent_r1_forget(self, name: str, but: str | None) -> dict[str, Any]:
-        """Remove the adapters of the run of `name`, except for one."""
-        forget_adapters(name, but=[but])
-        return {"rank": self.rank}
+    @answers
+    def agent_r1_forget(self, name: str) -> None:
+        """Remove the adapters of the run of `name`."""
+        forget_adapters(name)

@@ -1,6 +1,0 @@
-"""A person in place of the data set: conversations over several messages, played by the training rollout."""
-
-from agent_r1_trl.conversation.events import Event
-from agent_r1_trl.conversation.session import Conversation, ConversationError
-
-__all__ = ["Conversation", "ConversationError", "Event"]

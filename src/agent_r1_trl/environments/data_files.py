@@ -1,0 +1,121 @@
+"""Rows from a data file, a directory or the Hub, as they were written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from agent_r1_trl.errors import RunError
+from agent_r1_trl.objects import did_you_mean
+
+FILE_FORMATS = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+class DataFileError(RunError, ValueError):
+    """A data set cannot be read."""
+
+    exit_code = 2
+
+
+def load_rows(
+    flag: str, name: str, *, config: str | None = None, split: str = "train", limit: int | None = None
+) -> Any:
+    """Load a `datasets.Dataset` from a file, a directory, or the Hub.
+
+    Args:
+        flag: the setting that holds the name, for errors.
+        name: a .jsonl, .json, .csv or .parquet file, a directory, or a Hub id.
+        config: configuration of a Hub data set.
+        split: of a Hub data set or of a directory.
+        limit: number of rows to keep, from the first; None: all.
+
+    Raises:
+        DataFileError: the data set cannot be found or read (with the line), or it is empty.
+    """
+    path, setting = Path(name), f"{flag}={name!r}"
+    is_meant_here = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    kind = FILE_FORMATS.get(path.suffix.lower())
+    if path.is_file() and kind is None:
+        raise DataFileError(f"{setting}: must be a file of type {', '.join(FILE_FORMATS)}. Convert it to one of them.")
+    if not path.is_file() and (kind is not None or (is_meant_here and not path.is_dir())):
+        near = [str(item) for item in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise DataFileError(
+            f"{setting}: there is no such file or directory (looked in {Path.cwd()}).{did_you_mean(name, near)} Pass "
+            "the path of a data file or directory, relative to the current one, or a Hub id."
+        )
+    if kind == "jsonl":
+        rows = _read_jsonl(setting, path)
+    elif kind is not None:
+        rows = _load_dataset(setting, kind, None, "train", data_files=name) if path.stat().st_size else []
+    else:
+        rows = _load_dataset(setting, name, config, split)
+    if not len(rows):
+        raise DataFileError(f"{setting} has no rows. Pass a data set with at least one.")
+    return rows.select(range(min(limit, len(rows)))) if limit is not None else rows
+
+
+def _read_jsonl(setting: str, path: Path) -> Any:
+    from datasets import Dataset
+
+    rows: list[dict[str, Any]] = []
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise DataFileError(f"{setting}: cannot be read ({error}). Pass a file that you may read.") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except ValueError as error:  # UnicodeDecodeError is one
+            raise DataFileError(
+                f"{setting}, line {number}: not valid JSON in UTF-8 ({error}). Correct the line."
+            ) from error
+        if isinstance(row, dict):
+            rows.append(row)
+        elif line.strip():
+            raise DataFileError(
+                f"{setting}, line {number}: must be an object with the columns of the row, not {type(row).__name__}. "
+                "Correct the line."
+            )
+    columns = dict.fromkeys(name for row in rows for name in row)  # `datasets` would take those of the first row
+    rows = [{name: row.get(name) for name in columns} for row in rows]
+    try:  # dicts with different keys stay as they are, instead of all of them having all keys
+        made = Dataset.from_list(rows, on_mixed_types="use_json")
+    except Exception as error:  # arrow's errors share no base class
+        raise DataFileError(f"{setting}: cannot be made a table ({error}). Give each column one type.") from error
+    # Of several types in a column `datasets` keeps the JSON, and takes a text such as "4" for that of a number.
+    for name in (name for name, feature in made.features.items() if "Json(" in repr(feature)):
+        for number, (row, found) in enumerate(zip(rows, made[name], strict=True), start=1):
+            if row[name] != found:
+                raise DataFileError(
+                    f"{setting}: the column {name!r} holds values of several types, so that {row[name]!r:.100} (row "
+                    f"{number}) would be read as {found!r:.100}. Give each column one type."
+                )
+    return made
+
+
+def _load_dataset(setting: str, name: str, config: str | None, split: str, **options: Any) -> Any:
+    from datasets import load_dataset, load_from_disk
+
+    is_local = Path(name).is_dir()
+    try:
+        if is_local and any((Path(name) / item).exists() for item in ("state.json", "dataset_dict.json")):
+            loaded = load_from_disk(name)
+            return loaded[split] if isinstance(loaded, dict) else loaded
+        return load_dataset(name, config, split=split, **options)
+    except Exception as error:  # a wrong name, no network, a broken file: of many types
+        if "corresponds to no data" in str(error):  # of a file with a header alone, or `[]`
+            return []
+        cause = error.__cause__ or error
+        reason = f"{type(cause).__name__}: {' '.join(str(cause).splitlines()[:1]).rstrip('.')}."
+        if options:
+            raise DataFileError(
+                f"{setting}: cannot be read as {name}. {reason} Correct the file (text in UTF-8, a row for each "
+                "example), or pass another one."
+            ) from error
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" and not is_local else ""
+        raise DataFileError(
+            f"{setting}, split {split!r}: cannot be loaded{offline}. {reason} "
+            "Pass a data file, a directory, or the id of a data set on the Hub, and one of its splits."
+        ) from error

@@ -1,0 +1,122 @@
+"""What a run can do without: each folder is one feature, and the package trains without it.
+
+`FEATURES` is the one list of them. Nothing outside imports a feature's modules by name: whoever needs one asks
+`feature`, which refuses by name what is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import Any, NamedTuple
+
+
+class FeatureRow(NamedTuple):
+    """One row of the table."""
+
+    about: str
+    """What it is for, in messages."""
+    settings: str | None
+    """Training arguments that it alone reads, with blanks between: without it, another value than their default is
+    refused. Its package then has `make_callbacks(config, train_dataset)`, the callbacks that the settings ask for,
+    and a module `checks` where settings have to fit others. None: it takes no part in training."""
+    commands: dict[str, str]
+    """Commands of `agent-r1-trl` that it brings: name -> help. Command `x` is the module `x_command` of its folder."""
+    has_mapping: bool = False
+    """Whether its `settings` are mappings: setting -> class of the keys is `GROUPS` of its module `settings`."""
+    needs: tuple[str, ...] = ()
+    """Features that it is built on."""
+
+
+FEATURES = {
+    "journal": FeatureRow("every turn on disk, for resumes and replays", "replay journal_keep", {}),
+    "reliability": FeatureRow(
+        "failure budget, tool outages, steps that are not finite, signals, ranks",
+        "failures outages",
+        {},
+        has_mapping=True,
+    ),
+    "sampling": FeatureRow(
+        "group filter, dynamic sampling and curriculum",
+        "sampling",
+        {},
+        has_mapping=True,
+    ),
+    "echo_trap": FeatureRow(
+        "the watch for collapsing runs, and the guard that acts on it",
+        "echo",
+        {},
+        has_mapping=True,
+    ),
+    "sandbox": FeatureRow("tools that run a model's code", None, {}),
+    "games": FeatureRow("games as environments", None, {}),
+    "search": FeatureRow(
+        "search servers and dense indexes",
+        None,
+        {"index": "build a search index from a corpus", "serve-retriever": "serve a search index over HTTP"},
+    ),
+    "doctor": FeatureRow(
+        "checks before a run",
+        None,
+        {
+            "doctor": "check model, template, tools and environment before a run",
+            "memory": "estimate the memory that a recipe needs on each GPU",
+        },
+    ),
+    "hub": FeatureRow(
+        "cards, secrets and uploads",
+        None,
+        {
+            "export": "write recorded trajectories as a data set, or as conversations for SFT",
+            "push": "send a trained agent, or its trajectories, to the Hub",
+        },
+    ),
+    "serve": FeatureRow(
+        "talking to a trained agent",
+        None,
+        {
+            "chat": "talk to an agent, with its tools, as it was trained",
+            "serve": "serve a model with vLLM, or an agent with its tools",
+            "merge": "write a plain Hugging Face model from an adapter or a checkpoint",
+        },
+        needs=("journal",),
+    ),
+}
+"""Callbacks are called in this order; what is around a run is so from the outside in."""
+
+
+MAPPINGS = tuple(name for row in FEATURES.values() if row.has_mapping for name in (row.settings or "").split())
+"""Training arguments that are mappings of a feature."""
+
+
+def has_feature(name: str) -> bool:
+    """Whether the folder of a feature is there, and what it needs."""
+    is_there = name in FEATURES and importlib.util.find_spec(f"{__name__}.{name}") is not None
+    return is_there and all(map(has_feature, FEATURES[name].needs))
+
+
+def mappings_of(name: str) -> dict[str, Any]:
+    """Setting -> class of its keys, of a feature whose settings are mappings; none where it is not there."""
+    if not (FEATURES[name].has_mapping and has_feature(name)):
+        return {}
+    found: dict[str, Any] = importlib.import_module(f"{__name__}.{name}.settings").GROUPS
+    return found
+
+
+def feature(name: str, asked_by: str) -> ModuleType:
+    """The package of a feature.
+
+    Args:
+        name: a key of `FEATURES`.
+        asked_by: what needs it, such as a setting and its value, for the message.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    if not has_feature(name):
+        raise ValueError(
+            f"{asked_by}: needs the feature {name!r} ({FEATURES[name].about}), which this installation lacks. Install "
+            "the whole package, or remove the setting."
+        )
+    return importlib.import_module(f"{__name__}.{name}")

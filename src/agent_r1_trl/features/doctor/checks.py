@@ -1,0 +1,637 @@
+"""The doctor's checks of versions, tokenizer, template, parser, masks and prompts, the cheap ones first.
+
+Conversations are rendered twice, as a whole and piece by piece as in a rollout; both must give the same ids. Scripted
+conversations go through the real rollout loop, so every sampled id is known beforehand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import itertools
+import json
+import random
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.chat.checks import (
+    Schema,
+    broken_prefix,
+    differences,
+    hidden_parts,
+    misread_content,
+    speak,
+    split_tokens,
+)
+from agent_r1_trl.chat.errors import ChatFormatError
+from agent_r1_trl.chat.templates import suggestion
+from agent_r1_trl.environments.base import StepResult
+from agent_r1_trl.features.doctor.environment import examine_env
+from agent_r1_trl.features.doctor.episodes import Caller, check_tools, list_tools, make_env
+from agent_r1_trl.features.doctor.report import Finding, Report, describe_error
+from agent_r1_trl.generation.scripted import ScriptedGenerator
+from agent_r1_trl.rollout import EnvSession, RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.rollout.thinking import STRIP_POLICY
+from agent_r1_trl.tools import Tool, as_tool
+from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
+
+_NUM_PROMPTS = 64  # examples whose prompts are measured
+_START_S = 60.0  # that an environment may take to start on an example
+_TURN_TOKENS = 2000  # longer than any scripted turn
+_ARGUMENTS = {
+    "query": {"type": "string", "description": "What to look for."},
+    "options": {"type": "object", "description": "More about it."},
+}
+_PARAMETERS = {"type": "object", "properties": _ARGUMENTS, "required": ["query"]}
+_LOOK_UP = {"name": "look_up", "description": "Look something up.", "parameters": _PARAMETERS}
+_PROBE_TOOL: Schema = {"type": "function", "function": _LOOK_UP}
+"""Shown to the template if the user names no tools."""
+_WORDS = (
+    "Paris", "a b", "Zürich", "東京", "🙂🚀", "e\u0301", "x\ny", "a\tb", '"quoted"', "{", "}}", "\\n", "'", "0.1",
+)  # fmt: skip
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "integer": (0, 7, -12),
+    "number": (0.5, -3, 2),
+    "boolean": (True, False),
+    "array": ([], [1, 2], ["a", ["ü"]]),
+    "object": ({}, {"inner": {"list": ["a", {"b": 1}]}}, {"deep": {"er": {"still": "é"}}}),
+}
+_TEXTS = ("plain words", '{"a": [1, 2.5, null]}', "tabs\tand\nlines\n\n", "Zürich — naïve", "東京", "🙂🚀")
+_SET_GRAMMAR = "Set response_template to the grammar of this template (docs/model-families.md)"
+_OR_TEMPLATE = f"{_SET_GRAMMAR}, or pass another chat_template."
+_STRIP = "Set thinking='strip': the policy is then trained on what the server shows."
+Start = tuple[list[dict[str, Any]], list[Schema]]
+
+
+def run_doctor(
+    model_or_tokenizer: Any,
+    *,
+    tools: Sequence[Any] | None = None,
+    env: Any = None,
+    examples: Iterable[dict[str, Any]] | None = None,
+    tokenizer: Any = None,
+    max_completion_length: int | None = None,
+    max_model_length: int | None = None,
+    trust_remote_code: bool = False,
+    num_conversations: int = 24,
+    seed: int = 0,
+    **chat_options: Any,
+) -> list[Finding]:
+    """Examine what a run would use. Whatever is wrong with it becomes a finding, not an exception.
+
+    Args:
+        model_or_tokenizer: path or Hub name (no weights are loaded), tokenizer, processor, or model.
+        tools: functions or `Tool`s that the run would show to the model.
+        env: environment class, factory or instance.
+        examples: rows of the data set; the environment's prompts are measured on the first of them.
+        tokenizer: needed for a model whose config does not name its folder.
+        max_completion_length: as in the trainer's config; with `examples`, checked against the model's positions.
+        max_model_length: assume this many positions instead of the model's.
+        trust_remote_code: run code that comes with the model.
+        num_conversations: number of scripted conversations to play.
+        seed: seed of the scripts.
+        **chat_options: chat_template, response_template, chat_template_kwargs, thinking, as in the trainer's config.
+
+    Returns:
+        Findings in the order of the checks; a check that found nothing says so in one line.
+    """
+    report = Report()
+    check_versions(report)
+    rows = None if examples is None else list(itertools.islice(examples, _NUM_PROMPTS))
+    usable = check_tools(report, tools) if tools is not None else []
+    if tools is not None:
+        report.ok("tools", list_tools(usable))
+    schemas = [tool.schema for tool in usable]
+    starts = _starts(env, rows, schemas)
+    schemas += _env_schemas(env, starts)
+    subject = _load_subject(report, model_or_tokenizer, tokenizer, trust_remote_code)
+    chat = None
+    if subject is not None:
+        subject.max_length = subject.max_length if max_model_length is None else max_model_length
+        chat = _open_chat(report, subject, chat_options)
+    if subject is not None and chat is not None:
+        needs_tools = bool(schemas) or (tools is None and env is None and chat.supports_tools)
+        shown = (schemas or [_PROBE_TOOL]) if needs_tools else None
+        _check_tokenizer(report, subject, chat)
+        _check_template(report, chat, shown)
+        if shown is not None and chat.supports_tools:
+            _check_parser(report, chat, shown, num_calls=num_conversations, seed=seed)
+        if shown is None or chat.supports_tools:
+            _check_masks(report, chat, shown, num_conversations=num_conversations, seed=seed)
+        _check_prompts(report, chat, subject, starts, max_completion_length)
+    if env is not None:
+        try:
+            findings = examine_env(env, rows)
+        except ValueError as error:
+            report.error("environment", f"It cannot be checked: {error}", "Pass rows as dicts.")
+            findings = []
+        found = (dataclasses.replace(finding, check=f"environment: {finding.check}") for finding in findings)
+        report.findings.extend(found)
+    return report.findings
+
+
+# ---------------------------------------------------------------- versions
+
+
+def check_versions(
+    report: Report,
+    *,
+    requirements: Sequence[str] | None = None,
+    installed: Callable[[str], str] = importlib.metadata.version,
+) -> None:
+    """Compare the installed versions with the supported ones; an optional package may be missing.
+
+    Args:
+        report: collects the findings.
+        requirements: as in setup.cfg; those of the installed package if None.
+        installed: returns the version of a distribution, or raises PackageNotFoundError.
+    """
+    if requirements is None:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            requirements = importlib.metadata.requires("agent-r1-trl")
+    if not requirements:
+        text = "agent-r1-trl is not installed (it runs from a folder), so its requirements are unknown."
+        report.warning("versions", text, "pip install -e . in the clone.")
+    fine = []
+    for requirement in map(Requirement, requirements or ()):
+        is_optional = "extra" in str(requirement.marker)
+        if requirement.marker is not None and not is_optional and not requirement.marker.evaluate():
+            continue
+        name, cure = requirement.name, f"pip install '{requirement.name}{requirement.specifier}'"
+        try:
+            version = installed(name)
+        except importlib.metadata.PackageNotFoundError:
+            if not is_optional:
+                report.error("versions", f"{name} is not installed.", cure)
+            continue
+        if not requirement.specifier.contains(Version(version).public, prereleases=True):
+            text = f"{name} {version} is outside the supported window {requirement.specifier}."
+            report.error("versions", text, cure)
+        elif name in ("trl", "transformers", "torch", "vllm"):
+            fine.append(f"{name} {version}")
+    report.ok("versions", ", ".join(dict.fromkeys(fine)) + ": inside the supported windows.")
+
+
+# ---------------------------------------------------------------- tokenizer and model
+
+
+@dataclass(kw_only=True)
+class Subject:
+    """The model under examination: its tokenizer, and what is known about the weights without loading them."""
+
+    tokenizer: Any
+    num_embeddings: int | None = None
+    max_length: int | None = None
+    """Maximum number of positions."""
+    eos_token_ids: list[int] | None = None
+    """Those of the generation config; None if there is none."""
+
+    def __post_init__(self) -> None:
+        length = getattr(getattr(self.tokenizer, "tokenizer", self.tokenizer), "model_max_length", None)
+        self.max_length = length if isinstance(length, int) and length < 10**9 else None
+
+    def read(self, config: Any, generation_config: Any) -> None:
+        """Take over what the configurations say."""
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.num_embeddings = getattr(text, "vocab_size", None)
+        positions = getattr(text, "max_position_embeddings", None)
+        self.max_length = min(filter(None, (positions, self.max_length)), default=None)
+        eos = getattr(generation_config, "eos_token_id", None)
+        if generation_config is not None:
+            self.eos_token_ids = list(eos) if isinstance(eos, (list, tuple)) else [eos] if eos is not None else []
+
+
+def _load_subject(report: Report, given: Any, tokenizer: Any, trust_remote_code: bool) -> Subject | None:
+    """Read a path or Hub name, a tokenizer, or a model; None if nothing can be examined."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    if hasattr(given, "apply_chat_template"):
+        return Subject(tokenizer=given)
+    config = getattr(given, "config", None)
+    name = given if isinstance(given, str) else str(getattr(config, "_name_or_path", ""))
+    if config is None and not isinstance(given, str):
+        text = f"model={given!r:.100} is neither a name, nor a tokenizer, nor a model."
+        report.error("model", text, "Pass a path or Hub name, a tokenizer, or a transformers model.")
+        return None
+    try:
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # every loader raises its own
+        cure = "Pass a local folder with tokenizer.json, or a Hub name that exists and that you may read."
+        if "trust_remote_code" in str(error):
+            cure = "Set trust_remote_code=True if you trust the code that comes with it."
+        text = f"model={name!r}: its tokenizer cannot be loaded ({str(error).splitlines()[0]})."
+        report.error("model", text, cure)
+        return None
+    subject, generation_config = Subject(tokenizer=tokenizer), getattr(given, "generation_config", None)
+    if config is None:
+        with contextlib.suppress(Exception):  # a folder with a tokenizer alone can be examined as well
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        with contextlib.suppress(Exception):
+            generation_config = GenerationConfig.from_pretrained(name)
+    if config is not None:
+        subject.read(config, generation_config)
+    if hasattr(given, "get_input_embeddings"):
+        subject.num_embeddings = given.get_input_embeddings().weight.shape[0]
+    return subject
+
+
+def _check_tokenizer(report: Report, subject: Subject, chat: ChatFormat) -> None:
+    """The vocabulary fits the embeddings, pad and eos fit the template's turns, text survives encoding."""
+    tokenizer, last_id = chat.tokenizer, max([len(chat.tokenizer) - 1, *chat.tokenizer.added_tokens_decoder])
+    if subject.num_embeddings is not None and last_id >= subject.num_embeddings:
+        text = (
+            f"The tokenizer's last id is {last_id}, and the model has {subject.num_embeddings} embeddings: it crashes."
+        )
+        cure = "model.resize_token_embeddings(len(tokenizer)), or use the tokenizer that belongs to the model."
+        report.error("tokenizer", text, cure)
+    turn_ends = tokenizer.convert_ids_to_tokens(chat.turn_end_ids)
+    ends, question = ", ".join(turn_ends), [{"role": "user", "content": "."}]
+    asked, begun = (chat.encode_conversation(question, generation_prompt=flag) for flag in (False, True))
+    opening = set(begun[len(asked) :]) - set(chat.turn_end_ids)
+    for role in ("eos", "pad"):
+        token_id = getattr(tokenizer, f"{role}_token_id")
+        if token_id is not None and token_id in opening:
+            text = f"{role}_token={tokenizer.decode([token_id])!r} is a token with which the template opens turns."
+            report.error("tokenizer", text, f"Set tokenizer.{role}_token: the template ends turns with {ends}.")
+    if tokenizer.eos_token_id is None:
+        text = "The tokenizer has no eos_token: generation outside of rollouts would never stop."
+        report.error("tokenizer", text, f"tokenizer.eos_token = {turn_ends[0]!r}, the template's end of a turn.")
+    stops = {*(subject.eos_token_ids or ()), tokenizer.eos_token_id}
+    if subject.eos_token_ids is not None and not stops & set(chat.turn_end_ids):
+        text = f"Rollouts stop at {ends}, but neither eos_token nor the generation config: the model would run on."
+        cure = f"model.generation_config.eos_token_id = {[*subject.eos_token_ids, *chat.turn_end_ids]}"
+        report.warning("tokenizer", text, cure)
+    changed = [text for text in _TEXTS if chat.encoder.to_text(chat.encoder.encode(text)) != text]
+    if changed:
+        text = f"Text is not the same after encoding and decoding ({changed[0]!r}): tool results lose characters."
+        cure = "Use a tokenizer with byte fallback (byte-level BPE), or keep tool results within its alphabet."
+        report.warning("tokenizer", text, cure)
+    sizes = f" of {subject.num_embeddings} embeddings" if subject.num_embeddings else ""
+    report.ok("tokenizer", f"{last_id + 1} ids{sizes}; turns end with {ends}; text survives.")
+
+
+# ---------------------------------------------------------------- template
+
+
+def _open_chat(report: Report, subject: Subject, options: dict[str, Any]) -> ChatFormat | None:
+    """The chat format; None, and an error in the report, if the tokenizer or its template cannot be used."""
+    tokenizer = subject.tokenizer
+    try:
+        chat = ChatFormat(tokenizer, extra_stop_token_ids=subject.eos_token_ids or (), **options)
+    except ChatFormatError as error:
+        report.error("chat template", error.problem, error.cure)
+        return None
+    except Exception as error:  # a template or tokenizer may fail in any way
+        cure = "Load it with AutoTokenizer.from_pretrained and try apply_chat_template on one message."
+        report.error("chat template", f"The tokenizer cannot be used ({describe_error(error)}).", cure)
+        return None
+    own = getattr(tokenizer, "chat_template", None)
+    if options.get("chat_template") is None and isinstance(own, str) and own != chat.chat_template:
+        report.ok("chat template", "TRL's training template replaces the tokenizer's own.")
+    return chat
+
+
+def _check_template(report: Report, chat: ChatFormat, tools: Sequence[Schema] | None) -> None:
+    """The template preserves prefixes over whole conversations, renders prompts faithfully and shows the tools."""
+    if tools and not chat.supports_tools:
+        try:
+            chat.encode_prompt([{"role": "user", "content": "."}], tools)
+        except ChatFormatError as error:
+            report.error("chat template", error.problem, error.cure)
+        return
+    try:
+        _check_rendering(report, chat, tools)
+        _check_appending(report, chat, tools)
+    except Exception as error:
+        text = f"The template fails on an ordinary conversation ({describe_error(error)})."
+        report.error("chat template", text, suggestion(chat.tokenizer, chat.chat_template))
+    if chat.is_turn_end_trained() is False:
+        text = "Its assistant masks leave out the end-of-turn token: a cold start (SFT) with it never learns to stop."
+        report.warning("chat template", text, "Move {% endgeneration %} behind the end-of-turn token.")
+    tokens = ", ".join(chat.tokenizer.convert_ids_to_tokens(chat.stop_token_ids))
+    shows = "renders tool conversations" if chat.supports_tools else "has no tool calls (none are used)"
+    report.ok("chat template", f"Prefix preserving, {shows}; a turn stops at {tokens}.")
+
+
+def _check_rendering(report: Report, chat: ChatFormat, tools: Sequence[Schema] | None) -> None:
+    messages = [{"role": "user", "content": '\nTwo words: "naïve" 東京 \n'}]
+    options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False, "tools": chat.no_tools}
+    options |= {"chat_template": chat.plain_template or chat.chat_template, **chat.chat_template_kwargs}
+    if list(chat.tokenizer.apply_chat_template(messages, **options)) != chat.encode_prompt(messages):
+        text = "A prompt's ids are not those of apply_chat_template: the tokenizer does more than tokenizer.json says."
+        cure = "Save the tokenizer with save_pretrained and load that folder with AutoTokenizer."
+        report.error("chat template", text, cure)
+    if split := split_tokens(chat, tools):
+        text = f"It writes {', '.join(split)}, no token of the tokenizer but several: a tool result could open a turn."
+        cure = "Use the chat template that belongs to the tokenizer, or the tokenizer that belongs to the template."
+        report.error("chat template", text, cure)
+    if (content := misread_content(chat)) is not None:
+        text = f"A reply that says 'said.' is read as {content!r}: rewards and environments would see that."
+        report.error("parser", text, _OR_TEMPLATE)
+    for name, missing in hidden_parts(chat, tools or ()).items():
+        text = f"The prompt does not show {', '.join(missing)} of the tool {name!r}: no model can know how to call it."
+        report.error("chat template", text, "Use a template that renders the whole schema ({{ tool | tojson }}).")
+
+
+def _check_appending(report: Report, chat: ChatFormat, tools: Sequence[Schema] | None) -> None:
+    """Prompt + reply + observation + reply + ... must be what the template renders for the whole conversation."""
+    found = differences(chat, tools)
+    if broken := broken_prefix(found):
+        cure = suggestion(chat.tokenizer, chat.chat_template)
+        report.error("chat template", f"Not prefix preserving: {broken}.", cure)
+        return
+    if chat.thought_rule is not None:
+        report.ok("chat template", "Thoughts are dropped before each turn where the template drops them.")
+        return
+    # With a forced opener only turns with a thought can agree; the last difference is theirs.
+    difference, place = found[[*found][-1]]
+    if difference and len(found) > 1:
+        keep = [name for name in ("preserve_thinking", "clear_thinking") if name in chat.chat_template]
+        switch = f"chat_template_kwargs={{'{keep[0]}': {keep[0].startswith('preserve')}}} or " if keep else ""
+        text = "The template changes thoughts once something follows"
+        cure = f"{_STRIP} Or pass {switch}a chat_template that keeps thoughts"
+    elif place == "empty thought":
+        text = "The template leaves the empty thought of its generation prompt out of earlier turns"
+        cure = f"{_STRIP} Or pass a chat_template that writes it in every turn"
+    else:
+        text = "The template writes earlier messages in another way in a longer conversation"
+        cure = "Pass a chat_template that leaves earlier messages alone"
+    if difference or place == "empty thought":
+        text = f"{text}: {difference}. A rollout keeps its ids, a server with this template renders others."
+        report.warning("chat template", text, f"{cure}, and serve the model with it.")
+
+
+# ---------------------------------------------------------------- parser and masks
+
+
+@dataclass
+class _Scene:
+    """A scripted conversation, which plays the environment's part itself."""
+
+    prompt: list[Message]
+    tools: list[Tool]
+    turns: list[list[int]] = field(default_factory=list)
+    """The ids to sample in each turn."""
+    calls: list[list[dict[str, Any]]] = field(default_factory=list)
+    """The calls that each turn writes."""
+    broken: set[int] = field(default_factory=set)
+    """The turns in which only the first calls are whole, or none."""
+    observations: list[list[Message]] = field(default_factory=list)
+    num_steps: int = 0
+
+    def reset(self, example: dict[str, Any]) -> list[Message]:
+        return self.prompt
+
+    def step(self, message: Message) -> StepResult:
+        self.num_steps += 1
+        return StepResult(self.observations[self.num_steps - 1], 0.0, self.num_steps == len(self.turns), {})
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def _check_parser(report: Report, chat: ChatFormat, tools: Sequence[Schema], *, num_calls: int, seed: int) -> None:
+    """Calls with random arguments, rendered by the template, must be read back unchanged."""
+    rng = random.Random(seed)
+    wrong = []
+    for index in range(num_calls):
+        calls = _calls(chat, rng, tools, index, is_plain=index < 3)
+        try:
+            message = chat.parse(chat.encode_reply(_assistant(calls)), tools=tools)
+        except Exception as error:
+            wrong.append((index, calls, describe_error(error)))
+            continue
+        # Tokenizers with a normaliser compose accents; that is not the parser's doing.
+        found, written = (
+            _folded(json.dumps([call["function"] for call in some], ensure_ascii=False, sort_keys=True))
+            for some in (message.get("tool_calls", []), calls)
+        )
+        if found != written:
+            wrong.append((index, calls, message.get("malformed_tool_call") or found))
+    if wrong:
+        index, calls, read = wrong[0]
+        function = json.dumps(calls[0]["function"], ensure_ascii=False)
+        text = (
+            f"{len(wrong)} of {num_calls} rendered calls are not read back as they were written; {function[:150]} "
+            f"gave {read[:150]}."
+        )
+        if index < 3:
+            report.error("parser", text, _OR_TEMPLATE)
+        else:
+            cure = "Keep arguments of tools simple: this format cannot carry every JSON value."
+            report.warning("parser", text, cure)
+    report.ok("parser", f"{num_calls} calls with unicode and nested JSON are read back as they were written.")
+
+
+def _check_masks(
+    report: Report, chat: ChatFormat, tools: Sequence[Schema] | None, *, num_conversations: int, seed: int
+) -> None:
+    """Play scripted conversations and compare the masks with the ids that were sampled."""
+    rng = random.Random(seed)
+    num_tokens = 0
+    for _ in range(num_conversations):
+        scene = _scene(chat, rng, tools)
+        try:
+            trajectory = _play(chat, scene)
+        except Exception as error:
+            text = f"A rollout of a scripted conversation raised {describe_error(error)}."
+            report.error("masks", text, suggestion(chat.tokenizer, chat.chat_template))
+            return
+        _check_trajectory(report, chat, scene, trajectory)
+        num_tokens += len(trajectory.completion_ids)
+    text = "mask 1 exactly on what was sampled; special tokens in tool text stay text; cut turns are closed."
+    report.ok("masks", f"{num_conversations} conversations, {num_tokens} tokens: {text}")
+
+
+def _scene(chat: ChatFormat, rng: random.Random, tools: Sequence[Schema] | None) -> _Scene:
+    def never_called(**arguments: Any) -> str:
+        raise AssertionError("scripted environments answer themselves")
+
+    shown = [Tool(never_called, schema=schema) for schema in tools or ()]
+    scene = _Scene([{"role": "user", "content": _text(chat, rng)}], shown)
+    for number in range(rng.randint(1, 4)):
+        kind = rng.choice(["call", "call", "cut", "broken", "text"] if tools else ["cut", "text"])
+        calls = _calls(chat, rng, tools or (), number) if kind == "call" else []
+        words = {"role": "assistant", "content": rng.choice(_WORDS) + "."}
+        reply = speak(chat, _assistant(calls) if calls else words, sum(map(len, scene.calls)))
+        if kind == "broken":
+            calls = _calls(chat, rng, tools or (), number)
+            whole = speak(chat, _assistant(calls), 0)
+            reply = [*whole[: len(whole) // 2], reply[-1]]
+            scene.broken.add(number)
+        scene.turns.append((reply[:-1] or reply) if kind == "cut" else reply)
+        scene.calls.append(calls)
+        told: list[Message] = [
+            {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": _text(chat, rng)}
+            for call in (calls if kind == "call" else ())
+        ]
+        scene.observations.append(told or [{"role": "user", "content": _text(chat, rng)}])
+    scene.turns.append(chat.encode_reply({"role": "assistant", "content": "Done."}))
+    scene.calls.append([])
+    scene.observations.append([])
+    return scene
+
+
+def _calls(
+    chat: ChatFormat, rng: random.Random, tools: Sequence[Schema], number: int, *, is_plain: bool = False
+) -> list[dict[str, Any]]:
+    def value(spec: Any) -> Any:
+        kind = spec.get("type") if isinstance(spec, dict) else None
+        return rng.choice(_VALUES[kind] if isinstance(kind, str) and kind in _VALUES else _WORDS)
+
+    calls = []
+    for index in range(1 if is_plain else rng.choice([1, 1, 2, 3])):
+        schema = rng.choice(list(tools))["function"]
+        properties = schema.get("parameters", {}).get("properties", {}) or {"query": {}}
+        values = {name: "x" if is_plain else value(spec) for name, spec in properties.items()}
+        function = {"name": schema["name"], "arguments": values}
+        calls.append({"type": "function", "id": f"c{number:06d}{index:02d}", "function": function})
+    try:
+        chat.encode_reply(_assistant(calls))
+        several = chat.encode_reply(_assistant(calls)) != chat.encode_reply(_assistant(calls[:1]))
+    except Exception:  # Llama 3 renders one call per turn, GPT-OSS the first of them
+        several = False
+    return calls if several else calls[:1]
+
+
+def _assistant(calls: list[dict[str, Any]]) -> Message:
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _text(chat: ChatFormat, rng: random.Random) -> str:
+    """Random words, JSON and control tokens of the format, spelled out as a hostile tool result would."""
+    spellings = list(chat.encoder.control_ids) or [""]
+    parts = [
+        rng.choice([rng.choice(_WORDS), rng.choice(spellings), json.dumps(rng.choice(_VALUES["object"]))])
+        for _ in range(6)
+    ]
+    return "result " + " ".join(parts) + " end"
+
+
+def _play(chat: ChatFormat, scene: _Scene) -> Trajectory:
+    generator = ScriptedGenerator(lambda request: scene.turns[request.index], stop_token_ids=chat.stop_token_ids)
+    limits = RolloutLimits(
+        max_turns=len(scene.turns),
+        max_completion_length=10 * _TURN_TOKENS,
+        max_tokens_per_turn=_TURN_TOKENS,
+        max_observation_tokens=_TURN_TOKENS,
+        max_invalid_calls=len(scene.turns),
+        context_policy="keep" if chat.thought_rule is None else STRIP_POLICY,
+    )
+    with contextlib.closing(RolloutRunner(lambda: scene, generator, chat, limits)) as runner:
+        return runner.run([RolloutRequest(example={})])[0]
+
+
+def _check_trajectory(report: Report, chat: ChatFormat, scene: _Scene, trajectory: Trajectory) -> None:
+    ids, rewritten = trajectory.completion_ids, {part.start: part.prompt_ids or [] for part in trajectory.segments}
+    sampled = [token_id for token_id, mask in zip(ids, trajectory.action_mask, strict=True) if mask]
+    is_done = trajectory.stop_reason is StopReason.DONE
+    if not is_done or sampled != [token_id for turn in scene.turns for token_id in turn]:
+        wrong = "The tokens with mask 1 are not those that were sampled."
+        stopped = f"A scripted conversation ended with {trajectory.stop_reason.value} ({trajectory.error})."
+        cure = "Report it with the template: this is a fault of the package or of a template's special case."
+        report.error("masks", wrong if is_done else stopped, cure)
+        return
+    heard = [token_id for token_id, who in zip(ids, trajectory.authors, strict=True) if who is Author.ENVIRONMENT]
+    if forged := set(chat.encoder.control_ids.values()) & set(heard):
+        names = ", ".join(chat.tokenizer.convert_ids_to_tokens(sorted(forged)))
+        text = f"Tool text contains control tokens ({names}): a tool result could open a turn."
+        report.error("masks", text, "Use a template that puts contents into its text as they are.")
+    ends = {*chat.turn_end_ids, *chat.encode_turn_end([])}
+    for turn in trajectory.turns[:-1]:
+        if turn.end not in rewritten and not ends & set(ids[turn.end - 1 : turn.end + 1]):
+            text = "A turn is followed by an observation without an end-of-turn token between them."
+            report.error("masks", text, "Use a template that ends assistant turns with a token of its own.")
+    for number, (turn, calls) in enumerate(zip(trajectory.turns, scene.calls, strict=False)):
+        made, written = (
+            [call["function"]["name"] for call in some] for some in (turn.message.get("tool_calls", []), calls)
+        )
+        if made != (written[: len(made)] if number in scene.broken else written):
+            text = f"Turn {number} of a conversation made the calls {made}, but {written} were written in it."
+            report.error("masks", text, f"{_SET_GRAMMAR}.")
+            break
+    # Every observation must arrive word for word (or as a JSON string) between its turn and the next.
+    for turn, following, told in zip(trajectory.turns, trajectory.turns[1:], scene.observations, strict=False):
+        text = _folded(chat.encoder.to_text(rewritten.get(turn.end, []) + ids[turn.end : following.start]))
+        for observation in told:
+            words = _folded(observation["content"])
+            if words not in text and json.dumps(words, ensure_ascii=False)[1:-1] not in text:
+                cure = "Use a template that leaves contents alone, and a tokenizer that can spell them."
+                text = f"An observation does not arrive as it was sent: {words[:80]!r} became {text[:160]!r}."
+                report.warning("masks", text, cure)
+                return
+
+
+def _folded(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def _starts(env: Any, rows: list[dict[str, Any]] | None, tools: list[Schema]) -> list[Start] | None:
+    """Prompt and tool schemas of every row, as a rollout sees them; None if a `reset` fails, and `check_env` says why.
+
+    An environment may choose its tools in `reset`, so the tools of the class say little about the prompts.
+    """
+    if env is None:
+        prompts = [row.get("prompt") for row in rows or []]
+        return [(prompt, tools) for prompt in prompts if isinstance(prompt, list)]
+
+    async def start(row: dict[str, Any]) -> Start:
+        session = EnvSession(
+            functools.partial(make_env, env), truncate=lambda text, max_tokens: text[: 4 * max_tokens]
+        )
+        try:
+            return await session.reset(RolloutRequest(example=row))
+        finally:
+            if session.env is not None:
+                await session.close()
+
+    with contextlib.suppress(Exception), contextlib.closing(Caller(_START_S)) as caller:
+        started = [caller.call("reset", start(row)) for row in rows or []]
+        return None if any(item.failure for item in started) else [item.value for item in started]
+    return None
+
+
+def _env_schemas(env: Any, starts: list[Start] | None) -> list[Schema]:
+    """Schemas of the tools of all rows, each once; those of a fresh environment where no row was started."""
+    if env is None:
+        return []
+    found = [schema for _, schemas in starts or [] for schema in schemas]
+    if not found:
+        with contextlib.suppress(Exception):
+            found = [as_tool(item).schema for item in getattr(make_env(env), "tools", None) or ()]
+    return list({schema["function"]["name"]: schema for schema in reversed(found)}.values())[::-1]
+
+
+def _check_prompts(
+    report: Report, chat: ChatFormat, subject: Subject, starts: list[Start] | None, max_completion_length: int | None
+) -> None:
+    """Lengths of real prompts against the model's positions."""
+    try:
+        lengths = [len(chat.encode_prompt(messages, schemas or None)) for messages, schemas in starts or ()]
+    except ChatFormatError as error:
+        report.error("prompts", error.problem, error.cure)
+        return
+    except Exception:  # no messages at all: check_env's business as well
+        return
+    if not lengths:
+        return
+    longest, limit = max(lengths), subject.max_length
+    if limit is not None and longest >= limit:
+        text = f"The longest of {len(lengths)} prompts has {longest} tokens, the model {limit} positions."
+        report.error("prompts", text, "Shorten the prompts, drop those rows, or take a model with a longer context.")
+    elif limit is not None and max_completion_length is not None and longest + max_completion_length > limit:
+        text = f"max_completion_length={max_completion_length} after a prompt of {longest} exceeds {limit} positions."
+        report.warning("prompts", text, f"Set max_completion_length to at most {limit - longest}.")
+    known = f" of {limit} positions" if limit is not None else ""
+    report.ok("prompts", f"{len(lengths)} prompts, {min(lengths)} to {longest} tokens{known}.")

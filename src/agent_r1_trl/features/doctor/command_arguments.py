@@ -1,0 +1,46 @@
+"""The settings of `doctor`, of its trial (`--run`) and of `memory`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agent_r1_trl.cli.arguments import ENV_OR_TOOLS, CommandArguments, TaskArguments, TemplateArguments
+from agent_r1_trl.settings import Count, setting
+
+
+@dataclass
+class DoctorArguments(TaskArguments, TemplateArguments):
+    """Settings of `doctor`."""
+
+    CLASHES = (ENV_OR_TOOLS,)
+
+    model_name_or_path: str | None = setting(None, "Model: a directory or a Hub id.", aliases=["--model"])
+    dataset_name: str | None = setting(None, "Data set; episodes are played on its first rows.", aliases=["--dataset"])
+    tools: list[str] | None = setting(None, "Instead of env: import paths of functions.")
+    max_completion_length: Count | None = setting(
+        None, "Tokens of the whole trajectory; prompts must leave room for them."
+    )
+
+
+@dataclass
+class TrialArguments(CommandArguments):
+    """Settings of `doctor --run` beside those of `train`."""
+
+    run: bool = setting(False, "Train two real steps of the recipe, in a temporary folder, and say what they took.")
+    run_tokens: Count = setting(512, "With --run: tokens of a trajectory after the prompt, at most the recipe's.")
+    run_turns: Count = setting(4, "With --run: turns of a trajectory, at most the recipe's max_turns.")
+
+
+@dataclass
+class MemoryArguments(CommandArguments):
+    """Settings of `memory` beside those of `train`."""
+
+    accelerate_config: str | None = setting(None, "A file of recipes/accelerate_configs. None: one process.")
+    num_processes: Count | None = setting(None, "GPUs that train together. None: as in accelerate_config, else 1.")
+    gpu_memory_gb: float | None = setting(
+        None, "Memory of one GPU in GiB. None: that of the GPU in this machine, else 80."
+    )
+    prompt_tokens: Count = setting(512, "Length of the longest prompt in tokens.")
+    critic_context_tokens: Count = setting(
+        64, "Length of the longest `critic_context` in tokens, where the recipe names one."
+    )

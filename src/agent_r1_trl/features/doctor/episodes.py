@@ -1,0 +1,369 @@
+"""Playing in an environment as a rollout does, with a time limit, and what is wrong with a step, a prompt or a tool.
+
+It is shared by `check_env` and the doctor. It loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import copy
+import inspect
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent_r1_trl.environments.base import RewardError, StepResult
+from agent_r1_trl.environments.tool_env import ToolEnv
+from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
+from agent_r1_trl.features.doctor.report import Report, describe_error
+from agent_r1_trl.rollout import EnvironmentFailure, EnvSession, RolloutRequest
+from agent_r1_trl.rollout.waiting import end_when_free
+from agent_r1_trl.tools import Tool, as_tool, shared_pool
+from agent_r1_trl.tools.executor import THREAD_HINT
+from agent_r1_trl.tools.threads import OwnThread
+from agent_r1_trl.trajectory import Author, Message, StopReason, ToolErrorKind, ToolResult, Trajectory, Turn
+
+BLOCKING_S = 0.5
+DESCRIBE = (
+    "Give the function type hints and a docstring that says what it does and what each argument means; or describe it "
+    "yourself: Tool(fn, schema={...})."
+)
+_GRACE_S = 2.0
+# These point to a mistake in the tool itself, whatever its arguments were.
+_BUGS = ("NameError", "ImportError", "ModuleNotFoundError", "SyntaxError", "NotImplementedError", "SystemExit")
+_EMPTY = ("None", "null", "nan", "NaN", "(no output)")
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+|\d{7,}")
+
+
+@dataclass
+class CallOutcome:
+    """How a call went."""
+
+    value: Any = None
+    failure: str | None = None
+    """Text of the exception or of the timeout; None if the call went well."""
+    blocked_s: float = 0.0
+    """Longest time for which the event loop could not run anything else."""
+
+
+class Caller:
+    """Awaits coroutines on an event loop in a thread of its own, without ever being stopped by them.
+
+    Args:
+        timeout_s: seconds each call may take.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._loop = _start_loop()
+
+    def call(self, name: str, coroutine: Coroutine[Any, Any, Any]) -> CallOutcome:
+        """Wait for a coroutine; never raises. `name` is what a timeout calls it."""
+        too_slow = f"{name} did not come back within {self.timeout_s:g} s"
+        future = asyncio.run_coroutine_threadsafe(self._call(coroutine, too_slow), self._loop)
+        try:
+            return future.result(timeout=self.timeout_s + _GRACE_S)
+        except concurrent.futures.TimeoutError:
+            # It blocks and may never let go of the loop: leave that loop to it and go on with another.
+            end_when_free(self._loop)
+            self._loop = _start_loop()
+            return CallOutcome(failure=too_slow, blocked_s=self.timeout_s + _GRACE_S)
+
+    def close(self) -> None:
+        """End what still runs, and the thread of the event loop."""
+        end_when_free(self._loop)
+
+    async def _call(self, coroutine: Coroutine[Any, Any, Any], too_slow: str) -> CallOutcome:
+        async def guarded() -> CallOutcome:
+            try:
+                return CallOutcome(value=await coroutine)
+            except (EnvironmentFailure, RewardError) as error:  # their text names the method and its exception
+                return CallOutcome(failure=str(error).rstrip("."))
+            except BaseException as error:  # SystemExit as well: it would end the loop
+                return CallOutcome(failure=describe_error(error))
+
+        async def measure_pauses() -> None:
+            while True:
+                started = time.perf_counter()
+                await asyncio.sleep(0.005)
+                pauses.append(time.perf_counter() - started)
+
+        pauses = [0.0]
+        heartbeat = asyncio.ensure_future(measure_pauses())
+        task = asyncio.ensure_future(guarded())
+        done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
+        await asyncio.sleep(0)  # lets the heartbeat notice a pause that has just ended
+        heartbeat.cancel()
+        task.cancel()
+        outcome = task.result() if done else CallOutcome(failure=too_slow)
+        outcome.blocked_s = max(pauses)
+        return outcome
+
+
+def _start_loop() -> asyncio.AbstractEventLoop:
+    def run() -> None:
+        loop.run_forever()
+        loop.close()
+
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=run, name="check-loop", daemon=True).start()
+    return loop
+
+
+class Stopped(Exception):
+    """No environment could be made or reset. The report says why; nothing further can be checked."""
+
+
+@dataclass(kw_only=True)
+class EnvTrial:
+    """One run of `check_env`: what all checks share."""
+
+    rows: list[dict[str, Any]]
+    """Examples to play; none are left if the made-up one does not suit the environment."""
+    are_made_up: bool
+    """The rows are `check_env`'s own, not the user's."""
+    caller: Caller
+    report: Report = field(default_factory=Report)
+    make: Callable[[], Any] = lambda: None
+    """Makes a fresh environment."""
+    is_instance: bool = False
+    """An instance was given, so fresh ones are copies."""
+    tools: list[Tool] = field(default_factory=list)
+    """The tools that a model can call, in any of the rows."""
+    tools_of_row: dict[int, list[Tool]] = field(default_factory=dict)
+    """The tools after the `reset` of a row, by the row's `id`: an environment may choose them there."""
+    hanging: set[str] = field(default_factory=set)
+    """Names of tools that did not come back."""
+
+    def tools_for(self, row: dict[str, Any]) -> list[Tool]:
+        """The tools to call in the episodes of a row."""
+        return [found for found in self.tools_of_row.get(id(row), self.tools) if found.name not in self.hanging]
+
+    def new(self, thread: OwnThread | None = None) -> Any:
+        """Make a fresh environment, on its own thread. A failure is reported and raises `Stopped`."""
+        making = (thread or OwnThread()).run(self.make, pool=shared_pool(8))
+        made = self.caller.call("making the environment", making)
+        if made.failure:
+            cure = (
+                "Pass a class or function that works without arguments, e.g. functools.partial(MyEnv, argument=...). "
+                "TRL's classes need reset(self, **row), and type hints and docstrings on their tools."
+            )
+            self.report.error("construction", f"No environment could be made: {made.failure}.", cure)
+            raise Stopped
+        return made.value
+
+    def start(self, row: dict[str, Any]) -> tuple[EnvSession, CallOutcome]:
+        """Make a fresh environment, driven as in a rollout; returns it and the outcome of its `reset(row)`."""
+        session = EnvSession(self.make, truncate=lambda text, max_tokens: text[: 4 * max_tokens])
+        reset = self.call("reset", session, RolloutRequest(example=row))
+        if not reset.failure and isinstance(session.env, ToolEnv):
+            # Less than `step` may take, so that a tool that hangs is told from a step that hangs.
+            limit_s, executor = 0.8 * self.caller.timeout_s, session.env.executor
+            executor.timeout_s = min(executor.timeout_s or limit_s, limit_s)
+            for name, found in executor.tools.items():
+                if (found.timeout_s or 0.0) > limit_s:
+                    executor.tools[name] = copy.copy(found)  # the tool itself may belong to the class
+                    executor.tools[name].timeout_s = limit_s
+        return session, reset
+
+    def fresh(self, row: dict[str, Any]) -> tuple[EnvSession, list[Message]]:
+        """Like `start`, but returns the prompt. A failure is reported and raises `Stopped`."""
+        session, reset = self.start(row)
+        if reset.failure:
+            self.report.error("reset", f"{reset.failure}.", "It must work every time, for every row.")
+            raise Stopped
+        return session, reset.value[0]
+
+    def call(self, name: str, session: EnvSession, argument: Any) -> CallOutcome:
+        """Call the session's `reset`, `step` or `outcome`; report an async one that blocks the event loop."""
+        method = "outcome_reward" if name == "outcome" else name
+        outcome = self.caller.call(f"{session.name}.{method}", getattr(session, name)(argument))
+        if outcome.blocked_s > BLOCKING_S and inspect.iscoroutinefunction(getattr(session.env, method, None)):
+            text = (
+                f"An async method or tool blocked the event loop, and all trajectories, for {outcome.blocked_s:.1f} s."
+            )
+            cure = (
+                "Use `await` (asyncio.sleep, an async HTTP client), or make it a plain function, which gets a thread."
+            )
+            self.report.error(name, text, cure)
+        return outcome
+
+    def step(self, session: EnvSession, message: Message, what: str) -> StepResult | None:
+        """Take a step; None if it failed, or if the rollout could not use what it returned. `what` is the message."""
+        report, stepped = self.report, self.call("step", session, message)
+        if stepped.failure:
+            cure = "What a model writes and what a tool does must become an observation, not an exception or a hang."
+            report.error("step", f"On {what}: {stepped.failure}.", cure)
+            return None
+        step: StepResult = stepped.value
+        for result in step.info.get("tool_results", []):
+            if isinstance(result, ToolResult):
+                _check_result(report, result)
+                if result.error is ToolErrorKind.TIMEOUT:  # once is enough
+                    self.hanging.add(result.call.name)
+        if problem := bad_messages(step.observations):
+            cure = "Return [{'role': 'tool' or 'user', 'content': 'text'}]."
+            report.error("step", f"step returned {problem}.", cure)
+            return None
+        if problem := _not_json({name: value for name, value in step.info.items() if name != "tool_results"}):
+            report.error("step", f"info is not JSON and cannot be recorded ({problem}).", "Use plain values only.")
+        if not step.done:
+            roles = [observation["role"] for observation in step.observations]
+            if not roles:
+                text = f"After {what} the episode goes on, but step returned no observation: the model has no answer."
+                report.error("step", text, "Return at least one message, or done=True.")
+            if "assistant" in roles:
+                text = "An observation has the role 'assistant': the model would read it as its own words."
+                report.warning("step", text, "Use role 'tool' or 'user'.")
+            num_calls, num_answers = len(message.get("tool_calls") or []), roles.count("tool")
+            if num_calls and num_answers and num_calls != num_answers:
+                cure = "Return one message of role 'tool' per call, in the order of the calls."
+                report.warning("step", f"{num_calls} calls were answered by {num_answers} tool messages.", cure)
+        return step
+
+    def play(self, row: dict[str, Any], what: str, messages: list[Message]) -> EnvEpisode | None:
+        """Play these messages in a fresh environment, as far as it lets them; None if a step failed."""
+        session, prompt = self.fresh(row)
+        episode = EnvEpisode(session=session, prompt=prompt, messages=messages)
+        for message in messages:
+            if (step := self.step(session, message, what)) is None:
+                return None
+            episode.steps.append(step)
+            if step.done:
+                break
+        return episode
+
+
+@dataclass(kw_only=True)
+class EnvEpisode:
+    """What was played, and the environment as the episode left it."""
+
+    session: EnvSession
+    prompt: list[Message]
+    messages: list[Message]
+    steps: list[StepResult] = field(default_factory=list)
+    """One per message, until an episode ends by itself."""
+
+    def trajectory(self, stop_reason: StopReason) -> Trajectory:
+        """As the rollout would record it: one token per message, and one more for its observations if it has any."""
+        turns: list[Turn] = []
+        turn_ids: list[int] = []
+        for message, (observations, reward, _, _) in zip(self.messages, self.steps, strict=False):
+            start = len(turn_ids)
+            turn_ids += [len(turns), -1] if observations else [len(turns)]
+            turns.append(Turn(start=start, end=start + 1, message=message, observations=observations, reward=reward))
+        return Trajectory(
+            prompt_messages=self.prompt,
+            prompt_ids=[0],
+            completion_ids=[0] * len(turn_ids),
+            action_mask=[int(turn_id >= 0) for turn_id in turn_ids],
+            logprobs=[0.0] * len(turn_ids),
+            turn_ids=turn_ids,
+            authors=[Author.POLICY if turn_id >= 0 else Author.ENVIRONMENT for turn_id in turn_ids],
+            turns=turns,
+            stop_reason=stop_reason,
+        )
+
+
+def make_env(given: Any) -> Any:
+    """An environment with our protocol, from a class, a function, an instance (copied) or what TRL takes."""
+    if isinstance(given, dict):
+        return TRLEnvAdapter(given)
+    if hasattr(given, "reset") and not inspect.isclass(given):
+        return copy.deepcopy(given)
+    env = given()
+    if hasattr(env, "step") or not callable(getattr(env, "reset", None)):
+        return env
+    # TRL's `environment_factory` takes classes without step, with get_reward or a reset(self, **row).
+    parameters = inspect.signature(env.reset).parameters.values()
+    is_for_trl = hasattr(type(env), "get_reward") or any(item.kind is item.VAR_KEYWORD for item in parameters)
+    return TRLEnvAdapter(given) if is_for_trl else env
+
+
+# ---------------------------------------------------------------- tools
+
+
+def check_tools(report: Report, declared: Any) -> list[Tool]:
+    """Check the list of tools, their names, schemas and descriptions; returns the tools that a model can call."""
+    if isinstance(declared, (str, bytes)) or not hasattr(declared, "__iter__"):
+        cure = "Set tools = [function, ...] on the class; [] where there are none."
+        report.error("tools", f"`tools` is {declared!r:.100}, not a list.", cure)
+        return []
+    usable: list[Tool] = []
+    for item in declared:
+        try:
+            found = as_tool(item)
+            properties = found.schema["function"]["parameters"].get("properties", {})
+        except Exception as error:  # a user's hints, docstring or schema may fail in any way
+            report.error("tools", f"{describe_error(error, 500)}.", DESCRIBE)
+            continue
+        usable.append(found)
+        said = ("description", "enum", "const", "minimum", "maximum", "pattern")
+        specs = [(name, spec) for name, spec in properties.items() if isinstance(spec, dict)]
+        bare = [name for name, spec in specs if spec.get("type") != "boolean" and not any(map(spec.get, said))]
+        if bare:
+            text = f"Tool {found.name!r} has no description of {', '.join(map(repr, bare))}: a model has to guess."
+            report.warning("tools", text, "Describe every argument in the docstring's 'Args:'.")
+    for name, count in collections.Counter(found.name for found in usable).items():
+        if count > 1:
+            text = f"{count} tools are called {name!r}: the model can reach only one of them."
+            report.error("tools", text, "Give each its own name with @tool(name=...).")
+    return usable
+
+
+def list_tools(tools: list[Tool]) -> str:
+    """The message of a check of tools that found nothing."""
+    if not tools:
+        return "No tools."
+    in_order = ", ".join(found.name for found in tools if found.sequential)
+    beside = f" Calls of one turn run one after another (sequential=False lifts that): {in_order}." if in_order else ""
+    return f"Schemas that a model can read: {', '.join(found.name for found in tools)}.{beside}"
+
+
+def _check_result(report: Report, result: ToolResult) -> None:
+    """What the model reads after a call that the tool's schema allows; other calls never reach the tool."""
+    name, text = result.call.name, _ADDRESS.sub("...", result.content[:300])  # else no two findings are the same
+    if result.error is ToolErrorKind.TIMEOUT:
+        report.error("tools", f"Tool {name!r} hangs: {text}", "Give its inner calls a timeout.")
+    elif result.error is ToolErrorKind.INFRASTRUCTURE and THREAD_HINT in result.content:
+        cure = "Open what it uses in each call, in reset, or with sqlite3.connect(..., check_same_thread=False)."
+        report.error("tools", f"Tool {name!r} is bound to a thread. {text}".splitlines()[0], cure)
+    elif result.error is ToolErrorKind.EXCEPTION:
+        error = "".join(re.findall(r"failed: (\w+)", text)[:1])
+        if error == "ValueError":  # how a tool tells the model that an argument makes no sense
+            return
+        cure = "Correct it, or describe the allowed arguments more exactly (Literal[...], 'Args:')."
+        message = f"Tool {name!r} failed on {result.call.arguments!r:.200}, which its schema allows. {text}"
+        (report.error if error in _BUGS else report.warning)("tools", message.splitlines()[0], cure)
+    elif result.error is None and (not text.strip() or text in _EMPTY or re.search(r"<.+ at \.\.\.>", text)):
+        message = f"Tool {name!r} returned {text!r}, which tells the model nothing."
+        report.warning("tools", message, "Return text or plain JSON values; say in words that nothing was found.")
+
+
+def bad_messages(messages: list[Message]) -> str | None:
+    """Why a chat template cannot render these; None if it can."""
+    for message in messages:
+        if message.get("role") not in ("system", "developer", "user", "assistant", "tool"):
+            return f"a message with the role {message.get('role')!r}: {message!r:.120}"
+        content = message.get("content")
+        blocks = content if isinstance(content, list) else [None]
+        if not isinstance(content, str) and not all(isinstance(part, dict) and "type" in part for part in blocks):
+            return f"a message whose content is {type(content).__name__}, not text: {message!r:.120}"
+        if problem := _not_json(message):
+            return f"a message that is not JSON ({problem}): {message!r:.120}"
+    return None
+
+
+def _not_json(value: Any) -> str | None:
+    """Why a value cannot be recorded; None if it can."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except Exception as error:
+        return describe_error(error, 120)
+    return None

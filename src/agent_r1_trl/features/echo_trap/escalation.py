@@ -1,0 +1,134 @@
+"""Which of the guard's actions is due. Pure: every rank, a dry run and a resumed run decide alike.
+
+The actions stand in an order that the user chooses. Each has a severity: the mildest verdict that it answers.
+
+    filter, clip, entropy, learning_rate    "warning"      they change how the next steps are trained
+    roll_back                               "collapsing"   goes back to the last healthy checkpoint
+    stop                                    "collapsed"    ends the run
+
+An action must fit what caused it (`UNFIT`). What `filter`, `clip` and `entropy` have changed is undone once the run
+has been healthy for a while, `clip` and `entropy` also where the entropy is high.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+HEALTHY = ("healthy", "converged")
+UNDONE = ("filter", "clip", "entropy")
+"""Actions that end with their cause; the learning rate comes back by itself, and a roll back is over at once."""
+UNFIT = (("entropy",), (), ("clip", "entropy"))
+"""Actions that do not fit where the entropy is neither low nor high, where it is low, and where it is high."""
+_SEVERITY = {"warning": 1, "collapsing": 2, "collapsed": 3}
+_NEEDS = {"roll_back": 2, "stop": 3}
+"""Severity that an action answers; 1 for all others."""
+
+
+@dataclass(kw_only=True)
+class GuardState:
+    """What the guard's next decision depends on besides the verdict; every checkpoint holds it."""
+
+    run: str = ""
+    """Name of the run, which its checkpoints share."""
+    is_dry: bool = False
+    num_steps: int = 0
+    """Optimizer steps made, those included that a roll back has undone. It never falls."""
+    num_taken: dict[str, int] = field(default_factory=dict)
+    """How often each action was taken, in a dry run: would have been."""
+    last_action: int | None = None
+    """`num_steps` when an action was taken last."""
+    last_roll_back: int | None = None
+    num_roll_backs: int = 0
+    """Roll backs that really happened; they seed the draws of the rollouts."""
+    num_discarded_tokens: int = 0
+    """Tokens of the trajectories whose steps were rolled back."""
+    noticed_at: int | None = None
+    """Optimizer step, as checkpoints count them, whose verdict was the first in a row not to be healthy."""
+    healthy_for: int = 0
+    """Number of steps in a row whose verdict was healthy or converged."""
+    rate_until: int = 0
+    """The learning rate is lowered as long as `num_steps` is below this."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """What the guard has done, in the order in which it did."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, in values that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> GuardState:
+        """The state that `to_dict` gave; what another version has written besides is left out."""
+        names = {item.name for item in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in names})
+
+    def note(self, step: int, *, is_healthy: bool) -> None:
+        """Keep when it was noticed that the run is not healthy.
+
+        Args:
+            step: optimizer steps made.
+            is_healthy: the verdict on the last of them.
+        """
+        self.noticed_at = None if is_healthy else step if self.noticed_at is None else self.noticed_at
+        self.healthy_for = self.healthy_for + 1 if is_healthy else 0
+
+    def take(self, name: str) -> None:
+        """Count an action that is taken now."""
+        self.num_taken[name] = self.num_taken.get(name, 0) + 1
+        self.last_action = self.num_steps
+        if name == "roll_back":
+            self.last_roll_back = self.num_steps
+
+    def past_actions(self, unfit: Collection[str], patience: int) -> list[str]:
+        """What was taken and is to be undone now.
+
+        The run has been healthy for `patience` steps, or the entropy is high, to which clip and bonus would add.
+        """
+        is_over, feeds = self.healthy_for >= patience, "clip" in unfit
+        return [name for name in UNDONE if name in self.num_taken and (is_over or (feeds and name in unfit))]
+
+
+def due_actions(
+    actions: Sequence[str],
+    state: GuardState,
+    verdict: str,
+    *,
+    patience: int,
+    max_roll_backs: int,
+    unfit: Collection[str] = (),
+) -> list[str]:
+    """The actions to take after this step, in order; none, as a rule.
+
+    One action is taken at a time, and gets `patience` steps to work. Only a run that has collapsed does not wait: the
+    actions up to the next roll back (or stop) are then taken together, because what they would have had to repair is
+    undone anyway. A roll back gets its `patience` steps in any case.
+
+    Args:
+        actions: those that the run can take, in their order.
+        state: what was taken so far.
+        verdict: state of the run: `healthy`, `converged`, `warning`, `collapsing` or `collapsed`.
+        patience: number of steps between two actions.
+        max_roll_backs: number of roll backs at most; every other action is in force once.
+        unfit: actions that do not fit what is wrong.
+
+    >>> due_actions(["filter", "stop"], GuardState(num_steps=3), "warning", patience=10, max_roll_backs=2)
+    ['filter']
+    """
+    severity = _SEVERITY.get(verdict, 0)
+    limits = {"roll_back": max_roll_backs}
+    left = [
+        name
+        for name in actions
+        if name not in unfit and _NEEDS.get(name, 1) <= severity and state.num_taken.get(name, 0) < limits.get(name, 1)
+    ]
+    if not left or _is_within(state.last_roll_back, state.num_steps, patience):
+        return []
+    heavy = next((place for place, name in enumerate(left) if name in _NEEDS), None)
+    if verdict == "collapsed" and heavy is not None:
+        return left[: heavy + 1]
+    return [] if _is_within(state.last_action, state.num_steps, patience) else left[:1]
+
+
+def _is_within(last: int | None, now: int, patience: int) -> bool:
+    return last is not None and now - last < patience

@@ -1,0 +1,179 @@
+"""The signals of the echo trap in our trainers: gathered over all ranks, judged after every optimizer step, logged.
+
+The other modules hold the formulas and the judgement; here is only where the numbers come from. A step that trains on
+an earlier rollout again has no new rollout signals, which the judgement takes as unknown.
+
+transformers 5.17 names that this file touches: `state` and its `stateful_callbacks`; of TRL `_metrics`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Hashable
+from typing import Any
+
+from accelerate.utils import gather_object
+
+from agent_r1_trl.features.echo_trap import EchoTrapJudge, Thresholds, group_keys, rollout_signals, signal_record
+from agent_r1_trl.features.echo_trap.prompt_scores import prompt_dependence
+from agent_r1_trl.features.echo_trap.rollout import entropy_factor
+from agent_r1_trl.trainers.agreement import is_main_process
+from agent_r1_trl.trainers.callbacks import RolloutCallback
+from agent_r1_trl.trainers.rollout_batch import RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+SAVED_AS = "echo_trap"
+"""Entry of `trainer_state.json` that a resumed run goes on from."""
+_OF_THE_UPDATE = ("entropy", "kl")
+"""Metrics of TRL, one value per micro-batch, that are signals."""
+
+
+class EchoSignals(RolloutCallback):
+    """Judges every optimizer step of a trainer; see `docs/echo-trap.md`.
+
+    Args:
+        args: of the trainer.
+    """
+
+    name = "echo_signals"
+
+    def __init__(self, args: Any) -> None:
+        self.judge = EchoTrapJudge(Thresholds(**(args.echo.thresholds or {})))
+        """Has the `verdict` on the last step, the same on all ranks."""
+        self._rollout: dict[str, float] = {}
+        """Signals of the rollouts since the last optimizer step."""
+        self._records: list[dict[str, Any]] = []
+        """Of `signal_record`, the trajectories of these rollouts."""
+        self._groups: list[Hashable] = []
+        """Which group each belongs to."""
+        self._is_chosen = [False, False]
+        """Whether groups were filtered, and replaced, in the rollout that is trained on."""
+        self._entropy_factor = 1.0
+        """Entropy over everything that was sampled for that rollout / entropy over what is trained on."""
+        self._conditions: list[Any] | None = None
+        """What the last gradient norm depended on besides the policy."""
+        self._seen: dict[str, tuple[Any, int]] = {}
+        """TRL's lists of metrics, and how many of their values were read."""
+        self._has_called = False
+        """Whether any trajectory has called a tool; without tools there is no inaction."""
+        self._num_nonfinite = 0
+        self._last_scoring: int | None = None
+        """Optimizer step of the last mutual information."""
+
+    # ---------------------------------------------------------------- a rollout
+
+    def rollout_end(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
+        """Take the signals of everything that was sampled, what was replaced or is not kept included."""
+        trainer, trajectories, group_size = self.trainer, batch.trajectories, batch.position.group_size
+        kept = [True] * len(trajectories) if batch.is_kept is None else batch.is_kept.tolist()
+        records = gather_object([signal_record(item) for item in trajectories])
+        is_trained = gather_object(kept)
+        others = gather_object([signal_record(item) for item in batch.replaced])
+        first = len(self._records)  # tells the groups of two rollouts in one optimizer step apart
+        self._groups += [(first, place // group_size) for place in range(len(records))]
+        self._groups += [(first, key) for key in group_keys(others)]
+        records += others
+        is_trained += [False] * len(others)
+        for record in records:
+            record["weight"] = batch.draw_weights.get(record["example_id"], 1.0)
+        self._entropy_factor = 1.0 if all(is_trained) else entropy_factor(records, is_trained)
+        filtering, resampling = (trainer.features.get(name) for name in ("group_filter", "resampling"))
+        is_filtered = filtering is not None and filtering.settings.rule is not None
+        self._is_chosen = [is_filtered, resampling is not None and resampling.rounds > 0]
+        self._records += records
+        self._has_called = self._has_called or any(record["has_call"] for record in records)
+        self._rollout |= rollout_signals(self._records, self._groups)
+        if not self._has_called:
+            self._rollout.pop("inaction", None)
+        every, step = trainer.args.echo.mutual_information_every, trainer.state.global_step
+        if every and (self._last_scoring is None or step - self._last_scoring >= every):
+            self._last_scoring, start = step, time.perf_counter()
+            self._rollout |= prompt_dependence(trainer, trajectories, group_size)
+            seconds = time.perf_counter() - start
+            trainer._rollout_s += seconds  # it is no part of the update either
+            trainer.add_metrics({"time/mutual_information_s": seconds})
+
+    # ---------------------------------------------------------------- the Trainer's events
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin anew, or go on as the run did that has written the checkpoint."""
+        self.judge.reset()
+        self._rollout, self._records, self._groups, self._seen, self._has_called = {}, [], [], {}, False
+        self._is_chosen, self._entropy_factor, self._conditions = [False, False], 1.0, None
+        self._num_nonfinite, self._last_scoring = self._num_broken_steps(), None
+        saved = state.stateful_callbacks.get(SAVED_AS)
+        if state.global_step and saved:
+            self.judge.load_state_dict(saved["judge"])
+            self._has_called, self._last_scoring = saved["has_called"], saved["last_scoring"]
+            self._conditions = saved.get("conditions")
+            self._is_chosen = (self._conditions or self._is_chosen)[:2]
+            self._entropy_factor = saved.get("entropy_factor", 1.0)
+        elif state.global_step and is_main_process():
+            logger.warning("The checkpoint holds nothing of echo_trap, whose baselines are measured anew.")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Judge the step, log what was judged, and say so when the state changes."""
+        step = self._rollout | {name: self._of_the_update(name) for name in _OF_THE_UPDATE}
+        step["entropy"] *= self._entropy_factor
+        step["grad_norm"] = self._norm()
+        self._rollout, self._records, self._groups = {}, [], []
+        conditions = self._now()
+        if self._conditions not in (None, conditions):
+            self.judge.forget_norms()
+        self._conditions = conditions
+        before = self.judge.verdict
+        verdict = self.judge.update(step)
+        metrics = self.trainer._metrics["train"]
+        for name, value in step.items():
+            if math.isfinite(value):
+                metrics[f"echo/{name}"].append(value)
+        for name, value in verdict.measures.items():
+            if math.isfinite(value):
+                metrics[f"echo/compared/{name}"].append(value)
+        metrics["echo/state"] = [float(verdict.severity)]
+        state.stateful_callbacks[SAVED_AS] = {
+            "judge": self.judge.state_dict(),
+            "has_called": self._has_called,
+            "last_scoring": self._last_scoring,
+            "conditions": conditions,
+            "entropy_factor": self._entropy_factor,
+        }
+        if verdict.state != before.state and is_main_process():
+            logger.warning(
+                "echo_trap: step %d is %s, after %s. %s",
+                state.global_step,
+                verdict.state,
+                before.state,
+                verdict.reason,
+            )
+
+    def _now(self) -> list[Any]:
+        """What gradient norms depend on besides the policy; the guard's actions change it, and the user may."""
+        trainer = self.trainer
+        bonus = 0.0 if trainer.args.use_adaptive_entropy else trainer.entropy_coef
+        return [*self._is_chosen, trainer.epsilon_low, trainer.epsilon_high, trainer.beta != 0, bonus]
+
+    def _of_the_update(self, name: str) -> float:
+        """Mean of TRL's metric over the micro-batches of this step; NaN if it has none."""
+        values = self.trainer._metrics["train"].get(name, [])
+        seen, num = self._seen.get(name, (None, 0))
+        new = values[num:] if seen is values else values  # a log begins new lists
+        self._seen[name] = (values, len(values))
+        known = [value for value in new if not math.isnan(value)]
+        return math.fsum(known) / len(known) if known else math.nan
+
+    def _num_broken_steps(self) -> int:
+        """Optimizer steps skipped so far because their numbers were not finite."""
+        numbers = self.trainer.features.get("numbers")
+        return 0 if numbers is None else numbers.num_skipped
+
+    def _norm(self) -> float:
+        """The policy's gradient norm; infinite if the step was skipped for it, NaN if there is none."""
+        trainer = self.trainer
+        has_broken = self._num_broken_steps() > self._num_nonfinite
+        self._num_nonfinite = self._num_broken_steps()
+        norm = float(trainer.last_norms[0]) if trainer.last_norms and trainer.last_norms[0] is not None else math.nan
+        return math.inf if has_broken else norm if math.isfinite(norm) else math.nan

@@ -1,0 +1,376 @@
+"""The guard against the echo trap: acts on the verdict of `agent_r1_trl.features.echo_trap` after each optimizer step.
+
+Covered here: when something is done, on all ranks alike; what is written about it; the learning rate. Not covered:
+which action is due (`escalation.py`), which a run can take (`checks.py`), what the milder ones change
+(`actions.py`), checkpoints and the way back to them (`roll_back.py`), the verdict (`feature.py`).
+
+transformers 5.17 names that this file touches: `_get_learning_rate` (overridden), `optimizer.param_groups`, `state`,
+`control`, `is_deepspeed_enabled`, `is_fsdp_enabled`; of TRL `_metrics`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+
+from agent_r1_trl.errors import RunError
+from agent_r1_trl.features.echo_trap.actions import Remedies
+from agent_r1_trl.features.echo_trap.checks import Refusal, refusal
+from agent_r1_trl.features.echo_trap.escalation import UNFIT, GuardState, due_actions
+from agent_r1_trl.features.echo_trap.roll_back import (
+    ROLLED_BACK,
+    RollBack,
+    candidates,
+    delete_after,
+    last_healthy,
+    read_guard,
+    run_with_roll_backs,
+    tokens_seen,
+    write_guard,
+)
+from agent_r1_trl.features.echo_trap.settings import ACTIONS, ALL
+from agent_r1_trl.rollout import derive_seed
+from agent_r1_trl.trainers.agreement import Agreement
+from agent_r1_trl.trainers.callbacks import RolloutCallback
+from agent_r1_trl.trainers.shaping import RolloutShape
+
+logger = logging.getLogger(__name__)
+
+_STATES = ("healthy", "warning", "collapsing", "collapsed")
+
+
+class CollapsedError(RunError):
+    """The run has collapsed, and the guard has ended it; names the last healthy checkpoint."""
+
+    exit_code = 4
+
+
+class RestartError(RunError):
+    """The run goes back to a healthy checkpoint, which takes a new process."""
+
+
+class EchoGuard(RolloutCallback):
+    """Takes the actions of `echo.actions` when a run collapses; see `docs/echo-trap.md`.
+
+    Args:
+        args: of the trainer.
+    """
+
+    name = "echo_guard"
+    _remedies: Remedies
+    _judge: Any
+
+    def __init__(self, args: Any) -> None:
+        self._target: Path | None = None
+        """The checkpoint that the run goes back to as soon as this step is logged."""
+        self._micro_step = 0
+        """Its number of micro-batches."""
+        self._ending: RuntimeError | None = None
+        """What `train` raises once the Trainer's loop has ended."""
+        self._rates: list[float] = []
+        """Of the parameter groups, while they are lowered."""
+        self.state = GuardState()
+
+    def attach(self, trainer: Any) -> None:
+        """Choose the actions that the run can take.
+
+        Raises:
+            ValueError: one that was asked for cannot be taken.
+        """
+        super().attach(trainer)
+        self._judge = trainer.features["echo_signals"].judge
+        self._is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+        self._remedies = Remedies(trainer)
+        self._actions = self._choose(trainer.args)
+        self._agreement = Agreement(trainer.args.ddp_timeout_delta)
+
+    def _choose(self, args: Any) -> list[str]:
+        names = list(args.echo.actions)
+        found = {name: refusal(name, args) or self._refusal(name) for name in (ACTIONS if names == [ALL] else names)}
+        for name, text in found.items():
+            if text is not None and names != [ALL]:
+                raise ValueError(f"echo.actions={names!r}: {name!r} {text.because} Remove {name!r} from echo.actions.")
+            if text is not None and self.trainer.is_world_process_zero():
+                cure = f" To have it taken as well: {text.cure}" if text.cure else ""
+                logger.warning("echo.actions: [all] leaves %r out, which %s%s", name, text.because, cure)
+        return [name for name, text in found.items() if text is None]
+
+    def _refusal(self, name: str) -> Refusal | None:
+        """What only the trainer knows, and its arguments do not."""
+        if name == "learning_rate" and self.trainer.is_deepspeed_enabled:
+            return Refusal("does not reach the optimizer step that DeepSpeed makes inside the backward pass.")
+        if name == "filter" and not self._remedies.change(name).values:
+            return Refusal("would change nothing: groups are filtered already, and a streamed data set has no others.")
+        return None
+
+    # ---------------------------------------------------------------- the run
+
+    def around_run(self, train: Any) -> Any:
+        """The Trainer's loop with its roll backs.
+
+        Args:
+            train: `Trainer.train`, whose first argument is the checkpoint.
+        """
+        if self._remedies.undo():
+            self.trainer._buffered_inputs = None  # scored for other settings, perhaps without the reference
+        self._target = self._ending = None
+        self.state = GuardState(run=uuid.uuid4().hex, is_dry=self.trainer.args.echo.dry_run)
+        self.trainer.rollouts.seed = self.trainer.args.seed
+        return run_with_roll_backs(self.trainer, train)
+
+    def end_run(self) -> None:
+        """Raise what the guard has ended the run with.
+
+        Raises:
+            CollapsedError: the action `stop` was taken.
+            RestartError: a run with DeepSpeed or FSDP goes back to a checkpoint.
+        """
+        if self._ending is not None:
+            self.trainer.create_model_card(model_name=Path(self.trainer.args.output_dir).name)
+            raise self._ending
+
+    def save(self, folder: Path) -> None:
+        """Write what a resumed run needs into a checkpoint.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self.trainer.args.should_save:
+            place = {"step": self.trainer.state.global_step, "micro_step": self.trainer._step}
+            verdict = {"verdict": self._judge.verdict.state}
+            write_guard(folder, {"version": 1, **place, **verdict, "guard": self.state.to_dict()})
+
+    def load(self, folder: Path) -> None:
+        """Go on as the run did that has written a checkpoint. All ranks must call it."""
+        content = self._on_main(lambda: read_guard(folder))
+        if content is None:
+            if self.trainer.is_world_process_zero():
+                logger.warning("%s holds nothing of the guard, which begins anew.", folder)
+            return
+        self._target = None
+        saved = GuardState.from_dict(content["guard"])
+        if saved.is_dry != self.state.is_dry:  # what was only said is still to be done
+            saved.num_taken, saved.last_action, saved.last_roll_back, saved.rate_until = {}, None, None, 0
+        saved.is_dry = self.state.is_dry
+        self.state = saved
+        self._remedies.undo()
+        for name in self._actions if not saved.is_dry else []:
+            if saved.num_taken.get(name) and ACTIONS[name] < ACTIONS["roll_back"]:
+                self._remedies.apply(name)
+        if saved.num_roll_backs:
+            self.trainer.rollouts.seed = derive_seed(self.trainer.args.seed, "roll_back", saved.num_roll_backs)
+
+    def kept_checkpoints(self) -> list[Path]:
+        """The checkpoints that `save_total_limit` must not delete."""
+        return candidates(Path(self.trainer.args.output_dir), self.state.run, until=self._trusted_until)
+
+    @property
+    def _trusted_until(self) -> int:
+        """Optimizer step after which what was saved may hold the collapse: two rollouts before it was noticed.
+
+        A collapse shows in the rollouts behind it, of which a verdict needs two at least.
+        """
+        noticed_at, args = self.state.noticed_at, self.trainer.args
+        noticed_at = self.trainer.state.global_step + 1 if noticed_at is None else noticed_at
+        return noticed_at - math.ceil(2 * RolloutShape.of(args).updates_per_rollout)
+
+    # ---------------------------------------------------------------- the Trainer's events
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Lower the learning rates for this step alone: schedule and checkpoints do not see it."""
+        if self.learning_rate_factor == 1.0:
+            return
+        groups = self.trainer.optimizer.param_groups
+        self._rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * self.learning_rate_factor
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put the learning rates back."""
+        for group, rate in zip(self.trainer.optimizer.param_groups, self._rates, strict=False):
+            group["lr"] = rate
+        self._rates = []
+
+    @property
+    def learning_rate_factor(self) -> float:  # type: ignore[override]
+        """What the learning rates of the step under way are multiplied by: less after every further roll back."""
+        is_lowered = self.state.num_steps < self.state.rate_until
+        return self.trainer.args.echo.rate_factor ** max(1, self.state.num_roll_backs) if is_lowered else 1.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Act on the verdict; all ranks act on the worst of theirs."""
+        metrics = {"learning_rate_factor": self.learning_rate_factor}
+        self.state.num_steps += 1
+        verdict = self._judge.verdict
+        sides, places = len(UNFIT), len(_STATES)
+        answers, sees = (_STATES.index(own) if own in _STATES else 0 for own in (verdict.answered, verdict.state))
+        own = answers * places + sees
+        agreed, _ = self._agreement.largest(sides * own + verdict.entropy_side, None)
+        answered, seen, unfit = agreed // sides // places, agreed // sides % places, UNFIT[agreed % sides]
+        self.state.note(state.global_step, is_healthy=seen == 0)
+        if not self._is_ending():  # a resumed run decides again
+            self._undo(_STATES[seen], self.state.past_actions(unfit, args.echo.patience))
+            if answered:
+                self._act(_STATES[answered], unfit, control)
+        for name in ("num_steps", "num_roll_backs", "num_discarded_tokens"):
+            metrics[name.removeprefix("num_")] = getattr(self.state, name)
+        self._log(metrics)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the Trainer's loop for a roll back, now that the last step is logged."""
+        if self._target is not None:
+            raise RollBack(self._target, self._micro_step)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The same after the last step of an epoch; a run that the guard ends saves no checkpoint there either."""
+        self.on_step_begin(args, state, control)
+        if self._ending is not None:  # save_strategy="epoch" has just asked for one
+            control.should_save = control.should_evaluate = False
+
+    # ---------------------------------------------------------------- actions
+
+    def _is_ending(self) -> bool:
+        """Whether all ranks have agreed to end for a signal."""
+        signals = self.trainer.features.get("signals")
+        return signals is not None and signals.is_ending
+
+    def _undo(self, verdict: str, names: list[str]) -> None:
+        """Put back what actions have changed, where a new rollout begins: it is scored for the old settings again."""
+        trainer = self.trainer
+        if trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations):
+            return
+        for name in names:
+            del self.state.num_taken[name]
+            if not self.state.is_dry:
+                self._remedies.undo(name)
+            self._record(name, verdict, "what it had changed is put back", outcome="undone")
+
+    def _act(self, verdict: str, unfit: tuple[str, ...], control: Any) -> None:
+        args, healthy = self.trainer.args, None
+        rules: dict[str, Any] = {"patience": args.echo.patience, "max_roll_backs": args.echo.max_roll_backs}
+        rules["unfit"] = unfit
+        names = due_actions(self._actions, self.state, verdict, **rules)
+        if {"roll_back", "stop"} & set(names):
+            healthy = self._last_healthy()
+        if "roll_back" in names and healthy is None:
+            self._record("roll_back", verdict, "there is no healthy checkpoint to go back to", outcome="not possible")
+            actions = [name for name in self._actions if name != "roll_back"]
+            names = due_actions(actions, self.state, verdict, **rules)
+        for name in names:
+            control.should_log = True
+            self._take(name, verdict, healthy, control)
+
+    def _take(self, name: str, verdict: str, healthy: Path | None, control: Any) -> None:
+        state, is_dry = self.state, self.state.is_dry
+        state.take(name)
+        if name == "roll_back":
+            assert healthy is not None
+            text = f"the run goes back to {healthy.name}, with other draws from there on"
+        elif name == "stop":
+            text = f"the run ends; its last healthy checkpoint is {healthy or 'none'}"
+        else:
+            text = self._remedies.change(name).text if is_dry else self._remedies.apply(name)
+        if name == "learning_rate" and not is_dry:
+            state.rate_until = state.num_steps + self.trainer.args.echo.rate_steps
+        self._record(name, verdict, text)
+        if is_dry:
+            return
+        if name == "roll_back" and healthy is not None:
+            self._roll_back(healthy, control)
+        elif name == "stop":
+            self._ending = CollapsedError(self._report(verdict, healthy))
+            control.should_training_stop, control.should_save, control.should_evaluate = True, False, False
+
+    def _roll_back(self, folder: Path, control: Any) -> None:
+        """Write down that the run goes back, and leave the Trainer's loop at the next occasion."""
+        control.should_save = control.should_evaluate = False
+        trainer, state = self.trainer, self.state
+        state.num_roll_backs += 1
+        state.noticed_at = None
+        if state.rate_until:
+            state.rate_until = state.num_steps + trainer.args.echo.rate_steps
+        state.num_discarded_tokens += trainer.state.num_input_tokens_seen - self._on_main(lambda: tokens_seen(folder))
+        if trainer.is_world_process_zero():
+            content = read_guard(folder) or {}
+            write_guard(folder, content | {"guard": state.to_dict()}, name=ROLLED_BACK)
+            deleted = delete_after(folder, state.run)
+            if deleted:
+                logger.warning("Deleted %s: the run goes back behind them.", ", ".join(deleted))
+        trainer.accelerator.wait_for_everyone()
+        if self._is_sharded:
+            control.should_training_stop = True
+            self._ending = RestartError(
+                f"The run collapsed at step {trainer.state.global_step} and goes back to {folder}. With DeepSpeed or "
+                "FSDP that takes a new process: start it again with resume_from_checkpoint: true."
+            )
+        else:
+            self._target = folder
+            self._micro_step = self._on_main(lambda: (read_guard(folder) or {})["micro_step"])
+
+    def _last_healthy(self) -> Path | None:
+        args, until = self.trainer.args, self._trusted_until
+        return self._on_main(lambda: last_healthy(Path(args.output_dir), self.state.run, args.world_size, until=until))
+
+    def _on_main(self, read: Callable[[], Any]) -> Any:
+        """What the main process reads, on every rank: nodes need not share a disk."""
+        return broadcast_object_list([read() if self.trainer.is_world_process_zero() else None])[0]
+
+    def _report(self, verdict: str, healthy: Path | None) -> str:
+        events = [event for event in self.state.events[:-1] if event["outcome"] == "taken"]
+        taken = ", ".join(f"{event['action']} (step {event['step']})" for event in events)
+        cure = (
+            f"Its last healthy checkpoint is {healthy}: set resume_from_checkpoint to it with other settings (a lower "
+            "learning_rate, a reward that says more; with resume_without: [rollout] also more num_generations)."
+            if healthy is not None
+            else "It has no healthy checkpoint: start anew with other settings, and with checkpoints (save_steps)."
+        )
+        return (
+            f"The echo guard has ended the run at step {self.trainer.state.global_step}: it is {verdict}. "
+            f"{self._judge.verdict.reason} Actions before: {taken or 'none'}. {cure}"
+        )
+
+    # ---------------------------------------------------------------- what is written
+
+    def _record(self, name: str, verdict: str, text: str, *, outcome: str = "taken") -> None:
+        """Log, tracker, store and card."""
+        judged, trainer, is_dry = self._judge.verdict, self.trainer, self.state.is_dry
+        known = [(item["action"], item["outcome"]) for item in self.state.events]
+        if outcome == "not possible" and (name, outcome) in known:
+            return  # said once
+        event = {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "step": trainer.state.global_step,
+            "total_steps": self.state.num_steps,
+            "action": name,
+            "outcome": "dry run" if is_dry and outcome == "taken" else outcome,
+            "state": verdict,
+            "signals": {key: signal.reason for key, signal in judged.signals.items()},
+            "text": text,
+        }
+        self.state.events.append(event)
+        if outcome == "taken":
+            self._log({"dry_run_action" if is_dry else "action": ACTIONS[name]})
+        if not trainer.is_world_process_zero():
+            return
+        signals = "; ".join(event["signals"].values()) or judged.reason
+        says = {"not possible": "could not take", "undone": "would undo" if is_dry else "undoes"}.get(
+            outcome, "would take" if is_dry else "takes"
+        )
+        logger.warning(
+            "Step %d is %s (%s). The echo guard %s %r: %s.", event["step"], verdict, signals, says, name, text
+        )
+        if trainer.store is not None:
+            from agent_r1_trl.recording.events import write_event
+
+            write_event(trainer.args.output_dir, event)
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self.trainer._metrics["train"][f"echo/{name}"] = [float(value)]

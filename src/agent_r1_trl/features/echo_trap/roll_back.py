@@ -1,0 +1,175 @@
+"""Going back to the last healthy checkpoint: which one that is, and how a run gets there.
+
+A roll back is a resumption inside the process. The Trainer's loop is left and entered again with the checkpoint, so
+that everything comes back that a resumed run gets back. What differs is written into the checkpoint first: a run that
+is killed after that, and resumed, goes on as if it had not been killed.
+
+    checkpoint-40/echo_guard.json                the guard's state and the verdict when it was saved
+    checkpoint-40/echo_guard_rolled_back.json    the guard's state after a roll back to it; read in place of the other
+
+transformers 5.17 names that this file touches: `neftune_noise_alpha` and `neftune_hook_handle` of the Trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers.integrations.neftune import deactivate_neftune
+
+from agent_r1_trl.features.echo_trap.escalation import HEALTHY
+from agent_r1_trl.trainers.checkpoints import STATE, problem_of
+
+logger = logging.getLogger(__name__)
+
+GUARD = "echo_guard.json"
+ROLLED_BACK = "echo_guard_rolled_back.json"
+
+
+class RollBack(BaseException):
+    """The Trainer's loop is left, to be entered again with a checkpoint; it never leaves `train`."""
+
+    def __init__(self, folder: Path, micro_step: int) -> None:
+        super().__init__(folder)
+        self.folder, self.micro_step = folder, micro_step
+
+
+# -------------------------------------------------------------------- the guard's file in a checkpoint
+
+
+def write_guard(folder: Path, content: dict[str, Any], *, name: str = GUARD) -> None:
+    """Write the guard's file, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / f".{name}"
+    with beside.open("w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, folder / name)
+
+
+def read_guard(folder: Path) -> dict[str, Any] | None:
+    """What `write_guard` wrote last; None if the checkpoint holds nothing of a guard, or nothing readable."""
+    for name in (ROLLED_BACK, GUARD):
+        try:
+            content = json.loads((folder / name).read_text(encoding="utf-8"))
+            return content if isinstance(content, dict) and "guard" in content else None
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError):
+            return None
+    return None
+
+
+def healthy_checkpoints(output_dir: Path, run: str) -> list[Path]:
+    """The checkpoints of a run at which the verdict was healthy or converged, the newest first.
+
+    Args:
+        output_dir: of the run.
+        run: its name in `GuardState`; the folder may hold checkpoints of other runs.
+    """
+    healthy = [path for path, content in _checkpoints_of(output_dir, run) if content.get("verdict") in HEALTHY]
+    return sorted(healthy, key=_step, reverse=True)
+
+
+def last_healthy(output_dir: Path, run: str, num_processes: int, *, until: int) -> Path | None:
+    """The newest healthy checkpoint that is whole.
+
+    Args:
+        output_dir: of the run.
+        run: as for `healthy_checkpoints`.
+        num_processes: of the run.
+        until: optimizer steps behind it at most; what was saved later may hold a collapse that nobody had noticed.
+    """
+    for folder in healthy_checkpoints(output_dir, run):
+        if _step(folder) > until:
+            continue
+        problem = problem_of(folder, num_processes=num_processes)
+        if problem is None:
+            return folder
+        logger.warning("Passed over %s, which was healthy: %s.", folder, problem)
+    return None
+
+
+def candidates(output_dir: Path, run: str, *, until: int) -> list[Path]:
+    """The checkpoints that rotation must leave: the one to go back to, and the one that will take its place.
+
+    Args:
+        output_dir: of the run.
+        run: as for `healthy_checkpoints`.
+        until: as for `last_healthy`, were the collapse noticed in the next step.
+    """
+    healthy = healthy_checkpoints(output_dir, run)
+    return [path for path in healthy if _step(path) <= until][:1] + [path for path in healthy if _step(path) > until][
+        -1:
+    ]
+
+
+def delete_after(folder: Path, run: str) -> list[str]:
+    """Delete the checkpoints of a run behind the one that it goes back to; a resumed run must not take them.
+
+    Returns:
+        Their names.
+    """
+    behind = [path for path, _ in _checkpoints_of(folder.parent, run) if _step(path) > _step(folder)]
+    for path in sorted(behind, key=_step, reverse=True):
+        shutil.rmtree(path, ignore_errors=True)
+    return sorted(path.name for path in behind)
+
+
+def _checkpoints_of(output_dir: Path, run: str) -> list[tuple[Path, dict[str, Any]]]:
+    found = [(path, read_guard(path)) for path in output_dir.glob("checkpoint-*") if path.name[11:].isdecimal()]
+    return [(path, content) for path, content in found if content is not None and content["guard"].get("run") == run]
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name[11:])
+
+
+# -------------------------------------------------------------------- the run
+
+
+def tokens_seen(folder: Path) -> int:
+    """Number of tokens that the run had trained on at a checkpoint."""
+    return int(json.loads((folder / STATE).read_text(encoding="utf-8")).get("num_input_tokens_seen") or 0)
+
+
+def forget_after(trainer: Any, folder: Path, micro_step: int) -> None:
+    """Drop what this process holds of the steps behind a checkpoint: rollouts, journal, metrics, recorded steps."""
+    trainer.rollouts.end_run()
+    trainer.features.call("go_back", _step(folder), micro_step)
+    if trainer.store is not None:
+        trainer.store.forget_after(_step(folder))
+    for values in (*trainer._metrics.values(), *trainer._logs.values()):
+        values.clear()
+    trainer.optimizer.zero_grad(set_to_none=True)
+
+
+def run_with_roll_backs(trainer: Any, train: partial[Any]) -> Any:
+    """The Trainer's loop; entered again with the checkpoint whenever it is left with a `RollBack`.
+
+    Args:
+        trainer: a multi-turn trainer.
+        train: `Trainer.train`, whose first argument is the checkpoint.
+    """
+    call: Callable[[], Any] = train
+    while True:
+        try:
+            return call()
+        except RollBack as roll_back:
+            folder = roll_back.folder
+            forget_after(trainer, folder, roll_back.micro_step)
+        if trainer.neftune_noise_alpha is not None:
+            deactivate_neftune(trainer.model, trainer.neftune_hook_handle, trainer.accelerator)
+        trainer.args.resume_without = None  # it said what the run's first start did without
+        call = partial(train.func, str(folder), *train.args[1:], **train.keywords)

@@ -1,0 +1,261 @@
+"""Each signal of the echo trap: what is compared with its thresholds, and whether the difference is more than chance.
+
+`docs/echo-trap.md` has the same formulas in prose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agent_r1_trl.features.echo_trap.series import Norms, Series
+from agent_r1_trl.features.echo_trap.verdict import Level, Pair, Signal, Thresholds
+
+VARIETY = ("reward_std", "zero_std_share", "entropy", "repetition")
+"""Signals of lost variety, which learning lowers as well."""
+SIGNS = {"entropy": 1.7, "repetition": 0.15, "inaction": 0.15}
+"""What a policy does otherwise, whatever it earns, and by how much it has to differ from when success was at its best:
+beside a drop it tells a collapse from data that got harder. The entropy may move either way, by this factor."""
+_SUDDEN_DEVIATIONS = 4.0
+"""Of single values, by which both of the last two must be away from where they came from to be a sudden collapse."""
+_MIN_FALL = 0.5
+"""A share that was high from the beginning must have lost half of what was missing to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """One signal after one step, against its thresholds."""
+
+    name: str
+    key: str
+    """Of the history."""
+    value: float
+    """What is compared."""
+    pair: Pair
+    falls: bool = False
+    """Whether the signal is below its thresholds where it is bad."""
+    is_more_than_chance: bool = True
+    is_sudden: bool = False
+    """Whether each of the last two values is critical by itself, which needs neither an average nor patience."""
+    text: str
+    """Says what the value is, with `{value}`."""
+    unit: Callable[[float], str]
+
+    @property
+    def alarm(self) -> str:
+        """Name of the alarm: a signal with thresholds on both sides has two."""
+        return f"{self.name}:falls" if self.falls else self.name
+
+    def is_beyond(self, threshold: float) -> bool:
+        """Whether the value is on the bad side of a threshold, by more than chance."""
+        return self.is_more_than_chance and (self.value < threshold if self.falls else self.value > threshold)
+
+    def patience(self, limits: Thresholds) -> tuple[int, int]:
+        """Number of values in a row beyond each threshold that count."""
+        return (1, 1) if self.is_sudden else (limits.warning_steps, limits.critical_steps)
+
+    def signal(self, level: Level) -> Signal:
+        """The crossing as a verdict names it."""
+        threshold = self.pair[1 if level == "critical" else 0]
+        side = "below" if self.falls else "above"
+        reason = f"{self.text.format(value=self.unit(self.value))} ({level} {side} {self.unit(threshold)})."
+        return Signal(name=self.name, level=level, value=self.value, threshold=threshold, reason=reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spikes(Crossing):
+    """Gradient norms: single steps, not an average, so that only most of the last ones together say something."""
+
+    ratios: tuple[float, ...] = ()
+    """Of the last steps, the newest at the end."""
+
+    def is_beyond(self, threshold: float) -> bool:
+        """Beyond a threshold are three of the last norms; one outlier says nothing, whatever its size."""
+        return sum(ratio > threshold for ratio in self.ratios) >= 3
+
+    def patience(self, limits: Thresholds) -> tuple[int, int]:
+        """The spikes are counted already."""
+        return 1, 1
+
+
+def percent(value: float) -> str:
+    """0.123 as "12%"."""
+    return f"{100 * value:.0f}%" if abs(value) >= 0.1 or value == 0 else f"{100 * value:.2g}%"
+
+
+def times(value: float) -> str:
+    """2.5 as "2.5 times"."""
+    return f"{value:.3g} times"
+
+
+def reward_scale(progress: Series, spread: Series | None) -> float:
+    """What a drop of the reward is measured in: its best, or how far it has come from below 0, or its spread.
+
+    Args:
+        progress: the reward or the success rate.
+        spread: the in-group standard deviation; None if it is not that of `progress`.
+    """
+    scale = max(progress.best - min(0.0, progress.mean), abs(progress.best))
+    return max(scale, spread.mean) if spread is not None and spread.has_baseline else scale
+
+
+def signs_of_death(series: Mapping[str, Series]) -> dict[str, Signal]:
+    """What needs no baseline: how the run began, against its last values; two of these are a run that has died."""
+    goal = "success" if series["success"].num else "reward"
+    texts = {
+        goal: (0.01, 3, f"The {goal} fell to {{}} of what it was, or less"),
+        "entropy": (10.0, 3, "The entropy over action tokens rose to {} times that of the first step, or more"),
+        "inaction": (1.0, 3, "The share of trajectories without a tool call rose to {}, and most called at first"),
+        "zero_std_share": (1.0, 5, "The share of groups whose trajectories all earned the same rose to {}"),
+    }
+    found = {}
+    for key, (limit, num, text) in texts.items():
+        first, last = series[key].first, series[key].raw[-num:]
+        if series[key].num < 3 + num:
+            continue
+        began, ended = {
+            goal: (min(first) > 0, max(last) <= limit * min(first)),
+            "entropy": (first[0] > 0, min(last) >= limit * first[0]),
+            "inaction": (max(first) < 0.5, min(last) >= limit),
+            "zero_std_share": (max(first) < 1, min(last) >= limit),
+        }[key]
+        if began and ended:
+            reason = f"{text.format(f'{limit:g}')}, {num} times in a row (before there is a baseline)."
+            value = min(last) / first[0] if key == "entropy" else last[-1]
+            found[key] = Signal(name=key, level="critical", value=value, threshold=limit, reason=reason)
+    return found
+
+
+def signs_of_change(series: Mapping[str, Series], at_best: Mapping[str, float], limits: Thresholds) -> list[Signal]:
+    """Which of `SIGNS` the policy shows, by more than chance.
+
+    Args:
+        series: by key.
+        at_best: their averages when success was at its best.
+        limits: say what is chance.
+    """
+    found = []
+    for key, least in SIGNS.items():
+        if key not in at_best or not series[key].has_baseline:
+            continue
+        before, now = at_best[key], series[key].ema
+        value, threshold = now - before, least
+        has_moved = value > least
+        if key == "entropy":
+            value, threshold = now / (before or 1.0), least if now > before else 1 / least
+            has_moved = max(now, before) > least * min(now, before) and before > 0
+        if has_moved and abs(now - before) > limits.noise * series[key].noise:
+            reason = f"The {key} was {before:.2g} when success was at its best, and is {now:.2g}."
+            found.append(Signal(name=key, level="warning", value=value, threshold=threshold, reason=reason))
+    return found
+
+
+def crossings(series: Mapping[str, Series], norms: Norms, limits: Thresholds) -> list[Crossing]:
+    """What every signal says after a step; those without a baseline are left out."""
+    found: list[Crossing] = [
+        *drops(series, limits, limits.reward_noise),
+        *_reward_std(series["reward_std"], limits),
+        *_share(series["zero_std_share"], "zero_std_share", limits),
+        *_entropy(series["entropy"], limits),
+        *_share(series["repetition"], "repetition", limits),
+        *_inaction(series["inaction"], limits),
+    ]
+    if norms.ratios:
+        text = "The largest of the last gradient norms was {value} their running median"
+        ratios: dict = {"value": max(norms.ratios), "ratios": tuple(norms.ratios), "pair": limits.grad_norm}
+        found.append(Spikes(name="grad_norm", key="grad_norm", text=text, unit=times, **ratios))
+    return found
+
+
+def _sudden(
+    series: Series, pair: Pair, *, origin: float, reference: float, scale: float = 1.0, sign: float = 1.0
+) -> dict[str, Any]:
+    """What replaces the average of a signal whose last two values are both critical; nothing, as a rule.
+
+    Args:
+        series: of the signal.
+        pair: its thresholds.
+        origin: from where to the value the distance is compared with them.
+        reference: where the values come from: the best, or the baseline.
+        scale: what the distance is measured in.
+        sign: -1 for a signal that is bad where its values fall.
+    """
+    last = min(series.raw[-2:], key=lambda value: sign * value)  # the milder one
+    is_far = sign * (last - reference) > _SUDDEN_DEVIATIONS * series.deviation
+    distance = sign * (last - origin) / scale
+    if series.num < series.window + 2 or not is_far or distance <= pair[1]:
+        return {}
+    return {"value": distance, "is_more_than_chance": True, "is_sudden": True}
+
+
+def _differs(series: Series, limits: Thresholds) -> bool:
+    return abs(series.ema - series.mean) > limits.noise * series.noise
+
+
+def drops(series: Mapping[str, Series], limits: Thresholds, noise: float) -> list[Crossing]:
+    """How far reward and success have fallen: a reward that is gamed rises while success falls.
+
+    Args:
+        series: by key.
+        limits: the thresholds.
+        noise: number of standard errors that may be chance.
+    """
+    found = []
+    for key in ("reward", "success"):
+        average, spread = series[key], series["reward_std"] if key == "reward" else None
+        scale = reward_scale(average, spread) if average.has_baseline else 0.0
+        if scale == 0:
+            continue
+        best, drop, pair = average.best, average.best - average.ema, limits.reward_drop
+        compared: dict = {"value": drop / scale, "is_more_than_chance": drop > noise * average.noise}
+        text = f"The smoothed {key} has fallen from its best by {{value}} of its scale"
+        if sudden := _sudden(average, pair, origin=best, reference=best, scale=scale, sign=-1.0):
+            compared, text = sudden, f"The {key} fell from its best by {{value}} of its scale, twice in a row"
+        found.append(Crossing(name=key, key=key, pair=pair, text=text, unit=percent, **compared))
+    return found
+
+
+def _reward_std(std: Series, limits: Thresholds) -> list[Crossing]:
+    if not std.has_baseline or std.mean <= 0:
+        return []
+    text = "The standard deviation of the rewards inside groups is {value} of its baseline"
+    is_real = _differs(std, limits)
+    return [
+        Crossing(name="reward_std", key="reward_std", value=std.ema / std.mean, pair=limits.reward_std, falls=True,
+                 is_more_than_chance=is_real, text=text, unit=percent)
+    ]  # fmt: skip
+
+
+def _share(share: Series, name: str, limits: Thresholds) -> list[Crossing]:
+    if not share.has_baseline:
+        return []
+    texts = {
+        "zero_std_share": "In {value} of the groups all trajectories earned the same",
+        "repetition": "{value} of the assistant turns are said by another trajectory of the group as well",
+    }
+    is_real, pair = _differs(share, limits) and 1 - share.ema < _MIN_FALL * (1 - share.mean), getattr(limits, name)
+    compared: dict = {"value": share.ema, "is_more_than_chance": is_real}
+    if name == "zero_std_share":
+        compared |= _sudden(share, pair, origin=0.0, reference=share.mean)
+    return [Crossing(name=name, key=name, pair=pair, text=texts[name], unit=percent, **compared)]
+
+
+def _entropy(entropy: Series, limits: Thresholds) -> list[Crossing]:
+    if not entropy.has_baseline or entropy.mean <= 0:
+        return []
+    text = "The entropy over action tokens is {value} of its baseline"
+    both: dict = {"value": entropy.ema / entropy.mean, "is_more_than_chance": _differs(entropy, limits)}
+    return [
+        Crossing(name="entropy", key="entropy", pair=pair, falls=falls, text=text, unit=percent, **both)
+        for pair, falls in ((limits.entropy_low, True), (limits.entropy_high, False))
+    ]
+
+
+def _inaction(share: Series, limits: Thresholds) -> list[Crossing]:
+    if not share.has_baseline:
+        return []
+    text = "The share of trajectories without a tool call has risen by {value}, and calls earned before"
+    compared: dict = {"value": share.ema - share.mean, "is_more_than_chance": _differs(share, limits)}
+    compared |= _sudden(share, limits.inaction, origin=share.mean, reference=share.mean)
+    return [Crossing(name="inaction", key="inaction", pair=limits.inaction, text=text, unit=percent, **compared)]

@@ -1,0 +1,161 @@
+"""BanditEnv: two arms with names that hint at their risk; which of them pays more on average?"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from agent_r1_trl.environments.tool_env import check_finite
+from agent_r1_trl.features.games.base import GameEnv
+from agent_r1_trl.features.games.checks import is_readable
+from agent_r1_trl.trajectory import Trajectory
+
+SURE, RISKY = "sure", "risky"
+
+
+class BanditEnv(GameEnv):
+    """One arm pays a small sum every time, the other a large one now and then: RAGEN's two-armed bandit.
+
+    The level says which arm stands first and which of the two is risky, for example `Dragon (risky), Phoenix (sure)`.
+    The model sees the names only. Both arms of a pull are decided by one random number, so with
+    `share_dynamics_seed` the members of a group that pull the same arm earn the same.
+
+    The outcome is 0: pulls pay at once, as turn rewards. Info: `success`, the share of the `max_actions` pulls that
+    went to the arm that pays more on average; a pull that was not made went to none.
+
+    Args:
+        arms: pairs of names, that of the sure arm first; every level takes one pair.
+        sure_reward: what the sure arm pays.
+        risky_reward: what the risky arm pays if it pays.
+        risky_probability: probability that it does; otherwise it pays nothing.
+        **settings: settings of `GameEnv`; `max_actions` is the number of pulls, 1 by default.
+
+    Raises:
+        ValueError: a setting is unknown or out of range, or both arms pay the same on average.
+
+    Source: RAGEN (arXiv 2504.20073, section 3); the payments are those of its published environment.
+    """
+
+    actions = ("First", "Second")
+    max_actions = 1
+    max_actions_per_turn = 1
+    arms: Sequence[Sequence[str]] = (("Phoenix", "Dragon"),)
+    sure_reward: float = 0.1
+    risky_reward: float = 1.0
+    risky_probability: float = 0.25
+
+    def __init__(
+        self,
+        *,
+        arms: Sequence[Sequence[str]] | None = None,
+        sure_reward: float | None = None,
+        risky_reward: float | None = None,
+        risky_probability: float | None = None,
+        **settings: Any,
+    ) -> None:
+        own = {
+            "arms": arms,
+            "sure_reward": sure_reward,
+            "risky_reward": risky_reward,
+            "risky_probability": risky_probability,
+        }
+        for name, value in own.items():
+            if value is not None:
+                setattr(self, name, value)
+        if settings.get("actions") is not None:
+            raise ValueError(
+                f"BanditEnv.actions={settings['actions']!r:.200}: the actions are the names of the arms; set arms to "
+                "pairs [[sure, risky], ...] instead."
+            )
+        super().__init__(**settings)
+
+    @property
+    def better(self) -> str:
+        """The kind of arm that pays more on average."""
+        return RISKY if self.risky_probability * self.risky_reward > self.sure_reward else SURE
+
+    def rules(self) -> str:
+        """The game in words."""
+        return (
+            "You play a bandit with two arms. One of them pays a small sum every time. The other one pays a large sum "
+            "on some pulls, and nothing on all others. The names of the arms hint at which is which. Pull the arm "
+            "that you expect to pay more on average."
+        )
+
+    def new_level(self, seed: int) -> str:
+        """A pair of names, in one of two orders."""
+        rng = random.Random(seed)
+        sure, risky = rng.choice(list(self.arms))
+        shown = [f"{sure} ({SURE})", f"{risky} ({RISKY})"]
+        rng.shuffle(shown)
+        return ", ".join(shown)
+
+    def load_level(self, level: str) -> None:
+        """Begin a level.
+
+        Raises:
+            ValueError: the text is no level of this game.
+        """
+        parts = [part.rpartition(" (") for part in level.split(", ")]
+        names, kinds = [name.strip() for name, _, _ in parts], [kind.rstrip(")") for _, _, kind in parts]
+        if sorted(kinds) != [RISKY, SURE] or not all(names) or names[0].casefold() == names[1].casefold():
+            raise ValueError(f"BanditEnv.reset: level={level!r:.200} must be like 'Dragon (risky), Phoenix (sure)'.")
+        self._names = self.names = tuple(names)
+        self.kinds = tuple(kinds)
+        self._last = ""
+        self.pulled: list[str] = []
+
+    def describe(self) -> str:
+        """What the last pull paid, and the arms."""
+        return f"{self._last}Arms: {', '.join(self.names)}"
+
+    def act(self, action: str) -> dict[str, float]:
+        """Pull an arm."""
+        place = self.actions.index(action)
+        luck = self.random.random()  # drawn for the sure arm, too: the next pull meets the same chance after either
+        kind = self.kinds[place]
+        is_large = luck < self.risky_probability
+        pay = self.sure_reward if kind == SURE else self.risky_reward if is_large else 0.0
+        self.pulled.append(kind)
+        self._last = f"{self.names[place]} paid {pay:g}.\n"
+        return {"pay": pay}
+
+    def outcome_reward(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
+        """0: what the pulls paid is in the turns."""
+        super().outcome_reward(trajectory)
+        trajectory.info["success"] = self.pulled.count(self.better) / self.max_actions
+        return 0.0, {}
+
+    def check_options(self) -> None:
+        """Check the settings of the game itself.
+
+        Raises:
+            ValueError: one is out of range.
+        """
+        owner = type(self).__name__
+        if not _are_pairs(self.arms, self.separator):
+            raise ValueError(
+                f"{owner}.arms={self.arms!r:.200}: must be pairs of different names without commas, brackets, the "
+                f"separator {self.separator!r} and white space around them, that of the sure arm first: "
+                "[['Phoenix', 'Dragon']]."
+            )
+        for name in ("sure_reward", "risky_reward", "risky_probability"):
+            check_finite(owner, name, getattr(self, name))
+        if not 0 <= self.risky_probability <= 1:
+            raise ValueError(f"{owner}.risky_probability={self.risky_probability!r}: must be from 0 to 1.")
+        if self.risky_probability * self.risky_reward == self.sure_reward:
+            raise ValueError(
+                f"{owner}.sure_reward={self.sure_reward!r}: the risky arm pays as much on average "
+                f"({self.risky_probability} x {self.risky_reward}), so no arm is better. Change one of the three."
+            )
+
+
+def _are_pairs(arms: Any, separator: str) -> bool:
+    """Whether these are pairs of names that a level can hold."""
+    if not isinstance(arms, Sequence) or not arms or any(not isinstance(pair, list | tuple) for pair in arms):
+        return False
+    names = [name for pair in arms for name in pair]
+    are_names = all(isinstance(name, str) and name and not set("(),") & set(name) for name in names)
+    are_names = are_names and all(is_readable(name, separator) for name in names)
+    return are_names and all(len(pair) == 2 and pair[0].casefold() != pair[1].casefold() for pair in arms)

@@ -1,0 +1,265 @@
+"""`agent-r1-trl push`: send a trained agent to the Hub, with tokenizer, recipe and card; or its trajectories.
+
+agent-r1-trl push outputs/my-agent --repo_id user/my-agent --dry_run
+agent-r1-trl push outputs/my-agent --repo_id user/my-agent-trajectories --trajectories
+
+The files that are listed in `KINDS` are sent and no others, in one commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from agent_r1_trl.cli.errors import DependencyError, PlainParser, UsageError
+from agent_r1_trl.safe_text import visible
+
+COMMAND = "agent-r1-trl push"
+KINDS: dict[str, tuple[str, ...]] = {
+    "weights": (
+        "model.safetensors", "model-*.safetensors", "model.safetensors.index.json",
+        "pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json",
+        "adapter_model.safetensors", "adapter_model.bin",
+    ),
+    "configuration": ("config.json", "generation_config.json", "adapter_config.json"),
+    "code of the model": ("configuration_*.py", "modeling_*.py", "tokenization_*.py"),
+    "tokenizer and template": (
+        "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+        "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja", "chat_template.json",
+        "additional_chat_templates/*.jinja", "preprocessor_config.json", "processor_config.json",
+    ),
+    "recipe": ("recipe.yaml",),
+    "evaluation": ("evaluation.json", "evaluation.md", "evaluation.csv"),
+    "card": ("README.md", "LICENSE", "LICENSE.txt"),
+}  # fmt: skip
+"""What it is -> patterns of names in the directory."""
+CRITIC = ("critic/*.safetensors", "critic/*.json")
+_LOG_IN = (
+    "Log in (`hf auth login`), or set HF_TOKEN to a token that may write, from https://huggingface.co/settings/tokens."
+)
+
+
+class Sent(NamedTuple):
+    """A file that is sent, its name in the repository, and what it is."""
+
+    path: Path
+    name: str
+    kind: str
+
+
+def make_parser() -> PlainParser:
+    """The parser of the command's options."""
+    parser = PlainParser(COMMAND, __doc__.partition(": ")[2].partition("\n\nThe files")[0])
+    parser.add_argument("run", metavar="OUTPUT_DIR", help="Output directory of a run, or of a saved model.")
+    parser.add_argument("--repo_id", required=True, metavar="USER/NAME", help="Repository; made if there is none.")
+    flags = {
+        "trajectories": "Send the recorded trajectories as a data set (Parquet) in place of the model.",
+        "critic": "Send PPO's critic with the model.",
+        "private": "Send to a private repository only.",
+        "dry_run": "List what would be sent, search it, and send nothing.",
+    }
+    for name, about in flags.items():
+        parser.add_argument(f"--{name}", action="store_true", help=about)
+    parser.add_argument(
+        "--allow_secrets",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="Files, or patterns of them, that are sent although something in them looks like a secret.",
+    )
+    parser.add_argument("--message", default="Upload with agent-r1-trl", help="Message of the commit.")
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """Collect, search and send the files; returns the exit code."""
+    arguments = make_parser().read(argv)
+    if arguments.trajectories and arguments.critic:
+        raise UsageError("--critic: goes with a model, and --trajectories sends a data set. Leave one of them out.")
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    from agent_r1_trl.features.hub.secret_scan import check_files
+
+    try:
+        validate_repo_id(arguments.repo_id)
+    except HFValidationError as error:
+        raise UsageError(f"--repo_id {arguments.repo_id!r}: {error} Pass user/name.") from error
+    with tempfile.TemporaryDirectory(prefix="agent-r1-trl-push-") as scratch:
+        try:
+            files = (_dataset_files if arguments.trajectories else _model_files)(arguments, Path(scratch))
+            sys.stdout.write(_listing(files, arguments))
+            names = {item.name: item.path for item in files}
+            check_files(names, allowed=arguments.allow_secrets, cure="--allow_secrets")
+            print("Nothing was sent (--dry_run)." if arguments.dry_run else _push(files, arguments))
+        except (ValueError, FileNotFoundError) as error:
+            raise UsageError(str(error)) from error
+    return 0
+
+
+# ---------------------------------------------------------------- which files
+
+
+def _model_files(arguments: argparse.Namespace, scratch: Path) -> list[Sent]:
+    """The model's files, with a card that is made now."""
+    from agent_r1_trl.environments.factory import tool_schemas
+    from agent_r1_trl.features.hub.card import CARD, make_card, read_facts
+
+    folder, kinds = Path(arguments.run), KINDS | ({"critic": CRITIC} if arguments.critic else {})
+    files = [
+        Sent(path, path.relative_to(folder).as_posix(), kind)
+        for kind, patterns in kinds.items()
+        for pattern in patterns
+        for path in sorted(folder.glob(pattern))
+        if path.is_file() and path.name != CARD
+    ]
+    found = {item.kind for item in files}
+    if not {"weights", "configuration"} <= found:
+        raise UsageError(_no_model(folder))
+    if arguments.critic and "critic" not in found:
+        raise UsageError(
+            f"critic: {folder} has none (critic/critic.safetensors); only PPO trains one, and writes it beside the "
+            "model. Leave --critic out."
+        )
+    facts, path = read_facts(folder, arguments.repo_id), folder / CARD
+    facts.env_factory = environment_of(facts.recipe, "the card lists no tools")
+    facts.tools = None if facts.env_factory is None else tool_schemas(facts.env_factory)
+    try:
+        before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: cannot be read ({error}). Write it again in UTF-8, or remove it.") from error
+    (scratch / CARD).write_text(make_card(facts, before), encoding="utf-8")
+    return [*files, Sent(scratch / CARD, CARD, "card")]
+
+
+def _no_model(folder: Path) -> str:
+    """Why a directory holds no model that can be sent, and what to do."""
+    if not folder.is_dir():
+        return f"{str(folder)!r}: no such directory. Pass the output directory of a run."
+    if any(folder.glob("*/*_model_states.pt")):
+        return (
+            f"{str(folder)!r} holds the shards of DeepSpeed and no model. Write one first: agent-r1-trl merge "
+            f"{folder} --output_dir {folder}-merged"
+        )
+    checkpoints = {item.parent for name in KINDS["configuration"] for item in folder.glob(f"checkpoint-*/{name}")}
+    inside = sorted(checkpoints, key=lambda path: (len(path.name), path.name))
+    hint = f" Did you mean {str(inside[-1])!r}?" if inside else ""
+    return (
+        f"{str(folder)!r}: no weights with their configuration are in it. Pass a directory that save_model or a "
+        f"checkpoint wrote.{hint}"
+    )
+
+
+def environment_of(recipe: dict[str, Any], consequence: str) -> Callable[..., Any] | None:
+    """The environment that a recipe names; None if it names none, or if it cannot be made here, which is said.
+
+    Args:
+        recipe: settings of a run.
+        consequence: what follows if it cannot be made.
+    """
+    from agent_r1_trl.cli.arguments import read_mapping
+    from agent_r1_trl.cli.resolve import resolve_env
+
+    if not recipe.get("env"):
+        return None
+    try:
+        given = read_mapping("env_kwargs", recipe.get("env_kwargs"))
+        return resolve_env(str(recipe["env"]), {name: value for name, value in given.items() if value is not None})
+    except UsageError as error:
+        print(visible(f"warning: {consequence}: {error}"), file=sys.stderr)
+        return None
+
+
+def _dataset_files(arguments: argparse.Namespace, scratch: Path) -> list[Sent]:
+    """The recorded trajectories as a data set, which is written now."""
+    from agent_r1_trl.recording.dataset import write_dataset
+
+    folder = scratch / "dataset"
+    write_dataset(arguments.run, folder, title=arguments.repo_id.rpartition("/")[2])
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [Sent(path, path.relative_to(folder).as_posix(), "trajectories") for path in paths]
+
+
+def _listing(files: Sequence[Sent], arguments: argparse.Namespace) -> str:
+    width, sizes = max(len(item.name) for item in files), [item.path.stat().st_size for item in files]
+    lines = [f"{'dataset' if arguments.trajectories else 'model'} {arguments.repo_id}:"]
+    lines += [f"  {item.name:{width}}  {_size(size):>9}  {item.kind}" for item, size in zip(files, sizes, strict=True)]
+    lines.append(f"  {len(files)} files, {_size(sum(sizes))}")
+    if not arguments.trajectories:
+        tops = {item.name.split("/")[0] for item in files}
+        others = sorted(path for path in Path(arguments.run).iterdir() if path.name not in tops)
+        names = [f"{path.name}/" if path.is_dir() else path.name for path in others]
+        lines += [f"not sent: {', '.join(names)}"] if names else []
+    return visible("\n".join(lines) + "\n")
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes < 10_000:
+        return f"{num_bytes} B"
+    return f"{num_bytes / 1e3:.0f} kB" if num_bytes < 10_000_000 else f"{num_bytes / 1e6:.0f} MB"
+
+
+# ---------------------------------------------------------------- sending
+
+
+def _push(files: Sequence[Sent], arguments: argparse.Namespace) -> str:
+    """Make the repository if there is none, and send the files; returns its address.
+
+    Raises:
+        UsageError: the Hub refuses the id, the token, the card or a file, or the repository is public and should not
+            be; names it, and the cure.
+        DependencyError: it cannot be reached, or answers with an error of its own.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="agent-r1-trl")
+    repo_id, repo_type = arguments.repo_id, "dataset" if arguments.trajectories else "model"
+    try:
+        url = api.create_repo(repo_id, repo_type=repo_type, private=arguments.private or None, exist_ok=True)
+        if arguments.private and api.repo_info(url.repo_id, repo_type=repo_type).private is False:
+            raise UsageError(
+                f"private: {url.repo_id} is there already, and is public. Make it private in its settings on the Hub, "
+                "pass another --repo_id, or leave --private out."
+            )
+        added = [CommitOperationAdd(path_in_repo=item.name, path_or_fileobj=item.path) for item in files]
+        api.create_commit(url.repo_id, added, repo_type=repo_type, commit_message=arguments.message)
+    except HFValidationError as error:
+        raise UsageError(f"repo_id={repo_id!r}: {_first_line(error)} Pass user/name.") from error
+    except LocalTokenNotFoundError as error:
+        raise UsageError(f"token: there is none. {_LOG_IN}") from error
+    except OfflineModeIsEnabled as error:
+        raise UsageError(
+            "HF_HUB_OFFLINE is set, so that nothing can be sent. Unset it, or look at what would be sent: --dry_run."
+        ) from error
+    except HfHubHTTPError as error:
+        raise _explained(repo_id, error) from error
+    except Exception as error:
+        # Told by its name: huggingface_hub goes through httpx, from 2.4 on through httpx2, which is another package.
+        if not any(kind.__name__ == "HTTPError" for kind in type(error).__mro__):
+            raise
+        problem = f"{api.endpoint}: cannot be reached ({_first_line(error)}). Try again later."
+        raise DependencyError(problem) from error
+    return str(url)
+
+
+def _explained(repo_id: str, error: Any) -> Exception:
+    """An answer of the Hub, with what to do about it."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    said = getattr(error, "server_message", None) or _first_line(error)
+    if status == 401:
+        return UsageError(f"token: the Hub refuses it ({said}). {_LOG_IN}")
+    if status == 403:
+        cure = "Use a token with write access to that account, or pass another repo_id."
+        return UsageError(f"repo_id={repo_id!r}: this token may not write there ({said}). {cure}")
+    if status is not None and 400 <= status < 500 and status not in (408, 429):
+        return UsageError(f"repo_id={repo_id!r}: the Hub refuses this ({said}). Correct it, and push again.")
+    return DependencyError(f"repo_id={repo_id!r}: the Hub failed ({said}). Try again later.")
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).splitlines()[:1])

@@ -1,0 +1,94 @@
+"""What leaves the machine or reaches the log beside the model: a whole card, no secrets, trajectories only if asked.
+
+transformers uploads the whole `output_dir`, and TRL logs the whole row that no reward function scored. Both may hold
+data that is private, or huge.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agent_r1_trl.environments.factory import env_name, tool_schemas
+from agent_r1_trl.features.hub.card import READ_SETTINGS, SETTINGS, make_card, read_facts
+from agent_r1_trl.features.hub.secret_scan import check_files
+
+if TYPE_CHECKING:
+    from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
+
+LEFT_OUT = {
+    "": ["journal/*", "training_args.bin"],  # the arguments are a pickle that holds `hub_token`
+    "push_trajectories": ["trajectories/*", "completions/*"],
+    "push_critic": ["critic/*"],
+}
+"""Setting -> patterns of files in `output_dir` that are uploaded with it only; `*` matches subfolders as well."""
+LIBRARIES = {"agent-r1-trl": "Agent-R1-TRL", "peft": "PEFT"}
+"""Distributions that TRL's list of versions leaves out, and their names there."""
+VERSIONS = "### Framework versions\n\n"
+
+
+def complete_card(trainer: MultiTurnTrainer, path: Path) -> None:
+    """Add what is known of the run to the card that TRL wrote, and take out what the Hub would refuse.
+
+    Args:
+        trainer: the one that trained the model.
+        path: of the card.
+
+    Raises:
+        ValueError: a file of the run cannot be read; names it.
+    """
+    args, factory = trainer.args, trainer.env_factory
+    guard = None if factory is None else trainer.features.get("echo_guard")
+    facts = read_facts(path.parent, getattr(trainer, "hub_model_id", None) or args.output_dir)
+    facts.env, facts.env_factory, facts.estimator = "", factory, args.estimator
+    facts.history = trainer.state.log_history
+    for name in READ_SETTINGS:
+        facts.recipe.setdefault(name, getattr(args, name, None))
+    if factory is not None:
+        facts.env, facts.tools = env_name(factory), tool_schemas(factory)
+        facts.recipe |= {
+            name: getattr(args, name) for name in (*SETTINGS, *args.estimator.options) if hasattr(args, name)
+        }
+    if guard is not None:
+        facts.guard_steps, facts.guard_events = guard.state.num_steps, guard.state.events
+    card = path.read_text(encoding="utf-8")
+    # TRL's template links to the base model, also where a local folder has no page on the Hub.
+    card = card.replace("[None](https://huggingface.co/None)", "a local checkpoint")
+    versions = ""
+    for distribution, name in LIBRARIES.items():
+        with contextlib.suppress(PackageNotFoundError):  # an optional library
+            versions += f"- {name}: {version(distribution)}\n"
+    card = card.replace(VERSIONS, VERSIONS + versions, 1)
+    path.write_text(make_card(facts, card, in_full=True), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def uploads_checked(args: Any) -> Iterator[None]:
+    """While it lasts, transformers' uploads of folders leave out what is not asked for, and refuse secrets.
+
+    Args:
+        args: of the trainer.
+    """
+    from huggingface_hub.utils import filter_repo_objects
+    from transformers.utils.hub import hf_api
+
+    api: Any = hf_api()
+    upload_folder = api.upload_folder
+    left_out = [item for name, patterns in LEFT_OUT.items() if not getattr(args, name, False) for item in patterns]
+
+    def upload(*others: Any, folder_path: Any, ignore_patterns: Any = None, **kwargs: Any) -> Any:
+        given = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns or [])
+        ignored, folder = [*given, *left_out], Path(folder_path)
+        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        files = {name: folder / name for name in filter_repo_objects(names, ignore_patterns=ignored)}
+        check_files(files, allowed=getattr(args, "allow_secrets", None) or [], cure="allow_secrets:")
+        return upload_folder(*others, folder_path=folder_path, ignore_patterns=ignored, **kwargs)
+
+    api.upload_folder = upload  # hides the method of the class, on this object
+    try:
+        yield
+    finally:
+        del api.upload_folder

@@ -1,0 +1,46 @@
+"""The rollout journal: every turn on disk as it happens, so that a killed run repeats none of it.
+
+    OUTPUT_DIR/journal/rank0/rollout_000000064.journal     the rollout that micro-step 64 begins to train on
+    OUTPUT_DIR/journal/rank1/rollout_000000064.journal     the second process's part of it
+    OUTPUT_DIR/journal/rank0/rollout_000000064.1.journal   the first round that replaced groups of it
+    OUTPUT_DIR/journal/eval.journal                        of `agent-r1-trl eval`
+
+- `records.py`: a file is a row of records, each with length and checksum; what follows the last whole one is dropped
+- `reader.py`: what the records of a rollout say about each of its trajectories
+- `log.py`: the file of a rollout that is played: finished trajectories are handed out, unfinished ones go on
+- `players.py`: draft, generator and environment session that write, and first repeat what was written
+- `environments.py`: how an environment comes back to where it stood
+- `cassette.py`: a rollout from its journal alone, without sampler, tools and environment
+
+Not covered here: which rollouts a training run may use again (`training.py`).
+"""
+
+from typing import Any
+
+from agent_r1_trl.features.journal.cassette import Cassette, ReplayError
+from agent_r1_trl.features.journal.environments import ResumeMode, resume_mode
+from agent_r1_trl.features.journal.log import FOLDER, RolloutLog, eval_journal, rank_folder, rollout_file
+from agent_r1_trl.features.journal.reader import read_rollout
+from agent_r1_trl.features.journal.records import VERSION, dump
+
+__all__ = [
+    "FOLDER",
+    "VERSION",
+    "Cassette",
+    "ReplayError",
+    "ResumeMode",
+    "RolloutLog",
+    "dump",
+    "eval_journal",
+    "rank_folder",
+    "read_rollout",
+    "resume_mode",
+    "rollout_file",
+]
+
+
+def make_callbacks(config: Any, train_dataset: Any) -> list[Any]:
+    """It is on unless `journal: false`, and where a run is replayed."""
+    from agent_r1_trl.features.journal.training import TrainingJournal
+
+    return [TrainingJournal(config)] if config.journal or config.replay is not None else []

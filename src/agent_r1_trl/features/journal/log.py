@@ -1,0 +1,161 @@
+"""The journal of one rollout of one process: written while it is played, read again after a kill."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agent_r1_trl.features.journal.players import (
+    JournaledDraft,
+    JournaledEndpoint,
+    JournaledGenerator,
+    JournaledSession,
+    TrajectoryLog,
+)
+from agent_r1_trl.features.journal.reader import (
+    RecordedRollout,
+    RecordedTrajectory,
+    describe_request,
+    read_trajectory,
+    trajectory_record,
+)
+from agent_r1_trl.features.journal.records import VERSION, Appender, Record, dump
+from agent_r1_trl.generation.base import Generator
+from agent_r1_trl.generation.endpoint import Endpoint
+from agent_r1_trl.rollout import Draft, EnvSession, RolloutRequest
+from agent_r1_trl.trajectory import Trajectory
+
+FOLDER = "journal"
+"""In `output_dir`."""
+EVAL_FILE = "eval.journal"
+
+
+def eval_journal(output_dir: str | Path) -> Path:
+    """The journal of `agent-r1-trl eval`."""
+    return Path(output_dir).absolute() / FOLDER / EVAL_FILE
+
+
+def rank_folder(output_dir: str | Path, rank: int) -> Path:
+    """Where a process keeps the rollouts of a training run."""
+    return Path(output_dir).absolute() / FOLDER / f"rank{rank}"
+
+
+def rollout_file(micro_step: int, round_number: int = 0) -> str:
+    """Name of the file of the rollout that a micro-step begins to train on, or of one that replaces groups of it."""
+    return f"rollout_{micro_step:09d}{f'.{round_number}' if round_number else ''}.journal"
+
+
+class RolloutLog:
+    """Writes the trajectories of one rollout and hands out what an earlier start of the run has recorded of them.
+
+    Args:
+        path: of the file.
+        header: what the rollout depends on besides its requests; `size` is the number of its trajectories.
+        recorded: of an earlier start, if it may be used; the file is continued. None begins a new file.
+        plays_finished: play finished trajectories again, for reward functions that look at the environments. What the
+            policy said is still taken from the journal.
+        plays_failed: play trajectories again whose last try failed for no fault of the policy.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        header: Record,
+        *,
+        recorded: RecordedRollout | None = None,
+        plays_finished: bool = False,
+        plays_failed: bool = False,
+    ) -> None:
+        self.path = path
+        self._recorded: dict[str, RecordedTrajectory] = {}
+        self._numbers: dict[str, int] = {}
+        self._keys: dict[int, tuple[RolloutRequest, str]] = {}
+        """By the request's `id`, which is unique as long as the request is held here."""
+        self._is_complete = recorded is not None and recorded.is_complete and not plays_failed
+        self.optimizer_step: Any = (header if recorded is None else recorded.header).get("optimizer_step")
+        """Number of optimizer steps behind the oldest weights that a turn was sampled from."""
+        self._plays_finished = plays_finished
+        self._ended: set[int] = set()
+        """Numbers of trajectories of which nothing more is written, though the loop that was given up may go on."""
+        self.num_reused = 0
+        """Finished trajectories that were handed out."""
+        self._appender = Appender(path, size=recorded.num_bytes if recorded else 0)
+        if recorded is None:
+            self._appender.append({"kind": "rollout", "version": VERSION, **header})
+            return
+        for item in recorded.trajectories:
+            self._recorded[dump(item.request)] = item
+            self._numbers[dump(item.request)] = item.number
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something could not be written."""
+        return self._appender.has_failed
+
+    @property
+    def num_bytes(self) -> int:
+        """Written by this object."""
+        return self._appender.num_bytes
+
+    def close(self) -> None:
+        """Close the file."""
+        self._appender.close()
+
+    # ---------------------------------------------------------------- for the runner
+
+    def finished(self, request: RolloutRequest) -> Trajectory | None:
+        """The recorded trajectory, if it has ended.
+
+        A failure that was not the policy's fault counts only if the rollout went on to its end or to another try
+        (`retry_failed`): one that came with the kill is played again, and with `plays_failed` every one.
+        """
+        recorded = self._recorded.get(self._key(request))
+        if recorded is None or recorded.end is None or self._plays_finished:
+            return None
+        trajectory = read_trajectory(recorded.end)
+        has_gone_on = self._is_complete or self._key(replace(request, attempt=request.attempt + 1)) in self._recorded
+        if trajectory.stop_reason.is_infrastructure_failure and not has_gone_on:
+            return None
+        self.num_reused += 1
+        return trajectory
+
+    def open(
+        self,
+        request: RolloutRequest,
+        factory: Callable[[], Any],
+        truncate: Callable[[str, int], str],
+        generator: Generator | Endpoint,
+    ) -> tuple[Draft, EnvSession, Any]:
+        """Draft, session and generator of a trajectory: they repeat what is recorded and write what comes after it."""
+        key = self._key(request)
+        recorded = self._recorded.get(key)
+        if key not in self._numbers:
+            self._numbers[key] = len(self._numbers)
+            self._append(self._numbers[key], {"kind": "start", "request": json.loads(key)})
+        number = self._numbers[key]
+        turns = list(recorded.turns) if recorded else []
+        log = TrajectoryLog(lambda record: self._append(number, record), turns)
+        draft = JournaledDraft(request=request, log=log)
+        session = JournaledSession(factory, truncate=truncate, log=log, draft=draft)
+        if isinstance(generator, Endpoint):
+            return draft, session, JournaledEndpoint(generator, log=log, draft=draft)
+        return draft, session, JournaledGenerator(generator, log=log, draft=draft)
+
+    def end(self, request: RolloutRequest, trajectory: Trajectory) -> None:
+        """Write down that a trajectory has ended."""
+        record = {"kind": "end", "trajectory": trajectory_record(trajectory)}
+        number = self._numbers[self._key(request)]
+        self._append(number, record)
+        self._ended.add(number)
+
+    def _append(self, number: int, record: Record) -> None:
+        if number not in self._ended:
+            self._appender.append({"t": number, **record})
+
+    def _key(self, request: RolloutRequest) -> str:
+        if id(request) not in self._keys:
+            self._keys[id(request)] = request, dump(describe_request(request))
+        return self._keys[id(request)][1]

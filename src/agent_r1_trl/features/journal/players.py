@@ -1,0 +1,234 @@
+"""What plays one trajectory with a journal: each does its work as without one, and writes down what came of it.
+
+They first repeat what a killed run has recorded. `run_trajectory` does not notice: it asks the generator, which
+answers from the journal as long as it is asked what it was asked then, and the environment, which comes back to its
+state as it declares (`environments.py`). So prompts, masks and limits are made anew by the code that always makes
+them, and where anything differs, the trajectory goes on from there as a new one would.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent_r1_trl.environments.base import StepResult
+from agent_r1_trl.environments.tool_env import ToolEnv
+from agent_r1_trl.features.journal.environments import (
+    RecordedResults,
+    ResumeMode,
+    restore_counted,
+    resume_mode,
+    snapshot_record,
+    users_object,
+)
+from agent_r1_trl.features.journal.reader import RecordedTurn, is_same_answer, read_step, step_record
+from agent_r1_trl.features.journal.records import Record, checksum_ids, dump, pack_floats, pack_ids
+from agent_r1_trl.generation.base import Generation, Generator, SamplingParams, known_length
+from agent_r1_trl.generation.endpoint import Endpoint
+from agent_r1_trl.rollout import Draft, EnvSession, RolloutRequest
+from agent_r1_trl.trajectory import Message, Trajectory, Turn
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TrajectoryLog:
+    """The journal of one trajectory."""
+
+    append: Callable[[Record], None]
+    turns: list[RecordedTurn]
+    """What is recorded and not yet contradicted."""
+    request: Record = field(default_factory=dict)
+    """What the generator is asked for the turn that is being sampled."""
+
+    def turn(self, index: int) -> RecordedTurn | None:
+        """The recorded turn; None if it is to be played."""
+        return self.turns[index] if index < len(self.turns) else None
+
+    def forget_from(self, index: int) -> None:
+        """Play that turn and those after it."""
+        del self.turns[index:]
+
+
+@dataclass(kw_only=True)
+class JournaledDraft(Draft):
+    """Token lists that only grow, here and on disk."""
+
+    log: TrajectoryLog
+
+    def add_turn(self, generation: Generation, message: Message, **times: Any) -> Turn:
+        """Append what the policy sampled; see `Draft`."""
+        index = len(self.turns)
+        turn = super().add_turn(generation, message, **times)
+        if (recorded := self.log.turn(index)) is not None:
+            turn.generate_s = recorded.sampled["generate_s"]
+            return turn
+        self.log.append(
+            {
+                "kind": "turn",
+                "turn": index,
+                **self.log.request,
+                "ids": pack_ids(generation.token_ids),
+                "logprobs": pack_floats(generation.logprobs),
+                "stop": generation.stop,
+                "message": message,
+                "generate_s": turn.generate_s,
+            }
+        )
+        return turn
+
+
+class JournaledGenerator(Generator):
+    """Samples turns that are not recorded.
+
+    Args:
+        generator: samples.
+        log: of the trajectory.
+        draft: of the trajectory.
+    """
+
+    def __init__(self, generator: Generator, *, log: TrajectoryLog, draft: Draft) -> None:
+        self._generator = generator
+        self._log = log
+        self._draft = draft
+        self._context: list[int] = []
+        self._checksum = 0
+        """Checksum of the context."""
+
+    async def generate(
+        self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams
+    ) -> Generation:
+        """The recorded turn if it was asked for with the same words; else a new one. See `Generator`."""
+        index = len(self._draft.turns)
+        request = {"seed": seed, "max_tokens": max_tokens, "context": self._checksum_of(prompt_ids)}
+        recorded = self._log.turn(index)
+        if recorded is not None and all(recorded.sampled[name] == value for name, value in request.items()):
+            return recorded.generation
+        self._log.forget_from(index)
+        self._log.request = request
+        return await self._generator.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
+
+    def _checksum_of(self, prompt_ids: list[int]) -> int:
+        """Only what the last turn has not seen is read."""
+        num_known = known_length(prompt_ids, self._context)
+        self._checksum = checksum_ids(prompt_ids[num_known:], self._checksum if num_known else 0)
+        self._context = list(prompt_ids)
+        return self._checksum
+
+
+class JournaledEndpoint:
+    """Asks a hosted model for turns that are not recorded.
+
+    Args:
+        endpoint: answers.
+        log: of the trajectory.
+        draft: of the trajectory.
+    """
+
+    def __init__(self, endpoint: Endpoint, *, log: TrajectoryLog, draft: Draft) -> None:
+        self._endpoint = endpoint
+        self._log = log
+        self._draft = draft
+
+    async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The recorded answer if it was asked for with the same words; else a new one. See `Endpoint`."""
+        index = len(self._draft.turns)
+        asked = zlib.crc32(dump(body).encode())
+        recorded = self._log.turn(index)
+        if recorded is not None and recorded.sampled.get("asked") == asked:
+            return dict(recorded.sampled["answer"])
+        self._log.forget_from(index)
+        answer = await self._endpoint.ask(body)
+        self._log.request = {"asked": asked, "answer": answer}
+        return answer
+
+
+class JournaledSession(EnvSession):
+    """Drives an environment, which first comes back to where it stood.
+
+    Args:
+        factory: makes the environment.
+        truncate: as for `EnvSession`.
+        log: of the trajectory.
+        draft: of the trajectory.
+    """
+
+    def __init__(
+        self, factory: Callable[[], Any], *, truncate: Callable[[str, int], str], log: TrajectoryLog, draft: Draft
+    ) -> None:
+        super().__init__(factory, truncate=truncate)
+        self._log = log
+        self._draft = draft
+        self._mode = ResumeMode.RESTART
+        self._snapshot: Any = None
+        """To be restored before the environment is asked again."""
+
+    async def reset(self, request: RolloutRequest) -> tuple[list[Message], list[dict[str, Any]]]:
+        """Make the environment and start the episode; see `EnvSession`.
+
+        Raises:
+            ValueError: as for `EnvSession`, or `on_resume` is not one of its values.
+        """
+        result = await super().reset(request)
+        self._mode = resume_mode(self.env)
+        return result
+
+    async def step(self, message: Message) -> StepResult:
+        """Take one assistant message; see `EnvSession`."""
+        index = len(self._draft.turns) - 1
+        recorded = self._log.turn(index)
+        if recorded is not None and recorded.step is not None:
+            if self._mode is not ResumeMode.RESTART:
+                return await self._repeat(message, recorded.step)
+            result = await super().step(message)
+            if is_same_answer(result, recorded.step):
+                return result
+        else:
+            await self._catch_up()
+            result = await super().step(message)
+        self._log.forget_from(index)  # from here on this is a new trajectory
+        record = {"kind": "step", "turn": index, **step_record(result)}
+        if self._mode is ResumeMode.RESTORE:
+            state = await self._guard("snapshot", users_object(self.env).snapshot)
+            record["snapshot"] = snapshot_record(self.env, state)
+        self._log.append(record)
+        return result
+
+    async def outcome(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
+        """Score the finished trajectory; see `EnvSession`."""
+        await self._catch_up()
+        return await super().outcome(trajectory)
+
+    async def _catch_up(self) -> None:
+        if self._snapshot is not None:
+            record, self._snapshot = self._snapshot, None
+            await self._guard("restore", users_object(self.env).restore, record["state"])
+            restore_counted(self.env, record)
+
+    async def _repeat(self, message: Message, record: Record) -> StepResult:
+        """The recorded answer, with the environment in the state behind it."""
+        answer = read_step(record)
+        if self._mode is ResumeMode.RESTORE:
+            self._snapshot = record["snapshot"]
+            return answer
+        executor = self.env.executor if isinstance(self.env, ToolEnv) else None
+        if executor is not None:
+            self.env._executor = RecordedResults(executor, self.env, answer.info["tool_results"])
+        try:
+            again = await super().step(message)
+        finally:
+            if executor is not None:
+                self.env._executor = executor
+        if not is_same_answer(again, record):
+            logger.warning(
+                "%s is replayed after a kill (on_resume='replay') and answers turn %d of example %r otherwise than "
+                "before; what was recorded counts. Set on_resume='restart' on an environment that is not "
+                "deterministic.",
+                self.name,
+                len(self._draft.turns) - 1,
+                self._draft.request.example_id,
+            )
+        return answer

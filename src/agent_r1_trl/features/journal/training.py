@@ -1,0 +1,328 @@
+"""The journal of a training run: which recorded rollouts a resumed run may use again, and which are kept.
+
+A resumed run starts at its checkpoint and asks for the rollouts behind it once more. Each of them is in the journal,
+whole or in part, and is used if it was sampled from the same weights with the same settings; a run whose updates are
+deterministic therefore plays only what no process had played.
+
+Not covered here: files and records (`agent_r1_trl.features.journal`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from agent_r1_trl.environments.factory import users_environments
+from agent_r1_trl.features.journal import Cassette, ReplayError, RolloutLog, rank_folder, rollout_file
+from agent_r1_trl.features.journal.reader import RecordedRollout, read_rollout
+from agent_r1_trl.features.journal.records import VERSION, Record
+from agent_r1_trl.generation import SamplingParams
+from agent_r1_trl.rollout import RolloutLimits, RolloutRequest
+from agent_r1_trl.rollout.limits import deciding_limits
+from agent_r1_trl.trainers.callbacks import RolloutCallback
+from agent_r1_trl.trainers.fingerprint import fingerprint
+from agent_r1_trl.trainers.rollout_batch import Position
+from agent_r1_trl.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingJournal(RolloutCallback):
+    """Opens the journal of each rollout of this process.
+
+    Args:
+        args: of the trainer.
+
+    Raises:
+        ReplayError: `replay` names no journal.
+    """
+
+    name = "journal"
+
+    def __init__(self, args: Any) -> None:
+        self._cassette = None if args.replay is None else Cassette(args.replay, rank=args.process_index)
+        self._plays_finished = False
+        """Whether reward functions look at environments, which a recorded trajectory does not have."""
+        self._is_on, self._keep = bool(args.journal) and self._cassette is None, args.journal_keep
+        self._overlaps = args.overlap_rollout
+        # A run that was to be resumed and has no checkpoint yet begins with the weights that it had then.
+        self._asks_to_resume = str(args.resume_from_checkpoint).lower() in ("true", "last")
+        self._is_resumed = self._asks_to_resume
+        self._weights = ""
+        self._has_said_end = False
+        self._is_first = True
+        """Whether no rollout of this run has been opened."""
+        self._needed_from = math.inf if args.save_strategy == "no" else 0
+        """Micro-step of the last checkpoint: what lies before it is not needed any more."""
+        self._logs: list[RolloutLog] = []
+        """The logs of the last two rollouts: a later one may begin while the trajectories of one are sampled again."""
+
+    def attach(self, trainer: Any) -> None:
+        """Look at what decides which recorded rollouts can be used.
+
+        Raises:
+            ReplayError: `replay` is set, and a reward function looks at environments.
+        """
+        super().attach(trainer)
+        template = trainer.rollouts.chat.chat_template
+        self._folder = rank_folder(trainer.args.output_dir, trainer.accelerator.process_index)
+        self._settings = {
+            "processes": trainer.accelerator.num_processes,
+            "template": hashlib.blake2b(template.encode("utf-8", "replace"), digest_size=8).hexdigest(),
+        }
+        self._plays_finished = reads_environments(trainer.reward_funcs)
+        if self.is_replay and self._plays_finished:
+            raise ReplayError(
+                "replay: a reward function reads `environments`, and a replay has none. Leave that function out, or "
+                "leave replay out."
+            )
+
+    # ---------------------------------------------------------------- a run
+
+    def close_run(self) -> None:
+        """Close the files; the next run is another one."""
+        self._end()
+
+    def load(self, folder: Path) -> None:
+        """The run goes on from a checkpoint: what lies behind it in the journal is its own."""
+        self._is_resumed = True
+
+    def saved(self, micro_step: int) -> None:
+        """With the next rollout, what lies before the checkpoint goes."""
+        self._needed_from = micro_step
+
+    def go_back(self, step: int, micro_step: int) -> None:
+        """Other rollouts follow the checkpoint."""
+        self._end()
+        self._needed_from = micro_step
+        if self._is_on:
+            self._delete([path for path in self._files() if _micro_step(path) >= micro_step])
+
+    def _end(self) -> None:
+        for log in self._logs:
+            log.close()
+        self._logs = []
+        self._is_resumed, self._is_first = self._asks_to_resume, True
+
+    # ---------------------------------------------------------------- replay
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether rollouts come from a journal (`replay`)."""
+        return self._cassette is not None
+
+    @property
+    def replaces_sampling(self) -> bool:  # type: ignore[override]
+        """A replay does."""
+        return self.is_replay
+
+    def replay(
+        self, requests: Sequence[RolloutRequest], limits: RolloutLimits, position: Position
+    ) -> ReplayedRollout | None:
+        """The recorded rollout; None if rollouts are sampled.
+
+        Reward functions that have changed find other groups to replace (`resampling.py`) than those that were played;
+        a round that is not there has no trajectories.
+
+        Raises:
+            ReplayError: the journal holds another one, or none.
+        """
+        if self._cassette is None:
+            return None
+        try:
+            place = (position.micro_step, position.round)
+            trajectories = self._cassette.play(requests, *place, deciding_limits(limits))
+        except ReplayError as error:
+            if not position.round:
+                raise
+            self._say_end_of_rounds(error)
+            trajectories = []
+        environments = users_environments([None] * len(requests), self.trainer.env_factory)
+        return ReplayedRollout(requests, trajectories, environments, synced_step=position.optimizer_step)
+
+    def _say_end_of_rounds(self, error: ReplayError) -> None:
+        if not self._has_said_end:
+            logger.warning(
+                "Of micro-steps whose rewards differ from the recorded run's, the replay replaces no groups without "
+                "signal that were not replaced there: %s This is said once; sampling/groups_with_signal counts on.",
+                error,
+            )
+        self._has_said_end = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End a replay behind the last recorded rollout, so that `max_steps` and schedules can stay as they were."""
+        micro_step = state.global_step * args.gradient_accumulation_steps
+        if micro_step % (args.steps_per_generation * args.num_iterations) == 0 and not self.has_rollout(micro_step):
+            logger.warning("The replayed journal ends with optimizer step %d, and so does the run.", state.global_step)
+            control.should_training_stop = True
+
+    def has_rollout(self, micro_step: int) -> bool:
+        """Whether the rollout that a micro-step begins to train on can be had; only a replay has an end."""
+        return self._cassette is None or micro_step in self._cassette.micro_steps
+
+    # ---------------------------------------------------------------- the rollouts of this run
+
+    def weights_synced(self, policy: nn.Module, position: Position) -> None:
+        """Look at the weights that the next rollouts are sampled from."""
+        if self._is_on and position.is_training:
+            self._weights = fingerprint(policy.named_parameters())
+
+    def record(
+        self,
+        requests: Sequence[RolloutRequest],
+        limits: RolloutLimits,
+        params: SamplingParams,
+        position: Position,
+        synced_step: int,
+    ) -> RolloutLog | None:
+        """The journal of a rollout; None if there is none (any more)."""
+        return self.open(requests, limits, params, position.micro_step, synced_step, position.round)
+
+    def open(
+        self,
+        requests: Sequence[RolloutRequest],
+        limits: RolloutLimits,
+        params: SamplingParams,
+        micro_step: int,
+        optimizer_step: int,
+        round_number: int = 0,
+    ) -> RolloutLog | None:
+        """The journal of a rollout; None if there is none (any more).
+
+        Args:
+            requests: of this process.
+            limits: of every trajectory.
+            params: how tokens are drawn.
+            micro_step: that trains first on it.
+            optimizer_step: number of optimizer steps behind the weights.
+            round_number: of a rollout that replaces groups of the micro-step's first one, from 1 on.
+        """
+        self._is_on = self._is_on and not any(log.has_failed for log in self._logs)
+        if not self._is_on:
+            return None
+        path = self._folder / rollout_file(micro_step, round_number)
+        if self._is_first and not self._is_resumed:  # what is there is the journal of another run
+            self._delete(self._files())
+        unneeded = sorted({_micro_step(file) for file in self._files()} - {micro_step})
+        unneeded = [step for step in unneeded if step < self._needed_from]
+        unneeded = unneeded[: max(0, len(unneeded) - self._keep)]
+        self._delete([file for file in self._files() if _micro_step(file) in unneeded])
+        header = {
+            "micro_step": micro_step,
+            "optimizer_step": optimizer_step,
+            "weights": self._weights,
+            "size": len(requests),
+            "params": asdict(params),
+            "limits": deciding_limits(limits),
+            **({"round": round_number} if round_number else {}),
+            **({} if self.trainer.base is None else {"base": self.trainer.base}),
+            **self._settings,
+        }
+        recorded = self._usable(read_rollout(path), header) if self._is_resumed else None
+        self._is_first = False
+        log = RolloutLog(path, header, recorded=recorded, plays_finished=self._plays_finished)
+        for old in self._logs[:-1]:
+            old.close()
+        self._logs = [*self._logs[-1:], log]
+        return log
+
+    def void(self, position: Position) -> None:
+        """Remove the journal of the rollout."""
+        path = self._folder / rollout_file(position.micro_step, position.round)
+        for log in self._logs:
+            if log.path == path:
+                log.close()
+        if self._is_on:
+            self._delete([path])
+
+    # ---------------------------------------------------------------- inside
+
+    def _usable(self, recorded: RecordedRollout | None, header: Record) -> RecordedRollout | None:
+        if recorded is None:
+            return None
+        expected = {"version": VERSION, **header}
+        changed = [name for name, value in expected.items() if recorded.header.get(name) != value]
+        if self._overlaps and self._is_first and recorded.header.get("optimizer_step") == header["optimizer_step"] - 1:
+            # The rollout behind a checkpoint was begun before its last update, as overlap_rollout has it.
+            changed = [name for name in changed if name not in ("optimizer_step", "weights")]
+        if not changed:
+            return recorded
+        logger.warning(
+            "The journal of the rollout of micro-step %d is not used again: %s differ%s from what was recorded. The "
+            "rollout is played anew.",
+            header["micro_step"],
+            ", ".join(changed),
+            "s" if len(changed) == 1 else "",
+        )
+        return None
+
+    def _files(self) -> list[Path]:
+        return sorted(self._folder.glob("rollout_*.journal"))
+
+    def _delete(self, files: Sequence[Path]) -> None:
+        for file in files:
+            file.unlink(missing_ok=True)
+
+
+def _micro_step(path: Path) -> int:
+    return int(path.name.rpartition("_")[2].partition(".")[0])
+
+
+class ReplayedRollout:
+    """A rollout that needs not be played, in the place of `Rollout`.
+
+    Args:
+        requests: of the rollout.
+        trajectories: of the journal.
+        environments: what reward functions receive; there is nothing in it.
+        synced_step: number of optimizer steps behind the weights.
+    """
+
+    seconds = 0.0
+
+    def __init__(
+        self,
+        requests: Sequence[RolloutRequest],
+        trajectories: list[Trajectory],
+        environments: list[Any] | None,
+        *,
+        synced_step: int,
+    ) -> None:
+        self.requests = requests
+        self.rows: Sequence[dict[str, Any]] = [request.example for request in requests]
+        self.trajectories = trajectories
+        self.environments = environments
+        self.synced_step = synced_step
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def cancel(self, timeout_s: float = 0.0) -> bool:
+        """Nothing to stop."""
+        return True
+
+
+def reads_environments(functions: Sequence[Any]) -> bool:
+    """Whether one of the user's reward functions looks at the environments of the trajectories."""
+    for function in functions:
+        if isinstance(function, nn.Module) or str(getattr(function, "__module__", "")).startswith("agent_r1_trl."):
+            continue
+        while isinstance(function, functools.partial):
+            function = function.func
+        function = inspect.unwrap(getattr(function, "__func__", function))
+        if not hasattr(function, "__code__"):  # an object that can be called
+            function = type(function).__call__
+        code = getattr(function, "__code__", None)
+        # Without code nothing is known; with it, the name stands among its arguments, or its texts (kwargs["..."]).
+        if code is None or "environments" in (*code.co_varnames, *code.co_consts, *code.co_names):
+            return True
+    return False

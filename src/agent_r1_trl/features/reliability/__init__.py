@@ -1,0 +1,28 @@
+"""What a run does about failures, outages of tools, numbers that are not finite, signals and lost ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def make_callbacks(config: Any, train_dataset: Any) -> list[Any]:
+    """All are on in every run."""
+    from agent_r1_trl.features.reliability.failures import FailureBudget
+    from agent_r1_trl.features.reliability.nonfinite import NumberWatch
+    from agent_r1_trl.features.reliability.signals import RunGuard
+    from agent_r1_trl.features.reliability.tool_watch import ToolWatch
+
+    failures, outages = config.failures, config.outages
+    return [
+        RunGuard(),
+        ToolWatch(outages.max_failure_rise, outages.min_calls, outages.max_wait),
+        FailureBudget(failures.max_share, failures.window),
+        NumberWatch(failures.max_nonfinite_steps, config.output_dir),
+    ]
+
+
+def signals_raise() -> Any:
+    """While it lasts, signals end a command in good order."""
+    from agent_r1_trl.features.reliability import signal_handlers
+
+    return signal_handlers.signals_raise()

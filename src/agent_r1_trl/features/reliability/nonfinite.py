@@ -1,0 +1,221 @@
+"""Optimizer steps whose numbers are not finite are skipped, counted, and end the run after some in a row.
+
+A loss that is not finite, or that was computed from log-probs, advantages or values that are not, is multiplied by
+NaN. All its gradients are NaN then, and so is the gradient norm, which is the same number on every rank. Whether a
+step is healthy therefore costs one look at that norm, and no rank has to ask another one. A skipped step leaves
+weights, optimizer and learning rate schedule as they were. DeepSpeed, which makes the optimizer step inside the
+backward pass, skips steps with such a norm by itself.
+
+transformers 5.17 and accelerate 1.15 names that this file touches: `optimizer` and its `_is_overflow`,
+`accelerator.optimizer_step_was_skipped`, `state`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+
+from agent_r1_trl.errors import RunError
+from agent_r1_trl.features.reliability.failures import MAX_WARNINGS
+from agent_r1_trl.trainers.agreement import is_main_process
+from agent_r1_trl.trainers.callbacks import OptimizerStep, RolloutCallback
+from agent_r1_trl.trainers.checkpoints import last_checkpoint
+from agent_r1_trl.trainers.finite_weights import nonfinite_problem
+from agent_r1_trl.trainers.rollout_batch import TRAJECTORY_ROW, RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+BATCH = {
+    "sampling_per_token_logps": "the sampler's log-probs",
+    "old_per_token_logps": "the old log-probs",
+    "ref_per_token_logps": "the reference's log-probs",
+    "importance_sampling_ratio": "the importance ratios",
+    "old_values": "the critic's old values",
+    "returns": "the critic's targets",
+    "advantages": "the advantages",
+}
+"""Entries of TRL's batch that enter the loss, in the order in which they are computed, and their names in messages."""
+_CRITICS = ("old_values", "returns")
+"""Those that the critic's mask holds for."""
+FORWARD = {"log_probs": "the policy's log-probs", "values": "the critic's values"}
+"""What a forward pass gives, and its names in messages."""
+QUANTITIES = (*BATCH.values(), *FORWARD.values())
+
+
+class NonFiniteError(RunError):
+    """Numbers of the training are not finite, and going on would not heal them."""
+
+
+class NumberWatch(RolloutCallback):
+    """What was not finite in the optimizer step under way, and how many steps were skipped.
+
+    Args:
+        max_in_a_row: the run ends with this many skipped steps in a row.
+        output_dir: of the run, where its checkpoints are.
+    """
+
+    name = "numbers"
+
+    def __init__(self, max_in_a_row: int, output_dir: str) -> None:
+        self.num_skipped = 0
+        """Optimizer steps skipped in this run, or since it was resumed."""
+        self._max_in_a_row = max_in_a_row
+        self._output_dir = Path(output_dir)
+        self._in_a_row = 0
+        self._last_healthy_step = 0
+        self._names: list[str] = []
+        """Names of the trajectories of the rollout that is trained on."""
+        self._pending: dict[str, torch.Tensor] = {}
+        """By quantity (B,) bool: whether a row of the micro-batch under way holds what is not finite."""
+        self._found: list[tuple[torch.Tensor, list[str]]] = []
+        """Per micro-batch of the step (B, 1 + Q + 1): number of the trajectory, whether each quantity is broken, the
+        loss; and the names of its rollout, of which an optimizer step may take several."""
+
+    def begin_run(self) -> None:
+        """Forget the steps of an earlier run."""
+        self.num_skipped = self._in_a_row = self._last_healthy_step = 0
+        self._pending, self._found, self._names = {}, [], []
+
+    def go_back(self, step: int, micro_step: int) -> None:
+        """Forget the steps behind the checkpoint."""
+        self._in_a_row, self._last_healthy_step = 0, min(step, self._last_healthy_step)
+        self._pending, self._found, self._names = {}, [], []
+
+    def rollout_end(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
+        """Remember whose rows the next micro-batches hold, on whatever rank they lie then."""
+        names = [f"example {item.example_id!r}, generation {item.generation}" for item in batch.trajectories]
+        self._names = gather_object(names)
+
+    def on_values(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
+        """Look at what the forward pass of a micro-batch gave."""
+        self.take(FORWARD[name], values, mask)
+
+    def take(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
+        """Look at what a forward pass gave for a micro-batch.
+
+        Args:
+            name: one of `QUANTITIES`.
+            values: (B, T).
+            mask: (B, T); nothing else is looked at.
+        """
+        self._pending[name] = ((~torch.isfinite(values.detach())) & mask.bool()).any(dim=1)
+
+    def check_loss(self, loss: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """The loss of a micro-batch, NaN with all its gradients if something that it was computed from is not finite.
+
+        Asks the device nothing: what was found is read when a step is skipped.
+
+        Args:
+            loss: a scalar.
+            inputs: TRL's micro-batch of B rows.
+        """
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
+        for name, text in BATCH.items():
+            values = inputs.get(name)
+            if values is not None:
+                values = values.unsqueeze(1) if values.dim() == 1 else values
+                self.take(text, values.expand_as(mask), inputs["value_mask"] if name in _CRITICS else mask)
+        none = torch.zeros_like(mask[:, 0], dtype=torch.bool)
+        found = torch.stack([self._pending.get(name, none) for name in QUANTITIES], dim=1)  # (B, Q)
+        self._pending = {}
+        rows = inputs.get(TRAJECTORY_ROW, torch.full_like(mask[:, 0], -1))
+        is_finite = torch.isfinite(loss.detach())
+        bad_loss = torch.zeros_like(rows) + (~is_finite).to(rows.dtype)
+        table = torch.cat([rows.unsqueeze(1), found.to(rows.dtype), bad_loss.unsqueeze(1)], dim=1)
+        self._found.append((table, self._names))
+        return loss * torch.where(is_finite & ~found.any(), 1.0, math.nan).to(loss.dtype)
+
+    def before_step(self, step: OptimizerStep) -> None:
+        """Skip a step that is not finite.
+
+        Raises:
+            NonFiniteError: too many were skipped in a row; names the last healthy checkpoint.
+        """
+        if step.lacks_tokens:  # neither healthy nor broken
+            self._found = []
+        else:
+            rules = {"is_finite": step.is_finite, "is_scaled": step.is_scaled}
+            step.is_skipped |= self.end_step(**rules, step=step.number)
+        if self.num_skipped:
+            self.trainer._metrics["train"]["nonfinite/skipped_steps"] = [float(self.num_skipped)]
+
+    def before_save(self, folder: str) -> None:
+        """Refuse to save weights that are not finite.
+
+        Raises:
+            NonFiniteError: names the first of them and the last healthy checkpoint.
+        """
+        problem = nonfinite_problem(self.trainer)
+        if problem is not None:
+            raise NonFiniteError(f"{problem}; {folder} was not written. {self.advice()}")
+
+    def end_step(self, *, is_finite: bool, is_scaled: bool, step: int) -> bool:
+        """Judge an optimizer step. Where it is not finite, all ranks must call it; they all know.
+
+        Args:
+            is_finite: whether the gradients of all ranks are.
+            is_scaled: float16 scales the loss, and skips steps by itself until the scale fits.
+            step: number of optimizer steps before this one.
+
+        Returns:
+            Whether to skip the step.
+
+        Raises:
+            NonFiniteError: too many were skipped in a row; names the last healthy checkpoint.
+        """
+        found, self._found = self._found, []
+        if is_finite:
+            self._in_a_row, self._last_healthy_step = 0, step + 1
+            return False
+        causes = [cause for cause in gather_object([self._first_cause(found)]) if cause is not None]
+        if is_scaled and not causes:
+            return False
+        cause = min(causes)[1] if causes else "the gradients alone (the loss was finite)"
+        if self._in_a_row == 0:
+            self._last_healthy_step = step
+        self._in_a_row += 1
+        self.num_skipped += 1
+        if is_main_process() and self.num_skipped <= MAX_WARNINGS:
+            logger.warning(
+                "Optimizer step %d was skipped: its numbers are not finite. First: %s. %d in a row "
+                "(failures.max_nonfinite_steps=%d).%s",
+                step + 1,
+                cause,
+                self._in_a_row,
+                self._max_in_a_row,
+                " Further ones are only counted." if self.num_skipped == MAX_WARNINGS else "",
+            )
+        if self._in_a_row >= self._max_in_a_row:
+            raise NonFiniteError(
+                f"{self._in_a_row} optimizer steps in a row had numbers that are not finite, as many as "
+                f"failures.max_nonfinite_steps={self._max_in_a_row} allows. First in the last one: {cause}. "
+                f"{self.advice()} Lower learning_rate, use bf16 instead of fp16, or look at the rewards."
+            )
+        return True
+
+    def advice(self) -> str:
+        """Where to go on from."""
+        path = last_checkpoint(self._output_dir, self._last_healthy_step)
+        if path is None:
+            return "There is no healthy checkpoint."
+        return f"The last healthy checkpoint is {path}."
+
+    def _first_cause(self, found: Sequence[tuple[torch.Tensor, list[str]]]) -> tuple[int, str] | None:
+        """What in this rank's micro-batches was the first to be not finite, and its place among `QUANTITIES`."""
+        rows = [(row, names) for table, names in found for row in table.tolist()]
+        for column, quantity in enumerate((*QUANTITIES, "the loss"), start=1):
+            for row, names in rows:
+                if row[column]:
+                    is_whole = column > len(QUANTITIES)
+                    return column, quantity if is_whole else f"{quantity} of {_name(int(row[0]), names)}"
+        return None
+
+
+def _name(number: int, names: Sequence[str]) -> str:
+    return names[number] if 0 <= number < len(names) else f"row {number} of a rollout that was resumed"

@@ -1,0 +1,56 @@
+"""The settings `failures` and `outages`: what a run does about faults that are not the policy's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from agent_r1_trl.settings import Count, Flag, NotNegative, Number, SettingsGroup, Share, setting
+
+
+@dataclass(kw_only=True)
+class FailureSettings(SettingsGroup):
+    """Trajectories that fail, numbers that are not finite, and the end of a run from outside."""
+
+    max_share: Share = setting(
+        0.5,
+        "End the run when a larger share of the last trajectories failed for no fault of the policy "
+        "(environment_error, generation_error, tool_failure, prompt_too_long). 1.0: only if nothing can be played at "
+        "all.",
+    )
+    window: Count = setting(32, "Number of prompts over which `max_share` is judged; fewer are not judged.")
+    max_nonfinite_steps: Count = setting(
+        3,
+        "End the run after this many optimizer steps in a row whose loss or gradients are not finite. Such steps are "
+        "skipped: they change neither weights nor optimizer.",
+    )
+    save_on_signal: Flag = setting(
+        True,
+        "Write a checkpoint when SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 ends the run. Environments and engines "
+        "are closed either way.",
+    )
+    rank_timeout: Annotated[float, Number(minimum=5)] = setting(
+        120.0,
+        "Seconds without a sign of life from a rank after which the others end the run with a message that names it. "
+        "A killed rank of the same machine is noticed within 2 seconds.",
+    )
+
+
+@dataclass(kw_only=True)
+class OutageSettings(SettingsGroup):
+    """Tools that are down."""
+
+    max_failure_rise: Share = setting(
+        0.3,
+        "How much the share of a tool's calls that fail may rise above that of its past, before the tool is asked "
+        "whether it is down. The model's own mistakes do not count. 1.0: as much as it likes.",
+    )
+    min_calls: Count = setting(8, "Number of calls, on all processes, over which a tool is judged at least.")
+    max_wait: NotNegative = setting(
+        1800.0,
+        "Seconds that the run waits for a tool that is down, before it ends. What was played in the meantime is not "
+        "trained on. 0: it ends at once.",
+    )
+
+
+GROUPS = {"failures": FailureSettings, "outages": OutageSettings}

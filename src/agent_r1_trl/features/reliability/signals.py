@@ -1,0 +1,291 @@
+"""What a training run does when it is told to end, and when another rank or the launcher has died.
+
+A signal lets the update under way finish and cuts a rollout, of which the journal keeps the whole turns. Then a
+checkpoint is written, environments and engines are closed, what tools have started is ended, and `train` raises
+KeyboardInterrupt or SystemExit. Signals are received on a thread of their own, because the main thread may wait for
+another rank in a collective operation. Covered here: the order of these events. Not covered: handlers
+(`signal_handlers.py`), agreement of ranks and their signs of life (`ranks.py`), processes of tools
+(`rollout/processes.py`).
+
+transformers 5.17 names that this file touches: `_save_checkpoint`, `callback_handler`, `control`, `state`; of TRL
+`_step` and `_buffered_inputs`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import random
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from agent_r1_trl.features.reliability.ranks import FAILED, LEFT, RankLostError, RankWatch, set_gloo_timeout
+from agent_r1_trl.features.reliability.signal_handlers import REPEAT_S, SignalListener, end_at_once, raise_signal
+from agent_r1_trl.features.reliability.tool_watch import ToolOutageError
+from agent_r1_trl.rollout.processes import end_marked_processes, marked_processes
+from agent_r1_trl.safe_text import shown
+from agent_r1_trl.trainers.agreement import Agreement
+from agent_r1_trl.trainers.callbacks import RolloutCallback
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+EXIT_RANK_LOST = 3
+"""`cli/errors.py` lists the exit codes."""
+AFTER_LOSS = "That rank's own output says why; start all of them again with resume_from_checkpoint: true."
+LOST_GRACE_S = 10.0
+"""Seconds between the news that a rank is lost and the end of a process whose main thread does not come back."""
+
+_runs = itertools.count()
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The `Rollouts` of all trainers, whose engines and connections end with the program."""
+
+
+@atexit.register
+def _close_all() -> None:
+    for rollouts in [*_open]:
+        rollouts.close()
+
+
+class Interruption(BaseException):
+    """All ranks have agreed to end; it never leaves `train`."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+class RunGuard(RolloutCallback):
+    """Ends a training run in good order; see the top of this file."""
+
+    name = "signals"
+    _agreement: Agreement
+
+    def __init__(self) -> None:
+        self._watch: RankWatch | None = None
+        self._received = 0
+        """The number of the signal that this or another rank has received."""
+        self._agreed = 0
+        """That number once all ranks know it."""
+        self._saved_step = -1
+        self._boundary: tuple[int, Any] = (0, None)
+        """TRL's `_step` and `_buffered_inputs` after the last optimizer step."""
+        self._random_states: list[Any] = []
+        """States of the random number generators at that moment."""
+
+    def attach(self, trainer: Any) -> None:
+        """See to it that ranks can agree, and that engines end with the program."""
+        super().attach(trainer)
+        self._agreement = Agreement(trainer.args.ddp_timeout_delta)
+        set_gloo_timeout(trainer.args.ddp_timeout_delta)
+        _open.add(trainer.rollouts)
+
+    def around_run(self, train: Callable[[], T]) -> T:
+        """Call `train` and see to its end.
+
+        Raises:
+            KeyboardInterrupt: SIGINT was received, a checkpoint written, everything closed.
+            SystemExit: the same for another signal, with `exit_code`.
+            RankLostError: another rank has died or failed.
+        """
+        self._received = self._agreed = 0
+        self._saved_step = -1
+        watch = RankWatch(
+            self.trainer.args.failures.rank_timeout,
+            on_signal=self._on_signal,
+            on_error=self._cut,
+            on_lost=self._on_lost,
+        )
+        self._watch = watch
+        state, error_text = FAILED, "it was interrupted"
+        try:
+            overlap = self.trainer.args.overlap_rollout  # trajectories are played all the time
+            with (
+                SignalListener(lambda signum: self._on_signal(signum, "")),
+                marked_processes() if overlap else contextlib.nullcontext(),
+            ):
+                watch.start(next(_runs))
+                result = self._run(train)
+            state = LEFT
+            return result
+        except (KeyboardInterrupt, SystemExit):
+            state = LEFT if self._agreed else FAILED
+            raise
+        except Exception as error:
+            error_text = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            watch.stop(state, error_text if state == FAILED else "")
+            self._watch = None
+
+    def _run(self, train: Callable[[], T]) -> T:
+        has_best = False  # the model is no longer that of the last step
+        try:
+            result = train()
+            has_best = self.trainer.args.load_best_model_at_end
+            if not self._agreed:
+                self._agree()  # one that came after the very last step
+            if not self._agreed:
+                return result
+        except Interruption:
+            pass
+        except BaseException as error:
+            self.trainer.rollouts.cut()
+            end_marked_processes()
+            if isinstance(error, ToolOutageError) and self.trainer.args.save_strategy != "no":
+                self._save()  # on all ranks alike; nothing was trained on since
+            lost = None if self._watch is None else self._watch.explain(error)
+            if lost is None:
+                raise
+            raise lost from error
+        if self.trainer.args.failures.save_on_signal and not has_best:
+            self._save()
+        self._say_what_is_saved()
+        self.trainer.rollouts.close()
+        end_marked_processes()
+        self._agreement.largest(0, None)  # the first rank to end would have the launcher kill the others
+        raise_signal(self._agreed)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether all ranks have agreed to end."""
+        return bool(self._agreed)
+
+    # ---------------------------------------------------------------- from other threads
+
+    def _on_signal(self, signum: int, why: str) -> None:
+        if self._received:
+            return
+        self._received = signum
+        if self._watch is not None:
+            self._watch.tell(signum=signum)
+        logger.warning(
+            "%s%s: the update under way is finished, a rollout is cut, %s everything is closed. A second signal, at "
+            "least %g s after the first, ends at once.",
+            signal.Signals(signum).name,
+            f" ({why})" if why else "",
+            "a checkpoint is written and"
+            if self.trainer.args.failures.save_on_signal
+            else "no checkpoint is written (failures.save_on_signal=False) and",
+            REPEAT_S,
+        )
+        self._cut()
+
+    def _on_lost(self, message: str) -> None:
+        logger.error("%s. This rank ends within %g s. %s", shown(message), LOST_GRACE_S, AFTER_LOSS)
+        self._cut()
+        timer = threading.Timer(LOST_GRACE_S, self._end_if_stuck, (self._watch, message))
+        timer.daemon = True
+        timer.start()
+
+    def _end_if_stuck(self, watch: RankWatch, message: str) -> None:
+        if self._watch is watch:
+            end_at_once(EXIT_RANK_LOST, f"error: {message}")
+
+    def _cut(self) -> None:
+        threading.Thread(target=self.trainer.rollouts.cut, name="cut", daemon=True).start()
+
+    # ---------------------------------------------------------------- where all ranks meet
+
+    @contextlib.contextmanager
+    def around_rollout(self) -> Iterator[None]:
+        """Around a rollout: all ranks call it, and what goes wrong on one of them is raised on all.
+
+        Raises:
+            Interruption: a rank has received a signal.
+            RankLostError: another rank has failed; the message holds its error.
+            Exception: what went wrong on this rank.
+        """
+        phase = f"rollout of step {self.trainer.state.global_step + 1}"
+        self._tell(phase)
+        failure = None
+        with marked_processes():
+            try:
+                yield
+            except Exception as error:
+                failure = error
+                if not isinstance(error, CancelledError):
+                    self._tell(phase, error=f"{type(error).__name__}: {error}")
+        self._agree(failure)
+        self._tell(phase.replace("rollout", "update"))
+
+    def _agree(self, failure: Exception | None = None) -> None:
+        if self._watch is not None and self._watch.lost is not None:
+            raise RankLostError(self._watch.lost) from failure
+        own = None if isinstance(failure, CancelledError) else failure  # it was cut, for a reason that lies elsewhere
+        signum, texts = self._agreement.largest(self._received, own)
+        self._agreed = signum
+        if signum and self._watch is not None:
+            raise Interruption(signum) from failure
+        if own is None and texts:
+            raise RankLostError("; ".join(texts)) from failure
+        if failure is not None:
+            raise failure
+
+    def _tell(self, phase: str, error: str = "") -> None:
+        if self._watch is not None:
+            self._watch.tell(phase=phase, error=error)
+
+    # ---------------------------------------------------------------- the Trainer's events
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A resumed run begins where its checkpoint stands."""
+        self._saved_step = -1  # after a roll back, the checkpoint of that step is gone
+        self._remember()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Between two optimizer steps: the place to end and to save."""
+        self._remember()
+        if self._watch is None:
+            return
+        try:
+            self._agree()
+        except Interruption:
+            control.should_training_stop = True
+            control.should_evaluate = False
+            control.should_save |= args.failures.save_on_signal
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What is saved need not be saved again; the Trainer says so of a save that failed, too."""
+        if self.trainer._save_problem is None:
+            self._saved_step = state.global_step
+
+    def _remember(self) -> None:
+        trainer = self.trainer
+        is_used_up = trainer._step % (trainer.args.steps_per_generation * trainer.args.num_iterations) == 0
+        self._boundary = (trainer._step, None if is_used_up else trainer._buffered_inputs)
+        self._random_states = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+        if torch.cuda.is_available():
+            self._random_states.append(torch.cuda.get_rng_state())
+
+    # ---------------------------------------------------------------- the end
+
+    def _save(self) -> None:
+        """A checkpoint of the last optimizer step, unless there is one."""
+        trainer = self.trainer
+        step = trainer.state.global_step
+        if step in (0, self._saved_step):
+            return
+        trainer._step, trainer._buffered_inputs = self._boundary
+        setters: tuple[Callable[[Any], Any], ...]
+        setters = (random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state)
+        for restore, state in zip(setters, self._random_states, strict=False):
+            restore(state)
+        trainer._save_checkpoint(trainer.model, trial=None)
+        trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+
+    def _say_what_is_saved(self) -> None:
+        step = self.trainer.state.global_step
+        if self.trainer.is_world_process_zero():
+            has_all = step == self._saved_step
+            folder = f"checkpoint-{step} in {self.trainer.args.output_dir}" if has_all else "no checkpoint"
+            logger.warning("Ended by a signal after %d steps; %s holds the last one.", step, folder)

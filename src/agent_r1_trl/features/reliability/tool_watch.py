@@ -1,0 +1,418 @@
+"""A circuit breaker for tools: no update is made from a rollout in which a tool was down.
+
+1. The calls of each rollout are counted per tool, on all ranks. Calls that failed by the model's own mistake (unknown
+   tool, unreadable or wrong arguments, a tool's `user_errors`) are left out.
+2. A tool is suspected if the share of its calls that failed has risen above that of its past by more than
+   `outages.max_failure_rise`, and by more than chance explains.
+3. A suspected tool is asked: calls that had succeeded are made again, in fresh environments. If most fail, the tool is
+   down; so it is if its declared back end fails most calls of two rollouts on end, whatever it answers when asked. If
+   none ever succeeded, the run ends at once if all failed for reasons that wrong arguments do not explain.
+4. While a tool is down the run waits and asks again, for at most `max_wait` seconds. When the tool answers, the
+   rollout is played anew; if it does not, the run ends with `ToolOutageError`.
+
+Not covered: environments that fail without a tool (`failures.py`), evaluation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from accelerate.utils import gather_object
+
+from agent_r1_trl.rollout.failures import NothingPlayedError
+from agent_r1_trl.rollout.probe import PROBE_TIMEOUT_S, RecordedCall, recorded_calls, succeeds
+from agent_r1_trl.rollout.processes import marked_processes
+from agent_r1_trl.rollout.requests import RolloutRequest
+from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
+from agent_r1_trl.safe_text import shown
+from agent_r1_trl.trainers.agreement import is_main_process
+from agent_r1_trl.trainers.callbacks import RolloutCallback
+from agent_r1_trl.trainers.rollout_batch import RolloutBatch
+from agent_r1_trl.trajectory import StopReason, ToolErrorKind, Trajectory
+
+logger = logging.getLogger(__name__)
+
+PAST_ROLLOUTS = 50
+"""Rollouts that a tool's past holds."""
+NUM_RECORDED = 3
+"""Calls that are kept of each tool."""
+NUM_ANSWERS = 5
+"""Calls that decide whether a tool is down; asking ends when most of them agree."""
+MAX_WAIT_S = 60.0
+ASK_TIMEOUT_S = PROBE_TIMEOUT_S + STOP_TIMEOUT_S
+"""Seconds after which a tool that is asked, and holds the event loop, is left alone."""
+MIN_EVIDENCE = math.log(1e4)
+"""A rise that chance explains with a probability above 1e-4 is none."""
+
+_MODELS_MISTAKES = (
+    ToolErrorKind.MALFORMED,
+    ToolErrorKind.UNKNOWN_TOOL,
+    ToolErrorKind.INVALID_ARGUMENTS,
+    ToolErrorKind.TOO_MANY,
+)
+
+
+class ToolOutageError(NothingPlayedError):
+    """A tool was down for longer than `outages.max_wait`."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class Calls:
+    """The calls of one tool that were no mistake of the model."""
+
+    num: int = 0
+    num_failed: int = 0
+    num_suspect: int = 0
+    """Failures that wrong arguments do not explain: timeouts, lost connections, missing resources."""
+    num_declared: int = 0
+    """Failures of what the tool declares as its back end: no doing of the model, whatever other calls show."""
+    first_cause: str = ""
+
+    def __add__(self, other: Calls) -> Calls:
+        return Calls(
+            num=self.num + other.num,
+            num_failed=self.num_failed + other.num_failed,
+            num_suspect=self.num_suspect + other.num_suspect,
+            num_declared=self.num_declared + other.num_declared,
+            first_cause=self.first_cause or other.first_cause,
+        )
+
+    @property
+    def failure_share(self) -> float:
+        """Share of the calls that failed."""
+        return self.num_failed / self.num if self.num else 0.0
+
+
+def count_calls(trajectories: Sequence[Trajectory]) -> dict[str, Calls]:
+    """The calls of each tool."""
+    counts: dict[str, Calls] = {}
+    for trajectory in trajectories:
+        for result in trajectory.tool_results:
+            if result.error in _MODELS_MISTAKES or result.is_models_mistake:
+                continue
+            is_declared = result.error is ToolErrorKind.INFRASTRUCTURE
+            is_suspect = is_declared or result.error is ToolErrorKind.TIMEOUT
+            is_suspect |= result.is_error and result.is_models_mistake is False
+            cause = f"{shown(result.cause)} (first in example {trajectory.example_id!r})" if result.is_error else ""
+            one = Calls(
+                num=1,
+                num_failed=result.is_error,
+                num_suspect=is_suspect,
+                num_declared=is_declared,
+                first_cause=cause,
+            )
+            counts[result.call.name] = counts.get(result.call.name, Calls()) + one
+        if trajectory.stop_reason is StopReason.TOOL_FAILURE and not trajectory.turns[-1].tool_results:
+            for call in trajectory.turns[-1].message.get("tool_calls") or ():  # `step` itself raised
+                name = str(call.get("function", {}).get("name"))
+                cause = shown(trajectory.error or "")
+                one = Calls(num=1, num_failed=1, num_suspect=1, num_declared=1, first_cause=cause)
+                counts[name] = counts.get(name, Calls()) + one
+    return counts
+
+
+class ToolWatch(RolloutCallback):
+    """Judges each rollout of training; all ranks come to the same verdict.
+
+    Args:
+        max_rise: how much the share of failed calls may rise above that of the tool's past; 1: as much as it likes.
+        min_calls: calls that are judged at least.
+        max_wait_s: seconds that the run waits for a tool.
+        ask: makes a recorded call again and says whether it succeeded; None: in the trainer's rollouts.
+        sleep: waits for some seconds, or less and returns True if the run is told to end.
+    """
+
+    name = "tools"
+
+    def __init__(
+        self,
+        max_rise: float,
+        min_calls: int,
+        max_wait_s: float,
+        *,
+        ask: Callable[[RecordedCall], bool] | None = None,
+        sleep: Callable[[float], bool | None] = time.sleep,
+    ) -> None:
+        self.max_rise, self.min_calls, self.max_wait_s = max_rise, min_calls, max_wait_s
+        self.metrics: dict[str, float] = {}
+        """Metrics of the last rollout that was judged."""
+        self._ask, self._sleep = ask or self._ask_rollouts, sleep
+        self._past: dict[str, deque[Calls]] = {}
+        self._succeeded: dict[str, list[RecordedCall]] = {}
+        self._on_void: Callable[[], None] = lambda: None
+        self._waited_s = 0.0
+        self._num_replays = 0
+        self._has_recovered = False
+        """Whether the rollout is already the second one in which a tool failed that works when it is asked."""
+        self._warned_of: set[str] = set()
+        self._evaluated: dict[str, Calls] = {}
+        self._evaluated_calls: dict[str, list[RecordedCall]] = {}
+
+    def begin_run(self) -> None:
+        """Wait as long as ever, whatever an earlier run has waited; what is known of the tools stays."""
+        self._num_replays, self._waited_s, self._has_recovered = 0, 0.0, False
+
+    def attach(self, trainer: Any) -> None:
+        """Wait as long as the run is not told to end."""
+        super().attach(trainer)
+        self._sleep = trainer.rollouts.is_cut.wait
+
+    def after_rollout(self, batch: RolloutBatch) -> bool:
+        """Judge a rollout of training; one of an evaluation is judged when that ends."""
+        if self.trainer.features.replaces_sampling:
+            return False
+        if not batch.position.is_training:
+            self.note_evaluation(batch.trajectories, batch.requests)
+            return False
+        discard = partial(self.trainer.features.call, "void", batch.position)
+        if self.has_outage(batch.trajectories, batch.requests, on_void=discard):
+            return True
+        batch.metrics |= self.metrics
+        return False
+
+    def _ask_rollouts(self, call: RecordedCall) -> bool:
+        rollouts = self.trainer.rollouts
+        if rollouts.is_cut.is_set():
+            return False
+        with marked_processes():
+            asked = succeeds(call, rollouts.env_factory, rollouts.chat.truncate)
+            return rollouts.runner.wait_for(asked, ASK_TIMEOUT_S, rollouts.is_cut) is True
+
+    def has_outage(
+        self,
+        trajectories: Sequence[Trajectory],
+        requests: Sequence[RolloutRequest],
+        *,
+        on_void: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Judge a rollout, and wait for tools that are down. All ranks must call it.
+
+        Args:
+            trajectories: this rank's.
+            requests: theirs.
+            on_void: called before the wait, which a run may not survive, when the rollout must not be used.
+
+        Returns:
+            Whether the rollout must be played anew; the tools work again.
+
+        Raises:
+            ToolOutageError: a tool did not come back in time.
+        """
+        counts = _merge(gather_object([count_calls(trajectories)]))
+        newest = recorded_calls(trajectories, requests, that_failed=False, limit=NUM_RECORDED)
+        failed = recorded_calls(trajectories, requests, that_failed=True, limit=NUM_RECORDED)
+        is_void, self._on_void = False, on_void
+        for name in sorted(counts):
+            if self._is_suspected(name, counts[name], "num_failed"):
+                is_void |= self._examine(name, counts[name], newest.get(name, []), failed.get(name, []))
+        if is_void:
+            on_void()
+            self._num_replays += 1
+            return True
+        self._accept(counts, newest)
+        return False
+
+    # ---------------------------------------------------------------- evaluations
+
+    def evaluation_end(self, evaluation: Any) -> None:
+        """Leave the rewards of an evaluation out in which a tool was down."""
+        evaluation.outages += self.take_outages()
+
+    def note_evaluation(self, trajectories: Sequence[Trajectory], requests: Sequence[RolloutRequest]) -> None:
+        """Take in a batch of an evaluation, which `take_outages` ends.
+
+        Args:
+            trajectories: this rank's.
+            requests: theirs.
+        """
+        self._evaluated = _merge([self._evaluated, count_calls(trajectories)])
+        for name, calls in recorded_calls(trajectories, requests, that_failed=False, limit=NUM_RECORDED).items():
+            self._evaluated_calls[name] = [*self._evaluated_calls.get(name, []), *calls][:NUM_RECORDED]
+
+    def take_outages(self) -> list[str]:
+        """What was down in the evaluation, in words; nothing is waited for. All ranks must call it."""
+        counts, newest = _merge(gather_object([self._evaluated])), self._evaluated_calls
+        self._evaluated, self._evaluated_calls = {}, {}
+        found = []
+        for name in sorted(counts):
+            calls = counts[name]
+            if not self._is_suspected(name, calls, "num_failed"):
+                continue
+            was_down = self._is_suspected(name, calls, "num_suspect")  # though it may work again
+            answer = self._answer([*self._succeeded.get(name, []), *newest.get(name, [])][:NUM_RECORDED])
+            if was_down or answer is False:
+                found.append(
+                    f"the tool {name!r} was down: {calls.num_failed} of its {calls.num} calls failed, first with: "
+                    f"{calls.first_cause}"
+                )
+        return found
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> str:
+        """What is known of the tools on this rank, as text for a checkpoint.
+
+        Calls of rows that JSON does not hold are left out.
+        """
+        past = {name: [asdict(calls) for calls in tallies] for name, tallies in self._past.items()}
+        calls = {name: [text for call in calls if (text := call.to_json())] for name, calls in self._succeeded.items()}
+        return json.dumps({"past": past, "succeeded": calls})
+
+    def load_state_dict(self, state: str) -> None:
+        """Judge with what `state_dict` gave, as if the run had not been interrupted."""
+        record = json.loads(state)
+        self._past = {
+            name: deque((Calls(**calls) for calls in tallies), maxlen=PAST_ROLLOUTS)
+            for name, tallies in record["past"].items()
+        }
+        self._succeeded = {
+            name: [RecordedCall.from_json(call) for call in calls] for name, calls in record["succeeded"].items()
+        }
+
+    # ---------------------------------------------------------------- inside
+
+    def _window(self, name: str, current: Calls) -> tuple[Calls, Calls]:
+        """The calls that are judged, at least `min_calls` if there are as many, and those before them."""
+        past = list(self._past.get(name, ()))
+        while past and current.num < self.min_calls:
+            current = current + past.pop()
+        return current, sum(past, Calls())
+
+    def _is_suspected(self, name: str, current: Calls, kind: str) -> bool:
+        window, past = self._window(name, current)
+        share, before = getattr(window, kind) / window.num, getattr(past, kind) / max(1, past.num)
+        if window.num < self.min_calls or share - before <= self.max_rise:
+            return False
+        expected = (getattr(past, kind) + 0.5) / (past.num + 10)  # without a past, 1 of 20
+        return window.num * _divergence(share, expected) > MIN_EVIDENCE
+
+    def _examine(self, name: str, current: Calls, newest: list[RecordedCall], failed: list[RecordedCall]) -> bool:
+        """Ask a suspected tool; whether the rollout is void."""
+        window, past = self._window(name, current)
+        succeeded = [*self._succeeded.get(name, []), *newest][:NUM_RECORDED]
+        answer = self._answer(succeeded)
+        if answer is None:  # no call has ever succeeded
+            if window.num_suspect < window.num:
+                self._warn(
+                    name,
+                    f"{window.num_failed} of {window.num} calls of the tool {name!r} failed and none has ever "
+                    f"succeeded, first with: {window.first_cause}. The run goes on, since wrong arguments may cause "
+                    "this. Try the tool by hand.",
+                )
+                return False
+            if past.num_failed < past.num:  # it worked once, though no call of then is known any more
+                self._wait(name, window, past, failed)
+                return True
+            self._on_void()
+            raise ToolOutageError(
+                f"The tool {name!r} has never worked: {window.num_failed} of its {window.num} calls failed, first "
+                f"with: {window.first_cause}. Nothing was trained on. Try the tool by hand, start what it needs, or "
+                "raise its timeout (@tool(timeout_s=...)) if it is only slow. If the tool answers wrong arguments in "
+                "this way, declare its exceptions with @tool(user_errors=...); outages.max_failure_rise=1.0 switches "
+                "this check off."
+            )
+        if not answer:
+            self._wait(name, window, past, succeeded)
+            return True
+        if self._is_suspected(name, current, "num_suspect") and not self._has_recovered:
+            self._has_recovered = True
+            return True
+        if self._is_suspected(name, current, "num_declared"):  # in part: it refuses some calls and answers others
+            self._wait(name, window, past, succeeded)
+            self._has_recovered = True  # the next rollout is not the first one
+            return True
+        self._warn(
+            name,
+            f"{window.num_failed} of the last {window.num} calls of the tool {name!r} failed "
+            f"({past.failure_share:.0%} before), first with: {window.first_cause}. Calls that succeeded before still "
+            "succeed, so this is taken for the model's doing, and the run goes on.",
+        )
+        return False
+
+    def _answer(self, calls: Sequence[RecordedCall], num: int = NUM_ANSWERS) -> bool | None:
+        """Whether most calls succeed, asked on all ranks; None if there is no call to make."""
+        wins = losses = 0
+        for call in itertools.islice(itertools.cycle(calls), num):
+            if self._ask(call):
+                wins += 1
+            else:
+                losses += 1
+            if max(wins, losses) > num // 2:
+                break
+        answers = gather_object([(wins, losses)])
+        wins, losses = sum(pair[0] for pair in answers), sum(pair[1] for pair in answers)
+        return None if wins + losses == 0 else wins > losses
+
+    def _wait(self, name: str, window: Calls, past: Calls, calls: Sequence[RecordedCall]) -> None:
+        """Return when the tool answers.
+
+        Raises:
+            ToolOutageError: it does not.
+        """
+        share = (
+            f"{window.num_failed} of its last {window.num} calls failed ({past.num_failed} of {past.num} before), "
+            f"first with: {window.first_cause}"
+        )
+        self._has_recovered = False
+        self._on_void()
+        for attempt in itertools.count(self._num_replays):
+            wait_s = min(MAX_WAIT_S, 2.0**attempt, self.max_wait_s - self._waited_s)
+            if wait_s <= 0:
+                raise ToolOutageError(
+                    f"The tool {name!r} is down: {share}. It was asked again for {self._waited_s:.0f} s "
+                    f"(outages.max_wait={self.max_wait_s:g}), and nothing was trained on meanwhile. Restore what the "
+                    "tool needs, and resume the run from its last checkpoint. If the tool answers wrong arguments in "
+                    "this way, declare its exceptions with @tool(user_errors=...); outages.max_failure_rise=1.0 "
+                    "switches this check off."
+                )
+            if is_main_process():
+                logger.warning("The run waits %.0f s: the tool %r is down. %s.", wait_s, name, share)
+            start = time.monotonic()
+            if any(gather_object([bool(self._sleep(wait_s))])):
+                return  # the rollout that follows is cut
+            answer = self._answer(calls, num=1)
+            if answer:
+                answer = self._answer(calls)
+            # Of all ranks the longest, so that all give up together.
+            self._waited_s += max(wait_s, *gather_object([time.monotonic() - start]))
+            if answer or answer is None:  # None: there is no call to make, so the next rollout shows it
+                return
+
+    def _accept(self, counts: dict[str, Calls], newest: dict[str, list[RecordedCall]]) -> None:
+        self.metrics = {"tools/replayed_rollouts": float(self._num_replays), "time/outage_s": self._waited_s}
+        self._num_replays, self._waited_s, self._has_recovered = 0, 0.0, False
+        for name, calls in counts.items():
+            self.metrics[f"tools/{name}/failure_share"] = calls.failure_share
+            self._past.setdefault(name, deque(maxlen=PAST_ROLLOUTS)).append(calls)
+        self._succeeded |= newest
+
+    def _warn(self, name: str, text: str) -> None:
+        if name not in self._warned_of and is_main_process():
+            logger.warning("%s This is said once for each tool.", text)
+        self._warned_of.add(name)
+
+
+def _merge(counts: Iterable[dict[str, Calls]]) -> dict[str, Calls]:
+    merged: dict[str, Calls] = {}
+    for item in counts:
+        for name, calls in item.items():
+            merged[name] = merged.get(name, Calls()) + calls
+    return merged
+
+
+def _divergence(share: float, expected: float) -> float:
+    """Kullback-Leibler divergence of two coins, in nats.
+
+    exp(-n * divergence) bounds the probability that n throws of the second coin show such a share (Chernoff).
+    """
+    parts: list[Any] = [(share, expected), (1 - share, 1 - expected)]
+    return sum(p * math.log(p / q) for p, q in parts if p > 0)

@@ -1,0 +1,296 @@
+"""Dynamic sampling: groups that have nothing to teach are replaced by groups of fresh prompts (`resample_rounds`).
+
+After a rollout the reward functions are called at once. A group whose returns are all equal, or that has fewer than
+two members in the baseline, is without signal (`rules.has_signal`). In up to `resample_rounds` rounds each of them is
+replaced by a whole group of another prompt, sampled with the same weights; a group is judged by all its members, when
+the last of them has ended. What is left without signal in the end stays in the batch.
+
+Everything that decides is the same on all ranks, and follows from the seed, the step and the trajectories: a resumed
+run, whose trajectories come from the journal, makes the same batch. A rank plays what belongs in its own rows.
+
+Not covered: which prompts are worth drawing (`curriculum.py`), leaving groups out of the update (`group_filter.py`).
+
+TRL 1.16 names that this file touches: `train_dataset`, `accelerator` and `args` (read).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+
+from agent_r1_trl.features.sampling.curriculum import Curriculum
+from agent_r1_trl.features.sampling.rules import has_signal, passes, raw_returns
+from agent_r1_trl.rollout import derive_seed
+from agent_r1_trl.rollout.requests import example_key
+from agent_r1_trl.trainers.agreement import is_main_process, raised_everywhere
+from agent_r1_trl.trainers.callbacks import RolloutCallback
+from agent_r1_trl.trainers.rollout_batch import Position, RolloutBatch
+
+logger = logging.getLogger(__name__)
+
+ADDED_UP = ("time/rollout_s", "time/wait_s", "time/outage_s", "tools/replayed_rollouts")
+"""Metrics of a batch's rollouts that are sums over its rounds; the others are those of its first rollout."""
+
+
+@dataclass
+class Sampled:
+    """All groups that were played for one batch, of all ranks; in the end some of them are in it."""
+
+    returns: list[list[float]] = field(default_factory=list)
+    """Returns of each group's members; NaN for those outside the baseline."""
+    passes: list[list[float]] = field(default_factory=list)
+    """Whether each of them has passed (`rules.passes`)."""
+    prompts: list[int] = field(default_factory=list)
+    """Index of each group's row in the data set, where it was drawn here."""
+
+    def metrics(self, num_groups: int) -> dict[str, float]:
+        """What is logged of them.
+
+        Args:
+            num_groups: of the batch.
+        """
+        counted = [value for group in self.returns for value in group if not math.isnan(value)]
+        num_passed = sum(value for group in self.passes for value in group if not math.isnan(value))
+        num = max(1, len(counted))
+        return {
+            "sampling/resampled_groups": float(len(self.returns) - num_groups),
+            "sampling/pass_rate": num_passed / num,
+            "sampling/reward": math.fsum(counted) / num if counted else math.nan,
+        }
+
+
+class Resampling(RolloutCallback):
+    """Replaces groups without signal in the rollouts of a training.
+
+    Args:
+        args: of the trainer.
+    """
+
+    name = "resampling"
+
+    def __init__(self, args: Any) -> None:
+        asked = args.sampling
+        self.rounds: int = asked.resample_rounds
+        """Rounds in which groups are replaced; 0 for none. May be changed during a run, on all ranks alike."""
+        limits = (asked.resample_max_trajectories, asked.resample_max_seconds)
+        self.max_trajectories, self.max_seconds = (math.inf if limit is None else limit for limit in limits)
+        self.pass_reward: float = asked.pass_reward
+        self.curriculum: Curriculum | None = None
+        """Which prompts are drawn; None if the Trainer's order holds."""
+        self._is_warned = False
+
+    def attach(self, trainer: Any) -> None:
+        """The curriculum counts the rows of the data set."""
+        super().attach(trainer)
+        if trainer.args.sampling.curriculum:
+            self.curriculum = Curriculum(trainer)
+
+    @property
+    def samples_more(self) -> bool:
+        """Whether groups are replaced, or a curriculum has to see them first."""
+        return self.curriculum is not None or self._is_on(self.trainer.num_generations)
+
+    def choose_rows(self, rows: Sequence[dict[str, Any]], micro_step: int) -> Sequence[dict[str, Any]]:
+        """Those that the curriculum draws."""
+        return rows if self.curriculum is None else self.curriculum.choose_rows(rows, micro_step)
+
+    def _is_on(self, group_size: int) -> bool:
+        """Whether groups are to be replaced, and can be; `rounds` may have changed since the settings were checked."""
+        if self.rounds and (group_size < 2 or not hasattr(self.trainer.train_dataset, "__len__")):
+            if not self._is_warned and is_main_process():
+                cause = "a group of one has no spread" if group_size < 2 else "the data set is streamed"
+                logger.warning("resampling.rounds=%d: groups are not replaced, because %s.", self.rounds, cause)
+            self._is_warned = True
+            return False
+        return self.rounds > 0
+
+    # ---------------------------------------------------------------- rounds
+
+    def after_scores(self, batch: RolloutBatch) -> None:
+        """Replace the groups of a batch that have no signal, until there are none or a limit is reached.
+
+        Its members are resolved anew, and its metrics get those of the rounds.
+        """
+        if not self.samples_more:
+            return
+        position, metrics = batch.position, batch.metrics
+        start, size = time.perf_counter(), position.group_size
+        curriculum, used = self.curriculum, set(self._keys(batch))
+        returns, passed, signals = self._judge(batch, size)
+        sampled = Sampled(returns, passed, [] if curriculum is None else curriculum.drawn(position.micro_step))
+        num_groups, num_with_signal, num_played, seconds = len(signals), sum(signals), 0, 0.0
+        number, rounds = 0, self.rounds if self._is_on(size) else 0
+        while number < rounds and not all(signals) and seconds < self.max_seconds:
+            groups = [group for group, has_one in enumerate(signals) if not has_one]
+            if self.max_trajectories < num_played + len(groups) * size:
+                groups = groups[: int(self.max_trajectories - num_played) // size]
+            if not groups:
+                break
+            prompts = self._draw(len(groups), position.micro_step, number + 1, used)
+            of_group = dict(zip(groups, prompts, strict=True))
+            more = self._play_round(batch, replace(position, round=number + 1), of_group, metrics)
+            if more is None:
+                break
+            number += 1
+            num_played += len(groups) * size
+            seconds += self._seconds(more)
+            used.update(self._keys(more))
+            returns, passed, signals = self._judge(batch, size)
+            sampled.returns += [returns[group] for group in groups]
+            sampled.passes += [passed[group] for group in groups]
+            sampled.prompts += prompts
+        metrics |= sampled.metrics(num_groups)
+        metrics["sampling/groups_with_signal_before"] = num_with_signal / num_groups
+        metrics["sampling/groups_with_signal"] = sum(signals) / num_groups
+        metrics["sampling/resample_rounds"] = float(number)
+        tokens = sum(item.num_action_tokens for item in [*batch.trajectories, *batch.replaced])
+        metrics["sampling/generated_tokens"] = float(sum(gather_object([tokens])))
+        metrics["time/resample_s"] = time.perf_counter() - start
+        if curriculum is not None:
+            weights = curriculum.draw_weights(sampled.prompts).items()
+            batch.draw_weights = {example_key(self.trainer.train_dataset[row]): weight for row, weight in weights}
+            curriculum.observe(sampled.prompts, sampled.passes)
+            metrics |= curriculum.metrics()
+
+    def _play_round(
+        self, batch: RolloutBatch, position: Position, prompts: dict[int, int], metrics: dict[str, float]
+    ) -> RolloutBatch | None:
+        """Play a group for each that is replaced, and put it in its place.
+
+        Args:
+            batch: the batch, in which groups are replaced.
+            position: with the number of the round.
+            prompts: which group gets which row of the data set.
+            metrics: of the batch's rollouts.
+
+        Returns:
+            What this rank has played, scored; None if a replay has no more.
+        """
+        trainer = self.trainer
+        first = trainer.accelerator.process_index * len(batch.rows)
+        places = [place for place in range(len(batch.rows)) if (first + place) // position.group_size in prompts]
+        with raised_everywhere():
+            indices = [prompts[(first + place) // position.group_size] for place in places]
+            rows = [dict(trainer.train_dataset[index]) for index in indices]
+            trainer.row_check.check_batch(rows)
+        position = replace(position, places=[first + place for place in places])
+        more = trainer.rollouts.play(rows, trainer.model_wrapped, position)
+        if trainer.features.replaces_sampling and any(gather_object([len(more.trajectories) < len(rows)])):
+            return None
+        for name in ADDED_UP:
+            if name in more.metrics:
+                metrics[name] = metrics.get(name, 0.0) + more.metrics[name]
+        trainer.score(more, filler=batch)
+        left = batch.put(places, more)
+        for trajectory in left:
+            trajectory.is_replaced = True
+        batch.replaced += left
+        return more
+
+    def _seconds(self, more: RolloutBatch) -> float:
+        """How long a round has taken, of all ranks the longest.
+
+        It is read from the trajectories, not from a clock, so that a resumed run comes to the same end.
+        """
+        durations = [item.duration_s for item in more.trajectories]
+        in_turn = math.fsum(durations) / self.trainer.args.max_concurrency
+        return max(gather_object([max([in_turn, *durations])]))
+
+    # ---------------------------------------------------------------- rewards
+
+    def _judge(self, batch: RolloutBatch, group_size: int) -> tuple[list[list[float]], list[list[float]], list[bool]]:
+        """Returns of each group's members on all ranks, which of them passed, and whether the returns differ."""
+        self.trainer.rewards.resolve_members(batch, group_size)
+        values = [raw_returns(batch.trajectories).tolist(), passes(batch.trajectories, self.pass_reward).tolist()]
+        returns, passed = torch.tensor(gather_object([*zip(*values, strict=True)])).view(-1, 2).T  # (N,) each
+        signals = has_signal(returns, torch.arange(len(returns)) // group_size)
+        return returns.view(-1, group_size).tolist(), passed.view(-1, group_size).tolist(), signals.tolist()
+
+    # ---------------------------------------------------------------- prompts
+
+    def _keys(self, batch: RolloutBatch) -> list[str]:
+        """Names of the prompts, of all ranks."""
+        return gather_object([example_key(row) for row in batch.rows])
+
+    def _draw(self, num: int, micro_step: int, number: int, used: set[str]) -> list[int]:
+        """Rows of the data set for a round, the same on all ranks."""
+        dataset, seed = self.trainer.train_dataset, derive_seed(self.trainer.args.seed, "fresh", micro_step, number)
+        chosen: list[int] = []
+        with raised_everywhere():
+            if is_main_process():
+                limit = min(len(dataset), 16 + 2 * (num + len(used)))
+                if self.curriculum is not None:
+                    order: Iterable[int] = self.curriculum.order(seed)[:limit]
+                else:
+                    order = random.Random(seed).sample(range(len(dataset)), limit)
+                chosen = choose_fresh(dataset, num, order, used)
+        return broadcast_object_list([chosen])[0]
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save(self, folder: Path) -> None:
+        """Write what the curriculum knows into a checkpoint; on one process of each machine."""
+        if self.curriculum is not None and self.trainer.accelerator.is_local_main_process:
+            self.curriculum.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Read it again, on every process."""
+        if self.curriculum is not None:
+            self.curriculum.load(folder)
+
+
+def choose_fresh(dataset: Any, num: int, order: Iterable[int], used: set[str]) -> list[int]:
+    """Indices of `num` rows, the first of `order` whose prompts are not in `used`; different ones, if there are.
+
+    Where the data set has too few of them, used ones come next.
+
+    >>> choose_fresh([{"id": "a"}, {"id": "b"}, {"id": "c"}], 2, [0, 1, 2], {"a"})
+    [1, 2]
+    >>> choose_fresh([{"id": "a"}, {"id": "b"}], 3, [0, 1], {"a"})
+    [1, 0, 1]
+    """
+    fresh: list[int] = []
+    others: list[int] = []
+    met = set(used)
+    for index in order:
+        if len(fresh) == num:
+            break
+        key = example_key(dict(dataset[index]))
+        (others if key in met else fresh).append(index)
+        met.add(key)
+    return [*itertools.islice(itertools.cycle([*fresh, *others]), num)]
+
+
+def check_can_draw(dataset: Any, config: Any) -> None:
+    """Refuse to draw prompts where there are none to draw from.
+
+    Args:
+        dataset: for training, as the user gave it: None where the environment makes the prompts.
+        config: of the trainer.
+
+    Raises:
+        ValueError: names the option, the rule and the cure.
+    """
+    for key in ("resample_rounds", "curriculum"):
+        name, value, is_stream = f"sampling.{key}", getattr(config.sampling, key), not hasattr(dataset, "__len__")
+        if value and dataset is not None and is_stream:
+            raise ValueError(
+                f"{name}={value} with a streamed train_dataset ({type(dataset).__name__}): prompts are drawn from "
+                f"anywhere in the data, which a stream does not allow. Pass a Dataset (streaming=False), or remove "
+                f"{name}."
+            )
+        if key == "curriculum" and value and dataset is None:
+            raise ValueError(
+                "sampling.curriculum=True with train_dataset=None: the environment makes the prompts, so there are "
+                "none to draw. Pass train_dataset=, or remove sampling.curriculum."
+            )

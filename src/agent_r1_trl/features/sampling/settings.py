@@ -1,0 +1,89 @@
+"""The setting `sampling`: which prompts are drawn, and which groups are trained on.
+
+Source: RAGEN (arXiv 2504.20073, section 4) and RAGEN-2 (arXiv 2604.06268).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from agent_r1_trl.settings import (
+    Count,
+    CountOrZero,
+    Flag,
+    NotNegative,
+    Number,
+    OneOf,
+    PositiveShare,
+    Seconds,
+    SettingsGroup,
+    setting,
+)
+
+RULES = ("top_fraction", "top_p", "min_p")
+"""Rules of the group filter, besides the user's own."""
+STATISTICS = ("std", "var")
+DEFAULT_VALUES = {"top_fraction": 0.25, "top_p": 0.9}
+"""Rule -> its value in the paper that it comes from; `min_p` comes from none."""
+
+
+@dataclass(kw_only=True)
+class SamplingSettings(SettingsGroup):
+    """Group filter, dynamic sampling and curriculum; all of it is off by default."""
+
+    filter_groups: str | None = setting(
+        None,
+        "Train only on the groups of a rollout whose returns differ most: 'top_fraction' (the best `filter_value` of "
+        "the groups), 'top_p' (as many as hold `filter_value` of the spread) or 'min_p' (those with at least "
+        "`filter_value` of the largest spread). Or your own: a function, or its path, my_module.my_rule. A step of "
+        "which no group is kept is skipped. None: all.",
+    )
+    filter_value: PositiveShare | None = setting(
+        None,
+        "The rule's share, above 0 and at most 1. None: 0.25 for 'top_fraction', 0.9 for 'top_p'; 'min_p' needs one.",
+    )
+    filter_statistic: Annotated[str, OneOf(*STATISTICS)] = setting(
+        "std", "The spread of a group's raw returns: 'std' or 'var'."
+    )
+    filter_when: NotNegative | None = setting(
+        None,
+        "Filter only rollouts in which Std(RV)/Mean(RV), RV the variances of the groups, is above this. RAGEN-2 found "
+        "that filtering helped at about 1.2 and hurt at 0.33. None: filter every rollout.",
+    )
+    filter_loss_scaling: Flag = setting(False, "Multiply the loss by the share of the rows that the filter keeps.")
+
+    resample_rounds: CountOrZero = setting(
+        0,
+        "After a rollout, replace prompt groups whose returns are all equal by groups of fresh prompts, in up to this "
+        "many rounds. 0: train on what the first rollout gave.",
+    )
+    resample_max_trajectories: Count | None = setting(
+        None,
+        "Number of trajectories, on all processes, that may be played for one batch in place of others. None: the "
+        "rounds are the only limit.",
+    )
+    resample_max_seconds: Seconds | None = setting(
+        None,
+        "No further round begins once the rounds of a batch have taken this many seconds (the time of their "
+        "trajectories, so that a resumed run decides alike). None: as long as they take.",
+    )
+    pass_reward: Annotated[float, Number()] = setting(
+        0.5,
+        "A trajectory has passed if the environment's success is at least 1/2; where it reports none, if the outcome "
+        "(without the rewards of turns) is at least this much (sampling/pass_rate, curriculum).",
+    )
+    curriculum: Flag = setting(
+        False,
+        "Draw prompts by their recent pass rate p, with weights max(curriculum_floor, 4 p (1 - p)); p begins at 1/2. "
+        "Off: every prompt once per epoch.",
+    )
+    curriculum_floor: PositiveShare = setting(
+        0.1, "Smallest weight of a prompt, above 0 and at most 1 (1: all are drawn alike)."
+    )
+    curriculum_rate: PositiveShare = setting(
+        0.5, "Weight of a prompt's newest group in its pass rate, above 0 and at most 1 (1: no memory)."
+    )
+
+
+GROUPS = {"sampling": SamplingSettings}

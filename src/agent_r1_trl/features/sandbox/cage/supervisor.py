@@ -1,0 +1,305 @@
+"""The supervisor of one sandbox: starts the interpreter, passes requests on, enforces the limits, cleans up.
+
+It is forked from the keeper, outside the cage of the code. A limit that a call breaks kills the interpreter, and the
+next call starts another one in the same directory. Between calls nothing runs: what a call left behind is killed, and
+the interpreter is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import secrets
+import select
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent_r1_trl.features.sandbox.cage import privileges, processes
+from agent_r1_trl.features.sandbox.cage.launch import Interpreter, launch
+
+WATCH_S = 0.05
+"""Seconds between two looks at the number of processes and their memory; a shorter call is never looked at."""
+DISK_WATCH_S = 0.25
+"""Seconds between two looks at the private directory."""
+KILL_GRACE_S = 2.0
+END_GRACE_S = 0.5
+"""Seconds in which an interpreter that no longer answers may turn out to have ended."""
+DISK_FULL = "Disk full"
+MAX_FILES = 10_000
+CHUNK = 1 << 16
+
+
+@dataclass(kw_only=True)
+class Call:
+    """One call while it runs."""
+
+    deadline: float
+    max_output: int
+    output: bytearray = field(default_factory=bytearray)
+    num_dropped: int = 0
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    """What its answer names, so that nothing else is taken for it."""
+    answer: dict[str, Any] | None = None
+    unread: bytearray = field(default_factory=bytearray)
+    num_received: int = 0
+    broken_limit: str = ""
+    next_disk_watch: float = 0.0
+
+    def keep(self, data: bytes) -> None:
+        """Keep output up to the limit."""
+        room = max(0, self.max_output - len(self.output))
+        self.output += data[:room]
+        self.num_dropped += len(data) - min(room, len(data))
+
+    def read(self, data: bytes) -> None:
+        """Look for the answer in what came through its pipe; whatever else is there, the code wrote itself."""
+        self.num_received += len(data)
+        *lines, self.unread = (self.unread + data).split(b"\n")
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):
+                answer = json.loads(line)
+                if isinstance(answer, dict) and answer.get("id") == self.id:
+                    self.answer = {name: text for name, text in answer.items() if isinstance(text, str)}
+
+    @property
+    def text(self) -> str:
+        """What was printed."""
+        text = self.output.decode("utf-8", errors="replace")
+        return f"{text}\n[truncated: {self.num_dropped} more bytes were printed]" if self.num_dropped else text
+
+
+class Supervisor:
+    """Serves one sandbox over `control` until the other side closes it.
+
+    Args:
+        control: stream of JSON lines, requests in and results out.
+        settings: `backend`, `directory` and the limits by name.
+    """
+
+    def __init__(self, control: socket.socket, settings: dict[str, Any]) -> None:
+        self._control = control
+        self._settings = settings
+        self._interpreter: Interpreter | None = None
+        self._received = bytearray()
+        self._is_abandoned = False
+
+    def serve(self) -> None:
+        """Answer requests; returns when the trainer is gone or has closed the sandbox."""
+        try:
+            privileges.drop_privileges()
+            self._start()
+            self._send({})
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                self._send({"fatal": f"{type(error).__name__}: {error}"})
+            return
+        while (request := self._next_request()) is not None:
+            try:
+                result = self._run(request)
+            except Exception as error:  # of this file, or no interpreter can be started any more
+                result = {"fatal": f"{type(error).__name__}: {error}"}
+            if self._is_abandoned:
+                return
+            self._send(result)
+
+    def close(self) -> None:
+        """Kill everything and remove the directory."""
+        self._stop()
+        processes.remove_tree(self._settings["directory"])
+
+    # ---------------------------------------------------------------- one call
+
+    def _run(self, request: dict[str, Any]) -> dict[str, Any]:
+        limits = self._settings
+        if self._interpreter is None:
+            self._start()
+        interpreter = self._interpreter
+        assert interpreter is not None
+        call = Call(deadline=time.monotonic() + limits["timeout_s"], max_output=4 * limits["max_output_chars"])
+        is_shell = request["language"] == "shell"
+        interpreter.allow_cpu(limits["cpu_s"])
+        interpreter.resume()
+        interpreter.send({**request, "id": call.id, "max_chars": limits["max_output_chars"]})
+        if not self._wait(interpreter, call) and is_shell and call.broken_limit not in ("", DISK_FULL):
+            # The interpreter waits for the shell: kill that, and the variables survive.
+            interpreter.pause()
+            processes.kill_descendants(keep=interpreter.pid, limit_s=KILL_GRACE_S)
+            interpreter.resume()
+            broken, call.broken_limit, call.deadline = call.broken_limit, "", time.monotonic() + KILL_GRACE_S
+            if self._wait(interpreter, call):
+                self._settle(interpreter, call)
+                return {"output": call.text, "error": broken}
+            call.broken_limit = broken
+        if self._is_abandoned:
+            return {}
+        answer = call.answer
+        if call.broken_limit == DISK_FULL:
+            return self._empty_disk(call)
+        if answer is None:
+            return self._explain_end(interpreter, call)
+        self._settle(interpreter, call)
+        if self._is_disk_full():
+            return self._empty_disk(call)
+        return {"output": call.text, "value": answer.get("value"), "error": answer.get("error")}
+
+    def _wait(self, interpreter: Interpreter, call: Call) -> bool:
+        """Collect output until the answer is there; False if the interpreter ended or a limit was broken."""
+        watched: list[Any] = [interpreter.answers, interpreter.output, interpreter.ended, self._control]
+        while call.answer is None:
+            now = time.monotonic()
+            if now >= call.deadline:
+                call.broken_limit = (
+                    f"Timeout: it ran for longer than {self._settings['timeout_s']:g} s and was stopped."
+                )
+                return False
+            ready = select.select(watched, [], [], min(WATCH_S, call.deadline - now))[0]
+            if self._control in ready and not self._receive():
+                self._is_abandoned = True
+                return False
+            if interpreter.output in ready:
+                data = os.read(interpreter.output, CHUNK)
+                call.keep(data)
+                if not data:  # the code closed it
+                    watched.remove(interpreter.output)
+            if interpreter.answers in ready:
+                data = os.read(interpreter.answers, CHUNK)
+                call.read(data)
+                if not data or call.num_received > 16 * CHUNK + 8 * call.max_output:
+                    return False
+            elif interpreter.ended in ready:
+                return False
+            if time.monotonic() - now >= WATCH_S or not ready:
+                call.broken_limit = self._find_broken_limit(call)
+                if call.broken_limit:
+                    return False
+        return True
+
+    def _find_broken_limit(self, call: Call) -> str:
+        limits = self._settings
+        pids = processes.descendants(os.getpid())
+        if len(pids) > limits["max_processes"]:
+            return f"Too many processes: the limit is {limits['max_processes']}. All were stopped."
+        if processes.memory_bytes(pids) > limits["memory_mb"] << 20:
+            return f"Out of memory: the limit is {limits['memory_mb']} MB. It was stopped."
+        now = time.monotonic()
+        if now >= call.next_disk_watch:
+            if self._is_disk_full():
+                return DISK_FULL
+            call.next_disk_watch = time.monotonic() + max(DISK_WATCH_S, 10 * (time.monotonic() - now))
+        return ""
+
+    def _is_disk_full(self) -> bool:
+        size, entries = processes.directory_usage(self._settings["directory"], max_entries=MAX_FILES)
+        return size > self._settings["disk_mb"] << 20 or entries >= MAX_FILES
+
+    def _empty_disk(self, call: Call) -> dict[str, Any]:
+        """Result of a call that wrote too much. Ends the interpreter and removes its files."""
+        directory, limit = self._settings["directory"], self._settings["disk_mb"]
+        self._stop()
+        processes.remove_tree(directory)
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        error = f"Disk full: the limit is {limit} MB and {MAX_FILES} files in all. It was stopped."
+        return {"output": call.text, "error": error, "lost": "everything"}
+
+    def _settle(self, interpreter: Interpreter, call: Call) -> None:
+        """After an answer: stop the interpreter, kill what was left running, read what is left of the output."""
+        interpreter.pause()
+        processes.kill_descendants(keep=interpreter.pid)
+        self._drain(interpreter, call)
+
+    def _drain(self, interpreter: Interpreter, call: Call) -> None:
+        while select.select([interpreter.output], [], [], 0)[0]:
+            data = os.read(interpreter.output, CHUNK)
+            if not data:
+                break
+            call.keep(data)
+
+    def _explain_end(self, interpreter: Interpreter, call: Call) -> dict[str, Any]:
+        """Result of a call that has no answer. Ends the interpreter."""
+        error = call.broken_limit
+        if not error and interpreter.ended in select.select([interpreter.ended], [], [], END_GRACE_S)[0]:
+            error = "ended"
+        if error != "ended":
+            interpreter.kill()
+        processes.kill_descendants(keep=interpreter.pid)
+        if error == "ended":
+            error = self._describe_end(interpreter.wait())
+        self._drain(interpreter, call)
+        self._stop()
+        return {"output": call.text, "error": error or "The interpreter stopped answering.", "lost": "variables"}
+
+    def _describe_end(self, code: int | None) -> str:
+        if code == -signal.SIGXCPU:
+            return f"Timeout: it used more than {self._settings['cpu_s']:g} s of CPU time and was stopped."
+        if code == -signal.SIGHUP and self._settings["backend"] == "sandlock":  # how it ends who takes too much
+            return f"Out of memory: the limit is {self._settings['memory_mb']} MB. It was stopped."
+        if code is not None and code < 0:
+            return f"The interpreter crashed ({signal.Signals(-code).name})."
+        return f"The code ended the interpreter (exit code {'unknown' if code is None else code})."
+
+    # ---------------------------------------------------------------- processes
+
+    def _start(self) -> None:
+        """Start the interpreter and see it answer.
+
+        Raises:
+            RuntimeError: it does not.
+        """
+        interpreter = self._interpreter = launch(self._settings)
+        call = Call(deadline=time.monotonic() + self._settings["start_timeout_s"], max_output=4000)
+        interpreter.send({"language": "ping", "id": call.id})
+        if not self._wait(interpreter, call):
+            reason = call.broken_limit or self._explain_end(interpreter, call)["error"]
+            self._stop()
+            raise RuntimeError(f"the interpreter did not start: {reason} {call.text}".strip())
+        interpreter.pause()
+
+    def _stop(self) -> None:
+        interpreter, self._interpreter = self._interpreter, None
+        if interpreter is not None:
+            interpreter.kill()
+            processes.kill_descendants(keep=interpreter.pid)
+            interpreter.close()
+        processes.kill_descendants()
+
+    # ---------------------------------------------------------------- the other side
+
+    def _receive(self) -> bool:
+        try:
+            data = self._control.recv(CHUNK)
+        except OSError:
+            return False
+        self._received += data
+        return bool(data)
+
+    def _next_request(self) -> dict[str, Any] | None:
+        while b"\n" not in self._received:
+            if not self._receive():
+                return None
+        line, _, rest = self._received.partition(b"\n")
+        self._received = bytearray(rest)
+        return json.loads(line)
+
+    def _send(self, result: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # nobody waits any more, which the next read will show
+            self._control.sendall(json.dumps(result).encode() + b"\n")
+
+
+def supervise(control: socket.socket, settings: dict[str, Any]) -> None:
+    """Body of the supervisor's process; returns when the sandbox is closed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    privileges.die_with_parent(signal.SIGTERM)
+    privileges.adopt_orphans()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    supervisor = Supervisor(control, settings)
+    try:
+        supervisor.serve()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        supervisor.close()

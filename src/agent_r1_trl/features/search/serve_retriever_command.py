@@ -1,0 +1,47 @@
+"""`agent-r1-trl serve-retriever`: serve an index over HTTP, in Search-R1's protocol.
+
+    agent-r1-trl serve-retriever indexes/wiki --host 0.0.0.0 --port 8010
+
+Then set `retriever: http://THIS-MACHINE:8010` in the recipe. Ends on Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agent_r1_trl.cli.errors import PlainParser, users_mistakes
+from agent_r1_trl.cli.web import Port, serve_app
+from agent_r1_trl.settings import check_value
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serve until told to end; returns the exit code."""
+    arguments = make_parser().read(argv)
+    with users_mistakes():
+        check_value("--port", arguments.port, Port)
+    from agent_r1_trl.features.search.server import make_app
+    from agent_r1_trl.tools.search import open_retriever
+
+    source: Any = {"path": arguments.index, "device": arguments.device} if arguments.device else arguments.index
+    with users_mistakes():
+        retriever = open_retriever(source, flag="INDEX")
+
+    def show(place: Mapping[str, Any]) -> None:
+        url = f"http://{place['host']}:{place['port']}"
+        curl = f"curl -s {url}/retrieve -H 'Content-Type: application/json'"
+        print(f'{retriever!r}\nretriever: {url}\n{curl} -d \'{{"queries": ["..."], "topk": 3}}\'', flush=True)
+
+    asyncio.run(serve_app(make_app(retriever), arguments.host, arguments.port, show))
+    return 0
+
+
+def make_parser() -> PlainParser:
+    """The parser of the command's options."""
+    parser = PlainParser("agent-r1-trl serve-retriever", __doc__)
+    parser.add_argument("index", metavar="INDEX", help="Folder of an index, or a JSONL or Parquet corpus.")
+    parser.add_argument("--host", default="127.0.0.1", help="Address; 0.0.0.0 for other machines (127.0.0.1).")
+    parser.add_argument("--port", type=int, default=8010, help="Port; 0 for a free one (8010).")
+    parser.add_argument("--device", help="Where the encoder of a dense index runs.")
+    return parser

@@ -1,0 +1,6 @@
+"""A person in place of the data set: conversations over several messages, played by the training rollout."""
+
+from agent_r1_trl.features.serve.events import Event
+from agent_r1_trl.features.serve.session import Conversation, ConversationError
+
+__all__ = ["Conversation", "ConversationError", "Event"]

@@ -1,0 +1,207 @@
+"""An agent behind `POST /v1/chat/completions`: each request plays the whole training rollout, tools included."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from agent_r1_trl.evaluation.agent import Agent
+from agent_r1_trl.features.serve.events import Event
+from agent_r1_trl.features.serve.openai_api import (
+    APIError,
+    ChatAnswer,
+    ChatRequest,
+    event_record,
+    finish_reason,
+    read_request,
+)
+from agent_r1_trl.features.serve.session import Conversation, ConversationError
+from agent_r1_trl.generation.base import SamplingParams
+from agent_r1_trl.safe_text import shown_all
+from agent_r1_trl.trajectory import StopReason, Trajectory
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+MAX_BODY_BYTES = 16 * 2**20
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
+EVERY_ADDRESS = ("0.0.0.0", "::")
+logger = logging.getLogger(__name__)
+
+
+class AgentServer:
+    """Answers requests with an agent; many at once, each with an environment of its own.
+
+    Args:
+        agent: model, chat format and limits; `max_concurrency` is how many requests are played at once.
+        env_factory: makes environments.
+        name: of the model, as clients ask for it.
+        params: how tokens are drawn if a request does not say.
+        seed: the same.
+        row: further columns that the environment reads.
+        host: the address that the server will listen at. Unless that is every address of the machine, requests must
+            name it (or the machine itself) as their host: a page in a browser whose own name was made to lead here
+            names another.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        env_factory: Callable[[], Any],
+        *,
+        name: str,
+        params: SamplingParams | None = None,
+        seed: int = 0,
+        row: dict[str, Any] | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self._hosts = None if host in EVERY_ADDRESS else {host.lower(), *LOOPBACK_NAMES}
+        self._agent, self._env_factory, self.name = agent, env_factory, name
+        self._params, self._seed, self._row = params or SamplingParams(temperature=0.0), seed, row
+        self._places = asyncio.Semaphore(agent.limits.max_concurrency)
+        Conversation(agent, env_factory)  # refuses limits that do not fit, here and not in the first request
+
+    def app(self) -> web.Application:
+        """The server as an application of aiohttp."""
+        from aiohttp import web
+
+        async def models(request: web.Request) -> web.Response:
+            card = {"id": self.name, "object": "model", "created": 0, "owned_by": "agent-r1-trl"}
+            return web.json_response({"object": "list", "data": [card]})
+
+        async def health(request: web.Request) -> web.Response:
+            return web.json_response({"status": "ok"})
+
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json, self._check_host])
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self.complete),
+                web.get("/v1/models", models),
+                web.get("/health", health),
+            ]
+        )
+        return app
+
+    async def _check_host(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
+        if self._hosts is not None and (name := _host_name(request.host)) not in self._hosts:
+            known = ", ".join(sorted(self._hosts))
+            raise APIError(403, f"The header Host names {name!r:.80}. The server answers to {known}: use one of them.")
+        return await handler(request)
+
+    _check_host.__middleware_version__ = 1  # type: ignore[attr-defined]  # see `_errors_as_json`
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """Answer `POST /v1/chat/completions`."""
+        from aiohttp import web
+
+        if request.content_type != "application/json":  # so that no page in a browser can ask without being allowed to
+            raise APIError(415, "The body must be sent as application/json. Set the header Content-Type.")
+        try:
+            body = await request.json()
+        except (ValueError, RecursionError) as error:
+            raise APIError(400, f"The body is not JSON that can be read: {error}. Correct it.") from error
+        asked = read_request(body, model=self.name, params=self._params, seed=self._seed)
+        if asked.is_streamed:
+            return await self._stream(request, asked)
+        events: list[Event] = []
+        trajectory = await self._play(asked, events.append)
+        return web.json_response(ChatAnswer(self.name).whole(trajectory, _joined(events)))
+
+    async def _play(self, asked: ChatRequest, tell: Callable[[Event], None]) -> Trajectory:
+        agent = self._agent
+        if asked.max_tokens is not None:
+            limit = min(asked.max_tokens, agent.limits.max_completion_length or asked.max_tokens)
+            agent = replace(agent, limits=replace(agent.limits, max_completion_length=limit))
+        conversation = Conversation(
+            agent, self._env_factory, params=asked.params, seed=asked.seed, row=self._row, on_event=tell
+        )
+        async with self._places:
+            try:
+                return await conversation.say(asked.messages)
+            except ConversationError as error:
+                if error.stop_reason is StopReason.PROMPT_TOO_LONG:
+                    code = "context_length_exceeded"
+                    raise APIError(400, str(error), param="messages", code=code) from error
+                status = 500 if error.stop_reason is StopReason.ENVIRONMENT_ERROR else 503
+                raise APIError(status, str(error), code=error.stop_reason.value) from error
+            finally:
+                await conversation.close()
+
+    async def _stream(self, request: web.Request, asked: ChatRequest) -> web.StreamResponse:
+        """Server-sent events: what happens in `delta.agent`, then the answer in `delta.content`."""
+        from aiohttp import web
+
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        answer, waiting = ChatAnswer(self.name), asyncio.Queue[Event | None]()
+
+        async def send(record: Any) -> None:
+            await response.write(f"data: {record if isinstance(record, str) else json.dumps(record)}\n\n".encode())
+
+        play = asyncio.ensure_future(self._play(asked, waiting.put_nowait))
+        play.add_done_callback(lambda _: waiting.put_nowait(None))
+        try:
+            await send(answer.piece({"role": "assistant", "content": ""}))
+            while (event := await waiting.get()) is not None:
+                await send(answer.piece({"agent": event_record(event)}))
+            try:
+                trajectory = play.result()
+            except Exception as error:  # the status has been sent
+                await send(_as_api_error(error).body())
+                return response
+            await send(answer.piece({"content": trajectory.final_text}))
+            end = {"agent": {"kind": "end", "stop_reason": trajectory.stop_reason.value}}
+            await send(answer.piece(end, finish_reason(trajectory)))
+            if asked.has_usage:
+                await send(answer.usage(trajectory))
+            await send("[DONE]")
+            return response
+        finally:  # a client that has gone needs no answer
+            play.cancel()
+            with contextlib.suppress(BaseException):
+                await play
+
+
+def _host_name(header: str) -> str:
+    """The header Host without its port: `[::1]:8000` is ::1."""
+    name = header.rpartition("]")[0].removeprefix("[") or header.partition(":")[0]
+    return name.lower().rstrip(".")
+
+
+def _joined(events: list[Event]) -> list[Event]:
+    """The events with the pieces of each text put together."""
+    joined: list[Event] = []
+    for event in events:
+        if joined and event.kind == joined[-1].kind == "text":
+            joined[-1] = replace(joined[-1], text=joined[-1].text + event.text)
+        else:
+            joined.append(event)
+    return joined
+
+
+def _as_api_error(error: Exception) -> APIError:
+    if isinstance(error, APIError):
+        return error
+    logger.error("A request failed: %s: %s", type(error).__name__, error, exc_info=error)
+    return APIError(500, f"{type(error).__name__}: {error}")
+
+
+async def _errors_as_json(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
+    from aiohttp import web
+
+    try:
+        return await handler(request)
+    except web.HTTPException as error:  # no such route, a body that is too large
+        failure = APIError(error.status, f"{request.method} {request.path}: {error.reason}.")
+    except Exception as error:
+        failure = _as_api_error(error)
+    # The tools have run: whether to run them again is not for a client's library to decide.
+    return web.json_response(shown_all(failure.body()), status=failure.status, headers={"x-should-retry": "false"})
+
+
+_errors_as_json.__middleware_version__ = 1  # type: ignore[attr-defined]  # what the decorator of aiohttp sets, which is loaded later

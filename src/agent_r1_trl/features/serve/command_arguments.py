@@ -1,0 +1,138 @@
+"""The settings of `chat` and of `serve --agent`: a model, an environment, and the limits of a recipe."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent_r1_trl.cli.arguments import ENV_HELP, ENV_OR_TOOLS, PlayArguments, TaskArguments
+from agent_r1_trl.cli.errors import UsageError, model_problem, users_mistakes
+from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
+from agent_r1_trl.cli.recipe import split_config
+from agent_r1_trl.cli.resolve import resolve_env, resolve_function
+from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv
+from agent_r1_trl.evaluation.agent import Agent, open_agent
+from agent_r1_trl.evaluation.loading import check_model_folder
+from agent_r1_trl.features.serve.opening import served_agent
+from agent_r1_trl.generation import SamplingParams
+from agent_r1_trl.safe_text import set_rules
+from agent_r1_trl.settings import Clash, setting
+
+MODEL_HELP = "Model or PEFT adapter: a directory or a Hub id."
+NO_RECIPE = {"max_turns": 100, "max_completion_length": 8192}
+"""Limits of a conversation without a recipe."""
+NO_RECIPE_ABOUT = f"Without a recipe {' and '.join(f'{name} is {value}' for name, value in NO_RECIPE.items())}."
+
+
+@dataclass
+class ConversationArguments(PlayArguments):
+    """Settings of a conversation; those of a recipe have the same names."""
+
+    CLASHES = (
+        ENV_OR_TOOLS,
+        Clash("env_kwargs env", lambda c: c.env_kwargs and not c.env, "nothing takes them. Set env, or remove them."),
+        Clash("server use_vllm", lambda c: c.server and c.use_vllm, "the server has the model. Remove one of them."),
+        Clash("server dtype", lambda c: c.server and c.dtype, "the server has the model. Remove one of them."),
+        Clash(
+            "model_name_or_path server",
+            lambda c: not (c.model_name_or_path or c.server),
+            "MODEL is not set. Pass the directory or the Hub id of a model, or --server with the URL of one.",
+        ),
+    )
+
+    model_name_or_path: str | None = setting(None, MODEL_HELP, aliases=["--model"])
+    server: str | None = setting(
+        None,
+        "URL of a running vLLM server that samples, in place of a model in this process. The model then only names "
+        "the tokenizer; not set, the server is asked for it.",
+    )
+    env: str | None = setting(None, ENV_HELP)
+    env_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata=TaskArguments.__dataclass_fields__["env_kwargs"].metadata
+    )
+    tools: list[str] | None = setting(None, "Instead of env: import paths of functions, such as my_module:search.")
+    row: dict[str, Any] | str | None = setting(
+        None, "Columns of the row that the environment reads beside the first message: '{size: 4}'."
+    )
+
+    @property
+    def params(self) -> SamplingParams:
+        """How tokens are drawn."""
+        return SamplingParams(temperature=self.eval_temperature)
+
+
+def with_model_flag(argv: Sequence[str]) -> list[str]:
+    """The arguments with a leading MODEL as an option."""
+    if argv and not argv[0].startswith("-"):
+        return ["--model_name_or_path", *argv]
+    return list(argv)
+
+
+def read_conversation_arguments(
+    command: str, argv: Sequence[str], kind: type = ConversationArguments, *, about: str = ""
+) -> Any:
+    """Parse the recipe and the command line.
+
+    Args:
+        command: as the user typed it.
+        argv: its arguments.
+        kind: the dataclass of its settings.
+        about: what the command does.
+
+    Raises:
+        UsageError: there is a mistake in either.
+    """
+    parser = RecipeParser(
+        (kind,),
+        command=command,
+        about=f"{about} {NO_RECIPE_ABOUT}",
+        elsewhere=OF_RECIPES,
+        private=("use_vllm", "dtype"),  # in a recipe they are about training
+    )
+    config, _ = split_config(argv)
+    (arguments,) = parser.parse(with_model_flag(argv), {} if config else NO_RECIPE)
+    set_rules(arguments.secret_names, arguments.secret_patterns)
+    return arguments
+
+
+def environment_of(arguments: ConversationArguments) -> Callable[[], Any]:
+    """What makes the environment: that of `env`, one with `tools`, or one without any.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    if arguments.env:
+        return resolve_env(arguments.env, arguments.env_kwargs)  # type: ignore[arg-type]
+    if not arguments.tools:
+        return ToolEnv
+    factory = functools.partial(FunctionToolsEnv, [resolve_function("tools", path) for path in arguments.tools])
+    with users_mistakes():
+        factory()
+    return factory
+
+
+@contextlib.contextmanager
+def agent_of(arguments: ConversationArguments) -> Iterator[Agent]:
+    """The model, loaded or behind a server.
+
+    Raises:
+        UsageError: it cannot be loaded.
+        GenerationError: the server does not answer.
+    """
+    name, options = arguments.model_name_or_path, {"limits": arguments.rollout_limits(), **arguments.chat_options()}
+    with contextlib.ExitStack() as stack:
+        try:
+            with users_mistakes():
+                if arguments.server:
+                    opened = served_agent(arguments.server, tokenizer=name, **options)
+                else:
+                    check_model_folder(str(name), flag="model_name_or_path")
+                    opened = open_agent(name, use_vllm=arguments.use_vllm, dtype=arguments.dtype, **options)
+                agent = stack.enter_context(opened)
+        except OSError as error:
+            raise UsageError(model_problem(name, error)) from error
+        yield agent

@@ -1,0 +1,375 @@
+"""Settings that say themselves which values they take, and the one place that refuses others.
+
+A field of a dataclass is annotated with its rule (`max_turns: Count = setting(8, "Maximum number of ...")`) and
+`check_settings` checks all of them. What two settings say together is a row of a table: `Need` (one is read only
+beside certain values of others) or `Clash` (they contradict each other). Rules stand in the annotation and not in the
+field's metadata, because transformers hands metadata to argparse as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args, get_type_hints
+
+from agent_r1_trl.objects import did_you_mean
+
+
+def setting(default: Any, help: str, **more: Any) -> Any:
+    """A field of a dataclass with its default and its text for `--help`; `more`: its `aliases` and `choices` there."""
+    return field(default=default, metadata={"help": help, **more})
+
+
+# -------------------------------------------------------------------- one value
+
+
+class Rule:
+    """Which values a setting takes; as a string, the rule in words."""
+
+    def accepts(self, value: Any) -> bool:
+        """Whether it takes this value."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Whole(Rule):
+    """A whole number from `minimum` on."""
+
+    minimum: int = 1
+
+    def accepts(self, value: Any) -> bool:
+        """See `Rule`."""
+        return isinstance(value, int) and not isinstance(value, bool) and value >= self.minimum
+
+    def __str__(self) -> str:
+        return f"a whole number >= {self.minimum}"
+
+
+class Number(Rule):
+    """A number within bounds, finite unless infinity stands for something.
+
+    Args:
+        may_be_infinite: whether infinity does.
+        **bounds: some of `minimum`, `maximum` (which are accepted themselves), `above` and `below` (which are not).
+    """
+
+    def __init__(self, *, may_be_infinite: bool = False, **bounds: float) -> None:
+        self.may_be_infinite, self.bounds = may_be_infinite, bounds
+
+    def accepts(self, value: Any) -> bool:
+        """See `Rule`."""
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return False
+        is_known = math.isfinite(value) or (self.may_be_infinite and not math.isnan(value))
+        return is_known and all(_BOUNDS[name][1](value, bound) for name, bound in self.bounds.items())
+
+    def __str__(self) -> str:
+        texts = [f"{_BOUNDS[name][0]} {bound:g}" for name, bound in self.bounds.items()]
+        return " ".join(["a number" if self.may_be_infinite else "a finite number", " and ".join(texts)]).strip()
+
+
+_BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "minimum": (">=", operator.ge),
+    "maximum": ("<=", operator.le),
+    "above": (">", operator.gt),
+    "below": ("<", operator.lt),
+}
+
+
+class OneOf(Rule):
+    """One of some names."""
+
+    def __init__(self, *choices: str) -> None:
+        self.choices = choices
+
+    def accepts(self, value: Any) -> bool:
+        """See `Rule`."""
+        return isinstance(value, str) and value in self.choices
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(map(repr, self.choices))}"
+
+
+class SomeOf(OneOf):
+    """A list of some names, at least one, each once."""
+
+    def accepts(self, value: Any) -> bool:
+        """See `Rule`."""
+        is_list = isinstance(value, list | tuple) and len(value) > 0
+        return is_list and all(map(super().accepts, value)) and len(set(value)) == len(value)
+
+    def __str__(self) -> str:
+        return f"a list of some of {', '.join(map(repr, self.choices))}, each once"
+
+
+class Switch(Rule):
+    """True or False; any other value would count as one of them in silence."""
+
+    def accepts(self, value: Any) -> bool:
+        """See `Rule`."""
+        return isinstance(value, bool)
+
+    def __str__(self) -> str:
+        return "True or False"
+
+
+class Text(Rule):
+    """A text that is not blank."""
+
+    def accepts(self, value: Any) -> bool:
+        """See `Rule`."""
+        return isinstance(value, str) and bool(value.strip())
+
+    def __str__(self) -> str:
+        return "a text that is not empty"
+
+
+Count = Annotated[int, Whole(1)]
+CountOrZero = Annotated[int, Whole(0)]
+Share = Annotated[float, Number(minimum=0, maximum=1)]
+PositiveShare = Annotated[float, Number(above=0, maximum=1)]
+Positive = Annotated[float, Number(above=0)]
+NotNegative = Annotated[float, Number(minimum=0)]
+Seconds = Positive
+Flag = Annotated[bool, Switch()]
+Words = Annotated[str, Text()]
+
+
+def check_settings(config: Any, others: Mapping[str, Any] | None = None) -> None:
+    """Check every field of a dataclass that has a rule.
+
+    Args:
+        config: an instance.
+        others: name -> annotation, of fields that are inherited and have no rule of their own.
+
+    Raises:
+        ValueError: names the setting, its value, the rule and the cure.
+    """
+    kind: Any = type(config)
+    for name, (rule, is_optional) in rules_of(kind).items():
+        _check(name, getattr(config, name), rule, is_optional)
+    for name, annotation in (others or {}).items():
+        check_value(name, getattr(config, name), annotation)
+
+
+def check_value(name: str, value: Any, annotation: Any) -> None:
+    """Check one value.
+
+    Args:
+        name: of the setting.
+        value: what it was set to.
+        annotation: such as `Count`, or `Count | None`.
+
+    Raises:
+        ValueError: names the setting, its value, the rule and the cure.
+    """
+    rule, is_optional = _rule_of(annotation)
+    if rule is not None:
+        _check(name, value, rule, is_optional)
+
+
+@functools.cache
+def rules_of(kind: Any) -> dict[str, tuple[Rule, bool]]:
+    """Field of a dataclass -> its rule, and whether it may be None as well; of the fields that have one.
+
+    A field that is declared again without a rule keeps the one it had.
+    """
+    found = {}
+    for parent in reversed(kind.__mro__):
+        for name, hint in get_type_hints(parent, include_extras=True).items():
+            rule, is_optional = _rule_of(hint)
+            if rule is not None:
+                found[name] = (rule, is_optional)
+    return found
+
+
+def _rule_of(annotation: Any) -> tuple[Rule | None, bool]:
+    members = (annotation,) if hasattr(annotation, "__metadata__") else get_args(annotation)
+    notes = [note for member in members for note in getattr(member, "__metadata__", ())]
+    return next((note for note in notes if isinstance(note, Rule)), None), NoneType in members
+
+
+def _check(name: str, value: Any, rule: Rule, is_optional: bool) -> None:
+    if not rule.accepts(value) and not (value is None and is_optional):
+        none = ", or None" if is_optional else ""
+        raise ValueError(f"{name}={value!r:.200} must be {rule}{none}. Set {name} to such a value.")
+
+
+# -------------------------------------------------------------------- a mapping
+
+
+@dataclass(kw_only=True)
+class SettingsGroup:
+    """Settings that users write as one mapping, `echo: {patience: 5}`; subclasses declare the keys as fields."""
+
+    may_be_off: ClassVar[bool] = False
+    """Whether the group is None where nothing, or False, was given, and True stands for its defaults."""
+
+    @classmethod
+    def read(cls, flag: str, value: Any) -> Self | None:
+        """Make the group of what a user wrote.
+
+        Args:
+            flag: the setting.
+            value: a mapping, or the JSON text of one; None or False for none; a group is returned as it is.
+
+        Raises:
+            ValueError: names the setting, its value, the rule and the cure.
+        """
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                value = {"true": True, "false": False}.get(value.lower(), value)
+        if value is None or value is False:
+            return None if cls.may_be_off else cls()
+        if value is True and cls.may_be_off:
+            value = {}
+        known = [item.name for item in dataclasses.fields(cls)]
+        if not isinstance(value, dict | cls):
+            flags = "True, False or " if cls.may_be_off else ""
+            raise ValueError(
+                f"{flag}={value!r:.200} must be {flags}a mapping of some of {', '.join(known)} to values. Set "
+                f"{flag} to such a value."
+            )
+        if isinstance(value, dict):
+            for key in value:
+                if key not in known:
+                    raise ValueError(
+                        f"{flag}: {key!r} is none of its keys.{did_you_mean(str(key), known)} Correct or remove "
+                        f"it; the keys are {', '.join(known)}."
+                    )
+            one = {key: [text] for key, text in value.items() if isinstance(text, str) and _takes_list(cls, key)}
+            value = cls(**value | one)
+        kind: Any = cls
+        for name, (rule, is_optional) in rules_of(kind).items():
+            _check(f"{flag}.{name}", getattr(value, name), rule, is_optional)
+        return value
+
+
+def _takes_list(kind: Any, name: str) -> bool:
+    return isinstance(rules_of(kind).get(name, (None,))[0], SomeOf)
+
+
+def plain(value: Any) -> Any:
+    """A group as the mapping of what differs from its defaults (None for nothing, unless it may be off)."""
+    if not isinstance(value, SettingsGroup):
+        return value
+    given = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+    given = {name: found for name, found in given.items() if found != default_of(value, name)}
+    return given or ({} if value.may_be_off else None)
+
+
+def plain_value(config: Any, name: str) -> Any:
+    """A setting as users write it; of the key of a group, `echo.patience`, None where the group is off."""
+    group, _, key = name.rpartition(".")
+    if not group:
+        return plain(getattr(config, name))
+    found = getattr(config, group)
+    return None if found is None else getattr(found, key)
+
+
+# -------------------------------------------------------------------- several together
+
+
+class Need(NamedTuple):
+    """Settings that are read only beside certain values of others."""
+
+    names: str
+    """Names of the settings, with blanks between."""
+    beside: dict[str, tuple[Any, ...] | None]
+    """Other setting -> the values with which they are read (of a list: one of its elements); None: any but the
+    default. One of the others is enough."""
+
+    def is_met(self, config: Any) -> bool:
+        """Whether the settings are read."""
+        return any(self._has(config, other, values) for other, values in self.beside.items())
+
+    @staticmethod
+    def _has(config: Any, other: str, values: tuple[Any, ...] | None) -> bool:
+        found = plain_value(config, other)
+        if values is None:
+            return bool(found not in (None, default_of(config, other)))
+        return any(item in values for item in (found if isinstance(found, list) else [found]))
+
+
+class Clash(NamedTuple):
+    """Settings that contradict each other."""
+
+    names: str
+    """Names of the settings that the message begins with, with blanks between."""
+    holds: Callable[[Any], Any]
+    """Whether a configuration has the contradiction."""
+    text: str
+    """Why it is one, and what to do; `{c.seed}` is the value of a setting."""
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise the first of the problems, if there is any.
+
+    Raises:
+        ValueError: has the problem as its message.
+    """
+    for problem in problems:
+        raise ValueError(problem)
+
+
+def find_clashes(config: Any, clashes: Iterable[Clash]) -> Iterator[str]:
+    """The rows of a table that hold, in words."""
+    for clash in clashes:
+        if clash.holds(config):
+            first, *others = [shown(config, name) for name in clash.names.split()]
+            beside = f" with {' and '.join(others)}" if others else ""
+            yield f"{first}{beside}: {clash.text.format(c=config)}"
+
+
+def find_unread(config: Any, needs: Iterable[Need], is_waiting: Callable[[str], bool] = lambda name: False) -> str:
+    """The settings that have another value than their default, which nothing reads, in words; "" if there are none.
+
+    Args:
+        config: an instance of a dataclass.
+        needs: rows of a table.
+        is_waiting: whether a setting may stand there without effect.
+    """
+    problems = []
+    for need in needs:
+        names = [name for name in need.names.split() if _is_known(config, name) and not is_waiting(name)]
+        names = [name for name in names if plain_value(config, name) not in (None, default_of(config, name))]
+        if names and not need.is_met(config):
+            beside = " and ".join(shown(config, other) for other in need.beside)
+            cure = " or ".join(_way(config, other, values) for other, values in need.beside.items())
+            problems += [
+                f"{shown(config, name)} has no effect with {beside}. Remove {name} (or set it to its default, "
+                f"{default_of(config, name)!r}), or set {cure}."
+                for name in names
+            ]
+    return " ".join(problems)
+
+
+def _way(config: Any, other: str, values: tuple[Any, ...] | None) -> str:
+    if values is None:
+        return f"{other} to another value than {default_of(config, other)!r}"
+    return f"{other} to {' or '.join(map(repr, values))}"
+
+
+def shown(config: Any, name: str) -> str:
+    """A setting and its value, as in `beta=0.0`."""
+    value = plain_value(config, name)
+    return f"{name}={getattr(value, 'value', value)!r:.200}"  # of an enumeration, what users write
+
+
+def default_of(config: Any, name: str) -> Any:
+    """The default of a field, or of the key of a group; None where the group is off."""
+    group, _, key = name.rpartition(".")
+    owner = getattr(config, group) if group else config
+    return None if owner is None else type(owner).__dataclass_fields__[key].default
+
+
+def _is_known(config: Any, name: str) -> bool:
+    return hasattr(config, name.partition(".")[0])

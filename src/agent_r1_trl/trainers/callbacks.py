@@ -1,0 +1,426 @@
+"""`RolloutCallback`: transformers' callback with the events that a rollout adds, and the list that a trainer holds.
+
+Everything that most runs can do without is one of these, in a folder of `features/`; a callback of a user's own gets
+the same events (`callbacks=[...]`, or `trainer.add_callback`). The step itself only calls them, in this order:
+
+    attach                                                     the trainer is made
+    begin_run, around_run, load_state_dict, load               `train` begins, perhaps from a checkpoint
+      choose_rows, around_rollout, weights_synced, replay, record     the rollout of a step (`rollouts.py`)
+      after_rollout (void)                                     its trajectories have ended
+      after_scores                                             rewards are placed, the members of groups known
+      keep                                                     which trajectories are trained on
+      rollout_end                                              advantages are known, TRL's batch is whole
+        on_values, check_loss                                  each micro-batch
+        before_step                                            the optimizer step, with its gradient norm
+      state_dict, save, saved                                  a checkpoint
+      evaluation_end                                           an evaluation
+    close_run                                                  the run is over, however it ended
+    end_run                                                    `train` has ended well
+
+All ranks call all of them in the same order, and what one decides must be equal on all ranks, unless its text says
+otherwise. An event that is not overridden does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import io
+import logging
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+
+from agent_r1_trl.features import FEATURES, has_feature
+from agent_r1_trl.trainers.agreement import is_main_process
+
+if TYPE_CHECKING:
+    from agent_r1_trl.trainers.rollout_batch import Position, RolloutBatch
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class OptimizerStep:
+    """An optimizer step that is about to be made."""
+
+    number: int
+    """Number of optimizer steps before it."""
+    norms: tuple[Any, ...]
+    """Gradient norms: the policy's first, the critic's where it has one of its own."""
+    is_finite: bool
+    """Whether they are, on all ranks. DeepSpeed has skipped the step by itself if they are not."""
+    is_scaled: bool
+    """Whether a scaler (float16) skips steps by itself."""
+    lacks_tokens: bool = False
+    """Whether it has nothing to train on."""
+    is_skipped: bool = False
+    """Set it to leave weights, optimizer and learning rate schedule as they are."""
+
+
+class RolloutCallback(TrainerCallback):
+    """Base of callbacks that take part in the rollout; see the top of this file.
+
+    Example:
+        class CountTurns(RolloutCallback):
+            def rollout_end(self, batch, output):
+                self.trainer.add_metrics({"my/turns": sum(len(item.turns) for item in batch.trajectories)})
+    """
+
+    name = ""
+    """Under which `trainer.features[name]` finds it, and its state lies in a checkpoint; "" for neither."""
+    trainer: Any = None
+    """Set by `attach`."""
+    learning_rate_factor = 1.0
+    """What the logged learning rate is multiplied by."""
+    replaces_sampling = False
+    """Whether `replay` gives all rollouts, so that there is no sampler."""
+
+    @property
+    def samples_more(self) -> bool:
+        """Whether `after_scores` may sample further trajectories; the next rollout does not begin before it then."""
+        return False
+
+    def attach(self, trainer: Any) -> None:
+        """The trainer is made, and is `self.trainer` from now on."""
+        self.trainer = trainer
+
+    # ---------------------------------------------------------------- a run
+
+    def begin_run(self) -> None:
+        """`train` begins: forget an earlier run of the same trainer."""
+
+    def around_run(self, train: Callable[[], Any]) -> Any:
+        """Call `train`, the Trainer's loop, and return its result; may call it again."""
+        return train()
+
+    def close_run(self) -> None:
+        """The run is over, however it ended, and no trajectory is sampled any more: close what is open."""
+
+    def end_run(self) -> None:
+        """`train` has ended well; what this raises is raised by `train`."""
+
+    # ---------------------------------------------------------------- a rollout
+
+    def choose_rows(self, rows: Sequence[dict[str, Any]], micro_step: int) -> Sequence[dict[str, Any]]:
+        """The rows to sample a training rollout for.
+
+        Args:
+            rows: this rank's, as the Trainer has drawn them.
+            micro_step: number of micro-batches before this rollout is trained on; with `overlap_rollout` the run
+                does not stand there yet.
+        """
+        return rows
+
+    def around_rollout(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside it a rollout is sampled."""
+        return contextlib.nullcontext()
+
+    def weights_synced(self, policy: Any, position: Position) -> None:
+        """The sampler has the weights of this step; sharded ones are gathered."""
+
+    def replay(self, requests: Sequence[Any], limits: Any, position: Position) -> Any:
+        """A rollout in place of one that is sampled; None to sample it.
+
+        Args:
+            requests: of this rank.
+            limits: of every trajectory.
+            position: where the rollout belongs.
+        """
+        return None
+
+    def record(self, requests: Sequence[Any], limits: Any, params: Any, position: Position, synced_step: int) -> Any:
+        """What is told of every turn while trajectories are sampled (a `RolloutLog`); None for nothing.
+
+        The first callback that returns something counts, here and in `replay`.
+
+        Args:
+            requests: of this rank.
+            limits: of every trajectory.
+            params: how tokens are drawn.
+            position: where the rollout belongs.
+            synced_step: number of optimizer steps behind the sampler's weights.
+        """
+        return None
+
+    def after_rollout(self, batch: RolloutBatch) -> bool | None:
+        """The trajectories have ended, nothing is scored; in training and evaluation.
+
+        Returns:
+            Whether nothing may be trained on them and they must be sampled anew (None: no); in training only.
+        """
+        return False
+
+    def void(self, position: Position) -> None:
+        """The rollout at this place must not be used, now or by a resumed run. Called by whoever voids it."""
+
+    def after_scores(self, batch: RolloutBatch) -> None:
+        """Rewards are placed, and it is known who counts; in training. Trajectories may be replaced (`batch.put`)."""
+
+    def keep(self, batch: RolloutBatch) -> torch.Tensor | None:
+        """(B,) bool, which trajectories are trained on; None for all. In training."""
+        return None
+
+    def rollout_end(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
+        """The rollout of a training step is whole: advantages are known, metrics are logged.
+
+        Args:
+            batch: this rank's trajectories.
+            output: TRL's batch of their rows. Scalars that are put into it stand in each of its micro-batches.
+        """
+
+    def evaluation_end(self, evaluation: Any) -> None:
+        """All batches of an evaluation have been sampled and scored.
+
+        Args:
+            evaluation: `EvaluationRows`.
+        """
+
+    # ---------------------------------------------------------------- the update
+
+    def on_values(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
+        """What a forward pass of the loss gave; each rank by itself.
+
+        Args:
+            name: `log_probs`, or `values` of the critic.
+            values: (B, T).
+            mask: (B, T), what of it enters the loss.
+        """
+
+    def check_loss(self, loss: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """The loss of a micro-batch, to be given back, perhaps weighed; each rank by itself."""
+        return loss
+
+    def before_step(self, step: OptimizerStep) -> None:
+        """Gradients are accumulated and their norm is known."""
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> Any:
+        """This rank's state, in values that `torch.load` reads with `weights_only`; None for none."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on with what `state_dict` gave."""
+
+    def save(self, folder: Path) -> None:
+        """Write files of one's own into a checkpoint; each rank by itself."""
+
+    def load(self, folder: Path) -> None:
+        """The run goes on from a checkpoint; after `load_state_dict`, if that has anything to load."""
+
+    def saved(self, micro_step: int) -> None:
+        """A checkpoint is whole.
+
+        Args:
+            micro_step: number of micro-batches that it has trained on.
+        """
+
+    def go_back(self, step: int, micro_step: int) -> None:
+        """The run goes back to a checkpoint, and other steps follow it.
+
+        Args:
+            step: number of optimizer steps behind it.
+            micro_step: number of micro-batches.
+        """
+
+    def before_save(self, folder: str) -> None:
+        """The model is about to be saved; what this raises keeps it from that."""
+
+    def kept_checkpoints(self) -> Sequence[Path]:
+        """Checkpoints that `save_total_limit` must not delete; on the main process."""
+        return ()
+
+
+def _warn_of_misspelt_events(kind: type[RolloutCallback]) -> None:
+    events = dir(RolloutCallback)
+    for name in {*dir(kind)} - {*events}:
+        near = difflib.get_close_matches(name, events, n=1, cutoff=0.85)
+        if near and callable(getattr(kind, name)) and is_main_process():
+            logger.warning("%s.%s is no event. Did you mean %r?", kind.__name__, name, near[0])
+
+
+class Callbacks:
+    """The rollout callbacks of a trainer: features first, in the order of their table, then the user's.
+
+    Args:
+        config: training arguments; a feature that they do not ask for is not in the list.
+        train_dataset: as the user gave it; None where the environment makes the prompts.
+
+    Raises:
+        ValueError: a feature cannot do what is asked of it; names the option and the cure.
+    """
+
+    def __init__(self, config: Any, train_dataset: Any = None) -> None:
+        self._trainer: Any = None
+        self._own: list[RolloutCallback] = []
+        self._num_void = 0
+        """Rollouts in a row that were thrown away."""
+        self.leave_out: list[str] = []
+        """Whose `keep` has left trajectories of this rank out of the last rollout."""
+        for name, row in FEATURES.items():
+            if row.settings is not None and has_feature(name):
+                package = importlib.import_module(f"agent_r1_trl.features.{name}")
+                self._own += package.make_callbacks(config, train_dataset)
+
+    def attach(self, trainer: Any) -> None:
+        """The trainer is made: from now on the callbacks are its own."""
+        self._trainer = trainer
+        for callback in self._own:
+            trainer.add_callback(callback)
+        for callback in self._own:
+            callback.attach(trainer)
+        names = [item.name for item in self if item.name]  # attaches the user's
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(
+                f"callbacks: two have the name {twice[0]!r}, under which one state lies in a checkpoint. Give one of "
+                "them another name."
+            )
+
+    def __iter__(self) -> Iterator[RolloutCallback]:
+        yield from self._own
+        for item in self._trainer.callback_handler.callbacks:
+            if isinstance(item, RolloutCallback) and item not in self._own:
+                if item.trainer is not self._trainer:  # it may have been added at any time, or to another one before
+                    item.attach(self._trainer)
+                    _warn_of_misspelt_events(type(item))
+                yield item
+
+    def __contains__(self, name: str) -> bool:
+        return self.get(name) is not None
+
+    def __getitem__(self, name: str) -> Any:
+        found = self.get(name)
+        if found is None:
+            raise KeyError(f"{name!r} is none of this run's features: {[item.name for item in self if item.name]}")
+        return found
+
+    def get(self, name: str) -> Any:
+        """The callback of this name; None if it is off."""
+        return next((item for item in self if item.name == name), None)
+
+    def call(self, event: str, *arguments: Any) -> list[Any]:
+        """Call an event of all, and return what they returned."""
+        return [getattr(item, event)(*arguments) for item in self]
+
+    def run(self, train: Callable[[], Any]) -> Any:
+        """The Trainer's loop inside everybody's `around_run`, the first one's outermost."""
+        for item in reversed([*self]):
+            if type(item).around_run is not RolloutCallback.around_run:
+                train = partial(item.around_run, train)
+        return train()
+
+    @contextlib.contextmanager
+    def around_rollout(self) -> Iterator[None]:
+        """Everybody's."""
+        with contextlib.ExitStack() as stack:
+            for item in self:
+                stack.enter_context(item.around_rollout())
+            yield
+
+    def choose_rows(self, rows: Sequence[dict[str, Any]], micro_step: int) -> Sequence[dict[str, Any]]:
+        """Everybody's, one after another."""
+        for item in self:
+            rows = item.choose_rows(rows, micro_step)
+        return rows
+
+    def first(self, event: str, *arguments: Any) -> Any:
+        """What the first one returns that does not return None."""
+        return next((found for item in self if (found := getattr(item, event)(*arguments)) is not None), None)
+
+    def voids(self, batch: RolloutBatch) -> bool:
+        """Whether anybody says that nothing may be trained on this rollout of a training."""
+        for item in self:
+            answer = item.after_rollout(batch)
+            if answer is not None and not isinstance(answer, bool):
+                raise ValueError(
+                    f"{type(item).__name__}.after_rollout returned {answer!r:.200}. Return True to throw the rollout "
+                    "away and sample it again, False or None to go on."
+                )
+            if answer and batch.position.is_training:
+                self._num_void += 1
+                is_due = self._num_void % 3 == 0 and (self._num_void // 3).bit_count() == 1  # 3, 6, 12, 24, ...
+                if is_due and is_main_process():
+                    logger.warning(
+                        "%d rollouts in a row were thrown away, this one because %s.after_rollout returned True. "
+                        "Nothing is trained on until it returns False.",
+                        self._num_void,
+                        type(item).__name__,
+                    )
+                return True
+        self._num_void = 0
+        return False
+
+    def keep(self, batch: RolloutBatch) -> torch.Tensor | None:
+        """(B,) bool, the trajectories that all keep; None for all."""
+        kept: torch.Tensor | None = None
+        self.leave_out = []
+        for item in self:
+            mask = item.keep(batch)
+            if mask is None:
+                continue
+            if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.shape != batch.in_loss.shape:
+                raise ValueError(
+                    f"{type(item).__name__}.keep returned {mask!r:.200}. Return a bool tensor of shape "
+                    f"({len(batch.trajectories)},), an entry for each trajectory of this rank, or None to keep all."
+                )
+            self.leave_out += [] if mask.all() else [f"{type(item).__name__}.keep"]
+            mask = mask.to(batch.in_loss.device)
+            kept = mask if kept is None else kept & mask
+        return kept
+
+    def check_loss(self, loss: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        """Everybody's, one after another."""
+        for item in self:
+            loss = item.check_loss(loss, inputs)
+        return loss
+
+    @property
+    def samples_more(self) -> bool:
+        """Whether anybody's `after_scores` may sample."""
+        return any(item.samples_more for item in self)
+
+    @property
+    def replaces_sampling(self) -> bool:
+        """Whether all rollouts are replayed."""
+        return any(item.replaces_sampling for item in self)
+
+    @property
+    def learning_rate_factor(self) -> float:
+        """Everybody's, multiplied."""
+        factor = 1.0
+        for item in self:
+            factor *= item.learning_rate_factor
+        return factor
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Name -> state, of those that have one."""
+        states = {item.name: item.state_dict() for item in self if item.name}
+        states = {name: state for name, state in states.items() if state is not None}
+        for name in states.keys() - {item.name for item in self._own}:  # else a resumed run would find out
+            torch.save(states[name], stream := io.BytesIO())
+            stream.seek(0)
+            try:
+                torch.load(stream, weights_only=True)
+            except pickle.UnpicklingError as error:
+                raise ValueError(
+                    f"{type(self[name]).__name__}.state_dict: torch.load reads no such value with weights_only. "
+                    "Return numbers, texts, tensors, lists and dicts."
+                ) from error
+        return states
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Give each its state; what is not in the checkpoint begins anew."""
+        for item in self:
+            if item.name in states:
+                item.load_state_dict(states[item.name])

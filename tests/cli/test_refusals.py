@@ -1,0 +1,387 @@
+"""What commands refuse, in one table: a recipe, settings or flags -> what the message names.
+
+The law of every row is the fixture `refusal` (conftest.py): exit code 2, one line, no traceback, a fix; before a
+model is loaded. Not covered: single values (tests/test_settings.py, tests/test_bad_input.py), `view` (test_view.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from transformers.trainer_utils import IntervalStrategy
+
+from agent_r1_trl.cli import main
+from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE
+from agent_r1_trl.cli.recipe import read_value
+from agent_r1_trl.generation import TransformersGenerator
+from agent_r1_trl.generation.sync import SyncError
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """Whoever asks the Hub for a name that is no path fails at once instead of waiting for an answer."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+# ---------------------------------------------------------------- recipes
+
+REST = "model_name_or_path: m\nmax_steps: 1\n"
+RECIPES = {
+    "no mapping": ("- a\n- b\n", "bad.yaml"),
+    "a lone word": ("hello", "bad.yaml"),
+    "a number for a name": ("1: 2\n", "bad.yaml"),
+    "nothing": ("", "env=None"),
+    "broken": ("env: [1\n", "bad.yaml .*line 2"),
+    "a key twice": ("seed: 1\nseed: 2\n", "bad.yaml .*'seed' .*line 2"),
+    "latin-1": (b"env: caf\xe9\n", "bad.yaml .*utf-8"),
+    "misspelt settings": (
+        "learning_rat: 1\nnum_generation: 2\n",
+        "'learning_rat' .*Did you mean 'learning_rate'\\? .*'num_generation' .*'num_generations'",
+    ),
+    "a setting that is a key now": ("echo_patience: 3\n", "'echo_patience' .*Did you mean 'echo.patience'\\?"),
+    "another one": ("filter_groups: top_p\n", "'filter_groups' .*Did you mean 'sampling.filter_groups'\\?"),
+    "a misspelt key": ("env: a.B\necho: {patiense: 3}\n", "echo: 'patiense' .*Did you mean 'patience'\\?"),
+    "a misspelt key alone": ("env: a.B\necho.patiense: 3\n", "echo: 'patiense' .*Did you mean 'patience'\\?"),
+    "a key twice over": ("echo: {patience: 3}\necho.patience: 4\n", "echo and echo.patience contradict"),
+    "a key of what is off": ("echo: false\necho.patience: 4\n", "echo and echo.patience contradict"),
+    "a misspelt algorithm": ("trainer: gpro\n", "trainer='gpro' .*'grpo'"),
+    "a word for a number": ("env: a.B\nmax_turns: many\n", "bad.yaml: max_turns='many'"),
+    "a list for a number": ("env: a.B\nseed: [1]\n", "bad.yaml: seed=\\[1\\]"),
+    "a switch for a number": ("env: a.B\nseed: true\n", "bad.yaml: seed=True"),
+    "a switch for a rate": ("env: a.B\nlearning_rate: true\n", "bad.yaml: learning_rate=True"),
+    "null for a number": ("env: a.B\nseed: null\n", "bad.yaml: seed=None"),
+    "a number for a word": ("env: 5\n", "bad.yaml: env=5"),
+    "a number for a list of words": ("env: a.B\nreward_funcs: [1]\n", "bad.yaml: reward_funcs=\\[1\\]"),
+    "a word for a switch": ("env: a.B\nbf16: maybe\n", "bad.yaml: bf16='maybe'"),
+    "a number for a switch": ("env: a.B\nuse_vllm: 1\n", "bad.yaml: use_vllm=1"),
+    "a fraction for a count": ("env: a.B\nmax_steps: 1.5\n", "bad.yaml: max_steps=1.5"),
+    "a choice that is none": ("env: a.B\nlr_scheduler_type: cosin\n", "lr_scheduler_type='cosin' .*mean 'cosine'"),
+    "a critic for GRPO": ("env: a.B\ncritic: head\n", "bad.yaml: 'critic'"),
+    "a module that is not there": (
+        f"env: nowhere.MyEnv\n{REST}",
+        "env='nowhere.MyEnv'.*'nowhere'",
+    ),
+    "a file that is not there": (
+        f"env: envs/my.py:MyEnv\n{REST}",
+        "env='envs/my.py:MyEnv'",
+    ),
+    "a word that is no path": (f"env: MyEnv\n{REST}", "env='MyEnv'"),
+    "no model": ("env: search_qa\n", "model_name_or_path=None"),
+}
+
+
+@pytest.mark.parametrize(("text", "names"), RECIPES.values(), ids=RECIPES.keys())
+def test_a_recipe_with_a_mistake_is_refused(refusal, text, names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert re.search(names, message := refusal("train", "--config", "bad.yaml")), message
+
+
+def test_what_yaml_takes_for_text_or_for_a_switch_is_read_as_the_field_has_it():
+    for hint, value, expected in [
+        (float, "1e-5", 1e-5),
+        (int | None, "3", 3),
+        (bool | None, "true", True),
+        (list[str] | None, "a.b", ["a.b"]),
+        (list[float] | None, ["1e-5", 2], [1e-5, 2]),
+        (IntervalStrategy | str, False, "no"),
+        (IntervalStrategy | str, "steps", "steps"),
+        (dict[str, int] | str | None, "{a: 1}", "{a: 1}"),
+    ]:
+        assert read_value("recipe.yaml", "some_setting", value, hint) == expected, (hint, value)
+    assert read_value("recipe.yaml", "thinking", False, str) == "off", "YAML reads it so without quotation marks"
+
+
+# ---------------------------------------------------------------- settings and flags
+
+TASKS = '''
+from agent_r1_trl import SearchQAEnv, ToolEnv, tool
+from task import AddEnv, add
+
+
+class WrongReset(AddEnv):
+    def reset(self, example):
+        return 5
+
+
+class RaisingReset(AddEnv):
+    def reset(self, example):
+        return example["missing"]
+
+
+class NoReset:
+    def step(self, message):
+        return None
+
+
+class Twins(ToolEnv):
+    def look(self, where: str) -> str:
+        """Look."""
+        return where
+
+    tools = (add, tool(look, name="add"))
+
+
+class NoHints(ToolEnv):
+    def look(self, where):
+        "Look."
+
+    tools = (look,)
+
+
+def make_none():
+    return None
+
+
+def no_hints(where):
+    """Look."""
+
+
+number = 3
+
+
+class ShelfEnv(SearchQAEnv):
+    def __init__(self):
+        super().__init__(type("Shelf", (), {"search": lambda self, query, top_k: []})(), answer_tag=False)
+'''
+ROW = '{"prompt": "Who?"}\n'
+TRAIN = {
+    "an option that the rollout cannot honour": (
+        {"generation_kwargs": {"num_beams": 2}, "dataset_name": "trian.jsonl"},  # before the data are read
+        "generation_kwargs=",
+    ),
+    "no data file": ({"dataset_name": "trian.jsonl"}, "dataset_name='trian.jsonl'.*'train.jsonl'"),
+    "no data folder": ({"dataset_name": "./data"}, "dataset_name='./data'"),
+    "data of another kind": ({"dataset_name": "rows.txt"}, "dataset_name='rows.txt'"),
+    "no rows": ({"dataset_name": "none.jsonl"}, "dataset_name='none.jsonl'"),
+    "nothing to evaluate on": ({"num_eval_examples": 0}, "num_eval_examples=0"),
+    "fewer rows than a rollout takes": ({"dataset_name": "rows.jsonl"}, "train_dataset.* 1 .*num_generations=2"),
+    "no JSON": ({"dataset_name": "broken.jsonl"}, "dataset_name='broken.jsonl', line 2"),
+    "no UTF-8": ({"dataset_name": "latin.jsonl"}, "dataset_name='latin.jsonl', line 1"),
+    "lists for rows": ({"dataset_name": "lists.jsonl"}, "dataset_name='lists.jsonl', line 1"),
+    "a text that would be a number": ({"dataset_name": "mixed.jsonl"}, "dataset_name='mixed.jsonl'.*'prompt'"),
+    "broken parquet": ({"dataset_name": "rows.parquet"}, "dataset_name='rows.parquet'"),
+    "an empty CSV": ({"dataset_name": "rows.csv"}, "dataset_name='rows.csv'"),
+    "no prompt": ({"dataset_name": "text.jsonl"}, "dataset_name='text.jsonl'.*'text'"),
+    "a number for a prompt": ({"dataset_name": "numbers.jsonl"}, "dataset_name='numbers.jsonl'.*prompt=5"),
+    "no prompt to evaluate on": ({"eval_dataset_name": "text.jsonl"}, "eval_dataset_name='text.jsonl'.*'prompt'"),
+    "no gold answer": (
+        {"env": "search_qa", "env_kwargs": {"index": "corpus.jsonl"}},
+        "env='search_qa'.*dataset_name='train.jsonl'.*'answer'",
+    ),
+    "no corpus": ({"env": "search_qa", "env_kwargs": {"index": "corpse.jsonl"}}, "env_kwargs={.*'corpse.jsonl'}"),
+    "no data at all": ({"dataset_name": None, "max_steps": -1}, "dataset_name=None with max_steps=-1"),
+    "no data to evaluate on": (
+        {"eval_dataset_name": None, "eval_strategy": "steps"},
+        "eval_strategy='steps'.*eval_dataset_name",
+    ),
+    "an environment without reset": ({"env": "tasks.py:NoReset"}, "env='tasks.py:NoReset'.*reset"),
+    "a function that makes nothing": ({"env": "tasks.py:make_none"}, "env='tasks.py:make_none'.*NoneType"),
+    "a number for an environment": ({"env": "tasks.py:number"}, "env='tasks.py:number'.* int"),
+    "a prompt of another form": ({"env": "tasks.py:WrongReset"}, "env='tasks.py:WrongReset'.*returned int"),
+    "an environment that raises": (
+        {"env": "tasks.py:RaisingReset"},
+        "env='tasks.py:RaisingReset'.*dataset_name='train.jsonl'.*KeyError: 'missing'",
+    ),
+    "a tool without hints": ({"env": "tasks.py:NoHints"}, "tasks.py:NoHints.*'where"),
+    "two tools of one name": ({"env": "tasks.py:Twins"}, "tasks.py:Twins.*two are called 'add'"),
+    "a function without hints": (
+        {"env": None, "tools": ["tasks.py:no_hints"], "reward_funcs": ["task.py:word_count_reward"]},
+        "tools=\\['tasks.py:no_hints'\\].*'where",
+    ),
+    "a number for a tool": (
+        {"env": None, "tools": ["tasks.py:number"], "reward_funcs": ["task.py:word_count_reward"]},
+        "tools='tasks.py:number'",
+    ),
+    "a number for a reward": ({"reward_funcs": ["tasks.py:number"]}, "reward_funcs='tasks.py:number'"),
+    "a reward that is not there": (
+        {"reward_funcs": ["task.py:word_reward"]},
+        "reward_funcs='task.py:word_reward'.*mean 'word_count_reward'",
+    ),
+    "options of a reward that is not there": (
+        {"turn_reward_funcs": ["agent_r1_trl.rewards.new_information"], "reward_options": {"new_info": {}}},
+        "reward_options=.*mean 'new_information'",
+    ),
+    "an option that a reward does not have": (
+        {"turn_reward_funcs": ["agent_r1_trl.rewards.new_information"],
+         "reward_options": {"new_information": {"total": 1}}},
+        "reward_options=.*mean 'max_total'",
+    ),
+    "an option that a function would swallow": (
+        {"reward_funcs": ["task.py:word_count_reward"], "reward_options": {"word_count_reward": {"completion": 1}}},
+        "reward_options=.*mean 'completions'",
+    ),
+    "a number for options": (
+        {"reward_funcs": ["task.py:word_count_reward"], "reward_options": {"word_count_reward": 3}},
+        "reward_options=.*word_count_reward=3",
+    ),
+    "no model folder": ({"model_name_or_path": "./nowhere"}, "model_name_or_path='./nowhere'"),
+    "no model on the Hub": ({"model_name_or_path": "no/where"}, "model_name_or_path='no/where'"),
+    "a folder without a model": ({"model_name_or_path": "empty"}, "model_name_or_path='empty'.*config.json"),
+    "a broken model": ({"model_name_or_path": "broken"}, "model_name_or_path='broken'.*JSON"),
+    "a model without weights": ({"model_name_or_path": "light"}, "model_name_or_path='light'.*no file"),
+    "no checkpoint": ({"resume_from_checkpoint": "./none"}, "resume_from_checkpoint='./none'"),
+    "a folder without a checkpoint": ({"resume_from_checkpoint": "runs"}, "resume_from_checkpoint='runs'"),
+    "a file for a folder": ({"output_dir": "task.py"}, "output_dir='task.py'"),
+    "a folder under a file": ({"output_dir": "task.py/out"}, "output_dir='task.py/out'"),
+    "a folder nobody may make": ({"output_dir": "/proc/out"}, "output_dir='/proc/out'"),
+    # What transformers, PEFT and TRL refuse gets a cure from us.
+    "groups that do not fill a batch": ({"num_generations": 3}, "num_generations .*Cure: .*per_device_train"),
+    "layers that are not there": ({"use_peft": True, "lora_target_modules": ["nope"]}, "nope.*set lora_target"),
+    "attention that is not installed": (
+        {"attn_implementation": "flash_attention_2"},
+        "FlashAttention2.*attn_implementation: sdpa",
+    ),
+    "a tracker that does not exist": ({"report_to": "wandbb"}, "wandbb.*set report_to"),
+    "DeepSpeed without a launcher": ({"deepspeed": "ds.json"}, "deepspeed='ds.json'.*Start .*torchrun"),
+    "DeepSpeed without a batch size": (
+        {"deepspeed": "ds_none.json"},
+        "deepspeed='ds_none.json': train_micro_batch_size_per_gpu is not in it.*Write \"train_micro.*\": \"auto\"",
+    ),
+    "DeepSpeed with another batch size": (
+        {"deepspeed": "ds_other.json"},
+        "'ds_other.json': train_micro_batch_size_per_gpu=3 with per_device_train_batch_size=\\d+; gradient_accum"
+        "ulation_steps=5 with gradient_accumulation_steps=\\d+: both must be equal.*Write \"auto\"",
+    ),
+    "options without effect": (
+        {"beta": 0.0, "ref_model_sync_steps": 9, "epsilon": 0.3, "loss_type": "sapo"},
+        "epsilon=0.3 .*ref_model_sync_steps=9 ",
+    ),
+    "no DeepSpeed configuration": ({"deepspeed": "none.json"}, "none.json.*set deepspeed"),
+}  # fmt: skip
+
+
+HOSTED = ["--endpoint", "http://127.0.0.1:9", "--model", "gpt"]
+OF_SHELF = ["--env", "tasks.py:ShelfEnv", "--dataset", "questions.jsonl"]
+EVAL = {
+    # flags; RECIPE stands for --config and the recipe, OWN for the same without its model
+    "no model": (["--env", "task.py:AddEnv", "--dataset", "test.jsonl"], "model_name_or_path=None.*--model"),
+    "no data": (["--env", "task.py:AddEnv", "--model", "tiny"], "eval_dataset_name=None.*--dataset"),
+    "no environment": (["--model", "tiny", "--dataset", "test.jsonl"], "env=None"),
+    "a misspelt option": (["--num_exmaples", "3"], "--num_exmaples.* mean 'num_examples'"),
+    "an option of training": (["--learning_rate", "1"], "--learning_rate: .*another command"),
+    "a word for a number": (["--max_turns", "many"], "--max_turns 'many': must be"),
+    "a loose word": (["recipe.yaml"], "'recipe.yaml'"),
+    "config without a file": (["--config"], "--config: expected"),
+    "two recipes": (["--config", "recipe.yaml", "--config", "more.yaml"], "--config was given twice"),
+    "a folder for a recipe": (["--config", "empty"], "--config empty: no such file"),
+    "a recipe that is not there": (["--config", "recipes.yaml"], "--config recipes.yaml.* mean 'recipe.yaml'"),
+    "a limit of none": (["RECIPE", "--max_turns", "0"], "max_turns=0"),
+    "a list for a mapping": (["RECIPE", "--env_kwargs", "[1]"], "env_kwargs=\\[1\\]"),
+    "a template that does not exist": (["RECIPE", "--chat_template", "qwen9"], "chat_template='qwen9'"),
+    "a grammar that does not exist": (["RECIPE", "--response_template", "morse"], "response_template='morse'"),
+    "a file for a folder": (["RECIPE", "--output_dir", "train.jsonl"], "output_dir='train.jsonl'"),
+    "a tag that is no column": (["RECIPE", "--by", "lvl"], "by='lvl'"),
+    "no base model": (["RECIPE", *OF_SHELF, "--baselines", "base"], "baselines='base'.*--base_model"),
+    "no such baseline": (["RECIPE", "--baselines", "closed_boko"], "baselines=\\['closed_boko'\\]"),
+    "a base model for nothing": (["RECIPE", "--base_model", "light"], "base_model='light' has no effect"),
+    "a prompt for nothing": (["RECIPE", "--baselines", "base", "--baseline_prompt", "Hm."], "baseline_prompt='Hm.'"),
+    "nothing to search with": (["RECIPE", "--baselines", "naive_rag"], "baselines='naive_rag'.* only add"),
+    "a model twice": (["RECIPE", "--models", "light", "./light"], "model_name_or_path=.*twice"),
+    "a data set twice": (["RECIPE", "--datasets", "test.jsonl", "./test.jsonl"], "eval_dataset_name=.*twice"),
+    "a base that is not there": (
+        ["RECIPE", *OF_SHELF, "--baselines", "base", "--base_model", "./nowhere"],
+        "base_model='./nowhere'",
+    ),
+    "a missing data set": (["RECIPE", "--datasets", "test.jsonl", "nor.jsonl"], "eval_dataset_name='nor.jsonl'"),
+    "two models without a base": (
+        ["OWN", *OF_SHELF, "--models", "light", "broken", "--baselines", "naive_rag"],
+        "baselines='naive_rag'.*--base_model",
+    ),
+    # a hosted model
+    "no name of the hosted model": (["RECIPE", *HOSTED[:2]], "--model: not set"),
+    "no address": (["RECIPE", *HOSTED, "--endpoint", "localhost:1"], "endpoint='localhost:1': must begin with http"),
+    "a secret in the address": (["RECIPE", *HOSTED, "--endpoint", "http://me:geheim@a/v1"], "endpoint=(?!.*geheim)"),
+    "no such variable": (["RECIPE", *HOSTED, "--api_key_env", "NO_SUCH_KEY"], "api_key_env='NO_SUCH_KEY'"),
+    "a key without an endpoint": (["RECIPE", "--api_key_env", "HOME"], "api_key_env='HOME' has no effect"),
+    "options without an endpoint": (["RECIPE", "--endpoint_options", "{a: 1}"], "endpoint_options=.*no effect"),
+    "an option of ours": (["RECIPE", *HOSTED, "--endpoint_options", "{messages: []}"], "'messages' is what"),
+    "options that are none": (["RECIPE", *HOSTED, "--endpoint_options", "low"], "endpoint_options='low'"),
+    "vLLM": (["RECIPE", *HOSTED, "--use_vllm"], "--use_vllm has no effect"),
+    "a context policy": (["RECIPE", *HOSTED, "--context_policy", "step"], "--context_policy has no effect"),
+    "a filter with a dash": (["RECIPE", *HOSTED, "--top-k", "5"], "--top_k has no effect.*--endpoint_options"),
+    "another limit": (["RECIPE", *HOSTED, "--max_concurrency", "5"], "--endpoint_concurrency"),
+    "no base of the hosted": (["OWN", *HOSTED, "--baselines", "base"], "baselines='base'.*--base_model"),
+}
+
+
+def write_files(folder: Path, model: Path) -> None:
+    """Everything that a row of `TRAIN` refers to."""
+    (folder / "tasks.py").write_text(TASKS)
+    contents = {
+        "ds_none.json": '{"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": "auto"}',
+        "ds_other.json": '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 3, '
+        '"gradient_accumulation_steps": 5}',
+        "ds.json": '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}',
+        "rows.txt": ROW, "rows.jsonl": ROW, "none.jsonl": "", "broken.jsonl": ROW + "{nonsense\n",
+        "lists.jsonl": "[1]\n",
+        "mixed.jsonl": '{"prompt": "4"}\n{"prompt": 5}\n', "rows.parquet": "hello", "rows.csv": "",
+        "questions.jsonl": '{"id": "a", "question": "Who?", "answer": "Ada"}\n',
+        "text.jsonl": '{"text": "a"}\n',
+        "numbers.jsonl": '{"prompt": 5}\n', "corpus.jsonl": '{"id": "1", "title": "Oslo", "text": "A city."}\n',
+    }  # fmt: skip
+    for name, text in contents.items():
+        (folder / name).write_text(text)
+    (folder / "latin.jsonl").write_bytes('{"prompt": "café"}\n'.encode("latin-1"))
+    for name in ("empty", "runs/checkpoint-3"):
+        (folder / name).mkdir(parents=True)
+    for name in ("broken", "light"):
+        shutil.copytree(model, folder / name)
+        (folder / name / "model.safetensors").unlink()
+    (folder / "broken" / "config.json").write_text("{nonsense")
+
+
+@pytest.mark.parametrize(("settings", "names"), TRAIN.values(), ids=TRAIN.keys())
+def test_a_mistake_ends_train_before_it_starts(recipe, refusal, model_folder, settings, names):
+    path = recipe(**settings)
+    write_files(Path(path).parent, model_folder)
+    assert re.search(names, message := refusal("train", "--config", path)), message
+
+
+@pytest.mark.parametrize(("flags", "names"), EVAL.values(), ids=EVAL.keys())
+def test_a_mistake_ends_eval_before_it_starts(recipe, refusal, model_folder, flags, names):
+    path = Path(recipe())
+    write_files(path.parent, model_folder)
+    own = path.with_name("own.yaml")
+    own.write_text(re.sub("model_name_or_path:.*\n", "", path.read_text()))
+    words = {"RECIPE": ["--config", path], "OWN": ["--config", own]}
+    arguments = [item for flag in flags for item in words.get(flag, [flag])]
+    assert re.search(names, message := refusal("eval", *arguments)), message
+
+
+def test_a_limit_that_is_null_is_refused_before_the_data_are_read(recipe, refusal):
+    path = Path(recipe(max_completion_length=None, eval_dataset_name="nowhere.jsonl"))
+    path.write_text(path.read_text() + "max_completion_length: null\n")
+    assert "max_completion_length=None" in refusal("eval", "--config", path)
+
+
+def test_the_place_of_a_mistake_can_be_seen(recipe, monkeypatch, capsys):
+    monkeypatch.setenv("AGENT_R1_TRL_DEBUG", "1")
+    assert main(["train", "--config", recipe(env="search_qq")]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_packages_that_are_not_installed_are_told_with_their_extras(recipe, refusal, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setattr("agent_r1_trl.trainers.config.is_deepspeed_available", lambda: False)
+    assert "pip install 'agent-r1-trl[vllm]'" in refusal("train", "--config", recipe(use_vllm=True))
+    assert "pip install 'agent-r1-trl[deepspeed]'" in refusal("train", "--config", recipe(deepspeed="ds.json"))
+
+
+def test_what_may_go_well_another_time_has_another_code(recipe, refusal, monkeypatch):
+    path = recipe(dataset_name="long.jsonl", eval_dataset_name=None)
+    Path("long.jsonl").write_text((json.dumps({"prompt": "Who? " * 1000}) + "\n") * 2)
+    message = refusal("train", "--config", path, code=EXIT_INFRASTRUCTURE)
+    assert "prompt_too_long" in message and "agent-r1-trl doctor" in message
+
+    def stale(self, model):
+        raise SyncError("The log-probabilities differ. Restart the server.")
+
+    monkeypatch.setattr(TransformersGenerator, "sync", stale, raising=False)
+    message = refusal("train", "--config", recipe(output_dir="other"), code=EXIT_INFRASTRUCTURE)
+    assert message == "The log-probabilities differ. Restart the server."

@@ -1,0 +1,553 @@
+"""The doctor flags what is broken, with a cure, and leaves alone what works.
+
+Covered: broken templates, tokenizers, tools, environments, prompts and versions; good ones of five families.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import io
+import json
+import re
+
+import pytest
+from rich.console import Console
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.environments import StepResult, ToolEnv
+from agent_r1_trl.features.doctor import Finding, has_errors, render, run_doctor
+from agent_r1_trl.features.doctor.checks import check_versions
+from agent_r1_trl.features.doctor.report import Report
+from tests.families import FAMILIES as FORMATS
+from tests.tokenizers import FAMILIES, make_tokenizer, read_template
+
+QWEN = read_template("qwen2_5_training")
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SAYS = "{{- '\\n' + message.content + '<|im_end|>\\n' }}"
+LLAMA = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def search(query: str) -> str:
+    """Search the corpus for passages about a topic.
+
+    Args:
+        query: What to look for.
+    """
+    return f"nothing about {query}"
+
+
+class GoodEnv(ToolEnv):
+    """Answers a question with one tool."""
+
+    tools = [search]  # noqa: RUF012 - environments are written so
+
+    def reset(self, example: dict) -> list[dict]:
+        return [{"role": "user", "content": str(example.get("question", "Capital of France?"))}]
+
+    def outcome_reward(self, trajectory) -> float:
+        return float("Paris" in trajectory.final_text)
+
+
+# Families whose published templates drop the thoughts of earlier turns, and for which TRL ships no other template.
+DROPPING = ("gemma4", "gemma4_v5", "gptoss")
+
+
+def examine(subject, **options) -> list[Finding]:
+    return run_doctor(subject, num_conversations=6, **options)
+
+
+def flagged(checks: list[Finding]) -> list[Finding]:
+    return [check for check in checks if check.level != "ok"]
+
+
+def errors_of(checks: list[Finding], name: str) -> list[Finding]:
+    found = [check for check in checks if check.level == "error" and check.check.startswith(name)]
+    assert found, f"no error of {name!r} in {[(check.check, check.level, check.message) for check in checks]}"
+    assert all(check.cure for check in found)
+    return found
+
+
+# ---------------------------------------------------------------- good subjects
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_good_tokenizer_has_no_findings(family):
+    checks = run_doctor(make_tokenizer(family), tools=[search], num_conversations=12)
+    dropped = ["warning"] if family in DROPPING else []
+    assert [check.level for check in flagged(checks)] == dropped, flagged(checks)
+    assert all("changes thoughts" in check.message for check in flagged(checks))
+    assert {check.check for check in checks} >= {"versions", "chat template", "tokenizer", "parser", "masks", "tools"}
+
+
+@pytest.mark.parametrize("family", ("qwen3", "llama3", "qwen2_5"))
+def test_a_good_environment_has_no_findings(family):
+    rows = [{"question": "Capital of France?"}, {"question": "Höchster Berg? <|im_end|>"}]
+    for env in (GoodEnv, functools.partial(GoodEnv, tool_call_reward=0.1)):
+        checks = examine(
+            make_tokenizer(family), env=env, examples=rows, max_completion_length=100, max_model_length=2000
+        )
+        assert flagged(checks) == []
+        assert any(check.check == "prompts" and check.message.startswith("2 prompts") for check in checks)
+        assert any(check.check == "environment: step" for check in checks)
+
+
+@pytest.mark.parametrize("name", ("qwen3_training", "qwen2_5_training", "qwen3_5_think", "qwen3_instruct_2507"))
+def test_trl_s_chatml_templates_have_no_findings(name):
+    assert flagged(examine(make_tokenizer("qwen3", chat_template=read_template(name)))) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3", {"thinking": "off"}),
+        ("qwen3", {"thinking": "strip"}),
+        ("gemma4", {"thinking": "strip"}),
+        ("gptoss", {"thinking": "strip"}),
+        ("qwen2_5", {"chat_template": PLAIN, "tools": []}),
+    ],
+)
+def test_what_is_meant_has_no_findings(family, options):
+    assert flagged(examine(make_tokenizer(family), **options)) == []
+
+
+def test_a_saved_model_folder_and_a_model_object_have_no_findings(tmp_path):
+    tokenizer = make_tokenizer("llama3")
+    sizes = LLAMA | {"vocab_size": len(tokenizer) + 5, "max_position_embeddings": 512}
+    config = LlamaConfig(**sizes, eos_token_id=tokenizer.eos_token_id)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert flagged(examine(str(tmp_path))) == []
+    assert flagged(examine(model, tokenizer=tokenizer)) == []
+
+
+# ---------------------------------------------------------------- broken templates
+
+
+def changed(template, *pairs):
+    for old, new in pairs:
+        assert old in template
+        template = template.replace(old, new)
+    return template
+
+
+BROKEN_TEMPLATES = {
+    "strips earlier thoughts": (
+        changed(
+            QWEN,
+            ("{%- for message in messages %}", "{%- for message in messages %}{%- set last = loop.last %}"),
+            (SAYS, SAYS.replace("message.content", "(message.content if last else message.content[9:])")),
+            ("{{- '\\n<tool_call>", "{{- ('\\n<think></think>' if last else '') + '\\n<tool_call>"),
+        ),
+        {}, "error", "chat template", "not prefix preserving", "qwen",
+    ),
+    "numbers its messages": (
+        changed(QWEN, ("'<|im_start|>user' }}", "'<|im_start|>user' + loop.index|string }}")),
+        {}, "error", "chat template", "Not prefix preserving", "",
+    ),
+    "leaves assistant turns open": (
+        changed(PLAIN, ("<|im_end|>", "{% if m.role != 'assistant' %}<|im_end|>{% endif %}")),
+        {}, "error", "chat template", "does not end an assistant turn", "",
+    ),
+    "ignores tools": (PLAIN, {"tools": [search]}, "error", "chat template", "['search']", "qwen2_5_training"),
+    "ignores tools of an environment": (PLAIN, {"env": GoodEnv}, "error", "chat template", "", ""),
+    "hides the schemas": (
+        changed(QWEN, ("{{- tool | tojson }}", "{{- 'a tool' }}")),
+        {"tools": [search]}, "error", "chat template", "does not show search of the tool", "",
+    ),
+    "changes tool text": (
+        changed(QWEN, ("response>\\n' }}\n        {{- message.content", "response>\\n' }}{{- message.content[:40]")),
+        {}, "warning", "masks", "does not arrive as it was sent", "",
+    ),
+    "shouts tool text": (
+        changed(QWEN, ("{{- message.content }}", "{{- message.content | upper }}")),
+        {"tools": [search]}, "error", "chat template", "", "",
+    ),
+    "writes calls in an unknown form": (
+        changed(QWEN, ("<tool_call>", "CALL"), ("</tool_call>", "END")),
+        {}, "error", "chat template", "cannot be read back", "",
+    ),
+    "is no template": ("{% for m in messages %}", {}, "error", "chat template", "", ""),
+    "calls what is not there": ("{{ messages[0].content.nothing() }}", {}, "error", "chat template", "", ""),
+    "is empty": ("{#  #}", {}, "error", "chat template", "", ""),
+    "is missing": (None, {}, "error", "chat template", "no chat template", ""),
+    "never trains the end of a turn": (
+        changed(
+            QWEN,
+            (SAYS, SAYS.replace(" + '<|im_end|>\\n'", "")),
+            ("{%- endgeneration %}", "{%- endgeneration %}{{- '' if message.tool_calls else '<|im_end|>\\n' }}"),
+        ),
+        {}, "warning", "chat template", "never learns to stop", "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "level", "name", "message", "cure"), BROKEN_TEMPLATES.values(), ids=BROKEN_TEMPLATES.keys()
+)
+def test_a_broken_template_is_flagged(template, options, level, name, message, cure):
+    tokenizer = make_tokenizer("qwen2_5")
+    tokenizer.chat_template = template
+    found = [check for check in flagged(examine(tokenizer, **options)) if (check.level, check.check) == (level, name)]
+    assert found and all(check.cure for check in found)
+    assert message.lower() in found[0].message.lower() and cure in found[0].cure
+
+
+def test_a_grammar_that_does_not_fit_the_template_is_flagged():
+    tokenizer = make_tokenizer("qwen2_5")
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open": "<call>",
+                "close": "</call>",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+        },
+    }
+    found = errors_of(examine(tokenizer), "parser")
+    assert "are not read back" in found[0].message and "response_template" in found[0].cure
+
+
+def as_cohere_2_moe(tokenizer, *markers: str) -> PreTrainedTokenizerFast:
+    """Command R7B's with what Cohere 2 MoE writes: a thought that the prompt opens, and a text in other markers."""
+    opening, closing = markers
+    template, header, _ = tokenizer.chat_template.rpartition("<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>")
+    template += "{% if add_generation_prompt %}" + header + "<|START_THINKING|>{% endif %}"
+    thought = "{% if m.reasoning_content %}<|START_THINKING|>{{ m.reasoning_content }}<|END_THINKING|>{% endif %}"
+    tokenizer.add_special_tokens({"additional_special_tokens": list(markers)})
+    tokenizer.chat_template = (
+        template.replace("<|START_THINKING|>{{ m.reasoning_content }}<|END_THINKING|>", thought)
+        .replace("<|START_RESPONSE|>{{ m.content }}", thought + opening + "{{ m.content }}")
+        .replace("<|END_RESPONSE|>", closing)
+    )
+    return tokenizer
+
+
+def test_markers_that_stay_in_what_was_said_are_flagged():
+    tokenizer = as_cohere_2_moe(FORMATS["command_r7b"](), "<|START_TEXT|>", "<|END_TEXT|>")
+    assert flagged(examine(tokenizer, tools=[search])) == []
+    prompt = [{"role": "user", "content": "q"}]
+    chat = ChatFormat(tokenizer)
+    reply = chat.encoder.encode("so<|END_THINKING|><|START_TEXT|>said<|END_TEXT|><|END_OF_TURN_TOKEN|>")
+    message = {"role": "assistant", "content": "said", "reasoning_content": "so"}
+    assert chat.parse(reply, chat.encode_prompt(prompt)) == message
+
+    unknown = as_cohere_2_moe(FORMATS["command_r7b"](), "<|BEGIN_WORDS|>", "<|END_WORDS|>")
+    found = errors_of(examine(unknown, tools=[search]), "parser")
+    assert "is read as '<|BEGIN_WORDS|>said.<|END_WORDS|>'" in found[0].message
+
+
+def test_an_empty_thought_of_the_prompt_that_earlier_turns_lack_is_a_warning_with_a_cure_that_works():
+    qwq = FORMATS["qwq"]()
+    qwq.chat_template = qwq.chat_template.replace(
+        "assistant\n<think>\n{% endif %}", "assistant\n<think>\n</think>{% endif %}"
+    )
+    for tokenizer in (qwq, FORMATS["command_r7b"]()):
+        (found,) = flagged(examine(tokenizer, tools=[search]))
+        assert found.level == "warning" and "leaves the empty thought" in found.message
+        assert "thinking='strip'" in found.cure
+        assert flagged(examine(tokenizer, tools=[search], thinking="strip")) == []
+    assert flagged(examine(tokenizer, tools=[search], chat_template_kwargs={"enable_thinking": True})) == []
+
+
+def test_control_tokens_that_the_tokenizer_does_not_know_are_flagged():
+    checks = examine(FORMATS["kimi_k2"](), tools=[search], chat_template="qwen2_5_training")
+    assert "<|im_start|>, no token of the tokenizer" in errors_of(checks, "chat template")[0].message
+
+
+@pytest.mark.parametrize(
+    ("thinking", "message"), [("off", "no such switch"), ("strip", "thinking='strip' has no effect")]
+)
+def test_an_impossible_thinking_option_is_flagged(thinking, message):
+    found = errors_of(examine(make_tokenizer("llama3"), thinking=thinking), "chat template")
+    assert message in found[0].message
+
+
+# ---------------------------------------------------------------- broken tokenizers and models
+
+
+@pytest.mark.parametrize(
+    ("role", "token", "message", "cure"),
+    [
+        ("eos", "<|im_start|>", "eos_token='<|im_start|>'", "<|im_end|>"),
+        ("pad", "<|im_start|>", "pad_token='<|im_start|>'", "<|im_end|>"),
+        ("eos", None, "no eos_token", "<|im_end|>"),
+    ],
+)
+def test_a_special_token_that_cannot_be_is_flagged(role, token, message, cure):
+    tokenizer = make_tokenizer("qwen2_5")
+    setattr(tokenizer, f"{role}_token", token)
+    found = errors_of(examine(tokenizer), "tokenizer")
+    assert message in found[0].message and cure in found[0].cure
+
+
+def test_pad_and_eos_may_be_the_same_token():
+    tokenizer = make_tokenizer("qwen2_5")
+    tokenizer.pad_token = tokenizer.eos_token
+    assert flagged(examine(tokenizer)) == []
+
+
+def test_a_vocabulary_larger_than_the_embedding_is_flagged():
+    tokenizer = make_tokenizer("llama3")
+    config = LlamaConfig(**LLAMA, vocab_size=len(tokenizer) - 1)
+    found = errors_of(examine(LlamaForCausalLM(config), tokenizer=tokenizer), "tokenizer")
+    assert f"last id is {len(tokenizer) - 1}" in found[0].message and "resize_token_embeddings" in found[0].cure
+
+
+def test_a_published_model_that_would_not_stop_is_flagged(tmp_path):
+    tokenizer = make_tokenizer("qwen2_5")
+    tokenizer.eos_token = "<|endoftext|>"
+    config = LlamaConfig(**LLAMA, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    checks = flagged(examine(LlamaForCausalLM(config), tokenizer=tokenizer))
+    assert [check.level for check in checks] == ["warning"]
+    assert "would run on" in checks[0].message and "generation_config.eos_token_id" in checks[0].cure
+
+
+def test_a_vocabulary_that_cannot_spell_unicode_is_flagged():
+    vocabulary = {word: index for index, word in enumerate(["<unk>", "user", "assistant", "hello", "world", "."])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = PLAIN
+    checks = flagged(examine(tokenizer))
+    assert any(check.check == "tokenizer" and "not the same after encoding" in check.message for check in checks)
+
+
+def test_a_model_that_cannot_be_loaded_is_flagged():
+    assert "cannot be loaded" in errors_of(examine("/nowhere/at/all"), "model")[0].message
+    assert "neither a name" in errors_of(examine(5), "model")[0].message
+
+
+def sentencepiece_like(tokenizer, prepend: str) -> PreTrainedTokenizerFast:
+    """The same special tokens and template on a vocabulary that puts a space before a text (Llama 2, Mistral 7B)."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=pieces, show_progress=False)
+    backend.train_from_iterator(['answer the user: {"name": "search", "arguments": {"query": "x"}}'], trainer)
+    spec = json.loads(backend.to_str())
+    spec["added_tokens"] = spec["added_tokens"][:1]
+    backend = Tokenizer.from_str(json.dumps(spec))
+    for _, token in sorted(tokenizer.added_tokens_decoder.items()):
+        backend.add_special_tokens([AddedToken(token.content, normalized=False, special=token.special)])
+    other = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=tokenizer.eos_token, unk_token="<unk>")
+    other.bos_token, other.chat_template = tokenizer.bos_token, tokenizer.chat_template
+    return other
+
+
+@pytest.mark.parametrize("prepend", ["first", "always"])
+@pytest.mark.parametrize("family", ["ministral_3", "qwen2_5"])
+def test_a_tokenizer_that_puts_a_space_before_a_text_is_fine(family, prepend):
+    tokenizer = sentencepiece_like(FORMATS[family](), prepend)
+    assert tokenizer.convert_ids_to_tokens(tokenizer("word").input_ids)[0].startswith("▁")
+    assert flagged(examine(tokenizer, tools=[search])) == []
+
+
+def test_a_template_that_cannot_be_rendered_without_tools_is_fine():
+    """Hermes' template for tools, alone."""
+    tokenizer = FORMATS["hermes_3"]()
+    tokenizer.chat_template = tokenizer.chat_template["tool_use"]
+    with pytest.raises(TypeError):
+        tokenizer.apply_chat_template([{"role": "user", "content": "q"}], tokenize=False)
+    checks = flagged(examine(tokenizer, tools=[search]))
+    assert [check.level for check in checks] == ["warning"] and "earlier messages" in checks[0].message
+
+
+def test_a_call_that_comes_back_in_the_next_turn_is_flagged(monkeypatch):
+    """The parser once read what stands before the turn as part of it."""
+    monkeypatch.setattr(ChatFormat, "_written_by_template", lambda self, ids: self.encoder.decode(list(ids)))
+    monkeypatch.setattr("agent_r1_trl.rollout.loop.PREFIX_TOKENS", 10**6)  # it was handed everything then
+    tokenizer = FORMATS["ministral_3"]()
+    chat = ChatFormat(tokenizer)
+    tokenizer.response_template = {**chat.grammar, "start_anchor": "[/INST]"}
+    found = errors_of(run_doctor(tokenizer, tools=[search], num_conversations=12), "masks")
+    assert "made the calls" in found[0].message
+
+
+def test_a_tokenizer_without_the_fast_back_end_is_flagged_with_a_cure():
+    """Mistral's own tokenizer has neither a back end nor a chat_template."""
+
+    class MistralCommonBackend:
+        eos_token_id = 2
+
+        def apply_chat_template(self, messages, **kwargs):
+            return [1]
+
+    found = errors_of(examine(MistralCommonBackend()), "chat template")
+    assert "tokenizer=MistralCommonBackend is not a fast tokenizer" in found[0].message
+    assert "PreTrainedTokenizerFast.from_pretrained" in found[0].cure
+
+
+# ---------------------------------------------------------------- broken tools and environments
+
+
+def no_hints(query):
+    """Search the corpus for passages.
+
+    Args:
+        query: What to look for.
+    """
+
+
+def no_docstring(query: str) -> str:
+    return query
+
+
+@pytest.mark.parametrize("broken", [no_hints, no_docstring, "search", 7])
+def test_a_tool_without_a_readable_schema_is_flagged(broken):
+    found = errors_of(examine(make_tokenizer("qwen2_5"), tools=[search, broken]), "tools")
+    assert found
+
+
+def test_two_tools_of_one_name_are_flagged():
+    found = errors_of(examine(make_tokenizer("qwen2_5"), tools=[search, search]), "tools")
+    assert "2 tools are called 'search'" in found[0].message
+
+
+class RaisingEnv(GoodEnv):
+    def step(self, message: dict) -> StepResult:
+        raise RuntimeError("boom")
+
+
+class NaNEnv(GoodEnv):
+    def outcome_reward(self, trajectory) -> float:
+        return float("nan")
+
+
+class NoPromptEnv(GoodEnv):
+    def reset(self, example: dict) -> str:
+        return "Capital of France?"
+
+
+class SharedStateEnv(GoodEnv):
+    seen: list = []  # noqa: RUF012 - the fault under test
+
+    def reset(self, example: dict) -> list[dict]:
+        self.seen.append(example)
+        return [{"role": "user", "content": f"question {len(self.seen)}"}]
+
+
+@pytest.mark.parametrize("broken", [RaisingEnv, NaNEnv, NoPromptEnv, SharedStateEnv, 7])
+def test_a_broken_environment_is_flagged(broken):
+    checks = examine(make_tokenizer("qwen2_5"), env=broken, examples=[{"question": "q"}])
+    assert [check for check in flagged(checks) if check.check.startswith("environment") and check.cure]
+
+
+def test_an_environment_whose_prompt_the_template_refuses_is_flagged():
+    class SystemOnly(GoodEnv):
+        def reset(self, example: dict) -> list[dict]:
+            return [{"role": "system", "content": "Begin."}]
+
+    found = errors_of(examine(make_tokenizer("llama3"), env=SystemOnly, examples=[{"question": "q"}]), "prompts")
+    assert "roles ['system']" in found[0].message
+
+
+# ---------------------------------------------------------------- prompts and versions
+
+
+def test_prompts_longer_than_the_model_are_flagged():
+    rows = [{"question": "long " * 300}]
+    checks = examine(make_tokenizer("qwen2_5"), env=GoodEnv, examples=rows, max_model_length=256)
+    assert "256 positions" in errors_of(checks, "prompts")[0].message
+
+
+def test_a_budget_that_does_not_fit_is_flagged_with_the_one_that_does():
+    rows = [{"prompt": [{"role": "user", "content": "hello"}]}]
+    tokenizer = make_tokenizer("qwen2_5")
+    options = {"examples": rows, "tools": [], "max_model_length": 300}
+    checks = flagged(examine(tokenizer, max_completion_length=290, **options))
+    assert [check.check for check in checks] == ["prompts"]
+    fitting = int(checks[0].cure.rsplit(" ", 1)[1].rstrip("."))
+    assert flagged(examine(tokenizer, max_completion_length=fitting, **options)) == []
+    assert flagged(examine(tokenizer, max_completion_length=fitting + 1, **options)) != []
+
+
+def test_versions_outside_the_windows_are_flagged():
+    def installed(name: str) -> str:
+        if name == "gone":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return {"trl": "1.15.0", "torch": "2.13.0+cpu", "vllm": "0.31.0+cpu"}[name]
+
+    report = Report()
+    requirements = [
+        "trl>=1.16",
+        "torch>=2.6",
+        "gone>=1",
+        'vllm>=0.22,<=0.31; extra == "vllm"',
+        'gone; extra == "x"',
+    ]
+    check_versions(report, requirements=requirements, installed=installed)
+    assert [check.level for check in report.findings] == ["error", "error"]
+    assert "trl 1.15.0" in report.findings[0].message and "pip install 'trl" in report.findings[0].cure
+    assert "gone is not installed" in report.findings[1].message
+
+    fine = Report()
+    check_versions(fine, requirements=requirements[1:2] + requirements[3:4], installed=installed)
+    assert [check.level for check in fine.findings] == ["ok"]
+
+
+# ---------------------------------------------------------------- the report
+
+
+def test_the_report_shows_every_verdict_message_and_cure():
+    checks = [
+        Finding(check="masks", level="ok", message="exact"),
+        Finding(check="tools", level="error", message="broken [bold]as written[/bold]", cure="mend it"),
+    ]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(render(checks))
+    shown = console.file.getvalue()
+    for part in ("ok", "masks", "exact", "error", "broken [bold]as written[/bold]", "mend it"):
+        assert part in shown
+    assert has_errors(checks) and not has_errors(checks[:1])
+
+
+def test_prompts_are_measured_with_the_tools_that_reset_chose():
+    class Late(GoodEnv):
+        def reset(self, example):
+            self.tools = [search] if example["has_tool"] else []
+            return super().reset(example)
+
+    rows = [{"question": "Capital of France?", "has_tool": flag} for flag in (False, True)]
+    checks = examine(make_tokenizer("qwen3"), env=Late, examples=rows)
+    (prompts,) = [check for check in checks if check.check == "prompts"]
+    shortest, longest = map(int, re.findall(r"(\d+) to (\d+) tokens", prompts.message)[0])
+    assert longest - shortest > 50  # the schema of the tool
+    assert errors_of(
+        examine(make_tokenizer("qwen3"), env=Late, examples=rows, max_model_length=shortest + 10), "prompts"
+    )
+
+
+def test_the_prompts_of_a_trl_environment_are_measured():
+    class Counter:
+        def reset(self, **row):
+            return " Count."
+
+        def add(self, number: int) -> str:
+            """Add a number to the count.
+
+            Args:
+                number: What to add.
+            """
+            return str(number)
+
+        def get_reward(self):
+            return 1.0
+
+    checks = examine(make_tokenizer("qwen3"), env=Counter, examples=[{"prompt": "Hi."}])
+    assert flagged(checks) == []
+    assert any(check.check == "prompts" and check.message.startswith("1 prompts") for check in checks)

@@ -1,0 +1,159 @@
+"""`agent-r1-trl doctor`: verdicts with cures; exit code 1 for errors and 2 where the checks cannot start.
+
+Covered: what reaches the doctor from recipe and flags, exit codes, mistakes. Not covered: the checks themselves
+(tests/doctor).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from agent_r1_trl.cli import main
+
+BROKEN = '''
+from agent_r1_trl import ToolEnv
+
+
+def untyped(a):
+    """Add one to a number."""
+    return a
+
+
+def undocumented(a: int) -> int:
+    return a
+
+
+def typed(a: int) -> int:
+    """Return a number unchanged.
+
+    Args:
+        a: The number.
+    """
+    return a
+
+
+number = 3
+
+
+class NoReset:
+    def step(self, message):
+        return None
+
+
+class NoDatabase(ToolEnv):
+    tools = (typed,)
+
+    def __init__(self):
+        raise RuntimeError("no database")
+
+
+class ForgetsRows(ToolEnv):
+    tools = (typed,)
+
+    def reset(self, example):
+        return example["missing"]
+'''
+
+
+@pytest.fixture
+def examine(recipe, capsys):
+    """`examine(code, "--flag", ..., setting=...)` runs the doctor on the recipe; its words, without the table."""
+
+    def run(code, *flags, **settings):
+        path = recipe(**settings)
+        Path("broken.py").write_text(BROKEN)
+        capsys.readouterr()
+        assert main(["doctor", "--config", path, *flags]) == code
+        return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+    return run
+
+
+def test_a_good_recipe_is_healthy(examine):
+    words = examine(0)
+    assert " error " not in words and " warning " not in words
+    for check in ("versions", "tokenizer", "chat template", "masks", "prompts", "environment: step"):
+        assert check in words, check
+
+
+def test_no_recipe_is_needed(recipe, model_folder, capsys):
+    recipe()
+    flags = ["--model", str(model_folder), "--env", "task.py:AddEnv", "--dataset", "train.jsonl"]
+    assert main(["doctor", *flags]) == 0
+    assert "prompts" in capsys.readouterr().out
+
+
+def test_the_recipe_of_the_quickstart_is_healthy(monkeypatch):
+    monkeypatch.chdir(Path(__file__).resolve().parents[3])
+    assert main(["doctor", "--config", "recipes/quickstart/grpo/config_cpu.yaml"]) == 0
+
+
+def test_a_flag_wins_and_a_warning_is_no_failure(examine):
+    words = examine(0, "--max_completion_length", "100000")
+    assert "warning" in words and "max_completion_length=100000" in words and "Set max_completion_length to" in words
+
+
+def test_a_recipe_whose_steps_are_rounded_away_is_warned_of(examine):
+    words = examine(0, dtype="bfloat16", learning_rate=1e-6)
+    assert "precision" in words and "rounded away" in words and "Set dtype: float32" in words
+    assert "precision" not in examine(0, dtype="bfloat16", learning_rate=1e-3)
+
+
+def test_the_template_and_the_grammar_of_the_recipe_are_examined(examine):
+    assert "chat_template='qwen9'" in examine(1, chat_template="qwen9")
+    assert "response_template='morse'" in examine(1, response_template="morse")
+    assert " error " not in examine(0, chat_template="qwen2_5_training", response_template="hermes")
+    # Kimi's markers in place of Qwen's: what the template writes cannot be read.
+    assert "are not read back" in examine(1, "--response_template", "kimi")
+
+
+@pytest.mark.parametrize("tool", ["untyped", "undocumented", "number"])
+def test_a_tool_that_no_model_can_read_is_an_error(examine, tool):
+    words = examine(1, env=None, tools=[f"broken.py:{tool}"], reward_funcs=["task.py:word_count_reward"])
+    assert ("3" if tool == "number" else f"'{tool}'") in words
+
+
+def test_an_environment_that_fails_on_the_rows_is_an_error(examine):
+    assert "reset raised KeyError: 'missing'" in examine(1, env="broken.py:ForgetsRows")
+
+
+def test_rows_without_a_prompt_are_an_error(examine, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "Who?"}) + "\n")
+    words = examine(1, dataset_name="rows.jsonl")
+    assert "['text']" in words and "'prompt'" in words and "'question'" in words
+
+
+MISTAKES = {
+    "no model": ({"model_name_or_path": None}, "--model: not set"),
+    "a model that is not there": ({"model_name_or_path": "./nowhere"}, "model='./nowhere'"),
+    "an unknown setting": ({"max_turn": 3}, "recipe.yaml: 'max_turn'.* mean 'max_turns'"),
+    "a word for a number": ({"max_turns": "many"}, "recipe.yaml: max_turns='many'"),
+    "a word for a rate": ({"learning_rate": "fast"}, "recipe.yaml: learning_rate='fast'"),
+    "a choice that is none": ({"thinking": "loud"}, "recipe.yaml: thinking='loud'"),
+    "no room at all": ({"max_completion_length": 0}, "max_completion_length=0"),
+    "two sources of tools": ({"tools": ["broken.py:typed"]}, r"env=.*tools=\['broken.py:typed'\]"),
+    "a class without reset": ({"env": "broken.py:NoReset"}, "env='broken.py:NoReset'.*reset"),
+    "an environment that raises": (
+        {"env": "broken.py:NoDatabase"},
+        "env='broken.py:NoDatabase'.*RuntimeError: no database.*broken.py, line 35",
+    ),
+    "arguments it does not take": ({"env_kwargs": {"bonsu": 2}}, "env_kwargs={'bonsu': 2}.* mean 'bonus'"),
+    "a built-in that is none": ({"env": "search_qq"}, "env='search_qq'.* mean 'search_qa'"),
+    "data that is not there": ({"dataset_name": "trian.jsonl"}, "dataset_name='trian.jsonl'.* mean 'train.jsonl'"),
+}
+
+
+@pytest.mark.parametrize(("settings", "names"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_what_cannot_be_examined_is_refused(recipe, refusal, settings, names):
+    path = recipe(**settings)
+    Path("broken.py").write_text(BROKEN)
+    assert re.search(names, message := refusal("doctor", "--config", path)), message
+
+
+def test_an_option_of_training_is_refused(recipe, refusal):
+    message = refusal("doctor", "--config", recipe(), "--learning_rate=1")
+    assert "--learning_rate" in message and "pass --run as well" in message

@@ -1,0 +1,230 @@
+"""`agent-r1-trl memory` reads a recipe and an accelerate configuration as `train` would, and says whether it fits.
+
+Covered: what the settings become, the printed table, exit codes, mistakes. Not covered: the arithmetic
+(tests/features/doctor/test_memory.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import Qwen2Config
+
+from agent_r1_trl.cli import main
+from agent_r1_trl.features.doctor.memory_command import (
+    make_setup,
+    read_accelerate_config,
+    read_arguments,
+    read_model,
+    run,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIGS = ROOT / "recipes" / "accelerate_configs"
+RECIPES = [path for path in sorted((ROOT / "recipes").glob("*/*/*.yaml")) if path.stem.startswith("config")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A directory with a configuration and no weights; 7.6 billion parameters."""
+    folder = tmp_path_factory.mktemp("model")
+    config = Qwen2Config(
+        vocab_size=152_064,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def setup_of(model, *options):
+    return make_setup(*read_arguments(["--model_name_or_path", model, "--gpu_memory_gb", "80", *options]))
+
+
+def write_recipe(folder, **settings) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return str(path)
+
+
+GPU_RECIPES = [path for path in RECIPES if "GPU" in path.read_text(encoding="utf-8").splitlines()[0]]
+QWEN = {"0.5B": (896, 4864, 24, 14), "1.5B": (1536, 8960, 28, 12), "3B": (2048, 11_008, 36, 16)}
+
+
+@pytest.mark.parametrize("path", GPU_RECIPES, ids=lambda path: "/".join(path.parts[-3:]))
+def test_a_recipe_fits_the_gpus_that_it_names(path, tmp_path, capsys):
+    """Weights in float32, their gradients and Adam's states are counted; Qwen2.5's shapes stand here."""
+    recipe, head = yaml.safe_load(path.read_text(encoding="utf-8")), path.read_text(encoding="utf-8").splitlines()[0]
+    (size,) = (size for size in QWEN if f"Qwen2.5-{size}" in recipe["model_name_or_path"])
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    rest = {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True}
+    Qwen2Config(**dict(zip(names, QWEN[size], strict=True)), **rest).save_pretrained(tmp_path)
+    command = ["--config", str(path), "--model_name_or_path", str(tmp_path), "--gpu_memory_gb", "80"]
+    assert "of 80 GB" in head
+    if "8 GPUs" in head:
+        command += ["--accelerate_config", str(CONFIGS / "zero2.yaml"), "--num_processes", "8"]
+    assert run(command) == 0 and "\nfits: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: "/".join(path.parts[-3:]))
+def test_it_reads_every_recipe(path, model):
+    arguments, model_args = read_arguments(["--config", str(path), "--model_name_or_path", model])
+    recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    setup = make_setup(arguments, model_args)
+    assert setup.micro_batch == recipe["per_device_train_batch_size"]
+    assert setup.completion_tokens <= recipe["max_completion_length"]
+    if "context_policy" not in recipe:
+        assert setup.completion_tokens == recipe["max_completion_length"]
+    assert setup.is_packed == (recipe.get("update_layout") in ("packed", "shared"))
+    assert setup.max_tokens_per_micro_batch == recipe.get("max_tokens_per_micro_batch")
+    assert (setup.critic is None) == (recipe.get("trainer", "grpo") != "ppo")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_it_reads_every_accelerate_configuration(path):
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    launch = read_accelerate_config(str(path))
+    assert launch["zero_stage"] == values.get("deepspeed_config", {}).get("zero_stage", 0)
+    assert launch["num_processes"] == values["num_processes"]
+    assert launch["offload_optimizer"] == launch["offload_parameters"] == (path.stem == "zero3_offload")
+
+
+FEW, ZERO_2 = ["--per_device_train_batch_size", "4"], ["--accelerate_config", str(CONFIGS / "zero2.yaml")]
+PPO, LORA, WITHOUT_16_BITS = ["--trainer", "ppo"], ["--use_peft"], ["--bf16", "false"]
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "expected"),
+    [
+        (FEW, "rollout_rows", 4),
+        ([*FEW, "--updates_per_rollout", "3"], "rollout_rows", 12),
+        ([*FEW, "--prompts_per_rollout", "6", "--num_processes", "2"], "rollout_rows", 24),
+        ([*FEW, "--prompts_per_rollout", "6", *PPO], "rollout_rows", 6),
+        ([*FEW, "--steps_per_generation", "2"], "rollout_rows", 8),
+        (ZERO_2, "num_processes", 8),
+        ([*ZERO_2, "--num_processes", "4"], "num_processes", 4),
+        ([], "num_processes", 1),
+        ([], "critic", None),
+        (PPO, "critic", "model"),
+        ([*PPO, *LORA], "critic", "adapter"),
+        ([*PPO, *LORA, "--critic", "head"], "critic", "head"),
+        ([*PPO, "--critic_context", "answer", "--critic_context_tokens", "100"], "critic_prefix", 100),
+        (PPO, "critic_prefix", 0),
+        (WITHOUT_16_BITS, "mixed_precision", False),
+        ([], "mixed_precision", True),
+        ([*WITHOUT_16_BITS, "--fp16", "true"], "mixed_precision", True),
+        ([*WITHOUT_16_BITS, "--accelerate_config", str(CONFIGS / "ddp.yaml")], "mixed_precision", True),
+        ([], "generator", "transformers"),
+        (["--use_vllm"], "generator", "vllm"),
+        (["--use_vllm", "--vllm_mode", "server"], "generator", "server"),
+        ([], "reference_model", False),
+        (["--beta", "0.04"], "reference_model", True),
+        (["--beta", "0.04", *LORA], "reference_model", False),
+        ([], "has_attention_masks", True),
+        (["--attn_implementation", "flash_attention_2"], "has_attention_masks", False),
+    ],
+)
+def test_what_the_estimate_depends_on_is_read_as_train_reads_it(model, options, name, expected):
+    assert getattr(setup_of(model, *options), name) == expected
+
+
+def test_contexts_and_passes_are_those_of_the_recipe(model):
+    long = ["--max_completion_length", "8000", "--max_turns", "20", "--max_tokens_per_turn", "200"]
+    long += ["--max_observation_tokens", "200", "--prompt_tokens", "400"]
+    assert setup_of(model, *long).longest_row == 8400
+    window = ["--context_policy", "window", "--context_turns", "4", "--context_tokens", "3000"]
+    setup = setup_of(model, *long, *window)
+    assert setup.longest_row == 3200  # a context of 3,000 tokens, and a turn
+    assert setup.prompt_tokens == 400 + 4 * 400 and setup.rows_per_trajectory == 6
+    packed = ["--update_layout", "packed", "--max_tokens_per_micro_batch", "5000"]
+    assert setup_of(model, *long, *window, *packed).pass_tokens() == 5000
+    assert setup_of(model, *long, *packed).pass_tokens() == 8400  # a row that is longer stands alone
+
+
+def test_no_context_is_longer_than_the_models(model):
+    arguments, model_args = read_arguments(["--model_name_or_path", model, "--max_completion_length", "9000"])
+    assert make_setup(arguments, model_args, max_positions=4096).longest_row == 4096
+    assert read_model(model_args).max_positions == 32_768
+
+
+def test_it_says_what_a_policy_of_unknown_rows_leaves_out(model, capsys):
+    options = ["--model_name_or_path", model, "--gpu_memory_gb", "800"]
+    assert run([*options, "--thinking", "strip"]) == 0
+    assert "not counted: how many rows" in capsys.readouterr().out
+    assert run(options) == 0
+    assert "not counted" not in capsys.readouterr().out
+
+
+def test_the_dtype_of_auto_is_the_checkpoints(model):
+    arguments, model_args = read_arguments(["--model_name_or_path", model, "--dtype", "auto"])
+    read_model(model_args)
+    assert make_setup(arguments, model_args).dtype == "bfloat16"
+
+
+def test_a_model_that_fits_is_said_to_fit(model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    files = {path.stem: str(path) for path in CONFIGS.glob("zero3*.yaml")}
+    assert run(["--model_name_or_path", model, "--accelerate_config", files["zero3_offload"]]) == 0
+    assert "main memory" in capsys.readouterr().out
+    assert run(["--model_name_or_path", model, "--accelerate_config", files["zero3"], "--gpu_memory_gb", "80"]) == 0
+    printed = capsys.readouterr().out
+    assert "8 process(es)" in printed
+    assert "7.616 B x 2 bytes / 8" in printed
+    assert "7.616 B x 12 bytes (a float32 copy, 8 of states) / 8" in printed
+    assert "\nfits: " in printed
+
+
+def test_a_model_that_does_not_fit_ends_with_what_would_help(model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(["--model_name_or_path", model, "--gpu_memory_gb", "80", "--num_processes", "8"]) == 1
+    printed = capsys.readouterr().out
+    assert "\ndoes not fit: " in printed
+    assert "zero3.yaml: " in printed
+    assert printed.index("zero3.yaml") < printed.index("zero1.yaml")
+
+
+def test_a_recipe_and_options_read_the_same_through_the_console_script(model, tmp_path, capsys):
+    recipe = write_recipe(tmp_path, model_name_or_path=model, use_peft=True, lora_r=8, gpu_memory_gb=80.0, env="x")
+    assert main(["memory", "--config", recipe]) == 0
+    assert "policy: adapter" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ([], "--model_name_or_path: not set"),
+        (["--model_name_or_path", "/nowhere/at/all"], "model_name_or_path='/nowhere/at/all'"),
+        (["--num_processes", "0"], "num_processes=0"),
+        (["--optim", "sgd"], "optim='sgd'"),
+        (["--load_in_4bit"], "load_in_4bit=True"),
+        (["--accelerate_config", "none.yaml"], "--accelerate_config none.yaml"),
+        (["--use_vllm", "--vllm_mode", "serve"], "--vllm_mode 'serve'"),
+        (["--trainer", "ppo", "--critic", "heads"], "critic='heads'"),
+        (["--gpu_memory_gb", "-3"], "gpu_memory_gb=-3"),
+        (["--gpu_memory_gb", "0"], "gpu_memory_gb=0.0 must be a finite number > 0"),
+        (["--generation_batch_rows", "0"], "generation_batch_rows=0"),
+        (["--max_tokens_per_micro_batch", "99"], "max_tokens_per_micro_batch=99"),
+        (["--critic_context_tokens", "0"], "critic_context_tokens=0"),
+        (["--context_tokens", "99"], "context_tokens=99"),
+        (["--context_policy", "window"], "context_policy='window'"),
+        (["--thinking", "loud"], "thinking='loud'"),
+        (["--zero_stage", "2"], "--zero_stage"),
+    ],
+)
+def test_a_mistake_is_refused(model, options, names, refusal):
+    given = [] if "--model_name_or_path" in " ".join([*options, names]) else ["--model_name_or_path", model]
+    assert names in refusal("memory", *given, *options)
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "MEGATRON_LM"])
+def test_a_method_that_is_not_estimated_is_refused(kind, tmp_path, model, refusal):
+    path = write_recipe(tmp_path, distributed_type=kind)
+    message = refusal("memory", "--model_name_or_path", model, "--accelerate_config", path)
+    assert "accelerate_config=" in message and kind in message

@@ -1,0 +1,329 @@
+"""The monitor in our trainers: what it gathers, judges, logs and goes on from."""
+
+import json
+import logging
+import math
+import time
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import TrainerState
+from trl import TrlParser
+
+from agent_r1_trl.features.echo_trap import feature as echo_signals
+from agent_r1_trl.features.echo_trap import signal_record
+from agent_r1_trl.features.echo_trap.feature import EchoSignals
+from agent_r1_trl.features.echo_trap.prompt_scores import Reasoning, cross_scores, first_reasoning
+from agent_r1_trl.features.echo_trap.rollout import entropy_factor
+from agent_r1_trl.features.echo_trap.settings import EchoSettings
+from agent_r1_trl.features.sampling.group_filter import FilterSettings
+from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOTrainer
+from agent_r1_trl.trajectory import Trajectory, Turn
+from tests.toys import call, say
+from tests.trainers.helpers import make_trainer, two_turns, unfold
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def weights(trainer):
+    return [parameter.clone() for parameter in trainer.model.parameters()]
+
+
+@pytest.mark.parametrize("update_layout", ["padded", "packed"])
+def test_every_signal_is_logged_and_the_training_is_the_same_bit_for_bit(tmp_path, update_layout):
+    options = {"max_steps": 2, "update_layout": update_layout}
+    plain = make_trainer(tmp_path / "plain", **options)
+    plain.train()
+    watched = make_trainer(tmp_path / "watched", echo={"mutual_information_every": 2}, **options)
+    watched.train()
+    assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(watched), strict=True))
+    names = "reward reward_std zero_std_share repetition inaction entropy grad_norm response_length signal_to_noise"
+    for name in names.split():
+        assert len(logged(watched, f"echo/{name}")) == 2, name
+    assert logged(watched, "echo/reward") == pytest.approx(logged(watched, "reward"))
+    assert logged(watched, "echo/reward_std") == pytest.approx(logged(watched, "group/reward_std"))
+    assert logged(watched, "echo/entropy") == pytest.approx(logged(watched, "entropy"))
+    assert logged(watched, "echo/grad_norm") == pytest.approx(logged(watched, "grad_norm"))
+    assert logged(watched, "echo/state") == [0.0, 0.0]
+    assert len(logged(watched, "echo/mutual_information")) == 1, "every second step"
+    assert 0 <= logged(watched, "echo/retrieval_accuracy")[0] <= 1
+    assert not [name for entry in plain.state.log_history for name in entry if name.startswith("echo/")]
+
+
+def test_ppo_is_judged_by_the_norm_of_its_policy(tmp_path):
+    trainer = make_trainer(tmp_path, trainer=MultiTurnPPOTrainer, echo=True)
+    trainer.train()
+    assert logged(trainer, "echo/grad_norm") == pytest.approx(logged(trainer, "grad_norm"))
+    assert trainer.features["echo_signals"].judge.verdict.step == 1
+
+
+def test_a_step_on_an_old_rollout_knows_no_new_rollout_signals(tmp_path):
+    trainer = make_trainer(tmp_path, echo=True, max_steps=4, num_iterations=2)
+    trainer.train()
+    assert len(logged(trainer, "echo/reward")) == 2
+    assert len(logged(trainer, "echo/entropy")) == 4
+    assert trainer.features["echo_signals"].judge.verdict.step == 4
+
+
+def test_without_a_tool_call_in_the_whole_run_there_is_no_inaction(tmp_path):
+    trainer = make_trainer(tmp_path, script=lambda rng, turn: say("x" * rng.randrange(1, 9)), echo=True)
+    trainer.train()
+    assert logged(trainer, "echo/reward") and not logged(trainer, "echo/inaction")
+
+
+def test_a_run_that_falls_silent_is_warned_of_by_name(tmp_path, caplog):
+    """After five steps nobody calls any more, and all say the same wrong answer."""
+    trainer = None
+
+    def script(rng, turn):
+        is_late = trainer.state.global_step >= 5
+        if turn == 0 and not is_late:
+            return call(a=rng.randrange(9), b=rng.randrange(9))
+        return say("x") if is_late else say("x" * rng.choice([2, 2, 2, 3]))
+
+    options = {"echo": True, "echo.thresholds": {"window": 4}, "max_steps": 14, "learning_rate": 1e-6}
+    trainer = make_trainer(tmp_path, script=script, **options)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert trainer.features["echo_signals"].judge.verdict.state in ("collapsing", "collapsed")
+    assert {"zero_std_share", "repetition", "inaction"} <= {*trainer.features["echo_signals"].judge.verdict.signals}
+    said = [record.getMessage() for record in caplog.records if "echo_trap" in record.getMessage()]
+    assert "after healthy." in said[0] and any("The inaction was 0 when" in text for text in said)
+    assert logged(trainer, "echo/state")[-1] == trainer.features["echo_signals"].judge.verdict.severity
+
+
+def test_a_resumed_run_judges_as_the_run_that_was_not_interrupted(tmp_path):
+    options = {"echo": True, "script": two_turns, "save_strategy": "steps", "save_steps": 2}
+    whole = make_trainer(tmp_path / "whole", max_steps=4, **options)
+    whole.train()
+    resumed = make_trainer(tmp_path / "resumed", max_steps=4, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert resumed.features["echo_signals"].judge.state_dict() == whole.features["echo_signals"].judge.state_dict()
+    saved = json.loads((tmp_path / "whole" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert saved["stateful_callbacks"]["echo_trap"]["judge"]["step"] == 2
+
+
+def test_a_second_training_begins_anew(tmp_path):
+    trainer = make_trainer(tmp_path, echo=True)
+    trainer.train()
+    trainer.train()
+    assert trainer.features["echo_signals"].judge.verdict.step == 1
+
+
+# -------------------------------------------------------------------- what the update trains on is changed
+
+
+def monitor():
+    """The monitor of a trainer that is only pretended, and that trainer."""
+    args = SimpleNamespace(echo=EchoSettings(), use_adaptive_entropy=False)
+    features = {
+        "numbers": SimpleNamespace(num_skipped=0),
+        "group_filter": SimpleNamespace(settings=FilterSettings()),
+        "resampling": SimpleNamespace(rounds=0),
+    }
+    trainer = SimpleNamespace(
+        args=args, state=TrainerState(), last_norms=(1.0,), epsilon_low=0.2, epsilon_high=0.2, beta=0.1,
+        entropy_coef=0.0, features=features, _metrics={"train": defaultdict(list)}, _rollout_s=0.0,
+    )  # fmt: skip
+    trainer.add_metrics = lambda values: [trainer._metrics["train"][name].append(values[name]) for name in values]
+    signals = EchoSignals(args)
+    signals.attach(trainer)
+    return signals, trainer
+
+
+def end_rollout(signals, trajectories, group_size, replaced=(), is_kept=None):
+    """Tell the monitor of a rollout."""
+    position = SimpleNamespace(group_size=group_size)
+    parts = {"replaced": replaced, "is_kept": is_kept, "draw_weights": {}, "position": position}
+    signals.rollout_end(SimpleNamespace(trajectories=trajectories, **parts), {})
+
+
+def step(signals, trainer, norm, rollout=((), 4)):
+    """One optimizer step on a rollout, and the state after it."""
+    if rollout is not None:
+        end_rollout(signals, *rollout)
+    trainer.last_norms = (norm,)
+    trainer.state.global_step += 1
+    signals.on_step_end(trainer.args, trainer.state, None)
+    return signals.judge.verdict.state
+
+
+def switch_on_the_filter(trainer):
+    trainer.features["group_filter"].settings = FilterSettings("top_p", 0.9)
+
+
+CHANGES = {
+    "filter": switch_on_the_filter,
+    "rounds": lambda trainer: setattr(trainer.features["resampling"], "rounds", 2),
+    "clip": lambda trainer: setattr(trainer, "epsilon_high", 0.28),
+    "kl": lambda trainer: setattr(trainer, "beta", 0.0),
+    "entropy": lambda trainer: setattr(trainer, "entropy_coef", 0.001),
+    "nothing": lambda trainer: None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_norms_are_measured_anew_when_an_action_changes_what_they_depend_on(change):
+    signals, trainer = monitor()
+    states = [step(signals, trainer, 1.0) for _ in range(12)]
+    CHANGES[change](trainer)
+    states += [step(signals, trainer, 8.0) for _ in range(12)]
+    assert set(states[:12]) == {"healthy"}
+    assert ("warning" in states) == (change == "nothing")
+    if change != "nothing":
+        states = [step(signals, trainer, 90.0) for _ in range(3)]
+        assert states == ["healthy", "healthy", "collapsing"], "spikes over the new norms are spikes"
+
+
+def test_the_steps_of_a_rollout_from_before_the_filter_are_still_compared():
+    signals, trainer = monitor()
+    for _ in range(12):
+        step(signals, trainer, 1.0)
+    switch_on_the_filter(trainer)
+    for _ in range(3):
+        step(signals, trainer, 20.0, rollout=None)
+    assert "grad_norm" in signals.judge.verdict.signals, "its rows were there before"
+    step(signals, trainer, 20.0)
+    assert "grad_norm" not in signals.judge.verdict.signals
+
+
+def test_a_run_that_goes_back_behind_the_action_measures_its_norms_anew_as_well():
+    signals, trainer = monitor()
+    for _ in range(12):
+        step(signals, trainer, 1.0)
+    saved = json.dumps(trainer.state.stateful_callbacks)  # of a healthy checkpoint
+    switch_on_the_filter(trainer)
+    for _ in range(2):  # the run collapses later, and goes back to the checkpoint
+        trainer.state.stateful_callbacks = json.loads(saved)
+        signals.on_train_begin(trainer.args, trainer.state, None)
+        assert {step(signals, trainer, 8.0) for _ in range(12)} == {"healthy"}
+
+
+def spoken(log_prob, reward=0.0):
+    turn = Turn(start=0, end=2, message={"role": "assistant", "content": "x"})
+    trajectory = Trajectory(
+        prompt_messages=[], prompt_ids=[1], completion_ids=[6, 7], action_mask=[1, 1], logprobs=[log_prob] * 2,
+        turn_ids=[0, 0], authors=["policy"] * 2, turns=[turn], stop_reason="done",
+    )  # fmt: skip
+    trajectory.outcome_reward, trajectory.is_scored = reward, True
+    return trajectory
+
+
+def test_the_entropy_that_is_judged_is_that_of_everything_sampled():
+    """Log-probs of -1 on the kept rows, -3 on the filtered ones and -5 on the replaced ones: -3 on average."""
+    signals, trainer = monitor()
+    rollout, replaced = [spoken(-1.0), spoken(-1.0), spoken(-3.0), spoken(-3.0)], [spoken(-5.0), spoken(-5.0)]
+    for entropy, rows in (
+        (2.0, (rollout, 2)),
+        (6.0, (rollout, 2, replaced, torch.tensor([True, True, False, False]))),
+        (2.0, (rollout, 2, (), torch.tensor([False] * 4))),
+    ):
+        trainer._metrics["train"] = defaultdict(list, entropy=[2.0])
+        step(signals, trainer, 1.0, rows)
+        assert trainer._metrics["train"]["echo/entropy"] == [pytest.approx(entropy)]
+    assert entropy_factor([signal_record(spoken(0.0))] * 2, [True, False]) == 1.0, "no log-probs, no factor"
+
+
+def test_an_optimizer_step_of_two_rollouts_has_the_signals_of_both():
+    signals, trainer = monitor()
+    end_rollout(signals, [spoken(-1.0, reward=1.0), spoken(-1.0, reward=0.0)], 2)
+    step(signals, trainer, 1.0, ([spoken(-1.0, reward=0.0), spoken(-1.0, reward=0.0)], 2))
+    assert trainer._metrics["train"]["echo/reward"] == [0.25]
+    assert trainer._metrics["train"]["echo/zero_std_share"] == [0.5], "they are two groups"
+
+
+def test_the_time_of_the_mutual_information_is_logged_and_no_part_of_the_update(monkeypatch):
+    monkeypatch.setattr(echo_signals, "prompt_dependence", lambda *args: time.sleep(0.2) or {})
+    signals, trainer = monitor()
+    trainer.args.echo.mutual_information_every = 1
+    end_rollout(signals, [], 2)
+    (seconds,) = trainer._metrics["train"]["time/mutual_information_s"]
+    assert seconds >= 0.2 and trainer._rollout_s == seconds, "what the time of the update leaves out"
+
+
+# -------------------------------------------------------------------- mutual information
+
+
+@pytest.mark.parametrize("update_layout", ["padded", "packed", "shared"])
+def test_a_reasoning_is_scored_after_every_prompt_in_every_layout(tmp_path, update_layout):
+    trainer = make_trainer(tmp_path, update_layout=update_layout, per_device_train_batch_size=4)
+    texts = [([5, 6, 7], [8, 9, 10, 11], 1), ([12], [13, 14], 0), ([15, 16], [17], 0)]
+    reasonings = [
+        Reasoning(group=group, prompt_ids=prompt, ids=ids, num_before=before)
+        for group, (prompt, ids, before) in enumerate(texts)
+    ]
+    trainer.model.eval()
+    state = torch.get_rng_state()
+    scores = cross_scores(trainer, reasonings)
+    assert torch.equal(torch.get_rng_state(), state)
+    for i, (_, ids, before) in enumerate(texts):
+        for j, (prompt, _, _) in enumerate(texts):
+            with torch.no_grad():
+                log_probs = trainer.model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
+            places = range(len(prompt) + before, len(prompt) + len(ids))
+            expected = sum(log_probs[place - 1, (prompt + ids)[place]].item() for place in places)
+            assert scores[i][j] == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_does_not_fit_into_the_context_is_not_scored_and_said(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, echo={"mutual_information_every": 1})
+    trainer.model.config.max_position_embeddings = 8  # the rollout's limits are made already
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert logged(trainer, "echo/reward") and not logged(trainer, "echo/mutual_information")
+    assert "has no mutual_information" in caplog.text
+
+
+@pytest.mark.parametrize(("thought", "length"), [("7 8", 2), ("", 4), ("not said", 4)])
+def test_the_reasoning_of_a_turn_ends_where_its_text_ends(thought, length):
+    class Words:
+        def decode(self, ids):
+            return " ".join(map(str, ids))
+
+    turn = Turn(start=1, end=5, message={"role": "assistant", "content": "9 10", "reasoning_content": thought})
+    authors = ["template", "policy", "policy", "policy", "policy"]
+    trajectory = Trajectory(
+        prompt_messages=[], prompt_ids=[1, 2], completion_ids=[6, 7, 8, 9, 10], action_mask=[0, 1, 1, 1, 1],
+        logprobs=[0.0] * 5, turn_ids=[-1, 0, 0, 0, 0], authors=authors, turns=[turn], stop_reason="done",
+    )  # fmt: skip
+    found = first_reasoning(trajectory, Words(), group=3)
+    assert (found.ids, found.num_before) == ([6, 7, 8, 9, 10][: 1 + length], 1)
+
+
+# -------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"echo.mutual_information_every": -1}, "echo.mutual_information_every"),
+        ({"echo.thresholds": {"windows": 20}}, "echo.thresholds"),
+        ({"echo.thresholds": {"reward_std": [0.1, 0.5]}}, "echo.thresholds"),
+        ({"echo.thresholds": {"window": "ten"}}, "echo.thresholds"),
+        ({"echo.thresholds": {"repetition": 0.9}}, "echo.thresholds"),
+        ({"echo.thresholds": {"solved_reward": "high"}}, "echo.thresholds"),
+        ({"echo.thresholds": "window: 20"}, "echo.thresholds"),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_refused_by_name(tmp_path, options, name):
+    with pytest.raises(ValueError, match=name):
+        MultiTurnGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **unfold(options))
+
+
+def test_the_users_thresholds_are_those_that_are_judged_by(tmp_path):
+    trainer = make_trainer(tmp_path, echo={"thresholds": {"window": 3, "repetition": [0.6, 0.95]}})
+    assert trainer.features["echo_signals"].judge.thresholds.window == 3
+    assert trainer.features["echo_signals"].judge.thresholds.repetition[1] == 0.95
+    assert math.isclose(trainer.features["echo_signals"].judge.thresholds.solved_success, 0.9)
+
+
+def test_a_command_line_gives_thresholds_as_json(tmp_path):
+    line = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"]
+    line += ["--echo", '{"thresholds": {"window": 5}}']
+    (config,) = TrlParser((MultiTurnGRPOConfig,)).parse_args_and_config(line)
+    assert config.echo.thresholds == {"window": 5}

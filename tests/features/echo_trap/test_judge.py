@@ -1,0 +1,445 @@
+"""The judgement on runs whose fate is known: simulated ones, and a few written by hand."""
+
+import json
+
+import numpy as np
+import pytest
+
+from agent_r1_trl.features.echo_trap import STATES, EchoTrapJudge, Thresholds, judge
+from tests.features.echo_trap.simulated_runs import healthy_run, play, wandering_entropy
+
+NAMED_KEYS = ("reward", "reward_std", "zero_std_share", "entropy", "grad_norm", "repetition", "inaction")
+SEEDS = range(5)
+
+
+def states(history, thresholds=None):
+    judge = EchoTrapJudge(thresholds)
+    return [judge.update(step).state for step in history]
+
+
+def first(states, *wanted):
+    """Number of steps before the first state of these; None if there is none."""
+    return next((step for step, state in enumerate(states) if state in wanted), None)
+
+
+def has_collapsed(states):
+    return {"collapsing", "collapsed"} & {*states}
+
+
+def with_entropy(rng, history, level, noise=0.05):
+    for step, value in zip(history, wandering_entropy(rng, level, noise), strict=True):
+        step["entropy"] = value
+    return history
+
+
+def only(history, keys):
+    return [{key: value for key, value in step.items() if key in keys} for step in history]
+
+
+def ramp(start, end, before, length, after):
+    """`start` for some steps, a straight way to `end`, then `end`."""
+    return np.concatenate([np.full(before, start), np.linspace(start, end, length), np.full(after, end)])
+
+
+def slow_collapse(rng):
+    """Learns for 60 steps, then says the same more and more often, and gets worse for 80 steps."""
+    echo = np.concatenate([np.zeros(60), ramp(0.0, 1.0, 0, 80, 40)])
+    skill = np.concatenate([np.linspace(0, 1.5, 60), ramp(1.5, -4.0, 0, 80, 40)])
+    return with_entropy(rng, play(rng, skill, echo=echo), 0.8 * (1 - 0.97 * echo))
+
+
+def sudden_collapse(rng):
+    """Within one step from about 60% to nothing but failures that are all alike."""
+    skill = np.concatenate([np.linspace(0, 1.0, 60), np.full(40, -9.0)])
+    echo = np.concatenate([np.zeros(60), np.ones(40)])
+    return with_entropy(rng, play(rng, skill, echo=echo), 0.8 * (1 - 0.95 * echo))
+
+
+def inaction_collapse(rng):
+    """Stops to call its tool, without which it seldom succeeds."""
+    calls = ramp(0.95, 0.02, 40, 60, 40)
+    return with_entropy(rng, play(rng, np.full(140, 0.5), calls=calls, call_gain=3.0), np.full(140, 0.8))
+
+
+def convergence(rng):
+    """Learns the task: in the end all groups succeed alike."""
+    skill = np.concatenate([np.linspace(0, 7, 80), np.full(80, 7.0)])
+    repeats = np.clip(skill / 8, 0, 1)
+    return with_entropy(rng, play(rng, skill, repeats=repeats), 0.8 * np.exp(-skill / 2.5))
+
+
+# -------------------------------------------------------------------- runs whose fate is known
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("run", [slow_collapse, sudden_collapse, inaction_collapse])
+def test_a_collapse_is_noticed_before_success_has_halved_and_called_by_its_name_in_the_end(run, seed):
+    history = run(np.random.default_rng(seed))
+    success = np.convolve([step["success"] for step in history], np.ones(10) / 10, mode="valid")
+    halved = int(np.argmax(success)) + first([s < success.max() / 2 for s in success[np.argmax(success) :]], True) + 9
+    for keys in (NAMED_KEYS, (*NAMED_KEYS, "reward_max", "reward_min", "return_with_call", "return_without_call")):
+        found = states(only(history, keys))
+        noticed = first(found, "warning", "collapsing", "collapsed")
+        assert noticed > 35, "it was healthy until then"
+        if run is not sudden_collapse:
+            assert noticed <= halved
+        assert first(found, "collapsing", "collapsed") <= halved + 10
+        assert found[-1] == "collapsed"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_collapses_by_inaction_is_called_so(seed):
+    history = inaction_collapse(np.random.default_rng(seed))
+    verdict = judge(only(history, NAMED_KEYS))
+    assert "inaction" in verdict.signals
+    assert "without a tool call has risen" in verdict.reason
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "keys", [NAMED_KEYS, (*NAMED_KEYS, "success"), (*NAMED_KEYS, "reward_max", "reward_min")], ids=str
+)
+def test_convergence_is_never_called_collapse(keys, seed):
+    found = states(only(convergence(np.random.default_rng(seed)), keys))
+    assert not has_collapsed(found)
+    assert found[-1] == "converged"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_run_that_begins_with_a_solved_task_has_converged(seed):
+    rng = np.random.default_rng(seed)
+    found = states(with_entropy(rng, play(rng, np.full(60, 6.0)), np.full(60, 0.1)))
+    assert {*found[20:]} == {"converged"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_collapse_after_convergence_is_noticed(seed):
+    rng = np.random.default_rng(seed)
+    skill = np.concatenate([np.linspace(0, 7, 60), np.full(60, 7.0), np.linspace(7, -8, 30), np.full(30, -8.0)])
+    found = states(only(with_entropy(rng, play(rng, skill), 0.8 * np.exp(-np.clip(skill, 0, 7) / 2.5)), NAMED_KEYS))
+    assert found[115] == "converged"
+    assert not has_collapsed(found[:120])
+    assert first(found[120:], "collapsing", "collapsed") <= 30
+    assert found[-1] in ("collapsing", "collapsed")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_doing_nothing_because_acting_is_penalised_is_noticed_though_the_reward_rises(seed):
+    """Each call costs more than its success earns, so that the reward rises while success is given up."""
+    rng = np.random.default_rng(seed)
+    history = play(rng, np.full(140, 0.5), calls=ramp(0.95, 0.02, 40, 60, 40), call_gain=3.0)
+    for step in with_entropy(rng, history, np.full(140, 0.8)):
+        cost = 1.5 * (1 - step["inaction"])
+        for name in ("reward_max", "reward_min", "return_with_call", "return_without_call"):
+            del step[name]
+        step["reward"] -= cost
+    assert history[-1]["reward"] > history[0]["reward"]
+    assert "inaction" in judge(history).signals and "success" in judge(history).signals
+    assert states(history)[-1] == "collapsed"
+    assert not has_collapsed(states(only(history, NAMED_KEYS))), "without success nothing says that it is lost"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_groups_that_say_the_same_while_nothing_was_learnt_are_a_collapse(seed):
+    """The reward stays where it was: the early form, which a plateau hides."""
+    rng = np.random.default_rng(seed)
+    echo = ramp(0.0, 1.0, 40, 40, 40)
+    found = states(with_entropy(rng, play(rng, np.zeros(120), groups=16, echo=echo), 0.8 * (1 - 0.97 * echo)))
+    assert first(found, "warning") > 40
+    assert found[-1] in ("collapsing", "collapsed")
+
+
+# -------------------------------------------------------------------- no false alarms
+
+
+def alarms(seeds):
+    return [seed for seed in seeds if has_collapsed(states(healthy_run(np.random.default_rng(seed))))]
+
+
+def test_forty_random_healthy_runs_give_no_false_alarm():
+    assert alarms(range(5000, 5040)) == []
+
+
+@pytest.mark.slow
+def test_less_than_one_in_a_hundred_random_healthy_runs_gives_a_false_alarm():
+    assert len(alarms(range(1000))) < 10
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_sparse_reward_that_is_often_missed_is_no_collapse(seed):
+    rng = np.random.default_rng(seed)
+    history = play(rng, np.zeros(300), easy=-4.0, spread=1.0, groups=4, size=4)
+    assert np.mean([step["reward"] == 0 for step in history]) > 0.4
+    assert {*states(only(with_entropy(rng, history, np.full(300, 0.8)), NAMED_KEYS))} <= {"healthy", "warning"}
+
+
+@pytest.mark.parametrize("factor", [6.0, 50.0, float("inf")])
+def test_one_spike_of_the_gradient_or_one_every_few_steps_is_nothing_whatever_its_size(factor):
+    rng = np.random.default_rng(0)
+    history = with_entropy(rng, play(rng, np.linspace(0, 1, 80)), np.full(80, 0.8))
+    for step in (40, 60, 63, 66):
+        history[step]["grad_norm"] = 0.3 * factor
+    assert {*states(history)} == {"healthy"}
+
+
+def test_several_gradient_norms_that_are_not_finite_are_critical():
+    steps = [{"reward": 0.5, "grad_norm": 1.0}] * 20 + [{"reward": 0.5, "grad_norm": float("inf")}] * 3
+    assert states(steps)[-3:] == ["healthy", "healthy", "collapsing"]
+    verdict = judge(steps)
+    assert verdict.signals["grad_norm"].level == "critical"
+    assert verdict.signals["grad_norm"].value == float("inf")
+
+
+@pytest.mark.parametrize("late", [0.05, 3.0])
+def test_entropy_alone_is_a_warning_and_critical_together_with_another_signal(late):
+    """As in a bandit after a cold start, whose entropy doubled while the reward rose slowly."""
+    steps = [{"reward": 0.5, "entropy": 1.0, "repetition": 0.1}] * 20
+    alone = steps + [{"reward": 0.5, "entropy": late, "repetition": 0.1}] * 40
+    assert {*states(alone)} == {"healthy", "warning"}
+    assert judge(alone).signals["entropy"].level == "critical"
+    assert judge(steps + [{"reward": 0.5, "entropy": late, "repetition": 0.7}] * 40).state == "collapsing"
+    assert judge(alone).entropy_side == (1 if late < 1 else 2)
+    assert judge(steps + alone[20:22]).entropy_side == (0 if late < 1 else 2), "a high one is known without patience"
+
+
+def test_one_bad_batch_is_no_collapse():
+    steps = [{"reward": 0.6 + 0.02 * (k % 3), "reward_std": 0.4, "entropy": 1.0} for k in range(60)]
+    steps[30] = {"reward": 0.0, "reward_std": 0.0, "entropy": 1.0}
+    assert {*states(steps)} == {"healthy"}
+
+
+def test_a_run_that_stops_to_call_a_tool_which_earns_nothing_is_healthy():
+    rng = np.random.default_rng(1)
+    history = play(rng, np.zeros(140), calls=ramp(0.8, 0.02, 40, 60, 40), call_gain=0.0)
+    assert {*states(with_entropy(rng, history, np.full(140, 0.8)))} == {"healthy"}
+
+
+# -------------------------------------------------------------------- numbers by hand
+
+
+def test_the_baseline_is_the_mean_of_the_first_ten_steps_and_the_average_forgets_a_fifth_per_step():
+    limits = Thresholds(noise=0, warning_steps=1)
+    steps = [{"reward": 0.5, "reward_std": std} for std in (0.3, 0.5) * 5] + [{"reward": 0.5, "reward_std": 0.0}] * 4
+    assert states(steps, limits)[-4:] == ["healthy", "healthy", "healthy", "warning"]
+    verdict = judge(steps, limits)  # 0.8^3 = 0.512, 0.8^4 = 0.4096
+    assert verdict.step == 14
+    assert verdict.signals["reward_std"].value == pytest.approx(0.4096)
+    assert verdict.signals["reward_std"].threshold == 0.5
+    assert verdict.reason == (
+        "The standard deviation of the rewards inside groups is 41% of its baseline (warning below 50%)."
+    )
+
+
+def test_a_drop_of_the_reward_is_measured_against_its_best_or_the_way_from_its_floor():
+    limits = Thresholds(noise=0, reward_noise=0, warning_steps=1)
+    for start, best, drop in ((0.0, 1.0, 0.2), (-1.0, 1.0, 0.1)):  # scales of 1 and of 2
+        steps = [{"reward": start}] * 10 + [{"reward": best}] * 200 + [{"reward": best - 1.0}]
+        verdict = judge(steps, limits)  # an outlier so far; confirmed, the average falls by a fifth of 1
+        assert verdict.severity == (2 if drop > 0.2 else 0)
+        found = judge([*steps, {"reward": best - 1.0}], limits).signals
+        assert ("reward" in found) == (start == 0.0)
+    assert found == {} and judge([*steps, *steps[-1:] * 3], limits).signals["reward"].value == pytest.approx(0.244)
+
+
+def test_a_warning_takes_three_steps_and_recovery_five():
+    steps = [{"repetition": 0.0}] * 10 + [{"repetition": 1.0}] * 5
+    limits = Thresholds(noise=0, ema_decay=0.0)
+    assert states(steps, limits)[10:] == ["healthy", "healthy", "warning", "warning", "warning"]
+    found = states(steps + [{"repetition": 0.0}] * 6, limits)[15:]
+    assert found == ["warning"] * 4 + ["healthy"] * 2
+
+
+def test_a_signal_ends_with_the_value_that_is_back_inside_its_threshold():
+    """So what was excused while a task was solved is no second kind of signal once the task gets harder."""
+    limits = Thresholds(noise=0, ema_decay=0.0)
+    steps = [{"repetition": 0.0}] * 10 + [{"repetition": 0.6}] * 3
+    assert [*judge(steps, limits).signals] == ["repetition"]
+    assert [*judge([*steps, {"repetition": 0.49}], limits).signals] == []
+
+
+# -------------------------------------------------------------------- what is unknown
+
+
+def test_a_missing_key_none_and_nan_are_all_unknown_and_never_zero():
+    full = [{key: 0.5 for key in NAMED_KEYS}] * 20
+    for nothing in ({}, dict.fromkeys(NAMED_KEYS), dict.fromkeys(NAMED_KEYS, float("nan"))):
+        verdict = judge([*full, *[nothing] * 60])
+        assert (verdict.state, dict(verdict.signals), verdict.step) == ("healthy", {}, 80)
+
+
+@pytest.mark.parametrize("run", [slow_collapse, convergence])
+def test_gaps_change_no_verdict(run):
+    """A step without a new rollout knows its entropy and its norm alone."""
+    history = run(np.random.default_rng(0))
+    gaps = [item for step in history for item in (step, {"grad_norm": step["grad_norm"]})]
+    assert states(gaps)[-1] == states(history)[-1]
+    assert states(gaps)[::2][:30] == states(history)[:30]
+
+
+def test_without_reward_and_success_lost_variety_is_at_most_a_warning():
+    steps = [{"reward_std": 0.4, "entropy": 1.0}] * 20 + [{"reward_std": 0.0, "entropy": 0.0}] * 60
+    assert {*states(steps)} == {"healthy", "warning"}
+
+
+def test_a_signal_that_is_unknown_for_long_is_forgotten():
+    steps = [{"reward": 0.5, "repetition": 0.0}] * 10 + [{"reward": 0.5, "repetition": 1.0}] * 40
+    assert judge(steps).state == "collapsing"
+    assert judge(steps + [{"reward": 0.5}] * 60).state == "healthy"
+
+
+def test_an_unknown_key_is_refused_by_name():
+    with pytest.raises(ValueError, match="rewards_std"):
+        judge([{"rewards_std": 0.1}])
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"reward_std": (0.1, 0.5)},
+        {"repetition": (0.9, 0.5)},
+        {"repetition": 0.9},
+        {"grad_norm": (5.0, float("nan"))},
+        {"window": 1},
+        {"warning_steps": 2.5},
+        {"ema_decay": 1.0},
+        {"noise": -1},
+        {"solved_success": "0.9"},
+    ],
+    ids=str,
+)
+def test_thresholds_that_make_no_sense_are_refused_by_name(option):
+    with pytest.raises(ValueError, match=next(iter(option))):
+        Thresholds(**option)
+
+
+# -------------------------------------------------------------------- purity
+
+
+def test_the_same_history_gives_the_same_verdict_step_by_step_and_after_a_resumption():
+    history = slow_collapse(np.random.default_rng(3))
+    whole, resumed = EchoTrapJudge(), EchoTrapJudge()
+    for number, step in enumerate(history):
+        verdict = whole.update(step)
+        if number % 30 == 0:
+            state = json.loads(json.dumps(resumed.state_dict()))
+            resumed = EchoTrapJudge()
+            resumed.load_state_dict(state)
+        assert resumed.update(step) == verdict
+        if number % 60 == 0:
+            assert judge(history[: number + 1]) == verdict
+
+
+def test_a_history_is_not_changed_and_states_are_ordered():
+    history = [{"reward": 0.5, "entropy": None}]
+    judge(history)
+    assert history == [{"reward": 0.5, "entropy": None}]
+    assert STATES == ("healthy", "converged", "warning", "collapsing", "collapsed")
+
+
+# -------------------------------------------------------------------- what provoked collapses taught
+
+
+def test_norms_of_ordinary_size_are_no_spikes_in_a_run_whose_norms_have_gone_to_nothing():
+    steps = [{"reward": 0.9, "grad_norm": 1.0}] * 10 + [{"reward": 0.9, "grad_norm": 0.001}] * 60
+    assert judge([*steps, *[{"reward": 0.9, "grad_norm": 0.4}] * 5]).state == "healthy"  # 400 times the median
+    assert judge([*steps, *[{"reward": 0.9, "grad_norm": 1.1}] * 5]).state == "collapsing"  # 11 times a tenth of 1
+
+
+def test_two_rollouts_that_are_critical_by_themselves_are_a_collapse_without_waiting_for_the_average():
+    steps = [{"success": 0.8 + 0.02 * (k % 3), "zero_std_share": 0.1 * (k % 3)} for k in range(30)]
+    gone = {"success": 0.0, "zero_std_share": 1.0}
+    assert states([*steps, gone, gone])[-2:] == ["healthy", "collapsed"]
+    verdict = judge([*steps, gone, gone])
+    assert {*verdict.signals} == {"success", "zero_std_share"}
+    assert "The success fell from its best by 100% of its scale, twice in a row" in verdict.reason
+    assert {*states([*steps, gone, *steps])} == {"healthy"}
+
+
+@pytest.mark.parametrize("key", ["reward", "entropy", "reward_std", "success"])
+@pytest.mark.parametrize("value", [30.0, -30.0, 0.0])
+@pytest.mark.parametrize("place", [4, 8, 30])
+def test_one_outlier_of_a_signal_is_nothing_even_while_its_baseline_is_measured(key, value, place):
+    steps = [{"reward": 0.6, "reward_std": 0.4, "entropy": 1.0, "success": 0.6} for _ in range(60)]
+    for number, step in enumerate(steps):
+        step.update({name: step[name] + 0.02 * (number % 3) for name in step})
+    steps[place][key] = value
+    assert {*states(steps)} == {"healthy"}
+
+
+def test_a_sparse_run_that_takes_off_is_no_collapse():
+    """Its noise was near 0 for three hundred steps."""
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        skill = np.concatenate([np.zeros(300), np.linspace(0, 5, 20), np.full(60, 5.0)])
+        history = play(rng, skill, easy=-6.0, spread=1.0, groups=4, size=8)
+        assert not has_collapsed(states(with_entropy(rng, history, np.full(380, 0.8)))), seed
+
+
+@pytest.mark.parametrize("hidden", [(), ("success",), ("repetition", "reward_max", "reward_min")], ids=str)
+def test_data_that_get_harder_are_no_collapse_where_groups_still_differ_and_the_entropy_stays(hidden):
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        skill = np.concatenate([np.full(60, 1.5), np.linspace(1.5, -0.7, 100), np.full(60, -0.7)])
+        history = with_entropy(rng, play(rng, skill, groups=16), np.full(220, 0.8))
+        history = [{key: value for key, value in step.items() if key not in hidden} for step in history]
+        assert {*states(history)} == {"healthy"}, seed
+        for step in history:
+            step.pop("entropy")
+        assert "warning" in states(history), "an entropy that is unknown says nothing of what changed"
+
+
+@pytest.mark.parametrize("keys", [("zero_std_share",), ("entropy",), ("inaction",), ("entropy", "inaction")], ids=str)
+@pytest.mark.parametrize("goal", ["success", "reward"])
+def test_a_policy_that_is_dead_from_step_4_is_noticed_without_a_baseline_and_stays_dead(keys, goal):
+    alive = {goal: 0.4, "zero_std_share": 0.1, "entropy": 0.5, "inaction": 0.1}
+    dead = {goal: 0.003, "zero_std_share": 1.0, "entropy": 6.0, "inaction": 1.0}  # one of hundreds still succeeds
+    names = (goal, *keys)
+    steps = [{name: alive[name] for name in names}] * 3 + [{name: dead[name] for name in names}] * 40
+    found = states(steps)
+    assert first(found, "collapsed") == (7 if keys == ("zero_std_share",) else 5)  # of 0
+    assert {*found[7:]} == {"collapsed"}
+    assert judge(steps[:9]).entropy_side == (2 if "entropy" in keys else 0)
+    one_sign = [{name: alive[name] if name != goal else step[goal] for name in names} for step in steps[:10]]
+    assert {*states(one_sign)} == {"healthy"}
+
+
+def test_an_earlier_crash_does_not_make_a_later_one_look_like_chance():
+    steps = [{"success": 0.8 + 0.02 * (k % 3)} for k in range(30)]
+    for place in (15, 18, 21):
+        steps[place] = {"success": 0.0}
+    assert states([*steps, {"success": 0.0}, {"success": 0.0}])[-2:] == ["healthy", "collapsing"]
+
+
+def test_a_run_recovers_once_it_has_made_up_a_third_of_what_it_had_lost():
+    limits = Thresholds(ema_decay=0.0)
+    steps = [{"success": 0.9 + 0.01 * (k % 2)} for k in range(20)] + [{"success": 0.31}] * 10
+    for later, expected in ((0.5, False), (0.52, True)):  # a third of 0.6 is 0.2
+        assert not judge([*steps, {"success": later}], limits).is_recovering, "one outlier is none"
+        assert judge([*steps, {"success": later}, {"success": later}], limits).is_recovering is expected
+    assert not judge(steps[:20], limits).is_recovering  # nothing was lost
+
+
+def test_one_kind_of_signal_alone_is_never_answered():
+    steps = [{"reward": 0.5, "entropy": 1.0, "repetition": 0.1, "reward_std": 0.4}] * 20
+    for last, state, answered in (
+        ({"entropy": 3.0}, "warning", "healthy"),
+        ({"repetition": 1.0}, "collapsing", "healthy"),
+        ({"entropy": 0.05, "repetition": 0.7}, "collapsing", "collapsing"),
+        ({"reward": 0.0, "repetition": 0.7}, "collapsed", "warning"),  # of what the policy does, nothing is critical
+    ):
+        verdict = judge(steps + [{**steps[0], **last}] * 40)
+        assert (verdict.state, verdict.answered) == (state, answered)
+    goal_alone = [{"success": 0.5}] * 20 + [{"success": 0.0}] * 20
+    verdict = judge(goal_alone)
+    assert (verdict.state, verdict.answered) == ("collapsing", "healthy")
+    nobody_succeeds = [{"success": 0.4, "zero_std_share": 0.1}] * 4 + [{"success": 0.0, "zero_std_share": 1.0}] * 9
+    verdict = judge(nobody_succeeds)
+    assert (verdict.state, verdict.answered, verdict.num_kinds) == ("collapsed", "healthy", 1)
+
+
+@pytest.mark.parametrize("late", [0.2, 1.8])
+def test_a_fall_of_success_is_a_collapse_as_soon_as_the_policy_samples_otherwise_than_at_its_best(late):
+    before = [{"success": 0.6 + 0.002 * k, "reward": 0.6 + 0.002 * k, "entropy": 1.0} for k in range(60)]
+    fallen = {"success": 0.5, "reward": 0.5}
+    assert judge(before + [{**fallen, "entropy": late}] * 12).state == "collapsing"
+    assert judge(before + [{**fallen, "entropy": 1.0}] * 12).answered == "healthy"

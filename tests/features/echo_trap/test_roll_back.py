@@ -1,0 +1,212 @@
+"""The guard's roll back: everything is as at the last healthy checkpoint, but the draws."""
+
+import json
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from agent_r1_trl.features.echo_trap import Verdict, roll_back
+from agent_r1_trl.features.echo_trap.guard import CollapsedError, RestartError
+from agent_r1_trl.features.echo_trap.roll_back import GUARD, ROLLED_BACK, healthy_checkpoints
+from agent_r1_trl.generation.base import Generator
+from agent_r1_trl.recording import read_records
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from tests.features.echo_trap.echo_helpers import Watch, guard_of, guarded, is_equal, judged_by, weights_of
+from tests.trainers.helpers import make_trainer, moving_reference
+
+TRAINERS = {"grpo": MultiTurnGRPOTrainer, "ppo": MultiTurnPPOTrainer}
+
+
+def look(trainer):
+    optimizer = trainer.optimizer.state_dict()
+    return {
+        "weights": weights_of(trainer.model),
+        "momentum": {str(key): entry["exp_avg"].clone() for key, entry in optimizer["state"].items()},
+        "rates": [group["lr"] for group in optimizer["param_groups"]],
+        "schedule": trainer.lr_scheduler.state_dict()["last_epoch"],
+        "micro_step": trainer._step,
+        "epoch": trainer.state.epoch,
+        "judged": trainer.features["echo_signals"].judge.state_dict(),
+        "random": torch.get_rng_state().tolist(),
+    }
+
+
+class Copying(Generator):
+    """Says what the script says; has weights of its own, like an engine, and notes when they are not the policy's."""
+
+    def __init__(self, trainer):
+        self._scripted, self._policy = trainer.rollouts._generator, trainer.model
+        self._own, self.seeds, self.num_stale = {}, [], 0
+        trainer.rollouts._generator = self
+
+    def sync(self, model):
+        self._own = weights_of(model)
+        return True
+
+    async def generate(self, prompt_ids, *, max_tokens, seed, params):
+        self.num_stale += not is_equal(self._own, weights_of(self._policy))
+        self.seeds.append(seed)
+        return await self._scripted.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
+
+
+def test_a_run_that_recovers_is_neither_rolled_back_nor_ended(tmp_path):
+    better = Verdict(state="collapsed", step=0, is_recovering=True)
+    trainer = guarded(tmp_path, {3: better, 4: better}, "learning_rate", "roll_back", "stop", echo={"patience": 1})
+    trainer.train()
+    assert guard_of(trainer).state.num_taken == {"learning_rate": 1}  # as in a run with a warning
+
+
+@pytest.mark.parametrize(("kind", "noticed", "options"), [
+    ("grpo", 5, {"save_steps": 2, "max_steps": 6}),  # to step 2: checkpoint-4 is one rollout behind
+    ("ppo", 7, {"save_steps": 3, "steps_per_generation": 2, "max_steps": 8}),  # to 3, its rollout used by half
+], ids=str)  # fmt: skip
+def test_a_run_goes_back_to_weights_optimizer_and_place_of_the_checkpoint_with_other_draws(
+    tmp_path, kind, noticed, options
+):
+    trainer = guarded(tmp_path, {noticed: "collapsed"}, "roll_back", trainer=TRAINERS[kind],
+                      record_trajectories="jsonl", **options)  # fmt: skip
+    copying, watch = Copying(trainer), Watch(trainer, look)
+    saved = {"grpo": 2, "ppo": 3}[kind]
+    trainer.train()
+    steps = [step for step, _ in watch.seen]
+    assert steps == [*range(noticed), *range(saved, noticed + 1)], "entered again behind the checkpoint"
+    (before, after) = (values for step, values in watch.seen if step == saved)
+    assert is_equal(before.pop("weights"), after.pop("weights"))
+    assert len(before["momentum"]) > 5 and is_equal(before.pop("momentum"), after.pop("momentum"))
+    assert before == after
+    first_rollout_again = {"grpo": 5, "ppo": 5}[kind]  # of step 5 in both cases
+    records = list(read_records(tmp_path, step=first_rollout_again))
+    assert len(records) == {"grpo": 4, "ppo": 8}[kind], "those that were rolled back lie in another folder"
+    assert len(list((tmp_path / "trajectories" / "superseded").glob(f"step_{first_rollout_again:06d}*"))) == 1
+    assert len(set(copying.seeds)) == len(copying.seeds), "no draw was made twice"
+    assert copying.num_stale == 0, "what was sampled, was sampled from the policy's weights"
+
+
+def test_a_reference_that_follows_the_policy_goes_back_with_it(tmp_path):
+    trainer = guarded(tmp_path, {5: "collapsed"}, "roll_back", **moving_reference(tmp_path / "policy"))
+    watch = Watch(trainer, lambda trainer: weights_of(trainer.ref_model))
+    trainer.train()
+    assert [step for step, _ in watch.seen] == [0, 1, 2, 3, 4, 2, 3, 4, 5]
+    (before, after), behind = (values for step, values in watch.seen if step == 2), watch.seen[4][1]
+    assert is_equal(before, after) and not is_equal(before, behind)
+
+
+class BrokenStep(TrainerCallback):
+    """Lets the first step of a number count as one that was not finite."""
+
+    def __init__(self, step, trainer):
+        self.step, self.trainer = step, trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.trainer.features["numbers"]._in_a_row, self.step = 1, None
+
+
+def test_what_is_logged_and_recorded_says_that_the_run_went_back(tmp_path, caplog):
+    trainer = guarded(tmp_path, {4: "warning", 5: "collapsed"}, "roll_back", record_trajectories="jsonl")
+    trainer.add_callback(BrokenStep(5, trainer))
+    watch = Watch(trainer, lambda trainer: trainer.features["numbers"]._in_a_row)
+    trainer.train()
+    assert watch.seen[5:7] == [(2, 0), (3, 0)], "steps that are not finite are counted anew"
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4, 5, 6]
+    assert "goes back to checkpoint-2" in caplog.text and "entropy fell to 0.05" in caplog.text
+    assert "Deleted checkpoint-4" in caplog.text, "it was saved at a warning"
+    logged = trainer.state.log_history[-2]
+    assert (logged["echo/steps"], logged["echo/roll_backs"]) == (9, 1), "5 steps, and 4 behind the checkpoint"
+    assert logged["echo/discarded_tokens"] > 0
+    lines = (tmp_path / "trajectories" / "events.jsonl").read_text().splitlines()
+    (event,) = map(json.loads, lines)
+    assert {event["step"], event["action"], event["outcome"]} == {5, "roll_back", "taken"}
+    assert event["signals"] == {"entropy": "entropy fell to 0.05"}
+    card = (tmp_path / "README.md").read_text()
+    assert "What the guard did" in card and "checkpoint-2" in card
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_while_it_rolls_back_goes_on_as_if_it_were_not(tmp_path, monkeypatch):
+    straight = guarded(tmp_path / "straight", {5: "collapsed"}, "roll_back")
+    straight.train()
+
+    def die(*args):
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr(roll_back, "forget_after", die)
+        guarded(tmp_path / "killed", {5: "collapsed"}, "roll_back").train()
+    resumed = guarded(tmp_path / "killed", {}, "roll_back")
+    resumed.train(resume_from_checkpoint=True)
+    assert guard_of(resumed).state.num_roll_backs == 1 and guard_of(resumed).state.num_steps == 9
+    assert is_equal(weights_of(straight.model), weights_of(resumed.model))
+    plain = make_trainer(tmp_path / "plain", max_steps=6, per_device_train_batch_size=4)
+    plain.train()
+    assert not is_equal(weights_of(plain.model), weights_of(resumed.model)), "the draws are others"
+
+
+def test_the_last_healthy_checkpoint_outlives_save_total_limit(tmp_path):
+    verdicts = {3: "warning", 4: "warning", 5: "collapsing", 6: "collapsing"}
+    trainer = guarded(tmp_path, verdicts, "stop", save_steps=1, save_total_limit=2)
+    trainer.train()
+    kept = ["checkpoint-1", "checkpoint-2", "checkpoint-6"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == kept
+    healthy = healthy_checkpoints(tmp_path, guard_of(trainer).state.run)
+    assert [path.name for path in healthy] == ["checkpoint-2", "checkpoint-1"]
+
+
+@pytest.mark.parametrize("updates", (1, 2))
+def test_rotation_leaves_a_checkpoint_two_rollouts_behind_in_every_step(tmp_path, updates):
+    trainer = guarded(
+        tmp_path, {}, "roll_back", save_steps=1, save_total_limit=1, max_steps=9, steps_per_generation=updates
+    )
+    watch = Watch(trainer, lambda trainer: guard_of(trainer)._last_healthy())
+    trainer.train()
+    for step, folder in watch.seen:
+        latest = step + 1 - 2 * updates  # of a collapse that is noticed in the step that begins
+        assert (folder is None) == (latest < 1)
+        assert folder is None or latest - 2 * updates < int(folder.name[11:]) <= latest
+    assert len(list(tmp_path.glob("checkpoint-*"))) <= 3, "the newest and two candidates"
+
+
+def test_what_was_saved_between_the_beginning_of_a_collapse_and_its_notice_is_passed_over(tmp_path):
+    """Noticed by a warning at step 5: the rollouts of 4 and 5 were bad, checkpoint-4 was saved between them."""
+    verdicts = {5: "warning", 6: "warning", 7: "collapsing"}
+    trainer = guarded(tmp_path, verdicts, "roll_back", save_steps=1, max_steps=8)
+    trainer.train()
+    (event,) = guard_of(trainer).state.events
+    assert (event["step"], event["text"]) == (7, "the run goes back to checkpoint-3, with other draws from there on")
+    assert guard_of(trainer).state.noticed_at is None
+
+
+def test_a_warning_that_has_passed_does_not_count_towards_the_next(tmp_path):
+    verdicts = {2: "warning", 7: "collapsing"}
+    trainer = guarded(tmp_path, verdicts, "roll_back", save_steps=1, max_steps=8)
+    trainer.train()
+    (event,) = guard_of(trainer).state.events
+    assert "goes back to checkpoint-5" in event["text"]
+
+
+def test_checkpoints_of_another_run_and_damaged_ones_are_no_place_to_go_back_to(tmp_path):
+    guarded(tmp_path, {}, "roll_back", max_steps=2).train()
+    trainer = guarded(tmp_path, {5: "collapsed"}, "roll_back", "stop", save_steps=1, max_steps=5)
+
+    class Damage(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            (tmp_path / f"checkpoint-{state.global_step}" / "optimizer.pt").write_bytes(b"")
+
+    other = json.loads((tmp_path / "checkpoint-2" / GUARD).read_text())["guard"]["run"]
+    trainer.add_callback(Damage())
+    with pytest.raises(CollapsedError, match="no healthy checkpoint"):
+        trainer.train()
+    assert guard_of(trainer).state.run != other
+    assert [event["outcome"] for event in guard_of(trainer).state.events] == ["not possible", "taken"]
+
+
+def test_a_roll_back_under_deepspeed_or_fsdp_ends_the_process_and_a_new_one_goes_on(tmp_path):
+    trainer = guarded(tmp_path, {4: "collapsed"}, "roll_back")
+    guard_of(trainer)._is_sharded = True
+    with pytest.raises(RestartError, match="resume_from_checkpoint: true"):
+        trainer.train()
+    assert trainer.state.global_step == 4 and (tmp_path / "checkpoint-2" / ROLLED_BACK).exists()
+    resumed = judged_by(guarded(tmp_path, {}, "roll_back"), {})
+    resumed.train(resume_from_checkpoint=True)
+    assert guard_of(resumed).state.num_roll_backs == 1 and resumed.state.global_step == 6

@@ -1,0 +1,149 @@
+"""FrozenLakeEnv: the map, the slips, the end; against gymnasium's own environment."""
+
+import gymnasium
+import numpy
+import pytest
+
+from agent_r1_trl.features.games import FrozenLakeEnv
+from agent_r1_trl.features.games.frozen_lake import shortest_path
+from tests.environments.helpers import finished
+from tests.features.games.helpers import CLASSIC, begun, step, text_of, written
+
+WAY = ["Down", "Down", "Right", "Right", "Down", "Right"]
+
+
+def lake(level=CLASSIC, **settings):
+    return begun(FrozenLakeEnv, {"level": level}, **{"is_slippery": False, **settings})
+
+
+def test_the_lake_is_drawn_with_the_player_on_it():
+    assert lake().describe() == "P___\n_O_O\n___O\nO__G"
+    text = lake(symbols={"ice": ".", "hole": "hole "}).describe()
+    assert text == "P...\n.hole .hole \n...hole \nhole ..G"
+
+
+def test_or_listed_in_coordinates():
+    env = lake(grid_format="coordinates")
+    assert (
+        env.describe() == "lake: 4 rows, 4 columns\nplayer: (0, 0)\ngoal: (3, 3)\nholes: (1, 1) (1, 3) (2, 3) (3, 0)"
+    )
+    assert "(row, column)" in env.rules() and "Marks" not in env.rules()
+
+
+def test_the_known_way_over_the_known_map_wins():
+    env = lake(max_actions_per_turn=6)
+    result = step(env, written(*WAY))
+    assert result.done and result.reward == 0.0 and env.place == (3, 3)
+    assert env.describe().endswith("O__V")
+    trajectory = finished()
+    assert env.outcome_reward(trajectory) == (1.0, {"success": 1.0})
+    assert trajectory.info["num_effective_actions"] == 6.0 and trajectory.info["fell"] == 0.0
+
+
+def test_a_hole_ends_the_game_without_reward():
+    env = lake()
+    assert step(env, written("Right", "Down", "Down")).done
+    assert env.place == (1, 1) and "_X_O" in env.describe()
+    trajectory = finished()
+    assert env.outcome_reward(trajectory) == (0.0, {"success": 0.0}) and trajectory.info["fell"] == 1.0
+
+
+def test_walking_against_the_edge_is_an_action_without_effect():
+    env = lake()
+    assert "P___" in text_of(step(env, written("Up", "Left", "Right", "Left")))
+    assert (env.num_actions, env.num_effective_actions) == (4, 2)
+
+
+def test_the_shortest_way_goes_round_the_holes():
+    assert len(shortest_path(CLASSIC.split("\n"), (0, 0))) == 6
+    assert shortest_path(["SH", "HG"], (0, 0)) is None
+    env = lake()
+    step(env, written("Down"))
+    assert len(env.solution()) == 5
+
+
+@pytest.mark.parametrize(("size", "max_actions"), [(4, 6), (8, 14)])
+def test_every_generated_lake_is_crossed_by_its_solution_within_the_actions(size, max_actions):
+    env = FrozenLakeEnv(
+        size=size, ice_share=0.6, max_actions=max_actions, max_actions_per_turn=max_actions, is_slippery=False
+    )
+    for seed in range(40):
+        env.reset({"seed": seed})
+        assert env.level.count("\n") == size - 1
+        env.play(env.solution())
+        assert env.is_won
+
+
+def test_it_moves_and_slips_as_gymnasium_does():
+    """The same map and seed in gymnasium's own environment, through its front door."""
+    env = lake(is_slippery=True, success_rate=0.6, max_actions=1000, max_actions_per_turn=1000)
+    twin = gymnasium.make("FrozenLake-v1", desc=CLASSIC.split("\n"), is_slippery=True, success_rate=0.6)
+    actions = ["Left", "Down", "Right", "Up"]
+    for seed in range(10):
+        env.seed(reset_seed=1, dynamics_seed=seed)
+        env.reset({"level": CLASSIC})
+        env.random.seed(seed)
+        twin.reset(seed=env.random.getrandbits(32))
+        while not env.is_over:
+            action = env.random.choice(actions)
+            state, reward, over, *_ = twin.step(actions.index(action))
+            env.play([action])
+            assert env.place == divmod(int(state), 4) and env.is_over == over and env.is_won == bool(reward)
+
+
+def test_slips_differ_in_a_group_unless_they_are_shared():
+    def places(share):
+        found = set()
+        for member in range(12):
+            row = {"level": "SFFFFF\n" + "FFFFFF\n" * 4 + "FFFFFG"}
+            env = begun(FrozenLakeEnv, row, 7, member, share_dynamics_seed=share)
+            env.play(["Down", "Right", "Down", "Right"])
+            found.add(env.place)
+        return found
+
+    assert len(places(False)) > 2 and len(places(True)) == 1
+
+
+def test_the_model_is_told_of_the_slipping_only_where_it_slips():
+    assert "slippery" in lake(is_slippery=True).rules() and "slippery" not in lake().rules()
+
+
+def test_a_level_may_be_indented_and_its_seed_numpy_s():
+    assert lake("  SF \r\n  FG\r\n").describe() == "P_\n_G"
+    assert FrozenLakeEnv().reset({"seed": numpy.int64(3)}) == FrozenLakeEnv().reset({"seed": 3})
+
+
+def test_the_level_may_be_gymnasium_s_list_of_lines():
+    env = FrozenLakeEnv(is_slippery=False)
+    prompt = env.reset({"level": gymnasium.envs.toy_text.frozen_lake.MAPS["8x8"]})
+    assert prompt[1]["content"].startswith("P_______\n________\n___O____")
+
+
+@pytest.mark.parametrize("level", ["", "SFX\nFFG", "SF\nFFG", "FF\nFG", "SS\nFG", "SF\nFF", "   "])
+def test_what_is_no_map_is_refused(level):
+    with pytest.raises(ValueError, match="level="):
+        lake(level)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"size": 1}, "size=1"),
+        ({"size": 8}, "max_actions=10"),
+        ({"ice_share": 0}, "ice_share=0"),
+        ({"success_rate": 1.5}, "success_rate=1.5"),
+        ({"grid_format": "image"}, "grid_format='image'"),
+        ({"is_slippery": "false"}, "is_slippery='false'"),
+        ({"symbols": {"player": "_"}}, "symbols="),
+        ({"symbols": {"bear": "B"}}, "symbols="),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(settings, named):
+    with pytest.raises(ValueError, match=named):
+        FrozenLakeEnv(**settings)
+
+
+def test_the_cure_for_a_large_lake_works_and_a_lake_of_holes_is_refused():
+    assert FrozenLakeEnv(size=8, max_actions=20).reset({"seed": 1})
+    with pytest.raises(ValueError, match="ice_share"):
+        FrozenLakeEnv(size=8, max_actions=14, ice_share=0.01).new_level(1)

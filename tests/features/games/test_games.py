@@ -1,0 +1,373 @@
+"""What all games share: actions of a turn, formats, penalties, seeds, rows, and how they end."""
+
+import builtins
+import functools
+import importlib
+import math
+
+import pytest
+import reasoning_gym  # noqa: F401 - takes seconds where many tests run, which no time limit below should count
+
+from agent_r1_trl import check_env
+from agent_r1_trl.cli.resolve import BUILT_IN_ENVS, resolve_env
+from agent_r1_trl.features.doctor import run_doctor
+from agent_r1_trl.features.games import CountdownEnv, FrozenLakeEnv, GameEnv, ReasoningGymEnv, SokobanEnv
+from agent_r1_trl.rollout import RolloutRequest, rollout_requests
+from agent_r1_trl.trajectory import StopReason
+from tests.environments.helpers import finished, message
+from tests.features.games.helpers import CLASSIC, ROOM, begun, called, step, text_of, written
+from tests.rollout.helpers import play
+from tests.tokenizers import make_tokenizer
+
+GAMES = [FrozenLakeEnv, SokobanEnv, CountdownEnv]
+ALL = {
+    "lake": functools.partial(FrozenLakeEnv),
+    "lake_tool": functools.partial(FrozenLakeEnv, action_format="tool", grid_format="coordinates"),
+    "sokoban": functools.partial(SokobanEnv, max_actions=30),
+    "sokoban_tool": functools.partial(SokobanEnv, action_format="tool", grid_format="coordinates"),
+    "countdown": functools.partial(CountdownEnv),
+    "countdown_tool": functools.partial(CountdownEnv, action_format="tool", max_actions=3),
+    "reasoning": functools.partial(ReasoningGymEnv, "chain_sum"),
+    "reasoning_plain": functools.partial(ReasoningGymEnv, "gcd", answer_tag=""),
+}
+ROWS = [{"seed": 3}, {"seed": 4, "prompt": "Play."}]
+
+
+class Counter(GameEnv):
+    """Bring a number to 3; written without anything of the package but the base."""
+
+    actions = ("More", "Less")
+
+    def rules(self):
+        return "Bring the number to 3."
+
+    def new_level(self, seed):
+        return str(seed % 3)
+
+    def load_level(self, level):
+        self.number = int(level)
+
+    def describe(self):
+        return f"Number: {self.number}"
+
+    def act(self, action):
+        self.number += 1 if action == "More" else -1
+        self.is_won = self.is_over = self.number == 3
+        return {"step": -0.25, "luck": self.random.random()}
+
+
+def counter(level="0", **settings):
+    return begun(Counter, {"level": level}, **settings)
+
+
+# ---------------------------------------------------------------- turns
+
+
+@pytest.mark.parametrize(("said", "settings"), [(written, {}), (called, {"action_format": "tool"})])
+def test_several_actions_are_played_in_their_order_and_what_they_earn_is_named(said, settings):
+    env = counter(**settings)
+    result = step(env, said("More", "Less", "More"))
+    assert env.number == 1 and not result.done
+    assert result.info["reward_parts"]["step"] == -0.75
+    assert set(result.info["reward_parts"]) == {"step", "luck"}
+    assert math.isclose(result.reward, sum(result.info["reward_parts"].values()))
+    assert text_of(result) == "Number: 1\nActions left: 7"
+
+
+@pytest.mark.parametrize(("said", "settings"), [(written, {}), (called, {"action_format": "tool"})])
+def test_the_game_ends_with_the_action_that_wins_it_and_the_rest_is_not_played(said, settings):
+    env = counter("2", **settings)
+    result = step(env, said("More", "Less", "Less"))
+    assert result.done and env.is_won and env.number == 3
+    trajectory = finished()
+    assert env.outcome_reward(trajectory) == (1.0, {"success": 1.0})
+    assert trajectory.info == {
+        "success": 1.0,
+        "num_actions": 1.0,
+        "num_effective_actions": 1.0,
+        "num_invalid_turns": 0.0,
+    }
+
+
+def test_the_game_is_lost_when_the_actions_are_used_up():
+    env = counter(max_actions=2)
+    assert step(env, written("Less", "Less", "More")).done
+    assert env.number == -2 and env.outcome_reward(finished()) == (0.0, {"success": 0.0})
+
+
+@pytest.mark.parametrize(("said", "settings"), [(written, {}), (called, {"action_format": "tool"})])
+def test_of_ten_thousand_actions_only_those_of_one_turn_are_played_and_the_model_is_told(said, settings):
+    env = counter("-9000", max_actions=20_000, **settings)
+    result = step(env, said(*["More"] * 10_000))
+    assert env.number == -8995 and len(text_of(result)) < 300
+    assert "the last 9995 of your 10000 actions were left out" in text_of(result)
+
+
+@pytest.mark.parametrize(("said", "settings"), [(written, {}), (called, {"action_format": "tool"})])
+def test_an_unknown_action_ends_the_turn_costs_the_penalty_and_is_shown_to_the_model(said, settings):
+    env = counter(**settings)
+    result = step(env, said("More", "Jump", "More"))
+    assert env.number == 1 and result.info["reward_parts"]["invalid_action"] == -0.1
+    assert "'Jump' is not an action (actions: More, Less). The actions after it were not played." in text_of(result)
+    assert not result.info["is_invalid"]
+    result = step(env, said("Jump"))
+    assert result.reward == -0.1 and result.info["is_invalid"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "More",
+        "<answer></answer>",
+        "<answer>  </answer>",
+        "<answer>||</answer>",
+        "<answer>Jump</answer>",
+        "<answer>М\u043ere</answer>",
+        "<answer>\ud800\u202e\U0001f600</answer>",
+        "<answer>More, Less</answer>",
+        "<think><answer>More</answer></think>",
+        "<answer>More",
+    ],
+)
+def test_a_turn_without_an_action_plays_nothing_costs_the_penalty_and_repeats_the_state(text):
+    env = counter()
+    result = step(env, message(content=text))
+    assert env.number == 0 and env.num_actions == 0
+    assert result.reward == -0.1 and result.info["is_invalid"] and not result.done
+    assert "Number: 0" in text_of(result)
+    text_of(result).encode()
+
+
+def test_a_turn_that_was_cut_off_is_no_action_even_if_one_stands_in_it():
+    env = counter()
+    result = step(env, message(content="<answer>More</answer> and then", cut_off="it was too long"))
+    assert env.number == 0 and result.info["is_invalid"]
+    assert "it was too long" in text_of(result) and "<answer>More || Less</answer>" in text_of(result)
+
+
+def test_after_some_turns_without_an_action_the_game_is_lost():
+    env = counter(max_idle_turns=2)
+    assert not step(env, written("Jump")).done
+    assert not step(env, written("More")).done
+    assert step(env, written("Jump")).done and not env.is_won
+
+
+@pytest.mark.parametrize("name", ["more", "MORE", " More ", "'More'.", "more!", "`More`", "\u201cMore\u201d\u3002"])
+def test_case_and_marks_around_an_action_do_not_matter(name):
+    env = counter()
+    step(env, written(name))
+    assert env.number == 1
+
+
+def test_an_action_may_have_another_name_and_another_separator_and_no_tag():
+    env = counter(actions=("+", "."), separator=",", answer_tag="")
+    result = step(env, message(content="<think>. . .</think>+, +,."))
+    assert env.number == 1 and result.info["reward_parts"]["step"] == -0.75
+    assert "Actions: +, .." in env.system_message({})
+    assert step(env, written("More")).info["is_invalid"]
+
+
+def test_a_turn_of_text_that_calls_a_tool_is_answered_and_charged():
+    result = step(counter(), called("More"))
+    assert result.reward == -0.1 and result.info["is_invalid"]
+    assert [item["role"] for item in result.observations] == ["tool"]
+
+
+def test_with_the_tool_an_answer_without_a_call_does_not_end_the_game():
+    result = step(counter(action_format="tool"), written("More"))
+    assert result.reward == -0.1 and not result.done and result.info["is_invalid"]
+    assert "play(" in text_of(result)
+
+
+def test_two_calls_in_one_turn_share_the_actions_of_the_turn():
+    env = counter("-9", action_format="tool", max_actions_per_turn=3, max_actions=20)
+    calls = [("play", {"actions": ["More", "More"]})] * 2
+    result = step(env, message(*calls))
+    assert env.number == -6 and len(result.observations) == 2
+    env = counter("-9", action_format="tool", max_actions=20)
+    result = step(env, message(("play", {"actions": ["Jump"]}), ("play", {"actions": ["More"]})))
+    assert env.number == -9 and result.reward == -0.1
+    assert step(env, message(("play", {"actions": []}))).info["is_invalid"]
+
+
+# ---------------------------------------------------------------- rows and settings
+
+
+def test_a_row_may_hold_the_level_its_seed_options_and_what_the_user_says():
+    assert begun(Counter, {"level": "-7"}).number == -7
+    assert begun(Counter, {"seed": 5, "level": None, "options": None}).number == 2
+    assert begun(Counter, {"options": {"max_actions": 1, "max_actions_per_turn": None}}).max_actions == 1
+    prompt = Counter().reset({"level": "1", "prompt": [{"role": "user", "content": "Go."}]})
+    assert prompt[1]["content"] == "Go.\n\nNumber: 1\nActions left: 10"
+    prompt = Counter(show_actions_left=False).reset({"level": "1", "prompt": [{"role": "user", "content": ""}]})
+    assert [item["content"] for item in prompt[1:]] == ["Number: 1"]
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"options": {"max_actoins": 1}}, "max_actoins"),
+        ({"options": {"max_actions": 0}}, "max_actions=0"),
+        ({"options": 3}, "options=3"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": "x"}, "seed='x'"),
+        ({"level": 3}, "level=3"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_refused_by_name(row, named):
+    with pytest.raises(ValueError, match=named):
+        Counter().reset(row)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"action_format": "json"}, "action_format='json'"),
+        ({"max_actions": 0}, "max_actions=0"),
+        ({"max_actions_per_turn": 1.5}, "max_actions_per_turn=1.5"),
+        ({"max_idle_turns": True}, "max_idle_turns=True"),
+        ({"separator": " "}, "separator=' '"),
+        ({"invalid_action_reward": math.nan}, "invalid_action_reward=nan"),
+        ({"actions": ("One",)}, "actions="),
+        ({"actions": ("Same", "same")}, "actions="),
+        ({"actions": (" Go", "Stay")}, "actions=.*' Go' could not be read back"),
+        ({"actions": ("Go||1", "Stay")}, r"actions=.*'Go\|\|1' could not be read back"),
+        ({"answer_tag": "<answer>"}, "answer_tag='<answer>'"),
+        ({"answer_tag": "think"}, "answer_tag='think'"),
+        ({"show_actions_left": "false"}, "show_actions_left='false'"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(settings, named):
+    with pytest.raises(ValueError, match=named):
+        Counter(**settings)
+
+
+@pytest.mark.parametrize("name", ["frozen_lake", "sokoban", "countdown", "reasoning_gym"])
+def test_every_game_has_a_name_for_recipes(name):
+    assert name in BUILT_IN_ENVS
+    assert resolve_env(name, {})().reset({"seed": 1})
+
+
+@pytest.mark.parametrize(
+    ("cls", "package", "shown"),
+    [
+        (FrozenLakeEnv, "gymnasium", "gymnasium"),
+        (CountdownEnv, "reasoning_gym", "reasoning-gym"),
+        (ReasoningGymEnv, "reasoning_gym", "reasoning-gym"),
+    ],
+)
+def test_without_its_package_a_game_names_the_extra(cls, package, shown, monkeypatch):
+    real = importlib.import_module
+
+    def missing(name, *rest):
+        if name.split(".")[0] == package:
+            raise ModuleNotFoundError(f"No module named {package!r}")
+        return real(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ImportError, match=rf'{cls.__name__} needs .* {shown}: pip install "agent-r1-trl\[games\]"'):
+        cls().reset({"seed": 1})
+
+
+def test_a_puzzle_of_the_row_s_own_needs_no_package(monkeypatch):
+    monkeypatch.setattr(importlib, "import_module", None)
+    assert CountdownEnv().reset({"nums": [1, 2], "target": 3})
+
+
+@pytest.mark.parametrize("cls", [*GAMES, ReasoningGymEnv])
+def test_a_system_prompt_of_one_s_own_takes_the_place_of_the_rules_and_an_empty_one_is_none(cls):
+    assert cls(system_prompt="Mine.").reset({"seed": 1})[0] == {"role": "system", "content": "Mine."}
+    assert [item["role"] for item in cls(system_prompt="").reset({"seed": 1})] == ["user"]
+
+
+# ---------------------------------------------------------------- seeds
+
+
+@pytest.mark.parametrize("cls", GAMES)
+def test_the_same_seed_makes_the_same_level_and_another_seed_another(cls):
+    levels = [begun(cls, reset_seed=seed).level for seed in (1, 1, 2, 3, 2**62)]
+    assert levels[0] == levels[1] and len(set(levels)) >= 4
+
+
+def test_members_of_a_group_share_the_level_and_draw_their_own_events_or_share_these_too():
+    requests = rollout_requests([{"x": 1}] * 8, first_row=0, group_size=4, seed=0, step=0)
+
+    def played(share):
+        events = []
+        for request in requests:
+            env = begun(Counter, {}, request.reset_seed, request.seed, share_dynamics_seed=share)
+            events.append((env.level, step(env, written("Less")).info["reward_parts"]["luck"]))
+        return [{level for level, _ in events[:4]}, {luck for _, luck in events[:4]}, {luck for _, luck in events}]
+
+    levels, own, _ = played(False)
+    assert len(levels) == 1 and len(own) == 4
+    levels, shared, over_groups = played(True)
+    assert len(levels) == 1 and len(shared) == 1 and len(over_groups) == 2
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_played_again_from_its_seeds_an_episode_says_the_same(name):
+    """What a run that goes on after a kill stands on (`on_resume`)."""
+    said = [written("Down", "Right"), called("Right"), written("1 + 1"), written("Jump"), called("Down")]
+
+    def episode():
+        env = ALL[name]()
+        env.seed(reset_seed=11, dynamics_seed=12)
+        texts = [env.reset({})]
+        for item in said:
+            result = step(env, item)
+            texts.append((result.observations, result.reward, result.done))
+            if result.done:
+                break
+        return texts
+
+    assert episode() == episode() and ALL[name]().on_resume == "replay"
+
+
+# ---------------------------------------------------------------- the whole
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_check_env_finds_nothing(name):
+    assert check_env(ALL[name], ROWS) == []
+
+
+@pytest.mark.parametrize("name", ["lake", "sokoban_tool", "countdown_tool", "reasoning"])
+def test_the_doctor_finds_nothing(name):
+    checks = run_doctor(make_tokenizer("qwen3"), env=ALL[name], examples=ROWS, num_conversations=2)
+    assert [check for check in checks if check.level != "ok"] == []
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3"])
+def test_a_rollout_plays_a_game_to_its_end(family):
+    turns = [written("Down"), written("Jump"), written("Down")]
+    env = functools.partial(SokobanLevel, max_actions_per_turn=1)
+    trajectory, _ = play(turns, env=env, family=family)
+    assert trajectory.stop_reason is StopReason.DONE and trajectory.outcome_reward == 10.0
+    assert [turn.reward for turn in trajectory.turns] == [-0.1, -0.1, pytest.approx(0.9)]
+    assert trajectory.turns[2].reward_parts == {"step": -0.1, "box_on_target": 1.0}
+    assert trajectory.info["success"] == 1.0 and trajectory.info["num_invalid_turns"] == 1.0
+
+
+class SokobanLevel(SokobanEnv):
+    def read_row(self, example):
+        return ROOM
+
+
+def test_nothing_that_a_model_writes_is_evaluated(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("evaluated")
+
+    games = [begun(FrozenLakeEnv, {"level": CLASSIC}), begun(SokobanEnv, {"level": ROOM}), begun(CountdownEnv)]
+    monkeypatch.setattr(builtins, "eval", refuse)
+    monkeypatch.setattr(builtins, "exec", refuse)
+    for env in games:
+        for text in ("__import__('os').system('x')", "eval('1')", "().__class__", "9**9**9", "f'{1}'"):
+            assert not env.is_won and step(env, written(text)).reward <= 0
+            env.num_idle_turns, env.is_over = 0, False
+
+
+def test_the_request_carries_both_seeds():
+    """The games stand on `seed(reset_seed, dynamics_seed)` of the protocol."""
+    assert {"reset_seed", "seed"} <= set(RolloutRequest.__dataclass_fields__)

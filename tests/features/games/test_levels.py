@@ -1,0 +1,38 @@
+"""Data sets of levels."""
+
+import pytest
+
+from agent_r1_trl.features.games import CountdownEnv, ReasoningGymEnv, SokobanEnv, make_rows, rows
+from tests.features.games.helpers import begun
+
+
+@pytest.mark.parametrize("game", ["frozen_lake", "sokoban", "countdown"])
+def test_levels_are_all_different_and_the_same_for_the_same_seed(game):
+    made = make_rows(game, 12, seed=3)
+    assert made == make_rows(game, 12, seed=3) and made[:5] == make_rows(game, 5, seed=3)
+    assert len({row["level"] for row in made}) == len({row["id"] for row in made}) == 12
+    assert made[0] != make_rows(game, 1, seed=4)[0]
+
+
+def test_a_test_set_shares_no_level_with_the_training_set():
+    train = make_rows("sokoban", 60, room=(5, 5), wall_share=0.0)
+    test = make_rows("sokoban", 40, exclude=train, room=(5, 5), wall_share=0.0)
+    assert not {row["level"] for row in train} & {row["level"] for row in test}
+
+
+def test_a_row_plays_its_level_whatever_the_seeds_of_the_run():
+    dataset = rows("sokoban", 3, num_boxes=2, max_actions=20)
+    assert dataset.column_names == ["id", "seed", "level"]
+    for row in dataset:
+        assert begun(SokobanEnv, row, reset_seed=99).level == row["level"]
+        assert SokobanEnv(num_boxes=2, max_actions=20).new_level(row["seed"]) == row["level"]
+    assert rows(CountdownEnv, 1)[0]["id"].startswith("CountdownEnv-")
+
+
+def test_a_game_that_is_unknown_or_has_too_few_levels_is_refused():
+    with pytest.raises(ValueError, match="game='chess'"):
+        make_rows("chess", 1)
+    with pytest.raises(ValueError, match=r"game=.*ReasoningGymEnv.*GameEnv"):
+        make_rows(ReasoningGymEnv, 1)
+    with pytest.raises(ValueError, match="num=90"):
+        make_rows("sokoban", 90, room=(4, 5), wall_share=0.0, min_moves=1)

@@ -1,0 +1,217 @@
+"""The card of a model, from facts alone: its results, and the lines that start the agent."""
+
+import functools
+import json
+import re
+import shlex
+
+import pytest
+from huggingface_hub import ModelCard
+
+from agent_r1_trl.environments import SearchQAEnv
+from agent_r1_trl.environments.factory import resolve_env_factory
+from agent_r1_trl.features.hub.card import CardFacts, make_card, metrics, read_facts
+from agent_r1_trl.features.serve.chat_command import COMMAND
+from agent_r1_trl.features.serve.command_arguments import environment_of, read_conversation_arguments
+from agent_r1_trl.tools import as_tool
+from tests.toys import AddEnv, add, echo
+
+
+def row(method, name, value, *, settings=None, **more):
+    """A row of an `evaluation.json`, whose settings name the data set if `settings` say so."""
+    return {
+        "method": method, "dataset": name, "exact_match": value, "f1": value / 2, "num_examples": 40,
+        "intervals": {"exact_match": [value - 0.125, value + 0.125], "f1": [None, None]}, "duration_s": 1.0,
+        "settings": {"temperature": 0.0} | (settings or {}),
+    }  # fmt: skip
+
+
+HOTPOT = {"dataset_name": "hotpotqa/hotpot_qa", "dataset_config": "distractor", "dataset_split": "validation"}
+LOCAL = {"dataset_name": "/home/ada/data/musique.jsonl"}
+TABLE = {
+    "rows": [
+        row("base", "hotpotqa_hotpot_qa", 0.25, settings=HOTPOT),
+        row("naive_rag", "hotpotqa_hotpot_qa", 0.375, settings=HOTPOT),
+        row("model", "hotpotqa_hotpot_qa", 0.625, settings=HOTPOT),
+        row("base", "musique", 0.125, settings=LOCAL),
+        row("model", "musique", 0.5, settings=LOCAL) | {"pass@4": 0.75},
+    ]
+}
+
+
+def card(**facts):
+    return ModelCard(make_card(CardFacts(model_id="ada/adder", **facts)))
+
+
+def section(text, heading):
+    return re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
+
+
+# ---------------------------------------------------------------- results
+
+
+def test_of_a_table_only_the_models_own_results_are_in_the_metadata_one_for_each_data_set():
+    found = [
+        (item.dataset_type, item.dataset_config, item.dataset_split, item.metric_type, item.metric_value)
+        for item in card(evaluation=TABLE).data.eval_results
+    ]
+    assert found == [
+        ("hotpotqa/hotpot_qa", "distractor", "validation", "exact_match", 0.625),
+        ("hotpotqa/hotpot_qa", "distractor", "validation", "f1", 0.3125),
+        ("data/musique.jsonl", None, None, "exact_match", 0.5),
+        ("data/musique.jsonl", None, None, "f1", 0.25),
+        ("data/musique.jsonl", None, None, "pass@4", 0.75),
+    ]
+    (first, second, *_) = card(evaluation=TABLE).data.eval_results
+    assert first.metric_args == {"num_examples": 40, "interval_95": [0.5, 0.75]}
+    assert second.metric_args == {"num_examples": 40}
+
+
+def test_baselines_stand_beside_the_model_in_the_text():
+    text = section(card(evaluation=TABLE).text, "Results")
+    assert (
+        text.count(
+            "40 examples of `hotpotqa/hotpot_qa`, greedy; 95% intervals (bootstrap; Wilson's where each is 0 or 1)."
+        )
+        == 1
+    )
+    assert "| metric | base | naive\\_rag | model |" in text and "| metric | base | model |" in text
+    assert "| exact\\_match | 0.25 (0.125 to 0.375) | 0.375 (0.25 to 0.5) | 0.625 (0.5 to 0.75) |" in text
+    assert "| pass@4 |  | 0.75 |" in text and "| f1 | 0.125 | 0.1875 | 0.3125 |" in text
+    assert text.index("### hotpotqa/hotpot\\_qa") < text.index("### data/musique.jsonl")
+    assert "- naive\\_rag: one search" in text and "- closed" not in text and "/home/ada" not in text
+
+
+def test_a_single_row_names_its_own_data_set_rather_than_that_of_the_training():
+    facts = {"evaluation": row("model", "test", 0.5, settings=LOCAL | {"temperature": 0.7})}
+    made = card(**facts, recipe={"eval_dataset_name": "other/data"})
+    assert made.data.eval_results[0].dataset_name == "data/musique.jsonl"
+    text = section(made.text, "Results")
+    assert "40 examples of `data/musique.jsonl`, sampled at temperature 0.7;" in text
+    assert "| exact\\_match | 0.5 | 0.375 to 0.625 |" in text and "###" not in text
+
+
+@pytest.mark.parametrize(
+    "evaluation",
+    [
+        {"rows": None},
+        {"rows": ["x", 3, None]},
+        {"rows": [row("base", "test", 0.5)]},
+        {"exact_match": float("nan"), "intervals": [1], "settings": "x"},
+        {"exact_match": float("inf"), "f1": "0.5", "success": True, "intervals": {"exact_match": ["a", "b"]}},
+    ],
+    ids=["no rows", "no mappings", "a baseline alone", "not a number", "infinite, a text and a truth"],
+)
+def test_what_is_no_result_of_the_model_is_not_in_the_metadata(evaluation):
+    assert "model-index" not in make_card(CardFacts(model_id="ada/adder", evaluation=evaluation))
+
+
+def test_bounds_that_are_no_numbers_are_no_interval():
+    made = card(evaluation={"f1": 0.5, "intervals": {"f1": ["low", float("nan")]}})
+    assert made.data.eval_results[0].metric_args is None and "| f1 | 0.5 |  |" in made.text
+    assert "? examples; 95%" in made.text
+
+
+# ---------------------------------------------------------------- quick start
+
+
+def started(**facts):
+    """What the lines of the card start: the arguments of `chat`, and an environment."""
+    text = section(card(**facts).text, "Quick start")
+    install, line = re.search(r"```bash\n(.*?)\n```", text, re.DOTALL)[1].split("\n", 1)
+    assert install == "pip install agent-r1-trl"
+    program, command, *rest = shlex.split(line)
+    assert f"{program} {command}" == COMMAND
+    arguments = read_conversation_arguments(COMMAND, rest)
+    assert arguments.model_name_or_path == "ada/adder"
+    return arguments, environment_of(arguments)()
+
+
+def test_the_metrics_of_several_evaluation_sets_stand_beside_those_of_the_training():
+    logged = {"reward": 0.25, "eval_hard_reward": 0.5, "eval_hard_env/em": 0.75, "eval_hard_loss": 1.0, "env/em": 0.0}
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in metrics([logged]).splitlines()[2:]]
+    assert rows == ["env/em", r"eval\_hard\_env/em", r"eval\_hard\_reward", "reward"]
+
+
+def test_the_quick_start_stands_in_front_of_all_other_sections_and_keeps_its_place():
+    facts = {"recipe": {"env": "search_qa", "advantage_estimator": "grpo", "dataset_name": "a/b"}, "evaluation": TABLE}
+    text = card(**facts).text
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings[0] == "Quick start" and headings.index("Method") > headings.index("Training settings") > 0
+    assert headings[-3:] == ["Data", "Results", "Citations"]
+    mine = make_card(CardFacts(model_id="ada/adder", **facts), "# Mine\n\n## About\n\nx\n\n## Quick start\n\nold\n")
+    assert re.findall(r"^## (.*)$", mine, re.MULTILINE)[:2] == ["About", "Quick start"] and "old" not in mine
+
+
+@pytest.mark.parametrize(("base", "shown"), [("/site/recipes/a/model", "recipes/a/model"), ("/other", "/other")])
+def test_the_base_of_an_adapter_is_named_as_in_the_recipe_where_it_is_the_same(tmp_path, base, shown):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    (tmp_path / "recipe.yaml").write_text("model_name_or_path: recipes/a/model\n")
+    assert read_facts(tmp_path, "ada/adder").base_model == shown
+
+
+def names(env):
+    return [as_tool(item).name for item in env.tools]
+
+
+class Local(AddEnv):
+    """Stands where a reader cannot import it, once its name says so."""
+
+
+Local.__qualname__ = "test.<locals>.Local"
+
+
+def test_the_environment_of_a_recipe_is_started_with_its_arguments(tmp_path):
+    corpus = tmp_path / 'it\'s a "corpus".jsonl'
+    corpus.write_text('{"id": "a", "title": "A", "contents": "b"}\n')
+    given = {"corpus": str(corpus), "top_k": 3, "metric": "f1", "system_prompt": "Ä $HOME\n`x` 'y'", "index": None}
+    factory = functools.partial(SearchQAEnv, **given)
+    arguments, env = started(recipe={"env": "search_qa", "env_kwargs": given}, env_factory=factory)
+    assert (names(env), env.metric, env.system_prompt) == (["search"], "f1", given["system_prompt"])
+    assert arguments.env_kwargs == {name: value for name, value in given.items() if value is not None}
+
+
+def test_settings_that_the_model_was_trained_with_are_those_of_the_chat():
+    recipe = {
+        "thinking": "off", "chat_template_kwargs": {"a": 1e-05}, "max_tokens_per_turn": 48, "max_turns": 5,
+        "max_observation_tokens": 64, "context_policy": "summarise", "context_turns": 2, "summary_tokens": 20,
+        "summary_prompt": "Sum\nup: ``` it's", "max_completion_length": 320,
+    }  # fmt: skip
+    arguments, env = started(recipe=recipe)
+    kept = {name: getattr(arguments, name) for name in recipe}
+    assert kept == recipe | {"max_turns": 100, "max_completion_length": 8192}, "limits of a whole conversation"
+    assert names(env) == []
+
+
+@pytest.mark.parametrize(
+    ("factory", "tools"),
+    [
+        (AddEnv, ["add"]),
+        (functools.partial(AddEnv, system_prompt="Add."), ["add"]),
+        (resolve_env_factory(tools=[add.fn, echo.fn]), ["add", "echo"]),
+        (resolve_env_factory(tools=[add]), ["add"]),
+    ],
+    ids=["class", "arguments", "functions", "a tool"],
+)
+def test_what_a_trainer_was_given_is_found_by_its_import_path(factory, tools):
+    _, env = started(env_factory=factory)
+    assert names(env) == tools
+    assert env.system_prompt == getattr(factory, "keywords", {}).get("system_prompt", AddEnv.system_prompt)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"env_factory": Local}, "`Local`"),
+        ({"env_factory": lambda: AddEnv()}, "code of the training"),
+        ({"env_factory": functools.partial(AddEnv, tools=[add])}, "`AddEnv`"),
+        ({"env_factory": resolve_env_factory(tools=[lambda x: x])}, "code of the training"),
+        ({"recipe": {"max_turns": 3}}, "trained without tools"),
+        ({}, "not recorded here"),
+    ],
+    ids=["local class", "lambda", "object as argument", "local function", "no tools", "nothing known"],
+)
+def test_where_no_import_path_is_known_the_card_says_what_is_missing(facts, said):
+    _, env = started(**facts)
+    assert names(env) == []
+    assert said in card(**facts).text

@@ -1,0 +1,234 @@
+"""The curriculum: prompts are drawn by how often they passed of late."""
+
+import collections
+import csv
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.features.sampling.curriculum import STATE, TABLE, Curriculum
+from agent_r1_trl.features.sampling.resampling import check_can_draw
+from agent_r1_trl.features.sampling.settings import SamplingSettings
+from tests.features.journal.test_training_journal import is_same, train
+from tests.toys import say
+from tests.trainers.helpers import make_trainer, questions
+
+
+def curriculum_of(num, **options):
+    """Over `num` prompts, without a trainer."""
+    fake = SimpleNamespace(
+        args=SimpleNamespace(sampling=SamplingSettings(**{"curriculum_rate": 0.3} | options)),
+        train_dataset=range(num),
+        rollouts=SimpleNamespace(),
+        add_callback=lambda callback: None,
+    )
+    return Curriculum(fake)
+
+
+NAN = math.nan
+
+
+def test_weights_are_those_of_the_formula():
+    curriculum = curriculum_of(5)
+    assert curriculum.weights().tolist() == [1] * 5, "new prompts have the largest weight"
+    curriculum.pass_rates = torch.tensor([0.5, 0.5, 0.25, 0.02, 1.0], dtype=torch.float64)
+    curriculum.num_groups = torch.tensor([0, 3, 1, 1, 1])
+    assert curriculum.weights().tolist() == pytest.approx([1, 1, 0.75, 0.1, 0.1])  # 4 * .02 * .98 = .0784 < .1
+    curriculum.floor = 0.05
+    assert curriculum.weights().tolist() == pytest.approx([1, 1, 0.75, 0.0784, 0.05])
+    found = curriculum.metrics()
+    total = 1 + 1 + 0.75 + 0.0784 + 0.05
+    assert found["curriculum/share_max"] == pytest.approx(1 / total)
+    assert found["curriculum/share_min"] == pytest.approx(0.05 / total)
+    assert found["curriculum/effective_prompts"] == pytest.approx(total**2 / (2 + 0.75**2 + 0.0784**2 + 0.05**2))
+    assert found["curriculum/seen_share"] == 4 / 5
+    assert found["curriculum/pass_rate"] == pytest.approx((0.5 + 0.25 + 0.02 + 1) / 4)
+
+
+def test_a_pass_rate_is_an_average_that_forgets():
+    curriculum = curriculum_of(3)
+    curriculum.observe([0, 1, 2], [[1.0, 0.0, 1.0, 0.0], [0.0, NAN, NAN, 1.0], [NAN] * 4])
+    assert curriculum.pass_rates.tolist() == [0.5, 0.5, 0.5] and curriculum.num_groups.tolist() == [1, 1, 0]
+    curriculum.observe([0, 1, 0], [[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, NAN, NAN], [0.0, 1.0, 1.0, 1.0]])
+    rates = [0.7 * (0.7 * 0.5 + 0.3) + 0.3 * 0.75, 0.7 * 0.5, 0.5]
+    assert curriculum.pass_rates.tolist() == pytest.approx(rates)
+    assert curriculum.num_groups.tolist() == [3, 2, 0]
+    forgetful = curriculum_of(1, curriculum_rate=1.0)
+    forgetful.observe([0, 0], [[1.0, 0.0], [0.0, 0.0]])
+    assert forgetful.pass_rates.tolist() == [0.0]
+
+
+def test_prompts_that_pass_half_the_time_are_drawn_most():
+    """Weights 1, 0.75, 0.1 and 0.1: shares 0.51, 0.38, 0.05 and 0.05 of the first prompt of a batch."""
+    curriculum, num = curriculum_of(4), 4000
+    curriculum.pass_rates = torch.tensor([0.5, 0.75, 0.0, 1.0], dtype=torch.float64)
+    draws = [curriculum.order(seed) for seed in range(num)]
+    assert all(sorted(order) == [0, 1, 2, 3] for order in draws), "nothing is drawn twice in a batch"
+    firsts = collections.Counter(order[0] for order in draws)
+    for prompt, weight in enumerate((1, 0.75, 0.1, 0.1)):
+        share = weight / 1.95
+        assert abs(firsts[prompt] / num - share) < 4 * math.sqrt(share * (1 - share) / num)
+    # Of the prompts that are left, the second one is drawn in proportion as well.
+    seconds = collections.Counter(order[1] for order in draws if order[0] == 0)
+    assert abs(seconds[1] / firsts[0] - 0.75 / 0.95) < 4 * math.sqrt(0.75 / 0.95 * 0.2 / 0.95 / firsts[0])
+
+
+# ---------------------------------------------------------------- in a run
+
+
+def toss(trajectory):
+    number = int(trajectory.example_id[1:])
+    return float(number % 3 == 0 or (number % 3 == 1 and len(trajectory.final_text) % 2))
+
+
+class Coin(ToolEnv):
+    """Some prompts are too easy, some too hard."""
+
+    def outcome_reward(self, trajectory):
+        return toss(trajectory)
+
+
+def talk(rng, turn):
+    return say("x" * rng.randrange(1, 9))
+
+
+RUN = {
+    "env": Coin,
+    "script": talk,
+    "sampling.curriculum": True,
+    "num_generations": 2,
+    "per_device_train_batch_size": 8,
+}
+
+
+def test_prompts_that_teach_come_back_and_the_file_says_how_often(tmp_path):
+    trainer = train(tmp_path, train_dataset=questions(9), max_steps=12, learning_rate=0.0, **RUN)
+    with (tmp_path / TABLE).open(encoding="utf-8") as file:
+        table = list(csv.DictReader(file))
+    groups = [int(row["groups"]) for row in table]
+    assert [row["row"] for row in table] == [str(row) for row in range(9)] and sum(groups) == 12 * 4
+    teaching = sum(groups[1::3])
+    assert teaching > 48 / 3 + 4, "a third of the prompts"
+    for row in [*table[0::3], *table[2::3]]:  # of n groups, all passed or none
+        assert abs(float(row["pass_rate"]) - 0.5) == pytest.approx(0.5 - 0.5 ** (1 + int(row["groups"])), abs=1e-5)
+    shares = trainer.state.log_history[-2]
+    assert sum(float(row["share"]) for row in table) == pytest.approx(1, abs=1e-4)
+    least = min(float(row["share"]) for row in table)
+    assert shares["curriculum/share_min"] == pytest.approx(least, rel=1e-4)
+
+
+class Reporting(ToolEnv):
+    """The same, but its outcomes say nothing."""
+
+    def outcome_reward(self, trajectory):
+        trajectory.info["success"] = bool(toss(trajectory))
+        return -1.0
+
+
+@pytest.mark.parametrize("env", [Coin, Reporting])
+def test_what_turns_earn_is_no_pass(tmp_path, env):
+    def process(trajectory, **kwargs):
+        return [[0.5] * len(item.turns) for item in trajectory]
+
+    options = RUN | {"env": env, "train_dataset": questions(9), "max_steps": 3, "learning_rate": 0.0}
+    trainer = make_trainer(tmp_path, turn_reward_funcs=[process], **options)
+    seen, won = [], []
+    observe, judge = trainer.features["resampling"].curriculum.observe, trainer.features["resampling"]._judge
+
+    def listen(prompts, passes):
+        seen.append([value for group in passes for value in group])
+        observe(prompts, passes)
+
+    def judged(played, size):
+        won.append([toss(item) for item in played.trajectories])
+        return judge(played, size)
+
+    trainer.features["resampling"]._judge, trainer.features["resampling"].curriculum.observe = judged, listen
+    trainer.train()
+    assert len(seen) == 3 and seen == won and {*seen[0], *seen[1], *seen[2]} == {0.0, 1.0}
+    rates = [line["sampling/pass_rate"] for line in trainer.state.log_history if "sampling/pass_rate" in line]
+    assert rates == [pytest.approx(sum(passes) / len(passes)) for passes in seen]
+
+
+def test_a_weighted_draw_says_what_a_uniform_one_would_earn():
+    """Over many draws of 30 of 200 prompts: each counts for 1 / its chance, which an independent count confirms."""
+    curriculum = curriculum_of(200)
+    curriculum.pass_rates = torch.linspace(0.02, 1.0, 200, dtype=torch.float64) ** 0.3  # most pass nearly always
+    counts, plain, weighted = torch.zeros(200), [], []
+    for seed in range(600):
+        drawn = curriculum.order(seed)[:30]
+        counts[drawn] += 1 / 600
+        weights, rates = curriculum.draw_weights(drawn), curriculum.pass_rates
+        plain.append(rates[drawn].mean().item())
+        weighted.append(sum(weights[row] * rates[row].item() for row in drawn) / sum(weights.values()))
+    everything = {**curriculum.draw_weights(range(30)), **curriculum.draw_weights(range(170, 200))}
+    for row in (0, 29, 199):
+        assert 1 / everything[row] == pytest.approx(counts[max(0, row - 9) : row + 10].mean().item(), rel=0.15)
+    truth = curriculum.pass_rates.mean().item()
+    assert sum(plain) / 600 < truth - 0.05
+    assert sum(weighted) / 600 == pytest.approx(truth, abs=0.01)
+    assert {*curriculum.draw_weights(range(200)).values()} == {1.0}, "all are drawn"
+
+
+class Easy(ToolEnv):
+    """Two thirds of the prompts always pass, the others half of the time."""
+
+    def outcome_reward(self, trajectory):
+        return int(trajectory.example_id[1:]) % 3 != 1 or toss(trajectory)
+
+
+def test_the_monitor_judges_what_a_uniform_draw_would_earn(tmp_path):
+    """At learning rate 0, nothing changes but the draw, which leaves the prompts that always pass."""
+    run = {**RUN, "env": Easy, "train_dataset": questions(60), "per_device_train_batch_size": 32}
+    trainer = train(tmp_path, echo=True, max_steps=24, learning_rate=0.0, **run)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    plain, judged = ([entry[name] for entry in logged] for name in ("reward", "echo/reward"))
+    assert plain[:1] == judged[:1], "every prompt is new"
+    drawn, uniform = (sum(values[12:]) / 12 for values in (plain, judged))
+    assert drawn < 0.78 and uniform == pytest.approx(5 / 6, abs=0.04)
+    weights = trainer.last_batch.draw_weights
+    assert len(weights) == 16 and max(weights.values()) > 1.2 * min(weights.values())
+    assert max(entry["echo/state"] for entry in logged) <= 1.0
+
+
+def test_a_resumed_run_draws_what_it_would_have_drawn(tmp_path):
+    options = {"train_dataset": questions(9), "journal": False, **RUN}
+    whole = train(tmp_path, **options)
+    assert (tmp_path / "checkpoint-2" / STATE).exists()
+    resumed = train(tmp_path, checkpoint=str(tmp_path / "checkpoint-2"), **options)
+    assert all(map(is_same, resumed.batches, whole.batches[2:])) and len(resumed.batches) == 2
+    for name in ("pass_rates", "num_groups"):
+        expected, actual = (getattr(run.features["resampling"].curriculum, name) for run in (whole, resumed))
+        assert torch.equal(expected, actual)
+
+
+def test_a_checkpoint_without_it_begins_anew_and_says_so(tmp_path, caplog):
+    curriculum = curriculum_of(2)
+    curriculum.observe([0], [[1.0]])
+    curriculum.save(tmp_path)
+    same, other = curriculum_of(2), curriculum_of(3)
+    same.load(tmp_path)
+    assert same.pass_rates.tolist() == [0.65, 0.5] and not caplog.text
+    for folder in (tmp_path, tmp_path / "none"):
+        other.load(folder)
+        assert other.pass_rates.tolist() == [0.5] * 3 and "begins anew" in caplog.text
+        caplog.clear()
+
+
+def test_off_it_changes_nothing(tmp_path):
+    trainer = make_trainer(tmp_path)
+    rows = [{"id": "a"}]
+    assert "resampling" not in trainer.features and trainer.features.choose_rows(rows, 3) is rows
+
+
+def test_an_environment_that_makes_its_own_prompts_is_refused():
+    for curriculum in (True, False):
+        config = SimpleNamespace(sampling=SamplingSettings(resample_rounds=2, curriculum=curriculum))
+        if not curriculum:
+            check_can_draw(None, config)  # the cure
+            continue
+        with pytest.raises(ValueError, match=r"curriculum=True with train_dataset=None"):
+            check_can_draw(None, config)

@@ -1,0 +1,170 @@
+"""Which groups are trained on, in numbers by hand (`agent_r1_trl.features.sampling.rules`)."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_r1_trl.features.sampling.rules import (
+    RULES,
+    check_rule,
+    group_scores,
+    has_signal,
+    select_groups,
+    signal_to_noise,
+)
+from tests.effort import examples
+
+RETURNS = torch.tensor(
+    [[1, 1, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1], [0, 0, 0, 0], [0.2, 0.4, 0.6, 0.8]], dtype=torch.float64
+)
+GROUPS = torch.arange(5).repeat_interleave(4)
+NAN = math.nan
+
+
+def kept(returns, group_ids=None, **options):
+    """The groups with a row that is kept."""
+    returns = torch.as_tensor(returns)
+    if group_ids is None:
+        group_ids = torch.arange(len(returns)).repeat_interleave(returns.shape[1])
+    rows = select_groups(returns.flatten(), group_ids, **options)
+    return sorted(set(group_ids[rows].tolist()))
+
+
+def test_the_scores_are_those_computed_by_hand():
+    std, var = (group_scores(RETURNS.flatten(), GROUPS, statistic=name).tolist() for name in ("std", "var"))
+    assert std == pytest.approx([0, 0.577350, 0.5, 0, 0.258199], abs=1e-6)
+    assert var == pytest.approx([0, 0.333333, 0.25, 0, 0.066667], abs=1e-6)
+    assert has_signal(RETURNS.flatten(), GROUPS).tolist() == [False, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "options, groups",
+    [
+        ({"value": 0.25}, [1]),
+        ({"value": 0.1}, [1]),  # at least one
+        ({"value": 0.5}, [1, 2]),
+        ({"value": 0.6}, [1, 2, 4]),  # 0.6 * 5 is 3, whatever float arithmetic makes of it
+        ({"value": 1}, [0, 1, 2, 3, 4]),
+        ({"rule": "top_p", "value": 0.9, "statistic": "var"}, [1, 2, 4]),  # .583 < .585
+        ({"rule": "top_p", "value": 0.89, "statistic": "var"}, [1, 2]),  # .583 >= .5785
+        ({"rule": "top_p", "value": 0.9}, [1, 2, 4]),
+        ({"rule": "top_p", "value": 1.0}, [1, 2, 4]),  # a group without spread is never added
+        ({"rule": "min_p", "value": 0.5}, [1, 2]),
+        ({"rule": "min_p", "value": 0.75, "statistic": "var"}, [1, 2]),  # .25 is exactly .75 * .333333
+        ({"rule": "min_p", "value": 1e-9}, [1, 2, 4]),
+    ],
+)
+def test_each_rule_keeps_the_groups_that_one_finds_by_hand(options, groups):
+    assert kept(RETURNS, **options) == groups
+    assert kept(RETURNS.float(), **options) == groups
+
+
+def test_equal_scores_go_to_the_lower_index():
+    returns = [[0.0, 1.0], [5.0, 6.0], [7.0, 7.0], [0.1, 1.1]]
+    assert kept(returns, value=0.25) == [0]
+    assert kept(returns, value=0.5) == [0, 1]
+    assert kept(returns, value=0.75) == [0, 1, 3]
+    ids = torch.tensor([9, 9, 4, 4, 6, 6, 2, 2])
+    assert kept(torch.tensor(returns), ids, value=0.5) == [2, 4]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("returns", [[[1.0, 1.0], [0.0, 0.0]], [[0.3, 0.1 + 0.2], [0.7, 0.1 + 0.6]], [[NAN, 1.0]] * 2])
+def test_of_a_batch_without_spread_nothing_is_kept(rule, returns):
+    assert kept(torch.tensor(returns, dtype=torch.float64), rule=rule, value=0.5) == []
+    assert signal_to_noise(torch.tensor([1.0, 1.0, 2.0, 2.0]), torch.tensor([0, 0, 1, 1])) == 0.0
+
+
+def test_float_noise_is_no_spread():
+    """1e-17 would otherwise be the largest score of its batch, and the group with it all that is trained on."""
+    noisy, certain = [0.3, 0.1 + 0.2], [1.0, 1.0]
+    returns = torch.tensor([noisy, certain, [0.0, 1e-3]], dtype=torch.float64)
+    assert group_scores(returns.flatten(), torch.arange(3).repeat_interleave(2))[:2].tolist() == [0.0, 0.0]
+    assert kept(returns, rule="min_p", value=1e-9) == [2]
+
+
+def test_rows_outside_the_baseline_are_neither_counted_nor_kept():
+    """[nan 0 1 1] counts as [0 1 1], with a std of .577350; one member left has no signal."""
+    returns, ids = torch.tensor([NAN, 0, 1, 1, NAN, NAN, NAN, 9, 0, 0, 0, 1]), torch.arange(3).repeat_interleave(4)
+    scores = group_scores(returns, ids)
+    assert scores[[0, 2]].tolist() == pytest.approx([0.577350, 0.5], abs=1e-6)
+    assert scores[1].isnan()
+    assert has_signal(returns, ids).tolist() == [True, False, True]
+    rows = select_groups(returns, ids, value=0.4)
+    assert rows.tolist() == [False, True, True, True] + [False] * 8
+
+
+def test_groups_without_a_row_in_the_baseline_are_not_among_the_groups():
+    returns, ids = torch.tensor([NAN, NAN, 0, 1, 0, 2.0]), torch.tensor([0, 0, 1, 1, 2, 2])
+    assert kept(returns, ids, value=1.0) == [1, 2]
+    assert kept(returns, ids, value=0.7) == [2]  # floor(.7 * 2), where .7 * 3 would keep both
+
+
+def test_the_gates_number_is_computed_by_hand():
+    """RV = 0 .333333 .25 0 .066667: mean .13, std .152936."""
+    assert signal_to_noise(RETURNS.flatten(), GROUPS) == pytest.approx(1.176417, abs=1e-6)
+    assert math.isnan(signal_to_noise(torch.tensor([0.0, 1.0]), torch.tensor([0, 0])))
+    alone = torch.tensor([0.0, 1.0, 5.0, 5.0, 3.0])  # the last has no group to vary in
+    assert signal_to_noise(alone, torch.tensor([0, 0, 1, 1, 2])) == pytest.approx(math.sqrt(2))
+
+
+grid = st.integers(-20, 20).map(lambda number: number / 10)
+batches = st.lists(st.lists(grid, min_size=4, max_size=4), min_size=1, max_size=6)
+rules = st.fixed_dictionaries(
+    {
+        "rule": st.sampled_from(RULES),
+        "value": st.integers(1, 20).map(lambda number: number / 20),
+        "statistic": st.sampled_from(["std", "var"]),
+    }
+)
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(batches, rules, st.sampled_from([-7.3, 0.1, 1000.0, 1e6]), st.sampled_from([1e-6, 3.7, 1e6]))
+def test_a_constant_and_a_scale_change_no_choice(batch, options, constant, scale):
+    returns = torch.tensor(batch, dtype=torch.float64)
+    expected = kept(returns, **options)
+    assert kept(returns + constant, **options) == expected
+    assert kept(returns * scale, **options) == expected
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(batches, rules, st.randoms(use_true_random=False))
+def test_the_order_of_the_rows_changes_no_choice(batch, options, random):
+    """Members inside their group, and the rows of all groups among each other."""
+    returns = torch.tensor(batch, dtype=torch.float64).flatten()
+    ids = torch.arange(len(batch)).repeat_interleave(4)
+    order = list(range(len(returns)))
+    random.shuffle(order)
+    rows = select_groups(returns, ids, **options)
+    assert select_groups(returns[order], ids[order], **options).tolist() == rows[order].tolist()
+
+
+@pytest.mark.parametrize(
+    "options, name",
+    [
+        ({"rule": "best"}, "rule"),
+        ({"statistic": "range"}, "statistic"),
+        ({"value": 0.0}, "value"),
+        ({"value": 1.5}, "value"),
+        ({"value": True}, "value"),
+        ({"value": NAN}, "value"),
+    ],
+)
+def test_arguments_that_no_rule_knows_are_refused_by_name(options, name):
+    with pytest.raises(ValueError, match=f"^{name}="):
+        check_rule(**{"rule": "top_p", "value": 0.5, **options})
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="group_ids"):
+        group_scores(torch.zeros(3), torch.zeros(2))
+
+
+def test_a_rule_that_is_listed_and_not_written_keeps_nothing_in_silence(monkeypatch):
+    monkeypatch.setattr("agent_r1_trl.features.sampling.rules.RULES", (*RULES, "nearest"))
+    with pytest.raises(NotImplementedError, match="'nearest'"):
+        kept(RETURNS, rule="nearest", value=0.5)

@@ -1,0 +1,611 @@
+"""What leaves the update with `filter_groups`, what the rest is divided by, and which steps are not made at all."""
+
+import itertools
+import math
+import re
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from agent_r1_trl import RolloutCallback
+from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.features.sampling.rules import raw_returns
+from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, MultiTurnPPOTrainer
+from agent_r1_trl.trainers.rollout_batch import TRAJECTORY_ROW
+from agent_r1_trl.update.batching import join_rows, take_rows
+from agent_r1_trl.update.layout import UPDATE_LAYOUTS
+from agent_r1_trl.update.spreading import deal, spread_rows
+from tests.tokenizers import make_tokenizer
+from tests.toys import AddEnv, call, say
+from tests.trainers.helpers import (
+    make_args,
+    make_policy,
+    make_trainer,
+    move_weights,
+    questions,
+    same,
+    scored_batch,
+    step_gradients,
+    unfold,
+    watched,
+)
+
+LOSS_TYPES = ("grpo", "dr_grpo", "sapo", "luspo", "bnpo", "dapo", "cispo", "vespo")
+LOST, CUT = "lost", "cut"
+ROWS = ["xx", "xxxxxx", "xx", "xxxxxxxx", "x", "xxxx", "x", "xx", "x", "x", "xxx", "x", "xxxx", "xx", LOST, "x"]
+"""Four groups of four, an even number of letters is right: stds 0 .577 0 .577."""
+KEPT = [4, 5, 6, 7, 12, 13, 15]
+SIZES = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_iterations": 2}
+HALF = {"sampling.filter_groups": "top_fraction", "sampling.filter_value": 0.5}
+QUARTER = {"sampling.filter_groups": "top_fraction"}
+
+
+def trainer_of(tmp_path, rows=ROWS, *, trainer=MultiTurnGRPOTrainer, **options):
+    """Trajectories that answer with these texts, lose their sampler, or are cut by `max_turns`."""
+    tokenizer = make_tokenizer("qwen3")
+    chat = ChatFormat(tokenizer)
+
+    def answer(request):
+        what = rows[request.index % len(rows)]
+        if what == LOST:
+            return RuntimeError("the machine is gone")
+        return chat.encode_reply(call() if what == CUT else say(what))
+
+    model = options.pop("model", None) or make_policy(tokenizer)
+    options = SIZES | {"max_concurrency": 1, "max_turns": 1} | options
+    return trainer(
+        env=AddEnv, model=model, args=make_args(tmp_path, trainer.config_class, **options),
+        train_dataset=questions(), processing_class=tokenizer,
+        generator=ScriptedGenerator(answer, stop_token_ids=chat.stop_token_ids),
+    )  # fmt: skip
+
+
+WHITENED = {
+    "gae": {"trainer": MultiTurnPPOTrainer, "critic": "head"},
+    "bilevel_gae": {"trainer": MultiTurnPPOTrainer, "critic": "head"},
+    "step_gae": {"trainer": MultiTurnPPOTrainer, "critic": "head"},
+    "reinforce_pp": {},
+    "reinforce_pp_baseline": {},
+}
+
+
+@pytest.mark.parametrize("estimator", WHITENED)
+@pytest.mark.parametrize("rule", [{"sampling.filter_groups": "top_fraction", "sampling.filter_value": 0.25}, HALF])
+def test_advantages_are_whitened_over_the_rows_that_are_trained_on(tmp_path, estimator, rule):
+    options = {"num_generations": 4, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    options |= {"advantage_estimator": estimator, "num_iterations": 1, **WHITENED[estimator]}
+    found = scored_batch(trainer_of(tmp_path / "all", **options))
+    output = scored_batch(trainer_of(tmp_path / "some", **options, **rule))
+    mask = output["tool_mask"].bool() & output["completion_mask"].bool()  # (16, T)
+    if estimator == "step_gae":  # one number for each turn, and here for each row
+        mask = mask & (mask.cumsum(dim=1) == 1)
+    kept = mask & output["is_kept"].unsqueeze(1)
+    assert 0 < kept.sum() < mask.sum()
+    plain, filtered = found["advantages"], output["advantages"]
+    std, mean = torch.std_mean(plain[kept].double())
+    assert abs(mean) + abs(std - 1) > 0.02, "the rows that are kept are not like all the others"
+    expected = (plain.double() - mean) / std  # whitening what is white already keeps no trace of the first time
+    torch.testing.assert_close(filtered[mask].double(), expected[mask], atol=1e-5, rtol=1e-5)
+    assert filtered[kept].mean().abs() < 1e-5 and (filtered[kept].std() - 1).abs() < 1e-5
+    if "returns" in found:
+        torch.testing.assert_close(output["returns"], found["returns"], rtol=0, atol=0)
+
+
+def real_rows(buffer):
+    """The rows that are no dummies, of all micro-batches."""
+    return sorted(row for inputs in buffer for row in inputs[TRAJECTORY_ROW][inputs["in_baseline"]].tolist())
+
+
+def reference_gradients(trainer, loss_type, parts):
+    """Of an unfiltered trainer whose optimizer step has these micro-batches and no others."""
+    trainer.loss_type = loss_type
+    trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = len(parts)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    move_weights(trainer.model)
+    trainer.model.zero_grad()
+    for part in parts:
+        trainer.compute_loss(trainer.model, part).backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.model.load_state_dict(before)
+    return gradients
+
+
+def without_scales(inputs):
+    return {name: value for name, value in inputs.items() if name not in ("row_scale", "micro_batch_scale")}
+
+
+def kept_part(plain_buffer, kept=KEPT):
+    """Some rows of an unfiltered rollout in one micro-batch, as if the others had never been."""
+    rows = join_rows([without_scales(inputs) for inputs in plain_buffer])
+    order = {int(number): index for index, number in enumerate(rows[TRAJECTORY_ROW])}
+    part = take_rows(rows, torch.tensor([order[number] for number in kept]))
+    part["num_items_in_batch"] = (part["completion_mask"] * part["tool_mask"]).sum()
+    if "value_mask" in part:
+        part["num_value_items"] = part["value_mask"].sum()
+    return part
+
+
+def assert_same_gradients(found, expected, message=""):
+    assert max(gradient.abs().max() for gradient in expected.values()) > 1e-4
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            found[name], gradient, atol=1e-6, rtol=1e-4, msg=lambda text, name=name: f"{message} {name}: {text}"
+        )
+
+
+# -------------------------------------------------------------------- the gradient
+
+
+def test_for_every_loss_type_the_gradient_is_that_of_a_trainer_fed_with_the_kept_rows(tmp_path):
+    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
+    options = {"model": str(tmp_path / "policy"), "beta": 0.1}
+    plain = trainer_of(tmp_path, **options)
+    _, everything = step_gradients(plain)
+    filtered = trainer_of(tmp_path, **options, **HALF)
+    for loss_type in LOSS_TYPES:
+        filtered.loss_type = loss_type
+        torch.manual_seed(5)
+        gradients, buffer = step_gradients(filtered)
+        assert real_rows(buffer) == KEPT
+        assert [len(inputs["in_baseline"]) for inputs in buffer] == [4, 3]
+        parts = [kept_part(everything)]
+        if loss_type == "bnpo":  # a mean over the tokens of each micro-batch
+            parts = [kept_part(everything, inputs[TRAJECTORY_ROW].tolist()) for inputs in buffer]
+        assert_same_gradients(gradients, reference_gradients(plain, loss_type, parts), loss_type)
+
+
+@pytest.mark.parametrize("layout", UPDATE_LAYOUTS[1:])
+def test_in_every_layout_the_gradient_is_that_of_the_kept_rows(tmp_path, layout):
+    plain = trainer_of(tmp_path)
+    expected = reference_gradients(plain, "grpo", [kept_part(step_gradients(plain)[1])])
+    filtered = trainer_of(tmp_path, update_layout=layout, loss_type="grpo", **HALF)
+    assert_same_gradients(step_gradients(filtered)[0], expected)
+
+
+@pytest.mark.parametrize("layout", ["padded", "shared"])
+def test_old_and_reference_log_probs_are_computed_of_the_kept_rows_alone_and_are_the_same(tmp_path, layout):
+    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
+    seen, found = [], []
+    for options in ({}, HALF):
+        trainer = trainer_of(tmp_path, model=str(tmp_path / "policy"), beta=0.1, update_layout=layout, **options)
+        for model in (trainer.model, trainer.ref_model):
+            model.get_input_embeddings().register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1
+        batch = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+        found.append({name: batch[name] for name in ("old_per_token_logps", "ref_per_token_logps", "advantages")})
+        seen.append(None)
+    plain, filtered = found
+    rounding = 0.0 if layout == "padded" else 1e-5  # shared rows begin with other rows where some are left out
+    for name in plain:
+        torch.testing.assert_close(plain[name][KEPT], filtered[name][KEPT], rtol=rounding, atol=rounding)
+        assert plain[name][KEPT].abs().max() > 0
+    others = [row for row in range(1, 16) if row not in KEPT]  # row 0 fills up the forward pass
+    assert not filtered["ref_per_token_logps"][others].any()
+    if layout == "padded":
+        assert seen == [8] * 4 + [None] + [8] * 2 + [None]
+
+
+@pytest.mark.parametrize("layout, loss_type, bonus", [("padded", "bnpo", 0.1), ("shared", "grpo", 0.0)])
+def test_micro_batches_that_no_row_is_left_for_have_a_dummy_without_loss(tmp_path, layout, loss_type, bonus):
+    """One group of three rows for four micro-batches."""
+    options = {"loss_type": loss_type, "entropy_coef": bonus}
+    options |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    rows = [*ROWS[:4], *["xx"] * 8, *ROWS[12:]]
+    filtered = trainer_of(
+        tmp_path, rows, sampling={"filter_groups": "min_p", "filter_value": 1.0}, update_layout=layout, **options
+    )
+    gradients, buffer = step_gradients(filtered)
+    assert sorted(int(inputs["in_baseline"].sum()) for inputs in buffer) == [0, 1, 1, 1]
+    assert [len(inputs["in_baseline"]) for inputs in buffer] == [1] * 4
+    plain = trainer_of(tmp_path, rows, **options)
+    _, everything = step_gradients(plain)
+    parts = [kept_part(everything, [row]) for row in (12, 13, 15)]
+    assert_same_gradients(gradients, reference_gradients(plain, loss_type, parts))
+
+
+@pytest.mark.parametrize("on_all", [False, True])
+def test_policy_and_critic_train_on_the_kept_rows_and_the_critic_on_all_if_asked(tmp_path, on_all):
+    options = {"trainer": MultiTurnPPOTrainer, "num_generations": 4, "critic": "head", "whiten_advantages": False}
+    plain = trainer_of(tmp_path, **options)
+    _, everything = step_gradients(plain)
+    part = kept_part(everything)
+    if on_all:
+        rows = [row for row in range(16) if ROWS[row] != LOST]
+        wide = kept_part(everything, rows)
+        is_kept = torch.tensor([row in KEPT for row in rows])
+        wide["tool_mask"] = wide["tool_mask"] * is_kept.unsqueeze(1)
+        part = wide | {"num_items_in_batch": part["num_items_in_batch"]}
+    filtered = trainer_of(tmp_path, critic_uses_filtered=on_all, **options, **HALF)
+    gradients, buffer = step_gradients(filtered)
+    assert sum(len(inputs["in_baseline"]) for inputs in buffer) == (16 if on_all else 7)
+    assert_same_gradients(gradients, reference_gradients(plain, "dapo", [part]))
+
+
+def test_the_loss_is_multiplied_by_the_kept_share_if_asked(tmp_path):
+    full, _ = step_gradients(trainer_of(tmp_path, **HALF))
+    scaled, _ = step_gradients(trainer_of(tmp_path, sampling={"filter_loss_scaling": True}, **HALF))
+    assert_same_gradients(scaled, {name: gradient * 7 / 15 for name, gradient in full.items()})
+
+
+def test_the_kept_share_is_the_filters_own_beside_another_keep(tmp_path):
+    class First(RolloutCallback):
+        def keep(self, batch):
+            return torch.arange(len(batch.trajectories)) < 8
+
+    trainer = trainer_of(tmp_path, sampling={"filter_loss_scaling": True}, **HALF)
+    trainer.add_callback(First())
+    batch = scored_batch(trainer)
+    assert batch["is_kept"].nonzero().flatten().tolist() == KEPT[:4]
+    assert trainer._metrics["train"]["filter/kept_share"] == [7 / 15] == [pytest.approx(batch["kept_share"].item())]
+
+
+def test_what_is_left_is_as_wide_as_its_longest_row(tmp_path):
+    """The longest answers stand in a group that is filtered out."""
+    widths = []
+    for options in ({}, HALF):
+        _, buffer = step_gradients(trainer_of(tmp_path, **options))
+        widths.append({inputs["completion_ids"].shape[1] for inputs in buffer})
+    ((wide,), (narrow,)) = widths
+    assert narrow < wide
+
+
+# -------------------------------------------------------------------- what is chosen
+
+
+def test_returns_are_raw_and_of_the_baseline(tmp_path):
+    """Two cut trajectories earn .5 for their call; the penalty of one group for truncation is no spread."""
+    rows = [CUT, "xx", CUT, LOST, "xx", "xx", "xx", "xx"]
+    options = {"truncated_trajectories": "penalise", "truncation_penalty": -0.5, "per_device_train_batch_size": 8}
+    trainer = trainer_of(tmp_path, rows, gradient_accumulation_steps=1, **options, **HALF)
+    batch = scored_batch(trainer)
+    returns = raw_returns(trainer.last_trajectories)
+    paid = [item.total_reward for item in trainer.last_trajectories]
+    assert [round(paid[i] - float(returns[i]), 6) for i in (0, 1, 2)] == [-0.5, 0.0, -0.5]
+    assert returns[3].isnan() and not returns[4:].isnan().any()
+    assert batch["is_kept"].tolist() == [True, True, True, False, False, False, False, False]
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items() if name.startswith("filter/")}
+    assert metrics == {
+        "filter/kept_share": pytest.approx(3 / 7),
+        "filter/signal_to_noise": pytest.approx(math.sqrt(2)),
+        "filter/is_applied": 1.0,
+    }
+
+
+def test_the_gate_leaves_rollouts_alone_whose_groups_vary_alike(tmp_path):
+    """Variances 0 .333 0 .333 (three members): std / mean = 1.1547."""
+    plain, _ = step_gradients(trainer_of(tmp_path))
+    shut = trainer_of(tmp_path, sampling={"filter_when": 1.16}, **HALF)
+    gradients, buffer = step_gradients(shut)
+    assert all(torch.equal(gradients[name], plain[name]) for name in plain)
+    assert "is_kept" not in buffer[0]
+    assert shut._metrics["train"]["filter/is_applied"] == [0.0]
+    assert shut._metrics["train"]["filter/kept_share"] == [1.0]
+    ratio = shut._metrics["train"]["filter/signal_to_noise"][0]
+    opened = trainer_of(tmp_path, sampling={"filter_when": ratio - 0.01}, **HALF)
+    assert real_rows(step_gradients(opened)[1]) == KEPT
+
+
+def test_it_can_be_switched_on_and_off_between_rollouts(tmp_path):
+    trainer = trainer_of(tmp_path, **HALF)
+    group_filter = trainer.features["group_filter"]
+    group_filter.disable()
+    assert "is_kept" not in scored_batch(trainer)
+    group_filter.enable("top_p", statistic="var")
+    assert group_filter.settings.value == 0.9
+    assert scored_batch(trainer)["is_kept"].nonzero().flatten().tolist() == KEPT
+
+
+@pytest.mark.parametrize(
+    "arguments, options, named",
+    [
+        (("min_p", 0.0), {}, "sampling.filter_value=0.0"),
+        (("min_p",), {}, "sampling.filter_value=None with sampling.filter_groups='min_p'"),
+        (("near",), {}, "sampling.filter_groups='near'"),
+        (("top_p", 0.9), {"when": "x"}, "sampling.filter_when='x'"),
+        (("top_p", 0.9), {"when": -1}, "sampling.filter_when=-1"),
+        (("top_p", 0.9), {"loss_scaling": "no"}, "sampling.filter_loss_scaling='no'"),
+        (("top_fraction",), {"statistic": "var"}, "sampling.filter_statistic='var' with sampling.filter_groups="),
+    ],
+)
+def test_what_the_settings_refuse_is_refused_when_it_is_switched_on(tmp_path, arguments, options, named):
+    group_filter = trainer_of(tmp_path, **HALF).features["group_filter"]
+    before = group_filter.settings
+    with pytest.raises(ValueError, match=rf"^{re.escape(named)}"):
+        group_filter.enable(*arguments, **options)
+    assert group_filter.settings == before
+
+
+# -------------------------------------------------------------------- steps without signal
+
+
+class PaidByStep(AddEnv):
+    """In some optimizer steps every trajectory earns the same."""
+
+    flat_steps: tuple = ()
+    trainer = None
+
+    def outcome_reward(self, trajectory):
+        return 1.0 if self.trainer.state.global_step in self.flat_steps else float(len(trajectory.final_text) % 2)
+
+
+def paid_trainer(tmp_path, flat, **options):
+    class Env(PaidByStep):
+        flat_steps = flat
+
+    Env.trainer = make_trainer(tmp_path, **{"env": Env, "script": words, "weight_decay": 0.1} | options)
+    return Env.trainer
+
+
+def words(rng, turn):
+    return say("x" * rng.randrange(1, 9))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        HALF,
+        {
+            "sampling.filter_groups": "top_p",
+            "sampling.filter_when": 100.0,
+        },  # the gate is shut, and still there is nothing to train on
+        HALF | {"trainer": MultiTurnPPOTrainer, "peft_config": LoraConfig(r=2), "critic": "adapter"},
+        HALF | {"trainer": MultiTurnPPOTrainer, "critic": "model", "critic_uses_filtered": True},
+        HALF | {"update_layout": "packed", "max_tokens_per_micro_batch": 300, "gradient_accumulation_steps": 2},
+    ],
+    ids=["grpo", "gate", "ppo", "critic on all", "by tokens"],
+)
+def test_a_step_without_signal_changes_nothing_and_is_counted_and_said_once(tmp_path, caplog, options):
+    trainer = paid_trainer(tmp_path, (1, 2), max_steps=4, num_generations=4, **options)
+    states = watched(trainer)
+    changed = [not same(a, b) for a, b in itertools.pairwise(states)]
+    assert changed == [True, False, False, True]
+    logged = [entry.get("filter/skipped_steps") for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == [None, 1, 2, 2]
+    assert ["grad_norm" in entry for entry in trainer.state.log_history if "loss" in entry] == changed
+    assert trainer.features["numbers"].num_skipped == 0
+    said = [record.getMessage() for record in caplog.records if "filter/skipped_steps" in record.getMessage()]
+    assert len(said) == 1 and said[0].startswith("Optimizer step 2 was skipped, because GroupFilter.keep left")
+
+
+def test_a_step_without_signal_leaves_the_adaptive_entropy_bonus_alone(tmp_path):
+    bonus = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.01}
+    trainer = paid_trainer(tmp_path, (1, 2), max_steps=4, num_generations=4, **HALF, **bonus)
+    trainer.train()
+    assert trainer.kept_rows.num_skipped == 2
+    logged = [entry["entropy_coef"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx([0.09, 0.09, 0.09, 0.08])  # lower, because the entropy is above its target
+
+
+BY_TOKENS = {"update_layout": "shared", "max_tokens_per_micro_batch": 300}
+
+
+@pytest.mark.parametrize("layout", [{}, BY_TOKENS], ids=["padded", "by tokens"])
+def test_an_optimizer_step_of_two_rollouts_is_skipped_only_if_both_teach_nothing(tmp_path, layout):
+    """The rollouts 0 and 1 make the first step, 2 and 3 the second; only 1, 2 and 3 are flat."""
+    options = {"steps_per_generation": 1, **layout, **HALF}
+    trainer = paid_trainer(tmp_path, (), max_steps=2, gradient_accumulation_steps=2, **options)
+    numbers = itertools.count()
+    keep = trainer.features["group_filter"].keep
+
+    def flat_from_the_second_on(batch):
+        if next(numbers):
+            for trajectory in batch.trajectories:
+                trajectory.outcome_reward = 1.0
+        return keep(batch)
+
+    trainer.features["group_filter"].keep = flat_from_the_second_on
+    states = watched(trainer)
+    assert [not same(a, b) for a, b in itertools.pairwise(states)] == [True, False]
+    assert trainer.kept_rows.num_skipped == 1
+    alone = paid_trainer(tmp_path, (), max_steps=1, **options)
+    alone.train()
+    norms = [run.state.log_history[0]["grad_norm"] for run in (trainer, alone)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5), "a mean over the rollouts that have signal"
+
+
+def test_steps_that_no_row_is_left_for_are_skipped_and_the_others_are_means_over_theirs(tmp_path):
+    """Two kept rows, four optimizer steps of one micro-batch of a rollout."""
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}
+    rows = ["xx", "x", "xx", "xx", "x", "x", "xx", "xx"]
+    trainer = trainer_of(tmp_path, rows, num_generations=2, num_iterations=1, max_steps=4, **options, **QUARTER)
+    seen, compute_loss = [], trainer._compute_loss
+
+    def note(model, inputs):
+        seen.append((inputs, compute_loss(model, inputs)))
+        return seen[-1][1]
+
+    trainer._compute_loss = note
+    states = watched(trainer)
+    assert [not same(a, b) for a, b in itertools.pairwise(states)] == [True, True, False, False]
+    assert trainer.kept_rows.num_skipped == 2
+    inputs, loss = seen[0]
+    mask = inputs["completion_mask"] * inputs["tool_mask"]
+    # On policy all ratios are 1: the loss is minus the mean advantage over tokens, of which both steps have as many.
+    assert loss.item() == pytest.approx(-(inputs["token_advantages"] * mask).sum().item() / mask.sum().item(), rel=0.2)
+
+
+def test_a_critic_on_all_rows_learns_nothing_in_a_step_that_is_skipped(tmp_path):
+    """Two kept rows and six others, four optimizer steps of two rows."""
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}
+    options |= {"trainer": MultiTurnPPOTrainer, "critic": "model", "critic_uses_filtered": True, "num_iterations": 1}
+    rows = ["xx", "x", "xx", "xx", "x", "x", "xx", "xx"]
+    trainer = trainer_of(tmp_path, rows, num_generations=2, max_steps=4, **options, **QUARTER)
+    seen, prepare_inputs = [], trainer._prepare_inputs
+
+    def note(batch):
+        seen.append(prepare_inputs(batch))
+        return seen[-1]
+
+    trainer._prepare_inputs = note
+    states = watched(trainer)
+    assert [not same(a, b) for a, b in itertools.pairwise(states)] == [True, True, False, False]
+    assert trainer.kept_rows.num_skipped == 2
+    trained = [int((inputs["tool_mask"].sum(dim=1) > 0).sum()) for inputs in seen]
+    assert trained == [1, 1, 0, 0] and [len(inputs["tool_mask"]) for inputs in seen] == [2] * 4
+    # A step's sum is divided by the mean over the steps that are made; TRL divides this number by that of all steps.
+    for name, mask in (("num_items_in_batch", "tool_mask"), ("num_value_items", "value_mask")):
+        assert float(seen[0][name]) == 4 / 2 * float(seen[0][mask].sum() + seen[1][mask].sum())
+
+
+def test_a_resumed_run_trains_on_the_filtered_rollout(tmp_path):
+    options = {
+        "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2, "steps_per_generation": 2,
+        "per_device_train_batch_size": 4, **HALF,
+    }  # fmt: skip
+    straight = paid_trainer(tmp_path, (), **options)
+    expected = watched(straight)
+    resumed = paid_trainer(tmp_path, (), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    last = resumed.model.state_dict()
+    assert all(torch.equal(last[name], value) for name, value in expected[-1][0].items())
+    assert straight._buffered_inputs[0]["completion_ids"].shape[0] < 4
+
+
+def test_it_filters_what_was_played_ahead(tmp_path):
+    options = {"use_vllm": True, "overlap_rollout": True, "max_steps": 3, "steps_per_generation": 2}
+    trainer = paid_trainer(tmp_path, (), per_device_train_batch_size=4, **options, **HALF)
+    trainer.train()
+    assert trainer._buffered_inputs[0]["completion_ids"].shape[0] == 2
+    assert "row_index" not in trainer._buffered_inputs[0]
+
+
+# -------------------------------------------------------------------- spreading
+
+
+class OneRank:
+    process_index, num_processes = 0, 1
+
+
+@pytest.mark.parametrize(
+    "arguments, places",
+    [
+        ((5, 4, 2), [0, 2, 1, 3, 0]),
+        ((2, 4, 1), [0, 1]),
+        ((3, 4, 4), [0, 1, 2]),
+        ((3, 2, 4), [0, 1, 0]),  # two rollouts an optimizer step
+        ((0, 2, 1), []),
+    ],
+)
+def test_optimizer_steps_take_turns(arguments, places):
+    assert deal(*arguments) == places
+
+
+def test_rows_keep_their_tokens_and_lose_the_padding_of_the_others():
+    rows = {
+        "prompt_ids": torch.tensor([[1, 2, 3], [9, 9, 4], [9, 5, 6]]),
+        "prompt_mask": torch.tensor([[1, 1, 1], [0, 0, 1], [0, 1, 1]]),
+        "completion_ids": torch.tensor([[1, 2, 3], [7, 9, 9], [8, 8, 9]]),
+        "completion_mask": torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]]),
+        "tool_mask": torch.ones(3, 3).long(),
+        "scalar": torch.tensor(7),
+        "none": None,
+    }
+    keep = torch.tensor([False, True, True])
+    arguments = {"num_micro_batches": 3, "steps_per_update": 1, "accelerator": OneRank()}
+    buffer, has_signal = spread_rows(rows, keep, **arguments)
+    assert has_signal == [True, True, False]
+    assert [inputs["prompt_ids"].tolist() for inputs in buffer] == [[[9, 4]], [[5, 6]], [[2, 3]]]
+    assert [inputs["completion_ids"].tolist() for inputs in buffer] == [[[7, 9]], [[8, 8]], [[1, 2]]]
+    assert buffer[2]["prompt_mask"].tolist() == [[0, 1]] and buffer[2]["completion_mask"].tolist() == [[1, 0]]
+    assert buffer[2]["tool_mask"].tolist() == [[0, 0]] and buffer[1]["tool_mask"].tolist() == [[1, 1]]
+    assert all(inputs["scalar"] == 7 and inputs["none"] is None for inputs in buffer)
+
+
+# -------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    "config_class, options, name, cure",
+    [
+        (
+            MultiTurnGRPOConfig,
+            {"sampling.filter_groups": "best"},
+            "sampling.filter_groups",
+            {"sampling.filter_groups": "top_p"},
+        ),
+        (
+            MultiTurnGRPOConfig,
+            {"sampling.filter_groups": "min_p"},
+            "sampling.filter_value",
+            {"sampling.filter_value": 0.5},
+        ),
+        (
+            MultiTurnGRPOConfig,
+            HALF | {"sampling.filter_value": 0.0},
+            "sampling.filter_value",
+            {"sampling.filter_value": 0.5},
+        ),
+        (
+            MultiTurnGRPOConfig,
+            HALF | {"sampling.filter_value": "1e-1"},
+            "sampling.filter_value",
+            {"sampling.filter_value": 0.1},
+        ),
+        (
+            MultiTurnGRPOConfig,
+            HALF | {"sampling.filter_value": True},
+            "sampling.filter_value",
+            {"sampling.filter_value": 1},
+        ),
+        (
+            MultiTurnGRPOConfig,
+            HALF | {"sampling.filter_when": "0.8"},
+            "sampling.filter_when",
+            {"sampling.filter_when": 0.8},
+        ),
+        (
+            MultiTurnGRPOConfig,
+            HALF | {"sampling.filter_statistic": "iqr"},
+            "sampling.filter_statistic",
+            {"sampling.filter_statistic": "std"},
+        ),
+        (
+            MultiTurnGRPOConfig,
+            HALF | {"sampling.filter_statistic": "var"},
+            "sampling.filter_statistic",
+            {"sampling.filter_groups": "top_p"},
+        ),
+        (
+            MultiTurnGRPOConfig,
+            HALF | {"sampling.filter_when": -1.0},
+            "sampling.filter_when",
+            {"sampling.filter_when": 0.5},
+        ),
+        (MultiTurnGRPOConfig, HALF | {"fp16": True}, "fp16", {"fp16": False}),
+        (MultiTurnPPOConfig, HALF, "num_generations", {"num_generations": 2}),
+        (MultiTurnPPOConfig, {"critic_uses_filtered": True}, "critic_uses_filtered", HALF | {"num_generations": 2}),
+        (
+            MultiTurnPPOConfig,
+            {"critic_uses_filtered": True, "echo.actions": ["all"]},
+            "critic_uses_filtered",
+            {"num_generations": 2},
+        ),
+        (
+            MultiTurnPPOConfig,
+            {"critic_uses_filtered": True, "echo.actions": ["stop"], "num_generations": 2},
+            "critic_uses_filtered",
+            {"echo.actions": ["filter", "stop"]},
+        ),
+        (
+            MultiTurnPPOConfig,
+            HALF | {"critic_uses_filtered": "no", "num_generations": 2},
+            "critic_uses_filtered",
+            {"critic_uses_filtered": False},
+        ),
+        (
+            MultiTurnGRPOConfig,
+            HALF | {"sampling.filter_loss_scaling": "no"},
+            "sampling.filter_loss_scaling",
+            {"sampling.filter_loss_scaling": False},
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_filtered_is_refused_and_the_cure_works(config_class, options, name, cure):
+    common = {"output_dir": "unused", "bf16": False, "use_cpu": True}
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
+        config_class(**unfold(common | options))
+    config_class(**unfold(common | options | cure))

@@ -1,0 +1,69 @@
+"""The table of docs/sandbox.md: which backend stops which attack, tried for real."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from agent_r1_trl.features.sandbox.choose import check_sandlock
+from tests.features.sandbox.attacks import ATTACKS, TRIED, try_all, try_all_as
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "sandbox.md"
+COLUMNS = ("sandlock", "limits", "monty")
+NOBODY = 65534
+
+pytestmark = pytest.mark.slow
+
+
+def why_not_sandlock() -> str:
+    """Why sandlock cannot run here, if it cannot."""
+    try:
+        check_sandlock()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def expected(backend: str) -> dict[str, bool]:
+    return {name: stops[backend] for name, stops in ATTACKS.items()}
+
+
+def test_the_page_says_what_the_attacks_expect():
+    rows = re.findall(r"^\| (.+?) \|((?: (?:yes|\*\*no\*\*) \|){3})$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    said = {
+        name: dict(zip(COLUMNS, (cell.strip() == "yes" for cell in row.strip("|").split("|")), strict=True))
+        for name, row in rows
+    }
+    assert said == ATTACKS and list(said) == list(ATTACKS)
+    assert len(ATTACKS) >= 50
+
+
+@pytest.mark.parametrize("backend", ["sandlock", "monty"])
+def test_it_stops_what_the_page_says(backend):
+    if backend == "sandlock" and (reason := why_not_sandlock()):
+        pytest.skip(reason)
+    assert try_all(backend) == expected(backend)
+
+
+def test_limits_stop_what_the_page_says_and_no_more_than_the_system_itself_does():
+    unprotected = try_all("none")
+    wanted = {name: stops or unprotected.get(name, False) for name, stops in expected("limits").items()}
+    assert try_all("limits") == wanted
+    # Else the tests above would prove nothing; a container may stop some of them itself.
+    by_the_kernel = sum(expected("limits")[name] for name in TRIED)
+    assert sum(unprotected.values()) <= by_the_kernel + 15, [name for name, stops in unprotected.items() if stops]
+
+
+@pytest.mark.parametrize("backend", ["sandlock", "limits"])
+def test_root_and_another_user_are_stopped_alike(backend):
+    if os.getuid() != 0:
+        pytest.skip("the tests above ran as a user without privileges already")
+    if backend == "sandlock" and (reason := why_not_sandlock()):
+        pytest.skip(reason)
+    stopped = try_all_as(NOBODY, backend)
+    if stopped is None:
+        pytest.skip("no other user can run Python here")
+    assert {name: stopped[name] for name, stops in expected(backend).items() if stops} == {
+        name: True for name, stops in expected(backend).items() if stops
+    }

@@ -1,0 +1,205 @@
+"""Indexes in folders: what is built from which corpus, what is refused, and the server in front of one."""
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+
+from agent_r1_trl import InfrastructureError
+from agent_r1_trl.features.search import HttpRetriever, build_index, open_index
+from agent_r1_trl.features.search.opening import MANIFEST
+from agent_r1_trl.features.search.server import make_app, read_request
+from agent_r1_trl.tools import Passage, SearchIndex, open_retriever
+from agent_r1_trl.tools.search_corpus import join_contents, read_file, split_contents
+
+ROWS = [
+    {"id": "no", "title": "Norway", "text": "The capital is Oslo."},
+    {"id": "se", "title": "Sweden", "text": "The capital is Stockholm."},
+    {"id": "es", "title": "Málaga", "text": "A port\nin two lines."},
+]
+CONTENTS = [{"id": row["id"], "contents": join_contents(row["title"], row["text"])} for row in ROWS]
+
+
+def ids(passages):
+    return [passage.id for passage in passages]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    build_index(ROWS, tmp_path / "index")
+    return tmp_path / "index"
+
+
+# -------------------------------------------------------------------- folders
+
+
+def test_a_folder_is_a_retriever_and_says_how_it_was_built(folder):
+    retriever = open_retriever(str(folder))
+    assert ids(retriever.search("capital of Norway", 1)) == ["no"] and len(retriever) == 3
+    assert open_retriever(folder) is retriever
+    manifest = json.loads((folder / MANIFEST).read_text())
+    assert (manifest["kind"], manifest["num_passages"], manifest["corpus"]) == ("bm25", 3, "corpus")
+
+
+@pytest.mark.parametrize("rows", [ROWS, CONTENTS], ids=["text", "contents"])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_jsonl_and_parquet_with_text_or_contents_give_the_same_passages(rows, suffix, tmp_path):
+    path = tmp_path / f"corpus.{suffix}"
+    if suffix == "jsonl":
+        write_jsonl(path, rows)
+    else:
+        from datasets import Dataset
+
+        Dataset.from_list([{**row, "vector": [0.0]} for row in rows]).to_parquet(str(path))
+    build_index(read_file(path), tmp_path / "index")
+    for index in (open_index(tmp_path / "index"), SearchIndex(path, cache_dir=tmp_path)):
+        assert [index.get(row["id"]) for row in ROWS] == [Passage(**row) for row in ROWS]
+        assert index.rows_at([2, 0]) == [("es", "Málaga", "A port\nin two lines."), ("no", "Norway", ROWS[0]["text"])]
+
+
+def test_the_first_line_of_contents_is_the_title():
+    assert split_contents('"A "quoted" title"\ntext\nmore') == ('A "quoted" title', "text\nmore")
+    assert split_contents("Title\ntext") == ("Title", "text")
+    assert split_contents("only one line\n") == ("", "only one line\n")
+
+
+def test_an_index_is_not_built_over_another_and_an_unfinished_one_is_none(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"output=.*holds an index already"):
+        build_index(ROWS, folder)
+    (folder / MANIFEST).unlink()
+    for source in (folder, {"path": folder}, tmp_path):
+        with pytest.raises(ValueError, match=r"no finished index.*agent-r1-trl index CORPUS --output"):
+            open_retriever(source)
+    build_index(ROWS, folder)
+    assert len(open_retriever(folder)) == 3
+
+
+def test_a_bad_corpus_leaves_no_index(tmp_path):
+    for number, (rows, said) in enumerate(
+        [
+            ([ROWS[0], ROWS[0]], "row 1: id='no' occurs twice"),
+            ([ROWS[0], {"id": "x"}], "mine, row 1: 'text'"),
+            ([], "mine: contains no passages"),
+        ]
+    ):
+        with pytest.raises(ValueError, match=said):
+            build_index(rows, tmp_path / str(number), source="mine")
+        assert list((tmp_path / str(number)).iterdir()) == []
+
+
+def test_a_file_that_is_no_parquet_and_a_damaged_index_are_named(folder, tmp_path):
+    (tmp_path / "bad.parquet").write_bytes(b"no parquet")
+    with pytest.raises(ValueError, match=r"bad\.parquet: not a Parquet file"):
+        list(read_file(tmp_path / "bad.parquet"))
+    (folder / "passages.sqlite").write_bytes(b"not a database" * 100)
+    with pytest.raises(ValueError, match=r"passages\.sqlite: is not a search index"):
+        open_retriever(folder)
+
+
+@pytest.mark.slow
+def test_building_takes_no_more_memory_for_more_passages(tmp_path):
+    """In processes of their own, so that each has a peak of its own."""
+    code = (
+        "import resource, sys\n"
+        "from agent_r1_trl.features.search import build_index\n"
+        "n = int(sys.argv[1])\n"
+        "build_index(({'text': f'w{i * 7919 % 9973} w{i % 997} ' * 10} for i in range(n)), sys.argv[2])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    )
+    peaks = [
+        int(subprocess.check_output([sys.executable, "-c", code, str(number), str(tmp_path / str(number))]))
+        for number in (20_000, 100_000)
+    ]
+    assert peaks[1] - peaks[0] < 40 * 1024, "KiB; the 80,000 passages themselves take more"
+
+
+# -------------------------------------------------------------------- the server
+
+
+@contextlib.contextmanager
+def served(retriever):
+    """The address of our server, on a thread of this process."""
+    from aiohttp import web
+
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    async def start():
+        runner = web.AppRunner(make_app(retriever))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner
+
+    runner = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def test_a_client_finds_through_the_server_what_the_index_finds(folder):
+    index = open_index(folder)
+    with served(index) as url:
+        retriever = HttpRetriever(url)
+        for query in ("capital of Norway", "port", "nothing at all", "málaga"):
+            assert retriever.search(query, 2) == index.search(query, 2)
+        one = httpx.post(f"{url}/retrieve", json={"query": "oslo"}).json()
+        assert [hit["id"] for hit in one["result"][0]] == ["no"]
+        answer = httpx.post(f"{url}/retrieve", json={"queries": ["oslo", "port"], "return_scores": False}).json()
+        assert answer["result"][0] == [{"id": "no", "title": "Norway", "contents": '"Norway"\nThe capital is Oslo.'}]
+        assert httpx.get(f"{url}/health").json() == {"status": "ok", "num_passages": 3}
+
+
+def test_what_is_no_request_is_refused_and_the_server_goes_on(folder):
+    with served(open_index(folder)) as url:
+        for body in ({}, [], {"queries": "oslo"}, {"queries": []}, {"queries": [5]}, {"queries": ["a"], "topk": 0}):
+            answer = httpx.post(f"{url}/retrieve", json=body)
+            assert answer.status_code == 422 and answer.json()["error"], body
+        assert httpx.post(f"{url}/retrieve", content=b"{").status_code == 400
+        assert ids(HttpRetriever(url).search("oslo")) == ["no"]
+
+
+def test_an_outage_behind_the_server_is_one_of_the_server():
+    class Down:
+        def search(self, query, k=3):
+            raise InfrastructureError("the database is down")
+
+    with served(Down()) as url, pytest.raises(InfrastructureError, match=r"503.*the database is down"):
+        HttpRetriever(url, attempts=1).search("oslo")
+
+
+def test_the_server_hands_several_queries_to_a_retriever_that_takes_them_together():
+    class Together:
+        def __init__(self):
+            self.asked = []
+
+        def search_many(self, queries, k=3):
+            self.asked.append(queries)
+            return [[Passage(id=query, title="", text="x")] for query in queries]
+
+        def search(self, query, k=3):
+            return self.search_many([query], k)[0]
+
+    retriever = Together()
+    with served(retriever) as url:
+        body = {"queries": ["a", "b"], "topk": 1}
+        assert [hits[0]["id"] for hits in httpx.post(f"{url}/retrieve", json=body).json()["result"]] == ["a", "b"]
+    assert retriever.asked == [["a", "b"]]
+
+
+def test_a_request_may_leave_out_what_has_a_default():
+    assert read_request({"query": "a"}) == read_request({"queries": ["a"], "topk": None}) == (["a"], 3)
+    for body in ({"queries": ["a"] * 5000}, {"query": "a", "topk": 5000}, {"query": "a", "topk": True}):
+        with pytest.raises(ValueError, match=r"at most|from 1"):
+            read_request(body)

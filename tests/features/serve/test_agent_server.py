@@ -1,0 +1,280 @@
+"""`serve --agent`: OpenAI's protocol over the training rollout, spoken by their own client where it is installed."""
+
+import asyncio
+import json
+import time
+
+import aiohttp
+import pytest
+from aiohttp.test_utils import TestServer
+
+from agent_r1_trl.features.serve.agent_server import AgentServer
+from agent_r1_trl.generation import GenerationError, ScriptedGenerator
+from agent_r1_trl.generation.base import SamplingParams
+from tests.features.serve.test_conversation import Heard, agent, talk
+from tests.rollout.helpers import Script, chat_of
+from tests.toys import call, say
+
+CHAT = chat_of("qwen2_5")
+TURNS = [call(), say("It is 5.")]
+ASK = {"model": "tiny", "messages": [{"role": "user", "content": "What is 2 + 3?"}]}
+
+
+def served(test, turns=TURNS, *, env=Heard, script=None, limits=None, **options):
+    """Run `test(session, url)` beside a server whose model follows a script; returns the script's generator."""
+    script = script or Script(CHAT, turns).generator
+
+    async def run():
+        server = TestServer(AgentServer(agent(script, CHAT, **(limits or {})), env, name="tiny", **options).app())
+        await server.start_server()
+        try:
+            async with aiohttp.ClientSession() as session:
+                await test(session, str(server.make_url("")).rstrip("/"))
+        finally:
+            await server.close()
+
+    asyncio.run(run())
+    return script
+
+
+async def post(session, url, **changes):
+    async with session.post(f"{url}/v1/chat/completions", json=ASK | changes) as answer:
+        return answer.status, await answer.json(), answer.headers
+
+
+def test_an_answer_comes_after_the_calls_which_are_part_of_it():
+    expected = talk(TURNS, ["What is 2 + 3?"], chat=CHAT).trajectory
+
+    async def test(session, url):
+        status, answer, _ = await post(session, url)
+        assert status == 200 and answer["object"] == "chat.completion"
+        (choice,) = answer["choices"]
+        assert choice["finish_reason"] == "stop" and choice["message"]["content"] == "It is 5."
+        events = choice["message"]["agent"]["events"]
+        assert [event["kind"] for event in events] == ["prompt", "text", "call", "observation", "text"]
+        assert events[2]["arguments"] == {"a": 2, "b": 3} and events[3]["text"] == "5"
+        assert answer["usage"]["prompt_tokens"] == len(expected.prompt_ids)
+        assert answer["usage"]["completion_tokens"] == expected.num_action_tokens
+
+    script = served(test)
+    assert list(script.requests[0].prompt_ids) == expected.prompt_ids
+
+
+def test_a_stream_tells_calls_as_they_happen_and_ends_with_the_answer():
+    async def test(session, url):
+        body = ASK | {"stream": True, "stream_options": {"include_usage": True}}
+        async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
+            assert answer.content_type == "text/event-stream"
+            lines = [line for line in (await answer.text()).split("\n\n") if line]
+        assert lines[-1] == "data: [DONE]"
+        pieces = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        deltas = [piece["choices"][0]["delta"] for piece in pieces if piece["choices"]]
+        kinds = [delta["agent"]["kind"] for delta in deltas if "agent" in delta]
+        assert kinds == ["prompt", "text", "call", "observation", "text", "end"]
+        assert "".join(delta.get("content", "") for delta in deltas) == "It is 5."
+        assert pieces[-2]["choices"][0]["finish_reason"] == "stop" and pieces[-1]["usage"]["total_tokens"] > 0
+
+    served(test)
+
+
+def test_the_client_of_openai_understands_both():
+    openai = pytest.importorskip("openai")
+
+    async def test(session, url):
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            assert [model.id async for model in client.models.list()] == ["tiny"]
+            answer = await client.chat.completions.create(**ASK)
+            assert answer.choices[0].message.content == "It is 5."
+            assert answer.choices[0].message.agent["events"][2]["name"] == "add"
+            stream = await client.chat.completions.create(**ASK, stream=True)
+            pieces = [piece async for piece in stream]
+            assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == "It is 5."
+            with pytest.raises(openai.NotFoundError, match="There is no model 'other'"):
+                await client.chat.completions.create(**ASK | {"model": "other"})
+
+    served(test)
+
+
+def test_a_failure_in_a_stream_is_an_error_of_the_client():
+    openai = pytest.importorskip("openai")
+
+    async def test(session, url):
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            with pytest.raises(openai.APIError, match="it is down"):
+                async for _ in await client.chat.completions.create(**ASK, stream=True):
+                    pass
+
+    served(test, script=ScriptedGenerator([GenerationError("it is down")]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ({"messages": []}, 400, "at least one message"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "the role must be"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "must be the user's"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content must be text"),
+        ({"temperature": "hot"}, 400, "temperature"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"n": 2}, 400, "n=2 is not supported"),
+        ({"tools": [{"type": "function"}]}, 400, "tools of its own"),
+        ({"stop": ["x"]}, 400, "stop"),
+        ({"stream": "yes"}, 400, "stream"),
+        ({"magic": 1}, 400, "magic"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_honoured_is_refused_in_the_form_of_openai(changes, status, words):
+    async def test(session, url):
+        found, answer, _ = await post(session, url, **changes)
+        assert found == status
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        assert words in answer["error"]["message"] and answer["error"]["type"] == "invalid_request_error"
+
+    assert served(test).requests == []
+
+
+def test_neutral_settings_and_nulls_are_taken():
+    async def test(session, url):
+        status, _, _ = await post(session, url, n=1, tools=[], stop=None, user="me", response_format={"type": "text"})
+        assert status == 200
+
+    served(test)
+
+
+def test_settings_of_a_request_reach_the_sampler():
+    async def test(session, url):
+        assert (await post(session, url, temperature=0.5, top_p=0.9, top_k=3, max_tokens=20))[0] == 200
+
+    request = served(test).requests[0]
+    assert request.params == SamplingParams(temperature=0.5, top_p=0.9, top_k=3)
+    assert request.max_tokens == 20
+
+
+@pytest.mark.parametrize(("asked", "own", "limit"), [(4000, 30, 30), (20, 30, 20)])
+def test_a_request_cannot_ask_for_more_tokens_than_the_server_allows(asked, own, limit):
+    async def test(session, url):
+        await post(session, url, max_tokens=asked)
+
+    assert served(test, limits={"max_completion_length": own}).requests[0].max_tokens == limit
+
+
+def test_a_limit_is_the_finish_reason_length():
+    async def test(session, url):
+        _, answer, _ = await post(session, url)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["choices"][0]["message"]["agent"]["stop_reason"] == "max_turns"
+
+    served(test, limits={"max_turns": 1})
+
+
+def test_every_other_failure_is_json_too():
+    async def test(session, url):
+        async with session.post(
+            f"{url}/v1/chat/completions", data="{", headers={"Content-Type": "application/json"}
+        ) as answer:
+            assert answer.status == 400 and "not JSON" in (await answer.json())["error"]["message"]
+        async with session.post(
+            f"{url}/v1/chat/completions", data=json.dumps(ASK)
+        ) as answer:  # as a browser's page could
+            assert answer.status == 415
+        async with session.get(f"{url}/v1/nothing") as answer:
+            assert answer.status == 404 and "/v1/nothing" in (await answer.json())["error"]["message"]
+        status, answer, headers = await post(session, url)
+        assert status == 503 and "it is down" in answer["error"]["message"]
+        assert headers["x-should-retry"] == "false"
+
+    served(test, script=ScriptedGenerator([GenerationError("it is down")]))
+
+
+def test_json_that_is_nested_too_deeply_is_the_mistake_of_the_request():
+    async def test(session, url):
+        async with session.post(
+            f"{url}/v1/chat/completions", data="[" * 200_000, headers={"Content-Type": "application/json"}
+        ) as answer:
+            assert answer.status == 400 and "not JSON" in (await answer.json())["error"]["message"]
+
+    served(test)
+
+
+@pytest.mark.parametrize(
+    ("listening", "header", "status"),
+    [
+        ("127.0.0.1", "127.0.0.1:8000", 200),
+        ("127.0.0.1", "LOCALHOST.:8000", 200),
+        ("127.0.0.1", "[::1]:8000", 200),
+        ("127.0.0.1", "evil.example:8000", 403),
+        ("127.0.0.1", "127.0.0.1.evil.example", 403),
+        ("10.0.0.7", "10.0.0.7:8000", 200),
+        ("0.0.0.0", "agent.example", 200),
+    ],
+)
+def test_a_request_must_name_the_host_that_it_reaches(listening, header, status):
+    async def test(session, url):
+        async with session.get(f"{url}/v1/models", headers={"Host": header}) as answer:
+            assert answer.status == status
+            if status == 403:
+                assert "header Host" in (await answer.json())["error"]["message"]
+
+    served(test, host=listening)
+
+
+@pytest.mark.parametrize("limits", [{"max_model_length": 4096}, {}])
+def test_a_request_of_megabytes_does_not_stop_the_others(limits):
+    """With the model's limit known it is refused before anything reads it; without one a thread does."""
+    text = "word and more text 12345. " * 60_000  # 1.6 MB: two seconds of the tokenizer
+
+    async def test(session, url):
+        asking, gaps = asyncio.create_task(post(session, url, messages=[{"role": "user", "content": text}])), []
+        while not asking.done():
+            began = time.perf_counter()
+            async with session.get(f"{url}/health") as answer:
+                assert answer.status == 200
+            gaps.append(time.perf_counter() - began)
+        status, answer, _ = await asking
+        assert status == (400 if limits else 200), answer
+        assert len(gaps) >= (1 if limits else 5)
+
+    served(test, [say("Yes.")], limits=limits)
+
+
+def test_a_prompt_that_is_too_long_is_the_mistake_of_the_request():
+    async def test(session, url):
+        status, answer, _ = await post(session, url)
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+
+    served(test, limits={"max_model_length": 16})
+
+
+def test_an_environment_that_raises_is_a_failure_of_the_server():
+    class Broken(Heard):
+        def reset(self, example):
+            raise RuntimeError("no corpus")
+
+    async def test(session, url):
+        status, answer, _ = await post(session, url)
+        assert status == 500 and "no corpus" in answer["error"]["message"]
+
+    served(test, env=Broken)
+
+
+def test_requests_run_at_the_same_time_each_with_its_environment():
+    made, closed = [], []
+
+    class Counted(Heard):
+        def reset(self, example):
+            made.append(self)
+            return super().reset(example)
+
+        def close(self):
+            closed.append(self)
+
+    script = Script(CHAT, TURNS, delay_s=0.2).generator
+
+    async def test(session, url):
+        answers = await asyncio.gather(*(post(session, url) for _ in range(3)))
+        assert [status for status, _, _ in answers] == [200] * 3
+
+    served(test, env=Counted, script=script)
+    assert script.most_running == 3
+    assert len(set(map(id, made))) == len(closed) == 3

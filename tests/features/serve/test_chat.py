@@ -1,0 +1,175 @@
+"""`agent-r1-trl chat` with scripted input and a tiny untrained model."""
+
+import io
+import json
+import shutil
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from agent_r1_trl.cli import main
+from agent_r1_trl.features.serve import Conversation, ConversationError
+from agent_r1_trl.recording import read_trajectories
+from agent_r1_trl.safe_text import visible
+from agent_r1_trl.trajectory import StopReason
+from tests.fake_vllm import FakeServer
+from tests.servers import free_port
+
+
+@pytest.fixture
+def chat(monkeypatch, capsys):
+    """`chat(lines, *arguments)` is what a chat prints, after it has ended with `code`."""
+
+    def run(lines, *arguments, code=0):
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        capsys.readouterr()
+        assert main(["chat", *map(str, arguments)]) == code
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def answering_model(model_folder, tmp_path_factory):
+    """The tiny model, whose turns end: at every other id."""
+    folder = tmp_path_factory.mktemp("answering") / "model"
+    shutil.copytree(model_folder, folder)
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    GenerationConfig(eos_token_id=list(range(0, size, 2))).save_pretrained(folder)
+    return folder
+
+
+def saved(path):
+    return list(read_trajectories(path))
+
+
+def test_a_scripted_chat_with_a_recipe(recipe, chat, answering_model, capsys):
+    config = recipe(max_turns=20, max_completion_length=400, max_tokens_per_turn=64)
+    lines = ["/mask", "Hello", "/save a.jsonl", "Once more", "/save a.jsonl", "/mask", "/undo", "/save a.jsonl"]
+    rest = ["/reset", "/undo", "/helpp", "/help", "//quit is a message", "/quit", "not read"]
+    out = chat([*lines, *rest], answering_model, "--config", config, "--temperature", "1")
+    assert out.index("(nothing has been said)") < out.index("> Hello")
+    assert "not read" not in out and "> //quit is a message" in out
+    assert "did you mean" in out.lower() and "(nothing to take back)" in out
+    first, second, third = saved("a.jsonl")
+    assert [message["content"] for message in second.messages if message["role"] == "user"] == ["Hello", "Once more"]
+    assert second.completion_ids[: len(first.completion_ids)] == first.completion_ids == third.completion_ids
+    assert "⟦" in out and "policy (mask 1)" in out
+    tokenizer = AutoTokenizer.from_pretrained(answering_model)
+    said = [tokenizer.decode(second.completion_ids[turn.start : turn.end - 1]) for turn in second.turns]
+    assert all(visible(text) in out for text in said) and max(map(len, said)) > 3
+    assert main(["view", "a.jsonl", "--terminal", "--color", "never"]) == 0
+    assert "Once more" in capsys.readouterr().out
+
+
+def test_input_that_is_no_utf8_is_said_and_read_with_marks(recipe, chat, answering_model, monkeypatch, capsys):
+    config = recipe(max_turns=20, max_completion_length=400)
+    stdin = io.TextIOWrapper(io.BytesIO(b"Caf\xe9?\n/save a.jsonl\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert main(["chat", str(answering_model), "--config", config]) == 0
+    assert "(some of this line is no utf-8; it is read as \N{REPLACEMENT CHARACTER})" in capsys.readouterr().out
+    (trajectory,) = saved("a.jsonl")
+    assert trajectory.messages[0]["content"] == "Caf\N{REPLACEMENT CHARACTER}?"
+
+
+def test_the_limits_of_the_recipe_end_the_chat(recipe, chat):
+    out = chat(["Hello", "Again", "/reset", "Hello"], "--config", recipe(max_turns=1))
+    assert out.count("max_turns=1 is reached; /undo or /reset)") == 3
+
+
+FAILED, ENDED = StopReason.GENERATION_ERROR, StopReason.MAX_TURNS
+
+
+@pytest.mark.parametrize(
+    ("answers", "code"),
+    [([FAILED, None], 0), ([None, FAILED], 3), ([FAILED, ENDED], 0), ([ENDED, FAILED], 3)],
+)
+def test_the_exit_code_says_whether_the_last_message_failed(recipe, chat, monkeypatch, answers, code):
+    left = list(answers)
+
+    async def say(conversation, text):
+        if (reason := left.pop(0)) is not None:
+            raise ConversationError("no answer", reason)
+
+    monkeypatch.setattr(Conversation, "say", say)
+    out = chat(["first", "second", "/help"], "--config", recipe(), code=code)
+    assert not left and out.count("(not answered: no answer") == len(answers) - answers.count(None)
+
+
+def test_a_model_alone_or_with_tools_of_a_module(recipe, chat, model_folder):
+    recipe()
+    options = ["--max_tokens_per_turn", "4", "--temperature", "1"]
+    chat(["Hello", "/save plain.jsonl"], model_folder, *options)
+    chat(["Hello", "/save tools.jsonl"], model_folder, *options, "--tools", "task.py:add")
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    (plain,), (tools,) = saved("plain.jsonl"), saved("tools.jsonl")
+    assert "Add two numbers" in tokenizer.decode(tools.prompt_ids)
+    assert "Add two numbers" not in tokenizer.decode(plain.prompt_ids)
+
+
+def test_an_adapter_is_put_on_its_base(recipe, chat, model_folder, tmp_path):
+    recipe()
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model_folder),
+        LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False),
+    )
+    model.save_pretrained(tmp_path / "adapter")
+    options = ["--env", "task.py:AddEnv", "--env_kwargs", "{bonus: 2}", "--max_tokens_per_turn", "8"]
+    for name, folder in {"base": model_folder, "adapter": tmp_path / "adapter"}.items():
+        chat(["Hello", f"/save {name}.jsonl"], folder, *options)
+    assert saved("base.jsonl")[0].prompt_ids == saved("adapter.jsonl")[0].prompt_ids
+    assert saved("base.jsonl")[0].completion_ids != saved("adapter.jsonl")[0].completion_ids
+
+
+def test_a_running_server_samples(recipe, chat, model_folder):
+    recipe()
+    with FakeServer() as server:
+        chat(["Hello", "/save a.jsonl"], model_folder, "--server", server.url, "--max_tokens_per_turn", "3")
+        server.refusal = "no more"
+        out = chat(["Hello"], model_folder, "--server", server.url, code=3)
+    assert "no more" in out and "taken back" in out
+    assert saved("a.jsonl")[0].turns[0].end == 3
+
+
+def test_a_message_that_is_answered_after_one_that_was_not_ends_the_chat_well(recipe, monkeypatch, model_folder):
+    recipe()
+    with FakeServer() as server:
+
+        class Lines(io.StringIO):
+            def readline(self, *args):
+                line = super().readline(*args)
+                server.refusal = "no more" if line == "first\n" else None
+                return line
+
+        for lines, code in (("first\nsecond\n", 0), ("first\n", 3)):
+            monkeypatch.setattr("sys.stdin", Lines(lines))
+            flags = ["--server", server.url, "--max_tokens_per_turn", "3"]
+            assert main(["chat", str(model_folder), *flags]) == code
+
+
+def test_mistakes_are_named_with_a_cure(recipe, refusal, model_folder):
+    recipe()
+    assert "MODEL" in refusal("chat")
+    assert "Remove one" in refusal("chat", model_folder, "--env", "task.py:AddEnv", "--tools", "task.py:add")
+    assert "no such directory" in refusal("chat", "./nowhere")
+    assert "env_kwargs" in refusal("chat", model_folder, "--env_kwargs", "{a: 1}")
+    assert "use_vllm" in refusal("chat", "--server", "http://127.0.0.1:1", "--use_vllm")
+    assert "tools" in refusal("chat", model_folder, "--tools", "task.py:nothing")
+    assert "eval_temperature" in refusal("chat", model_folder, "--temperature", "-1")
+    assert "no such option" in refusal("chat", model_folder, "--max_turn", "3")
+
+
+def test_a_server_that_is_not_there_is_no_mistake_of_the_user(refusal, model_folder, monkeypatch):
+    monkeypatch.setattr("agent_r1_trl.features.serve.opening.START_TIMEOUT_S", 0.5)
+    url = f"http://127.0.0.1:{free_port()}"
+    assert url in refusal("chat", model_folder, "--server", url, code=3)
+
+
+def test_the_saved_line_is_json(recipe, chat, model_folder, tmp_path):
+    recipe()
+    out = chat(
+        ["Hello", "/save", "/save no/such/folder/a.jsonl", "/save a.jsonl"], model_folder, "--max_tokens_per_turn", "2"
+    )
+    assert "no file is named" in out and "cannot be written" in out
+    assert json.loads((tmp_path / "a.jsonl").read_text())["prompt_messages"][0]["content"] == "Hello"

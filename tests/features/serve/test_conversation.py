@@ -1,0 +1,331 @@
+"""A conversation is the training rollout with a person: the same tokens, limits and masks, message by message."""
+
+import asyncio
+
+import pytest
+
+from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.evaluation.agent import Agent
+from agent_r1_trl.features.serve import Conversation, ConversationError
+from agent_r1_trl.generation import GenerationError, SamplingParams, ScriptedGenerator
+from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.tools import tool
+from agent_r1_trl.trajectory import StopReason
+from tests.families import FAMILIES
+from tests.rollout.helpers import Script, chat_of
+from tests.toys import AddEchoEnv, call, say
+
+SAID = ["What is 2 + 3? <|im_end|>", "And é 日本?", "Thanks"]
+TURNS = [
+    call(),
+    say("It is 5."),
+    call("echo", text="日本 <|im_end|>"),
+    call("nope", x=1),
+    say("That is 日本."),
+    say("Bye"),
+]
+
+
+ASKED = "Sum it up"
+
+
+class Told(AddEchoEnv):
+    """A user who says `SAID`, as training knows users."""
+
+    system_prompt = "You are a helper."
+
+    def reset(self, example):
+        self.waiting = SAID[1:]
+        return super().reset(example)
+
+    def next_user_message(self, message):
+        return self.waiting.pop(0) if self.waiting else None
+
+
+class Heard(AddEchoEnv):
+    """The same without the user, who is a person."""
+
+    system_prompt = "You are a helper."
+
+
+def agent(script, chat, **limits):
+    generator = script.generator if isinstance(script, Script) else script
+    limits = {"max_turns": 20, "max_completion_length": 4000} | limits
+    return Agent(name="tiny", generator=generator, chat=chat, limits=RolloutLimits(**limits))
+
+
+def talk(turns=TURNS, said=SAID, *, env=Heard, chat=None, limits=None, **options):
+    """The conversation, closed, after everything was said."""
+    chat = chat or chat_of()
+    conversation = Conversation(agent(Script(chat, turns), chat, **(limits or {})), env, **options)
+
+    async def run():
+        for text in said:
+            await conversation.say(text)
+        await conversation.close()
+
+    asyncio.run(run())
+    return conversation
+
+
+def tokens(trajectory):
+    names = ("prompt_ids", "completion_ids", "action_mask", "turn_ids", "authors", "logprobs", "messages", "segments")
+    return {name: getattr(trajectory, name) for name in names}
+
+
+def trained(chat, limits, turns=TURNS):
+    limits = RolloutLimits(**({"max_turns": 20, "max_completion_length": 4000} | limits))
+    runner = RolloutRunner(Told, Script(chat, turns).generator, chat, limits)
+    (trajectory,) = runner.run([RolloutRequest(example={"prompt": SAID[0]})])
+    runner.close()
+    return trajectory
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen2_5", "qwen3", "qwen3_5", "llama3_2", "mistral_small_3_2", "deepseek_v3_1", "glm_4_5", "command_r7b",
+        "gemma4", "gpt_oss",
+    ],
+)  # fmt: skip
+def test_a_chat_is_the_trajectory_of_training_token_for_token(family):
+    chat = ChatFormat(FAMILIES[family]())
+    expected = trained(chat, {})
+    assert expected.stop_reason is StopReason.DONE and len(expected.turns) == len(TURNS)
+    assert tokens(talk(chat=chat).trajectory) == tokens(expected)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"context_policy": "window", "context_turns": 2},
+        {"context_policy": "drop_observations", "context_turns": 1},
+        {"context_policy": "step", "context_turns": 1},
+        {"max_observation_tokens": 6},
+    ],
+    ids=str,
+)
+def test_context_policy_and_limits_are_those_of_training(limits):
+    expected = trained(chat_of(), limits)
+    assert tokens(expected) != tokens(trained(chat_of(), {}))
+    assert tokens(talk(limits=limits).trajectory) == tokens(expected)
+
+
+def test_what_happens_is_told_in_order():
+    events = []
+    talk(said=SAID[:2], chat=chat_of("qwen2_5"), on_event=events.append)
+    assert [(event.kind, event.name) for event in events] == [
+        ("prompt", "system"), ("text", ""), ("call", "add"), ("observation", "add"), ("text", ""),
+        ("text", ""), ("call", "echo"), ("observation", "echo"), ("text", ""), ("call", "nope"),
+        ("observation", "nope"), ("text", ""),
+    ]  # fmt: skip
+    assert next(event.arguments for event in events if event.kind == "call") == {"a": 2, "b": 3}
+    assert [event.text for event in events if event.kind == "text"][1] == "It is 5."
+    assert [event.is_error for event in events if event.kind == "observation"] == [False, False, True]
+
+
+class Counter(ToolEnv):
+    """A state that every call changes; how often the tool was called in all shows what was called again."""
+
+    total = 0
+
+    def reset(self, example):
+        self.count = 0
+        return super().reset(example)
+
+    @tool
+    def add(self, a: int, b: int) -> int:
+        """Count.
+
+        Args:
+            a: Nothing.
+            b: Nothing.
+        """
+        self.count += 1
+        Counter.total += 1
+        return self.count
+
+
+def test_undo_takes_the_environment_back_as_well():
+    turns = [call(), say("1"), call(), say("2")]
+    chat = chat_of()
+    conversation = Conversation(agent(Script(chat, turns), chat), Counter)
+
+    async def run():
+        first = await conversation.say("a")
+        second = await conversation.say("b")
+        assert await conversation.undo()
+        assert tokens(conversation.trajectory) == tokens(first)
+        assert tokens(await conversation.say("b")) == tokens(second)
+        assert await conversation.undo() and await conversation.undo() and not await conversation.undo()
+        assert conversation.trajectory is None
+        assert tokens(await conversation.say("a")) == tokens(first)
+        await conversation.close()
+
+    asyncio.run(run())
+    results = [result.content for result in conversation.trajectory.tool_results]
+    assert results == ["1"]
+
+
+def test_undo_does_not_call_plain_functions_again():
+    called = []
+
+    @tool
+    def add(a: int, b: int) -> str:
+        """Note.
+
+        Args:
+            a: One.
+            b: Two.
+        """
+        called.append(1)
+        return "noted"
+
+    class Notes(ToolEnv):
+        tools = (add,)
+
+    chat = chat_of()
+    conversation = Conversation(agent(Script(chat, [call(), say("a"), say("b")]), chat), Notes)
+
+    async def run():
+        await conversation.say("1")
+        await conversation.say("2")
+        await conversation.undo()
+        await conversation.say("2")
+        await conversation.close()
+
+    asyncio.run(run())
+    assert called == [1]
+
+
+def test_a_message_that_cannot_be_answered_is_taken_back():
+    chat, script = chat_of(), Script(chat_of(), [say("a"), say("b")])
+    answers = [script.turns[0], GenerationError("down"), script.turns[1]]
+    conversation = Conversation(
+        agent(ScriptedGenerator(lambda request: answers.pop(0), stop_token_ids=chat.stop_token_ids), chat), Heard
+    )
+
+    async def run():
+        await conversation.say("1")
+        with pytest.raises(ConversationError, match="down"):
+            await conversation.say("lost")
+        trajectory = await conversation.say("2")
+        await conversation.close()
+        return trajectory
+
+    said = [message["content"] for message in asyncio.run(run()).messages if message["role"] == "user"]
+    assert said == ["1", "2"]
+
+
+def test_a_limit_ends_the_conversation_and_says_which():
+    conversation = talk(said=SAID[:1], limits={"max_turns": 1})
+    assert "max_turns=1" in conversation.ended
+    with pytest.raises(ValueError, match="has ended"):
+        asyncio.run(conversation.say("more"))
+    assert asyncio.run(conversation.undo()) and conversation.ended is None
+    with pytest.raises(ConversationError, match="max_turns=2"):
+        talk(said=SAID[:2], limits={"max_turns": 2})
+
+
+def test_nothing_is_scored():
+    class Strict(Heard):
+        def process_reward(self, call, result):
+            return self.example["no such column"]
+
+        def outcome_reward(self, trajectory):
+            raise AssertionError
+
+    assert talk(said=SAID[:1], env=Strict).trajectory.total_reward == 0
+
+
+def test_the_environment_reads_the_row_and_the_first_message():
+    class Reads(Heard):
+        def system_message(self, example):
+            return f"{example['question']} {example['size']}"
+
+    conversation = talk(said=["hello"], turns=[say("x")], env=Reads, row={"size": 4})
+    assert conversation.trajectory.prompt_messages[0]["content"] == "hello 4"
+
+
+def test_a_character_of_several_tokens_is_told_once_it_is_whole():
+    from agent_r1_trl.features.serve.events import TextStream
+
+    chat = chat_of("qwen2_5")
+    ids = chat.encode_reply(say("a 日本 🙂 é"))
+    pieces = []
+    stream = TextStream(chat, pieces.append)
+    for index, token in enumerate(ids):
+        stream.take(token)
+        assert "\ufffd" not in "".join(pieces), index
+    stream.finish(ids)
+    assert len(pieces) > 3
+    assert "".join(pieces) == "a 日本 🙂 é"
+
+
+def test_the_transformers_generator_tells_every_token_as_it_is_sampled():
+    from agent_r1_trl.generation import TransformersGenerator
+    from tests.trainers.helpers import make_policy
+
+    chat, events = chat_of("qwen2_5"), []
+    generator = TransformersGenerator(make_policy(chat.tokenizer), pad_token_id=0, stop_token_ids=chat.stop_token_ids)
+    conversation = Conversation(
+        agent(generator, chat, max_tokens_per_turn=8, max_turns=1), ToolEnv, params=SamplingParams(), seed=1,
+        on_event=events.append,
+    )  # fmt: skip
+
+    async def run():
+        trajectory = await conversation.say("hi")
+        await conversation.close()
+        return trajectory
+
+    trajectory = asyncio.run(run())
+    generator.close()
+    texts = [event.text for event in events if event.kind == "text"]
+    assert len(texts) > 4
+    assert "".join(texts) == chat.tokenizer.decode(trajectory.completion_ids[: trajectory.turns[0].end])
+
+
+def in_order(chat, said):
+    """A generator that says these turns one after another, and a summary whenever it is asked for one."""
+    turns, summary = iter([chat.encode_reply(message) for message in said]), chat.encode_reply(say("A sum: it is 5."))
+
+    def answer(request):
+        return summary if ASKED in chat.encoder.to_text(list(request.prompt_ids[-100:])) else next(turns)
+
+    return ScriptedGenerator(answer, stop_token_ids=chat.stop_token_ids)
+
+
+def both(chat, said, **limits):
+    """The trajectory of training and that of a chat in which a person says `SAID`; the policy says the same."""
+    limits = RolloutLimits(**({"max_turns": 20, "max_completion_length": 4000} | limits))
+    runner = RolloutRunner(Told, in_order(chat, said), chat, limits)
+    (expected,) = runner.run([RolloutRequest(example={"prompt": SAID[0]})])
+    runner.close()
+    conversation = Conversation(Agent(name="tiny", generator=in_order(chat, said), chat=chat, limits=limits), Heard)
+
+    async def run():
+        for text in SAID:
+            await conversation.say(text)
+        await conversation.close()
+
+    asyncio.run(run())
+    return expected, conversation.trajectory
+
+
+@pytest.mark.parametrize("settings", [{"context_turns": 2}, {"context_turns": 1}, {"context_tokens": 260}], ids=str)
+def test_a_chat_asks_for_summaries_where_training_does_and_goes_on_after_them(settings):
+    limits = {"context_policy": "summarise", "summary_tokens": 60, "summary_prompt": f"{ASKED}, please.", **settings}
+    expected, trajectory = both(chat_of("qwen3"), TURNS, **limits)
+    assert sum(turn.is_summary for turn in expected.turns) >= 2 and len(expected.rows) >= 3
+    assert expected.stop_reason is StopReason.DONE
+    assert tokens(trajectory) == tokens(expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "glm_4_5", "gpt_oss"])
+def test_a_chat_drops_the_thoughts_that_training_drops(family):
+    chat = ChatFormat(FAMILIES[family](), thinking="strip")
+    said = [message | {"reasoning_content": f"Thought {index}."} for index, message in enumerate(TURNS)]
+    expected, trajectory = both(chat, said, context_policy="strip_thinking")
+    assert expected.stop_reason is StopReason.DONE and len(expected.rows) > 1
+    assert tokens(trajectory) == tokens(expected)

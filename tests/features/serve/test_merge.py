@@ -1,0 +1,174 @@
+"""`merge`: a plain model whose log-probabilities are those of what was trained."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agent_r1_trl.cli import main
+from agent_r1_trl.critic import is_critic_name
+from agent_r1_trl.evaluation.loading import load_agent
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from tests.hub import running_hub
+from tests.tokenizers import make_tokenizer
+from tests.trainers.helpers import make_policy, make_trainer
+
+IDS = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A model with its tokenizer on disk."""
+
+    def save(dtype=torch.float32, *, is_tied=False):
+        tokenizer = make_tokenizer("qwen3")
+        model = make_policy(tokenizer)
+        model.config.tie_word_embeddings = is_tied
+        model.tie_weights()
+        folder = tmp_path / "base"
+        model.to(dtype).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    return save
+
+
+def adapter(base, folder, **options):
+    """A random adapter on disk, with what it computes."""
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, task_type="CAUSAL_LM", **options)
+    )
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    return log_probs(model)
+
+
+def log_probs(model):
+    with torch.no_grad():
+        return torch.log_softmax(model.eval()(IDS).logits.float(), dim=-1)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": "all-linear", "use_dora": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["lm_head", "o_proj"]},
+    ],
+)
+def test_a_merged_adapter_computes_what_the_adapter_does(base, tmp_path, options, is_tied):
+    folder = base(is_tied=is_tied)
+    expected = adapter(folder, tmp_path / "adapter", **options)
+    assert main(["merge", str(tmp_path / "adapter"), "--output_dir", str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not hasattr(merged, "peft_config")
+    assert (log_probs(merged) - expected).abs().max() < 1e-5
+    assert (expected - log_probs(AutoModelForCausalLM.from_pretrained(folder))).abs().max() > 0.01
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(folder).chat_template
+
+
+@pytest.mark.slow
+def test_an_adapter_of_the_hub_is_merged_with_its_own_tokenizer(base, tmp_path):
+    expected = adapter(base(), tmp_path / "adapter", target_modules=["q_proj"])
+    tokenizer = make_tokenizer("qwen3")
+    tokenizer.chat_template = "{# of the training #}" + tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    with running_hub() as hub:
+        files = (path for path in (tmp_path / "adapter").rglob("*") if path.is_file())
+        hub.repos["model", "ada/adapter"] = {path.name: path.read_bytes() for path in files}
+        env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-m", "agent_r1_trl.cli", "merge", "ada/adapter", "--output_dir"]
+        subprocess.run([*command, str(tmp_path / "merged")], env=env, check=True)
+    assert (log_probs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")) - expected).abs().max() < 1e-5
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == tokenizer.chat_template
+
+
+def test_the_weights_are_rounded_once_to_the_type_of_the_base(base, tmp_path):
+    expected = adapter(base(torch.bfloat16), tmp_path / "adapter", target_modules=["q_proj"])
+    assert main(["merge", str(tmp_path / "adapter"), "--output_dir", str(tmp_path / "merged")]) == 0
+    merged, _ = load_agent(str(tmp_path / "merged"), dtype="auto")
+    assert merged.dtype == torch.bfloat16
+    assert (
+        main(["merge", str(tmp_path / "adapter"), "--output_dir", str(tmp_path / "wide"), "--dtype", "float32"]) == 0
+    )
+    wide = load_file(tmp_path / "wide/model.safetensors")
+    for name, value in load_file(tmp_path / "merged/model.safetensors").items():
+        assert torch.equal(value, wide[name].bfloat16()), name
+    assert expected.shape == log_probs(merged).shape
+
+
+@pytest.mark.parametrize("critic", ["adapter", "head", "model"])
+def test_the_critic_of_a_ppo_run_is_left_out(tmp_path, critic):
+    policy = make_policy(make_tokenizer("qwen3"))
+    policy.save_pretrained(tmp_path / "policy")
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if critic == "adapter" else None
+    trainer = make_trainer(
+        tmp_path / "out", trainer=MultiTurnPPOTrainer, model=str(tmp_path / "policy"), critic=critic, peft_config=lora,
+        num_generations=1, max_steps=1, learning_rate=0.1,
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model(str(tmp_path / "out"))
+    expected = log_probs(trainer.model)
+    assert main(["merge", str(tmp_path / "out"), "--output_dir", str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert (log_probs(merged) - expected).abs().max() < 1e-5
+    assert not [name for name in load_file(tmp_path / "merged/model.safetensors") if is_critic_name(name)]
+    assert not (tmp_path / "merged/critic").exists()
+
+
+def test_a_checkpoint_is_a_source(tmp_path):
+    trainer = make_trainer(
+        tmp_path / "out", trainer=MultiTurnGRPOTrainer, max_steps=1, save_strategy="steps", save_steps=1
+    )
+    trainer.train()
+    assert main(["merge", str(tmp_path / "out/checkpoint-1"), "--output_dir", str(tmp_path / "plain")]) == 0
+    assert (
+        log_probs(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")) - log_probs(trainer.model)
+    ).abs().max() < 1e-5
+    assert sorted(path.name for path in (tmp_path / "plain").iterdir() if "optimizer" in path.name) == []
+
+
+def test_nothing_is_overwritten_and_the_source_stays(base, tmp_path, refusal):
+    folder = base()
+    before = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    message = refusal("merge", folder, "--output_dir", folder)
+    assert "is not empty. Pass a directory that does not exist" in message
+    assert main(["merge", folder, "--output_dir", str(tmp_path / "new")]) == 0
+    assert {path.name: path.read_bytes() for path in Path(folder).iterdir()} == before
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_what_cannot_be_merged_is_refused(base, tmp_path, refusal):
+    assert "no such directory" in refusal("merge", "./nowhere", "--output_dir", tmp_path / "out")
+    assert "neither config.json" in refusal("merge", tmp_path, "--output_dir", tmp_path / "out")
+    assert "--output_dir" in refusal("merge", base())
+    adapter(base(), tmp_path / "adapter", target_modules=["q_proj"])
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(tmp_path / "gone")
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
+    assert "gone" in refusal("merge", tmp_path / "adapter", "--output_dir", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_with_nan_is_refused(base, tmp_path, refusal):
+    from safetensors.torch import save_file
+
+    adapter(base(), tmp_path / "adapter", target_modules=["q_proj"])
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    weights = load_file(file)
+    save_file({name: value.fill_(float("nan")) for name, value in weights.items()}, file)
+    assert "NaN" in refusal("merge", tmp_path / "adapter", "--output_dir", tmp_path / "out")
