@@ -130,5 +130,3 @@ if __name__ == "__main__":
     results = compute(Path(sys.argv[1]))
     if PartialState().is_main_process:
         torch.save(results, Path(sys.argv[1]) / FOUND_FILE)
-    if torch.distributed.is_initialized():  # a thread of gloo that outlives the process may abort it at its exit
-        torch.distributed.destroy_process_group()

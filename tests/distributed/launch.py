@@ -1,6 +1,13 @@
-"""Processes of a worker module, started as a user would; none of them outlives its launch."""
+"""Processes of a worker module, started as a user would; none of them outlives its launch.
 
+A worker that has done its work ends without Python's own finalisation (`end_well`): where a machine is overloaded, a
+thread of gloo may still be about to free a tensor of the last collective operation, for which it wants the
+interpreter's lock, and aborts the process ("terminate called without an active exception").
+"""
+
+import atexit
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -18,7 +25,7 @@ TIMEOUT_S = 780
 
 def launch(kind, module, output_dir, timeout_s=TIMEOUT_S, *, num_processes=2, needs_vllm=False):
     """Run `python -m module output_dir` in processes: `ddp` through torchrun, the others through accelerate."""
-    program = ["-m", module, str(output_dir)]
+    program = ["-m", __name__, module, str(output_dir)]
     if kind == "ddp":
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", num_processes, *program]
     else:
@@ -75,3 +82,17 @@ def remove_build_locks(since):
     for lock in cache.glob("**/lock"):
         if lock.stat().st_mtime >= since:
             lock.unlink(missing_ok=True)
+
+
+def end_well():
+    """End this process with exit code 0, after what it promised to do at its exit."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    end_well()

@@ -39,5 +39,3 @@ if __name__ == "__main__":
     results = compute(Path(sys.argv[1]))
     if os.environ.get("RANK", "0") == "0":
         torch.save(results, Path(sys.argv[1]) / RESULTS_FILE)
-    if torch.distributed.is_initialized():  # a thread of gloo that outlives the process may abort it at its exit
-        torch.distributed.destroy_process_group()
