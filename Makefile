@@ -18,7 +18,7 @@ WORKERS ?= 2
 FUZZ_SEED ?= $(shell date +%s)
 # How many times the usual number of examples it tries.
 FUZZ_FACTOR ?= 10
-# How many runs `make soak` plays; SEED is that of the first.
+# How many runs `make soak` and `make nightly` play; SEED is that of the first.
 RUNS ?= 20
 # The kills of each run of `make kills`.
 KILLS ?= 30
@@ -42,7 +42,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 SHARED := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 PYTEST = $(TEST_ENV) $(BIN)/python -m pytest $(SHARED)
 
-.PHONY: help quickstart install test test-fast fuzz soak same traces kills lint types audit versions vllm-releases check format options notebooks clean
+.PHONY: help quickstart install test test-fast fuzz soak nightly same traces kills lint types audit versions vllm-releases check format options notebooks clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -71,6 +71,11 @@ soak: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## short runs under random faults (s
 	$(SAY) "Soak: $(RUNS) runs from seed $(SEED)"
 	$(TEST_ENV) $(BIN)/python -m tests.soak --runs $(RUNS) --seed $(SEED) --workers $(WORKERS) \
 	  $(if $(filter none,$(VLLM)),--samplers scripted transformers)
+
+nightly: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## what the suite leaves out: further seeds, every combination of launches, kills, a long soak (hours)
+	$(SAY) "Tests with the marker matrix"
+	$(PYTEST) -m matrix $(PYTEST_ARGS)
+	$(MAKE) soak kills
 
 same: $(STAMPS)/test ## play tiny trainings here and on BASE=commit; compare weights, logs and advantages (4 minutes)
 	$(BIN)/python -m tests.referee $(BASE)
