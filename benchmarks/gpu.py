@@ -100,10 +100,20 @@ class Case:
         return tuple(word for word in self.options if word not in ("--autocast", "--checkpointing"))
 
 
+def attention_kernels(device: str) -> list[str]:
+    """The attention implementations beside PyTorch's that are installed and can train on this device."""
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_torch_flex_attn_available
+
+    has = {
+        "flash_attention_2": is_flash_attn_2_available,
+        "flash_attention_3": is_flash_attn_3_available,
+        "flex_attention": is_torch_flex_attn_available,
+    }
+    return [name for name, is_there in has.items() if device == "cuda" and is_there()]
+
+
 def cases(device: str, *, toy: bool) -> list[Case]:
     """All checks; those of other kernels only where they are installed."""
-    from agent_r1_trl.features.doctor.trial import attention_kernels
-
     ppo = [("--trainer", "ppo", "--critic", kind) for kind in ("head", "model")]
     ppo.append(("--trainer", "ppo", "--critic", "adapter", "--lora"))
     layouts = ("packed", "tokens") if toy else ("padded", "grouped", "packed", "shared", "tokens")
@@ -114,7 +124,7 @@ def cases(device: str, *, toy: bool) -> list[Case]:
         Case(("--autocast",), layout, 0.1) for layout in (("packed",) if toy else ("padded", "packed", "shared"))
     ]
     found += [Case(("--autocast", "--checkpointing", "--lora"), "shared", 0.1)]
-    for kernel in attention_kernels(device)[1:]:
+    for kernel in attention_kernels(device):
         exact, rounded = Case((), "packed", kernel=kernel), Case(("--autocast",), "packed", 0.1, kernel)
         found += [rounded] if "flash" in kernel else [exact, rounded, dataclasses.replace(exact, layout="shared")]
     return found
@@ -455,15 +465,16 @@ def estimated_bytes(options: argparse.Namespace, size: Any) -> float:
 
     batch = train_step.make_batch(options)
     lengths = (batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)).tolist()
+    layout = {"tokens": "packed", "trl": "padded", "grouped": "padded"}.get(options.only, options.only)
+    prompt, longest = int(batch["prompt_mask"].sum(dim=1).max()), max(lengths)
+    width = batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
     setup = MemorySetup(
         dtype=options.dtype,
         mixed_precision=options.autocast,
-        micro_batch=options.micro_batch,
-        prompt_tokens=batch["prompt_ids"].shape[1],
-        completion_tokens=batch["completion_ids"].shape[1],
-        row_tokens=max(lengths),
-        trajectory_tokens=round(sum(sorted(lengths)[-options.micro_batch :]) / options.micro_batch),
-        update_layout={"tokens": "packed", "trl": "padded"}.get(options.only, options.only),
+        per_device_train_batch_size=options.micro_batch,
+        prompt_tokens=prompt,
+        max_completion_length=(width if layout == "padded" else longest) - prompt,
+        update_layout=layout,
         max_tokens_per_micro_batch=options.max_tokens if options.only == "tokens" else None,
         update_rows=len(lengths),
         gradient_checkpointing=options.checkpointing,

@@ -271,5 +271,5 @@ def test_the_doctor_names_a_tool_that_is_bound_to_a_thread():
         def outcome_reward(self, trajectory):
             return 0.0
 
-    found = [item for item in check_env(Env, [{"prompt": "Look."}]) if "bound to a thread" in item.message]
-    assert [(item.level, "check_same_thread=False" in item.cure) for item in found] == [("error", True)]
+    found = [item for item in check_env(Env, [{"prompt": "Look."}]) if "do not run in the main thread" in item.message]
+    assert [(item.level, "check_same_thread=False" in item.fix) for item in found] == [("error", True)]

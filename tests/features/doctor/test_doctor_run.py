@@ -1,7 +1,7 @@
 """`agent-r1-trl doctor --run`: two real steps of a recipe, and findings about them.
 
 Covered: GRPO and PPO on a tiny model, what the findings say, what is left behind (nothing), runs that fail, mistakes;
-every cure is followed by a run that takes it. Not covered: a GPU's memory and kernels beyond the arithmetic.
+every fix is followed by a run that takes it. Not covered: a GPU's memory beyond the arithmetic.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agent_r1_trl.cli import main
 from agent_r1_trl.features.doctor.trial import Meter
 from tests.trainers.helpers import make_trainer
 
-CHECKS = ("trial", "speed", "numbers", "time", "memory", "sampler", "update")
+CHECKS = ("trial", "speed", "numbers", "time", "memory", "sampler")
 
 
 @pytest.fixture
@@ -60,14 +60,10 @@ def read_table(text):
 def test_two_steps_are_judged_in_every_respect(trial, algorithm):
     found = trial(0, sampling={"filter_groups": None}, **algorithm)
     assert set(found) == set(CHECKS)
-    assert re.search(r"Rollout [\d,]+ sampled tokens/s, update [\d,]+ tokens in the loss/s, on cpu", found["speed"][1])
+    assert re.search(r"rollout [\d,]+, update [\d,]+, on cpu", found["speed"][1])
     shares = re.findall(r"(\d+)%", found["time"][1])
     assert len(shares) == 4 and 98 <= sum(map(int, shares)) <= 102
-    gap = float(re.search(r"differ by (\S+) on", found["sampler"][1])[1])
-    assert 0 < gap < 1e-4 and found["sampler"][0] == "ok"
-    for layout in ("padded", "grouped", "packed", "shared"):
-        assert re.search(rf"{layout} on sdpa \d", found["update"][1]), found["update"]
-    assert found["memory"][0] == "skipped" and "was not compared" in found["memory"][1]  # no GPU, no verdict
+    assert found["sampler"][0] == found["memory"][0] == "skipped"  # no sampler of its own, and no GPU: no verdict
     assert found["numbers"][0] == "ok"
 
 
@@ -93,7 +89,7 @@ def test_weights_that_rounding_holds_are_a_finding(trial):
 
 
 @pytest.mark.slow
-def test_a_trial_too_short_to_learn_from_says_so_and_its_cure_works(trial):
+def test_a_trial_too_short_to_learn_from_says_so_and_its_fix_works(trial):
     Path("rewards.py").write_text(
         "def varied(completion_ids, **kwargs):\n"
         "    return [float(len(set(ids)) if len(ids) > 3 else 0) for ids in completion_ids]\n"
@@ -108,7 +104,7 @@ FAULTS = {
     "a reward function that raises": (
         "def reward(completions, **kwargs):\n    raise KeyError('gold')\n",
         {"reward_funcs": ["broken.py:reward"]},
-        ("KeyError: 'gold'", "broken.py, line 2"),
+        ("KeyError: 'gold'", "broken.py, line 2", "It was in example"),
     ),
     "a model that is not there": ("", {"model_name_or_path": "./nowhere"}, ("./nowhere",)),
     "data that is not there": ("", {"dataset_name": "trian.jsonl"}, ("train.jsonl",)),
@@ -144,8 +140,6 @@ def test_each_rank_reads_the_memory_of_its_own_gpu(tmp_path, monkeypatch):
     own = lambda: getattr(current, "gpu", 0)  # noqa: E731
     used = {0: 70, 1: 10}
     monkeypatch.setattr(torch.cuda, "current_device", own)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 8)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu=None: (80 - used[own() if gpu is None else gpu], 80))
     trainer = make_trainer(tmp_path)
     meter = Meter(trainer)
@@ -155,7 +149,7 @@ def test_each_rank_reads_the_memory_of_its_own_gpu(tmp_path, monkeypatch):
     while not meter.trial.used_bytes and time.monotonic() < deadline:
         time.sleep(0.01)
     meter.close()
-    assert (meter.trial.used_bytes, meter.trial.total_bytes, meter.trial.peak_bytes) == (10, 80, 8)
+    assert (meter.trial.used_bytes, meter.trial.total_bytes) == (10, 80)
 
 
 def test_help_shows_the_flag(capsys):

@@ -1,4 +1,4 @@
-"""The doctor's checks of versions, tokenizer, template, parser, masks and prompts, the cheap ones first.
+"""The doctor's checks of tokenizer, template, parser, masks and prompts, the cheap ones first.
 
 Conversations are rendered twice, as a whole and piece by piece as in a rollout; both must give the same ids. Scripted
 conversations go through the real rollout loop, so every sampled id is known beforehand.
@@ -9,17 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import itertools
 import json
 import random
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from packaging.requirements import Requirement
-from packaging.version import Version
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.chat.checks import (
@@ -34,9 +30,10 @@ from agent_r1_trl.chat.checks import (
 from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.chat.templates import suggestion
 from agent_r1_trl.environments.base import StepResult
+from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, SingleTurnEnv
 from agent_r1_trl.features.doctor.environment import examine_env
-from agent_r1_trl.features.doctor.episodes import Caller, check_tools, list_tools, make_env
-from agent_r1_trl.features.doctor.report import Finding, Report, describe_error
+from agent_r1_trl.features.doctor.episodes import Caller, make_env
+from agent_r1_trl.features.doctor.report import Finding, Report, describe_error, has_errors
 from agent_r1_trl.generation.scripted import ScriptedGenerator
 from agent_r1_trl.rollout import EnvSession, RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.rollout.thinking import STRIP_POLICY
@@ -46,13 +43,20 @@ from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
 _NUM_PROMPTS = 64  # examples whose prompts are measured
 _START_S = 60.0  # that an environment may take to start on an example
 _TURN_TOKENS = 2000  # longer than any scripted turn
-_ARGUMENTS = {
-    "query": {"type": "string", "description": "What to look for."},
-    "options": {"type": "object", "description": "More about it."},
+_PROBE_TOOL: Schema = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look something up.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "query": {"type": "string", "description": "What to look for."},
+                "options": {"type": "object", "description": "More about it."},
+            },
+        },
+    },
 }
-_PARAMETERS = {"type": "object", "properties": _ARGUMENTS, "required": ["query"]}
-_LOOK_UP = {"name": "look_up", "description": "Look something up.", "parameters": _PARAMETERS}
-_PROBE_TOOL: Schema = {"type": "function", "function": _LOOK_UP}
 """Shown to the template if the user names no tools."""
 _WORDS = (
     "Paris", "a b", "Zürich", "東京", "🙂🚀", "e\u0301", "x\ny", "a\tb", '"quoted"', "{", "}}", "\\n", "'", "0.1",
@@ -64,9 +68,9 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "array": ([], [1, 2], ["a", ["ü"]]),
     "object": ({}, {"inner": {"list": ["a", {"b": 1}]}}, {"deep": {"er": {"still": "é"}}}),
 }
-_TEXTS = ("plain words", '{"a": [1, 2.5, null]}', "tabs\tand\nlines\n\n", "Zürich — naïve", "東京", "🙂🚀")
-_SET_GRAMMAR = "Set response_template to the grammar of this template (docs/model-families.md)"
-_OR_TEMPLATE = f"{_SET_GRAMMAR}, or pass another chat_template."
+_OR_TEMPLATE = (
+    "Set response_template to the grammar of this template (docs/model-families.md), or pass another chat_template."
+)
 _STRIP = "Set thinking='strip': the policy is then trained on what the server shows."
 Start = tuple[list[dict[str, Any]], list[Schema]]
 
@@ -77,7 +81,6 @@ def run_doctor(
     tools: Sequence[Any] | None = None,
     env: Any = None,
     examples: Iterable[dict[str, Any]] | None = None,
-    tokenizer: Any = None,
     max_completion_length: int | None = None,
     max_model_length: int | None = None,
     trust_remote_code: bool = False,
@@ -88,11 +91,10 @@ def run_doctor(
     """Examine what a run would use. Whatever is wrong with it becomes a finding, not an exception.
 
     Args:
-        model_or_tokenizer: path or Hub name (no weights are loaded), tokenizer, processor, or model.
-        tools: functions or `Tool`s that the run would show to the model.
+        model_or_tokenizer: path or Hub name (no weights are loaded), tokenizer or processor.
+        tools: functions or `Tool`s that the run would show to the model, in place of an environment.
         env: environment class, factory or instance.
-        examples: rows of the data set; the environment's prompts are measured on the first of them.
-        tokenizer: needed for a model whose config does not name its folder.
+        examples: rows of the data set; prompts are measured on the first of them.
         max_completion_length: as in the trainer's config; with `examples`, checked against the model's positions.
         max_model_length: assume this many positions instead of the model's.
         trust_remote_code: run code that comes with the model.
@@ -103,81 +105,33 @@ def run_doctor(
     Returns:
         Findings in the order of the checks; a check that found nothing says so in one line.
     """
-    report = Report()
-    check_versions(report)
+    report, of_env = Report(), Report()
     rows = None if examples is None else list(itertools.islice(examples, _NUM_PROMPTS))
-    usable = check_tools(report, tools) if tools is not None else []
-    if tools is not None:
-        report.ok("tools", list_tools(usable))
-    schemas = [tool.schema for tool in usable]
-    starts = _starts(env, rows, schemas)
-    schemas += _env_schemas(env, starts)
-    subject = _load_subject(report, model_or_tokenizer, tokenizer, trust_remote_code)
-    chat = None
-    if subject is not None:
-        subject.max_length = subject.max_length if max_model_length is None else max_model_length
-        chat = _open_chat(report, subject, chat_options)
+    played = functools.partial(FunctionToolsEnv, list(tools)) if env is None and tools else env
+    if played is not None:
+        try:
+            of_env.findings += examine_env(played, rows)
+        except ValueError as error:
+            of_env.error("construction", f"It cannot be checked: {error}", "Pass rows as dicts.")
+    starts = [] if has_errors(of_env.findings) else _start_rows(of_env, played or SingleTurnEnv, rows or [])
+    schemas = _schemas(played, starts)
+    subject = _load_subject(report, model_or_tokenizer, trust_remote_code)
+    chat = None if subject is None else _open_chat(report, subject, chat_options)
     if subject is not None and chat is not None:
         needs_tools = bool(schemas) or (tools is None and env is None and chat.supports_tools)
         shown = (schemas or [_PROBE_TOOL]) if needs_tools else None
         _check_tokenizer(report, subject, chat)
-        _check_template(report, chat, shown)
-        if shown is not None and chat.supports_tools:
-            _check_parser(report, chat, shown, num_calls=num_conversations, seed=seed)
         if shown is None or chat.supports_tools:
+            _check_template(report, chat, shown)
+            if shown is not None:
+                _check_parser(report, chat, shown, num_calls=num_conversations, seed=seed)
             _check_masks(report, chat, shown, num_conversations=num_conversations, seed=seed)
-        _check_prompts(report, chat, subject, starts, max_completion_length)
-    if env is not None:
-        try:
-            findings = examine_env(env, rows)
-        except ValueError as error:
-            report.error("environment", f"It cannot be checked: {error}", "Pass rows as dicts.")
-            findings = []
-        found = (dataclasses.replace(finding, check=f"environment: {finding.check}") for finding in findings)
-        report.findings.extend(found)
+        else:
+            _refuse_tools(report, chat, shown)
+        _check_prompts(report, chat, starts, max_model_length or subject.max_length, max_completion_length)
+    found = (dataclasses.replace(finding, check=f"environment: {finding.check}") for finding in of_env.findings)
+    report.findings.extend(found)
     return report.findings
-
-
-# ---------------------------------------------------------------- versions
-
-
-def check_versions(
-    report: Report,
-    *,
-    requirements: Sequence[str] | None = None,
-    installed: Callable[[str], str] = importlib.metadata.version,
-) -> None:
-    """Compare the installed versions with the supported ones; an optional package may be missing.
-
-    Args:
-        report: collects the findings.
-        requirements: as in setup.cfg; those of the installed package if None.
-        installed: returns the version of a distribution, or raises PackageNotFoundError.
-    """
-    if requirements is None:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            requirements = importlib.metadata.requires("agent-r1-trl")
-    if not requirements:
-        text = "agent-r1-trl is not installed (it runs from a folder), so its requirements are unknown."
-        report.warning("versions", text, "pip install -e . in the clone.")
-    fine = []
-    for requirement in map(Requirement, requirements or ()):
-        is_optional = "extra" in str(requirement.marker)
-        if requirement.marker is not None and not is_optional and not requirement.marker.evaluate():
-            continue
-        name, cure = requirement.name, f"pip install '{requirement.name}{requirement.specifier}'"
-        try:
-            version = installed(name)
-        except importlib.metadata.PackageNotFoundError:
-            if not is_optional:
-                report.error("versions", f"{name} is not installed.", cure)
-            continue
-        if not requirement.specifier.contains(Version(version).public, prereleases=True):
-            text = f"{name} {version} is outside the supported window {requirement.specifier}."
-            report.error("versions", text, cure)
-        elif name in ("trl", "transformers", "torch", "vllm"):
-            fine.append(f"{name} {version}")
-    report.ok("versions", ", ".join(dict.fromkeys(fine)) + ": inside the supported windows.")
 
 
 # ---------------------------------------------------------------- tokenizer and model
@@ -194,88 +148,57 @@ class Subject:
     eos_token_ids: list[int] | None = None
     """Those of the generation config; None if there is none."""
 
-    def __post_init__(self) -> None:
-        length = getattr(getattr(self.tokenizer, "tokenizer", self.tokenizer), "model_max_length", None)
-        self.max_length = length if isinstance(length, int) and length < 10**9 else None
 
-    def read(self, config: Any, generation_config: Any) -> None:
-        """Take over what the configurations say."""
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        self.num_embeddings = getattr(text, "vocab_size", None)
-        positions = getattr(text, "max_position_embeddings", None)
-        self.max_length = min(filter(None, (positions, self.max_length)), default=None)
-        eos = getattr(generation_config, "eos_token_id", None)
-        if generation_config is not None:
-            self.eos_token_ids = list(eos) if isinstance(eos, (list, tuple)) else [eos] if eos is not None else []
-
-
-def _load_subject(report: Report, given: Any, tokenizer: Any, trust_remote_code: bool) -> Subject | None:
-    """Read a path or Hub name, a tokenizer, or a model; None if nothing can be examined."""
+def _load_subject(report: Report, given: Any, trust_remote_code: bool) -> Subject | None:
+    """Read a path or Hub name, or take a tokenizer; None if nothing can be examined."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    if hasattr(given, "apply_chat_template"):
-        return Subject(tokenizer=given)
-    config = getattr(given, "config", None)
-    name = given if isinstance(given, str) else str(getattr(config, "_name_or_path", ""))
-    if config is None and not isinstance(given, str):
-        text = f"model={given!r:.100} is neither a name, nor a tokenizer, nor a model."
-        report.error("model", text, "Pass a path or Hub name, a tokenizer, or a transformers model.")
-        return None
-    try:
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # every loader raises its own
-        cure = "Pass a local folder with tokenizer.json, or a Hub name that exists and that you may read."
-        if "trust_remote_code" in str(error):
-            cure = "Set trust_remote_code=True if you trust the code that comes with it."
-        text = f"model={name!r}: its tokenizer cannot be loaded ({str(error).splitlines()[0]})."
-        report.error("model", text, cure)
-        return None
-    subject, generation_config = Subject(tokenizer=tokenizer), getattr(given, "generation_config", None)
-    if config is None:
+    subject, options = Subject(tokenizer=given), {"trust_remote_code": trust_remote_code}
+    if isinstance(given, str):
+        try:
+            subject.tokenizer = AutoTokenizer.from_pretrained(given, **options)
+        except Exception as error:  # every loader raises its own
+            fix = "Pass a local folder with tokenizer.json, or a Hub name that exists and that you may read."
+            if "trust_remote_code" in str(error):
+                fix = "Set trust_remote_code=True if you trust the code that comes with it."
+            text = f"model={given!r}: its tokenizer cannot be loaded ({str(error).splitlines()[0]})."
+            report.error("model", text, fix)
+            return None
         with contextlib.suppress(Exception):  # a folder with a tokenizer alone can be examined as well
-            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            text_config = AutoConfig.from_pretrained(given, **options).get_text_config()
+            subject.num_embeddings = getattr(text_config, "vocab_size", None)
+            subject.max_length = getattr(text_config, "max_position_embeddings", None)
         with contextlib.suppress(Exception):
-            generation_config = GenerationConfig.from_pretrained(name)
-    if config is not None:
-        subject.read(config, generation_config)
-    if hasattr(given, "get_input_embeddings"):
-        subject.num_embeddings = given.get_input_embeddings().weight.shape[0]
+            eos = GenerationConfig.from_pretrained(given).eos_token_id
+            subject.eos_token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    elif not hasattr(given, "apply_chat_template"):
+        text = f"model={given!r:.100} is neither a name nor a tokenizer."
+        report.error("model", text, "Pass a path or Hub name, or a tokenizer.")
+        return None
+    tokenizer = getattr(subject.tokenizer, "tokenizer", subject.tokenizer)
+    length = getattr(tokenizer, "model_max_length", None)
+    if isinstance(length, int) and length < 10**9:
+        subject.max_length = min(length, subject.max_length or length)
     return subject
 
 
 def _check_tokenizer(report: Report, subject: Subject, chat: ChatFormat) -> None:
-    """The vocabulary fits the embeddings, pad and eos fit the template's turns, text survives encoding."""
+    """The vocabulary fits the embeddings, and a served model would stop."""
     tokenizer, last_id = chat.tokenizer, max([len(chat.tokenizer) - 1, *chat.tokenizer.added_tokens_decoder])
     if subject.num_embeddings is not None and last_id >= subject.num_embeddings:
         text = (
             f"The tokenizer's last id is {last_id}, and the model has {subject.num_embeddings} embeddings: it crashes."
         )
-        cure = "model.resize_token_embeddings(len(tokenizer)), or use the tokenizer that belongs to the model."
-        report.error("tokenizer", text, cure)
-    turn_ends = tokenizer.convert_ids_to_tokens(chat.turn_end_ids)
-    ends, question = ", ".join(turn_ends), [{"role": "user", "content": "."}]
-    asked, begun = (chat.encode_conversation(question, generation_prompt=flag) for flag in (False, True))
-    opening = set(begun[len(asked) :]) - set(chat.turn_end_ids)
-    for role in ("eos", "pad"):
-        token_id = getattr(tokenizer, f"{role}_token_id")
-        if token_id is not None and token_id in opening:
-            text = f"{role}_token={tokenizer.decode([token_id])!r} is a token with which the template opens turns."
-            report.error("tokenizer", text, f"Set tokenizer.{role}_token: the template ends turns with {ends}.")
-    if tokenizer.eos_token_id is None:
-        text = "The tokenizer has no eos_token: generation outside of rollouts would never stop."
-        report.error("tokenizer", text, f"tokenizer.eos_token = {turn_ends[0]!r}, the template's end of a turn.")
+        fix = "model.resize_token_embeddings(len(tokenizer)), or use the tokenizer that belongs to the model."
+        report.error("tokenizer", text, fix)
+    ends = ", ".join(tokenizer.convert_ids_to_tokens(chat.turn_end_ids))
     stops = {*(subject.eos_token_ids or ()), tokenizer.eos_token_id}
     if subject.eos_token_ids is not None and not stops & set(chat.turn_end_ids):
         text = f"Rollouts stop at {ends}, but neither eos_token nor the generation config: the model would run on."
-        cure = f"model.generation_config.eos_token_id = {[*subject.eos_token_ids, *chat.turn_end_ids]}"
-        report.warning("tokenizer", text, cure)
-    changed = [text for text in _TEXTS if chat.encoder.to_text(chat.encoder.encode(text)) != text]
-    if changed:
-        text = f"Text is not the same after encoding and decoding ({changed[0]!r}): tool results lose characters."
-        cure = "Use a tokenizer with byte fallback (byte-level BPE), or keep tool results within its alphabet."
-        report.warning("tokenizer", text, cure)
+        fix = f"model.generation_config.eos_token_id = {[*subject.eos_token_ids, *chat.turn_end_ids]}"
+        report.warning("tokenizer", text, fix)
     sizes = f" of {subject.num_embeddings} embeddings" if subject.num_embeddings else ""
-    report.ok("tokenizer", f"{last_id + 1} ids{sizes}; turns end with {ends}; text survives.")
+    report.ok("tokenizer", f"{last_id + 1} ids{sizes}; turns end with {ends}.")
 
 
 # ---------------------------------------------------------------- template
@@ -283,30 +206,18 @@ def _check_tokenizer(report: Report, subject: Subject, chat: ChatFormat) -> None
 
 def _open_chat(report: Report, subject: Subject, options: dict[str, Any]) -> ChatFormat | None:
     """The chat format; None, and an error in the report, if the tokenizer or its template cannot be used."""
-    tokenizer = subject.tokenizer
     try:
-        chat = ChatFormat(tokenizer, extra_stop_token_ids=subject.eos_token_ids or (), **options)
+        return ChatFormat(subject.tokenizer, extra_stop_token_ids=subject.eos_token_ids or (), **options)
     except ChatFormatError as error:
         report.error("chat template", error.problem, error.cure)
-        return None
     except Exception as error:  # a template or tokenizer may fail in any way
-        cure = "Load it with AutoTokenizer.from_pretrained and try apply_chat_template on one message."
-        report.error("chat template", f"The tokenizer cannot be used ({describe_error(error)}).", cure)
-        return None
-    own = getattr(tokenizer, "chat_template", None)
-    if options.get("chat_template") is None and isinstance(own, str) and own != chat.chat_template:
-        report.ok("chat template", "TRL's training template replaces the tokenizer's own.")
-    return chat
+        fix = "Load it with AutoTokenizer.from_pretrained and try apply_chat_template on one message."
+        report.error("chat template", f"The tokenizer cannot be used ({describe_error(error)}).", fix)
+    return None
 
 
 def _check_template(report: Report, chat: ChatFormat, tools: Sequence[Schema] | None) -> None:
     """The template preserves prefixes over whole conversations, renders prompts faithfully and shows the tools."""
-    if tools and not chat.supports_tools:
-        try:
-            chat.encode_prompt([{"role": "user", "content": "."}], tools)
-        except ChatFormatError as error:
-            report.error("chat template", error.problem, error.cure)
-        return
     try:
         _check_rendering(report, chat, tools)
         _check_appending(report, chat, tools)
@@ -321,18 +232,28 @@ def _check_template(report: Report, chat: ChatFormat, tools: Sequence[Schema] | 
     report.ok("chat template", f"Prefix preserving, {shows}; a turn stops at {tokens}.")
 
 
+def _refuse_tools(report: Report, chat: ChatFormat, tools: Sequence[Schema]) -> None:
+    """Say why a format without tool calls cannot be used with tools."""
+    problem, fix = "It cannot show tools, and there are some.", suggestion(chat.tokenizer, chat.chat_template)
+    try:
+        chat.encode_prompt([{"role": "user", "content": "."}], tools)
+    except ChatFormatError as error:
+        problem, fix = error.problem, error.cure
+    report.error("chat template", problem, fix)
+
+
 def _check_rendering(report: Report, chat: ChatFormat, tools: Sequence[Schema] | None) -> None:
     messages = [{"role": "user", "content": '\nTwo words: "naïve" 東京 \n'}]
     options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False, "tools": chat.no_tools}
     options |= {"chat_template": chat.plain_template or chat.chat_template, **chat.chat_template_kwargs}
     if list(chat.tokenizer.apply_chat_template(messages, **options)) != chat.encode_prompt(messages):
         text = "A prompt's ids are not those of apply_chat_template: the tokenizer does more than tokenizer.json says."
-        cure = "Save the tokenizer with save_pretrained and load that folder with AutoTokenizer."
-        report.error("chat template", text, cure)
+        fix = "Save the tokenizer with save_pretrained and load that folder with AutoTokenizer."
+        report.error("chat template", text, fix)
     if split := split_tokens(chat, tools):
         text = f"It writes {', '.join(split)}, no token of the tokenizer but several: a tool result could open a turn."
-        cure = "Use the chat template that belongs to the tokenizer, or the tokenizer that belongs to the template."
-        report.error("chat template", text, cure)
+        fix = "Use the chat template that belongs to the tokenizer, or the tokenizer that belongs to the template."
+        report.error("chat template", text, fix)
     if (content := misread_content(chat)) is not None:
         text = f"A reply that says 'said.' is read as {content!r}: rewards and environments would see that."
         report.error("parser", text, _OR_TEMPLATE)
@@ -345,8 +266,8 @@ def _check_appending(report: Report, chat: ChatFormat, tools: Sequence[Schema] |
     """Prompt + reply + observation + reply + ... must be what the template renders for the whole conversation."""
     found = differences(chat, tools)
     if broken := broken_prefix(found):
-        cure = suggestion(chat.tokenizer, chat.chat_template)
-        report.error("chat template", f"Not prefix preserving: {broken}.", cure)
+        fix = suggestion(chat.tokenizer, chat.chat_template)
+        report.error("chat template", f"Not prefix preserving: {broken}.", fix)
         return
     if chat.thought_rule is not None:
         report.ok("chat template", "Thoughts are dropped before each turn where the template drops them.")
@@ -357,16 +278,16 @@ def _check_appending(report: Report, chat: ChatFormat, tools: Sequence[Schema] |
         keep = [name for name in ("preserve_thinking", "clear_thinking") if name in chat.chat_template]
         switch = f"chat_template_kwargs={{'{keep[0]}': {keep[0].startswith('preserve')}}} or " if keep else ""
         text = "The template changes thoughts once something follows"
-        cure = f"{_STRIP} Or pass {switch}a chat_template that keeps thoughts"
+        fix = f"{_STRIP} Or pass {switch}a chat_template that keeps thoughts"
     elif place == "empty thought":
         text = "The template leaves the empty thought of its generation prompt out of earlier turns"
-        cure = f"{_STRIP} Or pass a chat_template that writes it in every turn"
+        fix = f"{_STRIP} Or pass a chat_template that writes it in every turn"
     else:
         text = "The template writes earlier messages in another way in a longer conversation"
-        cure = "Pass a chat_template that leaves earlier messages alone"
+        fix = "Pass a chat_template that leaves earlier messages alone"
     if difference or place == "empty thought":
         text = f"{text}: {difference}. A rollout keeps its ids, a server with this template renders others."
-        report.warning("chat template", text, f"{cure}, and serve the model with it.")
+        report.warning("chat template", text, f"{fix}, and serve the model with it.")
 
 
 # ---------------------------------------------------------------- parser and masks
@@ -380,10 +301,6 @@ class _Scene:
     tools: list[Tool]
     turns: list[list[int]] = field(default_factory=list)
     """The ids to sample in each turn."""
-    calls: list[list[dict[str, Any]]] = field(default_factory=list)
-    """The calls that each turn writes."""
-    broken: set[int] = field(default_factory=set)
-    """The turns in which only the first calls are whole, or none."""
     observations: list[list[Message]] = field(default_factory=list)
     num_steps: int = 0
 
@@ -399,35 +316,32 @@ class _Scene:
 
 
 def _check_parser(report: Report, chat: ChatFormat, tools: Sequence[Schema], *, num_calls: int, seed: int) -> None:
-    """Calls with random arguments, rendered by the template, must be read back unchanged."""
+    """Calls with random arguments, rendered by the template, must be read back; the first three are plain."""
+
+    def text_of(calls: list[dict[str, Any]]) -> str:
+        # Tokenizers with a normaliser compose accents; that is not the parser's doing.
+        return _folded(json.dumps([call["function"] for call in calls], ensure_ascii=False, sort_keys=True))
+
     rng = random.Random(seed)
     wrong = []
     for index in range(num_calls):
         calls = _calls(chat, rng, tools, index, is_plain=index < 3)
         try:
             message = chat.parse(chat.encode_reply(_assistant(calls)), tools=tools)
+            found = text_of(message.get("tool_calls", []))
         except Exception as error:
-            wrong.append((index, calls, describe_error(error)))
-            continue
-        # Tokenizers with a normaliser compose accents; that is not the parser's doing.
-        found, written = (
-            _folded(json.dumps([call["function"] for call in some], ensure_ascii=False, sort_keys=True))
-            for some in (message.get("tool_calls", []), calls)
-        )
-        if found != written:
-            wrong.append((index, calls, message.get("malformed_tool_call") or found))
+            message, found = {}, describe_error(error)
+        if found != text_of(calls):
+            wrong.append((index, text_of(calls), message.get("malformed_tool_call") or found))
     if wrong:
-        index, calls, read = wrong[0]
-        function = json.dumps(calls[0]["function"], ensure_ascii=False)
-        text = (
-            f"{len(wrong)} of {num_calls} rendered calls are not read back as they were written; {function[:150]} "
-            f"gave {read[:150]}."
-        )
+        index, written, read = wrong[0]
+        text = f"{len(wrong)} of {num_calls} rendered calls are not read back as they were written"
+        text += f"; {written[:150]} gave {read[:150]}."
         if index < 3:
             report.error("parser", text, _OR_TEMPLATE)
         else:
-            cure = "Keep arguments of tools simple: this format cannot carry every JSON value."
-            report.warning("parser", text, cure)
+            fix = "Keep arguments of tools simple: this format cannot carry every JSON value."
+            report.warning("parser", text, fix)
     report.ok("parser", f"{num_calls} calls with unicode and nested JSON are read back as they were written.")
 
 
@@ -447,35 +361,31 @@ def _check_masks(
             return
         _check_trajectory(report, chat, scene, trajectory)
         num_tokens += len(trajectory.completion_ids)
-    text = "mask 1 exactly on what was sampled; special tokens in tool text stay text; cut turns are closed."
+    text = "mask 1 exactly on what was sampled; special tokens in tool text stay text."
     report.ok("masks", f"{num_conversations} conversations, {num_tokens} tokens: {text}")
 
 
 def _scene(chat: ChatFormat, rng: random.Random, tools: Sequence[Schema] | None) -> _Scene:
+    """One to four turns that call tools, say something or are truncated, and a last answer."""
+
     def never_called(**arguments: Any) -> str:
         raise AssertionError("scripted environments answer themselves")
 
     shown = [Tool(never_called, schema=schema) for schema in tools or ()]
-    scene = _Scene([{"role": "user", "content": _text(chat, rng)}], shown)
+    scene, num_calls = _Scene([{"role": "user", "content": _text(chat, rng)}], shown), 0
     for number in range(rng.randint(1, 4)):
-        kind = rng.choice(["call", "call", "cut", "broken", "text"] if tools else ["cut", "text"])
+        kind = rng.choice(["call", "call", "truncated", "text"] if tools else ["truncated", "text"])
         calls = _calls(chat, rng, tools or (), number) if kind == "call" else []
         words = {"role": "assistant", "content": rng.choice(_WORDS) + "."}
-        reply = speak(chat, _assistant(calls) if calls else words, sum(map(len, scene.calls)))
-        if kind == "broken":
-            calls = _calls(chat, rng, tools or (), number)
-            whole = speak(chat, _assistant(calls), 0)
-            reply = [*whole[: len(whole) // 2], reply[-1]]
-            scene.broken.add(number)
-        scene.turns.append((reply[:-1] or reply) if kind == "cut" else reply)
-        scene.calls.append(calls)
+        reply = speak(chat, _assistant(calls) if calls else words, num_calls)
+        num_calls += len(calls)
+        scene.turns.append((reply[:-1] or reply) if kind == "truncated" else reply)
         told: list[Message] = [
             {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": _text(chat, rng)}
-            for call in (calls if kind == "call" else ())
+            for call in calls
         ]
         scene.observations.append(told or [{"role": "user", "content": _text(chat, rng)}])
     scene.turns.append(chat.encode_reply({"role": "assistant", "content": "Done."}))
-    scene.calls.append([])
     scene.observations.append([])
     return scene
 
@@ -523,7 +433,6 @@ def _play(chat: ChatFormat, scene: _Scene) -> Trajectory:
         max_completion_length=10 * _TURN_TOKENS,
         max_tokens_per_turn=_TURN_TOKENS,
         max_observation_tokens=_TURN_TOKENS,
-        max_invalid_calls=len(scene.turns),
         context_policy="keep" if chat.thought_rule is None else STRIP_POLICY,
     )
     with contextlib.closing(RolloutRunner(lambda: scene, generator, chat, limits)) as runner:
@@ -537,36 +446,23 @@ def _check_trajectory(report: Report, chat: ChatFormat, scene: _Scene, trajector
     if not is_done or sampled != [token_id for turn in scene.turns for token_id in turn]:
         wrong = "The tokens with mask 1 are not those that were sampled."
         stopped = f"A scripted conversation ended with {trajectory.stop_reason.value} ({trajectory.error})."
-        cure = "Report it with the template: this is a fault of the package or of a template's special case."
-        report.error("masks", wrong if is_done else stopped, cure)
+        fix = "Report it with the template: this is a fault of the package or of a template's special case."
+        report.error("masks", wrong if is_done else stopped, fix)
         return
     heard = [token_id for token_id, who in zip(ids, trajectory.authors, strict=True) if who is Author.ENVIRONMENT]
     if forged := set(chat.encoder.control_ids.values()) & set(heard):
         names = ", ".join(chat.tokenizer.convert_ids_to_tokens(sorted(forged)))
         text = f"Tool text contains control tokens ({names}): a tool result could open a turn."
         report.error("masks", text, "Use a template that puts contents into its text as they are.")
-    ends = {*chat.turn_end_ids, *chat.encode_turn_end([])}
-    for turn in trajectory.turns[:-1]:
-        if turn.end not in rewritten and not ends & set(ids[turn.end - 1 : turn.end + 1]):
-            text = "A turn is followed by an observation without an end-of-turn token between them."
-            report.error("masks", text, "Use a template that ends assistant turns with a token of its own.")
-    for number, (turn, calls) in enumerate(zip(trajectory.turns, scene.calls, strict=False)):
-        made, written = (
-            [call["function"]["name"] for call in some] for some in (turn.message.get("tool_calls", []), calls)
-        )
-        if made != (written[: len(made)] if number in scene.broken else written):
-            text = f"Turn {number} of a conversation made the calls {made}, but {written} were written in it."
-            report.error("masks", text, f"{_SET_GRAMMAR}.")
-            break
     # Every observation must arrive word for word (or as a JSON string) between its turn and the next.
     for turn, following, told in zip(trajectory.turns, trajectory.turns[1:], scene.observations, strict=False):
         text = _folded(chat.encoder.to_text(rewritten.get(turn.end, []) + ids[turn.end : following.start]))
         for observation in told:
             words = _folded(observation["content"])
             if words not in text and json.dumps(words, ensure_ascii=False)[1:-1] not in text:
-                cure = "Use a template that leaves contents alone, and a tokenizer that can spell them."
+                fix = "Use a template that leaves contents alone, and a tokenizer that can spell them."
                 text = f"An observation does not arrive as it was sent: {words[:80]!r} became {text[:160]!r}."
-                report.warning("masks", text, cure)
+                report.warning("masks", text, fix)
                 return
 
 
@@ -577,14 +473,11 @@ def _folded(text: str) -> str:
 # ---------------------------------------------------------------- prompts
 
 
-def _starts(env: Any, rows: list[dict[str, Any]] | None, tools: list[Schema]) -> list[Start] | None:
-    """Prompt and tool schemas of every row, as a rollout sees them; None if a `reset` fails, and `check_env` says why.
+def _start_rows(report: Report, env: Any, rows: list[dict[str, Any]]) -> list[Start]:
+    """Prompt and tool schemas of every row, as a rollout sees them. A row that cannot be started is reported.
 
     An environment may choose its tools in `reset`, so the tools of the class say little about the prompts.
     """
-    if env is None:
-        prompts = [row.get("prompt") for row in rows or []]
-        return [(prompt, tools) for prompt in prompts if isinstance(prompt, list)]
 
     async def start(row: dict[str, Any]) -> Start:
         session = EnvSession(
@@ -596,42 +489,44 @@ def _starts(env: Any, rows: list[dict[str, Any]] | None, tools: list[Schema]) ->
             if session.env is not None:
                 await session.close()
 
-    with contextlib.suppress(Exception), contextlib.closing(Caller(_START_S)) as caller:
-        started = [caller.call("reset", start(row)) for row in rows or []]
-        return None if any(item.failure for item in started) else [item.value for item in started]
-    return None
+    starts: list[Start] = []
+    with contextlib.closing(Caller(_START_S)) as caller:
+        for number, row in enumerate(rows):
+            started = caller.call("reset", start(row))
+            if started.failure:
+                text = f"Row {number} of the data set cannot be started: {started.failure}."
+                report.error("reset", text, "Correct or drop the row: reset must work for every one.")
+                break
+            starts.append(started.value)
+    return starts
 
 
-def _env_schemas(env: Any, starts: list[Start] | None) -> list[Schema]:
+def _schemas(env: Any, starts: list[Start]) -> list[Schema]:
     """Schemas of the tools of all rows, each once; those of a fresh environment where no row was started."""
-    if env is None:
-        return []
-    found = [schema for _, schemas in starts or [] for schema in schemas]
-    if not found:
+    found = [schema for _, schemas in starts for schema in schemas]
+    if not found and env is not None:
         with contextlib.suppress(Exception):
             found = [as_tool(item).schema for item in getattr(make_env(env), "tools", None) or ()]
     return list({schema["function"]["name"]: schema for schema in reversed(found)}.values())[::-1]
 
 
 def _check_prompts(
-    report: Report, chat: ChatFormat, subject: Subject, starts: list[Start] | None, max_completion_length: int | None
+    report: Report, chat: ChatFormat, starts: list[Start], limit: int | None, max_completion_length: int | None
 ) -> None:
     """Lengths of real prompts against the model's positions."""
     try:
-        lengths = [len(chat.encode_prompt(messages, schemas or None)) for messages, schemas in starts or ()]
+        lengths = [len(chat.encode_prompt(messages, schemas or None)) for messages, schemas in starts]
     except ChatFormatError as error:
         report.error("prompts", error.problem, error.cure)
         return
-    except Exception:  # no messages at all: check_env's business as well
-        return
     if not lengths:
         return
-    longest, limit = max(lengths), subject.max_length
+    longest = max(lengths)
     if limit is not None and longest >= limit:
         text = f"The longest of {len(lengths)} prompts has {longest} tokens, the model {limit} positions."
         report.error("prompts", text, "Shorten the prompts, drop those rows, or take a model with a longer context.")
     elif limit is not None and max_completion_length is not None and longest + max_completion_length > limit:
         text = f"max_completion_length={max_completion_length} after a prompt of {longest} exceeds {limit} positions."
         report.warning("prompts", text, f"Set max_completion_length to at most {limit - longest}.")
-    known = f" of {limit} positions" if limit is not None else ""
+    known = f" of {limit} positions" if limit is not None else "; how many the model has is not known"
     report.ok("prompts", f"{len(lengths)} prompts, {min(lengths)} to {longest} tokens{known}.")

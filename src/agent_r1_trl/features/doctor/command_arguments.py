@@ -41,6 +41,3 @@ class MemoryArguments(CommandArguments):
         None, "Memory of one GPU in GiB. None: that of the GPU in this machine, else 80."
     )
     prompt_tokens: Count = setting(512, "Length of the longest prompt in tokens.")
-    critic_context_tokens: Count = setting(
-        64, "Length of the longest `critic_context` in tokens, where the recipe names one."
-    )

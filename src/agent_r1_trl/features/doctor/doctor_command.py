@@ -10,44 +10,51 @@ Exit code 0: no errors. 1: errors that would spoil a run. 2: the checks could no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+import torch
 
 from agent_r1_trl.cli.console import PlainConsole
 from agent_r1_trl.cli.errors import UsageError, users_mistakes
 from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
-from agent_r1_trl.cli.recipe import read_recipe, split_config
-from agent_r1_trl.cli.resolve import resolve_env, resolve_object
+from agent_r1_trl.cli.recipe import split_config
+from agent_r1_trl.cli.resolve import resolve_env, resolve_function
 from agent_r1_trl.environments.data_files import load_rows
 from agent_r1_trl.evaluation.loading import is_local
-from agent_r1_trl.features.doctor import Finding, has_errors, render, run_doctor
+from agent_r1_trl.features.doctor.checks import run_doctor
 from agent_r1_trl.features.doctor.command_arguments import DoctorArguments, TrialArguments
+from agent_r1_trl.features.doctor.memory import report_memory
+from agent_r1_trl.features.doctor.memory_command import estimate_recipe
+from agent_r1_trl.features.doctor.report import Report, has_errors, render
 from agent_r1_trl.features.doctor.run_command import run_trial
 from agent_r1_trl.trainers.precision import REMEDY, problem_of_recipe
 
 COMMAND = "agent-r1-trl doctor"
-EXIT_ERRORS = 1
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the checks; returns the exit code."""
     if "--run" in argv:
         return run_trial(argv)
-    arguments = _read(argv)
+    elsewhere = (TrialArguments, *OF_RECIPES)
+    about = "Check a run before it starts; with --run, by two real steps (--run --help lists the settings of those)."
+    kinds, modes = (DoctorArguments,), {"--run": elsewhere}
+    parser = RecipeParser(kinds, command=COMMAND, about=about, elsewhere=elsewhere, modes=modes)
+    (arguments,) = parser.parse(argv)
     if not arguments.model_name_or_path:
         raise UsageError("--model: not set. Pass the directory or the Hub id of the model to examine.")
     with users_mistakes():
         is_local(arguments.model_name_or_path)
     env = resolve_env(arguments.env, arguments.env_kwargs) if arguments.env else None
-    tools = [resolve_object("tools", path) for path in arguments.tools or []]
+    tools = [resolve_function("tools", path) for path in arguments.tools or []]
+    for name in ("reward_funcs", "turn_reward_funcs"):  # not called, but there
+        for path in parser.recipe.get(name) or []:
+            resolve_function(name, path)
     rows = None
     if arguments.dataset_name:
-        rows = load_rows(
-            "dataset_name",
-            arguments.dataset_name,
-            config=arguments.dataset_config,
-            split=arguments.dataset_train_split,
-        )
-    checks = run_doctor(
+        where = {"config": arguments.dataset_config, "split": arguments.dataset_train_split}
+        rows = load_rows("dataset_name", arguments.dataset_name, **where)
+    report = Report()
+    report.findings += run_doctor(
         arguments.model_name_or_path,
         env=env,
         tools=tools or None,
@@ -55,19 +62,15 @@ def run(argv: Sequence[str]) -> int:
         max_completion_length=arguments.max_completion_length,
         **arguments.chat_options(),
     )
-    config_path, _ = split_config(argv)
-    recipe = {} if config_path is None else read_recipe(config_path)
-    if problem := problem_of_recipe(recipe):
-        checks.append(Finding(level="warning", check="precision", message=problem, cure=REMEDY))
-    PlainConsole().print(render(checks))
-    return EXIT_ERRORS if has_errors(checks) else 0
-
-
-def _read(argv: Sequence[str]) -> Any:
-    elsewhere = (TrialArguments, *OF_RECIPES)
-    about = "Check a run before it starts; with --run, by two real steps (--run --help lists the settings of those)."
-    parser = RecipeParser(
-        (DoctorArguments,), command=COMMAND, about=about, elsewhere=elsewhere, modes={"--run": elsewhere}
-    )
-    (arguments,) = parser.parse(argv)
-    return arguments
+    if problem := problem_of_recipe(parser.recipe):
+        report.warning("precision", problem, REMEDY)
+    path, _ = split_config(argv)
+    if path is not None:
+        try:
+            flags = ["--config", path, "--model_name_or_path", arguments.model_name_or_path]
+            _, estimate, savings = estimate_recipe(flags)
+            report_memory(report, estimate, savings, has_gpu=torch.cuda.is_available())
+        except UsageError as error:
+            report.skip("memory", f"Not estimated: {error}")
+    PlainConsole().print(render(report.findings))
+    return int(has_errors(report.findings))

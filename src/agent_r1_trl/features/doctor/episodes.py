@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
-import copy
 import inspect
 import json
 import re
@@ -16,16 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from agent_r1_trl.environments.base import RewardError, StepResult
-from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.features.doctor.report import Report, describe_error
 from agent_r1_trl.rollout import EnvironmentFailure, EnvSession, RolloutRequest
 from agent_r1_trl.rollout.waiting import end_when_free
 from agent_r1_trl.tools import Tool, as_tool, shared_pool
-from agent_r1_trl.tools.executor import THREAD_HINT
 from agent_r1_trl.tools.threads import OwnThread
 from agent_r1_trl.trajectory import Author, Message, StopReason, ToolErrorKind, ToolResult, Trajectory, Turn
 
@@ -37,8 +34,12 @@ DESCRIBE = (
 _GRACE_S = 2.0
 # These point to a mistake in the tool itself, whatever its arguments were.
 _BUGS = ("NameError", "ImportError", "ModuleNotFoundError", "SyntaxError", "NotImplementedError", "SystemExit")
-_EMPTY = ("None", "null", "nan", "NaN", "(no output)")
+_EMPTY = ("", "None", "null", "nan", "NaN", "(no output)")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+|\d{7,}")
+
+
+class Stopped(Exception):
+    """The report says why; nothing further can be checked."""
 
 
 @dataclass
@@ -116,68 +117,44 @@ def _start_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-class Stopped(Exception):
-    """No environment could be made or reset. The report says why; nothing further can be checked."""
-
-
 @dataclass(kw_only=True)
 class EnvTrial:
-    """One run of `check_env`: what all checks share."""
+    """One run of `check_env`: what all checks share. Its methods report what fails, and then raise `Stopped`."""
 
     rows: list[dict[str, Any]]
-    """Examples to play; none are left if the made-up one does not suit the environment."""
-    are_made_up: bool
-    """The rows are `check_env`'s own, not the user's."""
+    make: Callable[[], Any]
+    """Makes a fresh environment."""
     caller: Caller
     report: Report = field(default_factory=Report)
-    make: Callable[[], Any] = lambda: None
-    """Makes a fresh environment."""
-    is_instance: bool = False
-    """An instance was given, so fresh ones are copies."""
-    tools: list[Tool] = field(default_factory=list)
-    """The tools that a model can call, in any of the rows."""
     tools_of_row: dict[int, list[Tool]] = field(default_factory=dict)
     """The tools after the `reset` of a row, by the row's `id`: an environment may choose them there."""
-    hanging: set[str] = field(default_factory=set)
-    """Names of tools that did not come back."""
 
-    def tools_for(self, row: dict[str, Any]) -> list[Tool]:
-        """The tools to call in the episodes of a row."""
-        return [found for found in self.tools_of_row.get(id(row), self.tools) if found.name not in self.hanging]
+    def stop(self, check: str, message: str, fix: str) -> NoReturn:
+        """Report an error after which nothing further can be checked."""
+        self.report.error(check, message, fix)
+        raise Stopped
 
-    def new(self, thread: OwnThread | None = None) -> Any:
-        """Make a fresh environment, on its own thread. A failure is reported and raises `Stopped`."""
-        making = (thread or OwnThread()).run(self.make, pool=shared_pool(8))
-        made = self.caller.call("making the environment", making)
+    def new(self, thread: OwnThread) -> Any:
+        """Make a fresh environment on a thread."""
+        made = self.caller.call("making the environment", thread.run(self.make, pool=shared_pool(8)))
         if made.failure:
-            cure = (
+            fix = (
                 "Pass a class or function that works without arguments, e.g. functools.partial(MyEnv, argument=...). "
                 "TRL's classes need reset(self, **row), and type hints and docstrings on their tools."
             )
-            self.report.error("construction", f"No environment could be made: {made.failure}.", cure)
-            raise Stopped
+            self.stop("construction", f"No environment could be made: {made.failure}.", fix)
         return made.value
 
     def start(self, row: dict[str, Any]) -> tuple[EnvSession, CallOutcome]:
         """Make a fresh environment, driven as in a rollout; returns it and the outcome of its `reset(row)`."""
         session = EnvSession(self.make, truncate=lambda text, max_tokens: text[: 4 * max_tokens])
-        reset = self.call("reset", session, RolloutRequest(example=row))
-        if not reset.failure and isinstance(session.env, ToolEnv):
-            # Less than `step` may take, so that a tool that hangs is told from a step that hangs.
-            limit_s, executor = 0.8 * self.caller.timeout_s, session.env.executor
-            executor.timeout_s = min(executor.timeout_s or limit_s, limit_s)
-            for name, found in executor.tools.items():
-                if (found.timeout_s or 0.0) > limit_s:
-                    executor.tools[name] = copy.copy(found)  # the tool itself may belong to the class
-                    executor.tools[name].timeout_s = limit_s
-        return session, reset
+        return session, self.call("reset", session, RolloutRequest(example=row))
 
     def fresh(self, row: dict[str, Any]) -> tuple[EnvSession, list[Message]]:
-        """Like `start`, but returns the prompt. A failure is reported and raises `Stopped`."""
+        """Like `start`, but returns the prompt."""
         session, reset = self.start(row)
         if reset.failure:
-            self.report.error("reset", f"{reset.failure}.", "It must work every time, for every row.")
-            raise Stopped
+            self.stop("reset", f"{reset.failure}.", "It must work every time, for every row.")
         return session, reset.value[0]
 
     def call(self, name: str, session: EnvSession, argument: Any) -> CallOutcome:
@@ -188,54 +165,44 @@ class EnvTrial:
             text = (
                 f"An async method or tool blocked the event loop, and all trajectories, for {outcome.blocked_s:.1f} s."
             )
-            cure = (
+            fix = (
                 "Use `await` (asyncio.sleep, an async HTTP client), or make it a plain function, which gets a thread."
             )
-            self.report.error(name, text, cure)
+            self.report.error(name, text, fix)
         return outcome
 
-    def step(self, session: EnvSession, message: Message, what: str) -> StepResult | None:
-        """Take a step; None if it failed, or if the rollout could not use what it returned. `what` is the message."""
+    def step(self, session: EnvSession, message: Message, what: str) -> StepResult:
+        """Take a step with a message; `what` says which one that is."""
         report, stepped = self.report, self.call("step", session, message)
         if stepped.failure:
-            cure = "What a model writes and what a tool does must become an observation, not an exception or a hang."
-            report.error("step", f"On {what}: {stepped.failure}.", cure)
-            return None
+            fix = "What a model writes and what a tool does must become an observation, not an exception or a hang."
+            self.stop("step", f"On {what}: {stepped.failure}.", fix)
         step: StepResult = stepped.value
         for result in step.info.get("tool_results", []):
             if isinstance(result, ToolResult):
                 _check_result(report, result)
-                if result.error is ToolErrorKind.TIMEOUT:  # once is enough
-                    self.hanging.add(result.call.name)
         if problem := bad_messages(step.observations):
-            cure = "Return [{'role': 'tool' or 'user', 'content': 'text'}]."
-            report.error("step", f"step returned {problem}.", cure)
-            return None
+            self.stop("step", f"step returned {problem}.", "Return [{'role': 'tool' or 'user', 'content': 'text'}].")
         if problem := _not_json({name: value for name, value in step.info.items() if name != "tool_results"}):
             report.error("step", f"info is not JSON and cannot be recorded ({problem}).", "Use plain values only.")
         if not step.done:
-            roles = [observation["role"] for observation in step.observations]
-            if not roles:
+            if not step.observations:
                 text = f"After {what} the episode goes on, but step returned no observation: the model has no answer."
                 report.error("step", text, "Return at least one message, or done=True.")
-            if "assistant" in roles:
-                text = "An observation has the role 'assistant': the model would read it as its own words."
-                report.warning("step", text, "Use role 'tool' or 'user'.")
-            num_calls, num_answers = len(message.get("tool_calls") or []), roles.count("tool")
+            num_calls = len(message.get("tool_calls") or [])
+            num_answers = [observation["role"] for observation in step.observations].count("tool")
             if num_calls and num_answers and num_calls != num_answers:
-                cure = "Return one message of role 'tool' per call, in the order of the calls."
-                report.warning("step", f"{num_calls} calls were answered by {num_answers} tool messages.", cure)
+                fix = "Return one message of role 'tool' per call, in the order of the calls."
+                report.warning("step", f"{num_calls} calls were answered by {num_answers} tool messages.", fix)
         return step
 
-    def play(self, row: dict[str, Any], what: str, messages: list[Message]) -> EnvEpisode | None:
-        """Play these messages in a fresh environment, as far as it lets them; None if a step failed."""
+    def play(self, row: dict[str, Any], what: str, messages: list[Message]) -> EnvEpisode:
+        """Play these messages in a fresh environment, as far as it lets them."""
         session, prompt = self.fresh(row)
         episode = EnvEpisode(session=session, prompt=prompt, messages=messages)
         for message in messages:
-            if (step := self.step(session, message, what)) is None:
-                return None
-            episode.steps.append(step)
-            if step.done:
+            episode.steps.append(self.step(session, message, what))
+            if episode.steps[-1].done:
                 break
         return episode
 
@@ -272,11 +239,11 @@ class EnvEpisode:
 
 
 def make_env(given: Any) -> Any:
-    """An environment with our protocol, from a class, a function, an instance (copied) or what TRL takes."""
+    """An environment with our protocol, from a class, a function or what TRL takes."""
     if isinstance(given, dict):
         return TRLEnvAdapter(given)
-    if hasattr(given, "reset") and not inspect.isclass(given):
-        return copy.deepcopy(given)
+    if not callable(given):
+        raise TypeError(f"{given!r:.100} is no class or function that makes environments")
     env = given()
     if hasattr(env, "step") or not callable(getattr(env, "reset", None)):
         return env
@@ -286,15 +253,8 @@ def make_env(given: Any) -> Any:
     return TRLEnvAdapter(given) if is_for_trl else env
 
 
-# ---------------------------------------------------------------- tools
-
-
 def check_tools(report: Report, declared: Any) -> list[Tool]:
-    """Check the list of tools, their names, schemas and descriptions; returns the tools that a model can call."""
-    if isinstance(declared, (str, bytes)) or not hasattr(declared, "__iter__"):
-        cure = "Set tools = [function, ...] on the class; [] where there are none."
-        report.error("tools", f"`tools` is {declared!r:.100}, not a list.", cure)
-        return []
+    """Check names, schemas and descriptions of tools; returns those that a model can call."""
     usable: list[Tool] = []
     for item in declared:
         try:
@@ -317,31 +277,24 @@ def check_tools(report: Report, declared: Any) -> list[Tool]:
     return usable
 
 
-def list_tools(tools: list[Tool]) -> str:
-    """The message of a check of tools that found nothing."""
-    if not tools:
-        return "No tools."
-    in_order = ", ".join(found.name for found in tools if found.sequential)
-    beside = f" Calls of one turn run one after another (sequential=False lifts that): {in_order}." if in_order else ""
-    return f"Schemas that a model can read: {', '.join(found.name for found in tools)}.{beside}"
-
-
 def _check_result(report: Report, result: ToolResult) -> None:
     """What the model reads after a call that the tool's schema allows; other calls never reach the tool."""
     name, text = result.call.name, _ADDRESS.sub("...", result.content[:300])  # else no two findings are the same
-    if result.error is ToolErrorKind.TIMEOUT:
-        report.error("tools", f"Tool {name!r} hangs: {text}", "Give its inner calls a timeout.")
-    elif result.error is ToolErrorKind.INFRASTRUCTURE and THREAD_HINT in result.content:
-        cure = "Open what it uses in each call, in reset, or with sqlite3.connect(..., check_same_thread=False)."
-        report.error("tools", f"Tool {name!r} is bound to a thread. {text}".splitlines()[0], cure)
+    first = "".join(text.splitlines()[:1])
+    if result.error in (ToolErrorKind.TIMEOUT, ToolErrorKind.INFRASTRUCTURE):
+        fix = (
+            "See that what it needs is up, give its inner calls a timeout, and open connections in each call, in "
+            "reset, or with sqlite3.connect(..., check_same_thread=False)."
+        )
+        report.error("tools", f"Tool {name!r} cannot do its work here: {first}", fix)
     elif result.error is ToolErrorKind.EXCEPTION:
         error = "".join(re.findall(r"failed: (\w+)", text)[:1])
         if error == "ValueError":  # how a tool tells the model that an argument makes no sense
             return
-        cure = "Correct it, or describe the allowed arguments more exactly (Literal[...], 'Args:')."
-        message = f"Tool {name!r} failed on {result.call.arguments!r:.200}, which its schema allows. {text}"
-        (report.error if error in _BUGS else report.warning)("tools", message.splitlines()[0], cure)
-    elif result.error is None and (not text.strip() or text in _EMPTY or re.search(r"<.+ at \.\.\.>", text)):
+        fix = "Correct it, or describe the allowed arguments more exactly (Literal[...], 'Args:')."
+        message = f"Tool {name!r} failed on {result.call.arguments!r:.200}, which its schema allows. {first}"
+        (report.error if error in _BUGS else report.warning)("tools", message, fix)
+    elif result.error is None and (text.strip() in _EMPTY or re.search(r"<.+ at \.\.\.>", text)):
         message = f"Tool {name!r} returned {text!r}, which tells the model nothing."
         report.warning("tools", message, "Return text or plain JSON values; say in words that nothing was found.")
 

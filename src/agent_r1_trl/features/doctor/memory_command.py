@@ -21,11 +21,11 @@ from transformers import AutoConfig
 
 from agent_r1_trl.cli.arguments import EvalArguments, TrainArguments
 from agent_r1_trl.cli.console import PlainConsole
-from agent_r1_trl.cli.errors import UsageError, users_mistakes
+from agent_r1_trl.cli.errors import UsageError
 from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
 from agent_r1_trl.cli.recipe import read_recipe
 from agent_r1_trl.cli.train import find_trainer, trainer_class
-from agent_r1_trl.features.doctor.command_arguments import DoctorArguments, MemoryArguments
+from agent_r1_trl.features.doctor.command_arguments import DoctorArguments, MemoryArguments, TrialArguments
 from agent_r1_trl.features.doctor.memory import (
     GIB,
     PHASES,
@@ -35,46 +35,51 @@ from agent_r1_trl.features.doctor.memory import (
     estimate_memory,
     find_savings,
     read_shape,
-    row_bounds,
 )
-from agent_r1_trl.rollout.limits import COUNTING_POLICIES, RolloutSettings
 from agent_r1_trl.rollout.thinking import settle_thinking
-from agent_r1_trl.settings import Count, check_value
 from agent_r1_trl.trainers.trl_arguments import ModelConfig, get_peft_config
 
 COMMAND = "agent-r1-trl memory"
-POSITIVE = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "prompts_per_rollout",
-    "updates_per_rollout", "num_generations", "generation_batch_rows", "max_tokens_per_micro_batch",
-)  # fmt: skip
+ONE_ROW = (
+    "With context_policy={policy!r} a trajectory counts as one row here, as long as context and limits allow: how "
+    "many it becomes cannot be foreseen. With max_tokens_per_micro_batch the update does not depend on it."
+)
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
 
 
 def run(argv: Sequence[str]) -> int:
     """Print the estimate; returns the exit code."""
+    setup, estimate, savings = estimate_recipe(argv)
+    console, verdict, peak = PlainConsole(), estimate.verdict, estimate.peak / GIB
+    table = Table("on each GPU", "GiB", "when", title=f"{setup.num_processes} process(es)", box=box.SIMPLE_HEAD)
+    table.columns[1].justify = "right"
+    for line in sorted(estimate.lines, key=lambda line: PHASES.index(line.phase)):
+        table.add_row(line.name, f"{line.bytes / GIB:.2f}", line.phase)
+    table.add_section()
+    table.add_row("peak", f"{peak:.2f}", "always + the larger of update and rollout")
+    console.print(table)
+    share = peak / estimate.gpu_memory_gb
+    console.print(f"{verdict}: {peak:.1f} of {estimate.gpu_memory_gb:g} GiB ({share:.0%})", style=_STYLES[verdict])
+    if setup.context_policy != "keep":
+        console.print("  " + ONE_ROW.format(policy=setup.context_policy))
+    for change, peak in savings.items() if verdict != "fits" else ():
+        console.print(f"  {change}: {peak / GIB:.1f} GiB")
+    return int(verdict == "does not fit")
+
+
+def estimate_recipe(argv: Sequence[str]) -> tuple[MemorySetup, Estimate, dict[str, float]]:
+    """What a recipe depends on, its estimate, and what would lower it.
+
+    Raises:
+        UsageError: there is a mistake in the recipe or on the command line, or it cannot be estimated.
+    """
     settings, model_args = read_arguments(argv)
     shape = read_model(model_args, trust_remote_code=settings["trust_remote_code"])
     try:
         setup = make_setup(settings, model_args, max_positions=shape.max_positions)
-        estimate = estimate_memory(shape, setup)
+        return setup, estimate_memory(shape, setup), find_savings(shape, setup)
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
-    console, verdict, peak = PlainConsole(), estimate.verdict, estimate.peak / GIB
-    console.print(memory_table(estimate, f"{model_args.model_name_or_path}, {setup.num_processes} process(es)"))
-    share = peak / estimate.gpu_memory_gb
-    console.print(f"{verdict}: {peak:.1f} of {estimate.gpu_memory_gb:g} GiB ({share:.0%})", style=_STYLES[verdict])
-    notes = list(estimate.problems)
-    policy = settle_thinking(settings["thinking"], settings["context_policy"])[1]
-    if policy not in ("keep", "step", *COUNTING_POLICIES):
-        notes.append(
-            f"not counted: how many rows context_policy={policy!r} makes of a trajectory; it stands for one row here. "
-            "With max_tokens_per_micro_batch the update's memory does not depend on it."
-        )
-    if verdict != "fits":
-        notes += [f"{saving.change}: {saving.peak / GIB:.1f} GiB" for saving in find_savings(shape, setup)]
-    for note in notes:
-        console.print(f"  {note}")
-    return int(verdict == "does not fit")
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], ModelConfig]:
@@ -86,14 +91,12 @@ def read_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], ModelConfig]:
         UsageError: there is a mistake in the recipe or on the command line.
     """
     kinds = (MemoryArguments, TrainArguments, trainer_class(find_trainer(argv)).config_class, ModelConfig)
-    about, elsewhere = "Estimate the memory that a recipe needs on each GPU.", (*OF_RECIPES, EvalArguments)
-    parser = RecipeParser(kinds, command=COMMAND, about=about, elsewhere=(*elsewhere, DoctorArguments))
+    about = "Estimate the memory that a recipe needs on each GPU."
+    elsewhere = (*OF_RECIPES, EvalArguments, DoctorArguments, TrialArguments)
+    parser = RecipeParser(kinds, command=COMMAND, about=about, elsewhere=elsewhere)
     parser.read(argv)
     settings = {name: getattr(value, "value", value) for name, value in parser.settings.items()}
     parser.make(MemoryArguments)
-    with users_mistakes():
-        for name in POSITIVE:
-            check_value(name, settings[name], Count | None)
     if "adam" not in settings["optim"]:
         raise UsageError(
             f"optim={settings['optim']!r}: only the states of Adam are estimated. Pass --optim adamw_torch."
@@ -136,13 +139,17 @@ def make_setup(settings: dict[str, Any], model_args: Any, *, max_positions: int 
         ValueError: a value is out of range.
         UsageError: the accelerate configuration cannot be estimated.
     """
+    values = {item.name: settings[item.name] for item in dataclasses.fields(MemorySetup) if item.name in settings}
     launch = read_accelerate_config(settings["accelerate_config"])
     is_full, uses_16_bits = not model_args.use_peft, launch.pop("mixed_precision") in ("bf16", "fp16")
     launch["num_processes"] = settings["num_processes"] or launch["num_processes"]
-    gpu_memory_gb = settings["gpu_memory_gb"]
-    if gpu_memory_gb is None:
+    if values["gpu_memory_gb"] is None:
         has_gpu = torch.cuda.is_available()
-        gpu_memory_gb = torch.cuda.get_device_properties(0).total_memory / GIB if has_gpu else 80.0
+        values["gpu_memory_gb"] = torch.cuda.get_device_properties(0).total_memory / GIB if has_gpu else 80.0
+    if max_positions is not None:  # no context is longer than the model's
+        values["prompt_tokens"] = min(values["prompt_tokens"], max_positions - 1)
+        left = max_positions - values["prompt_tokens"]
+        values["max_completion_length"] = min(left, values["max_completion_length"] or left)
     batch = settings["per_device_train_batch_size"]
     of_rollout = batch * settings["gradient_accumulation_steps"] * (settings["updates_per_rollout"] or 1)
     if settings["prompts_per_rollout"] is not None:
@@ -152,42 +159,20 @@ def make_setup(settings: dict[str, Any], model_args: Any, *, max_positions: int 
         of_rollout = batch * settings["steps_per_generation"]
     critic = settings.get("critic") or ("model" if is_full else "adapter")
     vllm = "server" if settings["vllm_mode"] == "server" else "vllm"
-    return MemorySetup(
-        **launch,
-        **_rows(settings, max_positions),
-        dtype=model_args.dtype,
-        mixed_precision=bool(settings["bf16"] in (True, None) or settings["fp16"] or uses_16_bits),
-        quantization="4bit" if model_args.load_in_4bit else "8bit" if model_args.load_in_8bit else None,
-        nested_quantization=model_args.use_bnb_nested_quant,
-        optimizer_bytes=2 if "8bit" in settings["optim"] else 8,
-        micro_batch=batch,
-        update_layout=settings["update_layout"],
-        max_tokens_per_micro_batch=settings["max_tokens_per_micro_batch"],
-        update_rows=batch * settings["gradient_accumulation_steps"],
-        critic_prefix=settings["critic_context_tokens"] if settings.get("critic_context") else 0,
-        gradient_checkpointing=settings["gradient_checkpointing"],
-        has_attention_masks=model_args.attn_implementation in (None, "sdpa", "eager"),
-        reference_model=settings["beta"] != 0 and is_full,
-        critic=critic if trainer_class(settings["trainer"]).config_class.has_critic else None,
-        generator=vllm if settings["use_vllm"] else "transformers",
-        rollout_rows=min(settings["generation_batch_rows"], of_rollout),
-        vllm_share=settings["vllm_gpu_memory_utilization"],
-        vllm_sleeps=settings["vllm_enable_sleep_mode"],
-        gpu_memory_gb=gpu_memory_gb,
-    )
-
-
-def _rows(settings: dict[str, Any], max_positions: int | None) -> dict[str, Any]:
-    """The bounds of a trajectory's rows, none of which is longer than a context of the model."""
-    values = {item.name: settings[item.name] for item in dataclasses.fields(RolloutSettings)}
-    policy = settle_thinking(settings["thinking"], settings["context_policy"])[1]
-    limits = RolloutSettings(**values | {"context_policy": policy})
-    limits.check_limits()
-    rows = row_bounds(limits, settings["prompt_tokens"])
-    most = max_positions or rows["row_tokens"]
-    rows["prompt_tokens"] = min(rows["prompt_tokens"], max(1, most - 1))
-    rows["trajectory_tokens"] = min(rows["trajectory_tokens"], rows["rows_per_trajectory"] * most)
-    return rows | {name: min(rows[name], most) for name in ("completion_tokens", "row_tokens")}
+    values |= launch | {
+        "dtype": model_args.dtype,
+        "mixed_precision": bool(settings["bf16"] in (True, None) or settings["fp16"] or uses_16_bits),
+        "quantization": "4bit" if model_args.load_in_4bit else "8bit" if model_args.load_in_8bit else None,
+        "optimizer_bytes": 2 if "8bit" in settings["optim"] else 8,
+        "update_rows": batch * settings["gradient_accumulation_steps"],
+        "has_attention_masks": model_args.attn_implementation in (None, "sdpa", "eager"),
+        "reference_model": settings["beta"] != 0 and is_full,
+        "critic": critic if trainer_class(settings["trainer"]).config_class.has_critic else None,
+        "generator": vllm if settings["use_vllm"] else "transformers",
+        "generation_batch_rows": min(settings["generation_batch_rows"], of_rollout),
+        "context_policy": settle_thinking(settings["thinking"], settings["context_policy"])[1],
+    }
+    return MemorySetup(**values)
 
 
 def read_accelerate_config(path: str | None) -> dict[str, Any]:
@@ -213,19 +198,3 @@ def read_accelerate_config(path: str | None) -> dict[str, Any]:
         "mixed_precision": values.get("mixed_precision", "no"),
         **{ours: is_zero and section.get(name, "none") != "none" for ours, name in offloads.items()},
     }
-
-
-def memory_table(estimate: Estimate, title: str) -> Table:
-    """A table with the lines of the estimate, then the sums."""
-    table = Table("per GPU", "GiB", "when", "formula", title=title, box=box.SIMPLE_HEAD)
-    for column in table.columns[:3]:
-        column.no_wrap = True
-    table.columns[1].justify, table.columns[3].overflow = "right", "fold"
-    for line in sorted(estimate.lines, key=lambda line: PHASES.index(line.phase)):
-        when = line.phase if line.place == "gpu" else f"{line.phase}, main memory"
-        table.add_row(line.name, f"{line.bytes / GIB:.2f}", when, line.formula)
-    table.add_section()
-    table.add_row("peak", f"{estimate.peak / GIB:.2f}", "", "always + the larger of update and rollout")
-    if estimate.host:
-        table.add_row("main memory", f"{estimate.host / GIB:.2f}", "", "per process")
-    return table

@@ -23,12 +23,12 @@ class Finding:
     """error: a run would fail or learn the wrong thing. warning: probably not meant. skipped: could not be examined.
     ok: examined and fine."""
     message: str
-    cure: str = ""
+    fix: str = ""
     """What to change; empty for ok and skipped."""
     check: str = ""
-    """What was examined: versions, tokenizer, chat template, parser, masks, tools, prompts, precision, environment;
-    of a trial trial, speed, rollout, numbers, precision, time, memory, sampler, update; in the report of `check_env`
-    construction, methods, tools, reset, step, outcome, state, close."""
+    """What was examined: model, tokenizer, chat template, parser, masks, prompts, precision, memory; of a trial
+    trial, speed, rollout, numbers, time, sampler; in the report of `check_env` construction, tools, reset, step,
+    outcome, state, close, before which the doctor writes "environment: "."""
 
 
 @dataclass
@@ -37,9 +37,9 @@ class Report:
 
     findings: list[Finding] = field(default_factory=list)
 
-    def add(self, level: Level, check: str, message: str, cure: str = "") -> None:
+    def add(self, level: Level, check: str, message: str, fix: str = "") -> None:
         """Add a finding; one that is ok only if the check has found nothing."""
-        finding = Finding(level=level, check=check, message=message, cure=cure)
+        finding = Finding(level=level, check=check, message=message, fix=fix)
         has_found = any(other.check == check and other.level != "ok" for other in self.findings)
         if finding not in self.findings and not (level == "ok" and has_found):
             self.findings.append(finding)
@@ -52,13 +52,13 @@ class Report:
         """Add what could not be examined, and why."""
         self.add("skipped", check, message)
 
-    def warning(self, check: str, message: str, cure: str) -> None:
+    def warning(self, check: str, message: str, fix: str) -> None:
         """Add what is probably not meant."""
-        self.add("warning", check, message, cure)
+        self.add("warning", check, message, fix)
 
-    def error(self, check: str, message: str, cure: str) -> None:
+    def error(self, check: str, message: str, fix: str) -> None:
         """Add what would fail or teach the wrong thing."""
-        self.add("error", check, message, cure)
+        self.add("error", check, message, fix)
 
     def has_errors(self, *checks: str) -> bool:
         """Whether one of these checks found an error."""
@@ -80,7 +80,7 @@ def describe_error(error: BaseException, limit: int = 300) -> str:
 
 
 def render(findings: Iterable[Finding]) -> Table:
-    """A rich table with one row per finding, the cure below the message."""
+    """A rich table with one row per finding, the fix below the message."""
     from rich.table import Table
     from rich.text import Text
 
@@ -90,7 +90,7 @@ def render(findings: Iterable[Finding]) -> Table:
     table.add_column("finding", ratio=1, overflow="fold")
     for finding in findings:
         text = Text(shown(finding.message))
-        if finding.cure:
-            text.append("\n-> " + shown(finding.cure), style="italic")
+        if finding.fix:
+            text.append("\n-> " + shown(finding.fix), style="italic")
         table.add_row(Text(finding.level, style=_STYLES[finding.level]), finding.check, text)
     return table

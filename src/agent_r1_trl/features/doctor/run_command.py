@@ -6,7 +6,7 @@
 
 The settings are those of `train`. The steps are real: the recipe's model, environment, rewards, trainer, micro-batch.
 Prompts are few and trajectories short, what is not a part of every step is switched off (`_OFF`), and everything is
-written to a temporary folder that is removed.
+written to a temporary folder that is removed. Of several processes the first one reports what it measured itself.
 """
 
 from __future__ import annotations
@@ -38,24 +38,13 @@ from agent_r1_trl.cli.train import (
     trainer_class,
     use_one_gpu,
 )
-from agent_r1_trl.features.doctor import has_errors, render
 from agent_r1_trl.features.doctor.command_arguments import DoctorArguments, MemoryArguments, TrialArguments
-from agent_r1_trl.features.doctor.memory import estimate_memory, find_savings
-from agent_r1_trl.features.doctor.memory_command import make_setup, read_model
-from agent_r1_trl.features.doctor.report import Report
-from agent_r1_trl.features.doctor.trial import (
-    Meter,
-    attention_kernels,
-    judge,
-    of_all_processes,
-    report_failure,
-    time_variants,
-)
+from agent_r1_trl.features.doctor.memory_command import estimate_recipe
+from agent_r1_trl.features.doctor.report import Report, has_errors, render
+from agent_r1_trl.features.doctor.trial import Meter, judge, report_failure
 from agent_r1_trl.trainers.trl_arguments import ModelConfig
-from agent_r1_trl.update.layout import UPDATE_LAYOUTS
 
 COMMAND = "agent-r1-trl doctor --run"
-EXIT_ERRORS = 1
 _OFF = {
     **{"report_to": "none", "push_to_hub": False, "save_strategy": "no", "eval_strategy": "no", "replay": None},
     **{"load_best_model_at_end": False, "metric_for_best_model": None, "resume_from_checkpoint": None},
@@ -63,10 +52,14 @@ _OFF = {
     **{"record_trajectories": "none", "push_trajectories": False, "num_iterations": 1, "max_steps": 2},
     **{"steps_per_generation": None, "generation_batch_size": None, "eval_dataset_name": None},
     **{"critic_uses_filtered": False, "critic_warmup_steps": 0, "push_critic": False, "num_train_epochs": 3.0},
+    **{"sampling": None, "echo": None, "prompts_per_rollout": None, "updates_per_rollout": None},
 }
 """What the trial changes in every recipe."""
-_LEFT_OUT = ("sampling", "echo", "prompts_per_rollout", "updates_per_rollout")
-"""Settings that the trial sets to None, and names where the recipe has them."""
+_NAMED = (
+    "sampling", "echo", "prompts_per_rollout", "updates_per_rollout", "num_iterations", "critic_warmup_steps",
+    "save_strategy", "eval_strategy",
+)  # fmt: skip
+"""What of these the recipe has is named, since the trial did not look at it."""
 
 
 def run_trial(argv: Sequence[str]) -> int:
@@ -86,29 +79,34 @@ def run_trial(argv: Sequence[str]) -> int:
     if not model_args.model_name_or_path:
         raise UsageError("--model_name_or_path: not set. Pass the directory or the Hub id of a model.")
     check_num_processes(os.environ, args.world_size, script_args.num_processes_expected)
-    report = Report()
+    report, estimate = Report(), None
+    savings: dict[str, float] = {}
+    try:
+        flags = [flag for flag in argv if flag != "--run"]
+        _, estimate, savings = estimate_recipe([*flags, "--num_processes", str(args.world_size)])
+    except UsageError as error:
+        report.skip("memory", f"Not estimated: {error}")
     with tempfile.TemporaryDirectory(prefix="agent-r1-doctor-") as folder:
         changes = _shortened(parser, config_class, arguments, args, folder)
         try:
-            _measure(report, parser, config_class, script_args, model_args, changes)
+            _measure(report, parser, config_class, script_args, model_args, changes, estimate, savings)
         except Exception as error:
             if os.environ.get("AGENT_R1_TRL_DEBUG"):
                 traceback.print_exc()
-            savings = _estimates(parser, model_args, {}, args.world_size)[1]
+            report.findings.clear()  # nothing is said about what was not measured
             report_failure(report, error, settings=parser.settings, savings=savings)
     if is_main_process():
         PlainConsole().print(render(report.findings))
-    return EXIT_ERRORS if has_errors(report.findings) else 0
+    return int(has_errors(report.findings))
 
 
 def _shortened(parser: Any, config_class: type, arguments: Any, args: Any, folder: str) -> dict[str, Any]:
     """The settings that make a trial of the recipe."""
-    changes: dict[str, Any] = dict.fromkeys(_LEFT_OUT)
     group, per_pass = args.num_generations or 1, args.per_device_train_batch_size * args.world_size
     least = math.lcm(group, per_pass) // per_pass
     num_batches = least * math.ceil(min(args.gradient_accumulation_steps, 2) / least)
-    changes |= _OFF | {"output_dir": folder, "gradient_accumulation_steps": num_batches}
-    known = {item.name for item in dataclasses.fields(config_class)} | {"eval_dataset_name"}
+    changes = _OFF | {"output_dir": folder, "gradient_accumulation_steps": num_batches}
+    known = {item.name for item in dataclasses.fields(config_class)}
     changes = {name: value for name, value in changes.items() if name in known}
     short = {"max_turns": min(args.max_turns, arguments.run_turns)}
     if args.max_completion_length is not None:
@@ -122,9 +120,9 @@ def _shortened(parser: Any, config_class: type, arguments: Any, args: Any, folde
 
 def _scope(parser: Any, changes: dict[str, Any]) -> str:
     """What was run, and which parts of the recipe were not."""
-    others = ("num_iterations", "critic_warmup_steps", "save_strategy", "eval_strategy")
-    names = [*_LEFT_OUT, *(name for name in others if name in changes)]
-    given = {name: getattr(parser.settings[name], "value", parser.settings[name]) for name in names}
+    given = {
+        name: getattr(parser.settings[name], "value", parser.settings[name]) for name in _NAMED if name in changes
+    }
     off = [f"{name}={value}" for name, value in given.items() if value not in (changes[name], "no")]
     tokens, turns = (changes.get(name, parser.settings[name]) for name in ("max_completion_length", "max_turns"))
     text = f"Two steps of trajectories of up to {turns} turns and {tokens} tokens, in a temporary folder."
@@ -132,83 +130,36 @@ def _scope(parser: Any, changes: dict[str, Any]) -> str:
 
 
 def _measure(
-    report: Report, parser: Any, config_class: type, script_args: Any, model_args: Any, changes: dict[str, Any]
+    report: Report,
+    parser: Any,
+    config_class: type,
+    script_args: Any,
+    model_args: Any,
+    changes: dict[str, Any],
+    estimate: Any,
+    savings: dict[str, float],
 ) -> None:
-    own = {name: value for name, value in changes.items() if name != "eval_dataset_name"}
-    args, script_args = parser.make(config_class, **own), dataclasses.replace(script_args, eval_dataset_name=None)
+    args, script_args = parser.make(config_class, **changes), dataclasses.replace(script_args, eval_dataset_name=None)
     data, task = {"train_dataset": load_data(script_args)[0], "eval_dataset": None}, make_task(script_args)
     trainer: Any = make_trainer(script_args, args, model_args, **task, **data)
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     meter = Meter(trainer)
-    variants, not_timed = None, ""
-    if trainer.accelerator.num_processes > 1:
-        not_timed = f"{trainer.accelerator.num_processes} processes train together"
-    elif trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        not_timed = "weights are sharded"
     try:
         trainer.train()
-        meter.close()
-        if not not_timed:
-            kernels = attention_kernels(meter.trial.device)
-            variants = time_variants(trainer, meter.trial.buffer, layouts=UPDATE_LAYOUTS, kernels=kernels)
     finally:
         meter.close()
         if trainer.env_factory is not None:
             trainer.rollouts.close()
-    trial = of_all_processes(meter.trial)
-    of_recipe, savings = _estimates(parser, model_args, {}, args.world_size)
-    of_trial, _ = _estimates(parser, model_args, own, args.world_size, trial)
     report.ok("trial", _scope(parser, changes))
     judge(
         report,
-        trial,
+        meter.trial,
         settings=parser.settings | {"bf16": args.bf16, "fp16": args.fp16, "dtype": model_args.dtype},
-        variants=variants,
-        not_timed=not_timed,
         has_vllm=importlib.util.find_spec("vllm") is not None,
-        of_trial=of_trial,
-        of_recipe=of_recipe,
+        estimate=estimate,
         savings=savings,
     )
-
-
-def _estimates(
-    parser: Any, model_args: Any, changes: dict[str, Any], num_processes: int, trial: Any = None
-) -> tuple[Any, list[Any]]:
-    """The estimate of `agent-r1-trl memory`, and what would lower it; None and nothing where it has none.
-
-    Args:
-        parser: with the recipe's settings.
-        model_args: of the model.
-        changes: settings in place of the recipe's.
-        num_processes: that train together.
-        trial: what was computed, for the estimate of exactly that in place of the largest that could be.
-    """
-    own = {item.name: item.default for item in dataclasses.fields(MemoryArguments)}
-    values = own | parser.settings | changes | {"num_processes": num_processes}
-    values = {name: getattr(value, "value", value) for name, value in values.items()}
-    model_args = dataclasses.replace(model_args)
-    try:
-        shape = read_model(model_args)
-        setup = make_setup(values, model_args, max_positions=shape.max_positions)
-        if trial is not None:
-            rows, prompt, completion = trial.widest
-            setup = dataclasses.replace(
-                setup,
-                micro_batch=rows,
-                prompt_tokens=prompt,
-                completion_tokens=completion,
-                row_tokens=trial.row_tokens,
-                rows_per_trajectory=1,
-                trajectory_tokens=None,
-                max_tokens_per_micro_batch=trial.pass_tokens if setup.is_packed else None,
-                update_rows=None,
-                rollout_rows=min(setup.rollout_rows, max(1, trial.num_trajectories // trial.num_processes)),
-            )
-        return estimate_memory(shape, setup), find_savings(shape, setup)
-    except (ValueError, TypeError):
-        return None, []
 
 
 def main(argv: Sequence[str] | None = None) -> int:
