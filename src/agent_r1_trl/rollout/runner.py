@@ -30,7 +30,6 @@ from agent_r1_trl.rollout.summaries import check_room
 from agent_r1_trl.rollout.thinking import check_thinking
 from agent_r1_trl.rollout.waiting import copy_outcome, end_when_free, result_in_time
 from agent_r1_trl.rollout.watchdog import LoopLostError, Watchdog
-from agent_r1_trl.tools import directory
 from agent_r1_trl.tools.holding import owner_name, timed_task
 from agent_r1_trl.tools.pool import prepare_thread
 from agent_r1_trl.trajectory import StopReason, Trajectory
@@ -218,7 +217,6 @@ class RolloutRunner:
         except TimeoutError:  # the coroutine holds the loop; what comes next gets another one
             self._loop = None
             self._under_way.clear()
-            directory.guard.forget()
             end_when_free(loop)
             return None
 
@@ -356,7 +354,6 @@ class RolloutRunner:
         """
         lost, self._loop = self._loop, None
         self._under_way.clear()
-        directory.guard.forget()
         trajectories = []
         for each in plays:
             if each.trajectory is None:
