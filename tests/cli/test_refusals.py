@@ -171,10 +171,10 @@ TRAIN = {
     "a number for a prompt": ({"dataset_name": "numbers.jsonl"}, "dataset_name='numbers.jsonl'.*prompt=5"),
     "no prompt to evaluate on": ({"eval_dataset_name": "text.jsonl"}, "eval_dataset_name='text.jsonl'.*'prompt'"),
     "no gold answer": (
-        {"env": "search_qa", "env_kwargs": {"index": "corpus.jsonl"}},
+        {"env": "search_qa", "env_kwargs": {"retriever": "corpus.jsonl"}},
         "env='search_qa'.*dataset_name='train.jsonl'.*'answer'",
     ),
-    "no corpus": ({"env": "search_qa", "env_kwargs": {"index": "corpse.jsonl"}}, "env_kwargs={.*'corpse.jsonl'}"),
+    "no corpus": ({"env": "search_qa", "env_kwargs": {"retriever": "corpse.jsonl"}}, "env_kwargs={.*'corpse.jsonl'}"),
     "no data at all": ({"dataset_name": None, "max_steps": -1}, "dataset_name=None with max_steps=-1"),
     "no data to evaluate on": (
         {"eval_dataset_name": None, "eval_strategy": "steps"},

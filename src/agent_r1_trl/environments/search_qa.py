@@ -19,6 +19,7 @@ from agent_r1_trl.rewards import (
     format_reward,
     strip_reasoning,
 )
+from agent_r1_trl.settings import Count, check_value
 from agent_r1_trl.tools import Passage, tool
 from agent_r1_trl.tools.search import RetrieverSource, open_retriever, render_passages
 from agent_r1_trl.trajectory import Message, StopReason, ToolCall, ToolResult, Trajectory
@@ -52,8 +53,6 @@ class SearchQAEnv(ToolEnv):
         retriever: what is searched: the path of a JSONL corpus (which is indexed once per process), the address of a
             server, a mapping with `url` or `path` and options, or an object with a method `search`; see
             `open_retriever`.
-        index: another name for `retriever`.
-        corpus: another name for `retriever`.
         outcome: "sum", "strict" or "composite".
         metric: "em" (exact match) or "f1".
         answer_tag: True if the answer is the text in `<answer>...</answer>`, False if it is the whole final text.
@@ -79,10 +78,8 @@ class SearchQAEnv(ToolEnv):
 
     def __init__(
         self,
-        retriever: RetrieverSource | None = None,
+        retriever: RetrieverSource,
         *,
-        index: RetrieverSource | None = None,
-        corpus: RetrieverSource | None = None,
         outcome: str = "sum",
         metric: str = "em",
         answer_tag: bool = True,
@@ -92,21 +89,12 @@ class SearchQAEnv(ToolEnv):
         useless_search_reward: float = 0.0,
         **settings: Any,
     ) -> None:
-        named = {"retriever": retriever, "index": index, "corpus": corpus}
-        given = {name: source for name, source in named.items() if source is not None}
-        if len(given) != 1:
-            raise ValueError(
-                f"SearchQAEnv: pass one of retriever=, index= and corpus=, not {' and '.join(given) or 'none'}. Each "
-                "is the path of a corpus, the address of a server or an object with a search method."
-            )
         for label, choice, known in (("metric", metric, METRICS), ("outcome", outcome, OUTCOMES)):
             if choice not in known:
                 raise ValueError(f"{label}={choice!r}: must be one of {', '.join(map(repr, known))}.")
-        for label, value in (("top_k", top_k), ("max_passage_chars", max_passage_chars)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{label}={value!r}: must be an integer >= 1.")
-        ((flag, source),) = given.items()
-        self.retriever = open_retriever(source, flag=flag)
+        check_value("top_k", top_k, Count)
+        check_value("max_passage_chars", max_passage_chars, Count)
+        self.retriever = open_retriever(retriever)
         self.metric = metric
         self.outcome = outcome
         self.answer_tag = answer_tag
