@@ -7,10 +7,10 @@ row = {"question": "...", "answer": ["Oslo"], "evidence": ["no-capital", "no-hig
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from agent_r1_trl.environments.evidence import read_evidence
-from agent_r1_trl.environments.tool_env import ToolEnv, check_finite
+from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.rewards import (
     check_golds,
     exact_match,
@@ -19,7 +19,7 @@ from agent_r1_trl.rewards import (
     format_reward,
     strip_reasoning,
 )
-from agent_r1_trl.settings import Count, check_value
+from agent_r1_trl.settings import Count, Finite, Flag, OneOf
 from agent_r1_trl.tools import Passage, tool
 from agent_r1_trl.tools.search import RetrieverSource, open_retriever, render_passages
 from agent_r1_trl.trajectory import Message, StopReason, ToolCall, ToolResult, Trajectory
@@ -76,37 +76,19 @@ class SearchQAEnv(ToolEnv):
         "answer, reply with the answer only, as short as possible."
     )
 
-    def __init__(
-        self,
-        retriever: RetrieverSource,
-        *,
-        outcome: str = "sum",
-        metric: str = "em",
-        answer_tag: bool = True,
-        top_k: int = 3,
-        max_passage_chars: int = 500,
-        format_reward: float = 0.1,
-        useless_search_reward: float = 0.0,
-        **settings: Any,
-    ) -> None:
-        for label, choice, known in (("metric", metric, METRICS), ("outcome", outcome, OUTCOMES)):
-            if choice not in known:
-                raise ValueError(f"{label}={choice!r}: must be one of {', '.join(map(repr, known))}.")
-        check_value("top_k", top_k, Count)
-        check_value("max_passage_chars", max_passage_chars, Count)
+    outcome: Annotated[str, OneOf(*OUTCOMES)] = "sum"
+    metric: Annotated[str, OneOf(*METRICS)] = "em"
+    answer_tag: Flag = True
+    top_k: Count = 3
+    max_passage_chars: Count = 500
+    format_reward: Finite = 0.1
+    useless_search_reward: Finite = 0.0
+
+    def __init__(self, retriever: RetrieverSource, **settings: Any) -> None:
         self.retriever = open_retriever(retriever)
-        self.metric = metric
-        self.outcome = outcome
-        self.answer_tag = answer_tag
-        self.top_k = top_k
-        self.max_passage_chars = max_passage_chars
-        self.format_reward = format_reward
-        self.useless_search_reward = useless_search_reward
-        if not answer_tag and "system_prompt" not in settings:
-            self.system_prompt = self.plain_system_prompt
         super().__init__(**settings)
-        for label in ("format_reward", "useless_search_reward"):
-            check_finite(type(self).__name__, label, getattr(self, label))
+        if not self.answer_tag and settings.get("system_prompt") is None:
+            self.system_prompt = self.plain_system_prompt
 
     @tool(sequential=False, backend=True)
     def search(self, query: str) -> str:
