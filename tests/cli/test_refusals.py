@@ -204,12 +204,12 @@ TRAIN = {
         "reward_funcs='task.py:word_reward'.*mean 'word_count_reward'",
     ),
     "options of a reward that is not there": (
-        {"turn_reward_funcs": ["agent_r1_trl.rewards.new_information"], "reward_options": {"new_info": {}}},
-        "reward_options=.*mean 'new_information'",
+        {"turn_reward_funcs": ["agent_r1_trl.rewards.grounded_thinking"], "reward_options": {"grounded_thinkin": {}}},
+        "reward_options=.*mean 'grounded_thinking'",
     ),
     "an option that a reward does not have": (
-        {"turn_reward_funcs": ["agent_r1_trl.rewards.new_information"],
-         "reward_options": {"new_information": {"total": 1}}},
+        {"turn_reward_funcs": ["agent_r1_trl.rewards.grounded_thinking"],
+         "reward_options": {"grounded_thinking": {"total": 1}}},
         "reward_options=.*mean 'max_total'",
     ),
     "an option that a function would swallow": (

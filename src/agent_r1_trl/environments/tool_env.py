@@ -101,7 +101,8 @@ class ToolEnv:
     _seen_calls: frozenset[str] = frozenset()
 
     def __init__(self, *, tools: Iterable[Any] | None = None, **settings: Any) -> None:
-        known = declared_rules(type(self))
+        kind: Any = type(self)
+        known = declared_rules(kind)
         for name, value in settings.items():
             if name not in known:
                 raise TypeError(f"{type(self).__name__} has no setting {name!r}.{did_you_mean(name, known)}")
@@ -279,7 +280,8 @@ class ToolEnv:
 
     def _check_settings(self) -> None:
         owner = type(self).__name__
-        for name, (rule, is_optional) in declared_rules(type(self)).items():
+        kind: Any = type(self)  # a class is hashable, which the type checker doubts
+        for name, (rule, is_optional) in declared_rules(kind).items():
             check_rule(f"{owner}.{name}", getattr(self, name), rule, is_optional)
         if self.success_reward < self.failure_reward:
             raise ValueError(
@@ -289,7 +291,7 @@ class ToolEnv:
 
 
 @functools.cache
-def declared_rules(kind: type) -> dict[str, tuple[Rule, bool]]:
+def declared_rules(kind: Any) -> dict[str, tuple[Rule, bool]]:
     """The settings of an environment class: those of its attributes whose annotation has a `Rule`.
 
     A class whose annotations name what cannot be found declares none of its own.

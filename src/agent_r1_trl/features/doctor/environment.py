@@ -19,7 +19,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from agent_r1_trl.environments.rows import warn_of_added_keys
 from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.features.doctor.episodes import (
@@ -104,7 +103,6 @@ def examine_env(
     rows = list(itertools.islice(rows, num_episodes))
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"examples={rows!r:.100}: must hold at least one row, and every row must be a dict.")
-    warn_of_added_keys(examples, "examples")
     trial = EnvTrial(rows=rows, are_made_up=examples is None, caller=Caller(timeout_s))
     report = trial.report
     # The cheap checks come first; those that need something that failed are left out.
