@@ -61,7 +61,7 @@ def make_sandbox_factory(sandbox: Any, limits: SandboxLimits) -> Callable[[], Sa
         )
     if sandbox == "sandlock":
         check_sandlock()
-    return functools.partial(LocalSandbox, sandbox, limits)
+    return functools.partial(LocalSandbox, "sandlock" if sandbox == "sandlock" else "limits", limits)
 
 
 def check_sandlock() -> None:
