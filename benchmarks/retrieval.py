@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import os
 import random
 import resource
 import shutil
@@ -33,7 +35,8 @@ from pathlib import Path
 import psutil
 from _common import check_at_least, make_parser, print_table, report, rounded, run_alone
 
-from agent_r1_trl.features.search import HttpRetriever, build_index, open_index
+from agent_r1_trl.features.search import HttpRetriever
+from agent_r1_trl.tools import SearchIndex
 
 VOCABULARY = 200_000
 WORDS_PER_PASSAGE = 100
@@ -74,10 +77,10 @@ def percentile(values: list[float], share: float) -> float:
 def measure_build(folder: Path, num_passages: int) -> dict[str, float]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start, processor = time.perf_counter(), time.process_time()
-    build_index(make_passages(num_passages), folder)
+    SearchIndex(folder / "corpus.jsonl", cache_dir=folder)
     seconds, processor = time.perf_counter() - start, time.process_time() - processor
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    size = sum(path.stat().st_size for path in folder.iterdir())
+    size = sum(path.stat().st_size for path in (folder / "search").iterdir())
     return {
         "build_s": seconds,
         "build_processor_s": processor,
@@ -88,7 +91,7 @@ def measure_build(folder: Path, num_passages: int) -> dict[str, float]:
 
 
 def measure_search(folder: Path, num_passages: int, num_queries: int) -> dict[str, float]:
-    index = open_index(folder)
+    index = SearchIndex(folder / "corpus.jsonl", cache_dir=folder)
     times = []
     queries = make_queries(num_passages, num_queries, seed=1)
     processor = time.process_time()
@@ -135,8 +138,17 @@ def peak_mb(pid: int) -> float:
 
 
 def measure_http(folder: Path, num_passages: int, num_queries: int, rounds: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "agent_r1_trl.cli", "serve-retriever", str(folder), "--port", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "agent_r1_trl.cli",
+        "serve-retriever",
+        str(folder / "corpus.jsonl"),
+        "--port",
+        "0",
+    ]
+    own_cache = {**os.environ, "AGENT_R1_TRL_CACHE": str(folder)}
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own_cache)
     figures = {}
     try:
         assert server.stdout is not None
@@ -167,8 +179,10 @@ def measure(args: argparse.Namespace, num_passages: int) -> dict[str, float]:
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     row: dict[str, float] = {"passages": num_passages}
     try:
+        with (folder / "corpus.jsonl").open("w", encoding="utf-8") as corpus:
+            corpus.writelines(json.dumps(passage) + "\n" for passage in make_passages(num_passages))
         for part in ("build", "search", "http"):
-            arguments = ["--part", part, "--folder", str(folder / "index"), "--passages", str(num_passages)]
+            arguments = ["--part", part, "--folder", str(folder), "--passages", str(num_passages)]
             row |= run_alone(__file__, [*arguments, "--queries", str(args.queries), "--rounds", str(args.rounds)])
     finally:
         shutil.rmtree(folder)
@@ -192,8 +206,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     if args.part:
-        import json
-
         folder, number = Path(args.folder), args.passages[0]
         parts = {
             "build": lambda: measure_build(folder, number),

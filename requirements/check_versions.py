@@ -29,7 +29,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("test", "dense", "tensorboard")
+EXTRAS = ("test", "tensorboard")
 """What is installed for the tests; `vllm` fixes torch and is checked by itself (`check_vllm.py`)."""
 SHOWN = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "deepspeed", "pydantic", "pytest")
 TESTS = ("-m", "not slow and not vllm and not matrix")

@@ -120,14 +120,17 @@ class Switch(Rule):
 
 
 class Text(Rule):
-    """A text that is not blank."""
+    """A text, by default one that is not blank."""
+
+    def __init__(self, *, may_be_empty: bool = False) -> None:
+        self.may_be_empty = may_be_empty
 
     def accepts(self, value: Any) -> bool:
         """See `Rule`."""
-        return isinstance(value, str) and bool(value.strip())
+        return isinstance(value, str) and (self.may_be_empty or bool(value.strip()))
 
     def __str__(self) -> str:
-        return "a text that is not empty"
+        return "a text" if self.may_be_empty else "a text that is not empty"
 
 
 Count = Annotated[int, Whole(1)]
@@ -135,6 +138,7 @@ CountOrZero = Annotated[int, Whole(0)]
 Share = Annotated[float, Number(minimum=0, maximum=1)]
 PositiveShare = Annotated[float, Number(above=0, maximum=1)]
 Positive = Annotated[float, Number(above=0)]
+Finite = Annotated[float, Number()]
 NotNegative = Annotated[float, Number(minimum=0)]
 Seconds = Positive
 Flag = Annotated[bool, Switch()]
@@ -153,7 +157,7 @@ def check_settings(config: Any, others: Mapping[str, Any] | None = None) -> None
     """
     kind: Any = type(config)
     for name, (rule, is_optional) in rules_of(kind).items():
-        _check(name, getattr(config, name), rule, is_optional)
+        check_rule(name, getattr(config, name), rule, is_optional)
     for name, annotation in (others or {}).items():
         check_value(name, getattr(config, name), annotation)
 
@@ -171,7 +175,7 @@ def check_value(name: str, value: Any, annotation: Any) -> None:
     """
     rule, is_optional = _rule_of(annotation)
     if rule is not None:
-        _check(name, value, rule, is_optional)
+        check_rule(name, value, rule, is_optional)
 
 
 @functools.cache
@@ -195,7 +199,8 @@ def _rule_of(annotation: Any) -> tuple[Rule | None, bool]:
     return next((note for note in notes if isinstance(note, Rule)), None), NoneType in members
 
 
-def _check(name: str, value: Any, rule: Rule, is_optional: bool) -> None:
+def check_rule(name: str, value: Any, rule: Rule, is_optional: bool) -> None:
+    """Check one value, which may be None if `is_optional`; see `check_value`."""
     if not rule.accepts(value) and not (value is None and is_optional):
         none = ", or None" if is_optional else ""
         raise ValueError(f"{name}={value!r:.200} must be {rule}{none}. Set {name} to such a value.")
@@ -249,7 +254,7 @@ class SettingsGroup:
             value = cls(**value | one)
         kind: Any = cls
         for name, (rule, is_optional) in rules_of(kind).items():
-            _check(f"{flag}.{name}", getattr(value, name), rule, is_optional)
+            check_rule(f"{flag}.{name}", getattr(value, name), rule, is_optional)
         return value
 
 

@@ -171,10 +171,10 @@ TRAIN = {
     "a number for a prompt": ({"dataset_name": "numbers.jsonl"}, "dataset_name='numbers.jsonl'.*prompt=5"),
     "no prompt to evaluate on": ({"eval_dataset_name": "text.jsonl"}, "eval_dataset_name='text.jsonl'.*'prompt'"),
     "no gold answer": (
-        {"env": "search_qa", "env_kwargs": {"index": "corpus.jsonl"}},
+        {"env": "search_qa", "env_kwargs": {"retriever": "corpus.jsonl"}},
         "env='search_qa'.*dataset_name='train.jsonl'.*'answer'",
     ),
-    "no corpus": ({"env": "search_qa", "env_kwargs": {"index": "corpse.jsonl"}}, "env_kwargs={.*'corpse.jsonl'}"),
+    "no corpus": ({"env": "search_qa", "env_kwargs": {"retriever": "corpse.jsonl"}}, "env_kwargs={.*'corpse.jsonl'}"),
     "no data at all": ({"dataset_name": None, "max_steps": -1}, "dataset_name=None with max_steps=-1"),
     "no data to evaluate on": (
         {"eval_dataset_name": None, "eval_strategy": "steps"},
@@ -204,12 +204,12 @@ TRAIN = {
         "reward_funcs='task.py:word_reward'.*mean 'word_count_reward'",
     ),
     "options of a reward that is not there": (
-        {"turn_reward_funcs": ["agent_r1_trl.rewards.new_information"], "reward_options": {"new_info": {}}},
-        "reward_options=.*mean 'new_information'",
+        {"turn_reward_funcs": ["agent_r1_trl.rewards.grounded_thinking"], "reward_options": {"grounded_thinkin": {}}},
+        "reward_options=.*mean 'grounded_thinking'",
     ),
     "an option that a reward does not have": (
-        {"turn_reward_funcs": ["agent_r1_trl.rewards.new_information"],
-         "reward_options": {"new_information": {"total": 1}}},
+        {"turn_reward_funcs": ["agent_r1_trl.rewards.grounded_thinking"],
+         "reward_options": {"grounded_thinking": {"total": 1}}},
         "reward_options=.*mean 'max_total'",
     ),
     "an option that a function would swallow": (

@@ -246,19 +246,16 @@ def test_a_setting_out_of_range_is_named(index):
             SearchQAEnv(index, **{name: value})
 
 
-def test_an_index_or_a_corpus_is_needed(index, tmp_path):
-    for arguments in ({}, {"index": index, "corpus": index}, {"retriever": index, "index": index}):
-        with pytest.raises(ValueError, match=r"retriever=.*corpus="):
-            SearchQAEnv(**arguments)
-    with pytest.raises(ValueError, match=r"corpus=.*missing\.jsonl"):
-        SearchQAEnv(corpus=tmp_path / "missing.jsonl")
+def test_a_corpus_that_is_missing_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"retriever=.*missing\.jsonl"):
+        SearchQAEnv(tmp_path / "missing.jsonl")
 
 
 def test_a_corpus_file_is_indexed_once_per_process(tmp_path, monkeypatch):
     monkeypatch.setenv("AGENT_R1_TRL_CACHE", str(tmp_path))
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in ROWS))
-    assert SearchQAEnv(path).retriever is SearchQAEnv(corpus=str(path)).retriever is open_retriever(path)
+    assert SearchQAEnv(path).retriever is SearchQAEnv(str(path)).retriever is open_retriever(path)
     path.write_text(json.dumps({"text": "something else"}))
     assert len(SearchQAEnv(path).retriever) == 1
 

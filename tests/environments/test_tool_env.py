@@ -550,7 +550,7 @@ def test_calls_above_the_limit_of_a_turn_are_not_made_and_one_error_says_so():
         assert step.observations[-1]["tool_call_id"] == last.call.id
         assert step.info["reward_parts"]["tool_error"] == -0.1 and not step.info["is_invalid"]
     for wrong in (0, True, 1.5):
-        with pytest.raises(ValueError, match=r"Counting.max_calls_per_turn=.*integer >= 1"):
+        with pytest.raises(ValueError, match=r"Counting.max_calls_per_turn=.*whole number >= 1"):
             Counting(max_calls_per_turn=wrong)
 
 

@@ -10,12 +10,9 @@ from hypothesis import strategies as st
 from agent_r1_trl.rewards import (
     RewardFunction,
     grounded_thinking,
-    new_information,
     overlong_penalty,
-    repetition_penalty,
     thinking_format,
     thinking_format_penalty,
-    thinking_length,
 )
 from agent_r1_trl.rewards.words import content_words, words_of
 from tests.effort import examples
@@ -93,7 +90,6 @@ def test_tags_in_prompts_tool_results_and_arguments_are_no_thoughts():
     trajectory = played(turn(searches(tagged), tagged), say("yes"), prompt=tagged)
     assert thinking_format([trajectory]) == [0.0]
     assert thinking_format(completions=[[say("yes"), {"role": "tool", "content": tagged}]]) == [0.0]
-    assert thinking_length([trajectory]) == [0.0]
 
 
 def test_a_template_that_opens_the_thought_is_named_by_an_option_and_not_guessed():
@@ -174,27 +170,6 @@ def test_scripts_without_spaces_are_compared_by_pairs_of_characters():
         assert (scores[1] > 0) is is_grounded
 
 
-# -------------------------------------------------------------------- length
-
-
-def test_a_thought_inside_the_band_earns_one_and_less_outside():
-    band = thinking_length.with_options(low=4, high=8)
-    for num_words, value in {0: 0.0, 2: 0.5, 4: 1.0, 8: 1.0, 12: 0.5, 16: 0.0, 100: 0.0}.items():
-        thought = " ".join(f"w{number}" for number in range(num_words))
-        assert band([played(thinks(thought))]) == [pytest.approx(value)], num_words
-
-
-def test_repeating_and_padding_do_not_lengthen_a_thought_into_the_band():
-    band = thinking_length.with_options(low=20, high=40)
-    assert band([played(thinks("so " * 30))]) == [pytest.approx(3 / 20)]
-    assert band([played(thinks("I see it. " * 10))]) == [pytest.approx(5 / 20)]
-    assert band([played(thinks("a" + "\u200b" * 30 + " ."))]) == [pytest.approx(1 / 20)]
-    text = " ".join(f"w{number}" for number in range(30))
-    assert band([played(thinks(text))]) == [1.0]
-    for padding in ("\n", "\u200b", " \u3164", "=", "ha"):
-        assert band([played(thinks(text + padding * 1000))]) == [0.0], repr(padding)
-
-
 def test_only_sampled_tokens_make_a_trajectory_overlong():
     penalty = overlong_penalty.with_options(max_tokens=20, buffer=10)
     for num_tokens, value in {1: 0.0, 10: 0.0, 15: -0.5, 20: -1.0, 30: -1.0}.items():
@@ -202,118 +177,15 @@ def test_only_sampled_tokens_make_a_trajectory_overlong():
         assert penalty([trajectory]) == [value]
 
 
-# -------------------------------------------------------------------- repetition
-
-
-def test_what_a_turn_repeats_of_itself_and_of_earlier_turns_costs():
-    text = "we will look at one more fact now"  # 8 words, 5 runs of 4
-    exact = repetition_penalty.with_options(tolerated=0)
-    assert exact([played(say(text), say(text), say("a b c d e f"))]) == [[0.0, -1.0, 0.0]]
-    # 16 words, 13 runs, of which 5 + 3 (over the seam) are different
-    assert exact([played(say(f"{text} {text}"))]) == [[pytest.approx(-(1 - 8 / 13))]]
-    assert repetition_penalty([played(say(f"{text} {text}"))]) == [[pytest.approx(-(1 - 8 / 13 - 0.25) / 0.75)]]
-
-
-@pytest.mark.parametrize(
-    "again",
-    [
-        "We will  look at ONE more\u200b fact, now!",
-        "<think>we will look at one more fact now</think>",
-        "ｗｅ will lóok at one more fact now",
-    ],
-)
-def test_spelling_spacing_and_tags_do_not_hide_a_repetition(again):
-    (scores,) = repetition_penalty([played(say("we will look at one more fact now"), say(again))])
-    assert scores[0] == 0.0 and scores[1] < -0.3
-
-
-def test_an_endless_word_or_ornament_is_a_repetition():
-    for text in ("a" * 5000, "ha" * 5000, "=" * 5000, "哈" * 5000):
-        (scores,) = repetition_penalty([played(say(text))])
-        assert scores[0] < -0.9, text[:5]
-
-
-def test_quoting_what_was_observed_twice_is_no_repetition_of_the_observation():
-    assert repetition_penalty([played(turn(searches("a b"), PAGE), turn(searches("c d"), PAGE), say(PAGE))]) == [
-        [0.0, 0.0, 0.0]
-    ]
-
-
-def test_a_call_that_is_made_again_is_a_repetition_and_its_name_and_keys_are_not():
-    long, other = "population of the largest city", "height of the tallest tower"
-    assert repetition_penalty([played(searches(long), searches(other), searches(long))]) == [[0.0, 0.0, -1.0]]
-
-
-# -------------------------------------------------------------------- new information
-
-
-def test_a_call_that_was_not_made_before_earns_the_share_of_its_result_that_is_new():
-    # content words: oslo capital norway 700,000 inhabitants; the prompt has "capital"
-    first, second = turn(searches("a"), FACT), turn(searches("b"), f"{FACT} Bergen rains.")
-    assert new_information.with_options(max_total=9)([played(first, second, say("Oslo"))]) == [
-        [pytest.approx(4 / 5), pytest.approx(2 / 7), None]
-    ]
-
-
-@pytest.mark.parametrize(
-    "again",
-    [
-        searches("museum"),
-        searches(query=" Museum\n"),
-        searches(query="mu\u200bseum", name="search "),
-        searches(query="MUSEUM", k=None),
-    ],
-)
-def test_the_same_call_spelled_otherwise_earns_nothing_whatever_it_returns(again):
-    first = turn(searches("museum"), FACT)
-    assert new_information([played(first, turn(again, PAGE))])[0][1] == 0.0
-
-
-def test_arguments_in_another_order_make_no_other_call():
-    first = turn(searches(query="museum", k=3), FACT)
-    assert new_information([played(first, turn(searches(k="3", query="museum"), PAGE))])[0][1] == 0.0
-    assert new_information([played(first, turn(searches(k=4, query="museum"), PAGE))])[0][1] > 0.0
-
-
-def test_a_paraphrased_call_that_finds_the_same_earns_nothing():
-    first = turn(searches("where is the museum"), PAGE)
-    assert new_information([played(first, turn(searches("location of the museum"), PAGE))])[0][1] == 0.0
-
-
-def test_echoes_errors_and_unusable_turns_earn_nothing():
-    words = "completely unheard of vocabulary"
-    assert new_information([played(turn(searches(words), words))]) == [[0.0]]
-    assert new_information([played(turn(searches("x"), words, is_error=True))]) == [[None]]
-    assert new_information([played(turn(say("hello"), words, is_invalid=True))]) == [[None]]
-
-
-def test_a_turn_of_many_calls_earns_their_mean_and_a_trajectory_no_more_than_the_cap():
-    fresh = turn(searches("a"), "alpha beta")
-    fresh.tool_results += turn(searches("a"), "gamma delta").tool_results
-    assert new_information([played(fresh)]) == [[0.5]]
-    many = [turn(searches(f"query{number}"), f"fact{number}") for number in range(5)]
-    assert sum(new_information([played(*many)])[0]) == 1.0
-
-
-def test_without_calls_the_observation_that_follows_an_action_counts():
-    grids = ["_ _ P", "_ P _", "_ _ P"]
-    up = thinks("Going up is best.", "<answer>Up</answer>")
-    walk = played(turn(up, grids[0]), turn(up, grids[1]), turn(up, grids[2]))
-    assert new_information.with_options(max_total=9)([walk]) == [[1.0, 1.0, 0.0]]
-
-
 # -------------------------------------------------------------------- what all of them have in common
 
 ALL = [
     grounded_thinking,
-    new_information,
     overlong_penalty,
-    repetition_penalty,
     thinking_format,
     thinking_format_penalty,
-    thinking_length,
 ]
-READ_NO_OBSERVATION = [item for item in ALL if item not in (grounded_thinking, new_information)]
+READ_NO_OBSERVATION = [item for item in ALL if item is not grounded_thinking]
 PIECES = [
     "<think>",
     "</think>",
@@ -336,7 +208,7 @@ messages = st.one_of(
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(messages, texts, texts), min_size=1, max_size=4), texts)
-def test_what_observations_and_prompts_say_changes_no_form_length_or_repetition(turns, prompt):
+def test_what_observations_and_prompts_say_changes_no_form_or_length(turns, prompt):
     one = played(*(turn(message, seen, num_tokens=9) for message, seen, _ in turns), num_observation_tokens=3)
     other = played(
         *(turn(message, more, num_tokens=9) for message, _, more in turns), prompt=prompt, num_observation_tokens=50
@@ -347,12 +219,9 @@ def test_what_observations_and_prompts_say_changes_no_form_length_or_repetition(
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(messages, texts), min_size=1, max_size=4))
-def test_observations_alone_are_never_taken_for_thoughts_and_a_call_made_again_finds_nothing(turns):
+def test_observations_alone_are_never_taken_for_thoughts(turns):
     silent = played(*(turn({**message, "content": "", "reasoning_content": ""}, seen) for message, seen in turns))
     assert not any(score for score in grounded_thinking([silent])[0])
-    same = played(*(turn(searches("museum"), seen) for _, seen in turns))
-    first, *rest = new_information([same])[0]
-    assert 0 <= first <= 1 and not any(rest)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -400,7 +269,7 @@ def test_columns_of_the_data_set_never_change_an_option():
 def test_completions_of_trl_are_read_where_no_trajectory_is_given():
     conversation = [searches("oslo", thought="I should look it up."), {"role": "tool", "content": FACT}, say("Oslo")]
     assert thinking_format(completions=[conversation], prompts=["?"]) == [0.5]
-    for function in (grounded_thinking, overlong_penalty, repetition_penalty, new_information):
+    for function in (grounded_thinking, overlong_penalty):
         with pytest.raises(ValueError, match=rf"{function.__name__} .*trajectory="):
             function(completions=[conversation])
 
@@ -415,11 +284,7 @@ def test_completions_of_trl_are_read_where_no_trajectory_is_given():
         (thinking_format_penalty, {"penalty": -1}, "penalty"),
         (grounded_thinking, {"target": 0}, "target"),
         (grounded_thinking, {"max_total": float("nan")}, "max_total"),
-        (thinking_length, {"low": 9, "high": 3}, "low"),
         (overlong_penalty, {"buffer": 600}, "buffer"),
-        (repetition_penalty, {"tolerated": 1.0}, "tolerated"),
-        (repetition_penalty, {"n": 2.5}, "n"),
-        (new_information, {"max_total": True}, "max_total"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_by_name_when_it_is_set(function, options, named):
@@ -428,10 +293,10 @@ def test_an_option_that_cannot_be_is_refused_by_name_when_it_is_set(function, op
 
 
 def test_a_reward_with_options_keeps_its_name_and_can_be_pickled():
-    changed = thinking_length.with_options(low=2).with_options(high=4)
+    changed = thinking_format.with_options(min_words=2).with_options(answer_tag=None)
     copy = pickle.loads(pickle.dumps(changed))
     assert isinstance(copy, RewardFunction)
-    assert (copy.__name__, copy.options) == ("thinking_length", {"low": 2, "high": 4})
+    assert (copy.__name__, copy.options) == ("thinking_format", {"min_words": 2, "answer_tag": None})
     assert copy([played(thinks("one two three"))]) == [1.0]
 
 

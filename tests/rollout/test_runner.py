@@ -9,6 +9,7 @@ import json
 import logging
 import threading
 import time
+from concurrent.futures import CancelledError
 
 import pytest
 from hypothesis import given, settings
@@ -317,10 +318,10 @@ def test_it_runs_inside_a_running_event_loop(runner_of):
     runner = runner_of([chat_of().encode_reply(say())])
 
     async def notebook():
-        return runner.run(requests_for(2)), await runner.run_async(requests_for(2))
+        return runner.run(requests_for(2))
 
-    from_thread, awaited = asyncio.run(notebook())
-    assert [comparable(item) for item in from_thread] == [comparable(item) for item in awaited]
+    inside, outside = asyncio.run(notebook()), runner.run(requests_for(2))
+    assert [comparable(item) for item in inside] == [comparable(item) for item in outside]
 
 
 def test_every_environment_is_fresh_and_closed_once(runner_of):
@@ -355,15 +356,12 @@ def test_an_interruption_stops_what_is_running_and_closes_it(runner_of):
     runner = runner_of([chat_of().encode_reply(say())], env=Endless)
     requests = [RolloutRequest(example={"prompt": PROMPT, "id": "x" * i}) for i in range(4)]
 
-    async def interrupted():
-        running = asyncio.ensure_future(runner.run_async(requests))
-        while len(runner.generator.requests) < 4:
-            await asyncio.sleep(0.005)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    asyncio.run(interrupted())
+    running = runner.start(requests)
+    while len(runner.generator.requests) < 4:
+        time.sleep(0.005)
+    assert runner.stop()
+    with pytest.raises(CancelledError):
+        running.result(10)
     assert closed == ["", "x", "xx", "xxx"]
     assert len(runner.environments) == 4
 

@@ -8,8 +8,6 @@ from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.recording.terminal import render_trajectory
 from agent_r1_trl.rewards import (
     grounded_thinking,
-    new_information,
-    repetition_penalty,
     thinking_format,
     thinking_format_penalty,
 )
@@ -158,12 +156,8 @@ def test_turns_limits_and_the_environment_do_not_count_summaries():
     assert metrics["rollout/summaries"] == 2 and metrics["rollout/summary_truncated"] == 0
     assert thinking_format_penalty.score(trajectory) == [-0.1, None, -0.1, None, -0.1]
     assert thinking_format.score(trajectory) == 0.0
-    scores = (
-        new_information.score(trajectory),
-        repetition_penalty.score(trajectory),
-        grounded_thinking.score(trajectory),
-    )
-    assert all(values[1] is None and values[3] is None and len(values) == 5 for values in scores)
+    grounded = grounded_thinking.score(trajectory)
+    assert grounded[1] is None and grounded[3] is None and len(grounded) == 5
     kept = play(TURNS[:3], [], context_policy="keep", context_turns=None, summary_tokens=None, summary_prompt=None)[0]
     assert [number for index, number in enumerate(anchors(trajectory)) if index % 2 == 0] == anchors(kept)
     assert len({*anchors(trajectory)}) == 5

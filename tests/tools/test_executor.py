@@ -16,7 +16,6 @@ import pytest
 from agent_r1_trl import ToolEnv
 from agent_r1_trl.environments import FunctionToolsEnv
 from agent_r1_trl.tools import Tool, ToolCall, ToolErrorKind, ToolExecutor, tool
-from agent_r1_trl.tools.directory import DirectoryGuard
 
 
 def run(tools, *calls, **settings):
@@ -529,17 +528,6 @@ def test_a_tool_that_changes_the_directory_is_named_and_the_directory_put_back(t
 
     run([make_tool(leave)], ("t", {}))
     assert os.getcwd() == home
-
-
-def test_a_call_that_was_given_up_with_its_event_loop_moves_nobody_when_it_ends(tmp_path, monkeypatch):
-    guard = DirectoryGuard()
-    with guard.around("stuck"):
-        guard.forget()
-        monkeypatch.chdir(tmp_path)  # the program goes on elsewhere
-    assert os.getcwd() == str(tmp_path)
-    with guard.around("good"):
-        os.chdir("/")
-    assert os.getcwd() == str(tmp_path)
 
 
 def test_a_directory_that_a_tool_is_in_for_a_while_is_not_taken_from_it(tmp_path):

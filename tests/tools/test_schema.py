@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, Optional
 
 import jsonschema
@@ -98,7 +98,7 @@ def test_a_callable_object_is_a_tool():
     [
         (list, {"type": "array", "items": {}}),
         (list[int], {"type": "array", "items": {"type": "integer"}}),
-        (Iterable[str], {"type": "array", "items": {"type": "string"}}),
+        (Sequence[str], {"type": "array", "items": {"type": "string"}}),
         (tuple[str, ...], {"type": "array", "items": {"type": "string"}}),
         (tuple[str, int], {"type": "array", "prefixItems": [{"type": "string"}, {"type": "integer"}]}),
         (dict, {"type": "object"}),

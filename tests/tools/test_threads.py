@@ -1,164 +1,24 @@
-"""Code that was written for the main thread: refused by name where it can be seen, and never charged to the model."""
+"""Code that was written for the main thread: never charged to the model."""
 
 import asyncio
-import contextlib
 import functools
 import signal
 import sqlite3
-import subprocess
-import threading
-from signal import setitimer
 
 import pytest
 
-from agent_r1_trl import StopReason, Tool, ToolEnv, check_env, tool
+from agent_r1_trl import StopReason, ToolEnv, check_env, tool
 from agent_r1_trl.environments import FunctionToolsEnv, TRLEnvAdapter
-from agent_r1_trl.environments.factory import read_form, resolve_env_factory
 from agent_r1_trl.tools import ToolCall, ToolErrorKind, ToolExecutor
 from tests.rollout.helpers import play
 from tests.toys import calls, say
 
-
-@contextlib.contextmanager
-def at_most(seconds):
-    def stop(number, frame):
-        raise TimeoutError
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-
-
-class Limit:
-    """The same as a class."""
-
-    def __enter__(self):
-        signal.setitimer(signal.ITIMER_REAL, 5)
-
-    def __exit__(self, *error):
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def limited(fn):
-    @functools.wraps(fn)
-    def call(*args, **kwargs):
-        with at_most(5):
-            return fn(*args, **kwargs)
-
-    return call
-
-
-def with_helper() -> str:
-    """Look."""
-    with at_most(5):
-        return "seen"
-
-
-def with_class() -> str:
-    """Look."""
-    with Limit():
-        return "seen"
-
-
-def itself() -> str:
-    """Look."""
-    import signal as alarms
-
-    alarms.alarm(5)
-    return "seen"
-
-
-def imported() -> str:
-    """Look."""
-    setitimer(0, 5)
-    return "seen"
-
-
-async def in_a_coroutine() -> str:
-    """Look."""
-    signal.alarm(5)
-    return "seen"
-
-
-@limited
-def decorated() -> str:
-    """Look."""
-    return "seen"
-
-
-WITH_ALARM = [with_helper, with_class, itself, imported, in_a_coroutine, decorated]
-
-
-@pytest.mark.parametrize("fn", WITH_ALARM, ids=lambda fn: fn.__name__)
-def test_a_tool_that_sets_an_alarm_is_refused_by_name_before_the_first_call(fn):
-    for make in (
-        lambda: read_form(resolve_env_factory(tools=[fn])),
-        lambda: tool(fn),
-        lambda: Tool(fn, schema={"name": fn.__name__, "description": "Look.", "parameters": {"type": "object"}}),
-        lambda: ToolExecutor([fn]),
-    ):
-        with pytest.raises(ValueError, match=rf"Tool '{fn.__name__}' uses signal.alarm.*timeout_s="):
-            make()
-
-
-@pytest.mark.parametrize("member", ["look", "reset", "get_reward"])
-def test_a_class_for_environment_factory_that_sets_an_alarm_is_refused_by_name(member):
-    def alarmed(self, **row) -> str:
-        """Look."""
-        signal.alarm(5)
-        return "seen"
-
-    def plain(self, **row):
-        return None
-
-    def look(self) -> str:
-        """Look."""
-        signal.alarm(5)
-        return "seen"
-
-    body = {"reset": plain, member: look if member == "look" else alarmed}
-    with pytest.raises(ValueError, match=rf"{member}.* uses signal.alarm"):
-        read_form(resolve_env_factory(environment_factory=type("Alarmed", (), body)))
-
-
-def looks_where_it_is() -> str:
-    """Look."""
-    if threading.current_thread() is threading.main_thread():
-        signal.alarm(5)
-    return "seen"
-
-
-def bears_the_refusal() -> str:
-    """Look."""
-    try:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    except ValueError:
-        return "seen"
-    return "set"
-
-
-def sends_signals() -> str:
-    """Look."""
-    child = subprocess.Popen(["sleep", "30"])
-    child.send_signal(signal.SIGTERM)
-    return "seen" if child.wait() else "lost"
-
-
-@pytest.mark.parametrize("fn", [looks_where_it_is, bears_the_refusal, sends_signals], ids=lambda fn: fn.__name__)
-def test_other_uses_of_signals_are_left_alone(fn):
-    (result,) = asyncio.run(ToolExecutor([fn]).execute([ToolCall(name=fn.__name__, arguments={})]))
-    assert result.content == "seen"
-
-
 CONNECTION = sqlite3.connect(":memory:")  # of the main thread
 
 
-def hidden_alarm() -> str:
+def with_alarm() -> str:
     """Look."""
-    getattr(signal, "sig" + "nal")(14, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     return "seen"
 
 
@@ -182,7 +42,7 @@ def wrapped_error() -> str:
 
 
 WRONG_THREAD = {
-    hidden_alarm: "signal only works in main thread",
+    with_alarm: "signal only works in main thread",
     of_another_thread: "SQLite objects created in a thread",
     without_a_loop: "no running event loop",
     wrapped_error: "no such row",

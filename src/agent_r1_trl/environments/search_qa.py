@@ -7,10 +7,10 @@ row = {"question": "...", "answer": ["Oslo"], "evidence": ["no-capital", "no-hig
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from agent_r1_trl.environments.evidence import read_evidence
-from agent_r1_trl.environments.tool_env import ToolEnv, check_finite
+from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.rewards import (
     check_golds,
     exact_match,
@@ -19,6 +19,7 @@ from agent_r1_trl.rewards import (
     format_reward,
     strip_reasoning,
 )
+from agent_r1_trl.settings import Count, Finite, Flag, OneOf
 from agent_r1_trl.tools import Passage, tool
 from agent_r1_trl.tools.search import RetrieverSource, open_retriever, render_passages
 from agent_r1_trl.trajectory import Message, StopReason, ToolCall, ToolResult, Trajectory
@@ -52,8 +53,6 @@ class SearchQAEnv(ToolEnv):
         retriever: what is searched: the path of a JSONL corpus (which is indexed once per process), the address of a
             server, a mapping with `url` or `path` and options, or an object with a method `search`; see
             `open_retriever`.
-        index: another name for `retriever`.
-        corpus: another name for `retriever`.
         outcome: "sum", "strict" or "composite".
         metric: "em" (exact match) or "f1".
         answer_tag: True if the answer is the text in `<answer>...</answer>`, False if it is the whole final text.
@@ -77,48 +76,19 @@ class SearchQAEnv(ToolEnv):
         "answer, reply with the answer only, as short as possible."
     )
 
-    def __init__(
-        self,
-        retriever: RetrieverSource | None = None,
-        *,
-        index: RetrieverSource | None = None,
-        corpus: RetrieverSource | None = None,
-        outcome: str = "sum",
-        metric: str = "em",
-        answer_tag: bool = True,
-        top_k: int = 3,
-        max_passage_chars: int = 500,
-        format_reward: float = 0.1,
-        useless_search_reward: float = 0.0,
-        **settings: Any,
-    ) -> None:
-        named = {"retriever": retriever, "index": index, "corpus": corpus}
-        given = {name: source for name, source in named.items() if source is not None}
-        if len(given) != 1:
-            raise ValueError(
-                f"SearchQAEnv: pass one of retriever=, index= and corpus=, not {' and '.join(given) or 'none'}. Each "
-                "is the path of a corpus, the address of a server or an object with a search method."
-            )
-        for label, choice, known in (("metric", metric, METRICS), ("outcome", outcome, OUTCOMES)):
-            if choice not in known:
-                raise ValueError(f"{label}={choice!r}: must be one of {', '.join(map(repr, known))}.")
-        for label, value in (("top_k", top_k), ("max_passage_chars", max_passage_chars)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{label}={value!r}: must be an integer >= 1.")
-        ((flag, source),) = given.items()
-        self.retriever = open_retriever(source, flag=flag)
-        self.metric = metric
-        self.outcome = outcome
-        self.answer_tag = answer_tag
-        self.top_k = top_k
-        self.max_passage_chars = max_passage_chars
-        self.format_reward = format_reward
-        self.useless_search_reward = useless_search_reward
-        if not answer_tag and "system_prompt" not in settings:
-            self.system_prompt = self.plain_system_prompt
+    outcome: Annotated[str, OneOf(*OUTCOMES)] = "sum"
+    metric: Annotated[str, OneOf(*METRICS)] = "em"
+    answer_tag: Flag = True
+    top_k: Count = 3
+    max_passage_chars: Count = 500
+    format_reward: Finite = 0.1
+    useless_search_reward: Finite = 0.0
+
+    def __init__(self, retriever: RetrieverSource, **settings: Any) -> None:
+        self.retriever = open_retriever(retriever)
         super().__init__(**settings)
-        for label in ("format_reward", "useless_search_reward"):
-            check_finite(type(self).__name__, label, getattr(self, label))
+        if not self.answer_tag and settings.get("system_prompt") is None:
+            self.system_prompt = self.plain_system_prompt
 
     @tool(sequential=False, backend=True)
     def search(self, query: str) -> str:

@@ -19,22 +19,26 @@ Tools are functions, or methods that read and change the environment's state:
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from agent_r1_trl.environments.base import RewardError, StepResult
 from agent_r1_trl.environments.reward_values import is_bool, read_number, with_read_outcome
 from agent_r1_trl.environments.tool_list import ToolList
-from agent_r1_trl.objects import locate_error
+from agent_r1_trl.objects import did_you_mean, locate_error
+from agent_r1_trl.settings import Count, Finite, Number, Rule, Text, check_rule, rules_of
 from agent_r1_trl.tools import InfrastructureError, ToolExecutor, read_calls, shared_pool
 from agent_r1_trl.tools.faults import is_thread_error
 from agent_r1_trl.tools.threads import run_on_own_thread
 from agent_r1_trl.trajectory import Message, ToolCall, ToolErrorKind, ToolResult, Trajectory
 
+SecondsOrNoLimit = Annotated[float, Number(above=0, may_be_infinite=True)]
 _NOT_RUN = (
     ToolErrorKind.MALFORMED,
     ToolErrorKind.UNKNOWN_TOOL,
@@ -46,7 +50,8 @@ _NOT_RUN = (
 class ToolEnv:
     """A conversation in which the model calls tools until it answers without a call.
 
-    Every setting is a class attribute that a subclass may set, and a constructor argument that overrides it. A
+    Every setting is a class attribute that a subclass may set, and a constructor argument that overrides it; a
+    subclass declares settings of its own in the same way, `size: Count = 4` (`agent_r1_trl.settings`). A
     subclass needs no `__init__`, and one that has its own need not call this one. Methods to override:
     `process_reward`, `outcome_reward`, `reset`, `next_user_message`, `system_message`, `is_done`; each may be async,
     except `is_done` and `system_message`.
@@ -67,20 +72,21 @@ class ToolEnv:
         max_calls_per_turn: how many calls of one turn are made. One error answers all that are above it.
 
     Raises:
+        TypeError: there is no such setting.
         ValueError: a setting is out of range, or two tools have the same name.
     """
 
     tools: Any = ToolList(())
-    system_prompt: str | None = None
-    tool_call_reward: float = 0.5
-    tool_error_reward: float = -0.1
-    max_process_reward: float | None = 1.0
-    success_reward: float = 1.0
-    failure_reward: float = -1.0
-    tool_timeout_s: float | None = 30.0
-    max_tool_workers: int = 128
-    tool_queue_timeout_s: float | None = 600.0
-    max_calls_per_turn: int = 32
+    system_prompt: Annotated[str, Text(may_be_empty=True)] | None = None
+    tool_call_reward: Finite = 0.5
+    tool_error_reward: Finite = -0.1
+    max_process_reward: Annotated[float, Number(minimum=0, may_be_infinite=True)] | None = 1.0
+    success_reward: Finite = 1.0
+    failure_reward: Finite = -1.0
+    tool_timeout_s: SecondsOrNoLimit | None = 30.0
+    max_tool_workers: Count = 128
+    tool_queue_timeout_s: SecondsOrNoLimit | None = 600.0
+    max_calls_per_turn: Count = 32
     has_reward = True
     on_resume: str | None = None
     """How the environment of a killed run comes back: "replay", "restart" or "restore"; None: as suits its tools."""
@@ -94,34 +100,12 @@ class ToolEnv:
     _paid_process_reward = 0.0
     _seen_calls: frozenset[str] = frozenset()
 
-    def __init__(
-        self,
-        *,
-        tools: Iterable[Any] | None = None,
-        system_prompt: str | None = None,
-        tool_call_reward: float | None = None,
-        tool_error_reward: float | None = None,
-        max_process_reward: float | None = None,
-        success_reward: float | None = None,
-        failure_reward: float | None = None,
-        tool_timeout_s: float | None = None,
-        max_tool_workers: int | None = None,
-        tool_queue_timeout_s: float | None = None,
-        max_calls_per_turn: int | None = None,
-    ) -> None:
-        settings = {
-            "system_prompt": system_prompt,
-            "tool_call_reward": tool_call_reward,
-            "tool_error_reward": tool_error_reward,
-            "max_process_reward": max_process_reward,
-            "success_reward": success_reward,
-            "failure_reward": failure_reward,
-            "tool_timeout_s": tool_timeout_s,
-            "max_tool_workers": max_tool_workers,
-            "tool_queue_timeout_s": tool_queue_timeout_s,
-            "max_calls_per_turn": max_calls_per_turn,
-        }
+    def __init__(self, *, tools: Iterable[Any] | None = None, **settings: Any) -> None:
+        kind: Any = type(self)
+        known = declared_rules(kind)
         for name, value in settings.items():
+            if name not in known:
+                raise TypeError(f"{type(self).__name__} has no setting {name!r}.{did_you_mean(name, known)}")
             if value is not None:
                 setattr(self, name, value)
         if tools is not None:
@@ -296,24 +280,26 @@ class ToolEnv:
 
     def _check_settings(self) -> None:
         owner = type(self).__name__
-        if self.system_prompt is not None and not isinstance(self.system_prompt, str):
-            raise ValueError(f"{owner}.system_prompt={self.system_prompt!r:.100}: must be a string, or None.")
-        for name in ("tool_call_reward", "tool_error_reward", "success_reward", "failure_reward"):
-            check_finite(owner, name, getattr(self, name))
+        kind: Any = type(self)  # a class is hashable, which the type checker doubts
+        for name, (rule, is_optional) in declared_rules(kind).items():
+            check_rule(f"{owner}.{name}", getattr(self, name), rule, is_optional)
         if self.success_reward < self.failure_reward:
             raise ValueError(
                 f"{owner}.success_reward={self.success_reward} is below failure_reward={self.failure_reward}: "
                 "solving must not be worth less than failing."
             )
-        most = self.max_calls_per_turn
-        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-            raise ValueError(f"{owner}.max_calls_per_turn={most!r}: must be an integer >= 1.")
-        for name in ("max_process_reward", "tool_timeout_s", "tool_queue_timeout_s"):
-            value = getattr(self, name)
-            if value is not None and value != math.inf:
-                check_finite(owner, name, value)
-                if value < 0 or (value == 0 and name != "max_process_reward"):
-                    raise ValueError(f"{owner}.{name}={value!r}: must be positive, or math.inf for no limit.")
+
+
+@functools.cache
+def declared_rules(kind: Any) -> dict[str, tuple[Rule, bool]]:
+    """The settings of an environment class: those of its attributes whose annotation has a `Rule`.
+
+    A class whose annotations name what cannot be found declares none of its own.
+    """
+    for parent in kind.__mro__:
+        with contextlib.suppress(Exception):
+            return rules_of(parent)
+    return {}
 
 
 def prompt_messages(example: Any, env_name: str) -> list[Message]:
@@ -345,16 +331,6 @@ def prompt_messages(example: Any, env_name: str) -> list[Message]:
         copy.deepcopy({key: value for key, value in message.items() if value is not None or key == "content"})
         for message in prompt
     ]
-
-
-def check_finite(owner: str, name: str, value: Any) -> None:
-    """Check that a setting is a finite number.
-
-    Raises:
-        ValueError: it is not; the message names the setting.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{owner}.{name}={value!r}: must be a finite number.")
 
 
 def _tool_message(result: ToolResult) -> Message:

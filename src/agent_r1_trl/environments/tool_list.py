@@ -76,8 +76,8 @@ def _bind(item: Any, instance: Any) -> Tool | None:
         item = getattr(instance, item)
         if item is None:  # a subclass removes an inherited tool by setting it to None
             return None
-    if isinstance(item, (classmethod, staticmethod)):
-        item = Tool(item)  # type: ignore[arg-type]
+    if isinstance(item, staticmethod):
+        item = Tool(item)
     if isinstance(item, Tool):
         return item.__get__(instance, type(instance))
     if inspect.isfunction(item) and takes_self(item):

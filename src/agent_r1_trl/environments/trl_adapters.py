@@ -21,7 +21,6 @@ from typing import Any
 from agent_r1_trl.environments.reward_values import read_number
 from agent_r1_trl.environments.tool_env import ToolEnv, prompt_messages
 from agent_r1_trl.tools import Tool, as_tool, shared_pool
-from agent_r1_trl.tools.alarms import check_no_alarm
 from agent_r1_trl.tools.threads import run_on_own_thread
 from agent_r1_trl.trajectory import Message, Trajectory
 
@@ -74,7 +73,7 @@ class TRLEnvAdapter(ToolEnv):
         **settings: settings of `ToolEnv`; process rewards are 0 unless set here.
 
     Raises:
-        ValueError: a factory cannot be called, or an instance has no `reset`, or one that uses `signal.alarm`.
+        ValueError: a factory cannot be called, or an instance has no `reset`.
     """
 
     tool_call_reward = 0.0
@@ -185,10 +184,6 @@ class TRLEnvAdapter(ToolEnv):
                 f"environment_factory: {type(instance).__name__} has no method reset(self, **row); TRL environments "
                 "must define it."
             )
-        for member, function in _methods(instance):
-            if member in _NOT_TOOLS:
-                cure = "Remove it: reset_timeout and scoring_timeout of the trainer's args limit these methods."
-                check_no_alarm(function, f"environment_factory: {type(instance).__name__}.{member}", cure)
         return instance
 
     @property

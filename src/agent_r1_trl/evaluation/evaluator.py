@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.chat import ChatFormat
-from agent_r1_trl.environments.rows import warn_of_added_keys
 from agent_r1_trl.evaluation.agent import open_agent
 from agent_r1_trl.evaluation.groups import group_sums
 from agent_r1_trl.evaluation.result import EvaluationResult, example_sums
@@ -174,7 +173,6 @@ def replay_evaluation(
 
 
 def _requests(examples: Iterable[Mapping[str, Any]], num_generations: int, seed: int) -> list[RolloutRequest]:
-    warn_of_added_keys(examples, "examples")
     rows = [dict(example) for example in examples]
     if not rows:
         raise ValueError("examples is empty: there is nothing to evaluate. Pass at least one row.")

@@ -52,9 +52,9 @@ FEATURES = {
     "sandbox": FeatureRow("tools that run a model's code", None, {}),
     "games": FeatureRow("games as environments", None, {}),
     "search": FeatureRow(
-        "search servers and dense indexes",
+        "search servers",
         None,
-        {"index": "build a search index from a corpus", "serve-retriever": "serve a search index over HTTP"},
+        {"serve-retriever": "serve a corpus over HTTP"},
     ),
     "doctor": FeatureRow(
         "checks before a run",

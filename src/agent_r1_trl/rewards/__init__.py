@@ -1,4 +1,4 @@
-"""Reward functions: gold answers, form of an answer, reasoning, conduct, composition. Plain Python.
+"""Reward functions: gold answers, form of an answer, reasoning, composition. Plain Python.
 
 prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> [rewards on tokens] -> filter
        -> batch -> advantages -> loss -> step -> sync weights -> next rollout
@@ -6,14 +6,13 @@ prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> [rewa
 
 from agent_r1_trl.rewards.answers import check_golds, exact_match, f1_score, normalize_answer, sub_em
 from agent_r1_trl.rewards.composition import compose
-from agent_r1_trl.rewards.conduct import new_information, overlong_penalty, repetition_penalty
 from agent_r1_trl.rewards.format import extract_answer, format_reward, strip_reasoning
 from agent_r1_trl.rewards.function import RewardFunction
 from agent_r1_trl.rewards.thinking import (
     grounded_thinking,
+    overlong_penalty,
     thinking_format,
     thinking_format_penalty,
-    thinking_length,
 )
 
 __all__ = [
@@ -25,13 +24,10 @@ __all__ = [
     "f1_score",
     "format_reward",
     "grounded_thinking",
-    "new_information",
     "normalize_answer",
     "overlong_penalty",
-    "repetition_penalty",
     "strip_reasoning",
     "sub_em",
     "thinking_format",
     "thinking_format_penalty",
-    "thinking_length",
 ]

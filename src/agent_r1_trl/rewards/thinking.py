@@ -1,4 +1,4 @@
-"""Rewards for reasoning: whether there is a thought in its place, what it says about what was read, how long it is.
+"""Rewards for reasoning: whether there is a thought in its place, what it says about what was read; and for length.
 
 RAGEN (arXiv 2504.20073, section 4) finds that reasoning fades in multi-turn training unless the reward looks at it.
 All of them read the policy's own text alone, but for `grounded_thinking`, which compares it with what was observed.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent_r1_trl.rewards.format import THINK_TAG, check_answer_tag, check_tag, format_reward, is_empty
+from agent_r1_trl.rewards.format import THINK_TAG, check_answer_tag, check_tag, format_reward
 from agent_r1_trl.rewards.function import RewardFunction, check_count, check_number, up_to
 from agent_r1_trl.rewards.turns import (
     assistant_messages,
@@ -20,9 +20,6 @@ from agent_r1_trl.rewards.turns import (
 )
 from agent_r1_trl.rewards.words import content_words, n_grams, words_of
 from agent_r1_trl.trajectory import Message
-
-CHARACTERS_PER_WORD = 8
-"""A text counts at least one word for so many characters, whatever they are."""
 
 
 def is_well_formed_turn(
@@ -187,48 +184,27 @@ def _share_taken_up(
 
 
 @RewardFunction
-def thinking_length(
-    trajectory: Any,
-    *,
-    low: int = 10,
-    high: int = 200,
-    tag: str = THINK_TAG,
-    opened_by_template: bool = False,
-) -> float:
-    """How near the thoughts are to a length of `low` to `high` words, in [0, 1]. An outcome, for `reward_funcs`.
+def overlong_penalty(trajectory: Any, *, max_tokens: int = 512, buffer: int = 128) -> float:
+    """Penalty for a trajectory that is nearly too long, in [-1, 0]. An outcome, for `reward_funcs`.
 
-    The mean over turns of: 1 inside the band, below it length / low, above it falling to 0 at twice `high`. Below the
-    band only different runs of three words count, so that repetition does not lengthen a thought; above it every word
-    counts, and every 8 characters count as a word at least, so that padding does. No thought: 0.
+    With L sampled tokens: 0 up to max_tokens - buffer, then falling in a line to -1 at max_tokens, and -1 beyond
+    (DAPO, arXiv 2503.14476, equation 13). Only tokens that the policy sampled count; TRL's function of this kind
+    counts tool results too.
 
-    Failure modes: any text that does not repeat itself fills the band. Set `low` no higher than a good thought needs,
-    and keep the weight small beside the outcome.
+    Failure modes: it pays for saying little, not for saying it well, and a policy may save tokens by making no calls.
+    Keep it small beside the outcome, and watch the share of trajectories without a call.
 
     Args:
-        trajectory: a `Trajectory`, a list of messages, or a text.
-        low: shortest length in words that earns 1.
-        high: longest length in words that earns 1.
-        tag: of a thought that stands in the text.
-        opened_by_template: the chat template writes the opening tag.
+        trajectory: a `Trajectory`.
+        max_tokens: number of sampled tokens from which the penalty is -1.
+        buffer: number of tokens before it over which the penalty grows.
 
     Raises:
-        ValueError: `low` is above `high`, or one of them is no whole number >= 1.
+        ValueError: `buffer` is above `max_tokens`, or one of them is no whole number >= 1.
     """
-    check_count("low", low)
-    check_count("high", high)
-    if low > high:
-        raise ValueError(f"low={low} is above high={high}: no thought could be right. Set low to at most {high}.")
-    said = [
-        read_message(message, tag=tag, opened_by_template=opened_by_template).thought
-        for message in assistant_messages(trajectory)
-    ]
-    return sum(_share_of_band(thought, low, high) for thought in said) / len(said) if said else 0.0
-
-
-def _share_of_band(thought: str, low: int, high: int) -> float:
-    if is_empty(thought):
-        return 0.0
-    words = words_of(thought)
-    different = len(set(n_grams(words, 3))) + 2 if len(words) > 2 else len(set(words))
-    length = max(len(words), len(thought) / CHARACTERS_PER_WORD)
-    return max(0.0, min(1.0, different / low, 2.0 - length / high))
+    check_count("max_tokens", max_tokens)
+    check_count("buffer", buffer)
+    if buffer > max_tokens:
+        raise ValueError(f"buffer={buffer} is above max_tokens={max_tokens}. Set buffer to at most {max_tokens}.")
+    length = need_trajectory(trajectory, "overlong_penalty").num_action_tokens
+    return max(-1.0, min(0.0, (max_tokens - buffer - length) / buffer))

@@ -6,7 +6,6 @@ where the chat grammar puts it, or between the tags of the assistant's own text.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,15 +110,6 @@ def values_of(arguments: Any) -> list[str]:
     return found
 
 
-def fingerprint(name: str, arguments: Any) -> str:
-    """Equal for calls that differ only in spacing, letter case, or the order and quoting of their arguments.
-
-    >>> fingerprint("search", {"query": "Oslo  ", "k": 1}) == fingerprint("search", {"k": "1", "query": "oslo"})
-    True
-    """
-    return f"{name.strip()} {json.dumps(_plain(arguments), sort_keys=True)}"
-
-
 def written_words(message: Message) -> list[str]:
     """All words that the policy wrote in a message: thought, text and the values of its calls."""
     texts = [text_of(message.get(name)) for name in (*THOUGHT_FIELDS, "content")]
@@ -129,14 +119,3 @@ def written_words(message: Message) -> list[str]:
 def words_in(texts: Iterable[str]) -> list[str]:
     """The words of several texts."""
     return [word for text in texts for word in words_of(text)]
-
-
-def _plain(value: Any, depth: int = 0) -> Any:
-    if depth < 64 and isinstance(value, Mapping):
-        return {str(key): _plain(item, depth + 1) for key, item in value.items() if item is not None}
-    if depth < 64 and isinstance(value, (list, tuple)):
-        return [_plain(item, depth + 1) for item in value]
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    text = str(value)
-    return " ".join(words_of(text)) or text.strip()

@@ -1,5 +1,7 @@
 """Many trajectories at once, each at its own pace.
 
+    run -> start -> _play_all -> _try -> run_one -> run_trajectory (`loop.py`), one turn after another
+
 Covered here: concurrency, the event loop's thread and its replacement. Not covered: what happens inside a trajectory
 (`loop.py`), how a standstill is noticed (`watchdog.py`).
 """
@@ -30,7 +32,6 @@ from agent_r1_trl.rollout.summaries import check_room
 from agent_r1_trl.rollout.thinking import check_thinking
 from agent_r1_trl.rollout.waiting import copy_outcome, end_when_free, result_in_time
 from agent_r1_trl.rollout.watchdog import LoopLostError, Watchdog
-from agent_r1_trl.tools import directory
 from agent_r1_trl.tools.holding import owner_name, timed_task
 from agent_r1_trl.tools.pool import prepare_thread
 from agent_r1_trl.trajectory import StopReason, Trajectory
@@ -119,14 +120,6 @@ class RolloutRunner:
         check_room(self.chat, self.limits)
         check_thinking(self.chat, self.limits.context_policy)
 
-    async def run_one(
-        self, draft: Draft, session: EnvSession, generator: Generator, params: SamplingParams
-    ) -> Trajectory:
-        """Play one trajectory; see `run_trajectory`."""
-        return await run_trajectory(
-            draft, session, generator, self.chat, self.limits, params, keep_going=self.keep_going
-        )
-
     def run(
         self,
         requests: Sequence[RolloutRequest],
@@ -164,7 +157,14 @@ class RolloutRunner:
             with self._tracked():
                 return await self._play_all(plays, params, journal)
 
-        watchdog = self._watchdog(plays, loop, self._thread, functools.partial(self._give_up, plays, answer, journal))
+        watchdog = Watchdog(
+            lambda: [each.draft for each in plays],
+            loop,
+            self._thread,
+            interval_s=self.limits.watchdog_interval,
+            stall_timeout_s=self.limits.stall_timeout,
+            give_up=functools.partial(self._give_up, plays, answer, journal),
+        )
         rollout_begins()
         answer.add_done_callback(lambda _: rollout_ends())
         answer.add_done_callback(lambda _: watchdog.stop())
@@ -172,100 +172,6 @@ class RolloutRunner:
         played = asyncio.run_coroutine_threadsafe(play(), loop)
         played.add_done_callback(functools.partial(copy_outcome, to=answer))
         return answer
-
-    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
-        """Cut the trajectories that are under way, and wait until their environments are closed.
-
-        May be called from any thread, and more than once at a time.
-
-        Args:
-            timeout_s: the longest wait.
-
-        Returns:
-            Whether all environments are closed, or were given up by their own time limit.
-        """
-        loop = self._loop
-        if loop is None:
-            return True
-        stopping = asyncio.run_coroutine_threadsafe(self._stop(), loop)
-        try:
-            stopping.result(timeout_s)
-        except TimeoutError:
-            logger.warning("The rollout has not ended %g s after it was cut; environments may be open.", timeout_s)
-            return False
-        return True
-
-    async def _stop(self) -> None:
-        tasks = [*self._under_way]
-        for task in tasks:
-            if not task.cancelling():  # a second time would interrupt its closing
-                task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-
-    def wait_for(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, is_cut: threading.Event) -> T | None:
-        """The result of a coroutine that runs where the trajectories run; None if it was cut (`result_in_time`)."""
-
-        async def tracked() -> T:
-            with self._tracked():
-                return await coroutine
-
-        loop = self._event_loop()
-        try:
-            return result_in_time(asyncio.run_coroutine_threadsafe(tracked(), loop), timeout_s, is_cut)
-        except CancelledError:
-            return None
-        except TimeoutError:  # the coroutine holds the loop; what comes next gets another one
-            self._loop = None
-            self._under_way.clear()
-            directory.guard.forget()
-            end_when_free(loop)
-            return None
-
-    @contextlib.contextmanager
-    def _tracked(self) -> Iterator[None]:
-        """The task that runs this is one that `stop` ends."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._under_way.add(task)
-        try:
-            yield
-        finally:
-            self._under_way.discard(task)
-
-    async def run_async(
-        self,
-        requests: Sequence[RolloutRequest],
-        *,
-        params: SamplingParams | None = None,
-        journal: Journal | None = None,
-    ) -> list[Trajectory]:
-        """`run` for a caller with an event loop of its own, which the watchdog names but cannot replace."""
-        plays = self._plays(requests, journal)
-        watchdog = self._watchdog(plays, asyncio.get_running_loop(), threading.current_thread(), lambda error: None)
-        watchdog.start()
-        rollout_begins()
-        try:
-            return await self._play_all(plays, params, journal)
-        finally:
-            rollout_ends()
-            watchdog.stop()
-
-    def _watchdog(
-        self,
-        plays: Sequence[_Play],
-        loop: asyncio.AbstractEventLoop,
-        thread: threading.Thread,
-        give_up: Callable[[Exception], None],
-    ) -> Watchdog:
-        return Watchdog(
-            lambda: [each.draft for each in plays],
-            loop,
-            thread,
-            interval_s=self.limits.watchdog_interval,
-            stall_timeout_s=self.limits.stall_timeout,
-            give_up=give_up,
-        )
 
     def _plays(self, requests: Sequence[RolloutRequest], journal: Journal | None) -> list[_Play]:
         return [_Play(*self._player(request, journal)) for request in requests]
@@ -325,6 +231,14 @@ class RolloutRunner:
                 journal.end(request, trajectory)
         return trajectory
 
+    async def run_one(
+        self, draft: Draft, session: EnvSession, generator: Generator, params: SamplingParams
+    ) -> Trajectory:
+        """Play one trajectory; see `run_trajectory`."""
+        return await run_trajectory(
+            draft, session, generator, self.chat, self.limits, params, keep_going=self.keep_going
+        )
+
     def _warn_of_retry(self, cause: FailureCause) -> None:
         if cause.key not in self._retried and len(self._retried) < MAX_CAUSES:
             self._retried.add(cause.key)
@@ -346,6 +260,67 @@ class RolloutRunner:
                 play.draft.cut_in,
             )
 
+    # ---------------------------------------------------------------- the event loop, and the end
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
+        """Cut the trajectories that are under way, and wait until their environments are closed.
+
+        May be called from any thread, and more than once at a time.
+
+        Args:
+            timeout_s: the longest wait.
+
+        Returns:
+            Whether all environments are closed, or were given up by their own time limit.
+        """
+        loop = self._loop
+        if loop is None:
+            return True
+        stopping = asyncio.run_coroutine_threadsafe(self._stop(), loop)
+        try:
+            stopping.result(timeout_s)
+        except TimeoutError:
+            logger.warning("The rollout has not ended %g s after it was cut; environments may be open.", timeout_s)
+            return False
+        return True
+
+    async def _stop(self) -> None:
+        tasks = [*self._under_way]
+        for task in tasks:
+            if not task.cancelling():  # a second time would interrupt its closing
+                task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, is_cut: threading.Event) -> T | None:
+        """The result of a coroutine that runs where the trajectories run; None if it was cut (`result_in_time`)."""
+
+        async def tracked() -> T:
+            with self._tracked():
+                return await coroutine
+
+        loop = self._event_loop()
+        try:
+            return result_in_time(asyncio.run_coroutine_threadsafe(tracked(), loop), timeout_s, is_cut)
+        except CancelledError:
+            return None
+        except TimeoutError:  # the coroutine holds the loop; what comes next gets another one
+            self._loop = None
+            self._under_way.clear()
+            end_when_free(loop)
+            return None
+
+    @contextlib.contextmanager
+    def _tracked(self) -> Iterator[None]:
+        """The task that runs this is one that `stop` ends."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._under_way.add(task)
+        try:
+            yield
+        finally:
+            self._under_way.discard(task)
+
     def _give_up(
         self, plays: Sequence[_Play], answer: Future[list[Trajectory]], journal: Journal | None, error: Exception
     ) -> None:
@@ -356,7 +331,6 @@ class RolloutRunner:
         """
         lost, self._loop = self._loop, None
         self._under_way.clear()
-        directory.guard.forget()
         trajectories = []
         for each in plays:
             if each.trajectory is None:

@@ -16,30 +16,19 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import itertools
 import math
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import Any
 
-from agent_r1_trl.tools.alarms import check_no_alarm
 from agent_r1_trl.tools.foreign import read_foreign
-from agent_r1_trl.tools.hints import Schema, make_converter
 from agent_r1_trl.tools.render import render_result
-from agent_r1_trl.tools.schema import (
-    argument_schema,
-    build_schema,
-    check_fit,
-    check_function,
-    describe_signature,
-    read_schema,
-)
-from agent_r1_trl.tools.signature import ToolSchemaError, check_name, function_name, read_arguments, unwrap_partial
+from agent_r1_trl.tools.schema import Interface, Schema, check_fit, describe_signature, read_schema
+from agent_r1_trl.tools.signature import ToolSchemaError, check_name, function_name, unwrap_partial
 
 DEFAULT_MAX_RESULT_CHARS = 20_000
 DEFAULT_ATTEMPTS = 3
-LIMIT_INSTEAD = "Remove it and limit the tool's time with timeout_s=: @tool(timeout_s=5), or Tool(fn, timeout_s=5)."
 
 
 class Tool:
@@ -72,7 +61,7 @@ class Tool:
     Raises:
         ToolSchemaError: the function's hints or docstring are incomplete, `schema` does not fit the function, or `fn`
             has no usable name; the message names the cure.
-        ValueError: an argument is out of range, or the function uses `signal.alarm`, which fails on threads.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -92,10 +81,8 @@ class Tool:
         retry_wait_s: float = 0.5,
         user_errors: Iterable[type[BaseException]] = (),
     ) -> None:
-        self._binds_to_class = isinstance(fn, classmethod)
         self._is_static = isinstance(fn, staticmethod)
-        if isinstance(fn, (classmethod, staticmethod)):
-            fn = fn.__func__
+        fn = fn.__func__ if isinstance(fn, staticmethod) else fn
         found = read_foreign(fn)
         if found is not None:
             backend = backend or _declares_backend(fn)
@@ -119,7 +106,6 @@ class Tool:
         functools.update_wrapper(self, fn)
         self.fn = fn
         self.name = check_name(name or function_name(fn))
-        check_no_alarm(fn, f"Tool {self.name!r}", LIMIT_INSTEAD)
         self.timeout_s = check_timeout(timeout_s)
         self.max_result_chars = max_result_chars
         self.max_result_tokens = max_result_tokens
@@ -129,14 +115,7 @@ class Tool:
         self.attempts = attempts
         self.retry_wait_s = check_timeout(retry_wait_s, "retry_wait_s") or 0.0
         self.user_errors = check_exceptions(user_errors)
-        self._description = description
-        # Shared by bound copies and by every Tool of the same function, because each trajectory makes an environment.
-        self._cache: dict[str, Any] = _cache_of(fn, self.name, description)
-        if schema is not None:
-            self._cache = {"schema": schema, "converters": {}}
-        elif "is_checked" not in self._cache:
-            check_function(fn, self.name, description)
-            self._cache["is_checked"] = True
+        self._interface = _interface_of(fn, self.name, description, schema)
 
     # ---------------------------------------------------------------- as a function
 
@@ -146,8 +125,6 @@ class Tool:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Tool:
         """Bind a tool that was defined in a class body to the instance from which it is read."""
-        if self._binds_to_class and owner is not None:
-            return self.bind(owner)
         return self.bind(instance) if instance is not None and self.is_method else self
 
     @property
@@ -177,7 +154,6 @@ class Tool:
         bound.fn = functools.update_wrapper(functools.partial(self.fn, instance), self.fn)
         if inspect.isfunction(self.fn):
             bound.fn = self.fn.__get__(instance)
-        bound._binds_to_class = False
         bound.backend = self.backend or _declares_backend(bound.fn)
         if bound.sequential is None:
             bound.sequential = True
@@ -195,9 +171,7 @@ class Tool:
         Raises:
             ToolSchemaError: the function's hints or docstring are incomplete; the message names the cure.
         """
-        if "schema" not in self._cache:
-            self._cache["schema"] = build_schema(self.fn, self.name, self._description)
-        return self._cache["schema"]
+        return self._interface.schema
 
     @property
     def description(self) -> str:
@@ -210,88 +184,11 @@ class Tool:
         return describe_signature(self.schema)
 
     def check_arguments(self, arguments: Any) -> tuple[dict[str, Any], list[str]]:
-        """Arguments as the function receives them, and a list of the problems with them.
-
-        JSON values become objects of the types that the function's hints name (an `Enum` member, a dataclass, a date,
-        a tuple). For an integer, 5.0 becomes 5.
-        """
-        import jsonschema
-
-        if not isinstance(arguments, dict):
-            return {}, [f"the arguments must be a JSON object, not {type(arguments).__name__}"]
-        if "converters" not in self._cache:
-            self._read_arguments()
-        if "validator" not in self._cache:
-            self._cache["validator"] = jsonschema.Draft202012Validator(argument_schema(self.schema))
-        validator = self._cache["validator"]
-        # In `unit: str = None`, None means "not given", whatever the hint says.
-        optional = self._cache.get("none_defaults", ())
-        arguments = {name: value for name, value in arguments.items() if value is not None or name not in optional}
-        try:
-            errors = itertools.islice(validator.iter_errors(arguments), 3)  # a huge list would give one per item
-            problems = [_describe_problem(error.absolute_path, error.message) for error in errors]
-            checked = copy.deepcopy(arguments)  # the tool may change them; the recorded call must stay as it was
-        except Exception as error:  # numbers too long to print, or nested too deeply
-            return {}, [f"the arguments cannot be checked ({type(error).__name__})"]
-        if problems:
-            return checked, problems
-        properties = self.schema["function"]["parameters"].get("properties", {})
-        for name, value in checked.items():
-            if isinstance(value, float) and value.is_integer() and _is_integer(properties.get(name)):
-                checked[name] = int(value)
-        return self._convert(checked)
-
-    def _read_arguments(self) -> None:
-        """Note what to do with the arguments of a call besides checking them against the schema."""
-        read = read_arguments(self.fn, self.name)
-        made = {item.name: make_converter(item.hint) for item in read}
-        self._cache["converters"] = {name: convert for name, convert in made.items() if convert is not None}
-        self._cache["fields"] = {item.name: item.field for item in read if item.field is not None}
-        self._cache["none_defaults"] = {item.name for item in read if item.default is None}
-
-    def _convert(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Replace JSON values by objects of the hinted types."""
-        from pydantic import ValidationError
-
-        problems: list[str] = []
-        for name, convert in self._cache["converters"].items():
-            if name not in arguments:
-                continue
-            try:
-                arguments[name] = convert(arguments[name])
-            except ValidationError as error:
-                problems += [_describe_problem((name, *item["loc"]), item["msg"]) for item in error.errors()[:3]]
-            except Exception as error:  # a validator of the user's own type
-                problems.append(f"{name!r}: {type(error).__name__}: {error}"[:200])
-        for name, field in self._cache.get("fields", {}).items():
-            if name not in arguments:
-                arguments[name] = field.get_default(call_default_factory=True)
-        return arguments, problems
+        """Arguments as the function receives them, and a list of the problems with them; see `Interface.read`."""
+        return self._interface.read(arguments)
 
     def __repr__(self) -> str:
         return f"Tool({self.name!r})"
-
-
-@overload
-def tool(fn: Callable[..., Any]) -> Tool: ...
-
-
-@overload
-def tool(
-    *,
-    name: str | None = None,
-    description: str | None = None,
-    timeout_s: float | None = None,
-    max_result_chars: int | None = DEFAULT_MAX_RESULT_CHARS,
-    max_result_tokens: int | None = None,
-    sequential: bool | None = None,
-    schema: Schema | None = None,
-    render: Callable[[Any], str] | None = None,
-    backend: bool = False,
-    attempts: int | None = None,
-    retry_wait_s: float = 0.5,
-    user_errors: Iterable[type[BaseException]] = (),
-) -> Callable[[Callable[..., Any]], Tool]: ...
 
 
 def tool(fn: Any = None, **settings: Any) -> Any:
@@ -303,7 +200,7 @@ def tool(fn: Any = None, **settings: Any) -> Any:
         return functools.partial(tool, **settings)
     if isinstance(fn, Tool):
         raise ValueError(f"Tool {fn.name!r} is decorated twice: keep one @tool.")
-    if not read_foreign(fn) and not callable(fn) and not isinstance(fn, (staticmethod, classmethod)):
+    if not read_foreign(fn) and not callable(fn):
         raise ValueError(f"@tool({fn!r}): pass settings by name, as in @tool(timeout_s=5).")
     return Tool(fn, **settings)
 
@@ -316,7 +213,7 @@ def as_tool(obj: Any) -> Tool:
     """
     if isinstance(obj, Tool):
         return obj
-    if read_foreign(obj) or callable(obj) or isinstance(obj, (staticmethod, classmethod)):
+    if read_foreign(obj) or callable(obj):
         return Tool(obj)
     raise ValueError(
         f"tools: {obj!r} is no tool: pass a function with hints and a docstring, or Tool(fn, schema=...)."
@@ -372,25 +269,18 @@ def is_async_callable(fn: Any) -> bool:
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(type(fn), "__call__", None))  # noqa: B004
 
 
-_caches: weakref.WeakKeyDictionary[Any, dict[Any, dict[str, Any]]] = weakref.WeakKeyDictionary()
+_interfaces: weakref.WeakKeyDictionary[Any, dict[Any, Interface]] = weakref.WeakKeyDictionary()
 
 
-def _cache_of(fn: Any, name: str, description: str | None) -> dict[str, Any]:
+def _interface_of(fn: Any, name: str, description: str | None, schema: Schema | None) -> Interface:
+    """The interface of a function, read once for all Tools of it, because each trajectory makes an environment."""
     target = fn.__func__ if inspect.ismethod(fn) else fn
-    if not inspect.isfunction(target):
-        return {}
-    return _caches.setdefault(target, {}).setdefault((name, description), {})
-
-
-def _is_integer(schema: Any) -> bool:
-    kinds = schema.get("type") if isinstance(schema, dict) else None
-    return kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
-
-
-def _describe_problem(path: Iterable[Any], message: str) -> str:
-    where = "".join(f"[{part!r}]" if index else repr(part) for index, part in enumerate(path))
-    message = message if len(message) <= 200 else message[:200] + "..."
-    return f"{where}: {message}" if where else message
+    if schema is not None or not inspect.isfunction(target):
+        return Interface(fn, name, description, schema)
+    known = _interfaces.setdefault(target, {})
+    if (name, description) not in known:
+        known[name, description] = Interface(fn, name, description)
+    return known[name, description]
 
 
 __all__ = ["Tool", "ToolSchemaError", "as_tool", "check_timeout", "render_result", "tool"]

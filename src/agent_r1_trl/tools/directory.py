@@ -21,7 +21,6 @@ class DirectoryGuard:
         self._lock = threading.Lock()
         self._num_running = 0
         self._home: str | None = None
-        self._generation = 0
         self._warned_of: set[str] = set()
 
     @contextlib.contextmanager
@@ -31,22 +30,13 @@ class DirectoryGuard:
             if self._num_running == 0:
                 self._home = current_directory()
             self._num_running += 1
-            generation = self._generation
         try:
             yield
         finally:
-            self._leave(name, generation)
+            self._leave(name)
 
-    def forget(self) -> None:
-        """Leave calls alone that may never end: where the process was before them says nothing any more."""
+    def _leave(self, name: str) -> None:
         with self._lock:
-            self._generation += 1
-            self._num_running = 0
-
-    def _leave(self, name: str, generation: int) -> None:
-        with self._lock:
-            if generation != self._generation:
-                return
             self._num_running -= 1
             here = current_directory()
             if self._num_running or self._home is None or here == self._home:

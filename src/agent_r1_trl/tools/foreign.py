@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from agent_r1_trl.tools.faults import HandledError
-from agent_r1_trl.tools.hints import Schema, inline_references
+from agent_r1_trl.tools.schema import Schema, inline_references
 from agent_r1_trl.tools.signature import ToolSchemaError
 
 

@@ -1,8 +1,9 @@
 """JSON schemas of tools, made from type hints and docstrings, for prompts and for checking arguments.
 
-The schema that the model reads is made by transformers' own helper, so prompts equal TRL's. The helper takes long to
-import, so `build_schema` imports it on first use; `check_function` finds mistakes without it. What the helper cannot
-read is read here: docstrings in other styles (`docstrings.py`) and types beyond JSON's (`hints.py`).
+A function that TRL can show to a model has the schema that TRL shows, made by transformers' own helper, so that the
+prompts are equal. The helper takes long to import, so it is asked when a prompt needs the schema. Pydantic describes
+all other functions (docstrings in other styles; enums, dataclasses, dates, `Annotated[int, Field(ge=0)]`, ...), finds
+mistakes when a tool is made, and makes the objects that the hints name out of what the model writes.
 """
 
 from __future__ import annotations
@@ -11,57 +12,140 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from agent_r1_trl.tools.docstrings import Docstring, doc_text, read_docstring
-from agent_r1_trl.tools.hints import Schema, describe_argument, inline_references, plain_hint
 from agent_r1_trl.tools.signature import (
     REQUIRED,
     STARS,
     Argument,
+    Docstring,
     ToolSchemaError,
     UndefinedHintError,
     check_name,
+    doc_text,
     function_name,
     function_parameters,
     read_arguments,
+    read_docstring,
 )
 
+Schema = dict[str, Any]
+
 OWN_SCHEMA = "Or describe it yourself: Tool(fn, schema={...})."
-"""The cure that always works; it ends every message about a function."""
+"""The remedy that always works; it ends every message about a function."""
+
+_SCALARS = (str, int, float, bool, types.NoneType)
 
 logger = logging.getLogger(__name__)
 
 
-def check_function(fn: Callable[..., Any], name: str | None = None, description: str | None = None) -> None:
-    """Check that `build_schema` can describe a function, without importing transformers.
+class Interface:
+    """What a model is told about a function, and the function's arguments out of what the model writes.
 
-    Hints that are not defined yet, as in a class body that names its own class, are left to `build_schema`.
+    Args:
+        fn: a function, method, partial or callable object with type hints and a docstring.
+        name: name of the tool.
+        description: description of the tool, by default the first part of the docstring.
+        schema: in the OpenAI form, instead of the one made from hints and docstring. The function then receives the
+            JSON values as they are.
 
     Raises:
-        ToolSchemaError: as `build_schema`.
+        ToolSchemaError: the function cannot be described; the message names the remedy.
     """
-    tool_name = check_name(name or function_name(fn))
-    try:
-        arguments = read_arguments(fn, tool_name)
-        for argument in arguments:
-            describe_argument(argument, tool_name)
-        doc = _read_descriptions(tool_name, doc_text(fn), description, arguments)
-    except UndefinedHintError:
-        return
-    except ToolSchemaError as error:
-        raise ToolSchemaError(f"{error} {OWN_SCHEMA}") from error
-    parameters = function_parameters(fn).values()
-    # An argument with a line of its own counts: transformers' helper reads forms that `read_docstring` does not.
-    bare = [repr(name) for name, words in doc.arguments.items() if not words and not _has_line(name, doc_text(fn))]
-    gaps = [f"no description of {', '.join(bare)} (add 'name: meaning' to a section 'Args:')"] if bare else []
-    stars = [f"no {'*' * STARS.index(item.kind)}*{item.name}" for item in parameters if item.kind in STARS]
-    if gaps + stars:
-        _warn_once(f"Tool {tool_name!r}: a model sees {' and '.join(gaps + stars)}.")
+
+    def __init__(
+        self, fn: Callable[..., Any], name: str, description: str | None = None, schema: Schema | None = None
+    ) -> None:
+        # It outlives the function's environment, so it keeps what the function says, and not the function.
+        self._name, self._description = name, description
+        self._arguments: list[Argument] = []
+        self._later: Callable[..., Any] | None = None
+        if schema is not None:
+            self.schema = schema
+            return
+        try:
+            self._look_at(fn)
+        except UndefinedHintError:  # not yet, as in a class body that names its own class
+            self._later = fn
+
+    def _look_at(self, fn: Callable[..., Any]) -> None:
+        name = self._name
+        with _with_remedy():
+            self._arguments, self._text = read_arguments(fn, name), doc_text(fn)
+            doc = _read_descriptions(name, self._text, self._description, self._arguments)
+            self._own_schema = _as_pydantic_sees(name, doc, self._arguments)
+        bare = [repr(argument) for argument, words in doc.arguments.items() if not words]
+        gaps = [f"no description of {', '.join(bare)} (add 'name: meaning' to a section 'Args:')"] if bare else []
+        parameters = function_parameters(fn).values()
+        stars = [f"no {'*' * (1 + STARS.index(item.kind))}{item.name}" for item in parameters if item.kind in STARS]
+        if gaps + stars:
+            _warn_once(f"Tool {name!r}: a model sees {' and '.join(gaps + stars)}.")
+
+    @functools.cached_property
+    def schema(self) -> Schema:
+        """`{"type": "function", "function": {"name", "description", "parameters"}}`.
+
+        Raises:
+            ToolSchemaError: a default contradicts its hint, or a hint names nothing.
+        """
+        if self._later is not None:
+            self._look_at(self._later)
+            self._later = None
+        with _with_remedy():
+            shown = _as_trl_shows(self._name, self._text, self._description, self._arguments) or self._own_schema
+            check_schema(shown)
+            _check_defaults(self._name, self._arguments, shown["function"]["parameters"]["properties"])
+        return shown
+
+    @functools.cached_property
+    def _validator(self) -> Any:
+        import jsonschema
+
+        return jsonschema.Draft202012Validator(argument_schema(self.schema))
+
+    def read(self, arguments: Any) -> tuple[dict[str, Any], list[str]]:
+        """Arguments as the function receives them, and a list of the problems with them.
+
+        JSON values become objects of the types that the function's hints name (an `Enum` member, a dataclass, a date,
+        a tuple, 5 for the integer 5.0).
+        """
+        if not isinstance(arguments, dict):
+            return {}, [f"the arguments must be a JSON object, not {type(arguments).__name__}"]
+        validator = self._validator
+        # In `unit: str = None`, None means "not given", whatever the hint says.
+        optional = {item.name for item in self._arguments if item.default is None}
+        arguments = {name: value for name, value in arguments.items() if value is not None or name not in optional}
+        try:
+            errors = itertools.islice(validator.iter_errors(arguments), 3)  # a huge list would give one per item
+            problems = [_describe_problem(error.absolute_path, error.message) for error in errors]
+            checked = copy.deepcopy(arguments)  # the tool may change them; the recorded call must stay as it was
+        except Exception as error:  # numbers too long to print, or nested too deeply
+            return {}, [f"the arguments cannot be checked ({type(error).__name__})"]
+        return (checked, problems) if problems else self._convert(checked)
+
+    def _convert(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        from pydantic import ValidationError
+
+        problems: list[str] = []
+        for item in self._arguments:
+            name = item.name
+            if name not in arguments and item.field is not None:
+                arguments[name] = item.field.get_default(call_default_factory=True)
+            elif name in arguments and item.hint not in (str, Any):
+                try:
+                    arguments[name] = _adapter(item.hint).validate_python(arguments[name])
+                except ValidationError as error:
+                    problems += [_describe_problem((name, *part["loc"]), part["msg"]) for part in error.errors()[:3]]
+                except Exception as error:  # a validator of the user's own type
+                    problems.append(f"{name!r}: {type(error).__name__}: {error}"[:200])
+        return arguments, problems
 
 
 @functools.cache
@@ -69,8 +153,12 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def _has_line(name: str, text: str) -> bool:
-    return re.search(rf"^\s*{re.escape(name)}\s*:\s*\S", text, re.MULTILINE) is not None
+@contextlib.contextmanager
+def _with_remedy() -> Iterator[None]:
+    try:
+        yield
+    except ToolSchemaError as error:
+        raise type(error)(f"{error} {OWN_SCHEMA}") from error
 
 
 def build_schema(fn: Callable[..., Any], name: str | None = None, description: str | None = None) -> Schema:
@@ -85,87 +173,77 @@ def build_schema(fn: Callable[..., Any], name: str | None = None, description: s
         ToolSchemaError: the docstring or a hint is missing, a hint cannot be expressed in JSON, or a default
             contradicts its hint.
     """
-    tool_name = check_name(name or function_name(fn))
-    try:
-        arguments = read_arguments(fn, tool_name)
-        schema = _json_schema(fn, tool_name, description, arguments)
-        check_schema(schema)
-        _check_defaults(tool_name, arguments, schema["function"]["parameters"]["properties"])
-    except ToolSchemaError as error:
-        raise type(error)(f"{error} {OWN_SCHEMA}") from error
-    return schema
+    return Interface(fn, check_name(name or function_name(fn)), description).schema
 
 
-def _json_schema(
-    fn: Callable[..., Any], tool_name: str, description: str | None, arguments: Sequence[Argument]
-) -> Schema:
-    described = {argument.name: describe_argument(argument, tool_name) for argument in arguments}
-    hints = {
-        argument.name: plain_hint(argument.hint) if described[argument.name] is None else Any for argument in arguments
-    }
-    text = doc_text(fn)
-    if description is not None:
-        sections = re.search(r"\n\s*Args:\n.*", text, re.DOTALL)
-        text = description + (sections.group(0) if sections else "")
-    schema = _ask_helper(tool_name, text, arguments, hints)
-    if schema is None:  # the helper cannot read the docstring, or finds something missing
-        doc = _read_descriptions(tool_name, doc_text(fn), description, arguments)
-        lines = [f"    {argument.name}: -" for argument in arguments]
-        text = "\n".join(["-", "", "Args:", *lines])
-        schema = _ask_helper(tool_name, text, arguments, hints)
-        if schema is None:
-            raise ToolSchemaError(f"Tool {tool_name!r}: its type hints cannot be described.")
-        function = schema["function"]
-        function["description"] = doc.description
-        for name, item in function["parameters"]["properties"].items():
-            item["description"] = doc.arguments[name]
-            if not item["description"]:
-                del item["description"]
-    if not schema["function"]["description"]:
-        raise ToolSchemaError(f"Tool {tool_name!r}: its docstring does not say what it does before its arguments.")
-    properties = schema["function"]["parameters"]["properties"]
-    for name, item in described.items():
-        if item is not None:
-            told = properties[name].get("description")
-            properties[name] = item | ({"description": told} if told else {})
-    return schema
-
-
-def _ask_helper(name: str, doc: str, arguments: Sequence[Argument], hints: dict[str, Any]) -> Schema | None:
-    """The schema that transformers makes; None if it cannot read the docstring.
+def _as_trl_shows(name: str, text: str, description: str | None, arguments: Sequence[Argument]) -> Schema | None:
+    """The schema that transformers makes; None if it cannot read the function, or would mistake one of its hints.
 
     It gets no return type: OpenAI's protocol has none, and servers drop it, so that a served model would read another
     prompt than in training.
     """
+    if not all(_is_plain(argument.hint) for argument in arguments):
+        return None
     from transformers.utils import get_json_schema
 
     def shim() -> None: ...
 
+    if description is not None:
+        sections = re.search(r"\n\s*Args:\n.*", text, re.DOTALL)
+        text = description + (sections.group(0) if sections else "")
     # get_json_schema reads exactly these attributes; the shim makes partials, callable objects and methods acceptable.
-    shim.__name__ = name
-    shim.__doc__ = doc
+    shim.__name__, shim.__doc__ = name, text
+    shim.__annotations__ = {argument.name: argument.hint for argument in arguments}
     shim.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(
-                argument.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=argument.default,
-                annotation=hints[argument.name],
+                argument.name, inspect.Parameter.KEYWORD_ONLY, default=argument.default, annotation=argument.hint
             )
             for argument in arguments
         ]
     )
-    shim.__annotations__ = hints
-    with contextlib.suppress(Exception):
-        return get_json_schema(shim)
-    return None
+    try:
+        schema = get_json_schema(shim)
+    except Exception:  # a docstring of another style, or a missing description
+        return None
+    return schema if schema["function"]["description"] else None
+
+
+def _as_pydantic_sees(tool_name: str, doc: Docstring, arguments: Sequence[Argument]) -> Schema:
+    """The schema of any function; the default stands in those of hints that TRL does not know."""
+    properties = {}
+    for argument in arguments:
+        try:
+            adapter = _adapter(argument.hint)
+            item = as_helper_writes(inline_references(adapter.json_schema()))
+        except Exception as error:  # pydantic's errors of types share no base class
+            raise ToolSchemaError(
+                f"Tool {tool_name!r}: argument '{argument.name}' has the type {_type_name(argument.hint)}, which JSON "
+                f"cannot express ({_first_line(error)}): use str, int, float, bool, list[...], dict[str, ...], "
+                "Literal[...], a dataclass or an Enum."
+            ) from error
+        default = None if _is_plain(argument.hint) else _json_default(adapter, argument.default)
+        told = doc.arguments[argument.name]
+        properties[argument.name] = {
+            **{key: value for key, value in item.items() if key != "default"},
+            **({} if default is None else {"default": default}),
+            **({"description": told} if told else {}),
+        }
+    parameters: Schema = {"type": "object", "properties": properties}
+    required = [argument.name for argument in arguments if argument.default is REQUIRED]
+    if required:
+        parameters["required"] = required
+    return {
+        "type": "function",
+        "function": {"name": tool_name, "description": doc.description, "parameters": parameters},
+    }
 
 
 def _read_descriptions(tool_name: str, text: str, description: str | None, arguments: Sequence[Argument]) -> Docstring:
-    """What the docstring, in any style, and `Annotated` say; an argument of which they say nothing has "".
+    """What the docstring and `Annotated` say; an argument of which they say nothing has "".
 
     Raises:
-        ToolSchemaError: there is no docstring.
+        ToolSchemaError: nothing says what the function does.
     """
     if not text.strip() and description is None:
         raise ToolSchemaError(
@@ -174,7 +252,118 @@ def _read_descriptions(tool_name: str, text: str, description: str | None, argum
         )
     doc = read_docstring(text)
     described = {argument.name: doc.arguments.get(argument.name) or argument.note for argument in arguments}
+    if not (description or doc.description):
+        raise ToolSchemaError(f"Tool {tool_name!r}: its docstring does not say what it does before its arguments.")
     return Docstring(doc.description if description is None else description, described)
+
+
+# -------------------------------------------------------------------- type hints
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether transformers' helper describes the hint rightly (it would take a bare `list` for an object)."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return all(map(_is_note, hint.__metadata__)) and _is_plain(args[0])
+    if origin is typing.Literal:
+        return all(type(value) in _SCALARS for value in args)
+    if origin in (typing.Union, types.UnionType, list, tuple, dict):
+        return Ellipsis not in args and all(map(_is_plain, args))
+    return any(hint is known for known in (*_SCALARS, dict, Any))
+
+
+def _is_note(item: Any) -> bool:
+    """Whether metadata of `Annotated` says nothing about the values: text, or a `Field` with only a description."""
+    if type(item).__module__.startswith("pydantic.fields"):
+        return not item.metadata and set(item._attributes_set) <= {"description", "default", "annotation"}
+    return not type(item).__module__.startswith(("pydantic", "annotated_types", "pydantic_core"))
+
+
+def _adapter(hint: Any) -> Any:
+    try:
+        return _cached_adapter(hint)
+    except TypeError:  # metadata that cannot be hashed
+        return _cached_adapter.__wrapped__(hint)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_adapter(hint: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(hint)
+
+
+def _json_default(adapter: Any, default: Any) -> Any:
+    """A default as JSON; None if there is none, or if it cannot be written so."""
+    if default is REQUIRED or default is None:
+        return None
+    try:
+        value = adapter.dump_python(default, mode="json", warnings=False)
+        json.dumps(value, allow_nan=False)
+    except Exception:  # a private sentinel, say, which means "not given"
+        return None
+    return value
+
+
+def inline_references(schema: Any, definitions: Schema | None = None, inside: tuple[str, ...] = ()) -> Any:
+    """A JSON schema with every `$ref` replaced by what it refers to, because chat templates cannot follow them.
+
+    Raises:
+        ToolSchemaError: a type refers to itself, or a reference leads nowhere.
+    """
+    if isinstance(schema, list):
+        return [inline_references(item, definitions, inside) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if definitions is None:
+        definitions = {**schema.get("definitions", {}), **schema.get("$defs", {})}
+        schema = {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
+    reference = schema.get("$ref")
+    if not isinstance(reference, str):
+        return {key: inline_references(value, definitions, inside) for key, value in schema.items()}
+    name = reference.rsplit("/", 1)[-1]
+    if name in inside:
+        raise ToolSchemaError(f"{name} refers to itself, which a prompt cannot show")
+    if name not in definitions:
+        raise ToolSchemaError(f"its schema refers to {reference}, which it does not define")
+    target = inline_references(definitions[name], definitions, (*inside, name))
+    beside = {key: inline_references(value, definitions, inside) for key, value in schema.items() if key != "$ref"}
+    return {**target, **beside}
+
+
+def as_helper_writes(schema: Any, *, is_properties: bool = False) -> Any:
+    """Pydantic's schema in the manner of transformers' helper: no titles, and `nullable` for a union with None."""
+    if isinstance(schema, list):
+        return [as_helper_writes(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if is_properties:
+        return {name: as_helper_writes(item) for name, item in schema.items()}
+    written = {
+        key: value
+        if key in ("default", "enum", "const", "examples")
+        else as_helper_writes(value, is_properties=key == "properties")
+        for key, value in schema.items()
+        if key not in ("title", "discriminator") and not (key == "default" and value is None)
+    }
+    written = {key: written[key] for key in sorted(written, key=lambda key: key != "type")}
+    options = written.get("anyOf")
+    if isinstance(options, list) and {"type": "null"} in options:
+        others = [option for option in options if option != {"type": "null"}]
+        del written["anyOf"]
+        written = {**(others[0] if len(others) == 1 else {"anyOf": others}), **written, "nullable": True}
+    return written
+
+
+def _type_name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0].split(". Set `arbitrary_types_allowed")[0].rstrip(".")
+
+
+# -------------------------------------------------------------------- schemas of others
 
 
 def read_schema(schema: Any, name: str | None = None) -> Schema:
@@ -195,7 +384,7 @@ def read_schema(schema: Any, name: str | None = None) -> Schema:
     parameters = next((parts[key] for key in ("parameters", "inputSchema", "input_schema") if key in parts), None)
     if not isinstance(parameters, dict):
         raise ToolSchemaError(
-            f"Tool schema {_shorten(schema)}: must be {{'type': 'function', 'function': {{'name', 'description', "
+            f"Tool schema {schema!r:.200}: must be {{'type': 'function', 'function': {{'name', 'description', "
             "'parameters'}}."
         )
     name = check_name(name or parts.get("name"))
@@ -323,6 +512,7 @@ def _describe_type(schema: Any) -> str:
     return " | ".join(dict.fromkeys([*kinds, *(["null"] if schema.get("nullable") else [])]))
 
 
-def _shorten(value: Any, limit: int = 200) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "..."
+def _describe_problem(path: Iterable[Any], message: str) -> str:
+    where = "".join(f"[{part!r}]" if index else repr(part) for index, part in enumerate(path))
+    message = message if len(message) <= 200 else message[:200] + "..."
+    return f"{where}: {message}" if where else message

@@ -21,13 +21,14 @@ import tempfile
 import threading
 import unicodedata
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from agent_r1_trl.features import feature
 from agent_r1_trl.objects import did_you_mean
+from agent_r1_trl.settings import Count, check_value
 from agent_r1_trl.tools.base import Tool
 from agent_r1_trl.tools.search_corpus import Row, read_file, read_rows
 
@@ -96,20 +97,6 @@ class SearchIndex:
             write_index(path, rows)
             self._open(path)
 
-    @classmethod
-    def at(cls, path: Path) -> SearchIndex:
-        """The index in a file that `write_index` made.
-
-        Raises:
-            ValueError: there is no index in the file.
-        """
-        index = cls.__new__(cls)
-        try:
-            index._open(path)
-        except sqlite3.DatabaseError as error:
-            raise ValueError(f"{path}: is not a search index ({error}). Build it again.") from error
-        return index
-
     def _open(self, path: Path) -> None:
         self.path = path
         self._local = threading.local()
@@ -147,17 +134,6 @@ class SearchIndex:
         row = found.fetchone()
         return Passage(id=row[0], title=row[1], text=row[2]) if row else None
 
-    def rows_at(self, numbers: Sequence[int]) -> list[Row]:
-        """Id, title and text of the passages with these places in the corpus, the first being 0."""
-        marks = ",".join("?" * len(numbers))
-        found = self._connection().execute(
-            "SELECT ids.number - 1, ids.id, title, text FROM ids JOIN passages ON passages.rowid = ids.number "
-            f"WHERE ids.number IN ({marks})",
-            [number + 1 for number in numbers],
-        )
-        rows = {number: (identifier, title, text) for number, identifier, title, text in found}
-        return [rows[number] for number in numbers]
-
     def __len__(self) -> int:
         """Number of passages."""
         return self._num_rows
@@ -165,8 +141,11 @@ class SearchIndex:
     def __repr__(self) -> str:
         return f"SearchIndex({len(self)} passages, path={str(self.path)!r})"
 
-    def __reduce__(self) -> Any:
-        return SearchIndex.at, (self.path,)
+    def __getstate__(self) -> Path:
+        return self.path
+
+    def __setstate__(self, path: Path) -> None:
+        self._open(path)
 
     def _connection(self) -> sqlite3.Connection:
         # A connection must be used neither by two threads at once nor on both sides of a fork.
@@ -212,8 +191,7 @@ def check_search(query: str, k: int) -> None:
     Raises:
         ValueError: `k` is not an integer >= 1, or `query` is not a string.
     """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ValueError(f"k={k!r}: must be an integer >= 1.")
+    check_value("k", k, Count)
     if not isinstance(query, str):
         raise ValueError(f"query={query!r}: must be a string.")
 
@@ -282,13 +260,12 @@ def open_retriever(source: RetrieverSource, *, flag: str = "retriever") -> Retri
     """A retriever from a setting; whatever the whole process can share is opened once.
 
     Args:
-        source: the path of a JSONL or Parquet corpus, the folder of an index (`agent-r1-trl index`), the address of a
-            server (`http://host:8010`), a mapping with `path` or `url` and options (`{"url": ..., "timeout_s": 5}`),
-            or an object with a method `search`.
+        source: the path of a JSONL or Parquet corpus, the address of a server (`http://host:8010`), a mapping with
+            `path` or `url` and options (`{"url": ..., "timeout_s": 5}`), or an object with a method `search`.
         flag: the setting, for errors.
 
     Raises:
-        ValueError: there is no such file or index, or the setting has another form.
+        ValueError: there is no such file, or the setting has another form.
     """
     options: dict[str, Any] = {}
     if isinstance(source, Mapping):
@@ -301,21 +278,15 @@ def open_retriever(source: RetrieverSource, *, flag: str = "retriever") -> Retri
         return _shared(key, feature("search", f"{flag}={source!r}").HttpRetriever, source, options, flag)
     if isinstance(source, str | os.PathLike) and str(source):
         path = Path(source)
-        if not path.exists():
-            raise ValueError(
-                f"{flag}={str(path)!r}: no such file. Pass the path of a JSONL or Parquet file, or the folder of an "
-                "index."
-            )
-        is_folder = path.is_dir()
-        make: Any = feature("search", f"{flag}={str(path)!r}").open_index if is_folder else SearchIndex
-        manifest = path / "index.json"  # of a folder; it is written last
-        status = (manifest if manifest.exists() else path).stat()  # what has changed is opened anew
+        if not path.is_file():
+            raise ValueError(f"{flag}={str(path)!r}: no such file. Pass the path of a JSONL or Parquet file.")
+        status = path.stat()  # what has changed is opened anew
         key = json.dumps([str(path.resolve()), status.st_size, status.st_mtime_ns, options], sort_keys=True)
-        return _shared(key, make, path, options, flag)
+        return _shared(key, SearchIndex, path, options, flag)
     if callable(getattr(source, "search", None)) and not isinstance(source, type):
         return source  # type: ignore[return-value]
     raise ValueError(
-        f"{flag}={source!r:.200}: must be the path of a corpus or an index, the address of a server, a mapping with "
+        f"{flag}={source!r:.200}: must be the path of a corpus, the address of a server, a mapping with "
         "'path' or 'url', or an object with a search method. Set it to one of them."
     )
 
@@ -352,9 +323,8 @@ def make_search_tool(
     Raises:
         ValueError: `top_k` or `max_passage_chars` is not an integer >= 1, or there is no such retriever.
     """
-    for label, value in (("top_k", top_k), ("max_passage_chars", max_passage_chars)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{label}={value!r}: must be an integer >= 1.")
+    check_value("top_k", top_k, Count)
+    check_value("max_passage_chars", max_passage_chars, Count)
     opened = open_retriever(retriever)
 
     def search(query: str) -> str:

@@ -1,4 +1,4 @@
-"""The arguments of a function that a model is to fill in: names, type hints, defaults."""
+"""What a function says of itself: the names, type hints, defaults and descriptions of its arguments."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import inspect
 import re
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1_trl.errors import RunError
-from agent_r1_trl.tools.docstrings import doc_text, read_docstring, read_type
 
 REQUIRED = inspect.Parameter.empty
 """The default of an argument that has none."""
@@ -89,22 +88,12 @@ def function_parameters(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def read_arguments(fn: Callable[..., Any], tool_name: str) -> list[Argument]:
     """The arguments of a function, in their order, without `*args` and `**kwargs` where there are others.
 
-    An argument without a hint has the type that the docstring gives it, else that of its default.
-
     Raises:
         ToolSchemaError: one of them cannot be passed by name, or has no type.
     """
     hints = read_hints(fn, tool_name)
     parameters = list(function_parameters(fn).values())
     named = [parameter for parameter in parameters if parameter.kind not in STARS]
-    if any(parameter.name not in hints for parameter in named):
-        worded = read_docstring(doc_text(fn)).types
-        for name, default in ((item.name, item.default) for item in named if item.name not in hints):
-            hint = read_type(worded[name]) if name in worded else None
-            if hint is None and type(default) in (str, int, float, bool):
-                hint = type(default)
-            if hint is not None:
-                hints[name] = hint
     return [_argument(parameter, hints, tool_name) for parameter in named or parameters]
 
 
@@ -143,7 +132,7 @@ def _argument(parameter: inspect.Parameter, hints: dict[str, Any], tool_name: st
     if parameter.name not in hints:
         raise ToolSchemaError(
             f"Tool {tool_name!r}: argument '{parameter.name}' has no type hint: write '{parameter.name}: str' (or "
-            "int, float, bool, list[...], dict[str, ...], Literal[...]), or name such a type in the docstring."
+            "int, float, bool, list[...], dict[str, ...], Literal[...])."
         )
     hint, default = hints[parameter.name], parameter.default
     field = default if _is_field(default) else None
@@ -167,3 +156,39 @@ def _note(hint: Any) -> str:
 def _is_field(value: Any) -> bool:
     """Whether a default is pydantic's `Field(...)`, without importing pydantic."""
     return type(value).__module__ == "pydantic.fields" and type(value).__name__ == "FieldInfo"
+
+
+# -------------------------------------------------------------------- docstrings
+
+
+@dataclass(frozen=True)
+class Docstring:
+    """The parts of a docstring that a model reads."""
+
+    description: str = ""
+    arguments: dict[str, str] = field(default_factory=dict)
+    """Descriptions by argument; an argument without one is absent."""
+
+
+def doc_text(fn: Callable[..., Any]) -> str:
+    """The docstring of a function or callable object; empty if there is none."""
+    target = unwrap_partial(fn)
+    if inspect.isroutine(target):
+        return inspect.getdoc(target) or ""
+    return inspect.getdoc(type(target).__call__) or inspect.getdoc(target) or ""
+
+
+def read_docstring(text: str) -> Docstring:
+    """Read a docstring in Google, NumPy or Sphinx style; text that no style fits is all description."""
+    from docstring_parser import ParseError, parse
+
+    try:
+        parsed = parse(text)
+    except ParseError:
+        return Docstring(description=text.strip())
+    doc = Docstring(description=(parsed.description or "").strip())
+    for item in parsed.params:
+        described = " ".join((item.description or "").split())
+        for name in item.arg_name.split(",") if described else ():  # NumPy: "x, y : float"
+            doc.arguments[name.strip(" *`")] = described
+    return doc

@@ -18,7 +18,6 @@ from datasets import Dataset
 from trl import GRPOTrainer
 
 from agent_r1_trl.environments.factory import EnvFactory, EnvForm
-from agent_r1_trl.environments.rows import warn_of_added_keys
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.safe_text import set_rules
 from agent_r1_trl.tools.base import is_async_callable
@@ -209,7 +208,6 @@ def trl_dataset(train_dataset: Any, config: MultiTurnConfig, eval_dataset: Any =
     for name, rows in given.items():
         if rows is not None and hasattr(rows, "__len__") and len(rows) == 0:
             raise ValueError(f"{name} has 0 rows. Pass a data set with at least one.")
-        warn_of_added_keys(rows, name)
     num_prompts = max(1, config.generation_batch_size // config.num_generations)
     if train_dataset is None:
         if config.max_steps <= 0:

@@ -129,9 +129,9 @@ def test_what_is_no_level_is_refused(level):
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"num_numbers": (1, 3)}, "num_numbers=1"),
+        ({"num_numbers": (1, 3)}, r"num_numbers=\(1, 3\)"),
         ({"num_numbers": 3}, "num_numbers=3"),
-        ({"target": (5, 3)}, "target=3"),
+        ({"target": (5, 3)}, r"target=\(5, 3\)"),
         ({"operators": ["**"]}, "operators="),
         ({"max_number": 0}, "max_number=0"),
         ({"format_reward": None, "max_actions": 0}, "max_actions=0"),

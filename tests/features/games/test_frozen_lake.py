@@ -22,14 +22,6 @@ def test_the_lake_is_drawn_with_the_player_on_it():
     assert text == "P...\n.hole .hole \n...hole \nhole ..G"
 
 
-def test_or_listed_in_coordinates():
-    env = lake(grid_format="coordinates")
-    assert (
-        env.describe() == "lake: 4 rows, 4 columns\nplayer: (0, 0)\ngoal: (3, 3)\nholes: (1, 1) (1, 3) (2, 3) (3, 0)"
-    )
-    assert "(row, column)" in env.rules() and "Marks" not in env.rules()
-
-
 def test_the_known_way_over_the_known_map_wins():
     env = lake(max_actions_per_turn=6)
     result = step(env, written(*WAY))
@@ -132,7 +124,6 @@ def test_what_is_no_map_is_refused(level):
         ({"size": 8}, "max_actions=10"),
         ({"ice_share": 0}, "ice_share=0"),
         ({"success_rate": 1.5}, "success_rate=1.5"),
-        ({"grid_format": "image"}, "grid_format='image'"),
         ({"is_slippery": "false"}, "is_slippery='false'"),
         ({"symbols": {"player": "_"}}, "symbols="),
         ({"symbols": {"bear": "B"}}, "symbols="),

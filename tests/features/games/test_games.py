@@ -22,9 +22,9 @@ from tests.tokenizers import make_tokenizer
 GAMES = [FrozenLakeEnv, SokobanEnv, CountdownEnv]
 ALL = {
     "lake": functools.partial(FrozenLakeEnv),
-    "lake_tool": functools.partial(FrozenLakeEnv, action_format="tool", grid_format="coordinates"),
+    "lake_tool": functools.partial(FrozenLakeEnv, action_format="tool"),
     "sokoban": functools.partial(SokobanEnv, max_actions=30),
-    "sokoban_tool": functools.partial(SokobanEnv, action_format="tool", grid_format="coordinates"),
+    "sokoban_tool": functools.partial(SokobanEnv, action_format="tool"),
     "countdown": functools.partial(CountdownEnv),
     "countdown_tool": functools.partial(CountdownEnv, action_format="tool", max_actions=3),
     "reasoning": functools.partial(ReasoningGymEnv, "chain_sum"),

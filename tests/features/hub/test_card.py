@@ -164,7 +164,7 @@ Local.__qualname__ = "test.<locals>.Local"
 def test_the_environment_of_a_recipe_is_started_with_its_arguments(tmp_path):
     corpus = tmp_path / 'it\'s a "corpus".jsonl'
     corpus.write_text('{"id": "a", "title": "A", "contents": "b"}\n')
-    given = {"corpus": str(corpus), "top_k": 3, "metric": "f1", "system_prompt": "Ä $HOME\n`x` 'y'", "index": None}
+    given = {"retriever": str(corpus), "top_k": 3, "metric": "f1", "system_prompt": "Ä $HOME\n`x` 'y'", "tools": None}
     factory = functools.partial(SearchQAEnv, **given)
     arguments, env = started(recipe={"env": "search_qa", "env_kwargs": given}, env_factory=factory)
     assert (names(env), env.metric, env.system_prompt) == (["search"], "f1", given["system_prompt"])

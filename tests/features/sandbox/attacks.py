@@ -20,10 +20,10 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from agent_r1_trl.features.sandbox import LocalSandbox, MontySandbox, Sandbox, SandboxLimits, SandboxResult
-from agent_r1_trl.features.sandbox.cage.privileges import drop_privileges
+from agent_r1_trl.features.sandbox import LocalSandbox, Sandbox, SandboxLimits, SandboxResult
+from agent_r1_trl.features.sandbox.cage.processes import drop_privileges
 
-LIMITS = SandboxLimits(timeout_s=3, cpu_s=3, memory_mb=512, disk_mb=16, max_processes=16)
+LIMITS = SandboxLimits(timeout_s=3, memory_mb=512, disk_mb=16, max_processes=16)
 
 
 class NoSandbox:
@@ -46,7 +46,6 @@ class NoSandbox:
 BACKENDS: dict[str, Callable[[], Sandbox]] = {
     "sandlock": lambda: LocalSandbox("sandlock", LIMITS),
     "limits": lambda: LocalSandbox("limits", LIMITS),
-    "monty": lambda: MontySandbox(LIMITS),
     "none": NoSandbox,
 }
 
@@ -294,11 +293,9 @@ STOPPED_BY_LIMITS = {name.strip() for name in _STOPPED.split(",")} | (
     set(WATCHED) - {"fills the disk with deleted files"}
 )
 ATTACKS = {
-    name: {
-        "sandlock": name not in NOT_STOPPED_BY_SANDLOCK, "limits": name in STOPPED_BY_LIMITS, "monty": True,
-    }
+    name: {"sandlock": name not in NOT_STOPPED_BY_SANDLOCK, "limits": name in STOPPED_BY_LIMITS}
     for name in (*TRIED, *WATCHED)
-}  # fmt: skip
+}
 """Attack -> backend -> whether it must stop it."""
 
 

@@ -9,10 +9,9 @@ import pytest
 from agent_r1_trl import PythonTool, SandboxLimits, ShellTool, ToolCall, ToolEnv
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv
 from agent_r1_trl.features.sandbox import SandboxResult
-from agent_r1_trl.features.sandbox.sessions import Places
 from agent_r1_trl.rollout.env_session import EnvSession
 from agent_r1_trl.rollout.requests import RolloutRequest
-from agent_r1_trl.tools import InfrastructureError, ToolErrorKind, ToolExecutor
+from agent_r1_trl.tools import ToolErrorKind, ToolExecutor
 from tests.features.sandbox.test_sandboxes import wait_until
 
 
@@ -168,72 +167,12 @@ def test_wrong_code_is_the_models_mistake_and_no_sign_of_an_outage():
     assert result.is_models_mistake is True
 
 
-def test_a_bounded_number_is_open_and_the_others_wait_without_a_thread():
-    class Fakes(Fake):
-        open_now = most = 0
-
-        def __init__(self):
-            super().__init__()
-            Fakes.open_now += 1
-            Fakes.most = max(Fakes.most, Fakes.open_now)
-
-        def close(self):
-            super().close()
-            Fakes.open_now -= 1
+def test_64_trajectories_are_kept_busy_at_once():
+    """Each sleeps for about 0.5 s in its sandbox: one after another would take more than half a minute."""
+    pause = "import time\ntime.sleep(0.25)"
 
     class Env(ToolEnv):
-        tools = (PythonTool(Fakes, max_sandboxes=3),)
-
-    async def play():
-        env = Env()
-        await env.step(calls(("python", "1")))
-        await env.step(calls(("python", "2")))
-        env.tools[0].close()
-
-    async def crowd():
-        await asyncio.gather(*[play() for _ in range(12)])
-
-    asyncio.run(crowd())
-    assert (Fakes.most, Fakes.opened, Fakes.closed) == (3, 12, 12)
-
-
-def test_who_gets_no_place_is_told_which_setting_to_raise():
-    limits = SandboxLimits(start_timeout_s=0.1)
-    holder, late = (PythonTool(Fake, max_sandboxes=1, limits=limits, name=name) for name in ("one", "two"))
-
-    async def both():
-        await holder.fn("1")
-        with pytest.raises(InfrastructureError, match="raise max_sandboxes"):
-            await late.fn("2")
-        holder.close()
-        assert await late.fn("3") == "3"
-        late.close()
-
-    asyncio.run(both())
-
-
-def test_a_place_granted_to_a_cancelled_waiter_goes_to_the_next():
-    places = Places(1)
-
-    async def scene():
-        await places.take(1)
-        first = asyncio.create_task(places.take(5))
-        second = asyncio.create_task(places.take(5))
-        await asyncio.sleep(0)
-        places.release()
-        first.cancel()
-        await asyncio.wait_for(second, 2)
-
-    asyncio.run(scene())
-
-
-@pytest.mark.parametrize("sandbox", ["limits", "monty"])
-def test_64_trajectories_are_kept_busy_at_once(sandbox):
-    """Each sleeps or computes for about 0.5 s in its sandbox: one after another would take more than half a minute."""
-    pause = "import time\ntime.sleep(0.25)" if sandbox == "limits" else "sum(range(2000))"
-
-    class Env(ToolEnv):
-        tools = (PythonTool(sandbox),)
+        tools = (PythonTool("limits"),)
 
     async def play(number):
         env = Env()
@@ -276,8 +215,6 @@ def test_cancelling_a_trajectory_ends_its_call():
 def test_a_time_limit_is_a_limit_of_the_sandbox():
     with pytest.raises(ValueError, match=r"timeout_s=5: .*limits=SandboxLimits\(timeout_s=5\)"):
         PythonTool(timeout_s=5)
-    with pytest.raises(ValueError, match="max_sandboxes=0"):
-        PythonTool(max_sandboxes=0)
     made = PythonTool(limits=SandboxLimits(timeout_s=0.3))
     (result,) = asyncio.run(
         ToolExecutor([made], timeout_s=0.01).execute(

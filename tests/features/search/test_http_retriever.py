@@ -11,8 +11,7 @@ import pytest
 
 from agent_r1_trl import InfrastructureError, SearchQAEnv
 from agent_r1_trl.features.search import HttpRetriever
-from agent_r1_trl.features.search.batching import QueryBatcher
-from agent_r1_trl.features.search.http import read_answer, read_hit
+from agent_r1_trl.features.search.http import QueryBatcher, read_answer, read_hit
 from agent_r1_trl.features.search.server import write_hit
 from agent_r1_trl.tools import Passage, make_search_tool, open_retriever
 from tests.environments.helpers import message

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from agent_r1_trl.environments.rows import warn_of_added_keys
 from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.features.doctor.episodes import (
@@ -94,7 +93,6 @@ def examine_env(
     rows = list(itertools.islice(rows, num_episodes))
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"examples={rows!r:.100}: must hold at least one row, and every row must be a dict.")
-    warn_of_added_keys(examples, "examples")
     trial = EnvTrial(rows=rows, caller=Caller(timeout_s), make=functools.partial(make_env, env_or_factory))
     are_made_up = examples is None
     with contextlib.suppress(Stopped), contextlib.closing(trial.caller):  # the cheap checks come first

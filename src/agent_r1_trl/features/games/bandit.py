@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from agent_r1_trl.environments.tool_env import check_finite
 from agent_r1_trl.features.games.base import GameEnv
-from agent_r1_trl.features.games.checks import is_readable
+from agent_r1_trl.features.games.checks import Given, is_readable
+from agent_r1_trl.settings import Finite, Share
 from agent_r1_trl.trajectory import Trajectory
 
 SURE, RISKY = "sure", "risky"
@@ -40,29 +40,12 @@ class BanditEnv(GameEnv):
     actions = ("First", "Second")
     max_actions = 1
     max_actions_per_turn = 1
-    arms: Sequence[Sequence[str]] = (("Phoenix", "Dragon"),)
-    sure_reward: float = 0.1
-    risky_reward: float = 1.0
-    risky_probability: float = 0.25
+    arms: Annotated[Sequence[Sequence[str]], Given()] = (("Phoenix", "Dragon"),)
+    sure_reward: Finite = 0.1
+    risky_reward: Finite = 1.0
+    risky_probability: Share = 0.25
 
-    def __init__(
-        self,
-        *,
-        arms: Sequence[Sequence[str]] | None = None,
-        sure_reward: float | None = None,
-        risky_reward: float | None = None,
-        risky_probability: float | None = None,
-        **settings: Any,
-    ) -> None:
-        own = {
-            "arms": arms,
-            "sure_reward": sure_reward,
-            "risky_reward": risky_reward,
-            "risky_probability": risky_probability,
-        }
-        for name, value in own.items():
-            if value is not None:
-                setattr(self, name, value)
+    def __init__(self, **settings: Any) -> None:
         if settings.get("actions") is not None:
             raise ValueError(
                 f"BanditEnv.actions={settings['actions']!r:.200}: the actions are the names of the arms; set arms to "
@@ -128,10 +111,10 @@ class BanditEnv(GameEnv):
         return 0.0, {}
 
     def check_options(self) -> None:
-        """Check the settings of the game itself.
+        """Check the names of the arms, and that one of them is better.
 
         Raises:
-            ValueError: one is out of range.
+            ValueError: they cannot be read back, or both pay the same.
         """
         owner = type(self).__name__
         if not _are_pairs(self.arms, self.separator):
@@ -140,10 +123,6 @@ class BanditEnv(GameEnv):
                 f"separator {self.separator!r} and white space around them, that of the sure arm first: "
                 "[['Phoenix', 'Dragon']]."
             )
-        for name in ("sure_reward", "risky_reward", "risky_probability"):
-            check_finite(owner, name, getattr(self, name))
-        if not 0 <= self.risky_probability <= 1:
-            raise ValueError(f"{owner}.risky_probability={self.risky_probability!r}: must be from 0 to 1.")
         if self.risky_probability * self.risky_reward == self.sure_reward:
             raise ValueError(
                 f"{owner}.sure_reward={self.sure_reward!r}: the risky arm pays as much on average "

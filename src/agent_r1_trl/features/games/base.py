@@ -22,24 +22,22 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from agent_r1_trl.environments.base import StepResult
-from agent_r1_trl.environments.tool_env import ToolEnv, check_finite, prompt_messages
+from agent_r1_trl.environments.tool_env import ToolEnv, prompt_messages
 from agent_r1_trl.features.games.checks import (
     AROUND,
-    check_flag,
+    Given,
+    Tag,
     check_names,
     check_seed,
-    check_tag,
-    check_whole,
     has_no_text,
     shown,
 )
 from agent_r1_trl.rewards import extract_answer, strip_reasoning
+from agent_r1_trl.settings import Count, Finite, Flag, OneOf, Words
 from agent_r1_trl.trajectory import Message, ToolCall, ToolResult, Trajectory
-
-ACTION_FORMATS = ("text", "tool")
 
 
 class ActionError(ValueError):
@@ -80,19 +78,19 @@ class GameEnv(ToolEnv):
         ValueError: a setting is out of range.
     """
 
-    actions: Sequence[str] = ()
+    actions: Annotated[Sequence[str], Given()] = ()
     noun: str = "action"
     """What an action is called in the prompt."""
-    action_format: str = "text"
-    max_actions: int = 10
-    max_actions_per_turn: int = 5
-    max_idle_turns: int = 3
-    separator: str = "||"
-    answer_tag: str = "answer"
-    invalid_action_reward: float = -0.1
-    share_dynamics_seed: bool = False
-    show_actions_left: bool = True
-    failure_reward: float = 0.0
+    action_format: Annotated[str, OneOf("text", "tool")] = "text"
+    max_actions: Count = 10
+    max_actions_per_turn: Count = 5
+    max_idle_turns: Count = 3
+    separator: Words = "||"
+    answer_tag: Annotated[str, Tag()] = "answer"
+    invalid_action_reward: Finite = -0.1
+    share_dynamics_seed: Flag = False
+    show_actions_left: Flag = True
+    failure_reward = 0.0
     on_resume = "replay"  # the same seed and the same actions lead to the same state
     row_options: tuple[str, ...] = ("max_actions", "max_actions_per_turn")
     """Settings that the column `options` may hold."""
@@ -106,38 +104,9 @@ class GameEnv(ToolEnv):
     _reset_seed = 0
     _dynamics_seed = 0
 
-    def __init__(
-        self,
-        *,
-        action_format: str | None = None,
-        actions: Sequence[str] | None = None,
-        max_actions: int | None = None,
-        max_actions_per_turn: int | None = None,
-        max_idle_turns: int | None = None,
-        separator: str | None = None,
-        answer_tag: str | None = None,
-        invalid_action_reward: float | None = None,
-        share_dynamics_seed: bool | None = None,
-        show_actions_left: bool | None = None,
-        **settings: Any,
-    ) -> None:
-        own = {
-            "action_format": action_format,
-            "max_actions": max_actions,
-            "max_actions_per_turn": max_actions_per_turn,
-            "max_idle_turns": max_idle_turns,
-            "separator": separator,
-            "answer_tag": answer_tag,
-            "invalid_action_reward": invalid_action_reward,
-            "share_dynamics_seed": share_dynamics_seed,
-            "show_actions_left": show_actions_left,
-        }
-        for name, value in own.items():
-            if value is not None:
-                setattr(self, name, value)
-        self._names = tuple(self.actions if actions is None else actions)
-        self._check_options()
-        if self.action_format == "tool":
+    def __init__(self, *, actions: Sequence[str] | None = None, **settings: Any) -> None:
+        self._names = tuple(type(self).actions if actions is None else actions)
+        if settings.get("action_format", self.action_format) == "tool":
             settings["tools"] = ["play", *settings.get("tools", ())]
         super().__init__(**settings)
         self._start_turn()
@@ -205,7 +174,7 @@ class GameEnv(ToolEnv):
         return {}
 
     def check_options(self) -> None:
-        """Check the settings of the game itself.
+        """Check what settings of the game say together.
 
         Raises:
             ValueError: one is out of range.
@@ -382,19 +351,9 @@ class GameEnv(ToolEnv):
             )
         for name, value in options.items():
             setattr(self, name, value)
-        self._check_options()
+        self._check_settings()
 
-    def _check_options(self) -> None:
-        owner = type(self).__name__
-        if self.action_format not in ACTION_FORMATS:
-            raise ValueError(f"{owner}.action_format={self.action_format!r}: must be 'text' or 'tool'.")
-        for name in ("max_actions", "max_actions_per_turn", "max_idle_turns"):
-            check_whole(owner, name, getattr(self, name))
-        check_finite(owner, "invalid_action_reward", self.invalid_action_reward)
-        if not isinstance(self.separator, str) or not self.separator.strip():
-            raise ValueError(f"{owner}.separator={self.separator!r}: must be text that is not only white space.")
-        for name in ("share_dynamics_seed", "show_actions_left"):
-            check_flag(owner, name, getattr(self, name))
-        check_tag(owner, self.answer_tag)
-        check_names(owner, self._names, type(self).actions, self.separator)
+    def _check_settings(self) -> None:
+        super()._check_settings()
+        check_names(type(self).__name__, self._names, type(self).actions, self.separator)
         self.check_options()

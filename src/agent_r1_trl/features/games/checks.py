@@ -1,13 +1,15 @@
-"""Checks of settings and rows, what is shown back to the model, and the packages of the extra `games`."""
+"""Rules of settings, checks of rows, what is shown back to the model, and the packages of the extra `games`."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 from agent_r1_trl.rewards.format import check_answer_tag
+from agent_r1_trl.settings import Rule, Whole
 
 AROUND = " \t\r\n.,;:!'\"`\u3002\uff0c\u3001\uff01\u201c\u201d\u2018\u2019\u300c\u300d"
 """White space and punctuation, the full-width kind too, that may stand around the name of an action."""
@@ -15,14 +17,48 @@ _MAX_SHOWN = 40
 """Characters of an action that is shown back to the model."""
 
 
-def check_whole(owner: str, name: str, value: Any, minimum: int = 1) -> None:
-    """Check that a setting is an integer >= `minimum`.
+class Tag(Rule):
+    """The bare name of a tag, or ""."""
 
-    Raises:
-        ValueError: it is not; the message names the setting.
+    def accepts(self, value: Any) -> bool:
+        """See `Rule`."""
+        with contextlib.suppress(ValueError):
+            if value != "":
+                check_answer_tag("", value)
+            return True
+        return False
+
+    def __str__(self) -> str:
+        return "the bare name of a tag other than that of the reasoning, or an empty text"
+
+
+class TwoNumbers(Rule):
+    """Two whole numbers, the second no smaller than the first (or, for a `size`, of any order).
+
+    Args:
+        minimum: of both.
+        is_size: whether they are rows and columns.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{owner}.{name}={value!r}: must be an integer >= {minimum}.")
+
+    def __init__(self, minimum: int, *, is_size: bool = False) -> None:
+        self.minimum, self.is_size = minimum, is_size
+
+    def accepts(self, value: Any) -> bool:
+        """See `Rule`."""
+        is_pair = isinstance(value, list | tuple) and len(value) == 2
+        is_whole = is_pair and all(Whole(self.minimum).accepts(item) for item in value)
+        return is_whole and (self.is_size or value[0] <= value[1])
+
+    def __str__(self) -> str:
+        return f"two whole numbers >= {self.minimum}, {'rows and columns' if self.is_size else 'fewest and most'}"
+
+
+class Given(Rule):
+    """Anything; the class checks it together with others."""
+
+    def accepts(self, value: Any) -> bool:
+        """See `Rule`."""
+        return True
 
 
 def check_seed(owner: str, seed: Any) -> int | None:
@@ -36,29 +72,6 @@ def check_seed(owner: str, seed: Any) -> int | None:
     if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
         raise ValueError(f"{owner}.reset: seed={seed!r:.200} must be an integer >= 0, or None.")
     return int(seed)
-
-
-def check_flag(owner: str, name: str, value: Any) -> None:
-    """Check that a setting is True or False: the text "false" would count as true.
-
-    Raises:
-        ValueError: it is not; the message names the setting.
-    """
-    if not isinstance(value, bool):
-        raise ValueError(f"{owner}.{name}={value!r:.100}: must be True or False (in YAML true or false, unquoted).")
-
-
-def check_tag(owner: str, tag: Any) -> None:
-    """Check the setting `answer_tag`, which may be "".
-
-    Raises:
-        ValueError: it is no bare name of a tag.
-    """
-    try:
-        if tag != "":
-            check_answer_tag("", tag)
-    except ValueError as error:
-        raise ValueError(f"{owner}.answer_{error}") from None
 
 
 def check_names(owner: str, names: Sequence[Any], known: Sequence[str], separator: str) -> None:

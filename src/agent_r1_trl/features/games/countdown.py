@@ -9,11 +9,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
-from agent_r1_trl.environments.tool_env import check_finite
 from agent_r1_trl.features.games.base import ActionError, GameEnv
-from agent_r1_trl.features.games.checks import check_flag, check_whole, load_package, shown
+from agent_r1_trl.features.games.checks import TwoNumbers, load_package, shown
+from agent_r1_trl.settings import Count, Finite, Flag, SomeOf
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -60,52 +60,13 @@ class CountdownEnv(GameEnv):
     noun = "expression"
     max_actions = 1
     max_actions_per_turn = 1
-    num_numbers: tuple[int, int] = (3, 4)
-    max_number: int = 99
-    target: tuple[int, int] = (10, 999)
-    operators: Sequence[str] = ("+", "-", "*", "/")
-    must_use_all: bool = False
-    format_reward: float = 0.1
+    num_numbers: Annotated[tuple[int, int], TwoNumbers(2)] = (3, 4)
+    max_number: Count = 99
+    target: Annotated[tuple[int, int], TwoNumbers(1)] = (10, 999)
+    operators: Annotated[Sequence[str], SomeOf(*"+-*/")] = ("+", "-", "*", "/")
+    must_use_all: Flag = False
+    format_reward: Finite = 0.1
     row_options = (*GameEnv.row_options, "num_numbers", "max_number", "target", "operators", "must_use_all")
-
-    def __init__(
-        self,
-        *,
-        num_numbers: tuple[int, int] | None = None,
-        max_number: int | None = None,
-        target: tuple[int, int] | None = None,
-        operators: Sequence[str] | None = None,
-        must_use_all: bool | None = None,
-        format_reward: float | None = None,
-        **settings: Any,
-    ) -> None:
-        own = {
-            "num_numbers": num_numbers,
-            "max_number": max_number,
-            "target": target,
-            "operators": operators,
-            "must_use_all": must_use_all,
-            "format_reward": format_reward,
-        }
-        for name, value in own.items():
-            if value is not None:
-                setattr(self, name, value)
-        super().__init__(**settings)
-
-    def check_options(self) -> None:
-        """Check the settings of the puzzles."""
-        owner = type(self).__name__
-        check_whole(owner, "max_number", self.max_number)
-        check_flag(owner, "must_use_all", self.must_use_all)
-        for name, least in (("num_numbers", 2), ("target", 1)):
-            pair = getattr(self, name)
-            if not isinstance(pair, list | tuple) or len(pair) != 2:
-                raise ValueError(f"{owner}.{name}={pair!r:.100}: must be two integers, the smallest and the largest.")
-            check_whole(owner, name, pair[0], least)
-            check_whole(owner, name, pair[1], pair[0])
-        if not self.operators or set(self.operators) - set("+-*/"):
-            raise ValueError(f"{owner}.operators={self.operators!r:.100}: must be some of '+', '-', '*' and '/'.")
-        check_finite(owner, "format_reward", self.format_reward)
 
     def rules(self) -> str:
         """The aim."""

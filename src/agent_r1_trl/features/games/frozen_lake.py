@@ -5,19 +5,12 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from agent_r1_trl.features.games.base import GameEnv
-from agent_r1_trl.features.games.checks import check_flag, check_whole, load_package
-from agent_r1_trl.features.games.grid import (
-    MOVES,
-    Place,
-    check_grid_settings,
-    explain_marks,
-    list_places,
-    moved,
-    read_grid,
-)
+from agent_r1_trl.features.games.checks import load_package
+from agent_r1_trl.features.games.grid import MOVES, Place, Symbols, explain_marks, moved, read_grid
+from agent_r1_trl.settings import Flag, PositiveShare, Whole
 
 SYMBOLS = {"player": "P", "ice": "_", "hole": "O", "goal": "G", "player_in_hole": "X", "player_on_goal": "V"}
 _MODULE = "gymnasium.envs.toy_text.frozen_lake"
@@ -38,7 +31,6 @@ class FrozenLakeEnv(GameEnv):
         ice_share: probability that a place of a generated level is ice; the others are holes.
         is_slippery: whether the player may slide to one of the sides instead.
         success_rate: on slippery ice, the probability of moving as intended; both sides share the rest.
-        grid_format: "symbols" (a drawing) or "coordinates" (a list of places).
         symbols: texts of the drawing, by name: player, ice, hole, goal, player_in_hole, player_on_goal.
         **settings: settings of `GameEnv` and `ToolEnv`.
 
@@ -48,54 +40,25 @@ class FrozenLakeEnv(GameEnv):
     """
 
     actions = tuple(MOVES)
-    size: int = 4
-    ice_share: float = 0.8
-    is_slippery: bool = True
-    success_rate: float = 1 / 3
-    grid_format: str = "symbols"
-    symbols: Mapping[str, str] = SYMBOLS
+    size: Annotated[int, Whole(2)] = 4
+    ice_share: PositiveShare = 0.8
+    is_slippery: Flag = True
+    success_rate: PositiveShare = 1 / 3
+    symbols: Annotated[Mapping[str, str], Symbols(*SYMBOLS)] = SYMBOLS
     row_options = (*GameEnv.row_options, "size", "ice_share", "is_slippery", "success_rate")
 
-    def __init__(
-        self,
-        *,
-        size: int | None = None,
-        ice_share: float | None = None,
-        is_slippery: bool | None = None,
-        success_rate: float | None = None,
-        grid_format: str | None = None,
-        symbols: Mapping[str, str] | None = None,
-        **settings: Any,
-    ) -> None:
-        own = {
-            "size": size,
-            "ice_share": ice_share,
-            "is_slippery": is_slippery,
-            "success_rate": success_rate,
-            "grid_format": grid_format,
-        }
-        for name, value in own.items():
-            if value is not None:
-                setattr(self, name, value)
-        self.symbols = {**type(self).symbols, **(symbols or {})}
+    def __init__(self, *, symbols: Mapping[str, str] | None = None, **settings: Any) -> None:
         self._gymnasium = load_package(_MODULE, type(self).__name__)
-        super().__init__(**settings)
+        super().__init__(symbols={**type(self).symbols, **(symbols or {})}, **settings)
 
     def check_options(self) -> None:
-        """Check the settings of the lake."""
+        """Check that the goal can be reached."""
         owner = type(self).__name__
-        check_whole(owner, "size", self.size, minimum=2)
-        check_flag(owner, "is_slippery", self.is_slippery)
-        for name in ("ice_share", "success_rate"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-                raise ValueError(f"{owner}.{name}={value!r}: must be a number in (0, 1].")
         if self.max_actions < 2 * (self.size - 1):
             raise ValueError(
                 f"{owner}.max_actions={self.max_actions}: the goal of a lake of size={self.size} is at least "
                 f"{2 * (self.size - 1)} moves away. Raise max_actions, or lower size."
             )
-        check_grid_settings(owner, self.grid_format, self.symbols, tuple(SYMBOLS))
 
     def rules(self) -> str:
         """The aim, the marks and what the ice does."""
@@ -104,7 +67,7 @@ class FrozenLakeEnv(GameEnv):
             if self.is_slippery
             else ""
         )
-        marks = explain_marks(self.grid_format, self.symbols)
+        marks = explain_marks(self.symbols)
         return f"Walk over a frozen lake to the goal without falling into a hole.{slip}\n{marks}"
 
     def new_level(self, seed: int) -> str:
@@ -157,10 +120,6 @@ class FrozenLakeEnv(GameEnv):
 
     def describe(self) -> str:
         """The lake with the player on it."""
-        if self.grid_format == "coordinates":
-            found = {name: self._find(letter) for name, letter in (("goal", "G"), ("holes", "H"))}
-            rows, columns = len(self._rows), len(self._rows[0])
-            return f"lake: {rows} rows, {columns} columns\n{list_places({'player': [self.place], **found})}"
         marks = {
             letter: self.symbols[name] for letter, name in zip("SFHG", ("ice", "ice", "hole", "goal"), strict=True)
         }
@@ -173,9 +132,6 @@ class FrozenLakeEnv(GameEnv):
     def metrics(self) -> dict[str, float]:
         """Whether the player fell into a hole."""
         return {"fell": float(self._rows[self.place[0]][self.place[1]] == "H")}
-
-    def _find(self, letter: str) -> list[Place]:
-        return [(i, j) for i, row in enumerate(self._rows) for j, found in enumerate(row) if found == letter]
 
 
 def shortest_path(rows: list[str], start: Place) -> list[str] | None:

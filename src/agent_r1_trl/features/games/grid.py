@@ -1,16 +1,17 @@
-"""Grids as text: symbols for the reader, coordinates, and the moves."""
+"""Grids as text: symbols for the reader, and the moves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
+
+from agent_r1_trl.settings import Rule
 
 Place = tuple[int, int]
 """(row, column), counted from 0 at the top left."""
 
 MOVES: dict[str, Place] = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 """What an action adds to row and column, in gymnasium's order of the actions."""
-
-GRID_FORMATS = ("symbols", "coordinates")
 
 
 def moved(place: Place, action: str) -> Place:
@@ -42,37 +43,29 @@ def read_grid(level: str, letters: str, owner: str) -> list[str]:
     return rows
 
 
-def check_grid_settings(owner: str, grid_format: str, symbols: Mapping[str, str], known: Sequence[str]) -> None:
-    """Check the settings `grid_format` and `symbols`.
+class Symbols(Rule):
+    """Different texts for some or all of the marks of a drawing.
 
-    Raises:
-        ValueError: one is out of range.
+    Args:
+        names: of the marks.
     """
-    if grid_format not in GRID_FORMATS:
-        raise ValueError(f"{owner}.grid_format={grid_format!r}: must be 'symbols' or 'coordinates'.")
-    if set(symbols) - set(known) or len(set(symbols.values())) < len(symbols) or not all(symbols.values()):
-        raise ValueError(f"{owner}.symbols={dict(symbols)!r}: must give different texts to {', '.join(known)}.")
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def accepts(self, value: Any) -> bool:
+        """See `Rule`."""
+        is_known = isinstance(value, Mapping) and set(value) <= set(self.names)
+        return is_known and len(set(value.values())) == len(value) and all(value.values())
+
+    def __str__(self) -> str:
+        return f"different texts for {', '.join(self.names)}"
 
 
-def explain_marks(grid_format: str, symbols: Mapping[str, str]) -> str:
+def explain_marks(symbols: Mapping[str, str]) -> str:
     """What the model must know to read a grid.
 
-    >>> explain_marks("symbols", {"player": "P", "player_on_goal": "V"})
+    >>> explain_marks({"player": "P", "player_on_goal": "V"})
     'Marks: P player, V player on goal.'
     """
-    if grid_format == "coordinates":
-        return "Places are (row, column), counted from (0, 0) at the top left."
     return "Marks: " + ", ".join(f"{mark} {name.replace('_', ' ')}" for name, mark in symbols.items()) + "."
-
-
-def list_places(places: Mapping[str, Sequence[Place]]) -> str:
-    """Places by what stands there, one line each.
-
-    >>> print(list_places({"player": [(0, 0)], "holes": [(1, 1), (2, 0)]}))
-    player: (0, 0)
-    holes: (1, 1) (2, 0)
-    """
-    return "\n".join(
-        f"{name}: {' '.join(f'({row}, {column})' for row, column in found) or 'none'}"
-        for name, found in places.items()
-    )

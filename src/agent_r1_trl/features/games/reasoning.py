@@ -6,11 +6,12 @@ import logging
 import math
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from agent_r1_trl.environments.tool_env import ToolEnv
-from agent_r1_trl.features.games.checks import check_flag, check_seed, check_tag, load_package
+from agent_r1_trl.features.games.checks import Tag, check_seed, load_package
 from agent_r1_trl.rewards import extract_answer, strip_reasoning
+from agent_r1_trl.settings import Flag, Seconds
 from agent_r1_trl.trajectory import Message, StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -59,27 +60,16 @@ class ReasoningGymEnv(ToolEnv):
 
     failure_reward = 0.0
     on_resume = "replay"
+    partial_credit: Flag = False
+    answer_tag: Annotated[str, Tag()] = "answer"
+    score_timeout_s: Seconds = 5.0
     _reset_seed = 0
 
     def __init__(
-        self,
-        dataset: str = "chain_sum",
-        *,
-        options: Mapping[str, Any] | None = None,
-        partial_credit: bool = False,
-        answer_tag: str = "answer",
-        score_timeout_s: float = 5.0,
-        **settings: Any,
+        self, dataset: str = "chain_sum", *, options: Mapping[str, Any] | None = None, **settings: Any
     ) -> None:
-        if isinstance(score_timeout_s, bool) or not isinstance(score_timeout_s, int | float) or score_timeout_s <= 0:
-            raise ValueError(f"score_timeout_s={score_timeout_s!r}: must be a number of seconds > 0.")
-        check_tag(type(self).__name__, answer_tag)
-        check_flag(type(self).__name__, "partial_credit", partial_credit)
         self.dataset = dataset
         self.options = dict(options or {})
-        self.partial_credit = partial_credit
-        self.answer_tag = answer_tag
-        self.score_timeout_s = score_timeout_s
         self._generator(self.dataset, self.options, seed=0)
         super().__init__(**settings)
 

@@ -5,20 +5,12 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from agent_r1_trl.environments.tool_env import check_finite
 from agent_r1_trl.features.games.base import GameEnv
-from agent_r1_trl.features.games.checks import check_whole
-from agent_r1_trl.features.games.grid import (
-    MOVES,
-    Place,
-    check_grid_settings,
-    explain_marks,
-    list_places,
-    moved,
-    read_grid,
-)
+from agent_r1_trl.features.games.checks import TwoNumbers
+from agent_r1_trl.features.games.grid import MOVES, Place, Symbols, explain_marks, moved, read_grid
+from agent_r1_trl.settings import Count, Finite, Number
 
 SYMBOLS = {
     "wall": "#",
@@ -67,7 +59,6 @@ class SokobanEnv(GameEnv):
         min_moves: smallest number of moves that solve a generated level; the largest is `max_actions`.
         step_reward: reward of each action.
         box_reward: reward of a box that comes onto a target; one that leaves a target costs as much.
-        grid_format: "symbols" (a drawing) or "coordinates" (a list of places).
         symbols: texts of the drawing, by name: wall, floor, target, box, player, box_on_target, player_on_target.
         **settings: settings of `GameEnv` and `ToolEnv`.
 
@@ -77,70 +68,32 @@ class SokobanEnv(GameEnv):
 
     actions = tuple(MOVES)
     success_reward = 10.0
-    room: tuple[int, int] = (6, 6)
-    num_boxes: int = 1
-    wall_share: float = 0.1
-    min_moves: int = 3
-    step_reward: float = -0.1
-    box_reward: float = 1.0
-    grid_format: str = "symbols"
-    symbols: Mapping[str, str] = SYMBOLS
+    room: Annotated[tuple[int, int], TwoNumbers(4, is_size=True)] = (6, 6)
+    num_boxes: Count = 1
+    wall_share: Annotated[float, Number(minimum=0, below=1)] = 0.1
+    min_moves: Count = 3
+    step_reward: Finite = -0.1
+    box_reward: Finite = 1.0
+    symbols: Annotated[Mapping[str, str], Symbols(*SYMBOLS)] = SYMBOLS
     row_options = (*GameEnv.row_options, "room", "num_boxes", "wall_share", "min_moves")
 
-    def __init__(
-        self,
-        *,
-        room: tuple[int, int] | None = None,
-        num_boxes: int | None = None,
-        wall_share: float | None = None,
-        min_moves: int | None = None,
-        step_reward: float | None = None,
-        box_reward: float | None = None,
-        grid_format: str | None = None,
-        symbols: Mapping[str, str] | None = None,
-        **settings: Any,
-    ) -> None:
-        own = {
-            "room": room,
-            "num_boxes": num_boxes,
-            "wall_share": wall_share,
-            "min_moves": min_moves,
-            "step_reward": step_reward,
-            "box_reward": box_reward,
-            "grid_format": grid_format,
-        }
-        for name, value in own.items():
-            if value is not None:
-                setattr(self, name, value)
-        self.symbols = {**type(self).symbols, **(symbols or {})}
-        super().__init__(**settings)
+    def __init__(self, *, symbols: Mapping[str, str] | None = None, **settings: Any) -> None:
+        super().__init__(symbols={**type(self).symbols, **(symbols or {})}, **settings)
 
     def check_options(self) -> None:
-        """Check the settings of the room."""
+        """Check that levels can be made."""
         owner = type(self).__name__
-        if not isinstance(self.room, list | tuple) or len(self.room) != 2:
-            raise ValueError(f"{owner}.room={self.room!r}: must be two numbers, rows and columns.")
-        for side in self.room:
-            check_whole(owner, "room", side, minimum=4)
-        for name in ("num_boxes", "min_moves"):
-            check_whole(owner, name, getattr(self, name))
         if self.min_moves > self.max_actions:
             raise ValueError(
                 f"{owner}.min_moves={self.min_moves}: a level must be solved within max_actions={self.max_actions}. "
                 "Lower min_moves, or raise max_actions."
             )
-        share = self.wall_share
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
-            raise ValueError(f"{owner}.wall_share={share!r}: must be a number in [0, 1).")
-        for name in ("step_reward", "box_reward"):
-            check_finite(owner, name, getattr(self, name))
-        check_grid_settings(owner, self.grid_format, self.symbols, tuple(SYMBOLS))
 
     def rules(self) -> str:
         """The aim and the marks."""
         return (
             "Push every box onto a target. You push a box by walking into it; it moves if the place behind it is "
-            f"free. You cannot pull.\n{explain_marks(self.grid_format, self.symbols)}"
+            f"free. You cannot pull.\n{explain_marks(self.symbols)}"
         )
 
     def new_level(self, seed: int) -> str:
@@ -192,14 +145,6 @@ class SokobanEnv(GameEnv):
 
     def describe(self) -> str:
         """The room."""
-        if self.grid_format == "coordinates":
-            rows, columns = self._size
-            found = {
-                "player": [self.state.player],
-                "boxes": sorted(self.state.boxes),
-                "targets": sorted(self._targets),
-            }
-            return f"room: {rows} rows, {columns} columns\n{list_places({**found, 'floor': sorted(self._free)})}"
         level = write_level(self._size, self._free, self._targets, self.state)
         return "".join(self.symbols[LETTERS[letter]] if letter in LETTERS else letter for letter in level)
 

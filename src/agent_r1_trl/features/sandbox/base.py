@@ -5,9 +5,10 @@ Every trajectory has a sandbox of its own. Its variables and files live until `c
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
-from typing import Literal, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Annotated, Literal, Protocol, runtime_checkable
+
+from agent_r1_trl.settings import Count, Seconds, Whole, check_settings
 
 Language = Literal["python", "shell"]
 
@@ -22,41 +23,25 @@ class SandboxLimits:
 
     Args:
         timeout_s: maximum wall-clock seconds of one call.
-        cpu_s: maximum seconds of CPU time of one call, per process.
         memory_mb: maximum memory of one process, and of all processes together, in MiB.
         disk_mb: maximum size of one file, and of the private directory, in MiB.
         max_processes: maximum number of processes, the interpreter included.
-        max_open_files: maximum number of open files per process.
         max_output_chars: maximum length of what the model reads of one call's output, in characters.
-        start_timeout_s: maximum seconds that a call waits for a sandbox: for its turn, and for it to start.
+        start_timeout_s: maximum seconds that a call waits for a sandbox to start.
 
     Raises:
         ValueError: a limit is out of range.
     """
 
-    timeout_s: float = 10.0
-    cpu_s: float = 10.0
-    memory_mb: int = 1024
-    disk_mb: int = 64
-    max_processes: int = 32
-    max_open_files: int = 128
-    max_output_chars: int = 10_000
-    start_timeout_s: float = 120.0
+    timeout_s: Seconds = 10.0
+    memory_mb: Annotated[int, Whole(64)] = 1024  # below that, no interpreter starts
+    disk_mb: Count = 64
+    max_processes: Count = 32
+    max_output_chars: Count = 10_000
+    start_timeout_s: Seconds = 120.0
 
     def __post_init__(self) -> None:
-        least = {"memory_mb": 64, "max_open_files": 64}  # below that, no interpreter starts
-        for item in fields(self):
-            value = getattr(self, item.name)
-            is_seconds = item.name.endswith("_s")
-            if isinstance(value, bool) or not isinstance(value, (int, float) if is_seconds else int):
-                raise ValueError(
-                    f"SandboxLimits.{item.name}={value!r}: must be {'a number' if is_seconds else 'an integer'}."
-                )
-            minimum = least.get(item.name, 0 if is_seconds else 1)
-            if not math.isfinite(value) or value < minimum or value <= 0:
-                raise ValueError(
-                    f"SandboxLimits.{item.name}={value!r}: must be finite and {f'>= {minimum}' if minimum else '> 0'}."
-                )
+        check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)

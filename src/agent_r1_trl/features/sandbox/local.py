@@ -26,6 +26,8 @@ from agent_r1_trl.features.sandbox.cage.keeper import main
 del sys.path[0]
 main()
 """
+SOURCE = str(Path(__file__).resolve().parents[3])
+"""Where this package lies, which need not be the one that is installed."""
 CHUNK = 1 << 16
 ANSWER_GRACE_S = 30.0
 """Seconds beyond a call's own limits after which a sandbox that has not answered counts as broken."""
@@ -118,10 +120,9 @@ class _Keeper:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        source = str(Path(__file__).resolve().parents[2])
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", START, source],
+                [sys.executable, "-I", "-c", START, SOURCE],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 cwd="/",

@@ -13,11 +13,13 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
-from agent_r1_trl.features.search.batching import QueryBatcher
+from agent_r1_trl.settings import Count, Seconds, check_value
 from agent_r1_trl.tools.faults import OVERLOADED_OR_GONE, InfrastructureError
 from agent_r1_trl.tools.search import Passage, check_search
 from agent_r1_trl.tools.search_corpus import join_contents, split_contents
@@ -64,12 +66,9 @@ class HttpRetriever:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.url = full_url(url)
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 3600:
-            raise ValueError(f"timeout_s={timeout_s!r}: must be a number of seconds > 0. Set it to such a number.")
-        counts = {"attempts": attempts, "max_connections": max_connections, "max_batch": max_batch}
-        for label, value in counts.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{label}={value!r}: must be an integer >= 1. Set {label} to such a number.")
+        check_value("timeout_s", timeout_s, Seconds)
+        for label, value in {"attempts": attempts, "max_connections": max_connections, "max_batch": max_batch}.items():
+            check_value(label, value, Count)
         self.timeout_s, self.attempts, self.max_connections = timeout_s, attempts, max_connections
         self.max_batch, self.headers = max_batch, dict(headers or {})
         self._start()
@@ -174,6 +173,72 @@ class _RequestError(Exception):
     def __init__(self, message: str, *, is_repeatable: bool = False, is_answered: bool = True) -> None:
         super().__init__(message)
         self.is_repeatable, self.is_answered = is_repeatable, is_answered
+
+
+# -------------------------------------------------------------------- few requests
+
+
+@dataclass(eq=False)
+class _Search:
+    query: str
+    k: int
+    answer: Future[Any] = field(default_factory=Future)
+
+
+class QueryBatcher:
+    """Joins the searches of many threads into few requests, without a thread and without a delay of its own.
+
+    A search that finds a free place leaves at once. Searches that come while all places are taken wait; as soon as one
+    is free, one of them leaves and takes along as many of the others as one request may hold.
+
+    Args:
+        send: takes queries and the `k` that they share; returns an answer, or an exception, for each of them.
+        max_flights: requests that are under way at the same time.
+        max_batch: queries of one request.
+    """
+
+    def __init__(self, send: Callable[[list[str], int], Sequence[Any]], *, max_flights: int, max_batch: int) -> None:
+        self._send, self._max_batch = send, max_batch
+        self._num_places = max_flights
+        self._waiting: list[_Search] = []
+        self._changed = threading.Condition()
+
+    def search(self, query: str, k: int) -> Any:
+        """The answer to one query; blocks until it is there.
+
+        Raises:
+            Exception: what `send` raised or returned for this query.
+        """
+        mine = _Search(query, k)
+        batch: list[_Search] = []
+        with self._changed:
+            self._waiting.append(mine)
+            self._changed.wait_for(lambda: mine not in self._waiting or self._num_places > 0)
+            if mine in self._waiting:
+                others = [search for search in self._waiting if search is not mine and search.k == k]
+                batch = [mine, *others][: self._max_batch]
+                self._waiting = [search for search in self._waiting if search not in batch]
+                self._num_places -= 1
+                self._changed.notify_all()
+        if batch:
+            self._fly(batch)
+        return mine.answer.result()
+
+    def _fly(self, batch: list[_Search]) -> None:
+        answers: Sequence[Any] = [RuntimeError("the search was interrupted")] * len(batch)  # Ctrl-C frees the others
+        try:
+            answers = self._send([search.query for search in batch], batch[0].k)
+        except Exception as error:
+            answers = [error] * len(batch)
+        finally:
+            for search, answer in zip(batch, answers, strict=True):
+                if isinstance(answer, Exception):
+                    search.answer.set_exception(answer)
+                else:
+                    search.answer.set_result(answer)
+            with self._changed:
+                self._num_places += 1
+                self._changed.notify_all()
 
 
 # -------------------------------------------------------------------- the protocol

@@ -1,8 +1,9 @@
-"""`agent-r1-trl serve-retriever`: serve an index over HTTP, in Search-R1's protocol.
+"""`agent-r1-trl serve-retriever`: serve a corpus over HTTP, in Search-R1's protocol.
 
-    agent-r1-trl serve-retriever indexes/wiki --host 0.0.0.0 --port 8010
+    agent-r1-trl serve-retriever corpus.jsonl --host 0.0.0.0 --port 8010
 
-Then set `retriever: http://THIS-MACHINE:8010` in the recipe. Ends on Ctrl-C or SIGTERM.
+The corpus is indexed first, once. Then set `retriever: http://THIS-MACHINE:8010` in the recipe. Ends on Ctrl-C or
+SIGTERM.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ def run(argv: Sequence[str]) -> int:
     from agent_r1_trl.features.search.server import make_app
     from agent_r1_trl.tools.search import open_retriever
 
-    source: Any = {"path": arguments.index, "device": arguments.device} if arguments.device else arguments.index
     with users_mistakes():
-        retriever = open_retriever(source, flag="INDEX")
+        retriever = open_retriever(arguments.corpus, flag="CORPUS")
 
     def show(place: Mapping[str, Any]) -> None:
         url = f"http://{place['host']}:{place['port']}"
@@ -40,8 +40,7 @@ def run(argv: Sequence[str]) -> int:
 def make_parser() -> PlainParser:
     """The parser of the command's options."""
     parser = PlainParser("agent-r1-trl serve-retriever", __doc__)
-    parser.add_argument("index", metavar="INDEX", help="Folder of an index, or a JSONL or Parquet corpus.")
+    parser.add_argument("corpus", metavar="CORPUS", help="A JSONL or Parquet file.")
     parser.add_argument("--host", default="127.0.0.1", help="Address; 0.0.0.0 for other machines (127.0.0.1).")
     parser.add_argument("--port", type=int, default=8010, help="Port; 0 for a free one (8010).")
-    parser.add_argument("--device", help="Where the encoder of a dense index runs.")
     return parser

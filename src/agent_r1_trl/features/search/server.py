@@ -41,12 +41,8 @@ def make_app(retriever: Retriever) -> web.Application:
         except ValueError as error:
             return web.json_response({"error": str(error)}, status=422)
         try:
-            together = getattr(retriever, "search_many", None)
-            if together is not None and len(queries) > 1:
-                found = await loop.run_in_executor(pool, together, queries, k)
-            else:  # futures first, so that all threads are busy
-                jobs = [loop.run_in_executor(pool, retriever.search, query, k) for query in queries]
-                found = await asyncio.gather(*jobs)
+            jobs = [loop.run_in_executor(pool, retriever.search, query, k) for query in queries]
+            found = await asyncio.gather(*jobs)
         except InfrastructureError as error:  # the retriever asks another server itself
             return web.json_response({"error": str(error)}, status=503)
         with_score = bool(body.get("return_scores"))

@@ -17,7 +17,7 @@ import tempfile
 import time
 from typing import Any
 
-from agent_r1_trl.features.sandbox.cage import privileges, processes
+from agent_r1_trl.features.sandbox.cage import processes
 from agent_r1_trl.features.sandbox.cage.supervisor import supervise
 
 POLL_S = 1.0
@@ -96,7 +96,7 @@ def main() -> None:
     """Body of the keeper's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the trainer, which closes its end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    privileges.adopt_orphans()
+    processes.adopt_orphans()
     keeper = Keeper(socket.socket(fileno=0))
     try:
         keeper.serve()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.features.sandbox.cage import interpreter as interpreter_file
-from agent_r1_trl.features.sandbox.cage import privileges, processes
+from agent_r1_trl.features.sandbox.cage import processes
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -32,6 +32,7 @@ quotactl quotactl_fd inotify_add_watch fanotify_mark
 """
 """What Landlock does not judge: calls that change files, processes or keys of the same user, or take memory that is
 nobody's."""
+MAX_OPEN_FILES = 128
 WAIT_S = 2.0
 SPARE_TASKS = 256
 """What the user's other processes may start in the meantime before the code can start none any more."""
@@ -58,17 +59,6 @@ class Interpreter:
         """Write one request; one that no longer reads is found dead by the wait that follows."""
         with contextlib.suppress(BrokenPipeError):
             interpreter_file.write_all(self.requests, json.dumps(request).encode() + b"\n")
-
-    def allow_cpu(self, seconds: float) -> None:
-        """Let it use this much CPU time from now on."""
-        with contextlib.suppress(OSError, ValueError):
-            with open(f"/proc/{self.pid}/stat") as stream:
-                fields = stream.read().rpartition(")")[2].split()
-            used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-            limit = int(used + seconds) + 1
-            resource.prlimit(
-                self.pid, resource.RLIMIT_CPU, (limit, resource.prlimit(self.pid, resource.RLIMIT_CPU)[1])
-            )
 
     def resume(self) -> None:
         """Let it run."""
@@ -135,7 +125,7 @@ def _launch_fork(settings: dict[str, Any]) -> Interpreter:
 def _confine(settings: dict[str, Any]) -> None:
     """Put the calling process under the limits."""
     os.setsid()
-    privileges.die_with_parent(signal.SIGKILL)
+    processes.die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(settings["directory"])
     os.environ.clear()
@@ -146,11 +136,11 @@ def _confine(settings: dict[str, Any]) -> None:
 
 
 def limits_of(settings: dict[str, Any]) -> dict[str, int]:
-    """Values of rlimits by name; that of CPU time is set before each call."""
+    """Values of rlimits by name."""
     limits = {
         "RLIMIT_AS": settings["memory_mb"] << 20,
         "RLIMIT_FSIZE": settings["disk_mb"] << 20,
-        "RLIMIT_NOFILE": settings["max_open_files"],
+        "RLIMIT_NOFILE": MAX_OPEN_FILES,
         "RLIMIT_CORE": 0,
     }
     others = processes.count_tasks(os.getuid()) + SPARE_TASKS  # of the user, the trainer's included

@@ -1,16 +1,25 @@
-"""Finds, measures and kills the processes below this one; measures and removes a directory. Reads Linux's /proc."""
+"""Processes of Linux: finds, measures and kills those below this one (from /proc), and gives up their privileges.
+
+Also measures and removes a directory. ctypes stands for what Python 3.11 does not expose.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import time
 from collections.abc import Collection
 
+_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
+_CAPABILITY_VERSION_3 = 0x20080522
+_libc = ctypes.PyDLL(None, use_errno=True)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+KILL_TIMEOUT_S = 5.0
 _HAS_CHILDREN_FILE = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 """Most kernels list a thread's children; others (CONFIG_PROC_CHILDREN off) need a look at every process."""
 
@@ -47,14 +56,14 @@ def memory_bytes(pids: list[int]) -> int:
     return total
 
 
-def kill_descendants(*, keep: int = 0, skip: Collection[int] = (), limit_s: float = 5.0) -> bool:
+def kill_descendants(*, keep: int = 0, skip: Collection[int] = ()) -> bool:
     """Kill every process below this one; returns whether none is left.
 
     The process `keep` stays, but what is below it does not; those in `skip` stay with all that is below them.
 
     All are stopped before the first is killed, so that none can start another in the meantime.
     """
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + KILL_TIMEOUT_S
     stopped: set[int] = set()
     while time.monotonic() < deadline:
         found = {pid for pid in descendants(os.getpid(), skip=skip) if pid != keep}
@@ -132,3 +141,37 @@ def _stat(pid: int) -> list[str]:
             return stream.read().rpartition(")")[2].split()
     except OSError:
         return ["X", "0"]
+
+
+# -------------------------------------------------------------------- privileges
+
+
+def die_with_parent(number: int) -> None:
+    """Ask for this signal when the parent (process) ends."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ended, so that a daemon can be found and killed."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def drop_privileges() -> None:
+    """Give up every capability for good, also for what this process starts: root is then a user like others.
+
+    Raises:
+        PermissionError: some capability stays.
+    """
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    for capability in range(64):
+        _prctl(_PR_CAPBSET_DROP, capability)
+    _libc.capset(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24))
+    with open("/proc/self/status") as stream:
+        left = [line.split() for line in stream if line.startswith(("CapInh:", "CapPrm:", "CapEff:", "CapAmb:"))]
+    if kept := [f"{name} {mask}" for name, mask in left if int(mask, 16)]:
+        raise PermissionError(f"privileges cannot be dropped here ({', '.join(kept)}): run it as a user without any")
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(AttributeError):  # not on this system
+        _libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), *[ctypes.c_ulong(0)] * 3)

@@ -20,14 +20,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent_r1_trl.features.sandbox.cage import privileges, processes
+from agent_r1_trl.features.sandbox.cage import processes
 from agent_r1_trl.features.sandbox.cage.launch import Interpreter, launch
 
 WATCH_S = 0.05
 """Seconds between two looks at the number of processes and their memory; a shorter call is never looked at."""
 DISK_WATCH_S = 0.25
 """Seconds between two looks at the private directory."""
-KILL_GRACE_S = 2.0
 END_GRACE_S = 0.5
 """Seconds in which an interpreter that no longer answers may turn out to have ended."""
 DISK_FULL = "Disk full"
@@ -92,7 +91,7 @@ class Supervisor:
     def serve(self) -> None:
         """Answer requests; returns when the trainer is gone or has closed the sandbox."""
         try:
-            privileges.drop_privileges()
+            processes.drop_privileges()
             self._start()
             self._send({})
         except Exception as error:
@@ -122,20 +121,9 @@ class Supervisor:
         interpreter = self._interpreter
         assert interpreter is not None
         call = Call(deadline=time.monotonic() + limits["timeout_s"], max_output=4 * limits["max_output_chars"])
-        is_shell = request["language"] == "shell"
-        interpreter.allow_cpu(limits["cpu_s"])
         interpreter.resume()
         interpreter.send({**request, "id": call.id, "max_chars": limits["max_output_chars"]})
-        if not self._wait(interpreter, call) and is_shell and call.broken_limit not in ("", DISK_FULL):
-            # The interpreter waits for the shell: kill that, and the variables survive.
-            interpreter.pause()
-            processes.kill_descendants(keep=interpreter.pid, limit_s=KILL_GRACE_S)
-            interpreter.resume()
-            broken, call.broken_limit, call.deadline = call.broken_limit, "", time.monotonic() + KILL_GRACE_S
-            if self._wait(interpreter, call):
-                self._settle(interpreter, call)
-                return {"output": call.text, "error": broken}
-            call.broken_limit = broken
+        self._wait(interpreter, call)
         if self._is_abandoned:
             return {}
         answer = call.answer
@@ -143,7 +131,7 @@ class Supervisor:
             return self._empty_disk(call)
         if answer is None:
             return self._explain_end(interpreter, call)
-        self._settle(interpreter, call)
+        self._finish_call(interpreter, call)
         if self._is_disk_full():
             return self._empty_disk(call)
         return {"output": call.text, "value": answer.get("value"), "error": answer.get("error")}
@@ -207,7 +195,7 @@ class Supervisor:
         error = f"Disk full: the limit is {limit} MB and {MAX_FILES} files in all. It was stopped."
         return {"output": call.text, "error": error, "lost": "everything"}
 
-    def _settle(self, interpreter: Interpreter, call: Call) -> None:
+    def _finish_call(self, interpreter: Interpreter, call: Call) -> None:
         """After an answer: stop the interpreter, kill what was left running, read what is left of the output."""
         interpreter.pause()
         processes.kill_descendants(keep=interpreter.pid)
@@ -235,8 +223,6 @@ class Supervisor:
         return {"output": call.text, "error": error or "The interpreter stopped answering.", "lost": "variables"}
 
     def _describe_end(self, code: int | None) -> str:
-        if code == -signal.SIGXCPU:
-            return f"Timeout: it used more than {self._settings['cpu_s']:g} s of CPU time and was stopped."
         if code == -signal.SIGHUP and self._settings["backend"] == "sandlock":  # how it ends who takes too much
             return f"Out of memory: the limit is {self._settings['memory_mb']} MB. It was stopped."
         if code is not None and code < 0:
@@ -294,8 +280,8 @@ class Supervisor:
 def supervise(control: socket.socket, settings: dict[str, Any]) -> None:
     """Body of the supervisor's process; returns when the sandbox is closed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    privileges.die_with_parent(signal.SIGTERM)
-    privileges.adopt_orphans()
+    processes.die_with_parent(signal.SIGTERM)
+    processes.adopt_orphans()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     supervisor = Supervisor(control, settings)
     try:

@@ -1,4 +1,4 @@
-"""Indexes in folders: what is built from which corpus, what is refused, and the server in front of one."""
+"""Corpora in files, and the server in front of one."""
 
 import asyncio
 import contextlib
@@ -11,10 +11,9 @@ import httpx
 import pytest
 
 from agent_r1_trl import InfrastructureError
-from agent_r1_trl.features.search import HttpRetriever, build_index, open_index
-from agent_r1_trl.features.search.opening import MANIFEST
+from agent_r1_trl.features.search import HttpRetriever
 from agent_r1_trl.features.search.server import make_app, read_request
-from agent_r1_trl.tools import Passage, SearchIndex, open_retriever
+from agent_r1_trl.tools import Passage, SearchIndex
 from agent_r1_trl.tools.search_corpus import join_contents, read_file, split_contents
 
 ROWS = [
@@ -35,20 +34,11 @@ def write_jsonl(path, rows):
 
 
 @pytest.fixture
-def folder(tmp_path):
-    build_index(ROWS, tmp_path / "index")
-    return tmp_path / "index"
+def index(tmp_path):
+    return SearchIndex(ROWS, cache_dir=tmp_path)
 
 
-# -------------------------------------------------------------------- folders
-
-
-def test_a_folder_is_a_retriever_and_says_how_it_was_built(folder):
-    retriever = open_retriever(str(folder))
-    assert ids(retriever.search("capital of Norway", 1)) == ["no"] and len(retriever) == 3
-    assert open_retriever(folder) is retriever
-    manifest = json.loads((folder / MANIFEST).read_text())
-    assert (manifest["kind"], manifest["num_passages"], manifest["corpus"]) == ("bm25", 3, "corpus")
+# -------------------------------------------------------------------- corpora
 
 
 @pytest.mark.parametrize("rows", [ROWS, CONTENTS], ids=["text", "contents"])
@@ -61,10 +51,8 @@ def test_jsonl_and_parquet_with_text_or_contents_give_the_same_passages(rows, su
         from datasets import Dataset
 
         Dataset.from_list([{**row, "vector": [0.0]} for row in rows]).to_parquet(str(path))
-    build_index(read_file(path), tmp_path / "index")
-    for index in (open_index(tmp_path / "index"), SearchIndex(path, cache_dir=tmp_path)):
-        assert [index.get(row["id"]) for row in ROWS] == [Passage(**row) for row in ROWS]
-        assert index.rows_at([2, 0]) == [("es", "Málaga", "A port\nin two lines."), ("no", "Norway", ROWS[0]["text"])]
+    index = SearchIndex(path, cache_dir=tmp_path)
+    assert [index.get(row["id"]) for row in ROWS] == [Passage(**row) for row in ROWS]
 
 
 def test_the_first_line_of_contents_is_the_title():
@@ -73,37 +61,10 @@ def test_the_first_line_of_contents_is_the_title():
     assert split_contents("only one line\n") == ("", "only one line\n")
 
 
-def test_an_index_is_not_built_over_another_and_an_unfinished_one_is_none(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"output=.*holds an index already"):
-        build_index(ROWS, folder)
-    (folder / MANIFEST).unlink()
-    for source in (folder, {"path": folder}, tmp_path):
-        with pytest.raises(ValueError, match=r"no finished index.*agent-r1-trl index CORPUS --output"):
-            open_retriever(source)
-    build_index(ROWS, folder)
-    assert len(open_retriever(folder)) == 3
-
-
-def test_a_bad_corpus_leaves_no_index(tmp_path):
-    for number, (rows, said) in enumerate(
-        [
-            ([ROWS[0], ROWS[0]], "row 1: id='no' occurs twice"),
-            ([ROWS[0], {"id": "x"}], "mine, row 1: 'text'"),
-            ([], "mine: contains no passages"),
-        ]
-    ):
-        with pytest.raises(ValueError, match=said):
-            build_index(rows, tmp_path / str(number), source="mine")
-        assert list((tmp_path / str(number)).iterdir()) == []
-
-
-def test_a_file_that_is_no_parquet_and_a_damaged_index_are_named(folder, tmp_path):
+def test_a_file_that_is_no_parquet_is_named(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"no parquet")
     with pytest.raises(ValueError, match=r"bad\.parquet: not a Parquet file"):
         list(read_file(tmp_path / "bad.parquet"))
-    (folder / "passages.sqlite").write_bytes(b"not a database" * 100)
-    with pytest.raises(ValueError, match=r"passages\.sqlite: is not a search index"):
-        open_retriever(folder)
 
 
 @pytest.mark.slow
@@ -111,14 +72,18 @@ def test_building_takes_no_more_memory_for_more_passages(tmp_path):
     """In processes of their own, so that each has a peak of its own."""
     code = (
         "import resource, sys\n"
-        "from agent_r1_trl.features.search import build_index\n"
-        "n = int(sys.argv[1])\n"
-        "build_index(({'text': f'w{i * 7919 % 9973} w{i % 997} ' * 10} for i in range(n)), sys.argv[2])\n"
+        "from agent_r1_trl.tools import SearchIndex\n"
+        "SearchIndex(sys.argv[1], cache_dir=sys.argv[2])\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
     )
-    peaks = [
-        int(subprocess.check_output([sys.executable, "-c", code, str(number), str(tmp_path / str(number))]))
+    corpora = [
+        write_jsonl(
+            tmp_path / f"{number}.jsonl", ({"text": f"w{i * 7919 % 9973} w{i % 997} " * 10} for i in range(number))
+        )
         for number in (20_000, 100_000)
+    ]
+    peaks = [
+        int(subprocess.check_output([sys.executable, "-c", code, str(corpus), str(tmp_path)])) for corpus in corpora
     ]
     assert peaks[1] - peaks[0] < 40 * 1024, "KiB; the 80,000 passages themselves take more"
 
@@ -148,8 +113,7 @@ def served(retriever):
         loop.call_soon_threadsafe(loop.stop)
 
 
-def test_a_client_finds_through_the_server_what_the_index_finds(folder):
-    index = open_index(folder)
+def test_a_client_finds_through_the_server_what_the_index_finds(index):
     with served(index) as url:
         retriever = HttpRetriever(url)
         for query in ("capital of Norway", "port", "nothing at all", "málaga"):
@@ -161,8 +125,8 @@ def test_a_client_finds_through_the_server_what_the_index_finds(folder):
         assert httpx.get(f"{url}/health").json() == {"status": "ok", "num_passages": 3}
 
 
-def test_what_is_no_request_is_refused_and_the_server_goes_on(folder):
-    with served(open_index(folder)) as url:
+def test_what_is_no_request_is_refused_and_the_server_goes_on(index):
+    with served(index) as url:
         for body in ({}, [], {"queries": "oslo"}, {"queries": []}, {"queries": [5]}, {"queries": ["a"], "topk": 0}):
             answer = httpx.post(f"{url}/retrieve", json=body)
             assert answer.status_code == 422 and answer.json()["error"], body
@@ -177,25 +141,6 @@ def test_an_outage_behind_the_server_is_one_of_the_server():
 
     with served(Down()) as url, pytest.raises(InfrastructureError, match=r"503.*the database is down"):
         HttpRetriever(url, attempts=1).search("oslo")
-
-
-def test_the_server_hands_several_queries_to_a_retriever_that_takes_them_together():
-    class Together:
-        def __init__(self):
-            self.asked = []
-
-        def search_many(self, queries, k=3):
-            self.asked.append(queries)
-            return [[Passage(id=query, title="", text="x")] for query in queries]
-
-        def search(self, query, k=3):
-            return self.search_many([query], k)[0]
-
-    retriever = Together()
-    with served(retriever) as url:
-        body = {"queries": ["a", "b"], "topk": 1}
-        assert [hits[0]["id"] for hits in httpx.post(f"{url}/retrieve", json=body).json()["result"]] == ["a", "b"]
-    assert retriever.asked == [["a", "b"]]
 
 
 def test_a_request_may_leave_out_what_has_a_default():

@@ -1,7 +1,7 @@
-"""The python tool: runs the code that a model writes, in a sandbox of the trajectory.
+"""The python tool and the shell tool: run the code that a model writes, in a sandbox of the trajectory.
 
     class MyEnv(ToolEnv):
-        tools = [PythonTool()]                # or PythonTool("limits"), PythonTool("monty"), PythonTool(MySandbox)
+        tools = [PythonTool(), ShellTool()]   # or PythonTool("limits"), PythonTool(MySandbox)
 
 Variables and files survive from call to call. See docs/sandbox.md for what each backend contains.
 """
@@ -10,17 +10,80 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
-from agent_r1_trl.features.sandbox.base import Language, SandboxError, SandboxLimits, render_sandbox_result
+from agent_r1_trl.features.sandbox.base import (
+    Language,
+    Sandbox,
+    SandboxError,
+    SandboxLimits,
+    SandboxResult,
+    render_sandbox_result,
+)
 from agent_r1_trl.features.sandbox.choose import default_sandbox, make_sandbox_factory
-from agent_r1_trl.features.sandbox.sessions import Session
 from agent_r1_trl.tools.base import Tool
 from agent_r1_trl.tools.faults import InfrastructureError, ReportedError
 from agent_r1_trl.tools.pool import shared_pool
 
-MAX_SANDBOXES = 128
+THREADS = 128
+"""Calls that run at once; further ones wait for a thread."""
+
+
+class Session:
+    """The sandbox of one trajectory: made with its first call, freed with the trajectory.
+
+    Args:
+        make: makes the sandbox.
+    """
+
+    def __init__(self, make: Callable[[], Sandbox]) -> None:
+        self.make = make
+        self._sandbox: Sandbox | None = None
+        self._end: Any = None
+
+    def __deepcopy__(self, memo: Any) -> Session:
+        return Session(self.make)  # a copy of an environment is another trajectory
+
+    def open(self) -> Sandbox:
+        """The sandbox.
+
+        Raises:
+            SandboxError: it cannot be made.
+        """
+        if self._sandbox is None:
+            try:
+                self._sandbox = self.make()
+            except SandboxError:
+                raise
+            except Exception as error:
+                raise SandboxError(f"the sandbox could not be made: {type(error).__name__}: {error}") from error
+            self._end = weakref.finalize(self, self._sandbox.close)
+        return self._sandbox
+
+    def close(self) -> None:
+        """Close the sandbox; the next call opens another one."""
+        self._sandbox = None
+        if self._end is not None:
+            self._end()
+
+
+def run_code(sandbox: Sandbox, code: str, language: Language) -> SandboxResult:
+    """Run code in a sandbox that may be a class of the user's own.
+
+    Raises:
+        SandboxError: it raised anything, or returned no result.
+    """
+    try:
+        result = sandbox.run(code, language)
+    except SandboxError:
+        raise
+    except Exception as error:  # a lost connection, say
+        raise SandboxError(f"{type(sandbox).__name__}.run raised {type(error).__name__}: {error}") from error
+    if not isinstance(result, SandboxResult):
+        raise SandboxError(f"{type(sandbox).__name__}.run returned {result!r:.200}. Return a SandboxResult.")
+    return result
 
 
 class SandboxTool(Tool):
@@ -29,10 +92,9 @@ class SandboxTool(Tool):
     Tools of one environment that name the same sandbox with the same limits share it, with its files.
 
     Args:
-        sandbox: `"sandlock"`, `"limits"`, `"monty"`, a class, or a function that makes a `Sandbox`, or the path of
-            one. By default sandlock where this system has it, else limits with a warning.
+        sandbox: `"sandlock"`, `"limits"`, a class, or a function that makes a `Sandbox`, or the path of one. By
+            default sandlock where this system has it, else limits with a warning.
         limits: what one sandbox may use; by default `SandboxLimits()`.
-        max_sandboxes: maximum number of open sandboxes in this process; further trajectories wait for theirs.
         name: name of the tool.
         **settings: further arguments of `Tool` (`description`, `max_result_tokens`, ...).
 
@@ -47,7 +109,6 @@ class SandboxTool(Tool):
         sandbox: Any = None,
         *,
         limits: SandboxLimits | None = None,
-        max_sandboxes: int = MAX_SANDBOXES,
         name: str | None = None,
         **settings: Any,
     ) -> None:
@@ -56,17 +117,10 @@ class SandboxTool(Tool):
                 f"timeout_s={settings['timeout_s']!r}: the time of one call is one of the sandbox's limits. Pass "
                 f"limits=SandboxLimits(timeout_s={settings['timeout_s']!r})."
             )
-        if isinstance(max_sandboxes, bool) or not isinstance(max_sandboxes, int) or max_sandboxes < 1:
-            raise ValueError(f"max_sandboxes={max_sandboxes!r}: must be an integer >= 1.")
         sandbox = default_sandbox() if sandbox is None else sandbox
         self.limits = limits or SandboxLimits()
-        self._key = (sandbox, self.limits, max_sandboxes)
-        self._session = Session(
-            make_sandbox_factory(sandbox, self.limits, self.language),
-            max_sandboxes=max_sandboxes,
-            wait_s=self.limits.start_timeout_s,
-            run_in_thread=shared_pool(max_sandboxes).run,
-        )
+        self._key = (sandbox, self.limits)
+        self._session = Session(make_sandbox_factory(sandbox, self.limits))
         # The sandbox's own limits end a call long before this one, which is for a sandbox that hangs.
         longest_s = 2 * self.limits.timeout_s + 3 * self.limits.start_timeout_s
         super().__init__(self._make_function(), name=name or self.language, timeout_s=longest_s, **settings)
@@ -74,7 +128,7 @@ class SandboxTool(Tool):
     def __call__(self, *args: Any, **kwargs: Any) -> str:
         """Run code and return what a model would read, errors included."""
         (code,) = inspect.signature(self.fn).bind(*args, **kwargs).args
-        result = self._session.run_now(code, self.language)
+        result = run_code(self._session.open(), code, self.language)
         return render_sandbox_result(result, self.limits.max_output_chars)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Tool:
@@ -84,7 +138,7 @@ class SandboxTool(Tool):
         sessions: dict[Any, Session] = vars(instance).setdefault("_sandboxes", {})
         bound = copy.copy(self)
         if self._key not in sessions:
-            sessions[self._key] = self._session.another()
+            sessions[self._key] = Session(self._session.make)
         bound._session = sessions[self._key]
         bound.fn = bound._make_function()
         bound.sequential = True
@@ -104,8 +158,11 @@ class SandboxTool(Tool):
         raise NotImplementedError
 
     async def _execute(self, code: str) -> str:
+        language = self.language
         try:
-            result = await self._session.run(code, self.language)
+            sandbox = self._session.open()
+            # The function holds no reference to the session: a thread keeps its last function until it gets another.
+            result = await shared_pool(THREADS).run(lambda: run_code(sandbox, code, language))
         except SandboxError as error:
             raise InfrastructureError(str(error)) from error
         text = render_sandbox_result(result, self.limits.max_output_chars)
@@ -131,3 +188,26 @@ class PythonTool(SandboxTool):
             return await self._execute(code)
 
         return python
+
+
+class ShellTool(SandboxTool):
+    """A tool `shell(command)`: bash (or sh) in the private directory of the trajectory. Arguments as `SandboxTool`.
+
+    Files stay from call to call. Each call is a shell of its own that starts in that directory, and what it leaves
+    running in the background ends with it.
+    """
+
+    language: ClassVar[Language] = "shell"
+
+    def _make_function(self) -> Callable[[str], Awaitable[str]]:
+        async def shell(command: str) -> str:
+            """Run a command line with bash and return its output.
+
+            Each command starts in the same directory; files stay for later commands.
+
+            Args:
+                command: The command line to run.
+            """
+            return await self._execute(command)
+
+        return shell
