@@ -456,8 +456,8 @@ def _rollout(shape: ModelShape, setup: MemorySetup) -> Iterator[Line]:
             whole = _numbers("", shape.num_parameters, setup.weight_bytes, setup, stage=9)
             yield Line("ZeRO-3 gathered to generate", whole.bytes, f"{whole.formula}: the whole model", "rollout")
         per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * setup.compute_bytes
-        # `generation/local/kv_cache.py` keeps spare columns on both sides, so that it seldom moves.
-        columns = setup.longest_row + 2 * max(64, setup.longest_row // 4)
+        # `generation/local/kv_cache.py` keeps spare columns, so that it seldom moves.
+        columns = setup.longest_row + max(64, setup.longest_row // 4)
         text = f"{setup.rollout_rows} rows x {columns} tokens, spare ones included, x {_count(per_token)} bytes"
         yield Line("KV cache", setup.rollout_rows * columns * per_token, text, "rollout")
 

@@ -18,7 +18,6 @@ from torch import nn
 
 from agent_r1_trl.generation.adapters import check_adapters
 from agent_r1_trl.generation.base import Generation, GenerationError
-from agent_r1_trl.generation.local.attention import grouped_attention
 from agent_r1_trl.generation.local.decoding import ModelRunner, evaluation_mode
 from agent_r1_trl.generation.local.prefix_cache import PrefixCache, WeightsWatch
 from agent_r1_trl.generation.local.sampling import UniformStream, draw, policy_logprobs
@@ -127,7 +126,7 @@ class TransformersGenerator(ThreadedGenerator):
             torch.cuda.set_device(self._runner.device)
         if self._prefixes.max_tokens and self._weights.has_changed():
             self._prefixes.clear()
-        with torch.no_grad(), evaluation_mode(self._model), grouped_attention(self._runner.config):
+        with torch.no_grad(), evaluation_mode(self._model):
             while True:
                 try:
                     self._admit()
