@@ -116,24 +116,6 @@ def test_a_restarted_server_gets_its_weights_again_in_the_rollout(tmp_path, adap
         assert generator.metrics()["sampling/servers_left_out"] == 0
 
 
-def test_a_server_that_came_back_as_another_model_stays_out(tmp_path):
-    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
-    with (
-        FakeServer(adapters=True) as server,
-        FakeServer(adapters=True) as other,
-        generator_on(server, other, adapter_dir=tmp_path) as generator,
-    ):
-        generator.sync(model)
-        generator.scores([3, 4, 5])
-        (before,) = turns(generator, 1)
-        server.base = BASE + 1
-        server.restart()
-        assert turns(generator, 4) == [before] * 4
-        time.sleep(1.5)
-        assert generator.metrics()["sampling/servers_left_out"] == 1
-        assert server.loaded == {}, "it was not even given the adapter"
-
-
 def test_a_server_that_answers_for_any_name_is_found_out(tmp_path):
     model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
     with FakeServer(adapters=True) as server, generator_on(server, adapter_dir=tmp_path) as generator:
@@ -259,22 +241,6 @@ def test_a_server_that_was_restarted_between_two_syncs_gets_the_frozen_weights_t
         assert (server.value, other.value) == (27, 27)
 
 
-def test_a_server_that_came_back_with_another_model_does_not_end_the_run_at_the_sync(tmp_path):
-    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
-    with (
-        FakeServer(adapters=True) as server,
-        FakeServer(adapters=True) as other,
-        generator_on(server, other, adapter_dir=tmp_path) as generator,
-    ):
-        generator.sync(model)
-        generator.scores([3, 4, 5])
-        server.base = BASE + 1
-        server.restart()
-        generator.sync(model)
-        assert list(generator.scores([3, 4, 5])) == [other.url]
-        assert generator.metrics()["sampling/servers_left_out"] == 1
-
-
 def test_a_server_that_dies_while_it_receives_does_not_harm_the_others():
     with FakeServer() as dying, FakeServer() as other, generator_on(dying, other) as generator:
         generator.sync(policy(20))
@@ -355,10 +321,9 @@ def test_a_sync_waits_for_no_server_once_the_run_is_told_to_end():
 
 def test_a_cache_of_older_weights_is_not_kept():
     with FakeServer() as server, generator_on(server) as generator:
-        server.cache_is_held = 100
+        server.cache_is_held = True
         generator.sync(policy(20))
-        assert server.cache_is_held < 100
-        assert server.calls.count("/reset_prefix_cache") == 101 - server.cache_is_held
+        assert server.calls.count("/reset_prefix_cache") == 1
         assert turns(generator, 1) == [20]
 
 

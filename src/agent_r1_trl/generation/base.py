@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from agent_r1_trl.errors import RunError
@@ -154,10 +154,6 @@ class TrajectorySlot:
 
     place: int | None = None
     """Number of the server; None before the first request."""
-    prompt_ids: list[int] = field(default_factory=list)
-    """Ids of the last request's prompt."""
-    prompt_text: str = ""
-    """These ids in JSON, without the brackets."""
 
 
 current_slot: ContextVar[TrajectorySlot | None] = ContextVar("current_slot", default=None)

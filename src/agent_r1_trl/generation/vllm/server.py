@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,10 @@ from agent_r1_trl.generation.base import (
     TrajectorySlot,
     check_request,
     current_slot,
-    known_length,
 )
 from agent_r1_trl.generation.vllm.find_servers import check_exposure, check_urls, wait_for_servers
 from agent_r1_trl.generation.vllm.fleet import Fleet
-from agent_r1_trl.generation.vllm.http_client import HTTPClient, RawJSON
+from agent_r1_trl.generation.vllm.http_client import HTTPClient
 from agent_r1_trl.generation.vllm.server_sync import ServerSync, own_rank
 
 
@@ -43,8 +41,8 @@ class VLLMServerGenerator(Generator):
     Args:
         urls: of the servers, such as `http://127.0.0.1:8000`. All must hold the policy's architecture.
         stop_token_ids: ids that end a turn; a sampled one is kept as the last id.
-        adapter_dir: where adapters are written for the servers to read; those that do not see this folder are sent
-            the files. None merges adapters and sends whole weights.
+        adapter_dir: where adapters are written for the servers to read, which must see it under the same path. None
+            merges adapters and sends whole weights.
         weights_dir: where whole weights pass to the servers that NCCL does not reach, which must see it under the
             same path; None for this machine's temporary folder.
         request_timeout_s: seconds for one turn; a server that takes longer is left out.
@@ -122,6 +120,7 @@ class VLLMServerGenerator(Generator):
         """
         check_request(prompt_ids, max_tokens)
         body = {
+            "prompt": prompt_ids,
             "max_tokens": max_tokens,
             "seed": seed,
             "temperature": params.temperature,
@@ -137,7 +136,6 @@ class VLLMServerGenerator(Generator):
         slot = current_slot.get() or TrajectorySlot()
         if slot.place is None:
             slot.place = next(self._next_place)
-        body["prompt"] = _in_json(prompt_ids, slot)
         answer = await asyncio.wrap_future(self._http.start(self._fleet.complete(body, slot)))
         return _as_generation(answer["choices"][0])
 
@@ -164,15 +162,6 @@ class VLLMServerGenerator(Generator):
         """Cancel what is under way and close the connections; the servers go on."""
         self._weights.close()
         self._http.close()
-
-
-def _in_json(prompt_ids: list[int], slot: TrajectorySlot) -> RawJSON:
-    """The prompt of a request; only what the trajectory's last request did not have is written anew."""
-    num_known = known_length(prompt_ids, slot.prompt_ids)
-    new = json.dumps(prompt_ids[num_known:])[1:-1]
-    slot.prompt_text = ", ".join(filter(None, (slot.prompt_text if num_known else "", new)))
-    slot.prompt_ids = list(prompt_ids)
-    return RawJSON(f"[{slot.prompt_text}]")
 
 
 def _as_generation(choice: dict[str, Any]) -> Generation:

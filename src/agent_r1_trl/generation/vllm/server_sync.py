@@ -3,8 +3,7 @@
 Each sync gives the weights a new name, which a server proves to hold (`fleet.py`). A server that cannot be reached or
 breaks off is left out; a sync fails only when no server is left, or when one is unfit from the start.
 
-An adapter is a folder that a server loads from a path. A server whose workers do not see the trainer's folder, on
-another machine say, is sent the files over HTTP, and keeps them under one path on all its machines.
+An adapter is a folder that a server loads from a path, so the servers must see it under the same path.
 
 Covered here: adapter or whole weights, who takes part and how, what the ranks must agree on. Not covered: the transfer
 of whole weights (`weight_transfer.py`), a worker's side of it (`worker_extension.py`).
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import shutil
 import tempfile
 import time
@@ -26,33 +24,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from agent_r1_trl.generation.adapters import adapter_tensors, served_adapter, write_adapter
 from agent_r1_trl.generation.base import GenerationError
 from agent_r1_trl.generation.vllm.fleet import Fleet, Found, Server
 from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
-from agent_r1_trl.generation.vllm.lora_files import (
-    ADAPTER_FILES,
-    adapter_tensors,
-    encoded_adapter,
-    served_adapter,
-    write_adapter,
-)
 from agent_r1_trl.generation.vllm.nccl_group import GroupError, describe_gpu, reason_against
 from agent_r1_trl.generation.vllm.server_routes import (
+    NO_NCCL,
     NoAdaptersError,
     UnfitServerError,
+    ask_each,
     hello,
     identity_of,
     load_adapter,
     reset_prefix_cache,
-    rpc,
 )
 from agent_r1_trl.generation.vllm.weight_transfer import Named, WeightTransfer
 from agent_r1_trl.generation.weights import gather_for, gather_nothing, policy_weights
 
-logger = logging.getLogger(__name__)
-
 _POLL_S = 1.0
-_FORGET_S = 5.0
 
 Workers = dict[str, list[dict[str, Any]]]
 """URL -> what each worker of the server says about itself."""
@@ -90,7 +80,6 @@ class ServerSync:
         self._way = way
         self._gpu: dict[str, str] | None = None  # as other members of an NCCL group know it
         self._device = torch.device("cpu")
-        self._without_nccl: dict[str, str] = {}  # URL -> why
         self._timeout_s = timeout_s
         self._may_restore, self._may_wait = may_restore, may_wait
         self._rank = own_rank()
@@ -99,7 +88,6 @@ class ServerSync:
         self._num_syncs = 0
         self._has_all_weights = False
         self._model: Any = None
-        self._sees_adapters: dict[str, bool] = {}  # URL -> whether the server sees the folders of adapters
 
     def sync(self, model: nn.Module) -> None:
         """See `VLLMServerGenerator.sync`."""
@@ -122,7 +110,6 @@ class ServerSync:
         self._http.run(self._fleet.pause())
         if self._fleet.is_adapter and self._rank == 0:
             shutil.rmtree(self._folder(self._fleet.weights), ignore_errors=True)
-            self._http.run(self._forget(str(self._fleet.weights)))
         if self._rank == 0:
             shutil.rmtree(self._weights_folder, ignore_errors=True)
 
@@ -149,19 +136,15 @@ class ServerSync:
         """
         deadline = time.monotonic() + self._fleet.retry_window_s
         while True:
-            urls = list(self._fleet.servers)
-            answers = await asyncio.gather(*(action(url) for url in urls), return_exceptions=True)
-            found: dict[str, tuple[Any, str]] = {}
-            for url, answer in zip(urls, answers, strict=True):
-                is_expected = isinstance(answer, (HTTPError, GenerationError))
-                is_unfit = isinstance(answer, UnfitServerError) and self._fleet.weights is None
-                if isinstance(answer, BaseException) and (is_unfit or not is_expected):
-                    raise answer
-                found[url] = (None, str(answer)) if is_expected else (answer, "")
-            if any(answer is not None for answer, _ in found.values()):
-                return found
+            found, failures = await ask_each(self._fleet.servers, action)
+            for error in failures.values():
+                if isinstance(error, UnfitServerError) and self._fleet.weights is None:
+                    raise error
+            reasons = {url: str(error) for url, error in failures.items()}
+            if found:
+                return {url: (found.get(url), reasons.get(url, "")) for url in self._fleet.servers}
             if time.monotonic() > deadline or not self._may_wait():
-                raise GenerationError(self._fleet.explain({url: reason for url, (_, reason) in found.items()}))
+                raise GenerationError(self._fleet.explain(reasons))
             await asyncio.sleep(_POLL_S)
 
     # ---------------------------------------------------------------- adapters
@@ -193,51 +176,11 @@ class ServerSync:
         return self._led(serve)
 
     async def _load(self, url: str, name: str) -> str:
-        await self._fleet.check_model(self._fleet.servers[url])
-        path = await self._path_for(url, self._folder(name), old=self._fleet.weights)
-        await load_adapter(self._http, url, name, path)
+        await load_adapter(self._http, url, name, str(self._folder(name)))
         if self._fleet.weights is not None:
             with contextlib.suppress(HTTPError):  # a server that was restarted does not have the old one
                 await self._http.request("POST", f"{url}/v1/unload_lora_adapter", {"lora_name": self._fleet.weights})
         return name
-
-    async def _path_for(self, url: str, folder: Path, *, old: str | None = None) -> str:
-        """Path of the adapter's files on the server's machine; they are sent if it does not see `folder`.
-
-        Args:
-            url: of the server.
-            folder: with the files; its name is the adapter's.
-            old: name of the adapter that the server still serves; older ones of this run are removed there.
-
-        Raises:
-            HTTPError: the server does not answer.
-            UnfitServerError: its workers cannot keep the files.
-        """
-        if url not in self._sees_adapters:
-            try:
-                file = folder / ADAPTER_FILES[0]
-                workers = await hello(self._http, url, file, timeout_s=self._fleet.health_timeout_s)
-                self._sees_adapters[url] = all(worker["sees"] for worker in workers)
-            except UnfitServerError:  # without the worker extension it can only see them
-                self._sees_adapters[url] = True
-        if self._sees_adapters[url]:
-            return str(folder)
-        files = await asyncio.to_thread(encoded_adapter, folder)
-        answers = await rpc(self._http, url, "agent_r1_adapter", folder.name, files, old, timeout_s=self._timeout_s)
-        paths = {answer["path"] for answer in answers}
-        if len(paths) > 1:
-            raise UnfitServerError(
-                f"The workers of {url} have different temporary folders ({', '.join(sorted(paths))}), and vLLM loads "
-                "an adapter from one path. Set TMPDIR to the same folder for all of them."
-            )
-        return str(paths.pop())
-
-    async def _forget(self, name: str) -> None:
-        """Have the servers remove the adapters that were sent to them, if they still answer."""
-        for url, sees in self._sees_adapters.items():
-            if not sees:
-                with contextlib.suppress(HTTPError, GenerationError):
-                    await rpc(self._http, url, "agent_r1_forget", name, timeout_s=_FORGET_S)
 
     # ---------------------------------------------------------------- whole weights
 
@@ -274,26 +217,21 @@ class ServerSync:
     async def _hello(self, url: str) -> list[dict[str, Any]]:
         """What the workers of a server say about themselves, if there is a way to them."""
         workers = await hello(self._http, url, self._weights_folder, timeout_s=self._fleet.health_timeout_s)
-        no_nccl = self._reason_against_nccl(url, workers)
+        no_nccl = self._reason_against_nccl(workers)
         sees = all(worker["sees"] for worker in workers)
-        if no_nccl is not None and self._way == "nccl":
-            raise UnfitServerError(
-                f"vllm_weight_transfer='nccl': weights cannot go to {url} over NCCL, because {no_nccl}. Set "
-                "vllm_weight_transfer to 'folder', or to 'auto', which takes NCCL where it can."
-            )
-        if no_nccl is not None and not sees:
+        if no_nccl is not None and (self._way == "nccl" or not sees):
+            folder = "that is not asked for" if sees else f"its workers cannot read {self._weights_folder}"
             raise UnfitServerError(
                 f"vllm_weight_transfer={self._way!r}: weights cannot go to {url}. Over NCCL not, because {no_nccl}; "
-                f"through a folder not, because its workers cannot read {self._weights_folder}. Start the server "
-                "where it sees output_dir under the same path, or train and serve on GPUs of their own, or train LoRA "
-                "with a server of adapters (--enable-lora), which is sent the files."
+                f"through a folder not, because {folder}. Set vllm_weight_transfer to 'auto' or 'folder' and start "
+                "the server where it sees output_dir under the same path, or train and serve on GPUs of their own."
             )
         return workers
 
-    def _reason_against_nccl(self, url: str, workers: list[dict[str, Any]]) -> str | None:
+    def _reason_against_nccl(self, workers: list[dict[str, Any]]) -> str | None:
         if self._way == "folder":
             return "it is not asked for"
-        return self._without_nccl.get(url) or reason_against(self._gpu, [worker["gpu"] for worker in workers])
+        return reason_against(self._gpu, [worker["gpu"] for worker in workers])
 
     def _send(self, weights: Iterable[Named], workers: Workers, name: str, *, is_complete: bool) -> Found:
         """Send to the servers of these workers, and see which of them hold the weights then.
@@ -313,21 +251,14 @@ class ServerSync:
         for url, error in transfer.failures.items():
             if isinstance(error, UnfitServerError) and self._fleet.weights is None:
                 raise error
-            found[url] = (None, f"the weight transfer broke ({error})")
+            fix = f". {NO_NCCL}" if isinstance(error, GroupError) else ""
+            found[url] = (None, f"the weight transfer broke ({error}{fix})")
         return found
 
     async def _begin(self, transfer: WeightTransfer, url: str, workers: list[dict[str, Any]]) -> None:
         """Begin over NCCL if that can be, else through the folder."""
-        if self._reason_against_nccl(url, workers) is None:
-            try:
-                await transfer.begin(url, len(workers), self._device)
-                return
-            except GroupError as error:
-                if self._way == "nccl" or not all(worker["sees"] for worker in workers):
-                    raise
-                self._without_nccl[url] = str(error)
-                logger.warning("Weights go to %s through %s, not over NCCL: %s", url, self._weights_folder, error)
-        await transfer.begin(url, len(workers), None)
+        device = self._device if self._reason_against_nccl(workers) is None else None
+        await transfer.begin(url, len(workers), device)
 
     async def _end(self, transfer: WeightTransfer, url: str, name: str, is_complete: bool) -> tuple[str | None, str]:
         """Which processes of a server hold the weights, checked last of all; or None and why not."""
@@ -346,10 +277,8 @@ class ServerSync:
             GenerationError: it could not take them.
         """
         if self._fleet.is_adapter:
-            await self._fleet.check_model(server)  # before the other ranks, too, can sample from it
             name = str(self._fleet.weights)
-            path = await self._path_for(server.url, self._folder(name))
-            await load_adapter(self._http, server.url, name, path)
+            await load_adapter(self._http, server.url, name, str(self._folder(name)))
             return
         workers = await self._hello(server.url)
         identity, reason = await asyncio.to_thread(self._send_again, server.url, workers)
