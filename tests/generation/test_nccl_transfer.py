@@ -13,7 +13,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
-from agent_r1_trl.generation.vllm import nccl_group, server_sync, weight_transfer
+from agent_r1_trl.generation.vllm import nccl_group, weight_transfer
+from agent_r1_trl.generation.vllm import server as server_module
 from agent_r1_trl.generation.vllm.nccl_group import describe_gpu, reason_against
 from agent_r1_trl.generation.vllm.server_routes import rpc
 from tests import fake_nccl
@@ -93,7 +94,7 @@ WEIGHTS = {
 def nccl(monkeypatch):
     """This process, the trainer's, uses vLLM's communicator with the stand-in for the library."""
     pytest.importorskip("vllm")
-    fake_nccl.install(monkeypatch.setattr, server_sync)
+    fake_nccl.install(monkeypatch.setattr, server_module)
     for name, value in {"broadcasts": [], "refuses": False, "num_left": None}.items():
         monkeypatch.setattr(FakeNCCLLibrary, name, value)
 
@@ -176,14 +177,14 @@ class GPUServer(FakeServer):
 @pytest.fixture
 def drained(monkeypatch):
     """Says, for each sync, whether all weights were asked for, as the other ranks do; each is a chunk of its own."""
-    seen, real = [], server_sync.policy_weights
+    seen, real = [], server_module.policy_weights
 
     def noted(*arguments, **options):
         seen.append(False)
         yield from real(*arguments, **options)
         seen[-1] = True
 
-    monkeypatch.setattr(server_sync, "policy_weights", noted)
+    monkeypatch.setattr(server_module, "policy_weights", noted)
     monkeypatch.setattr(weight_transfer, "CHUNK_BYTES", 1)
     return seen
 

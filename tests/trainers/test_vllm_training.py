@@ -11,9 +11,8 @@ from agent_r1_trl.critic import critic_parameters
 from agent_r1_trl.environments import StepResult
 from agent_r1_trl.generation import VLLMGenerator, VLLMServerGenerator
 from agent_r1_trl.generation.sync import SyncError
-from agent_r1_trl.generation.vllm import server_sync
+from agent_r1_trl.generation.vllm import server as server_module
 from agent_r1_trl.generation.vllm.build import ADAPTER_FOLDER
-from agent_r1_trl.generation.vllm.server_sync import ServerSync
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import StopReason
@@ -111,7 +110,7 @@ def test_grpo_trains_with_a_server_that_gets_the_adapter_alone(tmp_path, lora_se
     def refuse(*args, **kwargs):
         raise AssertionError("whole weights were sent")
 
-    monkeypatch.setattr(ServerSync, "_send", refuse)
+    monkeypatch.setattr(VLLMServerGenerator, "_send", refuse)
     trainer = make_vllm_trainer(tmp_path, peft_config=LORA, **on(lora_server))
     check_two_steps(trainer)
     assert [folder.name.split("-")[-1] for folder in (tmp_path / ADAPTER_FOLDER).iterdir()] == ["2"]
@@ -159,7 +158,7 @@ def test_ppo_trains_with_vllm_in_process_and_a_critic_in_an_adapter(tmp_path, mo
 
 
 def test_ppo_trains_with_a_server_and_a_critic_of_its_own(tmp_path, server, monkeypatch):
-    syncs = spy_on(monkeypatch, ServerSync, "_send")
+    syncs = spy_on(monkeypatch, VLLMServerGenerator, "_send")
     trainer = make_vllm_trainer(tmp_path, critic="model", **PPO, **on(server))
     check_two_steps(trainer)
     trainer.rollouts.close()
@@ -168,9 +167,9 @@ def test_ppo_trains_with_a_server_and_a_critic_of_its_own(tmp_path, server, monk
 
 def test_ppo_sends_the_policys_adapter_without_the_critics(tmp_path, lora_server, monkeypatch):
     written = []
-    real = server_sync.write_adapter
+    real = server_module.write_adapter
     monkeypatch.setattr(
-        server_sync,
+        server_module,
         "write_adapter",
         lambda model, adapter, tensors, folder: (written.append(tensors), real(model, adapter, tensors, folder)),
     )
