@@ -198,15 +198,6 @@ def check_generation(generation: Generation) -> None:
             )
 
 
-def known_length(prompt_ids: list[int], last: list[int]) -> int:
-    """How many ids of a request are those of the trajectory's last one: all of `last`, or none if it was rewritten.
-
-    >>> known_length([1, 2, 3], [1, 2]), known_length([1, 9, 3], [1, 2])
-    (2, 0)
-    """
-    return len(last) if prompt_ids[: len(last)] == last else 0
-
-
 def check_request(prompt_ids: list[int], max_tokens: int) -> None:
     """Refuse a request that no back end can serve.
 
