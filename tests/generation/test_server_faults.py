@@ -241,57 +241,27 @@ def test_a_server_that_was_restarted_between_two_syncs_gets_the_frozen_weights_t
         assert (server.value, other.value) == (27, 27)
 
 
-def test_a_server_that_dies_while_it_receives_does_not_harm_the_others():
-    with FakeServer() as dying, FakeServer() as other, generator_on(dying, other) as generator:
+SYNC_FAILURES = {
+    "dies while it receives": lambda server: setattr(server, "break_transfer", True),
+    "is frozen": lambda server: setattr(server, "is_frozen", True),
+    "freezes before the transfer": lambda server: server.may_join.clear(),
+    "freezes while it receives": lambda server: server.may_receive.clear(),
+}
+
+
+@pytest.mark.parametrize("failure", SYNC_FAILURES)
+def test_a_server_that_fails_in_a_sync_is_left_out_and_does_not_harm_the_others(failure):
+    with FakeServer() as failing, FakeServer() as other, generator_on(failing, other, sync_timeout_s=1) as generator:
         generator.sync(policy(20))
-        dying.break_transfer = True
+        SYNC_FAILURES[failure](failing)
+        start = time.monotonic()
         generator.sync(policy(21))
+        assert time.monotonic() - start < 6
         assert turns(generator, 4) == [21] * 4
         assert generator.metrics()["sampling/servers_left_out"] == 1
-
-
-def test_a_frozen_server_is_left_out_of_a_sync():
-    with FakeServer() as frozen, FakeServer() as other, generator_on(frozen, other) as generator:
-        generator.sync(policy(20))
-        frozen.is_frozen = True
-        start = time.monotonic()
-        generator.sync(policy(21))
-        assert time.monotonic() - start < 5
-        assert turns(generator, 2) == [21] * 2
-        frozen.is_frozen = False
-
-
-def test_servers_that_freeze_before_a_transfer_do_not_break_that_of_the_others():
-    with (
-        FakeServer() as first,
-        FakeServer() as second,
-        FakeServer() as other,
-        generator_on(other, first, second, sync_timeout_s=0.5) as generator,
-    ):
-        generator.sync(policy(20))
-        for frozen in (first, second):
-            frozen.may_join.clear()
-        start = time.monotonic()
-        generator.sync(policy(21))
-        assert time.monotonic() - start < 6
-        assert generator.metrics()["sampling/servers_left_out"] == 2
-        assert turns(generator, 2) == [21] * 2
-        for frozen in (first, second):
-            frozen.may_join.set()
-
-
-def test_a_server_that_freezes_while_it_receives_is_left_behind():
-    model = policy(20)
-    with FakeServer() as frozen, FakeServer() as other, generator_on(frozen, other, sync_timeout_s=1) as generator:
-        generator.sync(model)
-        model.weight.data += 0.5
-        frozen.may_receive.clear()
-        start = time.monotonic()
-        generator.sync(model)
-        assert time.monotonic() - start < 6
-        assert generator.metrics()["sampling/servers_left_out"] == 1
-        assert turns(generator, 2) == [21] * 2
-        frozen.may_receive.set()
+        failing.is_frozen = False
+        failing.may_join.set()
+        failing.may_receive.set()
 
 
 def test_a_sync_waits_for_a_server_and_ends_with_a_clear_error_without_one():

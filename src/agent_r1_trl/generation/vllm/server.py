@@ -25,6 +25,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +153,7 @@ class VLLMServerGenerator(Generator):
             "prompt": prompt_ids,
             "max_tokens": max_tokens,
             "seed": seed,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "min_p": params.min_p,
-            "repetition_penalty": params.repetition_penalty,
+            **asdict(params),
             "stop_token_ids": self._stop_token_ids,
             "ignore_eos": True,  # the stop ids alone end a turn
             "logprobs": 0,  # of the sampled id only
