@@ -173,7 +173,7 @@ def test_ppo_sends_the_policys_adapter_without_the_critics(tmp_path, lora_server
         "write_adapter",
         lambda model, adapter, tensors, folder: (written.append(tensors), real(model, adapter, tensors, folder)),
     )
-    trainer = make_vllm_trainer(tmp_path, peft_config=LORA, critic="adapter", **PPO, **on(lora_server[0]))
+    trainer = make_vllm_trainer(tmp_path, peft_config=LORA, critic="adapter", **PPO, **on(lora_server))
     check_two_steps(trainer)
     trainer.rollouts.close()
     assert len(written) == 2

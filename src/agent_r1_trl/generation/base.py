@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, frozen=True)
 class SamplingParams:
-    """How tokens are drawn; the same for every request of a rollout. The names are vLLM's, too."""
+    """How tokens are drawn; the same for every request of a rollout."""
 
     temperature: float = 1.0
     """0 is greedy."""

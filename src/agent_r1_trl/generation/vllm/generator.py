@@ -13,13 +13,12 @@ import itertools
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 
-from agent_r1_trl.generation.base import Generation, GenerationError
+from agent_r1_trl.generation.base import Generation, GenerationError, SamplingParams
 from agent_r1_trl.generation.weights import policy_weights
 from agent_r1_trl.generation.worker import ThreadedGenerator, WorkerRequest
 
@@ -270,8 +269,13 @@ class VLLMGenerator(ThreadedGenerator):
         from vllm import SamplingParams as EngineParams
         from vllm.sampling_params import RequestOutputKind
 
+        params: SamplingParams = request.params
         return EngineParams(
-            **asdict(request.params),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
             max_tokens=request.max_tokens,
             seed=request.seed,
             stop_token_ids=self._stop_token_ids,

@@ -25,7 +25,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +152,11 @@ class VLLMServerGenerator(Generator):
             "prompt": prompt_ids,
             "max_tokens": max_tokens,
             "seed": seed,
-            **asdict(params),
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "repetition_penalty": params.repetition_penalty,
             "stop_token_ids": self._stop_token_ids,
             "ignore_eos": True,  # the stop ids alone end a turn
             "logprobs": 0,  # of the sampled id only

@@ -117,8 +117,8 @@ async def reset_prefix_cache(http: HTTPClient, url: str, *, timeout_s: float) ->
         HTTPError: no answer, or the cache stays.
     """
     # A request that still runs is one that nobody waits for; without the option it would keep the cache.
-    route = f"{url}/reset_prefix_cache?reset_running_requests=true"
-    answer = await http.request("POST", route, timeout_s=timeout_s)
+    option = "?reset_running_requests=true"
+    answer = await http.request("POST", f"{url}/reset_prefix_cache{option}", timeout_s=timeout_s)
     if isinstance(answer, dict) and not answer.get("success", True):
         raise HTTPError(f"{url} keeps its prefix cache, which was computed with older weights")
 
