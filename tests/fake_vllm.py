@@ -5,7 +5,6 @@ number: an answer says which weights it came from.
 """
 
 import asyncio
-import base64
 import contextlib
 import hashlib
 import threading
@@ -48,9 +47,7 @@ class FakeServer:
         """Until then it is in no transfer."""
         self.may_join.set()
         self.machine = None
-        """A folder of its own, where it keeps adapters, because it does not see those of the trainer."""
-        self.kept = []
-        """Names of the adapters that it was sent, and of those it served then."""
+        """Of its own; then it does not see the trainer's folder."""
         self.knows_every_name = False
         """Answer requests for unknown models with the base model."""
         self.context = None
@@ -59,8 +56,8 @@ class FakeServer:
         """Say so in the list of models, as vLLM does."""
         self.refusal = None
         """Answer completions with status 400 and this message."""
-        self.cache_is_held = 0
-        """How many times the prefix cache refuses to be emptied."""
+        self.cache_is_held = False
+        """Whether a request uses the prefix cache, which then is emptied only together with it."""
         self.calls = []
         """Names of the routes that were called."""
         self.bodies = []
@@ -190,16 +187,6 @@ class FakeServer:
             "sees": self.machine is None and path is not None and Path(path).exists(),
         }
 
-    def rpc_adapter(self, name, files, old):
-        self.kept.append((name, old))
-        (self.machine / name).mkdir()
-        for file, content in files.items():
-            (self.machine / name / file).write_bytes(base64.b64decode(content))
-        return {"rank": 0, "path": str(self.machine / name)}
-
-    def rpc_forget(self, name):
-        return {"rank": 0}
-
     def rpc_begin(self, name, group):
         self.weights, self.coming = None, name
         self.may_join.wait(20)
@@ -220,10 +207,8 @@ class FakeServer:
         return {"rank": 0}
 
     async def _reset(self, request):
-        if self.cache_is_held > 0 and "reset_running_requests" not in request.query:
-            self.cache_is_held -= 1
-            return web.json_response({"success": False})
-        return web.json_response({"success": True})
+        is_held = self.cache_is_held and "reset_running_requests" not in request.query
+        return web.json_response({"success": not is_held})
 
     async def _load_adapter(self, request):
         body = await request.json()

@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 from trl.trainer.utils import disable_dropout_in_model
 
 from agent_r1_trl.generation import TransformersGenerator
-from agent_r1_trl.generation.adapters import check_adapters, warn_of_dropout
+from agent_r1_trl.generation.adapters import check_adapters, served_adapter, warn_of_dropout
 from agent_r1_trl.generation.weights import policy_weights
 from tests.generation.helpers import PROMPTS, make_generator, run, tiny_model
 from tests.tokenizers import make_tokenizer
@@ -117,8 +117,6 @@ def test_evaluating_a_saved_prefix_is_refused_as_well():
 
 
 def test_a_variant_of_lora_is_merged_and_not_served_as_plain_lora():
-    from agent_r1_trl.generation.vllm.lora_files import served_adapter
-
     assert served_adapter(adapted(peft.LoraConfig(**Q))) == "default"
     assert served_adapter(adapted(peft.LoraConfig(**Q, alora_invocation_tokens=[5]))) is None
 

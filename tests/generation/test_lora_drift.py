@@ -4,7 +4,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
-from agent_r1_trl.generation.vllm.lora_files import adapter_tensors, served_adapter, write_adapter
+from agent_r1_trl.generation.adapters import adapter_tensors, served_adapter, write_adapter
 from agent_r1_trl.generation.weights import policy_weights
 from tests.generation.helpers import tiny_model
 

@@ -6,7 +6,6 @@ Not covered: NCCL itself and the streams of a GPU (`tests/fake_nccl.py`).
 import inspect
 import threading
 import time
-from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
-from agent_r1_trl.generation.vllm import nccl_group, server_sync, weight_transfer
+from agent_r1_trl.generation.vllm import nccl_group, weight_transfer
+from agent_r1_trl.generation.vllm import server as server_module
 from agent_r1_trl.generation.vllm.nccl_group import describe_gpu, reason_against
 from agent_r1_trl.generation.vllm.server_routes import rpc
 from tests import fake_nccl
@@ -94,7 +94,7 @@ WEIGHTS = {
 def nccl(monkeypatch):
     """This process, the trainer's, uses vLLM's communicator with the stand-in for the library."""
     pytest.importorskip("vllm")
-    fake_nccl.install(monkeypatch.setattr, server_sync)
+    fake_nccl.install(monkeypatch.setattr, server_module)
     for name, value in {"broadcasts": [], "refuses": False, "num_left": None}.items():
         monkeypatch.setattr(FakeNCCLLibrary, name, value)
 
@@ -118,28 +118,22 @@ def test_the_stand_in_has_the_signatures_of_vllms_library():
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_every_member_gets_every_tensor_bit_for_bit(nccl):
-    numbers, found = SimpleQueue(), {}
+    first, found = nccl_group.NCCLGroup(0, 3, CPU, timeout_s=30), {}
 
     def receive(rank):
         group = nccl_group.NCCLGroup(rank, 3, CPU, timeout_s=30)
-        group.meet(lambda _: numbers.get())
+        group.meet(first.number.result(30))
         tensors = {name: torch.empty_like(value) for name, value in WEIGHTS.items()}
         group.broadcast([*tensors.values()])
         group.close()
         found[rank] = digest(tensors.items())
 
-    def share(number):
-        numbers.put(number)
-        numbers.put(number)
-        return number
-
     threads = [threading.Thread(target=receive, args=(rank,)) for rank in (1, 2)]
     [thread.start() for thread in threads]
-    group = nccl_group.NCCLGroup(0, 3, CPU, timeout_s=30)
-    group.meet(share)
-    group.broadcast([*WEIGHTS.values()])
+    first.meet()
+    first.broadcast([*WEIGHTS.values()])
     [thread.join(30) for thread in threads]
-    group.close()
+    first.close()
     assert found == dict.fromkeys((1, 2), digest(WEIGHTS.items()))
 
 
@@ -157,7 +151,7 @@ class GPUServer(FakeServer):
         if group is not None:
             joined = nccl_group.NCCLGroup(1, group["size"], CPU, timeout_s=20)
             try:
-                joined.meet(lambda _: bytes.fromhex(group["number"]))
+                joined.meet(bytes.fromhex(group["number"]))
             except nccl_group.GroupError as error:
                 return {"rank": 0, "error": f"GroupError: {error}"}
             self.group = joined
@@ -183,14 +177,14 @@ class GPUServer(FakeServer):
 @pytest.fixture
 def drained(monkeypatch):
     """Says, for each sync, whether all weights were asked for, as the other ranks do; each is a chunk of its own."""
-    seen, real = [], server_sync.policy_weights
+    seen, real = [], server_module.policy_weights
 
     def noted(*arguments, **options):
         seen.append(False)
         yield from real(*arguments, **options)
         seen[-1] = True
 
-    monkeypatch.setattr(server_sync, "policy_weights", noted)
+    monkeypatch.setattr(server_module, "policy_weights", noted)
     monkeypatch.setattr(weight_transfer, "CHUNK_BYTES", 1)
     return seen
 
@@ -273,18 +267,15 @@ def test_an_error_of_nccl_is_that_of_its_server_alone_and_all_weights_are_gather
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_where_nccl_fails_when_the_members_meet_the_weights_go_through_the_folder(nccl, tmp_path):
+def test_where_nccl_fails_when_the_members_meet_the_error_says_how_to_do_without(nccl, drained, tmp_path):
     FakeNCCLLibrary.refuses = True
-    with GPUServer() as server, generator_on(server, weights_dir=tmp_path) as generator:
-        generator.sync(policy(20))
-        assert turns(generator, 1) == [20]
     with (
         GPUServer() as server,
-        generator_on(server, weights_dir=tmp_path, weight_transfer="nccl") as generator,
-        pytest.raises(GenerationError, match="unhandled system error"),
+        generator_on(server, weights_dir=tmp_path) as generator,
+        pytest.raises(GenerationError, match=r"unhandled system error.*vllm_weight_transfer='folder'"),
     ):
         generator.sync(policy(20))
-    assert FakeNCCLLibrary.broadcasts == []
+    assert FakeNCCLLibrary.broadcasts == [] and drained == [True]
 
 
 @pytest.mark.vllm
@@ -296,7 +287,7 @@ def test_a_trainer_that_must_use_nccl_says_what_keeps_it_from_that(nccl, tmp_pat
             pytest.raises(GenerationError, match="runs on no GPU") as refused,
         ):
             generator.sync(policy(20))
-        assert "vllm_weight_transfer to 'folder'" in str(refused.value)
+        assert "vllm_weight_transfer to 'auto' or 'folder'" in str(refused.value)
         for cure in ("folder", "auto"):
             with generator_on(server, weights_dir=tmp_path, weight_transfer=cure) as generator:
                 generator.sync(policy(20))

@@ -23,13 +23,6 @@ def test_a_prompt_that_continues_an_answer_asks_for_the_next_turn():
     assert [request.turn for request in generator.requests] == [0, 0, 1, 2]
 
 
-def test_each_prompt_may_have_its_own_script():
-    generator = ScriptedGenerator({(1,): [[7]], (1, 2): [[8], [9]]})
-    assert [ask(generator, prompt).token_ids for prompt in ([1, 3], [1, 2], [1, 2, 8, 4])] == [[7], [8], [9]]
-    with pytest.raises(GenerationError, match="no entry"):
-        ask(generator, [5])
-
-
 def test_a_function_sees_the_seed_and_the_turn():
     generator = ScriptedGenerator(lambda request: [request.seed, request.turn, request.index])
     assert ask(generator, [1], seed=40).token_ids == [40, 0, 0]

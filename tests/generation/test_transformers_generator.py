@@ -144,18 +144,6 @@ def test_gradient_checkpointing_does_not_cost_the_cache():
     assert generation.logprobs == pytest.approx(forward_logprobs(model.eval(), PROMPTS[2], generation, 1.0), abs=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_the_attention_implementation_is_the_models_own_again_afterwards(implementation):
-    model = tiny_model().eval()
-    model.set_attn_implementation(implementation)
-    inside = []
-    model.model.layers[0].register_forward_hook(lambda *_: inside.append(model.config._attn_implementation))
-    [generation] = run(make_generator(model), [PROMPTS[2]], params=GREEDY)
-    assert model.config._attn_implementation == implementation
-    assert (inside[0] == implementation) == (implementation == "eager")
-    assert generation.logprobs == pytest.approx(forward_logprobs(model, PROMPTS[2], generation, 1.0), abs=1e-5)
-
-
 def test_an_adapter_is_part_of_the_policy():
     model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5))
     for name, parameter in model.named_parameters():

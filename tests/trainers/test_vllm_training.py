@@ -1,9 +1,6 @@
 """Training with real vLLM engines: after every sync the sampler has the trainer's weights."""
 
 import math
-import os
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +11,12 @@ from agent_r1_trl.critic import critic_parameters
 from agent_r1_trl.environments import StepResult
 from agent_r1_trl.generation import VLLMGenerator, VLLMServerGenerator
 from agent_r1_trl.generation.sync import SyncError
-from agent_r1_trl.generation.vllm import server_sync
+from agent_r1_trl.generation.vllm import server as server_module
 from agent_r1_trl.generation.vllm.build import ADAPTER_FOLDER
-from agent_r1_trl.generation.vllm.server_routes import load_adapter
-from agent_r1_trl.generation.vllm.server_sync import ServerSync
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import StopReason
-from tests.servers import ROOT, Line, on, serve_policy
+from tests.servers import Line, on, serve_policy
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import AddEnv, make_policy, make_trainer, questions
 
@@ -97,20 +92,11 @@ def server(policy_server):
 
 @pytest.fixture(scope="module")
 def lora_server(tmp_path_factory):
-    """A server of adapters, with the base weights of the trainers, and a temporary folder of its own."""
-    folder = tmp_path_factory.mktemp("server")
-    (folder / "machine").mkdir()
-    settings = {
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "TMPDIR": str(folder / "machine"),
-        "VLLM_RPC_BASE_PATH": tempfile.gettempdir(),  # the path of a socket must be short
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}",
-        "AGENT_R1_TEST_ELSEWHERE": str(folder / "elsewhere"),
-    }
-    worker = ("--worker-extension-cls", "tests.elsewhere_worker.ElsewhereWorker")
-    options = ("--enable-lora", "--max-lora-rank", "8", *worker)
-    with serve_policy(folder, 0, *options, environment=settings) as url:
-        yield url, folder
+    """A server of adapters, with the base weights of the trainers."""
+    options = ("--enable-lora", "--max-lora-rank", "8")
+    settings = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with serve_policy(tmp_path_factory.mktemp("server"), 0, *options, environment=settings) as url:
+        yield url
 
 
 @pytest.mark.parametrize("peft_config", [None, LORA], ids=["full", "merged lora"])
@@ -121,42 +107,14 @@ def test_grpo_trains_with_a_server(tmp_path, server, peft_config):
 
 
 def test_grpo_trains_with_a_server_that_gets_the_adapter_alone(tmp_path, lora_server, monkeypatch):
-    url, _ = lora_server
-
     def refuse(*args, **kwargs):
         raise AssertionError("whole weights were sent")
 
-    monkeypatch.setattr(ServerSync, "_send", refuse)
-    trainer = make_vllm_trainer(tmp_path, peft_config=LORA, **on(url))
+    monkeypatch.setattr(VLLMServerGenerator, "_send", refuse)
+    trainer = make_vllm_trainer(tmp_path, peft_config=LORA, **on(lora_server))
     check_two_steps(trainer)
     assert [folder.name.split("-")[-1] for folder in (tmp_path / ADAPTER_FOLDER).iterdir()] == ["2"]
     trainer.rollouts.close()
-
-
-def test_a_server_on_another_machine_is_sent_the_adapter(tmp_path, lora_server, monkeypatch):
-    """The trainer's own files are gone before the server loads any."""
-    url, folder = lora_server
-    paths = []
-
-    async def load(http, server, name, path):
-        (tmp_path / ADAPTER_FOLDER / name).rename(tmp_path / name)
-        paths.append(Path(path))
-        await load_adapter(http, server, name, path)
-        (tmp_path / name).rename(tmp_path / ADAPTER_FOLDER / name)
-
-    monkeypatch.setattr(server_sync, "load_adapter", load)
-    (folder / "elsewhere").touch()
-    try:
-        trainer = make_vllm_trainer(tmp_path, peft_config=LORA, **on(url))
-        check_two_steps(trainer)
-        place = paths[0].parent
-        assert place.parent == folder / "machine"
-        assert len(paths) >= 2
-        assert {path.name for path in place.iterdir()} == {paths[-1].name, paths[-2].name}, "older ones are removed"
-        trainer.rollouts.close()
-        assert list(place.iterdir()) == []
-    finally:
-        (folder / "elsewhere").unlink()
 
 
 # -------------------------------------------------------------------- PPO
@@ -200,7 +158,7 @@ def test_ppo_trains_with_vllm_in_process_and_a_critic_in_an_adapter(tmp_path, mo
 
 
 def test_ppo_trains_with_a_server_and_a_critic_of_its_own(tmp_path, server, monkeypatch):
-    syncs = spy_on(monkeypatch, ServerSync, "_send")
+    syncs = spy_on(monkeypatch, VLLMServerGenerator, "_send")
     trainer = make_vllm_trainer(tmp_path, critic="model", **PPO, **on(server))
     check_two_steps(trainer)
     trainer.rollouts.close()
@@ -209,13 +167,13 @@ def test_ppo_trains_with_a_server_and_a_critic_of_its_own(tmp_path, server, monk
 
 def test_ppo_sends_the_policys_adapter_without_the_critics(tmp_path, lora_server, monkeypatch):
     written = []
-    real = server_sync.write_adapter
+    real = server_module.write_adapter
     monkeypatch.setattr(
-        server_sync,
+        server_module,
         "write_adapter",
         lambda model, adapter, tensors, folder: (written.append(tensors), real(model, adapter, tensors, folder)),
     )
-    trainer = make_vllm_trainer(tmp_path, peft_config=LORA, critic="adapter", **PPO, **on(lora_server[0]))
+    trainer = make_vllm_trainer(tmp_path, peft_config=LORA, critic="adapter", **PPO, **on(lora_server))
     check_two_steps(trainer)
     trainer.rollouts.close()
     assert len(written) == 2

@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from agent_r1_trl.errors import RunError
@@ -154,10 +154,6 @@ class TrajectorySlot:
 
     place: int | None = None
     """Number of the server; None before the first request."""
-    prompt_ids: list[int] = field(default_factory=list)
-    """Ids of the last request's prompt."""
-    prompt_text: str = ""
-    """These ids in JSON, without the brackets."""
 
 
 current_slot: ContextVar[TrajectorySlot | None] = ContextVar("current_slot", default=None)
@@ -200,15 +196,6 @@ def check_generation(generation: Generation) -> None:
             raise GenerationError(
                 f"the log-probability of sampled token {position} (id {generation.token_ids[position]}) is {value!r}"
             )
-
-
-def known_length(prompt_ids: list[int], last: list[int]) -> int:
-    """How many ids of a request are those of the trajectory's last one: all of `last`, or none if it was rewritten.
-
-    >>> known_length([1, 2, 3], [1, 2]), known_length([1, 9, 3], [1, 2])
-    (2, 0)
-    """
-    return len(last) if prompt_ids[: len(last)] == last else 0
 
 
 def check_request(prompt_ids: list[int], max_tokens: int) -> None:

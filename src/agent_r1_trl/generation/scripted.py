@@ -7,7 +7,7 @@ earlier prompt and its answer asks for the next turn of that trajectory; every o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -42,7 +42,7 @@ class ScriptedRequest:
 
 Answer: TypeAlias = ScriptedTurn | Sequence[int] | Exception
 """An exception is raised (after its turn's delay) instead of an answer."""
-Script: TypeAlias = Callable[[ScriptedRequest], Answer] | Sequence[Answer] | Mapping[tuple[int, ...], Sequence[Answer]]
+Script: TypeAlias = Callable[[ScriptedRequest], Answer] | Sequence[Answer]
 
 
 class ScriptedGenerator(Generator):
@@ -51,7 +51,6 @@ class ScriptedGenerator(Generator):
     Args:
         script: one of
             a list of answers, one per turn, the same for every trajectory;
-            a mapping from the ids a prompt begins with to such a list (the longest key that fits counts);
             a function of the `ScriptedRequest`.
         stop_token_ids: if given, an answer that does not end in one of them has `stop="length"`; if not, every answer
             that `max_tokens` does not cut has `stop="stop"`.
@@ -120,17 +119,11 @@ class ScriptedGenerator(Generator):
     def _look_up(self, request: ScriptedRequest) -> Answer:
         if callable(self._script):
             return self._script(request)
-        turns: Sequence[Answer]
-        if isinstance(self._script, Mapping):
-            keys = [key for key in self._script if request.prompt_ids[: len(key)] == tuple(key)]
-            if not keys:
-                raise GenerationError(f"The script has no entry for a prompt that begins {request.prompt_ids[:8]}.")
-            turns = self._script[max(keys, key=len)]
-        else:
-            turns = self._script
-        if request.turn >= len(turns):
-            raise GenerationError(f"The script has {len(turns)} turns, turn {request.turn} (from 0) was asked for.")
-        return turns[request.turn]
+        if request.turn >= len(self._script):
+            raise GenerationError(
+                f"The script has {len(self._script)} turns, turn {request.turn} (from 0) was asked for."
+            )
+        return self._script[request.turn]
 
     def _cut(self, turn: ScriptedTurn, max_tokens: int) -> Generation:
         token_ids = list(turn.token_ids)[:max_tokens]

@@ -17,6 +17,7 @@ from torch import nn
 
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.generation.base import Generator
+from agent_r1_trl.generation.local.decoding import evaluation_mode
 from agent_r1_trl.generation.weights import gather_for, gather_nothing
 
 PROBE_TEXT = (
@@ -75,15 +76,9 @@ def policy_scores(model: nn.Module, token_ids: list[int]) -> list[float]:
     """
     device = next(model.parameters()).device
     ids = torch.tensor([token_ids], device=device)  # (1, N)
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with nullcontext() if gather_for(model) is gather_nothing else _head_as_in_the_loss(model):
-            output = model(input_ids=ids, attention_mask=torch.ones_like(ids))
-        logits = output.logits[0, :-1].float()  # (N - 1, V)
-    finally:
-        for module in training:
-            module.training = True
+    head = nullcontext() if gather_for(model) is gather_nothing else _head_as_in_the_loss(model)
+    with evaluation_mode(model), head:
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :-1].float()  # (N - 1, V)
     return torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None]).squeeze(1).tolist()
 
 

@@ -17,11 +17,9 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.generic import is_flash_attention_requested
-
-from agent_r1_trl.generation.local.attention import grouped_sdpa
 
 if TYPE_CHECKING:
     from agent_r1_trl.update.packing import Layout
@@ -62,7 +60,9 @@ def packed_attention(
         (1, N, heads, D') and None.
     """
     if packed_layout is None:
-        return grouped_sdpa(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options
+        )
     window = options.get("sliding_window")
     _check_layer(module, options)
     groups = query.shape[1] // key.shape[1]

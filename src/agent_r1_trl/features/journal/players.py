@@ -26,7 +26,7 @@ from agent_r1_trl.features.journal.environments import (
 )
 from agent_r1_trl.features.journal.reader import RecordedTurn, is_same_answer, read_step, step_record
 from agent_r1_trl.features.journal.records import Record, checksum_ids, dump, pack_floats, pack_ids
-from agent_r1_trl.generation.base import Generation, Generator, SamplingParams, known_length
+from agent_r1_trl.generation.base import Generation, Generator, SamplingParams
 from agent_r1_trl.generation.endpoint import Endpoint
 from agent_r1_trl.rollout import Draft, EnvSession, RolloutRequest
 from agent_r1_trl.trajectory import Message, Trajectory, Turn
@@ -113,7 +113,8 @@ class JournaledGenerator(Generator):
 
     def _checksum_of(self, prompt_ids: list[int]) -> int:
         """Only what the last turn has not seen is read."""
-        num_known = known_length(prompt_ids, self._context)
+        last = self._context
+        num_known = len(last) if prompt_ids[: len(last)] == last else 0
         self._checksum = checksum_ids(prompt_ids[num_known:], self._checksum if num_known else 0)
         self._context = list(prompt_ids)
         return self._checksum

@@ -18,9 +18,8 @@ from torch import nn
 
 from agent_r1_trl.generation.adapters import check_adapters
 from agent_r1_trl.generation.base import Generation, GenerationError
-from agent_r1_trl.generation.local.attention import grouped_attention
 from agent_r1_trl.generation.local.decoding import ModelRunner, evaluation_mode
-from agent_r1_trl.generation.local.prefix_cache import PrefixCache, WeightsWatch
+from agent_r1_trl.generation.local.prefix_cache import PrefixCache
 from agent_r1_trl.generation.local.sampling import UniformStream, draw, policy_logprobs
 from agent_r1_trl.generation.worker import ThreadedGenerator, WorkerRequest
 
@@ -82,9 +81,9 @@ class TransformersGenerator(ThreadedGenerator):
         max_batch_size: maximum number of rows per forward pass. Halved permanently when the device runs out of memory.
         max_prefill_tokens: maximum number of prompt tokens (padding included) per forward pass; a single request may
             have more.
-        prefix_cache_tokens: number of tokens whose keys and values are kept between the turns of a trajectory, so that
-            a turn reads only what is new; 0 keeps none. None is 32768 on a CPU, or as many as fit into 1 GiB if those
-            are more, and 0 on a GPU, where training needs the memory.
+        prefix_cache_bytes: memory for keys and values that are kept between the turns of a trajectory, so that a turn
+            reads only what is new; 0 keeps none. None is 1 GiB on a CPU and 0 on a GPU, where training needs the
+            memory.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class TransformersGenerator(ThreadedGenerator):
         stop_token_ids: Collection[int],
         max_batch_size: int = 64,
         max_prefill_tokens: int = 32768,
-        prefix_cache_tokens: int | None = None,
+        prefix_cache_bytes: int | None = None,
     ) -> None:
         super().__init__("transformers-generator")
         if max_batch_size < 1:
@@ -109,11 +108,10 @@ class TransformersGenerator(ThreadedGenerator):
         self._max_batch_size = max_batch_size
         self._max_prefill_tokens = max_prefill_tokens
         self._runner = ModelRunner(self._model, pad_token_id)
-        free_bytes = 0
-        if prefix_cache_tokens is None:
-            prefix_cache_tokens, free_bytes = (32768, 2**30) if self._runner.device.type == "cpu" else (0, 0)
-        self._prefixes = PrefixCache(prefix_cache_tokens if self._runner.can_park else 0, free_bytes=free_bytes)
-        self._weights = WeightsWatch(self._model)
+        if prefix_cache_bytes is None:
+            prefix_cache_bytes = 2**30 if self._runner.device.type == "cpu" else 0
+        self._prefixes = PrefixCache(prefix_cache_bytes if self._runner.can_park else 0)
+        self._versions: list[tuple[int, int]] = []
         self._rows: list[_ActiveRow] = []  # same order as the runner's rows
         self._resuming: list[_ActiveRow] = []  # put back when memory ran out; they go first
 
@@ -125,9 +123,9 @@ class TransformersGenerator(ThreadedGenerator):
         """
         if self._runner.device.type == "cuda":  # the current device is a property of the thread
             torch.cuda.set_device(self._runner.device)
-        if self._prefixes.max_tokens and self._weights.has_changed():
-            self._prefixes.clear()
-        with torch.no_grad(), evaluation_mode(self._model), grouped_attention(self._runner.config):
+        if self._prefixes.max_bytes:
+            self._check_versions()
+        with torch.no_grad(), evaluation_mode(self._model):
             while True:
                 try:
                     self._admit()
@@ -143,6 +141,22 @@ class TransformersGenerator(ThreadedGenerator):
                     if not self._rows and not self._waiting and not self._resuming:
                         return
                 self._deliver()
+
+    def sync(self, model: nn.Module) -> bool:
+        """Forget what was computed with older weights; there are none to take over."""
+        self._prefixes.clear()
+        return False
+
+    def _check_versions(self) -> None:
+        """Forget keys and values of older weights where nobody calls `sync`.
+
+        PyTorch counts changes of a tensor in place, but not those made through `.data`, as some optimisers do.
+        """
+        parameters = [item for item in self._model.parameters() if not item.is_inference()]
+        versions = [(item.data_ptr(), item._version) for item in parameters]
+        if versions != self._versions:
+            self._prefixes.clear()
+        self._versions = versions
 
     def _rest(self) -> None:
         self._prefixes.clear()
@@ -205,7 +219,7 @@ class TransformersGenerator(ThreadedGenerator):
             for index, row in enumerate(self._rows)
             if row.request.outcome is not None or row.request.is_cancelled
         ]
-        if self._prefixes.max_tokens:
+        if self._prefixes.max_bytes:
             for index in dropped:
                 if isinstance(self._rows[index].request.outcome, Generation):
                     self._prefixes.put(self._runner.park(index, self._rows[index].ids))

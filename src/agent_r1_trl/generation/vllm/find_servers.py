@@ -99,46 +99,21 @@ async def check_exposure(http: HTTPClient, urls: Sequence[str], *, allow_public:
             await http.request("GET", f"{url}/is_sleeping", timeout_s=10.0)
         except HTTPError:
             continue  # it has no such routes, as a server of adapters need not
-        host, port = str(urlsplit(url).hostname), urlsplit(url).port or (443 if url.startswith("https") else 80)
-        addresses = await asyncio.to_thread(_addresses_of, host)
+        addresses = await asyncio.to_thread(_addresses_of, str(urlsplit(url).hostname))
         if any(address.is_global for address in addresses) and not allow_public:
             raise GenerationError(
                 f"vllm_server_urls: {url} has a public address and open development routes (VLLM_SERVER_DEV_MODE=1), "
                 "with which anybody can replace its weights. Reach it through a private network or an SSH tunnel, or "
                 "set vllm_allow_public_servers=True if a firewall keeps others out."
             )
-        is_local = all(address.is_loopback for address in addresses)
-        if may_warn and (not is_local or await asyncio.to_thread(_answers_outside, port)):
+        if may_warn and not all(address.is_loopback for address in addresses):
             logger.warning(
                 "The development routes of %s can be reached from its network, and have no password: whoever calls "
-                "them can replace the weights. %s",
+                "them can replace the weights. docs/serving.md says how to keep others out.",
                 url,
-                "Start the server with --host 127.0.0.1."
-                if is_local
-                else "docs/serving.md says how to keep others out.",
             )
 
 
 def _addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     found = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
     return [ipaddress.ip_address(address) for address in found]
-
-
-def _answers_outside(port: int) -> bool:
-    """Whether something on this machine listens at the port on more than the loopback address."""
-    try:
-        with socket.create_connection((outside_address(), port), timeout=1.0):
-            return True
-    except OSError:
-        return False
-
-
-def outside_address() -> str:
-    """The address under which other machines know this one.
-
-    Raises:
-        OSError: it has none.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("203.0.113.1", 9))  # sends nothing, picks the route; the address is reserved for examples
-        return str(probe.getsockname()[0])

@@ -27,9 +27,7 @@ from agent_r1_trl.generation.vllm.server_routes import (
     UnfitServerError,
     hello,
     identity_of,
-    read_scores,
     refusal_of,
-    score_request,
 )
 
 logger = logging.getLogger(__name__)
@@ -39,7 +37,6 @@ Found = dict[str, tuple[str | None, str]]
 
 _AS_STARTED = "the weights it was started from"
 _POLL_S = 1.0
-_SAME_MODEL_GAP = 0.05  # of the mean log-probability before and after a restart: rounding, not another model
 
 
 class _UnprovenError(RuntimeError):
@@ -93,8 +90,6 @@ class Fleet:
         self.health_timeout_s = health_timeout_s
         self.retry_window_s = retry_window_s
         self._num_pending = 0
-        self._probe_ids: list[int] = []
-        self._reference: list[float] | None = None  # what a server answers to them under the name of its base model
         self._lost_at = 0.0  # when the last server was left out
         self._has_servers = asyncio.Event()
         self._has_servers.set()
@@ -287,8 +282,6 @@ class Fleet:
                     server.is_restoring = True
                     await self.restore(server)
                     identity = await self.find_identity(server)
-                if identity is not None:
-                    await self.check_model(server)
             except UnfitServerError as error:
                 server.reason = str(error)
                 return
@@ -316,8 +309,6 @@ class Fleet:
     async def resume(self, weights: str, found: Found, *, is_adapter: bool) -> None:
         """Sample from the servers that hold `weights` after a sync; the others may still come back."""
         self.weights, self.is_adapter, self._is_paused = weights, is_adapter, False
-        if not is_adapter:
-            self._reference = None  # that of older weights
         for server in self.servers.values():
             was_in = server.identity is not None
             server.identity, server.reason = found[server.url]
@@ -347,7 +338,6 @@ class Fleet:
         Raises:
             GenerationError: none is left.
         """
-        self._probe_ids = token_ids
         servers = [server for server in self.servers.values() if server.identity is not None]
         answers = await asyncio.gather(*(self._score_or_leave_out(server, token_ids) for server in servers))
         found = {server.url: scores for server, scores in zip(servers, answers, strict=True) if scores is not None}
@@ -357,41 +347,12 @@ class Fleet:
 
     async def _score_or_leave_out(self, server: Server, token_ids: list[int]) -> list[float] | None:
         identity = server.identity
+        body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0, "return_token_ids": True}
         try:
-            scores = read_scores(await self._ask(server, score_request(token_ids)), token_ids)
-            if not self.is_adapter:
-                self._reference = scores
-            elif self._reference is None:
-                self._reference = await self._base_scores(server, token_ids)
-            return scores
+            entries = (await self._ask(server, body))["choices"][0]["prompt_logprobs"][1:]
         except (HTTPError, _UnprovenError) as error:
             if isinstance(error, HTTPError) and not (error.is_passing or error.status == 404):
                 raise GenerationError(str(error)) from error
             self.leave_out(server, identity, str(error))
             return None
-
-    async def _base_scores(self, server: Server, token_ids: list[int]) -> list[float]:
-        body = score_request(token_ids) | {"model": server.model}
-        url = f"{server.url}/v1/completions"
-        return read_scores(await self._http.request("POST", url, body, timeout_s=self.health_timeout_s), token_ids)
-
-    async def check_model(self, server: Server) -> None:
-        """Hold a server that came back against what the servers answered after the sync.
-
-        Raises:
-            HTTPError: it does not answer.
-            UnfitServerError: it is another model.
-        """
-        if self._reference is None:
-            return
-        try:
-            scores = await self._base_scores(server, self._probe_ids)
-        except HTTPError as error:
-            if error.is_passing:
-                raise
-            raise UnfitServerError(f"it came back with another model: {error}") from error
-        gap = sum(abs(a - b) for a, b in zip(scores, self._reference, strict=True)) / len(scores)
-        if not gap <= _SAME_MODEL_GAP:
-            raise UnfitServerError(
-                f"it came back with another model: its log-probabilities differ by {gap:.3g} from those before"
-            )
+        return [entry[str(token_id)]["logprob"] for entry, token_id in zip(entries, token_ids[1:], strict=True)]

@@ -23,17 +23,6 @@ from agent_r1_trl.generation.weights import policy_weights
 from agent_r1_trl.generation.worker import ThreadedGenerator, WorkerRequest
 
 
-def check_reloadable(engine_model: nn.Module) -> None:
-    """Refuse a model whose engine would go on with the old weights.
-
-    Raises:
-        ValueError: a mixture of experts on a CPU, where vLLM computes with a repacked copy of the experts.
-    """
-    for name, parameter in engine_model.named_parameters():
-        if ".experts." in name and parameter.device.type == "cpu":
-            raise ValueError("on a CPU the experts of a mixture cannot be replaced; set use_vllm=False.")
-
-
 def load_weights(engine_model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
     """Load weights into vLLM's own model, in the process that holds it.
 
@@ -45,9 +34,8 @@ def load_weights(engine_model: Any, weights: Iterable[tuple[str, torch.Tensor]])
         Names of the model's parameters that were loaded; None from a model that does not say.
 
     Raises:
-        ValueError: see `check_reloadable`; or a weight does not fit the model.
+        ValueError: a weight does not fit the model.
     """
-    check_reloadable(engine_model)
     latest = "the first weight"
 
     def noted() -> Iterator[tuple[str, torch.Tensor]]:

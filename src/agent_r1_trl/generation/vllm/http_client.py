@@ -7,7 +7,6 @@ on another loop, and the trainer's thread, which has none.
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -17,10 +16,6 @@ Result = TypeVar("Result")
 
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
 _SPARE_CONNECTIONS = 4  # for checks of a server whose other connections all wait for it
-
-
-class RawJSON(str):
-    """A value of a body that was made JSON before; it is sent as it stands."""
 
 
 class HTTPError(RuntimeError):
@@ -88,7 +83,7 @@ class HTTPClient:
         seconds = self._timeout_s if timeout_s is None else timeout_s
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=min(10.0, seconds))
         try:
-            async with self._session.request(method, url, **_encoded(body), timeout=timeout) as answer:
+            async with self._session.request(method, url, json=body, timeout=timeout) as answer:
                 if answer.status >= 300:
                     text = (await answer.text())[:500]
                     raise HTTPError(f"{method} {url} was answered with {answer.status}: {text}", answer.status)
@@ -114,18 +109,6 @@ class HTTPClient:
         if self._session is not None:
             await self._session.close()
             self._session = None
-
-
-def _encoded(body: Any) -> dict[str, Any]:
-    """Arguments that send a body; none without one."""
-    if body is None:
-        return {}
-    if isinstance(body, dict):
-        values = {name: value if isinstance(value, RawJSON) else json.dumps(value) for name, value in body.items()}
-        text = "{" + ", ".join(f"{json.dumps(name)}: {value}" for name, value in values.items()) + "}"
-    else:
-        text = json.dumps(body)
-    return {"data": text.encode(), "headers": {"Content-Type": "application/json"}}
 
 
 def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:

@@ -69,20 +69,21 @@ class NCCLGroup:
         self._timeout_s = timeout_s
         self._communicator: Any = None
         self._is_closed = False
+        self.number: Future[bytes] = Future()
+        """Under which the members find one another; member 0 hands it to the others."""
         # A stream of its own: a group that hangs must not hold up the others. Without a GPU (in tests) there is none.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def meet(self, share: Callable[[bytes], bytes]) -> None:
+    def meet(self, number: bytes | None = None) -> None:
         """Return when all members are there.
 
         Args:
-            share: hands the number of member 0 to the others: there it sends what it is given, elsewhere it returns
-                what came.
+            number: that of member 0; None there, where it is made and given to `self.number`.
 
         Raises:
             GroupError: see there; the group is closed.
         """
-        self._within_limit(lambda: self._meet(share))
+        self._within_limit(lambda: self._meet(number))
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors to the other members, or receive into them; returns when they are there.
@@ -100,6 +101,7 @@ class NCCLGroup:
     def close(self) -> None:
         """Leave the group; whatever waits in it ends."""
         self._is_closed = True
+        self.number.cancel()
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             nccl = communicator.nccl
@@ -108,11 +110,11 @@ class NCCLGroup:
             leaving.start()
             leaving.join(_ABORT_S)
 
-    def _meet(self, share: Callable[[bytes], bytes]) -> None:
+    def _meet(self, number: bytes | None) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
-        rank, size = self._rank, self._size
+        rank, size, made = self._rank, self._size, self.number
 
         class Meeting(StatelessProcessGroup):
             """What a communicator asks of a process group: who it is, and one object from member 0."""
@@ -121,7 +123,10 @@ class NCCLGroup:
                 self.rank, self.world_size = rank, size
 
             def broadcast_obj(self, obj: Any, src: int) -> Any:
-                return type(obj).from_buffer_copy(share(bytes(obj)))
+                if number is not None:
+                    return type(obj).from_buffer_copy(number)
+                made.set_result(bytes(obj))
+                return obj
 
         communicator = PyNcclCommunicator(Meeting(), device=self._device)
         if communicator.disabled:

@@ -2,25 +2,36 @@
 
 Every rank speaks to the servers itself, so ranks that need different numbers of turns never wait for one another in a
 rollout. A trajectory stays with the server that has its keys and values in the prefix cache. Between rollouts `sync`
-brings the weights: an adapter alone where the servers serve LoRA, else all weights that training changed, adapters
-merged into copies, over NCCL or through a folder.
+brings the weights: an adapter alone where the servers serve LoRA, as a folder that they see under the same path; else
+all weights that training changed, adapters merged into copies, over NCCL or through a folder.
 
-Covered here: requests, settings, log-probabilities of given ids. Not covered: which servers take part (`fleet.py`),
-how the weights get there (`server_sync.py`, `weight_transfer.py`, `worker_extension.py`), HTTP (`http_client.py`,
-`server_routes.py`), starting a server (`docs/serving.md`).
+Each sync gives the weights a new name, which a server proves to hold (`fleet.py`). A server that cannot be reached or
+breaks off is left out; a sync fails only when no server is left, or when one is unfit from the start. A server that
+was restarted gets the weights again in the rollout.
+
+Covered here: requests, log-probabilities of given ids, adapter or whole weights, who takes part and how, what the
+ranks must agree on. Not covered: which servers are sampled from (`fleet.py`), the transfer of whole weights
+(`weight_transfer.py`, `worker_extension.py`), HTTP (`http_client.py`, `server_routes.py`), starting a server
+(`docs/serving.md`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-import json
-from collections.abc import Collection, Sequence
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from agent_r1_trl.generation.adapters import adapter_tensors, served_adapter, write_adapter
 from agent_r1_trl.generation.base import (
     Generation,
     GenerationError,
@@ -29,12 +40,28 @@ from agent_r1_trl.generation.base import (
     TrajectorySlot,
     check_request,
     current_slot,
-    known_length,
 )
 from agent_r1_trl.generation.vllm.find_servers import check_exposure, check_urls, wait_for_servers
-from agent_r1_trl.generation.vllm.fleet import Fleet
-from agent_r1_trl.generation.vllm.http_client import HTTPClient, RawJSON
-from agent_r1_trl.generation.vllm.server_sync import ServerSync, own_rank
+from agent_r1_trl.generation.vllm.fleet import Fleet, Found, Server
+from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
+from agent_r1_trl.generation.vllm.nccl_group import GroupError, describe_gpu, reason_against
+from agent_r1_trl.generation.vllm.server_routes import (
+    NO_NCCL,
+    NoAdaptersError,
+    UnfitServerError,
+    ask_each,
+    hello,
+    identity_of,
+    load_adapter,
+    reset_prefix_cache,
+)
+from agent_r1_trl.generation.vllm.weight_transfer import Named, WeightTransfer
+from agent_r1_trl.generation.weights import gather_for, gather_nothing, policy_weights
+
+_POLL_S = 1.0
+
+Workers = dict[str, list[dict[str, Any]]]
+"""URL -> what each worker of the server says about itself."""
 
 
 class VLLMServerGenerator(Generator):
@@ -43,8 +70,8 @@ class VLLMServerGenerator(Generator):
     Args:
         urls: of the servers, such as `http://127.0.0.1:8000`. All must hold the policy's architecture.
         stop_token_ids: ids that end a turn; a sampled one is kept as the last id.
-        adapter_dir: where adapters are written for the servers to read; those that do not see this folder are sent
-            the files. None merges adapters and sends whole weights.
+        adapter_dir: where adapters are written for the servers to read, which must see it under the same path. None
+            merges adapters and sends whole weights.
         weights_dir: where whole weights pass to the servers that NCCL does not reach, which must see it under the
             same path; None for this machine's temporary folder.
         request_timeout_s: seconds for one turn; a server that takes longer is left out.
@@ -96,16 +123,16 @@ class VLLMServerGenerator(Generator):
         self.max_model_length = min(lengths, default=None)
         names = {url: model["id"] for url, model in models.items()}
         self._fleet = Fleet(self._http, names, health_timeout_s=health_timeout_s, retry_window_s=retry_window_s)
-        self._weights = ServerSync(
-            self._http,
-            self._fleet,
-            adapter_dir=Path(adapter_dir).resolve() if adapter_dir is not None else None,
-            weights_dir=Path(weights_dir).resolve() if weights_dir is not None else None,
-            way=weight_transfer,
-            timeout_s=sync_timeout_s,
-            may_restore=may_restore,
-            may_wait=lambda: self.is_cut is None or not self.is_cut.is_set(),
-        )
+        self._adapter_dir = Path(adapter_dir).resolve() if adapter_dir is not None else None
+        self._way, self._timeout_s, self._may_restore = weight_transfer, sync_timeout_s, may_restore
+        self._rank = own_rank()
+        self._run_name = agreed(f"agent-r1-{uuid.uuid4().hex[:8]}")
+        self._weights_folder = Path(weights_dir or tempfile.gettempdir()).resolve() / self._run_name
+        self._gpu: dict[str, str] | None = None  # as other members of an NCCL group know it
+        self._device = torch.device("cpu")
+        self._num_syncs = 0
+        self._has_all_weights = False
+        self._model: Any = None
 
     # ---------------------------------------------------------------- requests
 
@@ -122,6 +149,7 @@ class VLLMServerGenerator(Generator):
         """
         check_request(prompt_ids, max_tokens)
         body = {
+            "prompt": prompt_ids,
             "max_tokens": max_tokens,
             "seed": seed,
             "temperature": params.temperature,
@@ -137,7 +165,6 @@ class VLLMServerGenerator(Generator):
         slot = current_slot.get() or TrajectorySlot()
         if slot.place is None:
             slot.place = next(self._next_place)
-        body["prompt"] = _in_json(prompt_ids, slot)
         answer = await asyncio.wrap_future(self._http.start(self._fleet.complete(body, slot)))
         return _as_generation(answer["choices"][0])
 
@@ -149,6 +176,17 @@ class VLLMServerGenerator(Generator):
         """See `Generator`: how many servers are left out now, and what was lost since the last call."""
         return self._fleet.take_counts()
 
+    def close(self) -> None:
+        """Cancel what is under way, close the connections and remove our files; the servers go on."""
+        self._http.run(self._fleet.pause())
+        if self._fleet.is_adapter and self._rank == 0:
+            shutil.rmtree(self._folder(self._fleet.weights), ignore_errors=True)
+        if self._rank == 0:
+            shutil.rmtree(self._weights_folder, ignore_errors=True)
+        self._http.close()
+
+    # ---------------------------------------------------------------- weights
+
     def sync(self, model: nn.Module) -> bool:
         """Give every server that answers the policy's weights; the others are left out, with a warning.
 
@@ -157,22 +195,197 @@ class VLLMServerGenerator(Generator):
         Raises:
             GenerationError: no server could take the weights; or, at the first sync, one lacks what a transfer needs.
         """
-        self._weights.sync(model)
+        self._num_syncs += 1
+        self._http.run(self._fleet.pause())
+        # A new name each time: neither a cached prefix nor a restarted server can answer for it with older weights.
+        name = f"{self._run_name}-{self._num_syncs}"
+        found = self._sync_adapter(model, name)
+        is_adapter = found is not None
+        if found is None:
+            found = self._sync_whole(model, name)
+        self._model = model
+        is_restorable = is_adapter or (self._may_restore and gather_for(model) is gather_nothing)
+        self._fleet.may_be_restored = is_restorable
+        self._fleet.restore = self._restore if is_restorable and (is_adapter or self._rank == 0) else None
+        self._http.run(self._fleet.resume(name, found, is_adapter=is_adapter))
         return True
 
-    def close(self) -> None:
-        """Cancel what is under way and close the connections; the servers go on."""
-        self._weights.close()
-        self._http.close()
+    def _led(self, action: Callable[[], Any], follow: Callable[[], Any] = lambda: None) -> Any:
+        """What `action` returns on the first rank, on every rank, while the others do `follow`; or its error."""
+        value, error = None, None
+        try:
+            value = action() if self._rank == 0 else follow()
+        except Exception as caught:
+            error = caught
+        value, message = agreed((value, None if error is None else str(error)))
+        if error is not None:
+            raise error
+        if message is not None:
+            raise GenerationError(message)
+        return value
 
+    async def _until_one_takes(self, action: Callable[[str], Any]) -> dict[str, tuple[Any, str]]:
+        """URL -> what `action` returned and "", or None and why it failed; repeated until it succeeds for a server.
 
-def _in_json(prompt_ids: list[int], slot: TrajectorySlot) -> RawJSON:
-    """The prompt of a request; only what the trajectory's last request did not have is written anew."""
-    num_known = known_length(prompt_ids, slot.prompt_ids)
-    new = json.dumps(prompt_ids[num_known:])[1:-1]
-    slot.prompt_text = ", ".join(filter(None, (slot.prompt_text if num_known else "", new)))
-    slot.prompt_ids = list(prompt_ids)
-    return RawJSON(f"[{slot.prompt_text}]")
+        Raises:
+            UnfitServerError: one server is unfit, before any sync has succeeded.
+            GenerationError: no server could be reached within the retry window.
+        """
+        deadline = time.monotonic() + self._fleet.retry_window_s
+        while True:
+            found, failures = await ask_each(self._fleet.servers, action)
+            for error in failures.values():
+                if isinstance(error, UnfitServerError) and self._fleet.weights is None:
+                    raise error
+            reasons = {url: str(error) for url, error in failures.items()}
+            if found:
+                return {url: (found.get(url), reasons.get(url, "")) for url in self._fleet.servers}
+            if time.monotonic() > deadline or (self.is_cut is not None and self.is_cut.is_set()):
+                raise GenerationError(self._fleet.explain(reasons))
+            await asyncio.sleep(_POLL_S)
+
+    # ---------------------------------------------------------------- adapters
+
+    def _folder(self, name: str | None) -> Path:
+        assert self._adapter_dir is not None
+        return self._adapter_dir / str(name)
+
+    def _sync_adapter(self, model: Any, name: str) -> Found | None:
+        """Send the adapter alone; None if it cannot be served."""
+        adapter = served_adapter(model) if self._adapter_dir is not None else None
+        if adapter is None or self._has_all_weights:
+            return None
+        tensors = adapter_tensors(model, adapter)
+
+        def serve() -> Found | None:
+            write_adapter(model, adapter, tensors, self._folder(name))
+            try:
+                found = self._http.run(self._until_one_takes(lambda url: self._load(url, name)))
+            except GenerationError as error:
+                shutil.rmtree(self._folder(name))
+                if isinstance(error, NoAdaptersError):
+                    return None
+                raise
+            if self._fleet.weights is not None:
+                shutil.rmtree(self._folder(self._fleet.weights), ignore_errors=True)
+            return found
+
+        return self._led(serve)
+
+    async def _load(self, url: str, name: str) -> str:
+        await load_adapter(self._http, url, name, str(self._folder(name)))
+        if self._fleet.weights is not None:
+            with contextlib.suppress(HTTPError):  # a server that was restarted does not have the old one
+                await self._http.request("POST", f"{url}/v1/unload_lora_adapter", {"lora_name": self._fleet.weights})
+        return name
+
+    # ---------------------------------------------------------------- whole weights
+
+    def _sync_whole(self, model: nn.Module, name: str) -> Found:
+        """Send all weights, or those that training can change if every server has the others."""
+        workers: Workers = {}
+        absent: Found = {}
+
+        def muster() -> bool:
+            self._device = next(model.parameters()).device
+            self._gpu = None if self._way == "folder" else describe_gpu(self._device)
+            self._weights_folder.mkdir(parents=True, exist_ok=True)
+            for url, (answer, reason) in self._http.run(self._until_one_takes(self._hello)).items():
+                if answer is None:
+                    absent[url] = (None, reason)
+                else:
+                    workers[url] = answer
+            has_last = [identity_of(answer, str(self._fleet.weights)) is not None for answer in workers.values()]
+            return not (self._has_all_weights and all(has_last))
+
+        is_complete = self._led(muster)
+        weights = policy_weights(model, only_trainable=not is_complete)
+
+        def send() -> Found:
+            found = absent | self._send(weights, workers, name, is_complete=is_complete)
+            if all(identity is None for identity, _ in found.values()):
+                raise GenerationError(self._fleet.explain({url: reason for url, (_, reason) in found.items()}))
+            return found
+
+        found = self._led(send, lambda: [None for _ in weights])
+        self._has_all_weights = True
+        return found
+
+    async def _hello(self, url: str) -> list[dict[str, Any]]:
+        """What the workers of a server say about themselves, if there is a way to them."""
+        workers = await hello(self._http, url, self._weights_folder, timeout_s=self._fleet.health_timeout_s)
+        no_nccl = self._reason_against_nccl(workers)
+        sees = all(worker["sees"] for worker in workers)
+        if no_nccl is not None and (self._way == "nccl" or not sees):
+            folder = "that is not asked for" if sees else f"its workers cannot read {self._weights_folder}"
+            raise UnfitServerError(
+                f"vllm_weight_transfer={self._way!r}: weights cannot go to {url}. Over NCCL not, because {no_nccl}; "
+                f"through a folder not, because {folder}. Set vllm_weight_transfer to 'auto' or 'folder' and start "
+                "the server where it sees output_dir under the same path, or train and serve on GPUs of their own."
+            )
+        return workers
+
+    def _reason_against_nccl(self, workers: list[dict[str, Any]]) -> str | None:
+        if self._way == "folder":
+            return "it is not asked for"
+        return reason_against(self._gpu, [worker["gpu"] for worker in workers])
+
+    def _send(self, weights: Iterable[Named], workers: Workers, name: str, *, is_complete: bool) -> Found:
+        """Send to the servers of these workers, and see which of them hold the weights then.
+
+        Always iterates over all weights: where they are sharded, the other ranks do.
+        """
+        transfer = WeightTransfer(self._http, name, self._weights_folder, timeout_s=self._timeout_s)
+        weights = iter(weights)
+        try:
+            self._http.run(transfer.each(lambda url: self._begin(transfer, url, workers[url]), workers))
+            transfer.send(weights, self._device)
+            found = self._http.run(transfer.each(lambda url: self._end(transfer, url, name, is_complete)))
+        finally:
+            for _ in weights:
+                pass
+            transfer.close()
+        for url, error in transfer.failures.items():
+            if isinstance(error, UnfitServerError) and self._fleet.weights is None:
+                raise error
+            fix = f". {NO_NCCL}" if isinstance(error, GroupError) else ""
+            found[url] = (None, f"the weight transfer broke ({error}{fix})")
+        return found
+
+    async def _begin(self, transfer: WeightTransfer, url: str, workers: list[dict[str, Any]]) -> None:
+        """Begin over NCCL if that can be, else through the folder."""
+        device = self._device if self._reason_against_nccl(workers) is None else None
+        await transfer.begin(url, len(workers), device)
+
+    async def _end(self, transfer: WeightTransfer, url: str, name: str, is_complete: bool) -> tuple[str | None, str]:
+        """Which processes of a server hold the weights, checked last of all; or None and why not."""
+        await transfer.end(url, is_complete=is_complete)
+        await reset_prefix_cache(self._http, url, timeout_s=self._fleet.health_timeout_s)
+        identity = identity_of(await hello(self._http, url, timeout_s=self._fleet.health_timeout_s), name)
+        return identity, "" if identity is not None else "it was restarted during the weight sync"
+
+    # ---------------------------------------------------------------- in a rollout
+
+    async def _restore(self, server: Server) -> None:
+        """Give a server that was restarted the weights of the last sync.
+
+        Raises:
+            HTTPError: it does not answer.
+            GenerationError: it could not take them.
+        """
+        if self._fleet.is_adapter:
+            name = str(self._fleet.weights)
+            await load_adapter(self._http, server.url, name, str(self._folder(name)))
+            return
+        workers = await self._hello(server.url)
+        identity, reason = await asyncio.to_thread(self._send_again, server.url, workers)
+        if identity is None:
+            raise GenerationError(reason)
+
+    def _send_again(self, url: str, workers: list[dict[str, Any]]) -> tuple[str | None, str]:
+        with torch.no_grad():
+            weights = policy_weights(self._model)
+            return self._send(weights, {url: workers}, str(self._fleet.weights), is_complete=True)[url]
 
 
 def _as_generation(choice: dict[str, Any]) -> Generation:
@@ -183,3 +396,18 @@ def _as_generation(choice: dict[str, Any]) -> Generation:
         raise GenerationError("The server wrote tokens as text, not as ids; only vLLM's own server is supported.")
     ids = [int(token.removeprefix(written)) for token in found["tokens"]]
     return Generation(token_ids=ids, logprobs=found["token_logprobs"], stop=choice["finish_reason"])
+
+
+def own_rank() -> int:
+    """Number of this process; 0 where there is only one."""
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if is_distributed else 0
+
+
+def agreed(value: Any) -> Any:
+    """The first rank's value, on every rank; all of them have to call."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return value
+    values = [value]
+    torch.distributed.broadcast_object_list(values, src=0)
+    return values[0]

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from agent_r1_trl.generation.base import GenerationError, RefusedRequestError, RequestTooLongError
 from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the requests to the worker extension; trainer and server must have the same."""
 _WORKER = "agent_r1_trl.generation.vllm.worker_extension.PolicyWorker"
 _SAME_MODEL = "It must run the policy's architecture, vocabulary size included: start it with the trainer's model."
@@ -22,9 +22,10 @@ _ADAPTERS_ONLY = (
     "It was started with --enable-lora and can take adapters only. For LoRA start every server with --enable-lora and "
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or none; for full fine-tuning, DoRA or modules_to_save start all without."
 )
-_NO_NCCL = "vllm_weight_transfer='folder' does without NCCL."
-_RESET_ATTEMPTS = 5
+NO_NCCL = "vllm_weight_transfer='folder' does without NCCL."
 _TOO_LONG = ("maximum context length", "maximum model length")  # of vLLM's messages
+
+Result = TypeVar("Result")
 
 
 class UnfitServerError(GenerationError):
@@ -33,6 +34,24 @@ class UnfitServerError(GenerationError):
 
 class NoAdaptersError(UnfitServerError):
     """A server without the route that loads adapters."""
+
+
+async def ask_each(
+    urls: Iterable[str], action: Callable[[str], Awaitable[Result]]
+) -> tuple[dict[str, Result], dict[str, Exception]]:
+    """URL -> what an action returns for the server, and URL -> what went wrong; all servers at once."""
+    urls = list(urls)
+    answers = await asyncio.gather(*(action(url) for url in urls), return_exceptions=True)
+    found: dict[str, Result] = {}
+    failures: dict[str, Exception] = {}
+    for url, answer in zip(urls, answers, strict=True):
+        if isinstance(answer, (HTTPError, GenerationError, OSError)):
+            failures[url] = answer
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            found[url] = answer
+    return found, failures
 
 
 def refusal_of(error: HTTPError) -> GenerationError:
@@ -63,7 +82,7 @@ async def rpc(http: HTTPClient, url: str, method: str, *arguments: Any, timeout_
     errors = sorted({item["error"] for item in results if "error" in item})
     if errors or not results:
         said = "".join(errors)
-        cure = _ADAPTERS_ONLY if ".base_layer." in said else _NO_NCCL if "GroupError" in said else _SAME_MODEL
+        cure = _ADAPTERS_ONLY if ".base_layer." in said else NO_NCCL if "GroupError" in said else _SAME_MODEL
         raise UnfitServerError(
             f"The server {url} could not load the policy's weights ({'; '.join(errors) or 'no answer'}). {cure}"
         )
@@ -94,21 +113,14 @@ def identity_of(workers: Iterable[dict[str, Any]], weights: str) -> str | None:
 async def reset_prefix_cache(http: HTTPClient, url: str, *, timeout_s: float) -> None:
     """Forget what was computed with the old weights: it must not be continued with the new ones.
 
-    vLLM refuses while a request uses the cache. Only requests that nobody waits for can do so here; they get a moment
-    to end, and then compute anew.
-
     Raises:
         HTTPError: no answer, or the cache stays.
     """
-    for attempt in range(_RESET_ATTEMPTS):
-        if attempt > 0:
-            await asyncio.sleep(0.5)
-        is_last = attempt == _RESET_ATTEMPTS - 1
-        option = "?reset_running_requests=true" if is_last else ""
-        answer = await http.request("POST", f"{url}/reset_prefix_cache{option}", timeout_s=timeout_s)
-        if not isinstance(answer, dict) or answer.get("success", True):
-            return
-    raise HTTPError(f"{url} keeps its prefix cache, which was computed with older weights")
+    # A request that still runs is one that nobody waits for; without the option it would keep the cache.
+    option = "?reset_running_requests=true"
+    answer = await http.request("POST", f"{url}/reset_prefix_cache{option}", timeout_s=timeout_s)
+    if isinstance(answer, dict) and not answer.get("success", True):
+        raise HTTPError(f"{url} keeps its prefix cache, which was computed with older weights")
 
 
 async def load_adapter(http: HTTPClient, url: str, name: str, folder: str) -> None:
@@ -122,9 +134,9 @@ async def load_adapter(http: HTTPClient, url: str, name: str, folder: str) -> No
     try:
         await http.request("POST", f"{url}/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
     except HTTPError as error:
-        if error.status is None or (error.status == 400 and "already been loaded" in str(error)):
-            if error.status is None:
-                raise
+        if error.status is None:
+            raise
+        if error.status == 400 and "already been loaded" in str(error):
             return  # by another rank, after a restart
         if error.status == 404 and '"Not Found"' in str(error):
             raise NoAdaptersError(
@@ -132,23 +144,6 @@ async def load_adapter(http: HTTPClient, url: str, name: str, folder: str) -> No
             ) from error
         raise UnfitServerError(
             f"A server that serves LoRA did not load the adapter: {error}. It must see the folder {folder} under the "
-            f"same path, or be started with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {_WORKER}, to be sent "
-            "the files; and it needs --enable-lora and a --max-lora-rank of at least the adapter's."
+            "same path, and needs --enable-lora and a --max-lora-rank of at least the adapter's. Where there is no "
+            "shared folder, start all servers without --enable-lora: weights then go over NCCL."
         ) from error
-
-
-def score_request(token_ids: list[int]) -> dict[str, Any]:
-    """A completion request whose answer `read_scores` reads."""
-    return {
-        "prompt": token_ids,
-        "max_tokens": 1,
-        "temperature": 0,
-        "prompt_logprobs": 0,
-        "return_token_ids": True,
-    }
-
-
-def read_scores(answer: Any, token_ids: list[int]) -> list[float]:
-    """Log-probabilities of each id after the first, (N - 1,)."""
-    entries = answer["choices"][0]["prompt_logprobs"][1:]
-    return [entry[str(token_id)]["logprob"] for entry, token_id in zip(entries, token_ids[1:], strict=True)]

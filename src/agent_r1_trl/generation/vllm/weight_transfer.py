@@ -15,16 +15,14 @@ import asyncio
 import shutil
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from agent_r1_trl.generation.base import GenerationError
-from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
-from agent_r1_trl.generation.vllm.nccl_group import GroupError, NCCLGroup
-from agent_r1_trl.generation.vllm.server_routes import rpc
+from agent_r1_trl.generation.vllm.http_client import HTTPClient
+from agent_r1_trl.generation.vllm.nccl_group import NCCLGroup
+from agent_r1_trl.generation.vllm.server_routes import ask_each, rpc
 
 CHUNK_BYTES = 256 * 2**20
 """How many bytes travel at a time, unless one weight has more."""
@@ -62,17 +60,9 @@ class WeightTransfer:
             action: done for all servers at once.
             urls: of them; None for all that take part.
         """
-        urls = list(self._groups if urls is None else urls)
-        answers = await asyncio.gather(*(action(url) for url in urls), return_exceptions=True)
-        found: dict[str, Result] = {}
-        for url, answer in zip(urls, answers, strict=True):
-            if not isinstance(answer, BaseException):
-                found[url] = answer
-            elif isinstance(answer, (HTTPError, GenerationError, OSError)):
-                self.failures[url] = answer
-                self._leave(url)
-            else:
-                raise answer
+        found, failures = await ask_each(list(self._groups) if urls is None else urls, action)
+        for url, error in failures.items():
+            self._leave(url, error)
         return found
 
     async def begin(self, url: str, num_workers: int, device: torch.device | None) -> None:
@@ -89,26 +79,17 @@ class WeightTransfer:
             GroupError: NCCL cannot be used.
         """
         if device is None:
-            await self._ask(url, "agent_r1_begin", None)
             self._groups[url] = None
+            await self._ask(url, "agent_r1_begin", None)
             return
-        group = NCCLGroup(0, num_workers + 1, device, timeout_s=_MEETING_S)
-        calls: list[Future[Any]] = []
+        group = self._groups[url] = NCCLGroup(0, num_workers + 1, device, timeout_s=_MEETING_S)
 
-        def share(number: bytes) -> bytes:
+        async def invite() -> None:
+            number = await asyncio.wrap_future(group.number)
             about = {"number": number.hex(), "size": num_workers + 1, "timeout_s": _MEETING_S}
-            calls.append(self._http.start(self._ask(url, "agent_r1_begin", about)))
-            calls[0].add_done_callback(lambda call: group.close() if has_failed(call) else None)
-            return number
+            await self._ask(url, "agent_r1_begin", about)
 
-        try:
-            await asyncio.to_thread(group.meet, share)
-            await asyncio.wrap_future(calls[0])
-        except (GroupError, HTTPError, GenerationError) as error:
-            group.close()
-            cause = calls[0].exception() if calls and has_failed(calls[0]) else error
-            raise GroupError(str(cause)) from error
-        self._groups[url] = group
+        await asyncio.gather(invite(), asyncio.to_thread(group.meet))  # the first that fails has the cause
 
     def send(self, weights: Iterable[Named], device: torch.device) -> None:
         """Send every weight, in order, to every server that takes part.
@@ -147,7 +128,9 @@ class WeightTransfer:
             self._leave(url)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _leave(self, url: str) -> None:
+    def _leave(self, url: str, error: Exception | None = None) -> None:
+        if error is not None:
+            self.failures[url] = error
         group = self._groups.pop(url, None)
         if group is not None:
             group.close()
@@ -177,8 +160,7 @@ class WeightTransfer:
             save_file(chunk, file)
         except Exception as error:
             for url in readers:
-                self.failures[url] = error
-                self._leave(url)
+                self._leave(url, error)
             return None
         return file
 
@@ -198,8 +180,3 @@ def chunks(weights: Iterable[Named], device: torch.device) -> Iterator[dict[str,
         size += value.nbytes
     if chunk:
         yield chunk
-
-
-def has_failed(call: Future[Any]) -> bool:
-    """Whether it ended with an error."""
-    return call.done() and not call.cancelled() and call.exception() is not None

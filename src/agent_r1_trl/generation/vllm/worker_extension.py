@@ -1,4 +1,4 @@
-"""Receive the trainer's weights, or an adapter's files, inside the workers of a vLLM server.
+"""Receive the trainer's weights inside the workers of a vLLM server.
 
     vllm serve MODEL --worker-extension-cls agent_r1_trl.generation.vllm.worker_extension.PolicyWorker ...
 
@@ -13,14 +13,12 @@ import os
 import sys
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from agent_r1_trl.generation.vllm.engine import keep_weights_loadable
 from agent_r1_trl.generation.vllm.generator import check_complete, load_weights
-from agent_r1_trl.generation.vllm.lora_files import forget_adapters, keep_adapter
 from agent_r1_trl.generation.vllm.nccl_group import NCCLGroup, describe_gpu
 from agent_r1_trl.generation.vllm.server_routes import PROTOCOL
 
@@ -79,8 +77,6 @@ class PolicyWorker:
             "sees": path is not None and os.access(path, os.R_OK),
         }
 
-    # ---------------------------------------------------------------- weights
-
     @answers
     def agent_r1_begin(self, name: str, group: dict[str, Any] | None) -> None:
         """Expect the weights `name`; if they break off, the model has neither the old ones nor these.
@@ -92,9 +88,8 @@ class PolicyWorker:
         self._agent_r1_close()
         self._agent_r1_weights, self._agent_r1_coming, self._agent_r1_loaded = None, name, set()
         if group is not None:
-            number = bytes.fromhex(group["number"])
             joined = NCCLGroup(self.rank + 1, group["size"], self.device, timeout_s=group["timeout_s"])
-            joined.meet(lambda _: number)
+            joined.meet(bytes.fromhex(group["number"]))
             self._agent_r1_group = joined
 
     @answers
@@ -142,16 +137,3 @@ class PolicyWorker:
         if self._agent_r1_group is not None:
             self._agent_r1_group.close()
         self._agent_r1_group = None
-
-    # ---------------------------------------------------------------- adapters
-
-    @answers
-    def agent_r1_adapter(self, name: str, files: dict[str, str], old: str | None) -> dict[str, Any]:
-        """Keep the files of the adapter `name` on this machine, and say where; see `keep_adapter`."""
-        path: Path = keep_adapter(name, files, old=old)
-        return {"path": str(path)}
-
-    @answers
-    def agent_r1_forget(self, name: str) -> None:
-        """Remove the adapters of the run of `name`."""
-        forget_adapters(name)
