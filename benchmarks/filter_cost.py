@@ -99,9 +99,9 @@ def measure(args: argparse.Namespace, kind: str) -> dict[str, float]:
             seconds = {}
             for is_filtered in (True, False) if repeat % 2 else (False, True):
                 if is_filtered:
-                    trainer.features["group_filter"].enable("top_fraction", KEPT)
+                    trainer.features["group_filter"].change(filter_groups="top_fraction", filter_value=KEPT)
                 else:
-                    trainer.features["group_filter"].disable()
+                    trainer.features["group_filter"].change(filter_groups=None)
                 seconds[is_filtered] = timed_step(trainer, batch, played, args.group_size)
             pairs.append((*seconds[False], *seconds[True]))
     full, full_processor, kept, kept_processor = zip(*pairs[1:], strict=True)  # the first steps allocate

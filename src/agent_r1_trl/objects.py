@@ -1,6 +1,6 @@
 """Python objects by their import path, which is how recipes and configurations name classes and functions.
 
-Whatever a setting takes as "one of your own" (estimator, loss term, context policy, filter rule) is found by
+Whatever a setting takes as "one of your own" (estimator, loss term, context policy) is found by
 `own_object`: the object itself or its path, checked before a model is loaded.
 """
 

@@ -52,7 +52,7 @@ def losses_and_signals(policy, output_dir):
         beta=0.04,
         loss_type="grpo" if policy in ("rows", "tokens") else "dapo",  # a mean over rows, of which some are lost
         loss_unit="turn" if policy == "lora" else None,
-        echo={"mutual_information_every": 2 if policy == "full" else 0},
+        echo=True,
         **(BY_TOKENS if policy == "tokens" else {}),
     )
     trainer.train()

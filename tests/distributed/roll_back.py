@@ -18,10 +18,10 @@ def gone_back(output_dir):
     is_last = int(os.environ.get("RANK", 0)) == num_processes() - 1
     options = {"model": str(output_dir / POLICY_FOLDER), "max_steps": 5}
     options["echo.patience"] = 4  # more healthy steps than follow the roll back: nothing is undone yet
-    options["per_device_train_batch_size"] = 8 // num_processes()
+    options |= {"per_device_train_batch_size": 8 // num_processes(), "beta": 0.1}
     seen, ended = [], None
     for verdicts in ({4: "collapsed"} if is_last else {}, {}):
-        trainer = guarded(output_dir / "gone_back", verdicts, "entropy", "roll_back", **options)
+        trainer = guarded(output_dir / "gone_back", verdicts, "clip", "roll_back", **options)
         Watch(trainer, lambda trainer: fingerprint(trainer.model.named_parameters())).seen = seen
         try:
             trainer.train(resume_from_checkpoint=ended is not None)
@@ -33,4 +33,4 @@ def gone_back(output_dir):
     ]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     found = {"seen": seen, "ended": ended, "seed": trainer.rollouts.seed, "events": events, "losses": losses}
-    return gather_object([found | {"entropy_coef": trainer.entropy_coef}])
+    return gather_object([found | {"beta": trainer.beta}])

@@ -179,16 +179,6 @@ TABLE = {
         Refused(2, {"num_generations": 2}, config_class=PPO, num_generations=1),
         Refused(-1, {"sampling.resample_rounds": 0}),
     ),
-    "sampling.resample_max_trajectories": (
-        ShownBy(f"{RESAMPLING}::test_at_a_limit_the_rest_stays_as_it_is_and_is_counted"),
-        Refused(64, {"sampling.resample_rounds": 2}),
-        Refused(7, {"sampling.resample_max_trajectories": 8}, sampling={"resample_rounds": 2}),
-    ),
-    "sampling.resample_max_seconds": (
-        ShownBy(f"{RESAMPLING}::test_at_a_limit_the_rest_stays_as_it_is_and_is_counted"),
-        Refused(9.0, {"sampling.resample_rounds": 2}),
-        Refused(0.0, {"sampling.resample_max_seconds": 1.0}, sampling={"resample_rounds": 2}),
-    ),
     "sampling.pass_reward": (
         ShownBy(f"{CURRICULUM}::test_a_pass_rate_is_an_average_that_forgets"),
         Refused(1.0, {"sampling.resample_rounds": 2}, {"sampling.curriculum": True}),
@@ -324,12 +314,6 @@ TABLE = {
     ),
     "echo.rate_factor": (ShownBy(RATE_TEST), Refused(0.1, {"echo.actions": ["learning_rate"]})),
     "echo.rate_steps": (ShownBy(RATE_TEST), Refused(5, {"echo.actions": ["learning_rate"]})),
-    "echo.entropy_coef": (
-        ShownBy(
-            "tests/features/echo_trap/test_echo_guard.py::test_the_entropy_bonus_of_trl_is_switched_on_and_enters_the_loss"
-        ),
-        Refused(0.01, {"echo.actions": ["entropy"]}),
-    ),
     "journal_keep": (
         ShownBy(
             "tests/features/journal/test_training_journal.py::test_rollouts_before_the_last_checkpoint_go_but_for_journal_keep"
@@ -379,12 +363,6 @@ TABLE = {
         ),
         Refused({"windows": 20}, {"echo.thresholds": {"window": 20}}),
     ),
-    "echo.mutual_information_every": (
-        ShownBy(
-            "tests/features/echo_trap/test_echo_signals.py::test_every_signal_is_logged_and_the_training_is_the_same_bit_for_bit"
-        ),
-        Refused(-1, {"echo.mutual_information_every": 1}),
-    ),
     # ---- ours: which groups are trained on
     "sampling.filter_groups": (
         Acts(effects.batch, "top_p"),
@@ -393,7 +371,6 @@ TABLE = {
         Refused("best", {"sampling.filter_groups": "top_p"}),
     ),
     "sampling.filter_value": (Acts(effects.filtered, 0.1, **TOP_P), Refused(0.1, TOP_P)),
-    "sampling.filter_statistic": (Acts(effects.filtered, "var", **TOP_P), Refused("var", TOP_P)),
     "sampling.filter_when": (Acts(effects.filtered, 50.0, **TOP_P), Refused(0.5, TOP_P)),
     "sampling.filter_loss_scaling": (
         ShownBy(

@@ -127,13 +127,13 @@ def test_what_the_page_on_extending_shows_trains(tmp_path):
     trainer = make_trainer(tmp_path, advantage_estimator=page["BEST_OF_GROUP"], trainer=page["LessCertain"], **rewards)
     assert (scored_batch(trainer)["advantages"] <= 0).all()
     assert all(name in trainer._metrics["train"] for name in ("reward_parts/short_answer", "reward/process"))
-    names = {"loss_term": "imitate", "sampling.filter_groups": "within_reach", "context_policy": "last_turn"}
+    names = {"loss_term": "imitate", "context_policy": "last_turn"}
     trainer = make_trainer(
         tmp_path, callbacks=[page["CallsOnly"]()], **{flag: page[name] for flag, name in names.items()}
     )
     trainer.rollouts._generator = page["Longer"](trainer.rollouts._generator)
     trainer.train()
-    assert all(name in trainer.state.log_history[0] for name in ("loss_term", "filter/kept_share", "my/call_share"))
+    assert all(name in trainer.state.log_history[0] for name in ("loss_term", "my/call_share"))
     assert all(len(item.rows) > 1 for item in trainer.last_trajectories)
     options = {"advantage_estimator": page["monte_carlo"], "num_generations": 1, "critic": "head"}
     batch = scored_batch(make_trainer(tmp_path, trainer=MultiTurnPPOTrainer, **options))

@@ -89,7 +89,7 @@ class ToolEnv:
     max_calls_per_turn: Count = 32
     has_reward = True
     on_resume: str | None = None
-    """How the environment of a killed run comes back: "replay", "restart" or "restore"; None: as suits its tools."""
+    """How the environment of a killed run comes back: "replay" or "restart"; None: as suits its tools."""
     truncate_text: Callable[[str, int], str] | None = None
     """`(text, max_tokens) -> text`, counted in the model's tokens; the rollout, which has the tokenizer, sets it."""
 

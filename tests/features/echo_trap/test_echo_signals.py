@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import time
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -12,13 +11,11 @@ import torch
 from transformers import TrainerState
 from trl import TrlParser
 
-from agent_r1_trl.features.echo_trap import feature as echo_signals
 from agent_r1_trl.features.echo_trap import signal_record
 from agent_r1_trl.features.echo_trap.feature import EchoSignals
-from agent_r1_trl.features.echo_trap.prompt_scores import Reasoning, cross_scores, first_reasoning
 from agent_r1_trl.features.echo_trap.rollout import entropy_factor
 from agent_r1_trl.features.echo_trap.settings import EchoSettings
-from agent_r1_trl.features.sampling.group_filter import FilterSettings
+from agent_r1_trl.features.sampling.settings import SamplingSettings
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import Trajectory, Turn
 from tests.toys import call, say
@@ -38,7 +35,7 @@ def test_every_signal_is_logged_and_the_training_is_the_same_bit_for_bit(tmp_pat
     options = {"max_steps": 2, "update_layout": update_layout}
     plain = make_trainer(tmp_path / "plain", **options)
     plain.train()
-    watched = make_trainer(tmp_path / "watched", echo={"mutual_information_every": 2}, **options)
+    watched = make_trainer(tmp_path / "watched", echo=True, **options)
     watched.train()
     assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(watched), strict=True))
     names = "reward reward_std zero_std_share repetition inaction entropy grad_norm response_length signal_to_noise"
@@ -49,8 +46,6 @@ def test_every_signal_is_logged_and_the_training_is_the_same_bit_for_bit(tmp_pat
     assert logged(watched, "echo/entropy") == pytest.approx(logged(watched, "entropy"))
     assert logged(watched, "echo/grad_norm") == pytest.approx(logged(watched, "grad_norm"))
     assert logged(watched, "echo/state") == [0.0, 0.0]
-    assert len(logged(watched, "echo/mutual_information")) == 1, "every second step"
-    assert 0 <= logged(watched, "echo/retrieval_accuracy")[0] <= 1
     assert not [name for entry in plain.state.log_history for name in entry if name.startswith("echo/")]
 
 
@@ -122,7 +117,7 @@ def monitor():
     args = SimpleNamespace(echo=EchoSettings(), use_adaptive_entropy=False)
     features = {
         "numbers": SimpleNamespace(num_skipped=0),
-        "group_filter": SimpleNamespace(settings=FilterSettings()),
+        "group_filter": SimpleNamespace(settings=SamplingSettings()),
         "resampling": SimpleNamespace(rounds=0),
     }
     trainer = SimpleNamespace(
@@ -153,7 +148,7 @@ def step(signals, trainer, norm, rollout=((), 4)):
 
 
 def switch_on_the_filter(trainer):
-    trainer.features["group_filter"].settings = FilterSettings("top_p", 0.9)
+    trainer.features["group_filter"].settings = SamplingSettings(filter_groups="top_p")
 
 
 CHANGES = {
@@ -236,71 +231,12 @@ def test_an_optimizer_step_of_two_rollouts_has_the_signals_of_both():
     assert trainer._metrics["train"]["echo/zero_std_share"] == [0.5], "they are two groups"
 
 
-def test_the_time_of_the_mutual_information_is_logged_and_no_part_of_the_update(monkeypatch):
-    monkeypatch.setattr(echo_signals, "prompt_dependence", lambda *args: time.sleep(0.2) or {})
-    signals, trainer = monitor()
-    trainer.args.echo.mutual_information_every = 1
-    end_rollout(signals, [], 2)
-    (seconds,) = trainer._metrics["train"]["time/mutual_information_s"]
-    assert seconds >= 0.2 and trainer._rollout_s == seconds, "what the time of the update leaves out"
-
-
-# -------------------------------------------------------------------- mutual information
-
-
-@pytest.mark.parametrize("update_layout", ["padded", "packed", "shared"])
-def test_a_reasoning_is_scored_after_every_prompt_in_every_layout(tmp_path, update_layout):
-    trainer = make_trainer(tmp_path, update_layout=update_layout, per_device_train_batch_size=4)
-    texts = [([5, 6, 7], [8, 9, 10, 11], 1), ([12], [13, 14], 0), ([15, 16], [17], 0)]
-    reasonings = [
-        Reasoning(group=group, prompt_ids=prompt, ids=ids, num_before=before)
-        for group, (prompt, ids, before) in enumerate(texts)
-    ]
-    trainer.model.eval()
-    state = torch.get_rng_state()
-    scores = cross_scores(trainer, reasonings)
-    assert torch.equal(torch.get_rng_state(), state)
-    for i, (_, ids, before) in enumerate(texts):
-        for j, (prompt, _, _) in enumerate(texts):
-            with torch.no_grad():
-                log_probs = trainer.model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
-            places = range(len(prompt) + before, len(prompt) + len(ids))
-            expected = sum(log_probs[place - 1, (prompt + ids)[place]].item() for place in places)
-            assert scores[i][j] == pytest.approx(expected, abs=1e-4)
-
-
-def test_what_does_not_fit_into_the_context_is_not_scored_and_said(tmp_path, caplog):
-    trainer = make_trainer(tmp_path, echo={"mutual_information_every": 1})
-    trainer.model.config.max_position_embeddings = 8  # the rollout's limits are made already
-    with caplog.at_level(logging.WARNING):
-        trainer.train()
-    assert logged(trainer, "echo/reward") and not logged(trainer, "echo/mutual_information")
-    assert "has no mutual_information" in caplog.text
-
-
-@pytest.mark.parametrize(("thought", "length"), [("7 8", 2), ("", 4), ("not said", 4)])
-def test_the_reasoning_of_a_turn_ends_where_its_text_ends(thought, length):
-    class Words:
-        def decode(self, ids):
-            return " ".join(map(str, ids))
-
-    turn = Turn(start=1, end=5, message={"role": "assistant", "content": "9 10", "reasoning_content": thought})
-    authors = ["template", "policy", "policy", "policy", "policy"]
-    trajectory = Trajectory(
-        prompt_messages=[], prompt_ids=[1, 2], completion_ids=[6, 7, 8, 9, 10], action_mask=[0, 1, 1, 1, 1],
-        logprobs=[0.0] * 5, turn_ids=[-1, 0, 0, 0, 0], authors=authors, turns=[turn], stop_reason="done",
-    )  # fmt: skip
-    found = first_reasoning(trajectory, Words(), group=3)
-    assert (found.ids, found.num_before) == ([6, 7, 8, 9, 10][: 1 + length], 1)
-
-
 # -------------------------------------------------------------------- settings
 
 
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"echo.mutual_information_every": -1}, "echo.mutual_information_every"),
         ({"echo.thresholds": {"windows": 20}}, "echo.thresholds"),
         ({"echo.thresholds": {"reward_std": [0.1, 0.5]}}, "echo.thresholds"),
         ({"echo.thresholds": {"window": "ten"}}, "echo.thresholds"),

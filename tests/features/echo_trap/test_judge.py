@@ -198,8 +198,8 @@ def test_entropy_alone_is_a_warning_and_critical_together_with_another_signal(la
     assert {*states(alone)} == {"healthy", "warning"}
     assert judge(alone).signals["entropy"].level == "critical"
     assert judge(steps + [{"reward": 0.5, "entropy": late, "repetition": 0.7}] * 40).state == "collapsing"
-    assert judge(alone).entropy_side == (1 if late < 1 else 2)
-    assert judge(steps + alone[20:22]).entropy_side == (0 if late < 1 else 2), "a high one is known without patience"
+    assert judge(alone).is_exploding == (late > 1)
+    assert judge(steps + alone[20:22]).is_exploding == (late > 1), "a high one is known without patience"
 
 
 def test_one_bad_batch_is_no_collapse():
@@ -309,7 +309,7 @@ def test_an_unknown_key_is_refused_by_name():
 )
 def test_thresholds_that_make_no_sense_are_refused_by_name(option):
     with pytest.raises(ValueError, match=next(iter(option))):
-        Thresholds(**option)
+        EchoTrapJudge(option)
 
 
 # -------------------------------------------------------------------- purity
@@ -398,7 +398,7 @@ def test_a_policy_that_is_dead_from_step_4_is_noticed_without_a_baseline_and_sta
     found = states(steps)
     assert first(found, "collapsed") == (7 if keys == ("zero_std_share",) else 5)  # of 0
     assert {*found[7:]} == {"collapsed"}
-    assert judge(steps[:9]).entropy_side == (2 if "entropy" in keys else 0)
+    assert judge(steps[:9]).is_exploding == ("entropy" in keys)
     one_sign = [{name: alive[name] if name != goal else step[goal] for name in names} for step in steps[:10]]
     assert {*states(one_sign)} == {"healthy"}
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from agent_r1_trl.features.echo_trap import KEYS, group_keys, mutual_information, rollout_signals, signal_record
+from agent_r1_trl.features.echo_trap import KEYS, group_keys, rollout_signals, signal_record
 from agent_r1_trl.trajectory import Author, StopReason, ToolCall, ToolResult, Trajectory, Turn
 
 
@@ -103,33 +103,3 @@ def test_the_groups_of_replaced_trajectories_are_found_by_example_and_number():
     members = [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 0), ("a", 1)]
     keys = group_keys([{"example_id": name, "generation": number} for name, number in members])
     assert keys == [("a", 0), ("b", 0), ("a", 0), ("b", 0), ("a", 1), ("a", 1)]
-
-
-# -------------------------------------------------------------------- mutual information
-
-
-def test_mutual_information_by_hand():
-    """L_1 = (-2, -4) over 2 tokens, L_2 = (-3, -3) over 3."""
-    information, retrieval = mutual_information([[-2.0, -4.0], [-3.0, -3.0]], [2, 3])
-    first = (-2.0 - math.log((math.exp(-2) + math.exp(-4)) / 2)) / 2
-    assert information == pytest.approx(first / 2)  # the second is 0
-    assert first == pytest.approx(0.283110, abs=1e-6)
-    assert retrieval == 0.75  # 1, and one of two equal ones
-
-
-def test_reasoning_that_fits_one_prompt_alone_has_the_most_information():
-    scores = [[-5.0 if i == j else -1e4 for j in range(4)] for i in range(4)]
-    information, retrieval = mutual_information(scores, [5] * 4)
-    assert information == pytest.approx(math.log(4) / 5)
-    assert retrieval == 1.0
-
-
-def test_reasoning_that_fits_other_prompts_better_has_negative_information():
-    information, retrieval = mutual_information([[-9.0, -1.0], [-1.0, -9.0]], [1, 1])
-    assert information < 0 and retrieval == 0.0
-
-
-@pytest.mark.parametrize(("scores", "lengths"), [([], []), ([[-1.0]], [0]), ([[-1.0], [-1.0]], [1, 1])], ids=str)
-def test_scores_of_another_shape_are_refused(scores, lengths):
-    with pytest.raises(ValueError, match="mutual_information"):
-        mutual_information(scores, lengths)

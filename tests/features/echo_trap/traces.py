@@ -16,7 +16,7 @@ from functools import cache
 import numpy as np
 
 from agent_r1_trl.features.echo_trap import EchoTrapJudge
-from agent_r1_trl.features.echo_trap.escalation import UNFIT, GuardState, due_actions
+from agent_r1_trl.features.echo_trap.escalation import GuardState, due_actions
 from agent_r1_trl.features.echo_trap.settings import ACTIONS
 from tests.features.echo_trap.families import BEGIN, COLLAPSES, HEALTHY, HELD_OUT, RARE, SUDDEN, history_of
 
@@ -30,11 +30,12 @@ def guarded(history):
     for number, step in enumerate(history):
         verdict = judge.update(step)
         state.num_steps += 1
-        unfit, is_healthy = UNFIT[verdict.entropy_side], verdict.state in ("healthy", "converged")
-        state.note(number, is_healthy=is_healthy)
-        for name in state.past_actions(unfit, 10):
+        is_exploding = verdict.is_exploding
+        state.note(number, is_healthy=verdict.state in ("healthy", "converged"))
+        for name in state.past_actions(10, is_exploding=is_exploding):
             del state.num_taken[name]
-        for name in due_actions([*ACTIONS], state, verdict.answered, patience=10, max_roll_backs=2, unfit=unfit):
+        rules = {"patience": 10, "max_roll_backs": 2, "is_exploding": is_exploding}
+        for name in due_actions([*ACTIONS], state, verdict.answered, **rules):
             state.take(name)
             taken.append(name)
         named = number if named is None and verdict.severity > 2 else named

@@ -1,4 +1,4 @@
-"""Rollouts of scripted policies with a journal, and environments that come back in each of the three ways."""
+"""Rollouts of scripted policies with a journal, and environments that come back in both ways."""
 
 import collections
 import random
@@ -78,22 +78,11 @@ class ReplayedCounter(Counter):
     on_resume = "replay"
 
 
-class RestoredCounter(Counter):
-    on_resume = "restore"
-    max_process_reward = 0.7
-
-    def snapshot(self):
-        return self.total
-
-    def restore(self, state):
-        self.total = state
-
-
 class Game:
-    """No `ToolEnv`: the protocol by hand, with a state that can be taken out and put back."""
+    """No `ToolEnv`: the protocol by hand."""
 
     tools = ()
-    on_resume = "restore"
+    on_resume = "replay"
 
     def reset(self, example):
         self.moves = []
@@ -106,12 +95,6 @@ class Game:
 
     def outcome_reward(self, trajectory):
         return float(sum(map(len, self.moves)))
-
-    def snapshot(self):
-        return {"moves": self.moves}
-
-    def restore(self, state):
-        self.moves = list(state["moves"])
 
 
 class Board(Game):
@@ -156,9 +139,9 @@ def moving(rng):
 
 
 CASES = {"shop": (Shop, shopper), "counter": (Counter, counting), "replayed": (ReplayedCounter, counting)}
-CASES |= {"restored": (RestoredCounter, counting), "game": (Game, moving)}
+CASES |= {"game": (Game, moving)}
 CASES |= {"board": (Board, moving, BY_STEP), "restarted_board": (RestartedBoard, moving, BY_STEP)}
-CASES |= {"summaries": (RestoredCounter, counting, SUMMARIES)}
+CASES |= {"summaries": (ReplayedCounter, counting, SUMMARIES)}
 
 
 def requests(count=NUM_TRAJECTORIES):

@@ -204,18 +204,15 @@ def test_functions_of_recorded_turns_are_not_called_again_and_the_state_is_what_
     assert CALLS == {"reset": 3}
 
 
-@pytest.mark.parametrize(
-    ("case", "name"),
-    [("counter", "raise_by"), ("replayed", "raise_by"), ("restored", "raise_by"), ("game", "move")],
-)
-def test_methods_are_called_again_and_a_restored_environment_is_asked_nothing_again(tmp_path, case, name):
+@pytest.mark.parametrize(("case", "name"), [("counter", "raise_by"), ("replayed", "raise_by"), ("game", "move")])
+def test_methods_are_called_again(tmp_path, case, name):
     path = tmp_path / case
     roll_out(path, *CASES[case])
     drop_ends(path)
     first_time, CALLS[name] = CALLS[name], 0
     assert first_time > 3
     roll_out(path, *CASES[case])
-    assert CALLS[name] == (0 if case in ("restored", "game") else first_time)
+    assert CALLS[name] == first_time
 
 
 class Moody(Game):
@@ -392,7 +389,7 @@ class Client:
         (OwnStep, "restart"),
         (lambda: TRLEnvAdapter(TRLCounter), "restart"),
         (lambda: TRLEnvAdapter(DeclaredTRLCounter), "replay"),
-        (Game, "restore"),
+        (Game, "replay"),
         (object, "restart"),
     ],
 )
@@ -400,19 +397,10 @@ def test_an_environment_declares_how_it_comes_back_and_has_a_careful_default(mak
     assert resume_mode(make()) == expected
 
 
-@pytest.mark.parametrize("declared", ["rewind", "restore", True])
+@pytest.mark.parametrize("declared", ["rewind", True])
 def test_a_declaration_that_cannot_be_kept_is_refused_by_name(tmp_path, declared):
     class Odd(Shop):
         on_resume = declared
 
     with pytest.raises(ValueError, match="on_resume"):
         roll_out(tmp_path / "file", Odd, shopper)
-
-
-def test_a_snapshot_that_json_cannot_hold_is_refused_by_name(tmp_path):
-    class Odd(Game):
-        def snapshot(self):
-            return {1: object()}
-
-    with pytest.raises(ValueError, match=r"Odd\.snapshot"):
-        roll_out(tmp_path / "file", Odd, CASES["game"][1])

@@ -1,7 +1,6 @@
 """Infrastructure failures: one bad row never ends a run, and an outage does, with its reasons."""
 
 import itertools
-import json
 import logging
 import math
 
@@ -42,15 +41,10 @@ def test_a_message_lists_five_causes_and_counts_the_others():
 # -------------------------------------------------------------------- the watch
 
 
-def watch(rollouts, *, max_share=0.5, window=4, group_size=2, resumed_before=None):
+def watch(rollouts, *, max_share=0.5, window=4, group_size=2):
     """Judge rollouts written as strings (`x` failed, `.` was played); returns the number of the one that ends it."""
     watch = FailureBudget(max_share, window)
     for number, rollout in enumerate(rollouts, start=1):
-        if number == resumed_before:
-            history = json.loads(json.dumps(watch.state_dict()))
-            watch = FailureBudget(max_share, window)
-            watch.begin_run()
-            watch.load_state_dict(history)
         try:
             watch.judge([failed() if letter == "x" else None for letter in rollout], group_size=group_size)
         except NothingPlayedError:
@@ -74,12 +68,6 @@ def watch(rollouts, *, max_share=0.5, window=4, group_size=2, resumed_before=Non
 )  # fmt: skip
 def test_a_run_ends_where_more_than_the_share_of_the_last_prompts_failed(rollouts, ends_in):
     assert watch(rollouts) == ends_in
-
-
-@pytest.mark.parametrize("resumed_before", [None, 2, 3])
-def test_a_resumed_run_judges_with_the_rollouts_before_its_checkpoint(resumed_before):
-    assert watch(["..", "xx"], resumed_before=resumed_before) is None, "not a whole first rollout"
-    assert watch(["....", "x.xx", "xxx."], resumed_before=resumed_before) == 3
 
 
 def test_share_and_window_are_the_users():
@@ -170,13 +158,6 @@ def test_a_run_in_which_nothing_was_ever_played_ends_with_the_error(tmp_path):
     trainer = make_trainer(tmp_path / "short", env=broken_on(), max_steps=1, **ONE_PROMPT)
     with pytest.raises(NothingPlayedError, match="All 4 trajectories"):
         trainer.train()
-
-
-def test_a_resumed_run_may_lose_its_first_rollout_like_any_other(tmp_path):
-    make_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=2, **ONE_PROMPT).train()
-    resumed = make_trainer(tmp_path, env=broken_on(), max_steps=4, **ONE_PROMPT)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert resumed.state.global_step == 4
 
 
 @pytest.mark.parametrize(("share", "num_failed", "steps"), [(0.5, 12, 4), (0.8, 16, 5)])

@@ -75,7 +75,7 @@ def test_the_cause_is_shown_without_control_characters():
 
 def test_what_the_model_did_wrong_is_no_call_of_the_tool():
     counted = count_calls(rollout("..tvumci")[0])["look"]
-    assert (counted.num, counted.num_failed, counted.num_suspect, counted.num_declared) == (6, 4, 3, 1)
+    assert (counted.num, counted.num_failed, counted.num_suspect) == (6, 4, 3)
     assert counted.first_cause == "t (first in example 'q1')"
     assert World(False).judge(HEALTHY, "m" * 16, "u" * 16) == [False] * 3
 
@@ -90,7 +90,7 @@ def test_a_share_that_leaves_its_past_is_an_outage_if_calls_fail_that_had_succee
     assert world.waits == [1, 2, 4, 8, 16, 32, 37], "waits grow, up to the longest in all"
     assert world.asked == 3 + 7, "most of five calls, then a single one after each wait"
     for part in (
-        f"'look' is down: {failed} of its last 16 calls failed (1 of 20 before)", f"first with: {letter} (first in",
+        f"'look' is down: {failed} of its last 16 calls failed, first with: {letter} (first in", "(1 of 20 before)",
         "outages.max_wait=100", "resume", "user_errors", "outages.max_failure_rise=1.0",
     ):  # fmt: skip
         assert part in str(caught.value)
@@ -119,19 +119,6 @@ def test_a_short_outage_that_is_over_when_the_tool_is_asked_voids_one_rollout():
     assert world.judge("c" * 16, "c" * 16) == [True, False], "twice in a row: timeouts that the model causes"
 
 
-@pytest.mark.parametrize(("letter", "waits"), [("i", [2, 4, 8, 16, 32, 38]), ("t", [])])
-def test_a_declared_back_end_that_refuses_most_calls_is_down_whatever_it_answers_when_it_is_asked(letter, waits):
-    world, partial = World(True), letter * 14 + "." * 6
-    assert world.judge(HEALTHY, partial) == [False, True] and world.waits == []
-    if not waits:  # long calls may be the model's doing
-        assert world.judge(partial, partial) == [False, False] and world.waits == []
-        return
-    with pytest.raises(ToolOutageError, match="14 of its last 20 calls failed"):
-        for _ in range(99):
-            world.judge(partial)
-    assert world.waits == waits
-
-
 def test_few_calls_and_small_rises_are_no_sign():
     world = World(False)
     assert world.judge("." * 4, "ccc", HEALTHY, "ccccc" + "." * 11, "c") == [False] * 5
@@ -149,13 +136,13 @@ def test_a_tool_that_never_worked_ends_the_run_at_once_unless_arguments_may_be_t
     for letters in ("i" * 16, "c" * 8 + "t" * 8):
         world = World(False)
         with pytest.raises(
-            ToolOutageError, match=r"'look' has never worked: 16 of its 16 calls failed.*by hand.*timeout_s"
+            ToolOutageError, match=r"'look' has never worked: 16 of its last 16 calls failed.*by hand.*timeout_s"
         ):
             world.judge(letters)
         assert world.waits == [], "it did not work before, so waiting is no cure"
     with caplog.at_level(logging.WARNING):
         assert World(False).judge("v" * 32, "v" * 32) == [False, False]
-    assert caplog.text.count("none has ever succeeded, first with: v") == 1
+    assert caplog.text.count("first with: v") == caplog.text.count("none has ever succeeded") == 1
 
 
 @pytest.mark.parametrize(
@@ -203,7 +190,7 @@ def test_an_outage_in_an_evaluation_is_named_unless_the_model_may_have_caused_it
         world.watch.note_evaluation(*rollout(part))
     found = world.watch.take_outages()
     assert bool(found) is is_named and world.waits == []
-    assert not found or "the tool 'look' was down: 8 of its 8 calls failed, first with: " in found[0]
+    assert not found or "the tool 'look' was down: 8 of its last 8 calls failed, first with: " in found[0]
     assert world.watch.take_outages() == [], "the next evaluation is another one"
 
 
@@ -248,7 +235,7 @@ def test_a_run_waits_for_a_tool_and_trains_on_nothing_that_was_played_meanwhile(
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert waits and trainer.state.global_step == 3
-    assert "the tool 'look' is down. 8 of its last 8 calls failed (0 of 8 before)" in caplog.text
+    assert "the tool 'look' is down. 8 of its last 8 calls failed, first with" in caplog.text
     for ours, theirs in zip(trainer.model.parameters(), healthy.model.parameters(), strict=True):
         assert torch.equal(ours, theirs), "the outage leaves no trace"
 
@@ -257,7 +244,7 @@ def test_a_run_waits_for_a_tool_and_trains_on_nothing_that_was_played_meanwhile(
 def test_a_tool_that_does_not_come_back_ends_the_run_with_a_checkpoint(tmp_path, error):
     backend = Backend(error, 9, 10**9)
     trainer = trainer_on(backend, tmp_path / "outage", outages={"max_wait": 0.0})
-    match = rf"'look' is down: 8 of its last 8 calls failed .*{type(error).__name__}"
+    match = rf"'look' is down: 8 of its last 8 calls failed, .*{type(error).__name__}"
     with pytest.raises(ToolOutageError, match=match):
         trainer.train()
     assert trainer.state.global_step == 1
@@ -276,7 +263,7 @@ def test_a_resumed_run_knows_what_the_interrupted_one_knew_of_its_tools(tmp_path
     trainer_on(backend, tmp_path, max_steps=2, save_steps=2).train()
     backend.first, backend.last = backend.num + 1, 10**9
     resumed = trainer_on(backend, tmp_path, outages={"max_wait": 0.0})
-    with pytest.raises(ToolOutageError, match=r"8 of its last 8 calls failed \(0 of 16 before\)"):
+    with pytest.raises(ToolOutageError, match=r"8 of its last 8 calls failed, .*\(0 of 16 before\)"):
         resumed.train(resume_from_checkpoint=True)  # without the past, wrong arguments might be the cause
 
 
@@ -294,7 +281,8 @@ def test_an_evaluation_in_which_a_tool_was_down_has_no_reward_and_is_never_the_b
     assert not [name for name in metrics if name.startswith("eval_reward") and not math.isnan(metrics[name])]
     assert math.isnan(metrics["eval_reward"]) and trainer.state.best_metric == best
     assert (
-        "The rewards of this evaluation are left out" in caplog.text and "'look' was down: 8 of its 8" in caplog.text
+        "The rewards of this evaluation are left out" in caplog.text
+        and "'look' was down: 8 of its last 8" in caplog.text
     )
 
 

@@ -1,7 +1,6 @@
 """The curriculum: prompts are drawn by how often they passed of late."""
 
 import collections
-import csv
 import math
 from types import SimpleNamespace
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from agent_r1_trl.environments import ToolEnv
-from agent_r1_trl.features.sampling.curriculum import STATE, TABLE, Curriculum
+from agent_r1_trl.features.sampling.curriculum import STATE, Curriculum
 from agent_r1_trl.features.sampling.resampling import check_can_draw
 from agent_r1_trl.features.sampling.settings import SamplingSettings
 from tests.features.journal.test_training_journal import is_same, train
@@ -23,7 +22,6 @@ def curriculum_of(num, **options):
         args=SimpleNamespace(sampling=SamplingSettings(**{"curriculum_rate": 0.3} | options)),
         train_dataset=range(num),
         rollouts=SimpleNamespace(),
-        add_callback=lambda callback: None,
     )
     return Curriculum(fake)
 
@@ -104,20 +102,16 @@ RUN = {
 }
 
 
-def test_prompts_that_teach_come_back_and_the_file_says_how_often(tmp_path):
+def test_prompts_that_teach_come_back(tmp_path):
     trainer = train(tmp_path, train_dataset=questions(9), max_steps=12, learning_rate=0.0, **RUN)
-    with (tmp_path / TABLE).open(encoding="utf-8") as file:
-        table = list(csv.DictReader(file))
-    groups = [int(row["groups"]) for row in table]
-    assert [row["row"] for row in table] == [str(row) for row in range(9)] and sum(groups) == 12 * 4
-    teaching = sum(groups[1::3])
-    assert teaching > 48 / 3 + 4, "a third of the prompts"
-    for row in [*table[0::3], *table[2::3]]:  # of n groups, all passed or none
-        assert abs(float(row["pass_rate"]) - 0.5) == pytest.approx(0.5 - 0.5 ** (1 + int(row["groups"])), abs=1e-5)
-    shares = trainer.state.log_history[-2]
-    assert sum(float(row["share"]) for row in table) == pytest.approx(1, abs=1e-4)
-    least = min(float(row["share"]) for row in table)
-    assert shares["curriculum/share_min"] == pytest.approx(least, rel=1e-4)
+    curriculum = trainer.features["resampling"].curriculum
+    groups, rates = curriculum.num_groups.tolist(), curriculum.pass_rates.tolist()
+    assert sum(groups) == 12 * 4
+    assert sum(groups[1::3]) > 48 / 3 + 4, "a third of the prompts"
+    for row in (*range(0, 9, 3), *range(2, 9, 3)):  # of n groups, all passed or none
+        assert abs(rates[row] - 0.5) == pytest.approx(0.5 - 0.5 ** (1 + groups[row]), abs=1e-5)
+    shares = curriculum.weights() / curriculum.weights().sum()
+    assert trainer.state.log_history[-2]["curriculum/share_min"] == pytest.approx(shares.min().item(), rel=1e-4)
 
 
 class Reporting(ToolEnv):

@@ -291,31 +291,23 @@ def test_the_gate_leaves_rollouts_alone_whose_groups_vary_alike(tmp_path):
 def test_it_can_be_switched_on_and_off_between_rollouts(tmp_path):
     trainer = trainer_of(tmp_path, **HALF)
     group_filter = trainer.features["group_filter"]
-    group_filter.disable()
+    group_filter.change(filter_groups=None, filter_value=None)
     assert "is_kept" not in scored_batch(trainer)
-    group_filter.enable("top_p", statistic="var")
-    assert group_filter.settings.value == 0.9
+    group_filter.change(filter_groups="top_p")
     assert scored_batch(trainer)["is_kept"].nonzero().flatten().tolist() == KEPT
 
 
-@pytest.mark.parametrize(
-    "arguments, options, named",
-    [
-        (("min_p", 0.0), {}, "sampling.filter_value=0.0"),
-        (("min_p",), {}, "sampling.filter_value=None with sampling.filter_groups='min_p'"),
-        (("near",), {}, "sampling.filter_groups='near'"),
-        (("top_p", 0.9), {"when": "x"}, "sampling.filter_when='x'"),
-        (("top_p", 0.9), {"when": -1}, "sampling.filter_when=-1"),
-        (("top_p", 0.9), {"loss_scaling": "no"}, "sampling.filter_loss_scaling='no'"),
-        (("top_fraction",), {"statistic": "var"}, "sampling.filter_statistic='var' with sampling.filter_groups="),
-    ],
-)
-def test_what_the_settings_refuse_is_refused_when_it_is_switched_on(tmp_path, arguments, options, named):
-    group_filter = trainer_of(tmp_path, **HALF).features["group_filter"]
+def test_what_the_settings_refuse_is_refused_when_it_is_switched_on(tmp_path):
+    group_filter = trainer_of(tmp_path, **QUARTER).features["group_filter"]
     before = group_filter.settings
-    with pytest.raises(ValueError, match=rf"^{re.escape(named)}"):
-        group_filter.enable(*arguments, **options)
-    assert group_filter.settings == before
+    for asked, named in (
+        ({"filter_value": 0.0}, "sampling.filter_value=0.0"),
+        ({"filter_groups": "min_p"}, "sampling.filter_value=None with sampling.filter_groups='min_p'"),
+        ({"filter_groups": "near"}, "sampling.filter_groups='near'"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{re.escape(named)}"):
+            group_filter.change(**asked)
+        assert group_filter.settings == before
 
 
 # -------------------------------------------------------------------- steps without signal
@@ -517,93 +509,28 @@ def test_rows_keep_their_tokens_and_lose_the_padding_of_the_others():
 # -------------------------------------------------------------------- settings
 
 
-@pytest.mark.parametrize(
-    "config_class, options, name, cure",
-    [
-        (
-            MultiTurnGRPOConfig,
-            {"sampling.filter_groups": "best"},
-            "sampling.filter_groups",
-            {"sampling.filter_groups": "top_p"},
-        ),
-        (
-            MultiTurnGRPOConfig,
-            {"sampling.filter_groups": "min_p"},
-            "sampling.filter_value",
-            {"sampling.filter_value": 0.5},
-        ),
-        (
-            MultiTurnGRPOConfig,
-            HALF | {"sampling.filter_value": 0.0},
-            "sampling.filter_value",
-            {"sampling.filter_value": 0.5},
-        ),
-        (
-            MultiTurnGRPOConfig,
-            HALF | {"sampling.filter_value": "1e-1"},
-            "sampling.filter_value",
-            {"sampling.filter_value": 0.1},
-        ),
-        (
-            MultiTurnGRPOConfig,
-            HALF | {"sampling.filter_value": True},
-            "sampling.filter_value",
-            {"sampling.filter_value": 1},
-        ),
-        (
-            MultiTurnGRPOConfig,
-            HALF | {"sampling.filter_when": "0.8"},
-            "sampling.filter_when",
-            {"sampling.filter_when": 0.8},
-        ),
-        (
-            MultiTurnGRPOConfig,
-            HALF | {"sampling.filter_statistic": "iqr"},
-            "sampling.filter_statistic",
-            {"sampling.filter_statistic": "std"},
-        ),
-        (
-            MultiTurnGRPOConfig,
-            HALF | {"sampling.filter_statistic": "var"},
-            "sampling.filter_statistic",
-            {"sampling.filter_groups": "top_p"},
-        ),
-        (
-            MultiTurnGRPOConfig,
-            HALF | {"sampling.filter_when": -1.0},
-            "sampling.filter_when",
-            {"sampling.filter_when": 0.5},
-        ),
-        (MultiTurnGRPOConfig, HALF | {"fp16": True}, "fp16", {"fp16": False}),
-        (MultiTurnPPOConfig, HALF, "num_generations", {"num_generations": 2}),
-        (MultiTurnPPOConfig, {"critic_uses_filtered": True}, "critic_uses_filtered", HALF | {"num_generations": 2}),
-        (
-            MultiTurnPPOConfig,
-            {"critic_uses_filtered": True, "echo.actions": ["all"]},
-            "critic_uses_filtered",
-            {"num_generations": 2},
-        ),
-        (
-            MultiTurnPPOConfig,
-            {"critic_uses_filtered": True, "echo.actions": ["stop"], "num_generations": 2},
-            "critic_uses_filtered",
-            {"echo.actions": ["filter", "stop"]},
-        ),
-        (
-            MultiTurnPPOConfig,
-            HALF | {"critic_uses_filtered": "no", "num_generations": 2},
-            "critic_uses_filtered",
-            {"critic_uses_filtered": False},
-        ),
-        (
-            MultiTurnGRPOConfig,
-            HALF | {"sampling.filter_loss_scaling": "no"},
-            "sampling.filter_loss_scaling",
-            {"sampling.filter_loss_scaling": False},
-        ),
-    ],
-    ids=str,
-)
+GRPO, PPO = MultiTurnGRPOConfig, MultiTurnPPOConfig
+GROUPS, VALUE, WHEN = "sampling.filter_groups", "sampling.filter_value", "sampling.filter_when"
+BOTH = {"critic_uses_filtered": True}
+REFUSED = [
+    (GRPO, {GROUPS: "best"}, GROUPS, {GROUPS: "top_p"}),
+    (GRPO, {GROUPS: "min_p"}, VALUE, {VALUE: 0.5}),
+    (GRPO, HALF | {VALUE: 0.0}, VALUE, {VALUE: 0.5}),
+    (GRPO, HALF | {WHEN: -1.0}, WHEN, {WHEN: 0.5}),
+    (GRPO, HALF | {"fp16": True}, "fp16", {"fp16": False}),
+    (PPO, HALF, "num_generations", {"num_generations": 2}),
+    (PPO, BOTH, "critic_uses_filtered", HALF | {"num_generations": 2}),
+    (PPO, BOTH | {"echo.actions": ["all"]}, "critic_uses_filtered", {"num_generations": 2}),
+    (
+        PPO,
+        BOTH | {"echo.actions": ["stop"], "num_generations": 2},
+        "critic_uses_filtered",
+        {"echo.actions": ["filter", "stop"]},
+    ),
+]
+
+
+@pytest.mark.parametrize("config_class, options, name, cure", REFUSED, ids=str)
 def test_what_cannot_be_filtered_is_refused_and_the_cure_works(config_class, options, name, cure):
     common = {"output_dir": "unused", "bf16": False, "use_cpu": True}
     with pytest.raises(ValueError, match=rf"\b{name}\b"):

@@ -213,36 +213,13 @@ def test_the_penalty_for_truncation_is_no_signal(tmp_path):
 # ---------------------------------------------------------------- limits
 
 
-@pytest.mark.parametrize(
-    ("limit", "expected"),
-    [
-        ({"sampling.resample_rounds": 2}, [4, 4]),
-        (
-            {"sampling.resample_max_trajectories": 15},
-            [4, 3],
-        ),  # of 2 each: 8, then 6; the last one would begin half a group
-        ({"sampling.resample_max_trajectories": 8}, [4]),
-        ({"sampling.resample_max_seconds": 1e-9}, [4]),  # the round that is begun is played to its end
-    ],
-    ids=str,
-)
-def test_at_a_limit_the_rest_stays_as_it_is_and_is_counted(tmp_path, limit, expected):
-    trainer = make(tmp_path, taught(), **{"sampling.resample_rounds": 5} | limit)
+def test_after_the_last_round_the_rest_stays_as_it_is_and_is_counted(tmp_path):
+    trainer = make(tmp_path, taught(), sampling={"resample_rounds": 2})
     scored_batch(trainer)
     found = logged(trainer)
-    assert found["sampling/resample_rounds"] == len(expected)
-    assert found["sampling/resampled_groups"] == sum(expected) == len(trainer.last_batch.replaced) / 2
+    assert found["sampling/resample_rounds"] == 2
+    assert found["sampling/resampled_groups"] == 8 == len(trainer.last_batch.replaced) / 2
     assert found["sampling/groups_with_signal"] == 0 and len(trainer.last_trajectories) == 8
-
-
-def test_a_round_takes_what_its_trajectories_took_side_by_side_or_one_after_another(tmp_path):
-    trainer = make(tmp_path, taught(), max_concurrency=2)
-    played = type("Played", (), {"trajectories": [type("T", (), {"duration_s": item}) for item in (1.0, 2.0, 3.0)]})
-    assert trainer.features["resampling"]._seconds(played) == 3.0  # 6 s, two at a time
-    played.trajectories.append(type("T", (), {"duration_s": 4.0}))
-    assert trainer.features["resampling"]._seconds(played) == 5.0
-    played.trajectories = []
-    assert trainer.features["resampling"]._seconds(played) == 0.0
 
 
 def test_rounds_can_be_switched_on_in_the_middle_of_a_run(tmp_path):
@@ -394,7 +371,6 @@ KINDS = {
     "curriculum": {"sampling.curriculum": True},
     "overlap": {"overlap_rollout": True, "use_vllm": True},
     "both": {"overlap_rollout": True, "use_vllm": True, "sampling.curriculum": True},
-    "limited": {"sampling.resample_max_seconds": 1e-3},
 }
 
 

@@ -6,7 +6,6 @@ Source: RAGEN (arXiv 2504.20073, section 4) and RAGEN-2 (arXiv 2604.06268).
 from typing import Any
 
 from agent_r1_trl.features.echo_trap.judgement import KEYS, EchoTrapJudge, judge
-from agent_r1_trl.features.echo_trap.mutual_information import mutual_information
 from agent_r1_trl.features.echo_trap.rollout import group_keys, rollout_signals, signal_record
 from agent_r1_trl.features.echo_trap.verdict import STATES, Signal, Thresholds, Verdict
 
@@ -19,7 +18,6 @@ __all__ = [
     "Verdict",
     "group_keys",
     "judge",
-    "mutual_information",
     "rollout_signals",
     "signal_record",
 ]

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from agent_r1_trl.features.echo_trap import EchoTrapJudge, Thresholds, Verdict
+from agent_r1_trl.features.echo_trap.verdict import STATES, say_change
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,7 @@ class EchoTrapCallback(TrainerCallback, ExportableState):
                 "passes in healthy runs as well."
             )
         self.stop_on = stop_on
-        limits = thresholds if isinstance(thresholds, Thresholds) else Thresholds(**(thresholds or {}))
-        self.judge = EchoTrapJudge(limits)
+        self.judge = EchoTrapJudge(thresholds)
         self.has_stopped = False
         """Whether the callback has ended the run."""
 
@@ -98,15 +98,9 @@ class EchoTrapCallback(TrainerCallback, ExportableState):
         for place in (logs, state.log_history[-1] if state.log_history else None):
             if place is not None:
                 place.update(values)
-        if verdict.state != before.state and state.is_world_process_zero:
-            logger.warning(
-                "echo_trap: step %d is %s, after %s. %s",
-                state.global_step,
-                verdict.state,
-                before.state,
-                verdict.reason,
-            )
-        if self.stop_on is not None and verdict.severity >= Verdict(state=self.stop_on, step=0).severity:  # type: ignore[arg-type]
+        if state.is_world_process_zero:
+            say_change(state.global_step, before, verdict)
+        if self.stop_on is not None and verdict.state in STATES[STATES.index(self.stop_on) :]:  # type: ignore[arg-type]
             self.has_stopped = control.should_training_stop = True
             if state.is_world_process_zero:
                 logger.error(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 from agent_r1_trl.features.echo_trap.settings import ALL
 from agent_r1_trl.features.echo_trap.verdict import Thresholds
 from agent_r1_trl.settings import Clash, Need
-from agent_r1_trl.trainers.config_checks import CLIPPED_LOSSES, moves_rows
+from agent_r1_trl.trainers.config_checks import CLIPPED_LOSSES
 
 EPSILON, EPSILON_HIGH = 0.2, 0.28
 """Lower and upper clip of the action `clip` (RAGEN, section 4.2; DAPO, arXiv 2503.14476)."""
@@ -17,7 +16,6 @@ NEEDS = (
     Need("echo.dry_run echo.patience", {"echo.actions": None}),
     Need("echo.max_roll_backs", {"echo.actions": ("roll_back", ALL)}),
     Need("echo.rate_factor echo.rate_steps", {"echo.actions": ("learning_rate", ALL)}),
-    Need("echo.entropy_coef", {"echo.actions": ("entropy", ALL)}),
 )
 CLASHES: tuple[Clash, ...] = ()
 
@@ -28,25 +26,8 @@ def settle(config: Any) -> None:
     Raises:
         ValueError: `echo.thresholds` names no thresholds.
     """
-    if config.echo is None:
-        return
-    try:
-        Thresholds(**(config.echo.thresholds or {}))
-    except (TypeError, ValueError) as error:
-        names = ", ".join(item.name for item in fields(Thresholds))
-        raise ValueError(
-            f"echo.thresholds={config.echo.thresholds!r}: {error} Write a mapping of some of {names} to values, as in "
-            "{solved_reward: 0.95}, or remove echo.thresholds."
-        ) from error
-
-
-class Refusal(NamedTuple):
-    """Why an action cannot be taken, and what would let it."""
-
-    because: str
-    """Goes on after the name of the action, and ends the sentence."""
-    cure: str = ""
-    """One sentence; empty if there is none."""
+    if config.echo is not None:
+        Thresholds.read("echo.thresholds", config.echo.thresholds)
 
 
 def clip_matters(config: Any) -> bool:
@@ -59,33 +40,37 @@ def clip_matters(config: Any) -> bool:
     return is_clipped and has_ratios and is_narrower
 
 
-class _RefusedAction(NamedTuple):
+class Refusal(NamedTuple):
+    """Why an action cannot be taken, and what would let it; both texts may name settings, `{c.seed}`."""
+
     action: str
     holds: Callable[[Any], Any]
     because: str
+    """Goes on after the name of the action, and ends the sentence."""
     cure: str = ""
+    """One sentence; empty if there is none."""
 
 
 _REFUSALS = (
-    _RefusedAction(
+    Refusal(
         "filter",
         lambda c: c.num_generations < 2,
         "compares the trajectories of a group, and num_generations={c.num_generations}.",
         "Set num_generations to 2 or more.",
     ),
-    _RefusedAction(
+    Refusal(
         "filter",
         lambda c: c.fp16,
         "skips optimizer steps without signal, which fp16=True cannot.",
         "Set bf16: true and fp16: false.",
     ),
-    _RefusedAction(
+    Refusal(
         "filter",
         lambda c: c.sampling is not None and c.sampling.filter_groups is not None and c.sampling.resample_rounds > 0,
         "is on from the start (sampling.filter_groups={c.sampling.filter_groups!r}, "
         "sampling.resample_rounds={c.sampling.resample_rounds}).",
     ),
-    _RefusedAction(
+    Refusal(
         "clip",
         lambda c: c.beta == 0 and not clip_matters(c),
         "would change nothing: beta={c.beta} means that there is no KL term, and the clip does not act (one update "
@@ -94,50 +79,25 @@ _REFUSALS = (
         "Set num_iterations: 2 with loss_type: dapo, importance_sampling_level: token and epsilon: 0.2, without "
         "epsilon_high.",
     ),
-    _RefusedAction(
-        "entropy",
-        lambda c: c.use_adaptive_entropy,
-        "is TRL's task with use_adaptive_entropy=True.",
-        "Set use_adaptive_entropy: false.",
-    ),
-    _RefusedAction(
-        "entropy",
-        lambda c: c.entropy_coef >= c.echo.entropy_coef,
-        "would change nothing: entropy_coef={c.entropy_coef} is not below echo.entropy_coef={c.echo.entropy_coef}.",
-        "Lower entropy_coef.",
-    ),
-    _RefusedAction(
-        "entropy",
-        lambda c: c.max_tokens_per_micro_batch is not None,
-        "averages inside micro-batches, between which max_tokens_per_micro_batch={c.max_tokens_per_micro_batch} "
-        "moves rows.",
-        "Remove max_tokens_per_micro_batch and set update_layout: padded.",
-    ),
-    _RefusedAction(
-        "entropy",
-        moves_rows,
-        "averages inside micro-batches, between which update_layout={c.update_layout!r} moves rows.",
-        "Set update_layout: padded.",
-    ),
-    _RefusedAction(
+    Refusal(
         "roll_back",
         lambda c: c.save_strategy == "no",
         "needs checkpoints, and save_strategy='no' writes none.",
         "Set save_strategy: steps and save_steps.",
     ),
-    _RefusedAction(
+    Refusal(
         "roll_back",
         lambda c: c.save_only_model,
         "needs whole checkpoints, and save_only_model=True leaves the optimizer out.",
         "Set save_only_model: false.",
     ),
-    _RefusedAction(
+    Refusal(
         "roll_back",
         lambda c: c.replay is not None,
-        "plays other rollouts, and replay takes them from a journal.",
+        "samples other rollouts, and replay takes them from a journal.",
         "Remove replay.",
     ),
-    _RefusedAction(  # load_best_model_at_end sets a metric
+    Refusal(  # load_best_model_at_end sets a metric
         "roll_back",
         lambda c: c.metric_for_best_model is not None and c.save_total_limit == 1,
         "needs the last healthy checkpoint, and save_total_limit=1 with metric_for_best_model="
@@ -151,11 +111,11 @@ def refusal(name: str, config: Any) -> Refusal | None:
     """Why a run with these arguments cannot take an action; None if it can.
 
     Args:
-        name: one of `escalation.ACTIONS`.
+        name: one of `settings.ACTIONS`.
         config: a `MultiTurnConfig`.
     """
-    found = (row for row in _REFUSALS if row.action == name and row.holds(config))
-    return next((Refusal(row.because.format(c=config), row.cure) for row in found), None)
+    found = next((row for row in _REFUSALS if row.action == name and row.holds(config)), None)
+    return None if found is None else found._replace(because=found.because.format(c=config))
 
 
 def find_problems(config: Any) -> Iterator[str]:

@@ -2,25 +2,23 @@
 
 The actions stand in an order that the user chooses. Each has a severity: the mildest verdict that it answers.
 
-    filter, clip, entropy, learning_rate    "warning"      they change how the next steps are trained
-    roll_back                               "collapsing"   goes back to the last healthy checkpoint
-    stop                                    "collapsed"    ends the run
+    filter, clip, learning_rate    "warning"      they change how the next steps are trained
+    roll_back                      "collapsing"   goes back to the last healthy checkpoint
+    stop                           "collapsed"    ends the run
 
-An action must fit what caused it (`UNFIT`). What `filter`, `clip` and `entropy` have changed is undone once the run
-has been healthy for a while, `clip` and `entropy` also where the entropy is high.
+What `filter` and `clip` have changed is undone once the run has been healthy for a while. `clip` does not fit a run
+whose entropy is high: it is not taken then, and undone at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 HEALTHY = ("healthy", "converged")
-UNDONE = ("filter", "clip", "entropy")
-"""Actions that end with their cause; the learning rate comes back by itself, and a roll back is over at once."""
-UNFIT = (("entropy",), (), ("clip", "entropy"))
-"""Actions that do not fit where the entropy is neither low nor high, where it is low, and where it is high."""
+UNDONE = ("filter", "clip")
+"""Actions that end with their cause; the learning rate comes back by itself, and a rollback is over at once."""
 _SEVERITY = {"warning": 1, "collapsing": 2, "collapsed": 3}
 _NEEDS = {"roll_back": 2, "stop": 3}
 """Severity that an action answers; 1 for all others."""
@@ -34,16 +32,14 @@ class GuardState:
     """Name of the run, which its checkpoints share."""
     is_dry: bool = False
     num_steps: int = 0
-    """Optimizer steps made, those included that a roll back has undone. It never falls."""
+    """Optimizer steps made, those included that a rollback has undone. It never falls."""
     num_taken: dict[str, int] = field(default_factory=dict)
     """How often each action was taken, in a dry run: would have been."""
     last_action: int | None = None
     """`num_steps` when an action was taken last."""
     last_roll_back: int | None = None
     num_roll_backs: int = 0
-    """Roll backs that really happened; they seed the draws of the rollouts."""
-    num_discarded_tokens: int = 0
-    """Tokens of the trajectories whose steps were rolled back."""
+    """Rollbacks that really happened; they seed the draws of the rollouts."""
     noticed_at: int | None = None
     """Optimizer step, as checkpoints count them, whose verdict was the first in a row not to be healthy."""
     healthy_for: int = 0
@@ -52,16 +48,6 @@ class GuardState:
     """The learning rate is lowered as long as `num_steps` is below this."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """What the guard has done, in the order in which it did."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, in values that JSON can hold."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> GuardState:
-        """The state that `to_dict` gave; what another version has written besides is left out."""
-        names = {item.name for item in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in names})
 
     def note(self, step: int, *, is_healthy: bool) -> None:
         """Keep when it was noticed that the run is not healthy.
@@ -80,13 +66,10 @@ class GuardState:
         if name == "roll_back":
             self.last_roll_back = self.num_steps
 
-    def past_actions(self, unfit: Collection[str], patience: int) -> list[str]:
-        """What was taken and is to be undone now.
-
-        The run has been healthy for `patience` steps, or the entropy is high, to which clip and bonus would add.
-        """
-        is_over, feeds = self.healthy_for >= patience, "clip" in unfit
-        return [name for name in UNDONE if name in self.num_taken and (is_over or (feeds and name in unfit))]
+    def past_actions(self, patience: int, *, is_exploding: bool) -> list[str]:
+        """What was taken and is to be undone now."""
+        is_over = self.healthy_for >= patience
+        return [name for name in UNDONE if name in self.num_taken and (is_over or (is_exploding and name == "clip"))]
 
 
 def due_actions(
@@ -96,32 +79,32 @@ def due_actions(
     *,
     patience: int,
     max_roll_backs: int,
-    unfit: Collection[str] = (),
+    is_exploding: bool = False,
 ) -> list[str]:
     """The actions to take after this step, in order; none, as a rule.
 
     One action is taken at a time, and gets `patience` steps to work. Only a run that has collapsed does not wait: the
-    actions up to the next roll back (or stop) are then taken together, because what they would have had to repair is
-    undone anyway. A roll back gets its `patience` steps in any case.
+    actions up to the next rollback (or stop) are then taken together, because what they would have had to repair is
+    undone anyway. A rollback gets its `patience` steps in any case.
 
     Args:
         actions: those that the run can take, in their order.
         state: what was taken so far.
         verdict: state of the run: `healthy`, `converged`, `warning`, `collapsing` or `collapsed`.
         patience: number of steps between two actions.
-        max_roll_backs: number of roll backs at most; every other action is in force once.
-        unfit: actions that do not fit what is wrong.
+        max_roll_backs: number of rollbacks at most; every other action is in force once.
+        is_exploding: whether the entropy is high.
 
     >>> due_actions(["filter", "stop"], GuardState(num_steps=3), "warning", patience=10, max_roll_backs=2)
     ['filter']
     """
-    severity = _SEVERITY.get(verdict, 0)
-    limits = {"roll_back": max_roll_backs}
+    severity, limits = _SEVERITY.get(verdict, 0), {"roll_back": max_roll_backs}
     left = [
         name
         for name in actions
-        if name not in unfit and _NEEDS.get(name, 1) <= severity and state.num_taken.get(name, 0) < limits.get(name, 1)
+        if _NEEDS.get(name, 1) <= severity and state.num_taken.get(name, 0) < limits.get(name, 1)
     ]
+    left = [name for name in left if not (is_exploding and name == "clip")]
     if not left or _is_within(state.last_roll_back, state.num_steps, patience):
         return []
     heavy = next((place for place, name in enumerate(left) if name in _NEEDS), None)

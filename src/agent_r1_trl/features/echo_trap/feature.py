@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Hashable
 from typing import Any
 
 from accelerate.utils import gather_object
 
-from agent_r1_trl.features.echo_trap import EchoTrapJudge, Thresholds, group_keys, rollout_signals, signal_record
-from agent_r1_trl.features.echo_trap.prompt_scores import prompt_dependence
+from agent_r1_trl.features.echo_trap import EchoTrapJudge, group_keys, rollout_signals, signal_record
 from agent_r1_trl.features.echo_trap.rollout import entropy_factor
+from agent_r1_trl.features.echo_trap.verdict import say_change
 from agent_r1_trl.trainers.agreement import is_main_process
 from agent_r1_trl.trainers.callbacks import RolloutCallback
 from agent_r1_trl.trainers.rollout_batch import RolloutBatch
@@ -41,7 +40,7 @@ class EchoSignals(RolloutCallback):
     name = "echo_signals"
 
     def __init__(self, args: Any) -> None:
-        self.judge = EchoTrapJudge(Thresholds(**(args.echo.thresholds or {})))
+        self.judge = EchoTrapJudge(args.echo.thresholds)
         """Has the `verdict` on the last step, the same on all ranks."""
         self._rollout: dict[str, float] = {}
         """Signals of the rollouts since the last optimizer step."""
@@ -60,8 +59,6 @@ class EchoSignals(RolloutCallback):
         self._has_called = False
         """Whether any trajectory has called a tool; without tools there is no inaction."""
         self._num_nonfinite = 0
-        self._last_scoring: int | None = None
-        """Optimizer step of the last mutual information."""
 
     # ---------------------------------------------------------------- a rollout
 
@@ -81,20 +78,13 @@ class EchoSignals(RolloutCallback):
             record["weight"] = batch.draw_weights.get(record["example_id"], 1.0)
         self._entropy_factor = 1.0 if all(is_trained) else entropy_factor(records, is_trained)
         filtering, resampling = (trainer.features.get(name) for name in ("group_filter", "resampling"))
-        is_filtered = filtering is not None and filtering.settings.rule is not None
+        is_filtered = filtering is not None and filtering.settings.filter_groups is not None
         self._is_chosen = [is_filtered, resampling is not None and resampling.rounds > 0]
         self._records += records
         self._has_called = self._has_called or any(record["has_call"] for record in records)
         self._rollout |= rollout_signals(self._records, self._groups)
         if not self._has_called:
             self._rollout.pop("inaction", None)
-        every, step = trainer.args.echo.mutual_information_every, trainer.state.global_step
-        if every and (self._last_scoring is None or step - self._last_scoring >= every):
-            self._last_scoring, start = step, time.perf_counter()
-            self._rollout |= prompt_dependence(trainer, trajectories, group_size)
-            seconds = time.perf_counter() - start
-            trainer._rollout_s += seconds  # it is no part of the update either
-            trainer.add_metrics({"time/mutual_information_s": seconds})
 
     # ---------------------------------------------------------------- the Trainer's events
 
@@ -103,11 +93,11 @@ class EchoSignals(RolloutCallback):
         self.judge.reset()
         self._rollout, self._records, self._groups, self._seen, self._has_called = {}, [], [], {}, False
         self._is_chosen, self._entropy_factor, self._conditions = [False, False], 1.0, None
-        self._num_nonfinite, self._last_scoring = self._num_broken_steps(), None
+        self._num_nonfinite = self._num_broken_steps()
         saved = state.stateful_callbacks.get(SAVED_AS)
         if state.global_step and saved:
             self.judge.load_state_dict(saved["judge"])
-            self._has_called, self._last_scoring = saved["has_called"], saved["last_scoring"]
+            self._has_called = saved["has_called"]
             self._conditions = saved.get("conditions")
             self._is_chosen = (self._conditions or self._is_chosen)[:2]
             self._entropy_factor = saved.get("entropy_factor", 1.0)
@@ -127,28 +117,18 @@ class EchoSignals(RolloutCallback):
         before = self.judge.verdict
         verdict = self.judge.update(step)
         metrics = self.trainer._metrics["train"]
-        for name, value in step.items():
+        for name, value in [*step.items(), *((f"compared/{name}", item) for name, item in verdict.measures.items())]:
             if math.isfinite(value):
                 metrics[f"echo/{name}"].append(value)
-        for name, value in verdict.measures.items():
-            if math.isfinite(value):
-                metrics[f"echo/compared/{name}"].append(value)
         metrics["echo/state"] = [float(verdict.severity)]
         state.stateful_callbacks[SAVED_AS] = {
             "judge": self.judge.state_dict(),
             "has_called": self._has_called,
-            "last_scoring": self._last_scoring,
             "conditions": conditions,
             "entropy_factor": self._entropy_factor,
         }
-        if verdict.state != before.state and is_main_process():
-            logger.warning(
-                "echo_trap: step %d is %s, after %s. %s",
-                state.global_step,
-                verdict.state,
-                before.state,
-                verdict.reason,
-            )
+        if is_main_process():
+            say_change(state.global_step, before, verdict)
 
     def _now(self) -> list[Any]:
         """What gradient norms depend on besides the policy; the guard's actions change it, and the user may."""

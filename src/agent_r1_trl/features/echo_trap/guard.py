@@ -14,6 +14,7 @@ import logging
 import math
 import uuid
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from accelerate.utils import broadcast_object_list
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.features.echo_trap.actions import Remedies
 from agent_r1_trl.features.echo_trap.checks import Refusal, refusal
-from agent_r1_trl.features.echo_trap.escalation import UNFIT, GuardState, due_actions
+from agent_r1_trl.features.echo_trap.escalation import GuardState, due_actions
 from agent_r1_trl.features.echo_trap.roll_back import (
     ROLLED_BACK,
     RollBack,
@@ -32,10 +33,10 @@ from agent_r1_trl.features.echo_trap.roll_back import (
     last_healthy,
     read_guard,
     run_with_roll_backs,
-    tokens_seen,
     write_guard,
 )
 from agent_r1_trl.features.echo_trap.settings import ACTIONS, ALL
+from agent_r1_trl.recording.events import describe_event, write_event
 from agent_r1_trl.rollout import derive_seed
 from agent_r1_trl.trainers.agreement import Agreement
 from agent_r1_trl.trainers.callbacks import RolloutCallback
@@ -68,10 +69,8 @@ class EchoGuard(RolloutCallback):
     _judge: Any
 
     def __init__(self, args: Any) -> None:
-        self._target: Path | None = None
-        """The checkpoint that the run goes back to as soon as this step is logged."""
-        self._micro_step = 0
-        """Its number of micro-batches."""
+        self._roll_back: RollBack | None = None
+        """What leaves the Trainer's loop as soon as this step is logged."""
         self._ending: RuntimeError | None = None
         """What `train` raises once the Trainer's loop has ended."""
         self._rates: list[float] = []
@@ -104,23 +103,25 @@ class EchoGuard(RolloutCallback):
 
     def _refusal(self, name: str) -> Refusal | None:
         """What only the trainer knows, and its arguments do not."""
-        if name == "learning_rate" and self.trainer.is_deepspeed_enabled:
-            return Refusal("does not reach the optimizer step that DeepSpeed makes inside the backward pass.")
-        if name == "filter" and not self._remedies.change(name).values:
-            return Refusal("would change nothing: groups are filtered already, and a streamed data set has no others.")
-        return None
+        because = {
+            "learning_rate": "does not reach the optimizer step that DeepSpeed makes inside the backward pass.",
+            "filter": "would change nothing: groups are filtered already, and a streamed data set has no others.",
+        }
+        is_refused = name == "learning_rate" and self.trainer.is_deepspeed_enabled
+        is_refused |= name == "filter" and not self._remedies.change(name)[1]
+        return Refusal(name, bool, because[name]) if is_refused else None
 
     # ---------------------------------------------------------------- the run
 
     def around_run(self, train: Any) -> Any:
-        """The Trainer's loop with its roll backs.
+        """The Trainer's loop with its rollbacks.
 
         Args:
             train: `Trainer.train`, whose first argument is the checkpoint.
         """
         if self._remedies.undo():
             self.trainer._buffered_inputs = None  # scored for other settings, perhaps without the reference
-        self._target = self._ending = None
+        self._roll_back = self._ending = None
         self.state = GuardState(run=uuid.uuid4().hex, is_dry=self.trainer.args.echo.dry_run)
         self.trainer.rollouts.seed = self.trainer.args.seed
         return run_with_roll_backs(self.trainer, train)
@@ -144,8 +145,7 @@ class EchoGuard(RolloutCallback):
         """
         if self.trainer.args.should_save:
             place = {"step": self.trainer.state.global_step, "micro_step": self.trainer._step}
-            verdict = {"verdict": self._judge.verdict.state}
-            write_guard(folder, {"version": 1, **place, **verdict, "guard": self.state.to_dict()})
+            write_guard(folder, place | {"verdict": self._judge.verdict.state, "guard": asdict(self.state)})
 
     def load(self, folder: Path) -> None:
         """Go on as the run did that has written a checkpoint. All ranks must call it."""
@@ -154,14 +154,14 @@ class EchoGuard(RolloutCallback):
             if self.trainer.is_world_process_zero():
                 logger.warning("%s holds nothing of the guard, which begins anew.", folder)
             return
-        self._target = None
-        saved = GuardState.from_dict(content["guard"])
-        if saved.is_dry != self.state.is_dry:  # what was only said is still to be done
-            saved.num_taken, saved.last_action, saved.last_roll_back, saved.rate_until = {}, None, None, 0
-        saved.is_dry = self.state.is_dry
+        self._roll_back = None
+        saved, is_dry = GuardState(**content["guard"]), self.state.is_dry
+        if saved.is_dry != is_dry:  # what was only said is still to be done
+            kept = {name: getattr(saved, name) for name in ("run", "num_steps", "num_roll_backs", "events")}
+            saved = GuardState(is_dry=is_dry, **kept)
         self.state = saved
         self._remedies.undo()
-        for name in self._actions if not saved.is_dry else []:
+        for name in self._actions if not is_dry else []:
             if saved.num_taken.get(name) and ACTIONS[name] < ACTIONS["roll_back"]:
                 self._remedies.apply(name)
         if saved.num_roll_backs:
@@ -200,7 +200,7 @@ class EchoGuard(RolloutCallback):
 
     @property
     def learning_rate_factor(self) -> float:  # type: ignore[override]
-        """What the learning rates of the step under way are multiplied by: less after every further roll back."""
+        """What the learning rates of the pending step are multiplied by: less after every further rollback."""
         is_lowered = self.state.num_steps < self.state.rate_until
         return self.trainer.args.echo.rate_factor ** max(1, self.state.num_roll_backs) if is_lowered else 1.0
 
@@ -209,24 +209,23 @@ class EchoGuard(RolloutCallback):
         metrics = {"learning_rate_factor": self.learning_rate_factor}
         self.state.num_steps += 1
         verdict = self._judge.verdict
-        sides, places = len(UNFIT), len(_STATES)
-        answers, sees = (_STATES.index(own) if own in _STATES else 0 for own in (verdict.answered, verdict.state))
-        own = answers * places + sees
-        agreed, _ = self._agreement.largest(sides * own + verdict.entropy_side, None)
-        answered, seen, unfit = agreed // sides // places, agreed // sides % places, UNFIT[agreed % sides]
-        self.state.note(state.global_step, is_healthy=seen == 0)
-        if not self._is_ending():  # a resumed run decides again
-            self._undo(_STATES[seen], self.state.past_actions(unfit, args.echo.patience))
+        answered, sees = (_STATES.index(own) if own in _STATES else 0 for own in (verdict.answered, verdict.state))
+        own = 2 * (len(_STATES) * answered + sees) + verdict.is_exploding  # one number: the largest is the worst
+        agreed, _ = self._agreement.largest(own, None)
+        (answered, sees), is_exploding = divmod(agreed // 2, len(_STATES)), agreed % 2 == 1
+        self.state.note(state.global_step, is_healthy=sees == 0)
+        signals = self.trainer.features.get("signals")
+        if signals is None or not signals.is_ending:  # else a resumed run decides again
+            past = self.state.past_actions(args.echo.patience, is_exploding=is_exploding)
+            self._undo(_STATES[sees], past)
             if answered:
-                self._act(_STATES[answered], unfit, control)
-        for name in ("num_steps", "num_roll_backs", "num_discarded_tokens"):
-            metrics[name.removeprefix("num_")] = getattr(self.state, name)
-        self._log(metrics)
+                self._act(_STATES[answered], is_exploding, control)
+        self._log(metrics | {"steps": self.state.num_steps, "roll_backs": self.state.num_roll_backs})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the Trainer's loop for a roll back, now that the last step is logged."""
-        if self._target is not None:
-            raise RollBack(self._target, self._micro_step)
+        """Leave the Trainer's loop for a rollback, now that the last step is logged."""
+        if self._roll_back is not None:
+            raise self._roll_back
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The same after the last step of an epoch; a run that the guard ends saves no checkpoint there either."""
@@ -236,11 +235,6 @@ class EchoGuard(RolloutCallback):
 
     # ---------------------------------------------------------------- actions
 
-    def _is_ending(self) -> bool:
-        """Whether all ranks have agreed to end for a signal."""
-        signals = self.trainer.features.get("signals")
-        return signals is not None and signals.is_ending
-
     def _undo(self, verdict: str, names: list[str]) -> None:
         """Put back what actions have changed, where a new rollout begins: it is scored for the old settings again."""
         trainer = self.trainer
@@ -248,21 +242,19 @@ class EchoGuard(RolloutCallback):
             return
         for name in names:
             del self.state.num_taken[name]
-            if not self.state.is_dry:
-                self._remedies.undo(name)
-            self._record(name, verdict, "what it had changed is put back", outcome="undone")
+            self._remedies.undo(name)
+            self._record(name, verdict, "undone", "what it had changed is put back")
 
-    def _act(self, verdict: str, unfit: tuple[str, ...], control: Any) -> None:
-        args, healthy = self.trainer.args, None
+    def _act(self, verdict: str, is_exploding: bool, control: Any) -> None:
+        args, healthy, actions = self.trainer.args, None, self._actions
         rules: dict[str, Any] = {"patience": args.echo.patience, "max_roll_backs": args.echo.max_roll_backs}
-        rules["unfit"] = unfit
-        names = due_actions(self._actions, self.state, verdict, **rules)
+        rules["is_exploding"] = is_exploding
+        names = due_actions(actions, self.state, verdict, **rules)
         if {"roll_back", "stop"} & set(names):
             healthy = self._last_healthy()
         if "roll_back" in names and healthy is None:
-            self._record("roll_back", verdict, "there is no healthy checkpoint to go back to", outcome="not possible")
-            actions = [name for name in self._actions if name != "roll_back"]
-            names = due_actions(actions, self.state, verdict, **rules)
+            self._record("roll_back", verdict, "not possible", "there is no healthy checkpoint to go back to")
+            names = due_actions([name for name in actions if name != "roll_back"], self.state, verdict, **rules)
         for name in names:
             control.should_log = True
             self._take(name, verdict, healthy, control)
@@ -276,33 +268,32 @@ class EchoGuard(RolloutCallback):
         elif name == "stop":
             text = f"the run ends; its last healthy checkpoint is {healthy or 'none'}"
         else:
-            text = self._remedies.change(name).text if is_dry else self._remedies.apply(name)
-        if name == "learning_rate" and not is_dry:
-            state.rate_until = state.num_steps + self.trainer.args.echo.rate_steps
-        self._record(name, verdict, text)
+            text = self._remedies.change(name)[0] if is_dry else self._remedies.apply(name)
+        self._record(name, verdict, "dry run" if is_dry else "taken", text)
+        self._log({"action": ACTIONS[name]})
         if is_dry:
             return
-        if name == "roll_back" and healthy is not None:
-            self._roll_back(healthy, control)
+        if name == "learning_rate":
+            state.rate_until = state.num_steps + self.trainer.args.echo.rate_steps
+        if name == "roll_back":
+            assert healthy is not None
+            control.should_save = control.should_evaluate = False
+            self._go_back(healthy, control)
         elif name == "stop":
             self._ending = CollapsedError(self._report(verdict, healthy))
             control.should_training_stop, control.should_save, control.should_evaluate = True, False, False
 
-    def _roll_back(self, folder: Path, control: Any) -> None:
+    def _go_back(self, folder: Path, control: Any) -> None:
         """Write down that the run goes back, and leave the Trainer's loop at the next occasion."""
-        control.should_save = control.should_evaluate = False
         trainer, state = self.trainer, self.state
         state.num_roll_backs += 1
         state.noticed_at = None
         if state.rate_until:
             state.rate_until = state.num_steps + trainer.args.echo.rate_steps
-        state.num_discarded_tokens += trainer.state.num_input_tokens_seen - self._on_main(lambda: tokens_seen(folder))
         if trainer.is_world_process_zero():
             content = read_guard(folder) or {}
-            write_guard(folder, content | {"guard": state.to_dict()}, name=ROLLED_BACK)
-            deleted = delete_after(folder, state.run)
-            if deleted:
-                logger.warning("Deleted %s: the run goes back behind them.", ", ".join(deleted))
+            write_guard(folder, content | {"guard": asdict(state)}, name=ROLLED_BACK)
+            delete_after(folder, state.run)
         trainer.accelerator.wait_for_everyone()
         if self._is_sharded:
             control.should_training_stop = True
@@ -311,8 +302,7 @@ class EchoGuard(RolloutCallback):
                 "FSDP that takes a new process: start it again with resume_from_checkpoint: true."
             )
         else:
-            self._target = folder
-            self._micro_step = self._on_main(lambda: (read_guard(folder) or {})["micro_step"])
+            self._roll_back = RollBack(folder, self._on_main(lambda: (read_guard(folder) or {})["micro_step"]))
 
     def _last_healthy(self) -> Path | None:
         args, until = self.trainer.args, self._trusted_until
@@ -321,6 +311,8 @@ class EchoGuard(RolloutCallback):
     def _on_main(self, read: Callable[[], Any]) -> Any:
         """What the main process reads, on every rank: nodes need not share a disk."""
         return broadcast_object_list([read() if self.trainer.is_world_process_zero() else None])[0]
+
+    # ---------------------------------------------------------------- what is written
 
     def _report(self, verdict: str, healthy: Path | None) -> str:
         events = [event for event in self.state.events[:-1] if event["outcome"] == "taken"]
@@ -336,40 +328,33 @@ class EchoGuard(RolloutCallback):
             f"{self._judge.verdict.reason} Actions before: {taken or 'none'}. {cure}"
         )
 
-    # ---------------------------------------------------------------- what is written
+    def _record(self, name: str, verdict: str, outcome: str, text: str) -> None:
+        """Log, store and card.
 
-    def _record(self, name: str, verdict: str, text: str, *, outcome: str = "taken") -> None:
-        """Log, tracker, store and card."""
-        judged, trainer, is_dry = self._judge.verdict, self.trainer, self.state.is_dry
-        known = [(item["action"], item["outcome"]) for item in self.state.events]
+        Args:
+            name: of the action.
+            verdict: that it answers.
+            outcome: `taken`, `dry run`, `undone` or `not possible`; the latter is reported once.
+            text: what was done.
+        """
+        trainer, known = self.trainer, [(item["action"], item["outcome"]) for item in self.state.events]
         if outcome == "not possible" and (name, outcome) in known:
-            return  # said once
+            return
         event = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "step": trainer.state.global_step,
             "total_steps": self.state.num_steps,
             "action": name,
-            "outcome": "dry run" if is_dry and outcome == "taken" else outcome,
+            "outcome": outcome,
             "state": verdict,
-            "signals": {key: signal.reason for key, signal in judged.signals.items()},
+            "signals": {key: signal.reason for key, signal in self._judge.verdict.signals.items()},
             "text": text,
         }
         self.state.events.append(event)
-        if outcome == "taken":
-            self._log({"dry_run_action" if is_dry else "action": ACTIONS[name]})
-        if not trainer.is_world_process_zero():
-            return
-        signals = "; ".join(event["signals"].values()) or judged.reason
-        says = {"not possible": "could not take", "undone": "would undo" if is_dry else "undoes"}.get(
-            outcome, "would take" if is_dry else "takes"
-        )
-        logger.warning(
-            "Step %d is %s (%s). The echo guard %s %r: %s.", event["step"], verdict, signals, says, name, text
-        )
-        if trainer.store is not None:
-            from agent_r1_trl.recording.events import write_event
-
-            write_event(trainer.args.output_dir, event)
+        if trainer.is_world_process_zero():
+            logger.warning("Echo guard: %s", describe_event(event))
+            if trainer.store is not None:
+                write_event(trainer.args.output_dir, event)
 
     def _log(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():

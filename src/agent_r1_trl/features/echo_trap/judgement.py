@@ -11,6 +11,7 @@ Three questions make a verdict, in this order:
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -32,12 +33,14 @@ JUDGED = ("reward", "reward_std", "zero_std_share", "entropy", "grad_norm", "rep
 """Keys that have thresholds."""
 HELPING = ("success", "reward_max", "reward_min", "return_with_call", "return_without_call")
 """Keys that say how to read the others."""
-SHOWN = ("signal_to_noise", "response_length", "kl", "mutual_information", "retrieval_accuracy")
+SHOWN = ("signal_to_noise", "response_length", "kl")
 """Keys that are accepted, logged and never judged: healthy runs differ in them by orders of magnitude."""
 KEYS = frozenset((*JUDGED, *HELPING, *SHOWN))
 """What a step's dictionary may hold. A missing key, None and NaN all mean "unknown"."""
 _KIND = {"zero_std_share": "reward_std", "success": "reward"}
 """Signals that measure the same loss, and count once."""
+_SAVED = ("range", "at_best", "is_solved", "is_dead", "better_for")
+"""Names of what is saved as it is, without its underscore."""
 _HELD_SPREAD = 0.75
 """Share of its baseline that in-group spread keeps where data got harder."""
 
@@ -49,7 +52,9 @@ def _known(key: str, value: float | None) -> float | None:
     return abs(float(value)) if key == "grad_norm" else float(value)
 
 
-def judge(history: Sequence[Mapping[str, float | None]], thresholds: Thresholds | None = None) -> Verdict:
+def judge(
+    history: Sequence[Mapping[str, float | None]], thresholds: Thresholds | Mapping[str, Any] | None = None
+) -> Verdict:
     """The verdict on a run after the last step of `history`.
 
     The same history always gives the same verdict. A run that is judged after every step uses `EchoTrapJudge`, which
@@ -58,7 +63,7 @@ def judge(history: Sequence[Mapping[str, float | None]], thresholds: Thresholds 
     Args:
         history: one dictionary per optimizer step; its keys are some of `KEYS`. A step without a new rollout knows
             fewer keys than one with it.
-        thresholds: None for the defaults.
+        thresholds: or those that differ from the defaults.
 
     Raises:
         ValueError: a key is not in `KEYS`: a misspelt one would be a signal that nobody ever judges.
@@ -73,11 +78,14 @@ class EchoTrapJudge:
     """Judges a run step by step, in constant time and memory per step.
 
     Args:
-        thresholds: None for the defaults.
+        thresholds: or those that differ from the defaults.
+
+    Raises:
+        ValueError: one of them is unknown or out of its range.
     """
 
-    def __init__(self, thresholds: Thresholds | None = None) -> None:
-        self.thresholds = thresholds or Thresholds()
+    def __init__(self, thresholds: Thresholds | Mapping[str, Any] | None = None) -> None:
+        self.thresholds: Thresholds = Thresholds.read("thresholds", thresholds)  # type: ignore[assignment]
         self.reset()
 
     def reset(self) -> None:
@@ -151,9 +159,9 @@ class EchoTrapJudge:
             if self._is_stale(crossing.key):
                 self._alarms[crossing.alarm] = Alarm()
                 continue
-            self._measures[crossing.name] = crossing.value
+            self._measures[crossing.key] = crossing.value
             if alarm.level:
-                found[crossing.name] = crossing.signal("critical" if alarm.level == 2 else "warning")
+                found[crossing.key] = crossing.signal("critical" if alarm.level == 2 else "warning")
         length = self._series["response_length"]
         if length.has_baseline and length.mean > 0:
             self._measures["response_length"] = length.ema / length.mean
@@ -225,7 +233,7 @@ class EchoTrapJudge:
         goal, limits = self._goal, self.thresholds
         fall = next((item for item in drops(self._series, limits, limits.noise) if item.key == goal), None)
         has_fallen = fall is not None and fall.is_beyond(fall.pair[0])
-        return {fall.name: fall.signal("warning"), **moved} if moved and fall is not None and has_fallen else {}
+        return {fall.key: fall.signal("warning"), **moved} if moved and fall is not None and has_fallen else {}
 
     def _is_harder(self) -> bool:
         """Whether a drop, the only signal, is the task's: the policy samples as it did, and its groups still differ.
@@ -376,25 +384,16 @@ class EchoTrapJudge:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next verdict depends on, in values that JSON can hold."""
-        return {
-            "step": self.verdict.step,
-            "state": self.verdict.state,
-            "series": {key: asdict(item) for key, item in self._series.items()},
-            "norms": asdict(self._norms),
-            "alarms": {key: asdict(item) for key, item in self._alarms.items()},
-            "range": list(self._range),
-            "at_best": dict(self._at_best),
-            "is_solved": self._is_solved,
-            "is_dead": self._is_dead,
-            "better_for": self._better_for,
-        }
+        state: dict[str, Any] = {name: copy.copy(getattr(self, f"_{name}")) for name in _SAVED}
+        state |= {"step": self.verdict.step, "state": self.verdict.state, "norms": asdict(self._norms)}
+        state["series"] = {key: asdict(item) for key, item in self._series.items()}
+        return state | {"alarms": {key: asdict(item) for key, item in self._alarms.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken: after a resumption, or after a return to an earlier checkpoint."""
+        """Go on where `state_dict` was taken: after a resumption, or after a rollback to an earlier checkpoint."""
         self.verdict = Verdict(state=state["state"], step=state["step"], reason="The run goes on from here.")
-        self._series = {key: Series(**item) for key, item in state["series"].items()}
+        for name in _SAVED:
+            setattr(self, f"_{name}", copy.copy(state[name]))
         self._norms = Norms(**state["norms"])
+        self._series = {key: Series(**item) for key, item in state["series"].items()}
         self._alarms = {key: Alarm(**item) for key, item in state["alarms"].items()}
-        self._range, self._is_solved = list(state["range"]), state["is_solved"]
-        self._at_best = dict(state["at_best"])
-        self._better_for, self._is_dead = state["better_for"], state["is_dead"]

@@ -1,11 +1,12 @@
 """Going back to the last healthy checkpoint: which one that is, and how a run gets there.
 
-A roll back is a resumption inside the process. The Trainer's loop is left and entered again with the checkpoint, so
+A rollback is a resumption inside the process. The Trainer's loop is left and entered again with the checkpoint, so
 that everything comes back that a resumed run gets back. What differs is written into the checkpoint first: a run that
 is killed after that, and resumed, goes on as if it had not been killed.
 
     checkpoint-40/echo_guard.json                the guard's state and the verdict when it was saved
-    checkpoint-40/echo_guard_rolled_back.json    the guard's state after a roll back to it; read in place of the other
+    checkpoint-40/echo_guard_rolled_back.json    the guard's state after a rollback to it; read in place of the other,
+                                                 whose checksum stands in the checkpoint's manifest
 
 transformers 5.17 names that this file touches: `neftune_noise_alpha` and `neftune_hook_handle` of the Trainer.
 """
@@ -24,7 +25,7 @@ from typing import Any
 from transformers.integrations.neftune import deactivate_neftune
 
 from agent_r1_trl.features.echo_trap.escalation import HEALTHY
-from agent_r1_trl.trainers.checkpoints import STATE, problem_of
+from agent_r1_trl.trainers.checkpoints import problem_of, sync_to_disk
 
 logger = logging.getLogger(__name__)
 
@@ -50,25 +51,31 @@ def write_guard(folder: Path, content: dict[str, Any], *, name: str = GUARD) -> 
         OSError: it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f".{name}"
-    with beside.open("w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, folder / name)
+    temporary = folder / f".{name}"
+    temporary.write_text(json.dumps(content), encoding="utf-8")
+    sync_to_disk(temporary)
+    os.replace(temporary, folder / name)
 
 
 def read_guard(folder: Path) -> dict[str, Any] | None:
     """What `write_guard` wrote last; None if the checkpoint holds nothing of a guard, or nothing readable."""
-    for name in (ROLLED_BACK, GUARD):
-        try:
-            content = json.loads((folder / name).read_text(encoding="utf-8"))
-            return content if isinstance(content, dict) and "guard" in content else None
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError):
-            return None
-    return None
+    path = folder / ROLLED_BACK if (folder / ROLLED_BACK).exists() else folder / GUARD
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and "guard" in content else None
+
+
+def _checkpoints_of(output_dir: Path, run: str) -> list[tuple[Path, dict[str, Any]]]:
+    """The checkpoints of a run, the newest first; the folder may hold those of other runs."""
+    found = [(path, read_guard(path)) for path in output_dir.glob("checkpoint-*") if path.name[11:].isdecimal()]
+    own = [(path, content) for path, content in found if content is not None and content["guard"].get("run") == run]
+    return sorted(own, key=lambda pair: _step(pair[0]), reverse=True)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name[11:])
 
 
 def healthy_checkpoints(output_dir: Path, run: str) -> list[Path]:
@@ -76,10 +83,9 @@ def healthy_checkpoints(output_dir: Path, run: str) -> list[Path]:
 
     Args:
         output_dir: of the run.
-        run: its name in `GuardState`; the folder may hold checkpoints of other runs.
+        run: its name in `GuardState`.
     """
-    healthy = [path for path, content in _checkpoints_of(output_dir, run) if content.get("verdict") in HEALTHY]
-    return sorted(healthy, key=_step, reverse=True)
+    return [path for path, content in _checkpoints_of(output_dir, run) if content.get("verdict") in HEALTHY]
 
 
 def last_healthy(output_dir: Path, run: str, num_processes: int, *, until: int) -> Path | None:
@@ -87,17 +93,16 @@ def last_healthy(output_dir: Path, run: str, num_processes: int, *, until: int) 
 
     Args:
         output_dir: of the run.
-        run: as for `healthy_checkpoints`.
+        run: its name in `GuardState`.
         num_processes: of the run.
         until: optimizer steps behind it at most; what was saved later may hold a collapse that nobody had noticed.
     """
     for folder in healthy_checkpoints(output_dir, run):
-        if _step(folder) > until:
-            continue
-        problem = problem_of(folder, num_processes=num_processes)
+        problem = problem_of(folder, num_processes=num_processes) if _step(folder) <= until else ""
         if problem is None:
             return folder
-        logger.warning("Passed over %s, which was healthy: %s.", folder, problem)
+        if problem:
+            logger.warning("Passed over %s, which was healthy: %s.", folder, problem)
     return None
 
 
@@ -106,42 +111,24 @@ def candidates(output_dir: Path, run: str, *, until: int) -> list[Path]:
 
     Args:
         output_dir: of the run.
-        run: as for `healthy_checkpoints`.
+        run: its name in `GuardState`.
         until: as for `last_healthy`, were the collapse noticed in the next step.
     """
     healthy = healthy_checkpoints(output_dir, run)
-    return [path for path in healthy if _step(path) <= until][:1] + [path for path in healthy if _step(path) > until][
-        -1:
-    ]
+    trusted, others = ([path for path in healthy if (_step(path) <= until) is old] for old in (True, False))
+    return [*trusted[:1], *others[-1:]]
 
 
-def delete_after(folder: Path, run: str) -> list[str]:
-    """Delete the checkpoints of a run behind the one that it goes back to; a resumed run must not take them.
-
-    Returns:
-        Their names.
-    """
+def delete_after(folder: Path, run: str) -> None:
+    """Delete the checkpoints of a run behind the one that it goes back to; a resumed run must not take them."""
     behind = [path for path, _ in _checkpoints_of(folder.parent, run) if _step(path) > _step(folder)]
-    for path in sorted(behind, key=_step, reverse=True):
+    for path in behind:  # the newest first
         shutil.rmtree(path, ignore_errors=True)
-    return sorted(path.name for path in behind)
-
-
-def _checkpoints_of(output_dir: Path, run: str) -> list[tuple[Path, dict[str, Any]]]:
-    found = [(path, read_guard(path)) for path in output_dir.glob("checkpoint-*") if path.name[11:].isdecimal()]
-    return [(path, content) for path, content in found if content is not None and content["guard"].get("run") == run]
-
-
-def _step(folder: Path) -> int:
-    return int(folder.name[11:])
+    if behind:
+        logger.warning("Deleted %s: the run goes back behind them.", ", ".join(path.name for path in behind))
 
 
 # -------------------------------------------------------------------- the run
-
-
-def tokens_seen(folder: Path) -> int:
-    """Number of tokens that the run had trained on at a checkpoint."""
-    return int(json.loads((folder / STATE).read_text(encoding="utf-8")).get("num_input_tokens_seen") or 0)
 
 
 def forget_after(trainer: Any, folder: Path, micro_step: int) -> None:

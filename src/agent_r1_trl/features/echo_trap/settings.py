@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from agent_r1_trl.settings import Count, CountOrZero, Flag, Number, PositiveShare, SettingsGroup, SomeOf, setting
+from agent_r1_trl.settings import Count, Flag, Number, SettingsGroup, SomeOf, setting
 
-ACTIONS = {"filter": 1, "clip": 2, "entropy": 3, "learning_rate": 4, "roll_back": 5, "stop": 6}
-"""Actions of the echo guard: name -> its number in the metrics `echo/action` and `echo/dry_run_action`."""
+ACTIONS = {"filter": 1, "clip": 2, "learning_rate": 3, "roll_back": 4, "stop": 5}
+"""Actions of the echo guard: name -> its number in the metric `echo/action`."""
 ALL = "all"
 """Stands in `echo.actions` for every action that the run can take."""
 
@@ -27,30 +27,22 @@ class EchoSettings(SettingsGroup):
         "Fields of agent_r1_trl.features.echo_trap.Thresholds that differ from their defaults, for example "
         "{solved_reward: 0.95} or {repetition: [0.6, 0.95]}.",
     )
-    mutual_information_every: CountOrZero = setting(
-        0,
-        "Every so many optimizer steps, score the first reasoning of one trajectory per prompt after every prompt of "
-        "the rollout: P x P forward rows for P prompts. 0: never.",
-    )
     actions: Annotated[list[str], SomeOf(*ACTIONS, ALL)] | None = setting(
         None,
-        "What the guard does, and in which order, when the run collapses: 'filter', 'clip', 'entropy', "
+        "What the guard does, and in which order, when the run collapses: 'filter', 'clip', "
         "'learning_rate', 'roll_back', 'stop'; 'all' for those that this run can take. None: there is no guard.",
     )
     dry_run: Flag = setting(False, "The guard only says what it would do. Nothing about the training changes.")
     patience: Count = setting(
         10,
-        "Number of optimizer steps that an action of the guard gets to work before the next one. 'filter', 'clip' and "
-        "'entropy' are undone after as many healthy steps.",
+        "Number of optimizer steps that an action of the guard gets to work before the next one. 'filter' and "
+        "'clip' are undone after as many healthy steps.",
     )
     max_roll_backs: Count = setting(2, "How often the guard's 'roll_back' goes back to a healthy checkpoint at most.")
     rate_factor: Annotated[float, Number(above=0, below=1)] = setting(
         0.5, "What the guard's 'learning_rate' multiplies all learning rates by, the critic's included."
     )
     rate_steps: Count = setting(20, "Number of optimizer steps for which the guard's 'learning_rate' holds.")
-    entropy_coef: PositiveShare = setting(
-        0.001, "Coefficient of TRL's entropy bonus from the guard's action 'entropy' on."
-    )
 
 
 GROUPS = {"echo": EchoSettings}

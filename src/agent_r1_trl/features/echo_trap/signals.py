@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent_r1_trl.features.echo_trap.series import Norms, Series
-from agent_r1_trl.features.echo_trap.verdict import Level, Pair, Signal, Thresholds
+from agent_r1_trl.features.echo_trap.verdict import PROGRESS, Level, Pair, Signal, Thresholds
 
 VARIETY = ("reward_std", "zero_std_share", "entropy", "repetition")
 """Signals of lost variety, which learning lowers as well."""
@@ -23,11 +23,35 @@ _MIN_FALL = 0.5
 """A share that was high from the beginning must have lost half of what was missing to 1."""
 
 
+_TEXTS = {
+    "reward": "The smoothed reward has fallen from its best by {} of its scale",
+    "success": "The smoothed success has fallen from its best by {} of its scale",
+    "reward, sudden": "The reward fell from its best by {} of its scale, twice in a row",
+    "success, sudden": "The success fell from its best by {} of its scale, twice in a row",
+    "reward_std": "The standard deviation of the rewards inside groups is {} of its baseline",
+    "zero_std_share": "In {} of the groups all trajectories earned the same",
+    "entropy": "The entropy over action tokens is {} of its baseline",
+    "grad_norm": "The largest of the last gradient norms was {} their running median",
+    "repetition": "{} of the assistant turns are said by another trajectory of the group as well",
+    "inaction": "The share of trajectories without a tool call has risen by {}, and calls earned before",
+}
+"""What is said of a value."""
+
+
+def percent(value: float) -> str:
+    """0.123 as "12%"."""
+    return f"{100 * value:.0f}%" if abs(value) >= 0.1 or value == 0 else f"{100 * value:.2g}%"
+
+
+def times(value: float) -> str:
+    """2.5 as "2.5 times"."""
+    return f"{value:.3g} times"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
     """One signal after one step, against its thresholds."""
 
-    name: str
     key: str
     """Of the history."""
     value: float
@@ -38,14 +62,12 @@ class Crossing:
     is_more_than_chance: bool = True
     is_sudden: bool = False
     """Whether each of the last two values is critical by itself, which needs neither an average nor patience."""
-    text: str
-    """Says what the value is, with `{value}`."""
-    unit: Callable[[float], str]
+    unit: Callable[[float], str] = percent
 
     @property
     def alarm(self) -> str:
         """Name of the alarm: a signal with thresholds on both sides has two."""
-        return f"{self.name}:falls" if self.falls else self.name
+        return f"{self.key}:falls" if self.falls else self.key
 
     def is_beyond(self, threshold: float) -> bool:
         """Whether the value is on the bad side of a threshold, by more than chance."""
@@ -59,8 +81,9 @@ class Crossing:
         """The crossing as a verdict names it."""
         threshold = self.pair[1 if level == "critical" else 0]
         side = "below" if self.falls else "above"
-        reason = f"{self.text.format(value=self.unit(self.value))} ({level} {side} {self.unit(threshold)})."
-        return Signal(name=self.name, level=level, value=self.value, threshold=threshold, reason=reason)
+        text = _TEXTS[f"{self.key}, sudden" if self.is_sudden and self.key in PROGRESS else self.key]
+        reason = f"{text.format(self.unit(self.value))} ({level} {side} {self.unit(threshold)})."
+        return Signal(name=self.key, level=level, value=self.value, threshold=threshold, reason=reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +100,6 @@ class Spikes(Crossing):
     def patience(self, limits: Thresholds) -> tuple[int, int]:
         """The spikes are counted already."""
         return 1, 1
-
-
-def percent(value: float) -> str:
-    """0.123 as "12%"."""
-    return f"{100 * value:.0f}%" if abs(value) >= 0.1 or value == 0 else f"{100 * value:.2g}%"
-
-
-def times(value: float) -> str:
-    """2.5 as "2.5 times"."""
-    return f"{value:.3g} times"
 
 
 def reward_scale(progress: Series, spread: Series | None) -> float:
@@ -151,21 +164,53 @@ def signs_of_change(series: Mapping[str, Series], at_best: Mapping[str, float], 
     return found
 
 
+class _Comparison(NamedTuple):
+    """How one signal is compared with its thresholds."""
+
+    key: str
+    pair: str
+    """Of `Thresholds`."""
+    of: str
+    """What is compared: the `ratio` of the average to the baseline, its `rise` above it, or the `value` itself."""
+    falls: bool = False
+    is_sudden: bool = False
+    """Whether two values that are critical by themselves are enough."""
+
+
+_COMPARED = (
+    _Comparison("reward_std", "reward_std", "ratio", falls=True),
+    _Comparison("zero_std_share", "zero_std_share", "value", is_sudden=True),
+    _Comparison("entropy", "entropy_low", "ratio", falls=True),
+    _Comparison("entropy", "entropy_high", "ratio"),
+    _Comparison("repetition", "repetition", "value"),
+    _Comparison("inaction", "inaction", "rise", is_sudden=True),
+)
+
+
 def crossings(series: Mapping[str, Series], norms: Norms, limits: Thresholds) -> list[Crossing]:
     """What every signal says after a step; those without a baseline are left out."""
-    found: list[Crossing] = [
-        *drops(series, limits, limits.reward_noise),
-        *_reward_std(series["reward_std"], limits),
-        *_share(series["zero_std_share"], "zero_std_share", limits),
-        *_entropy(series["entropy"], limits),
-        *_share(series["repetition"], "repetition", limits),
-        *_inaction(series["inaction"], limits),
-    ]
+    found = drops(series, limits, limits.reward_noise)
+    for row in _COMPARED:
+        found += _compare(row, series[row.key], limits)
     if norms.ratios:
-        text = "The largest of the last gradient norms was {value} their running median"
         ratios: dict = {"value": max(norms.ratios), "ratios": tuple(norms.ratios), "pair": limits.grad_norm}
-        found.append(Spikes(name="grad_norm", key="grad_norm", text=text, unit=times, **ratios))
+        found.append(Spikes(key="grad_norm", unit=times, **ratios))
     return found
+
+
+def _compare(row: _Comparison, series: Series, limits: Thresholds) -> list[Crossing]:
+    if not series.has_baseline or (row.of == "ratio" and series.mean <= 0):
+        return []
+    pair = getattr(limits, row.pair)
+    values = {"ratio": series.ema / (series.mean or 1.0), "rise": series.ema - series.mean, "value": series.ema}
+    is_real = abs(series.ema - series.mean) > limits.noise * series.noise
+    if row.of == "value":
+        is_real = is_real and 1 - series.ema < _MIN_FALL * (1 - series.mean)
+    compared: dict = {"value": values[row.of], "is_more_than_chance": is_real}
+    if row.is_sudden:
+        origin = series.mean if row.of == "rise" else 0.0
+        compared |= _sudden(series, pair, origin=origin, reference=series.mean)
+    return [Crossing(key=row.key, pair=pair, falls=row.falls, **compared)]
 
 
 def _sudden(
@@ -189,10 +234,6 @@ def _sudden(
     return {"value": distance, "is_more_than_chance": True, "is_sudden": True}
 
 
-def _differs(series: Series, limits: Thresholds) -> bool:
-    return abs(series.ema - series.mean) > limits.noise * series.noise
-
-
 def drops(series: Mapping[str, Series], limits: Thresholds, noise: float) -> list[Crossing]:
     """How far reward and success have fallen: a reward that is gamed rises while success falls.
 
@@ -201,7 +242,7 @@ def drops(series: Mapping[str, Series], limits: Thresholds, noise: float) -> lis
         limits: the thresholds.
         noise: number of standard errors that may be chance.
     """
-    found = []
+    found: list[Crossing] = []
     for key in ("reward", "success"):
         average, spread = series[key], series["reward_std"] if key == "reward" else None
         scale = reward_scale(average, spread) if average.has_baseline else 0.0
@@ -209,53 +250,6 @@ def drops(series: Mapping[str, Series], limits: Thresholds, noise: float) -> lis
             continue
         best, drop, pair = average.best, average.best - average.ema, limits.reward_drop
         compared: dict = {"value": drop / scale, "is_more_than_chance": drop > noise * average.noise}
-        text = f"The smoothed {key} has fallen from its best by {{value}} of its scale"
-        if sudden := _sudden(average, pair, origin=best, reference=best, scale=scale, sign=-1.0):
-            compared, text = sudden, f"The {key} fell from its best by {{value}} of its scale, twice in a row"
-        found.append(Crossing(name=key, key=key, pair=pair, text=text, unit=percent, **compared))
+        compared |= _sudden(average, pair, origin=best, reference=best, scale=scale, sign=-1.0)
+        found.append(Crossing(key=key, pair=pair, **compared))
     return found
-
-
-def _reward_std(std: Series, limits: Thresholds) -> list[Crossing]:
-    if not std.has_baseline or std.mean <= 0:
-        return []
-    text = "The standard deviation of the rewards inside groups is {value} of its baseline"
-    is_real = _differs(std, limits)
-    return [
-        Crossing(name="reward_std", key="reward_std", value=std.ema / std.mean, pair=limits.reward_std, falls=True,
-                 is_more_than_chance=is_real, text=text, unit=percent)
-    ]  # fmt: skip
-
-
-def _share(share: Series, name: str, limits: Thresholds) -> list[Crossing]:
-    if not share.has_baseline:
-        return []
-    texts = {
-        "zero_std_share": "In {value} of the groups all trajectories earned the same",
-        "repetition": "{value} of the assistant turns are said by another trajectory of the group as well",
-    }
-    is_real, pair = _differs(share, limits) and 1 - share.ema < _MIN_FALL * (1 - share.mean), getattr(limits, name)
-    compared: dict = {"value": share.ema, "is_more_than_chance": is_real}
-    if name == "zero_std_share":
-        compared |= _sudden(share, pair, origin=0.0, reference=share.mean)
-    return [Crossing(name=name, key=name, pair=pair, text=texts[name], unit=percent, **compared)]
-
-
-def _entropy(entropy: Series, limits: Thresholds) -> list[Crossing]:
-    if not entropy.has_baseline or entropy.mean <= 0:
-        return []
-    text = "The entropy over action tokens is {value} of its baseline"
-    both: dict = {"value": entropy.ema / entropy.mean, "is_more_than_chance": _differs(entropy, limits)}
-    return [
-        Crossing(name="entropy", key="entropy", pair=pair, falls=falls, text=text, unit=percent, **both)
-        for pair, falls in ((limits.entropy_low, True), (limits.entropy_high, False))
-    ]
-
-
-def _inaction(share: Series, limits: Thresholds) -> list[Crossing]:
-    if not share.has_baseline:
-        return []
-    text = "The share of trajectories without a tool call has risen by {value}, and calls earned before"
-    compared: dict = {"value": share.ema - share.mean, "is_more_than_chance": _differs(share, limits)}
-    compared |= _sudden(share, limits.inaction, origin=share.mean, reference=share.mean)
-    return [Crossing(name="inaction", key="inaction", pair=limits.inaction, text=text, unit=percent, **compared)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from agent_r1_trl.settings import Count, NotNegative, Number, Rule, SettingsGroup, Whole
+
+logger = logging.getLogger(__name__)
 
 State = Literal["healthy", "converged", "warning", "collapsing", "collapsed"]
 Level = Literal["warning", "critical"]
@@ -19,97 +23,79 @@ PROGRESS = ("reward", "success")
 NOTHING: Mapping[str, Signal] = MappingProxyType({})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Thresholds:
-    """Where a signal becomes a warning, and where it becomes critical: pairs (warning, critical).
-
-    `docs/echo-trap.md` defines what each pair is compared with.
-
-    Raises:
-        ValueError: a value is out of its range, or a warning would come after its critical level.
-    """
-
-    reward_std: Pair = (0.5, 0.1)
-    """In-group standard deviation of the raw returns, as a ratio to its baseline: below."""
-    zero_std_share: Pair = (0.7, 0.9)
-    """Share of groups whose returns are all equal: above."""
-    entropy_low: Pair = (0.5, 0.1)
-    """Entropy over action tokens, as a ratio to its baseline: below."""
-    entropy_high: Pair = (1.5, 2.0)
-    """The same: above."""
-    grad_norm: Pair = (5.0, 10.0)
-    """Gradient norm, as a ratio to the median of the last `median_window` norms: above."""
-    reward_drop: Pair = (0.2, 0.5)
-    """Distance of the smoothed reward, and of the success rate, from its best, as a share of its scale: above."""
-    repetition: Pair = (0.5, 0.9)
-    """Share of assistant turns that another trajectory of the group says as well: above."""
-    inaction: Pair = (0.3, 0.6)
-    """Share of trajectories without a call, minus its baseline: above."""
-
-    solved_reward: float | None = None
-    """Mean reward from which the task counts as solved. None infers it; see `docs/echo-trap.md`."""
-    solved_success: float = 0.9
-    """Success rate from which the task counts as solved, where `success` is known."""
-
-    window: int = 10
-    """W: number of first known values of a signal, whose mean is its baseline."""
-    ema_decay: float = 0.8
-    """Of the exponential moving average (EMA) that is compared with the baseline."""
-    median_window: int = 50
-    """Number of steps whose gradient norms the median is taken over."""
-    warning_steps: int = 3
-    """Number of known values in a row beyond a threshold that make a warning."""
-    critical_steps: int = 5
-    """The same for the critical level."""
-    recovery_steps: int = 5
-    """Number of steps in a row that must look better before the state gets better."""
-    noise: float = 3.5
-    """Number of standard errors by which a signal must differ from its baseline. Below that the difference is chance,
-    which sparse rewards and small batches give plenty of."""
-    reward_noise: float = 6.0
-    """The same for the distance of the smoothed reward from its best, which is a maximum over many steps."""
-    stale_steps: int = 50
-    """A signal that has been unknown for this many steps is forgotten until it is known again."""
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            rule = _broken_rule(item.name, str(item.type), value)
-            if rule is not None:
-                raise ValueError(f"Thresholds.{item.name}={value!r} must be {rule}.")
-
-
-def _broken_rule(name: str, kind: str, value: Any) -> str | None:
-    """What a threshold must be and is not; None if it is.
+class Levels(Rule):
+    """A pair (warning, critical) of numbers above 0.
 
     Args:
-        name: of the field.
-        kind: its annotation.
-        value: that was given.
+        falls: whether the critical one is the smaller one.
     """
-    if kind == "Pair":
-        falls = name in ("reward_std", "entropy_low")
-        is_pair = isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_number, value))
-        if is_pair and min(value) > 0 and (value[0] >= value[1] if falls else value[0] <= value[1]):
-            return None
-        order = f"the critical value is the {'smaller' if falls else 'larger'} one"
-        return f"two numbers (warning, critical), both above 0, with the warning first: {order}"
-    if value is None and kind == "float | None":
-        return None
-    if not _is_number(value):
-        return "a finite number"
-    least = 2 if name == "window" else 1
-    if kind == "int" and (not isinstance(value, int) or value < least):
-        return f"a whole number of at least {least}"
-    if name == "ema_decay" and not 0 <= value < 1:
-        return "at least 0 and below 1"
-    if name in ("noise", "reward_noise") and value < 0:
-        return "at least 0, which takes no noise into account"
-    return None
+
+    def __init__(self, *, falls: bool = False) -> None:
+        self._falls = falls
+
+    def accepts(self, value: Any) -> bool:
+        """See `Rule`."""
+        is_pair = isinstance(value, tuple | list) and len(value) == 2 and all(map(Number(above=0).accepts, value))
+        return is_pair and (value[0] >= value[1] if self._falls else value[0] <= value[1])
+
+    def __str__(self) -> str:
+        return (
+            f"two numbers above 0, [warning, critical], the critical one the {'smaller' if self._falls else 'larger'}"
+        )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+Falling = Annotated[Pair, Levels(falls=True)]
+Rising = Annotated[Pair, Levels()]
+
+
+@dataclass(kw_only=True)
+class Thresholds(SettingsGroup):
+    """Where a signal becomes a warning, and where it becomes critical; `docs/echo-trap.md` defines what is compared.
+
+    The judge that they are given to refuses values out of their range.
+    """
+
+    reward_std: Falling = (0.5, 0.1)
+    """In-group standard deviation of the raw returns, as a ratio to its baseline: below."""
+    zero_std_share: Rising = (0.7, 0.9)
+    """Share of groups whose returns are all equal: above."""
+    entropy_low: Falling = (0.5, 0.1)
+    """Entropy over action tokens, as a ratio to its baseline: below."""
+    entropy_high: Rising = (1.5, 2.0)
+    """The same: above."""
+    grad_norm: Rising = (5.0, 10.0)
+    """Gradient norm, as a ratio to the median of the last `median_window` norms: above."""
+    reward_drop: Rising = (0.2, 0.5)
+    """Distance of the smoothed reward, and of the success rate, from its best, as a share of its scale: above."""
+    repetition: Rising = (0.5, 0.9)
+    """Share of assistant turns that another trajectory of the group says as well: above."""
+    inaction: Rising = (0.3, 0.6)
+    """Share of trajectories without a call, minus its baseline: above."""
+
+    solved_reward: Annotated[float, Number()] | None = None
+    """Mean reward from which the task counts as solved. None infers it; see `docs/echo-trap.md`."""
+    solved_success: Annotated[float, Number()] = 0.9
+    """Success rate from which the task counts as solved, where `success` is known."""
+
+    window: Annotated[int, Whole(2)] = 10
+    """W: number of first known values of a signal, whose mean is its baseline."""
+    ema_decay: Annotated[float, Number(minimum=0, below=1)] = 0.8
+    """Of the exponential moving average (EMA) that is compared with the baseline."""
+    median_window: Count = 50
+    """Number of steps whose gradient norms the median is taken over."""
+    warning_steps: Count = 3
+    """Number of known values in a row beyond a threshold that make a warning."""
+    critical_steps: Count = 5
+    """The same for the critical level."""
+    recovery_steps: Count = 5
+    """Number of steps in a row that must look better before the state gets better."""
+    noise: NotNegative = 3.5
+    """Number of standard errors by which a signal must differ from its baseline. Below that the difference is chance,
+    which sparse rewards and small batches give plenty of."""
+    reward_noise: NotNegative = 6.0
+    """The same for the distance of the smoothed reward from its best, which is a maximum over many steps."""
+    stale_steps: Count = 50
+    """A signal that has been unknown for this many steps is forgotten until it is known again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +156,13 @@ class Verdict:
         return "warning" if is_mild and self.severity > STATES.index("warning") else self.state
 
     @property
-    def entropy_side(self) -> int:
-        """2 where the entropy is high or was so until lately, 1 where a signal says that it is low, else 0."""
+    def is_exploding(self) -> bool:
+        """Whether the entropy is high or was so until lately, to which a wider clip would add."""
         signal = self.signals.get("entropy")
-        if self.is_entropy_high or (signal is not None and signal.threshold > 1):
-            return 2
-        return 0 if signal is None else 1
+        return self.is_entropy_high or (signal is not None and signal.threshold > 1)
+
+
+def say_change(step: int, before: Verdict, verdict: Verdict) -> None:
+    """Say in the log that a step has another state than the one before it, if it has."""
+    if verdict.state != before.state:
+        logger.warning("echo_trap: step %d is %s, after %s. %s", step, verdict.state, before.state, verdict.reason)

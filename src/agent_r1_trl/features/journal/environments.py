@@ -6,7 +6,6 @@ Its class says so in the attribute `on_resume`:
   was recorded. The tools of a `ToolEnv` that are plain functions are not called: their results are in the journal.
 - `"restart"`: a fresh environment gets the messages again, tools are called again, and what it says now counts. What
   the policy said is taken from the journal as long as it reads the same as then.
-- `"restore"`: after `reset`, `restore(state)` receives what `snapshot()` returned after the last whole turn.
 
 Without the attribute, a `ToolEnv` whose tools are plain functions and whose turns are `ToolEnv`'s own is replayed, and
 everything else is restarted.
@@ -14,7 +13,6 @@ everything else is restarted.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
@@ -24,22 +22,19 @@ from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.tools import Tool
 from agent_r1_trl.trajectory import ToolCall, ToolResult
 
-_COUNTED = ("_num_turns", "_paid_process_reward", "_seen_calls")
-
 
 class ResumeMode(StrEnum):
     """How an environment comes back; see the module."""
 
     REPLAY = "replay"
     RESTART = "restart"
-    RESTORE = "restore"
 
 
 def resume_mode(env: Any) -> ResumeMode:
     """What the environment declares, or the default for its kind.
 
     Raises:
-        ValueError: the attribute has another value, or `restore` is declared without both methods.
+        ValueError: the attribute has another value.
     """
     users = users_object(env)
     declared = getattr(users, "on_resume", None)
@@ -49,13 +44,6 @@ def resume_mode(env: Any) -> ResumeMode:
     if declared not in list(ResumeMode):
         known = ", ".join(repr(mode.value) for mode in ResumeMode)
         raise ValueError(f"{owner}.on_resume={declared!r}: must be one of {known}. Set it to one of them.")
-    if declared == ResumeMode.RESTORE:
-        missing = [name for name in ("snapshot", "restore") if not callable(getattr(users, name, None))]
-        if missing:
-            raise ValueError(
-                f"{owner}.on_resume='restore' needs the method {' and '.join(missing)}: snapshot() returns the state "
-                "as JSON data, restore(state) takes it over. Add both, or set on_resume to 'replay' or 'restart'."
-            )
     return ResumeMode(declared)
 
 
@@ -77,38 +65,6 @@ def is_method(item: Any, env: Any) -> bool:
     owners = [getattr(fn, "__self__", None), *getattr(fn, "args", ())]  # a bound method, a partial
     environments = [env, users_object(env)]
     return any(owner is each for owner in owners for each in environments)
-
-
-def snapshot_record(env: Any, state: Any) -> dict[str, Any]:
-    """The state that `snapshot` returned, checked, and beside it what `ToolEnv` itself counts.
-
-    Raises:
-        ValueError: it is not JSON data.
-    """
-    counted = {name: getattr(env, name) for name in _COUNTED} if isinstance(env, ToolEnv) else {}
-    if "_seen_calls" in counted:
-        counted["_seen_calls"] = sorted(counted["_seen_calls"])
-    return {"state": _checked(users_object(env), state), "counted": counted}
-
-
-def restore_counted(env: Any, record: dict[str, Any]) -> None:
-    """Give a `ToolEnv` what it had counted."""
-    for name, value in record["counted"].items():
-        setattr(env, name, frozenset(value) if name == "_seen_calls" else value)
-
-
-def _checked(env: Any, state: Any) -> Any:
-    try:
-        if json.loads(json.dumps(state)) == state:
-            return state
-        problem = "it comes back from JSON as something else"
-    except (TypeError, ValueError, RecursionError) as error:
-        problem = str(error)
-    raise ValueError(
-        f"{type(env).__name__}.snapshot returned {state!r:.200}, which the journal cannot hold ({problem}): it must "
-        "be JSON data (dicts with string keys, lists, strings, numbers). Return such data, or set on_resume to "
-        "'replay' or 'restart'."
-    )
 
 
 class RecordedResults:

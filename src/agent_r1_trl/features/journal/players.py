@@ -16,20 +16,13 @@ from typing import Any
 
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.tool_env import ToolEnv
-from agent_r1_trl.features.journal.environments import (
-    RecordedResults,
-    ResumeMode,
-    restore_counted,
-    resume_mode,
-    snapshot_record,
-    users_object,
-)
+from agent_r1_trl.features.journal.environments import RecordedResults, ResumeMode, resume_mode
 from agent_r1_trl.features.journal.reader import RecordedTurn, is_same_answer, read_step, step_record
 from agent_r1_trl.features.journal.records import Record, checksum_ids, dump, pack_floats, pack_ids
 from agent_r1_trl.generation.base import Generation, Generator, SamplingParams
 from agent_r1_trl.generation.endpoint import Endpoint
 from agent_r1_trl.rollout import Draft, EnvSession, RolloutRequest
-from agent_r1_trl.trajectory import Message, Trajectory, Turn
+from agent_r1_trl.trajectory import Message, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -164,8 +157,6 @@ class JournaledSession(EnvSession):
         self._log = log
         self._draft = draft
         self._mode = ResumeMode.RESTART
-        self._snapshot: Any = None
-        """To be restored before the environment is asked again."""
 
     async def reset(self, request: RolloutRequest) -> tuple[list[Message], list[dict[str, Any]]]:
         """Make the environment and start the episode; see `EnvSession`.
@@ -188,33 +179,14 @@ class JournaledSession(EnvSession):
             if is_same_answer(result, recorded.step):
                 return result
         else:
-            await self._catch_up()
             result = await super().step(message)
         self._log.forget_from(index)  # from here on this is a new trajectory
-        record = {"kind": "step", "turn": index, **step_record(result)}
-        if self._mode is ResumeMode.RESTORE:
-            state = await self._guard("snapshot", users_object(self.env).snapshot)
-            record["snapshot"] = snapshot_record(self.env, state)
-        self._log.append(record)
+        self._log.append({"kind": "step", "turn": index, **step_record(result)})
         return result
-
-    async def outcome(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
-        """Score the finished trajectory; see `EnvSession`."""
-        await self._catch_up()
-        return await super().outcome(trajectory)
-
-    async def _catch_up(self) -> None:
-        if self._snapshot is not None:
-            record, self._snapshot = self._snapshot, None
-            await self._guard("restore", users_object(self.env).restore, record["state"])
-            restore_counted(self.env, record)
 
     async def _repeat(self, message: Message, record: Record) -> StepResult:
         """The recorded answer, with the environment in the state behind it."""
         answer = read_step(record)
-        if self._mode is ResumeMode.RESTORE:
-            self._snapshot = record["snapshot"]
-            return answer
         executor = self.env.executor if isinstance(self.env, ToolEnv) else None
         if executor is not None:
             self.env._executor = RecordedResults(executor, self.env, answer.info["tool_results"])

@@ -184,60 +184,39 @@ class TrainingJournal(RolloutCallback):
         position: Position,
         synced_step: int,
     ) -> RolloutLog | None:
-        """The journal of a rollout; None if there is none (any more)."""
-        return self.open(requests, limits, params, position.micro_step, synced_step, position.round)
-
-    def open(
-        self,
-        requests: Sequence[RolloutRequest],
-        limits: RolloutLimits,
-        params: SamplingParams,
-        micro_step: int,
-        optimizer_step: int,
-        round_number: int = 0,
-    ) -> RolloutLog | None:
-        """The journal of a rollout; None if there is none (any more).
-
-        Args:
-            requests: of this process.
-            limits: of every trajectory.
-            params: how tokens are drawn.
-            micro_step: that trains first on it.
-            optimizer_step: number of optimizer steps behind the weights.
-            round_number: of a rollout that replaces groups of the micro-step's first one, from 1 on.
-        """
+        """The journal of a rollout; None if there is none (any more). See `RolloutCallback`."""
         self._is_on = self._is_on and not any(log.has_failed for log in self._logs)
         if not self._is_on:
             return None
-        path = self._folder / rollout_file(micro_step, round_number)
+        path, micro_step = self._path(position), position.micro_step
         if self._is_first and not self._is_resumed:  # what is there is the journal of another run
             self._delete(self._files())
-        unneeded = sorted({_micro_step(file) for file in self._files()} - {micro_step})
-        unneeded = [step for step in unneeded if step < self._needed_from]
+        old = sorted({_micro_step(file) for file in self._files()} - {micro_step})
+        unneeded = [step for step in old if step < self._needed_from]
         unneeded = unneeded[: max(0, len(unneeded) - self._keep)]
         self._delete([file for file in self._files() if _micro_step(file) in unneeded])
         header = {
             "micro_step": micro_step,
-            "optimizer_step": optimizer_step,
+            "optimizer_step": synced_step,
             "weights": self._weights,
             "size": len(requests),
             "params": asdict(params),
             "limits": deciding_limits(limits),
-            **({"round": round_number} if round_number else {}),
-            **({} if self.trainer.base is None else {"base": self.trainer.base}),
+            "round": position.round,
+            "base": self.trainer.base,
             **self._settings,
         }
         recorded = self._usable(read_rollout(path), header) if self._is_resumed else None
         self._is_first = False
         log = RolloutLog(path, header, recorded=recorded, plays_finished=self._plays_finished)
-        for old in self._logs[:-1]:
-            old.close()
+        for earlier in self._logs[:-1]:
+            earlier.close()
         self._logs = [*self._logs[-1:], log]
         return log
 
     def void(self, position: Position) -> None:
         """Remove the journal of the rollout."""
-        path = self._folder / rollout_file(position.micro_step, position.round)
+        path = self._path(position)
         for log in self._logs:
             if log.path == path:
                 log.close()
@@ -264,6 +243,9 @@ class TrainingJournal(RolloutCallback):
             "s" if len(changed) == 1 else "",
         )
         return None
+
+    def _path(self, position: Position) -> Path:
+        return self._folder / rollout_file(position.micro_step, position.round)
 
     def _files(self) -> list[Path]:
         return sorted(self._folder.glob("rollout_*.journal"))

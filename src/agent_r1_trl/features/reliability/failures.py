@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from accelerate.utils import gather_object
 
@@ -78,22 +77,9 @@ class FailureBudget(RolloutCallback):
         self._warned_of: set[str] = set()
 
     def begin_run(self) -> None:
-        """Forget the rollouts of an earlier run; one that is resumed is told of them by `load_state_dict`."""
+        """Forget the rollouts of an earlier run; one that is resumed begins anew as well."""
         self._rollouts.clear()
         self._num_prompts, self._has_played = 0, False
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is known of the rollouts, in plain values for a checkpoint."""
-        rollouts = [asdict(tally) for tally in self._rollouts]
-        return {"rollouts": rollouts, "num_prompts": self._num_prompts, "has_played": self._has_played}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Judge with what `state_dict` gave, as if the run had not been interrupted."""
-        self._rollouts = deque(
-            Tally(**{**tally, "causes": [FailureCause(**cause) for cause in tally["causes"]]})
-            for tally in state["rollouts"]
-        )
-        self._num_prompts, self._has_played = state["num_prompts"], state["has_played"]
 
     def after_rollout(self, batch: RolloutBatch) -> bool:
         """Judge a rollout of training.

@@ -5,10 +5,9 @@
 2. A tool is suspected if the share of its calls that failed has risen above that of its past by more than
    `outages.max_failure_rise`, and by more than chance explains.
 3. A suspected tool is asked: calls that had succeeded are made again, in fresh environments. If most fail, the tool is
-   down; so it is if its declared back end fails most calls of two rollouts on end, whatever it answers when asked. If
-   none ever succeeded, the run ends at once if all failed for reasons that wrong arguments do not explain.
+   down. If none ever succeeded, the run ends at once if all failed for reasons that wrong arguments do not explain.
 4. While a tool is down the run waits and asks again, for at most `max_wait` seconds. When the tool answers, the
-   rollout is played anew; if it does not, the run ends with `ToolOutageError`.
+   rollout is sampled anew; if it does not, the run ends with `ToolOutageError`.
 
 Not covered: environments that fail without a tool (`failures.py`), evaluation.
 """
@@ -53,6 +52,10 @@ ASK_TIMEOUT_S = PROBE_TIMEOUT_S + STOP_TIMEOUT_S
 MIN_EVIDENCE = math.log(1e4)
 """A rise that chance explains with a probability above 1e-4 is none."""
 
+_NOT_DOWN = (
+    "If the tool answers wrong arguments in this way, declare its exceptions with @tool(user_errors=...); "
+    "outages.max_failure_rise=1.0 switches this check off."
+)
 _MODELS_MISTAKES = (
     ToolErrorKind.MALFORMED,
     ToolErrorKind.UNKNOWN_TOOL,
@@ -73,8 +76,6 @@ class Calls:
     num_failed: int = 0
     num_suspect: int = 0
     """Failures that wrong arguments do not explain: timeouts, lost connections, missing resources."""
-    num_declared: int = 0
-    """Failures of what the tool declares as its back end: no doing of the model, whatever other calls show."""
     first_cause: str = ""
 
     def __add__(self, other: Calls) -> Calls:
@@ -82,14 +83,11 @@ class Calls:
             num=self.num + other.num,
             num_failed=self.num_failed + other.num_failed,
             num_suspect=self.num_suspect + other.num_suspect,
-            num_declared=self.num_declared + other.num_declared,
             first_cause=self.first_cause or other.first_cause,
         )
 
-    @property
-    def failure_share(self) -> float:
-        """Share of the calls that failed."""
-        return self.num_failed / self.num if self.num else 0.0
+    def __str__(self) -> str:
+        return f"{self.num_failed} of its last {self.num} calls failed, first with: {self.first_cause}"
 
 
 def count_calls(trajectories: Sequence[Trajectory]) -> dict[str, Calls]:
@@ -99,23 +97,15 @@ def count_calls(trajectories: Sequence[Trajectory]) -> dict[str, Calls]:
         for result in trajectory.tool_results:
             if result.error in _MODELS_MISTAKES or result.is_models_mistake:
                 continue
-            is_declared = result.error is ToolErrorKind.INFRASTRUCTURE
-            is_suspect = is_declared or result.error is ToolErrorKind.TIMEOUT
+            is_suspect = result.error in (ToolErrorKind.INFRASTRUCTURE, ToolErrorKind.TIMEOUT)
             is_suspect |= result.is_error and result.is_models_mistake is False
             cause = f"{shown(result.cause)} (first in example {trajectory.example_id!r})" if result.is_error else ""
-            one = Calls(
-                num=1,
-                num_failed=result.is_error,
-                num_suspect=is_suspect,
-                num_declared=is_declared,
-                first_cause=cause,
-            )
+            one = Calls(num=1, num_failed=result.is_error, num_suspect=is_suspect, first_cause=cause)
             counts[result.call.name] = counts.get(result.call.name, Calls()) + one
         if trajectory.stop_reason is StopReason.TOOL_FAILURE and not trajectory.turns[-1].tool_results:
             for call in trajectory.turns[-1].message.get("tool_calls") or ():  # `step` itself raised
                 name = str(call.get("function", {}).get("name"))
-                cause = shown(trajectory.error or "")
-                one = Calls(num=1, num_failed=1, num_suspect=1, num_declared=1, first_cause=cause)
+                one = Calls(num=1, num_failed=1, num_suspect=1, first_cause=shown(trajectory.error or ""))
                 counts[name] = counts.get(name, Calls()) + one
     return counts
 
@@ -148,7 +138,8 @@ class ToolWatch(RolloutCallback):
         self._ask, self._sleep = ask or self._ask_rollouts, sleep
         self._past: dict[str, deque[Calls]] = {}
         self._succeeded: dict[str, list[RecordedCall]] = {}
-        self._on_void: Callable[[], None] = lambda: None
+        self._on_void: Callable[[], Any] = lambda: None
+        """Called before a wait, which a run may not survive, when the rollout must not be used."""
         self._waited_s = 0.0
         self._num_replays = 0
         self._has_recovered = False
@@ -173,8 +164,8 @@ class ToolWatch(RolloutCallback):
         if not batch.position.is_training:
             self.note_evaluation(batch.trajectories, batch.requests)
             return False
-        discard = partial(self.trainer.features.call, "void", batch.position)
-        if self.has_outage(batch.trajectories, batch.requests, on_void=discard):
+        self._on_void = partial(self.trainer.features.call, "void", batch.position)
+        if self.has_outage(batch.trajectories, batch.requests):
             return True
         batch.metrics |= self.metrics
         return False
@@ -187,22 +178,15 @@ class ToolWatch(RolloutCallback):
             asked = succeeds(call, rollouts.env_factory, rollouts.chat.truncate)
             return rollouts.runner.wait_for(asked, ASK_TIMEOUT_S, rollouts.is_cut) is True
 
-    def has_outage(
-        self,
-        trajectories: Sequence[Trajectory],
-        requests: Sequence[RolloutRequest],
-        *,
-        on_void: Callable[[], None] = lambda: None,
-    ) -> bool:
+    def has_outage(self, trajectories: Sequence[Trajectory], requests: Sequence[RolloutRequest]) -> bool:
         """Judge a rollout, and wait for tools that are down. All ranks must call it.
 
         Args:
             trajectories: this rank's.
             requests: theirs.
-            on_void: called before the wait, which a run may not survive, when the rollout must not be used.
 
         Returns:
-            Whether the rollout must be played anew; the tools work again.
+            Whether the rollout must be sampled anew; the tools work again.
 
         Raises:
             ToolOutageError: a tool did not come back in time.
@@ -210,12 +194,12 @@ class ToolWatch(RolloutCallback):
         counts = _merge(gather_object([count_calls(trajectories)]))
         newest = recorded_calls(trajectories, requests, that_failed=False, limit=NUM_RECORDED)
         failed = recorded_calls(trajectories, requests, that_failed=True, limit=NUM_RECORDED)
-        is_void, self._on_void = False, on_void
+        is_void = False
         for name in sorted(counts):
             if self._is_suspected(name, counts[name], "num_failed"):
                 is_void |= self._examine(name, counts[name], newest.get(name, []), failed.get(name, []))
         if is_void:
-            on_void()
+            self._on_void()
             self._num_replays += 1
             return True
         self._accept(counts, newest)
@@ -250,10 +234,7 @@ class ToolWatch(RolloutCallback):
             was_down = self._is_suspected(name, calls, "num_suspect")  # though it may work again
             answer = self._answer([*self._succeeded.get(name, []), *newest.get(name, [])][:NUM_RECORDED])
             if was_down or answer is False:
-                found.append(
-                    f"the tool {name!r} was down: {calls.num_failed} of its {calls.num} calls failed, first with: "
-                    f"{calls.first_cause}"
-                )
+                found.append(f"the tool {name!r} was down: {calls}")
         return found
 
     # ---------------------------------------------------------------- checkpoints
@@ -299,43 +280,28 @@ class ToolWatch(RolloutCallback):
         """Ask a suspected tool; whether the rollout is void."""
         window, past = self._window(name, current)
         succeeded = [*self._succeeded.get(name, []), *newest][:NUM_RECORDED]
-        answer = self._answer(succeeded)
-        if answer is None:  # no call has ever succeeded
-            if window.num_suspect < window.num:
-                self._warn(
-                    name,
-                    f"{window.num_failed} of {window.num} calls of the tool {name!r} failed and none has ever "
-                    f"succeeded, first with: {window.first_cause}. The run goes on, since wrong arguments may cause "
-                    "this. Try the tool by hand.",
-                )
-                return False
-            if past.num_failed < past.num:  # it worked once, though no call of then is known any more
-                self._wait(name, window, past, failed)
-                return True
+        answer, is_suspect = self._answer(succeeded), window.num_suspect == window.num
+        # It may have worked once, though no call of then is known any more.
+        if answer is False or (answer is None and is_suspect and past.num_failed < past.num):
+            self._wait(name, window, past, failed if answer is None else succeeded)
+            return True
+        if answer is None and is_suspect:
             self._on_void()
             raise ToolOutageError(
-                f"The tool {name!r} has never worked: {window.num_failed} of its {window.num} calls failed, first "
-                f"with: {window.first_cause}. Nothing was trained on. Try the tool by hand, start what it needs, or "
-                "raise its timeout (@tool(timeout_s=...)) if it is only slow. If the tool answers wrong arguments in "
-                "this way, declare its exceptions with @tool(user_errors=...); outages.max_failure_rise=1.0 switches "
-                "this check off."
+                f"The tool {name!r} has never worked: {window}. Nothing was trained on. Try the tool by hand, start "
+                f"what it needs, or raise its timeout (@tool(timeout_s=...)) if it is only slow. {_NOT_DOWN}"
             )
-        if not answer:
-            self._wait(name, window, past, succeeded)
-            return True
-        if self._is_suspected(name, current, "num_suspect") and not self._has_recovered:
+        if answer and self._is_suspected(name, current, "num_suspect") and not self._has_recovered:
             self._has_recovered = True
             return True
-        if self._is_suspected(name, current, "num_declared"):  # in part: it refuses some calls and answers others
-            self._wait(name, window, past, succeeded)
-            self._has_recovered = True  # the next rollout is not the first one
-            return True
-        self._warn(
-            name,
-            f"{window.num_failed} of the last {window.num} calls of the tool {name!r} failed "
-            f"({past.failure_share:.0%} before), first with: {window.first_cause}. Calls that succeeded before still "
-            "succeed, so this is taken for the model's doing, and the run goes on.",
+        cause = (
+            "none has ever succeeded, so wrong arguments may cause this. Try the tool by hand."
+            if answer is None
+            else "calls that succeeded before still succeed, so this is taken for the model's doing."
         )
+        if name not in self._warned_of and is_main_process():
+            logger.warning("Tool %r: %s. The run goes on: %s Reported once for each tool.", name, window, cause)
+        self._warned_of.add(name)
         return False
 
     def _answer(self, calls: Sequence[RecordedCall], num: int = NUM_ANSWERS) -> bool | None:
@@ -358,24 +324,19 @@ class ToolWatch(RolloutCallback):
         Raises:
             ToolOutageError: it does not.
         """
-        share = (
-            f"{window.num_failed} of its last {window.num} calls failed ({past.num_failed} of {past.num} before), "
-            f"first with: {window.first_cause}"
-        )
         self._has_recovered = False
         self._on_void()
         for attempt in itertools.count(self._num_replays):
             wait_s = min(MAX_WAIT_S, 2.0**attempt, self.max_wait_s - self._waited_s)
             if wait_s <= 0:
+                waited = f"{self._waited_s:.0f} s (outages.max_wait={self.max_wait_s:g})"
                 raise ToolOutageError(
-                    f"The tool {name!r} is down: {share}. It was asked again for {self._waited_s:.0f} s "
-                    f"(outages.max_wait={self.max_wait_s:g}), and nothing was trained on meanwhile. Restore what the "
-                    "tool needs, and resume the run from its last checkpoint. If the tool answers wrong arguments in "
-                    "this way, declare its exceptions with @tool(user_errors=...); outages.max_failure_rise=1.0 "
-                    "switches this check off."
+                    f"The tool {name!r} is down: {window} ({past.num_failed} of {past.num} before). It was asked "
+                    f"again for {waited}, and nothing was trained on meanwhile. Restore what the tool needs, and "
+                    f"resume the run from its last checkpoint. {_NOT_DOWN}"
                 )
             if is_main_process():
-                logger.warning("The run waits %.0f s: the tool %r is down. %s.", wait_s, name, share)
+                logger.warning("The run waits %.0f s: the tool %r is down. %s.", wait_s, name, window)
             start = time.monotonic()
             if any(gather_object([bool(self._sleep(wait_s))])):
                 return  # the rollout that follows is cut
@@ -391,14 +352,9 @@ class ToolWatch(RolloutCallback):
         self.metrics = {"tools/replayed_rollouts": float(self._num_replays), "time/outage_s": self._waited_s}
         self._num_replays, self._waited_s, self._has_recovered = 0, 0.0, False
         for name, calls in counts.items():
-            self.metrics[f"tools/{name}/failure_share"] = calls.failure_share
+            self.metrics[f"tools/{name}/failure_share"] = calls.num_failed / calls.num
             self._past.setdefault(name, deque(maxlen=PAST_ROLLOUTS)).append(calls)
         self._succeeded |= newest
-
-    def _warn(self, name: str, text: str) -> None:
-        if name not in self._warned_of and is_main_process():
-            logger.warning("%s This is said once for each tool.", text)
-        self._warned_of.add(name)
 
 
 def _merge(counts: Iterable[dict[str, Calls]]) -> dict[str, Calls]:

@@ -7,19 +7,16 @@ from typing import Any
 
 from agent_r1_trl.features import feature
 from agent_r1_trl.features.sampling.settings import DEFAULT_VALUES, RULES
-from agent_r1_trl.objects import own_object
 from agent_r1_trl.settings import Clash, Need
 
 _FILTERING = ("filter", "all")
 """Actions of the echo guard that may switch filter and dynamic sampling on."""
 NEEDS = (
-    Need("sampling.filter_value sampling.filter_statistic", {"sampling.filter_groups": RULES}),
-    Need("sampling.filter_when sampling.filter_loss_scaling", {"sampling.filter_groups": None}),
-    Need("sampling.curriculum_floor sampling.curriculum_rate", {"sampling.curriculum": (True,)}),
     Need(
-        "sampling.resample_max_trajectories sampling.resample_max_seconds",
-        {"sampling.resample_rounds": None, "echo.actions": _FILTERING},
+        "sampling.filter_value sampling.filter_when sampling.filter_loss_scaling",
+        {"sampling.filter_groups": None},
     ),
+    Need("sampling.curriculum_floor sampling.curriculum_rate", {"sampling.curriculum": (True,)}),
     Need(
         "sampling.pass_reward",
         {"sampling.resample_rounds": None, "sampling.curriculum": (True,), "echo.actions": _FILTERING},
@@ -44,14 +41,8 @@ CLASHES = (
         "this rule has no usual value. Set sampling.filter_value to a number above 0 and at most 1.",
     ),
     Clash(
-        "sampling.filter_statistic sampling.filter_groups",
-        lambda c: c.sampling.filter_groups == "top_fraction" and c.sampling.filter_statistic != "std",
-        "this has no effect, because groups have the same order by either. Remove sampling.filter_statistic, or set "
-        "sampling.filter_groups to 'top_p' or 'min_p'.",
-    ),
-    Clash(
         "sampling.filter_groups num_generations",
-        lambda c: c.sampling.filter_groups in RULES and c.num_generations < 2,
+        lambda c: c.sampling.filter_groups is not None and c.num_generations < 2,
         "a group of one has no spread, so nothing would ever be trained on. Set num_generations to 2 or more (4 to 16 "
         "is usual), or remove sampling.filter_groups.",
     ),
@@ -68,12 +59,6 @@ CLASHES = (
         "sampling.resample_rounds.",
     ),
     Clash(
-        "sampling.resample_max_trajectories num_generations",
-        lambda c: (c.sampling.resample_max_trajectories or c.num_generations) < c.num_generations,
-        "this is less than a group, so nothing could be replaced. Set sampling.resample_max_trajectories to "
-        "num_generations or more, or remove it.",
-    ),
-    Clash(
         "critic_uses_filtered sampling.filter_groups",
         lambda c: c.has_critic and c.critic_uses_filtered and not _filters(c),
         "this has no effect, because no row is filtered. Set sampling.filter_groups to one of "
@@ -83,23 +68,7 @@ CLASHES = (
 
 
 def settle(config: Any) -> None:
-    """Find the user's own filter rule.
-
-    Raises:
-        ValueError: `filter_groups` names no rule.
-    """
-    config.sampling.filter_groups = find_rule(config.sampling.filter_groups)
-
-
-def find_rule(given: Any) -> str | None:
-    """`filter_groups`: None, one of `RULES`, or an `OwnObject`, from a path or the object itself.
-
-    Raises:
-        ValueError: there is none, or it cannot be called.
-    """
-    form = "a function from returns of shape (G, n), NaN outside the baseline, to a bool tensor of shape (G,)"
-    is_ours = given is None or (isinstance(given, str) and given in RULES)
-    return given if is_ours else own_object("sampling.filter_groups", given, RULES, form)
+    """Nothing follows from them."""
 
 
 def find_problems(config: Any) -> Iterator[str]:

@@ -15,7 +15,6 @@ checkpoint.
 
 from __future__ import annotations
 
-import csv
 import logging
 import math
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from agent_r1_trl.rollout import derive_seed
 
@@ -33,8 +31,6 @@ STATE = "curriculum.pt"
 """In a checkpoint."""
 _LATEST = 1e9
 """End of a race between prompts, some of which may have the weight 0."""
-TABLE = "curriculum.csv"
-"""In `output_dir`."""
 
 
 class Curriculum:
@@ -55,7 +51,6 @@ class Curriculum:
         self._trainer = trainer
         self._drawn: dict[int, list[int]] = {}
         """Micro-step -> the row of each group, for rollouts that are not counted yet."""
-        trainer.add_callback(TableWriter(self))
 
     # ---------------------------------------------------------------- drawing
 
@@ -138,17 +133,6 @@ class Curriculum:
             "curriculum/effective_prompts": 1 / shares.square().sum().item(),
         }
 
-    def write_table(self, path: Path) -> None:
-        """One line per row of the data set: its pass rate, how many groups that is from, its weight and share."""
-        weights = self.weights()
-        columns = (self.num_groups, self.pass_rates, weights, weights / weights.sum())  # (P,) each
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["row", "groups", "pass_rate", "weight", "share"])
-            for row, values in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-                groups, *numbers = values
-                writer.writerow([row, groups, *(f"{item:.6g}" for item in numbers)])
-
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, folder: Path) -> None:
@@ -165,26 +149,3 @@ class Curriculum:
             state = {"pass_rates": torch.full_like(self.pass_rates, 0.5), "num_groups": self.num_groups * 0}
         self.pass_rates, self.num_groups = state["pass_rates"], state["num_groups"]
         self._drawn.clear()
-
-
-class TableWriter(TrainerCallback):
-    """Writes `TABLE` with every checkpoint and at the end of the run.
-
-    Args:
-        curriculum: of the trainer.
-    """
-
-    def __init__(self, curriculum: Curriculum) -> None:
-        self._curriculum = curriculum
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write it, on one process."""
-        if not state.is_world_process_zero:
-            return
-        path = Path(args.output_dir, TABLE)
-        try:
-            self._curriculum.write_table(path)
-        except OSError as error:  # a full disk: not worth a training run
-            logger.warning("%s could not be written: %s.", path, error)
-
-    on_train_end = on_save

@@ -82,8 +82,6 @@ class Resampling(RolloutCallback):
         asked = args.sampling
         self.rounds: int = asked.resample_rounds
         """Rounds in which groups are replaced; 0 for none. May be changed during a run, on all ranks alike."""
-        limits = (asked.resample_max_trajectories, asked.resample_max_seconds)
-        self.max_trajectories, self.max_seconds = (math.inf if limit is None else limit for limit in limits)
         self.pass_reward: float = asked.pass_reward
         self.curriculum: Curriculum | None = None
         """Which prompts are drawn; None if the Trainer's order holds."""
@@ -128,22 +126,16 @@ class Resampling(RolloutCallback):
         curriculum, used = self.curriculum, set(self._keys(batch))
         returns, passed, signals = self._judge(batch, size)
         sampled = Sampled(returns, passed, [] if curriculum is None else curriculum.drawn(position.micro_step))
-        num_groups, num_with_signal, num_played, seconds = len(signals), sum(signals), 0, 0.0
+        num_groups, num_with_signal = len(signals), sum(signals)
         number, rounds = 0, self.rounds if self._is_on(size) else 0
-        while number < rounds and not all(signals) and seconds < self.max_seconds:
+        while number < rounds and not all(signals):
             groups = [group for group, has_one in enumerate(signals) if not has_one]
-            if self.max_trajectories < num_played + len(groups) * size:
-                groups = groups[: int(self.max_trajectories - num_played) // size]
-            if not groups:
-                break
             prompts = self._draw(len(groups), position.micro_step, number + 1, used)
             of_group = dict(zip(groups, prompts, strict=True))
             more = self._play_round(batch, replace(position, round=number + 1), of_group, metrics)
             if more is None:
                 break
             number += 1
-            num_played += len(groups) * size
-            seconds += self._seconds(more)
             used.update(self._keys(more))
             returns, passed, signals = self._judge(batch, size)
             sampled.returns += [returns[group] for group in groups]
@@ -196,15 +188,6 @@ class Resampling(RolloutCallback):
             trajectory.is_replaced = True
         batch.replaced += left
         return more
-
-    def _seconds(self, more: RolloutBatch) -> float:
-        """How long a round has taken, of all ranks the longest.
-
-        It is read from the trajectories, not from a clock, so that a resumed run comes to the same end.
-        """
-        durations = [item.duration_s for item in more.trajectories]
-        in_turn = math.fsum(durations) / self.trainer.args.max_concurrency
-        return max(gather_object([max([in_turn, *durations])]))
 
     # ---------------------------------------------------------------- rewards
 
@@ -279,18 +262,19 @@ def check_can_draw(dataset: Any, config: Any) -> None:
         config: of the trainer.
 
     Raises:
-        ValueError: names the option, the rule and the cure.
+        ValueError: names the option, the rule and the fix.
     """
+    is_stream = dataset is not None and not hasattr(dataset, "__len__")
     for key in ("resample_rounds", "curriculum"):
-        name, value, is_stream = f"sampling.{key}", getattr(config.sampling, key), not hasattr(dataset, "__len__")
-        if value and dataset is not None and is_stream:
+        name, value = f"sampling.{key}", getattr(config.sampling, key)
+        if value and is_stream:
             raise ValueError(
                 f"{name}={value} with a streamed train_dataset ({type(dataset).__name__}): prompts are drawn from "
                 f"anywhere in the data, which a stream does not allow. Pass a Dataset (streaming=False), or remove "
                 f"{name}."
             )
-        if key == "curriculum" and value and dataset is None:
-            raise ValueError(
-                "sampling.curriculum=True with train_dataset=None: the environment makes the prompts, so there are "
-                "none to draw. Pass train_dataset=, or remove sampling.curriculum."
-            )
+    if config.sampling.curriculum and dataset is None:
+        raise ValueError(
+            "sampling.curriculum=True with train_dataset=None: the environment makes the prompts, so there are none "
+            "to draw. Pass train_dataset=, or remove sampling.curriculum."
+        )

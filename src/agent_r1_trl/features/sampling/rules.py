@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 
-from agent_r1_trl.features.sampling.settings import RULES, STATISTICS
-from agent_r1_trl.objects import OwnObject, OwnObjectError
+from agent_r1_trl.features.sampling.settings import RULES
+from agent_r1_trl.settings import OneOf, check_value
 from agent_r1_trl.trajectory import Trajectory
 
 TIE = 1e-6
@@ -64,27 +65,24 @@ def passes(trajectories: Sequence[Trajectory], pass_reward: float) -> torch.Tens
     return torch.tensor([float(has_passed(item)) if item.in_baseline else math.nan for item in trajectories])
 
 
-def group_scores(returns: torch.Tensor, group_ids: torch.Tensor, *, statistic: str = "std") -> torch.Tensor:
-    """The spread of each group's returns over its members in the baseline, with Bessel's correction.
+def group_scores(returns: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+    """The standard deviation of each group's returns over its members in the baseline, with Bessel's correction.
 
     Args:
         returns: (B,) raw returns of all ranks, NaN for trajectories outside the baseline.
         group_ids: (B,) integers: which prompt, in any order.
-        statistic: `std` or `var`.
 
     Returns:
         (G,) float64, one score per group in ascending order of its id: 0 for a group without spread, NaN for one with
         fewer than two members in the baseline.
 
     Raises:
-        ValueError: for an unknown statistic or if the shapes differ.
+        ValueError: the shapes differ.
 
-    >>> group_scores(torch.tensor([1.0, 1, 0, 1]), torch.tensor([0, 0, 1, 1]), statistic="var").tolist()
-    [0.0, 0.5]
+    >>> group_scores(torch.tensor([1.0, 1, 0, 2]), torch.tensor([0, 0, 1, 1])).tolist()
+    [0.0, 1.4142135623730951]
     """
-    _check_choice("statistic", statistic, STATISTICS)
-    variances = _spreads(returns, group_ids)[0]
-    return variances if statistic == "var" else variances.sqrt()
+    return _spreads(returns, group_ids)[0].sqrt()
 
 
 def has_signal(returns: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
@@ -116,7 +114,7 @@ def signal_to_noise(returns: torch.Tensor, group_ids: torch.Tensor) -> float:
     >>> signal_to_noise(torch.tensor([0.0, 0, 0, 1]), torch.tensor([0, 0, 1, 1]))
     1.4142135623730951
     """
-    variances = group_scores(returns, group_ids, statistic="var")
+    variances = _spreads(returns, group_ids)[0]
     variances = variances[~variances.isnan()]
     if len(variances) < 2:
         return math.nan
@@ -126,7 +124,7 @@ def signal_to_noise(returns: torch.Tensor, group_ids: torch.Tensor) -> float:
 
 @torch.no_grad()
 def select_groups(
-    returns: torch.Tensor, group_ids: torch.Tensor, *, rule: str = "top_fraction", value: float, statistic: str = "std"
+    returns: torch.Tensor, group_ids: torch.Tensor, *, rule: str = "top_fraction", value: float
 ) -> torch.Tensor:
     """The rows to train on: the members in the baseline of the groups that a rule keeps.
 
@@ -141,27 +139,26 @@ def select_groups(
         group_ids: (B,) integers: which prompt.
         rule: `top_fraction`, `top_p` or `min_p`.
         value: of the rule, above 0 and at most 1.
-        statistic: the score of a group, `std` or `var`.
 
     Returns:
         (B,) bool; all False if no group has any spread.
 
     Raises:
-        ValueError: for an unknown rule or statistic, a value outside (0, 1], or if the shapes differ.
+        ValueError: the rule is unknown, or the shapes differ.
 
     >>> returns, groups = torch.tensor([1.0, 1, 0, 1, 0, 3]), torch.tensor([0, 0, 1, 1, 2, 2])
     >>> select_groups(returns, groups, rule="top_fraction", value=0.4).tolist()
     [False, False, False, False, True, True]
     """
-    check_rule(rule, value, statistic)
+    check_value("rule", rule, Annotated[str, OneOf(*RULES)])
     variances, noise, index = _spreads(returns, group_ids)
-    scores = (variances if statistic == "var" else variances.sqrt()).nan_to_num(0.0)
+    scores = variances.sqrt().nan_to_num(0.0)
     in_baseline = ~returns.isnan()
     kept = torch.zeros_like(scores, dtype=torch.bool)
     if not bool((scores > 0).any()):
         return torch.zeros_like(in_baseline)
     counted = set(index[in_baseline].tolist())
-    order = [group for group in _descending(variances.sqrt(), noise) if group in counted]
+    order = [group for group in _descending(scores, noise) if group in counted]
     if rule == "top_fraction":
         order = order[: max(1, math.floor(value * len(order) * (1 + TIE)))]
     else:
@@ -171,51 +168,8 @@ def select_groups(
         order = order[: 1 + int((sums < value * sums[-1] * (1 - TIE)).sum())]
     elif rule == "min_p":
         order = [group for group in order if scores[group] >= value * scores.max() * (1 - TIE)]
-    elif rule != "top_fraction":
-        raise NotImplementedError(f"{rule!r} is one of RULES, and select_groups does not say which groups it keeps.")
     kept[order] = True
     return kept[index] & in_baseline
-
-
-def apply_own(rule: OwnObject, returns: torch.Tensor, group_size: int) -> torch.Tensor:
-    """The rows to train on, by a rule of the user's own: the members in the baseline of the groups that it keeps.
-
-    Args:
-        rule: a function from (G, n) returns to (G,) bool.
-        returns: (B,) raw returns of all ranks, group after group, NaN for trajectories outside the baseline.
-        group_size: n.
-
-    Returns:
-        (B,) bool.
-
-    Raises:
-        OwnObjectError: it raises, or returns something else.
-    """
-    groups = returns.view(-1, group_size)
-    kept = rule(groups.clone())
-    if not isinstance(kept, torch.Tensor) or kept.dtype != torch.bool or kept.shape != groups.shape[:1]:
-        raise OwnObjectError(
-            f"sampling.filter_groups={str(rule)!r} returned {kept!r:.200}. Return a bool tensor of shape "
-            f"({len(groups)},), an entry for each group."
-        )
-    return kept.to(returns.device).repeat_interleave(group_size) & ~returns.isnan()
-
-
-def check_rule(rule: str, value: float, statistic: str = "std") -> None:
-    """Check the arguments of `select_groups`.
-
-    Raises:
-        ValueError: names the argument, its value, the rule and the cure.
-    """
-    _check_choice("rule", rule, RULES)
-    _check_choice("statistic", statistic, STATISTICS)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise ValueError(f"value={value!r} must be a number above 0 and at most 1. Set value to such a share.")
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}. Set {name} to one of them.")
 
 
 def _spreads(returns: torch.Tensor, group_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -243,7 +197,7 @@ def _spreads(returns: torch.Tensor, group_ids: torch.Tensor) -> tuple[torch.Tens
 
 def _descending(stds: torch.Tensor, noise: torch.Tensor) -> list[int]:
     """Places of the groups, the largest std first; equal ones (up to float noise) by ascending place."""
-    values, margins = stds.nan_to_num(0.0).tolist(), noise.tolist()
+    values, margins = stds.tolist(), noise.tolist()
     order: list[int] = []
     ties: list[int] = []
     for group in sorted(range(len(values)), key=lambda place: -values[place]):

@@ -9,21 +9,18 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from agent_r1_trl.settings import (
-    Count,
     CountOrZero,
     Flag,
     NotNegative,
     Number,
     OneOf,
     PositiveShare,
-    Seconds,
     SettingsGroup,
     setting,
 )
 
 RULES = ("top_fraction", "top_p", "min_p")
-"""Rules of the group filter, besides the user's own."""
-STATISTICS = ("std", "var")
+"""Rules of the group filter."""
 DEFAULT_VALUES = {"top_fraction": 0.25, "top_p": 0.9}
 """Rule -> its value in the paper that it comes from; `min_p` comes from none."""
 
@@ -32,19 +29,15 @@ DEFAULT_VALUES = {"top_fraction": 0.25, "top_p": 0.9}
 class SamplingSettings(SettingsGroup):
     """Group filter, dynamic sampling and curriculum; all of it is off by default."""
 
-    filter_groups: str | None = setting(
+    filter_groups: Annotated[str, OneOf(*RULES)] | None = setting(
         None,
         "Train only on the groups of a rollout whose returns differ most: 'top_fraction' (the best `filter_value` of "
         "the groups), 'top_p' (as many as hold `filter_value` of the spread) or 'min_p' (those with at least "
-        "`filter_value` of the largest spread). Or your own: a function, or its path, my_module.my_rule. A step of "
-        "which no group is kept is skipped. None: all.",
+        "`filter_value` of the largest spread). A step of which no group is kept is skipped. None: all.",
     )
     filter_value: PositiveShare | None = setting(
         None,
         "The rule's share, above 0 and at most 1. None: 0.25 for 'top_fraction', 0.9 for 'top_p'; 'min_p' needs one.",
-    )
-    filter_statistic: Annotated[str, OneOf(*STATISTICS)] = setting(
-        "std", "The spread of a group's raw returns: 'std' or 'var'."
     )
     filter_when: NotNegative | None = setting(
         None,
@@ -57,16 +50,6 @@ class SamplingSettings(SettingsGroup):
         0,
         "After a rollout, replace prompt groups whose returns are all equal by groups of fresh prompts, in up to this "
         "many rounds. 0: train on what the first rollout gave.",
-    )
-    resample_max_trajectories: Count | None = setting(
-        None,
-        "Number of trajectories, on all processes, that may be played for one batch in place of others. None: the "
-        "rounds are the only limit.",
-    )
-    resample_max_seconds: Seconds | None = setting(
-        None,
-        "No further round begins once the rounds of a batch have taken this many seconds (the time of their "
-        "trajectories, so that a resumed run decides alike). None: as long as they take.",
     )
     pass_reward: Annotated[float, Number()] = setting(
         0.5,
