@@ -137,8 +137,8 @@ def run(argv: Sequence[str]) -> int:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)
         except RunError as error:  # secrets
             raise UsageError(f"{error}\nThe model is in {folder}; agent-r1-trl push sends it.") from error
-    if hasattr(trainer, "end"):  # transformers >= 5.18: closes trackers and the process group
-        trainer.end()
+    # Trackers and the process group: a thread of gloo that outlives the interpreter can abort the process.
+    getattr(trainer, "end", trainer.accelerator.end_training)()  # transformers >= 5.18 has `end`
     console.print(_farewell(script_args, args, folder))
     return 0
 
