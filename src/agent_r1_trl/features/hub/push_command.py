@@ -126,8 +126,8 @@ def _model_files(arguments: argparse.Namespace, scratch: Path) -> list[Sent]:
             "model. Leave --critic out."
         )
     facts, path = read_facts(folder, arguments.repo_id), folder / CARD
-    facts.env_factory = environment_of(facts.recipe, "the card lists no tools")
-    facts.tools = None if facts.env_factory is None else tool_schemas(facts.env_factory)
+    factory = environment_of(facts.recipe, "the card lists no tools")
+    facts.tools = None if factory is None else tool_schemas(factory)
     try:
         before = path.read_text(encoding="utf-8") if path.is_file() else ""
     except UnicodeDecodeError as error:
