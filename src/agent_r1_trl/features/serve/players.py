@@ -13,8 +13,6 @@ from typing import Any
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.tool_env import ToolEnv
-from agent_r1_trl.features.journal.environments import RecordedResults, ResumeMode, resume_mode
-from agent_r1_trl.features.journal.reader import is_same_answer, step_record
 from agent_r1_trl.features.serve.events import Event, Listener, TextStream, from_any_thread
 from agent_r1_trl.generation.base import Generation, Generator, SamplingParams, token_listener
 from agent_r1_trl.rollout import EnvSession, RolloutRequest
@@ -58,7 +56,7 @@ class Tape(Generator):
 
 
 @dataclass(kw_only=True)
-class ReplayedStep:
+class PlayedStep:
     """One message of the model, and what the environment said to it."""
 
     message: Message
@@ -91,9 +89,9 @@ class Stage:
         self._factory, self._truncate, self._row, self._tell = factory, truncate, row, tell
         self.said: list[Any] = []
         """The user's messages; the first may be a list of messages."""
-        self.steps: list[ReplayedStep] = []
-        self.is_changed = False
-        """Whether the environment has been asked anything since the flag was last cleared."""
+        self.steps: list[PlayedStep] = []
+        self.has_acted = False
+        """Whether the environment has made a step since the flag was last cleared."""
         self._session: EnvSession | None = None
         self._start: tuple[list[Message], list[dict[str, Any]]] | None = None
         self._next = 0
@@ -102,25 +100,27 @@ class Stage:
         """The prompt and the tools' schemas; the environment is made at the first call."""
         self._next = 0
         if self._start is None:
-            self.is_changed = True
-            await self._live(request)
-            self._tell_prompt(self._prompt[0])
-        return self._prompt
-
-    @property
-    def _prompt(self) -> tuple[list[Message], list[dict[str, Any]]]:
-        assert self._start is not None
+            session = EnvSession(self._factory, truncate=self._truncate)
+            try:
+                self._start = await session.reset(request)
+            except BaseException:
+                await session.close()
+                raise
+            if isinstance(session.env, ToolEnv):
+                session.env.process_reward = lambda call, result: 0.0  # type: ignore[method-assign]
+            self._session = session
+            self._tell_prompt(self._start[0])
         return self._start
 
-    async def step(self, message: Message, request: RolloutRequest) -> StepResult:
+    async def step(self, message: Message) -> StepResult:
         """What the environment, or after an answer the user, says to a message of the model."""
         if self._next == len(self.steps):
-            self.is_changed = True
-            session = await self._live(request)
+            assert self._session is not None
+            self.has_acted = True
             self._tell_calls(message)
-            observations, _, done, info = await session.step(message)
+            observations, _, done, info = await self._session.step(message)
             info = {**info, "reward_parts": {}}  # nothing is scored: there is no gold answer
-            self.steps.append(ReplayedStep(message=message, result=StepResult(observations, 0.0, done, info)))
+            self.steps.append(PlayedStep(message=message, result=StepResult(observations, 0.0, done, info)))
             self._tell_observations(self.steps[-1].result)
         self._next += 1
         step = self.steps[self._next - 1]
@@ -130,54 +130,12 @@ class Stage:
             return StepResult([heard], 0.0, False, step.result.info)
         return step.result
 
-    async def leave(self) -> None:
-        """Close the environment; the next step makes another one and brings it to where this one was."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
-
     async def forget(self) -> None:
         """Close the environment, and forget the episode."""
-        await self.leave()
+        session, self._session = self._session, None
         self._start, self.steps, self.said = None, [], []
-
-    async def _live(self, request: RolloutRequest) -> EnvSession:
-        if self._session is None:
-            session = EnvSession(self._factory, truncate=self._truncate)
-            try:
-                start = await session.reset(request)
-                if isinstance(session.env, ToolEnv):
-                    session.env.process_reward = lambda call, result: 0.0  # type: ignore[method-assign]
-                self._start = self._start or start
-                for step in self.steps:
-                    await self._repeat(session, step)
-            except BaseException:
-                await session.close()
-                raise
-            self._session = session
-        return self._session
-
-    async def _repeat(self, session: EnvSession, step: ReplayedStep) -> None:
-        """Bring a fresh environment past a recorded step; what was recorded counts, whatever it says now."""
-        env, executor = session.env, None
-        if isinstance(env, ToolEnv) and resume_mode(env) is ResumeMode.REPLAY:
-            executor = env.executor
-            recorded: Any = RecordedResults(executor, env, step.result.info.get("tool_results") or [])
-            env._executor = recorded
-        try:
-            observations, _, done, info = await session.step(step.message)
-        finally:
-            if executor is not None:
-                env._executor = executor
-        again = StepResult(observations, 0.0, done, {**info, "reward_parts": {}})
-        if not is_same_answer(again, step_record(step.result)):
-            self._tell(
-                Event(
-                    kind="note",
-                    text="the environment was started again and does not answer as before; the model still reads the "
-                    "first answers",
-                )
-            )
+        if session is not None:
+            await session.close()
 
     def row(self) -> dict[str, Any]:
         """The row of the data set that the environment is to see."""
@@ -194,27 +152,14 @@ class Stage:
     def _tell_calls(self, message: Message) -> None:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
-            self._tell(
-                Event(
-                    kind="call",
-                    name=str(function.get("name")),
-                    arguments=function.get("arguments"),
-                    call_id=str(call.get("id", "")),
-                )
-            )
+            name, arguments = str(function.get("name")), function.get("arguments")
+            self._tell(Event(kind="call", name=name, arguments=arguments, call_id=str(call.get("id", ""))))
 
     def _tell_observations(self, result: StepResult) -> None:
         results = [item for item in result.info.get("tool_results") or () if hasattr(item, "call")]
         for item in results:
-            self._tell(
-                Event(
-                    kind="observation",
-                    name=item.call.name,
-                    text=item.content,
-                    call_id=str(item.call.id),
-                    is_error=item.is_error,
-                )
-            )
+            call = {"name": item.call.name, "call_id": str(item.call.id)}
+            self._tell(Event(kind="observation", text=item.content, is_error=item.is_error, **call))
         for message in () if results or result.done else result.observations:
             text = str(message.get("content") or "")
             self._tell(Event(kind="observation", name=str(message.get("name") or message.get("role")), text=text))
@@ -226,17 +171,14 @@ class StageSession(EnvSession):
     def __init__(self, stage: Stage, factory: Callable[[], Any], truncate: Callable[[str, int], str]) -> None:
         super().__init__(factory, truncate=truncate)
         self._stage = stage
-        self._request: RolloutRequest | None = None
 
     async def reset(self, request: RolloutRequest) -> tuple[list[Message], list[dict[str, Any]]]:
         """See `EnvSession`."""
-        self._request = request
         return await self._stage.start(request)
 
     async def step(self, message: Message) -> StepResult:
         """See `EnvSession`."""
-        assert self._request is not None
-        return await self._stage.step(message, self._request)
+        return await self._stage.step(message)
 
     async def outcome(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
         """Nothing is scored."""

@@ -28,7 +28,7 @@ _LIMIT_OF = {
 
 
 class ConversationError(RuntimeError):
-    """A message could not be answered, and was taken back: the model, a tool or the environment failed.
+    """A message could not be answered: the model, a tool or the environment failed.
 
     Args:
         message: what failed.
@@ -85,11 +85,6 @@ class Conversation:
         self.ended: str | None = None
         """Why the conversation cannot go on; None while it can."""
 
-    @property
-    def num_messages(self) -> int:
-        """Number of messages of the user."""
-        return len(self._marks)
-
     async def say(self, message: str | Sequence[Message]) -> Trajectory:
         """Say something and hear the answer, after whatever calls the agent makes.
 
@@ -101,42 +96,29 @@ class Conversation:
 
         Raises:
             ValueError: the conversation has ended, or the environment breaks the protocol.
-            ConversationError: the message could not be answered. It is taken back, and the conversation stays open.
+            ConversationError: the message could not be answered. It is taken back, and the conversation stays open
+                unless the environment has acted on it.
         """
         if self.ended is not None:
-            raise ValueError(f"The conversation has ended: {self.ended}. Take the last message back, or start anew.")
+            raise ValueError(f"The conversation has ended: {self.ended}. Start anew (reset).")
         if self._marks and not isinstance(message, str):
             raise ValueError(f"message={message!r:.100}: only the first may be a list. Pass a string.")
         num_generations = len(self._tape.recorded)
         self._marks.append((num_generations, len(self._stage.steps)))
         self._stage.said.append(message if isinstance(message, str) else [dict(item) for item in message])
-        self._stage.is_changed = False
+        self._stage.has_acted = False
         try:
             trajectory = await self._play()
         except BaseException:  # Ctrl-C as well
-            await self._take_back(is_changed=self._stage.is_changed)
+            await self._take_back()
             raise
         reason = trajectory.stop_reason
         if reason.is_infrastructure_failure or len(self._tape.recorded) == num_generations:
-            await self._take_back(is_changed=self._stage.is_changed)
+            await self._take_back()
             raise ConversationError(trajectory.error or self._limit(reason), reason)
         self.trajectory = trajectory
         self.ended = self._end_of(reason)
         return trajectory
-
-    async def undo(self) -> bool:
-        """Take the last message and everything after it back; False if there is none.
-
-        The environment is made again and gets the earlier messages again. Tools that are plain functions of a
-        `ToolEnv` are not called again for that; others are.
-        """
-        if not self._marks:
-            return False
-        await self._take_back(is_changed=True)
-        self.ended, self.trajectory = None, None
-        if self._marks:
-            self.trajectory = await self._play()
-        return True
 
     async def reset(self) -> None:
         """Forget everything; the next message begins another conversation."""
@@ -146,7 +128,7 @@ class Conversation:
 
     async def close(self) -> None:
         """Close the environment."""
-        await self._stage.leave()
+        await self._stage.forget()
 
     async def _play(self) -> Trajectory:
         request = RolloutRequest(example=self._stage.row(), example_id="chat", seed=self.seed)
@@ -156,13 +138,13 @@ class Conversation:
         draft = Draft(request=request)
         return await run_trajectory(draft, session, self._tape, self.agent.chat, self.limits, self.params)
 
-    async def _take_back(self, *, is_changed: bool) -> None:
+    async def _take_back(self) -> None:
         num_generations, num_steps = self._marks.pop()
         del self._tape.recorded[num_generations:], self._stage.steps[num_steps:], self._stage.said[-1:]
         if not self._marks:
             await self._stage.forget()
-        elif is_changed:
-            await self._stage.leave()
+        elif self._stage.has_acted:
+            self.ended = "the environment has acted on a message that was not answered"
 
     def _end_of(self, reason: StopReason) -> str | None:
         if reason is not StopReason.DONE:
