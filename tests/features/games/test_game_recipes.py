@@ -1,6 +1,5 @@
 """The recipes of the games: settings, demonstrators, and from the cold start to a trained policy."""
 
-import importlib.util
 import itertools
 import json
 import random
@@ -113,9 +112,7 @@ def test_a_recipe_trains_from_the_model_that_the_script_makes(game, algos, tmp_p
 
 
 def test_the_report_makes_each_thing_once_and_shows_success_before_and_after(tmp_path, monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("games_report", RECIPES / "games_report.py")
-    report = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(report)
+    report = runpy.run_path(str(RECIPES / "compare_runs.py"), run_name="report")
     commands = []
 
     def run(command, **settings):
@@ -128,16 +125,18 @@ def test_the_report_makes_each_thing_once_and_shows_success_before_and_after(tmp
             (folder / "evaluation.json").write_text(json.dumps({"success": success}))
         elif command[2] == "--out":
             (folder / "tokenizer_config.json").write_text("{}")
+        else:
+            history = [{"env/success": value} for value in (0.25, 0.5)]
+            (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(
-        sys, "argv", ["games_report.py", "--games", "bandit", "--seeds", "0", "1", "--out", str(tmp_path)]
-    )
-    report.main()
-    assert "| bandit | grpo | 0.25 | 0.50, 0.75 | 0.62 | 0 |" in capsys.readouterr().out
+    flags = ["games", "--only", "bandit", "--seeds", "0", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["compare_runs.py", *flags])
+    report["main"]()
+    assert "| bandit grpo | 0.250 | 0.500, 0.750 | 0.625 | 0.375 | 0 |" in capsys.readouterr().out
     assert len(commands) == 1 + 2 * (1 + 2 * 2)  # one cold start; for each algorithm before, and two seeds
     for command in commands[1:]:
         flags = command[command.index("--config") :]
         assert len(flags) % 2 == 0 and all(flag.startswith("--") for flag in flags[::2])
-    report.main()
+    report["main"]()
     assert len(commands) == 11
