@@ -195,9 +195,9 @@ def test_a_hub_that_fails_or_cannot_be_reached_is_worth_another_try(hub, run_fol
 
 
 def test_a_directory_without_a_model_names_the_cure(hub, run_folder, capsys, tmp_path):
-    assert "no such directory" in refusal(capsys, tmp_path / "nowhere", "--repo_id", "ada/adder")
+    assert "is no directory with weights" in refusal(capsys, tmp_path / "nowhere", "--repo_id", "ada/adder")
     (run_folder / "model.safetensors").unlink()
-    assert "Did you mean" in refusal(capsys, run_folder, "--repo_id", "ada/adder")
+    assert "is no directory with weights" in refusal(capsys, run_folder, "--repo_id", "ada/adder")
     (run_folder / "global_step1").mkdir()
     (run_folder / "global_step1" / "zero_pp_rank_0_model_states.pt").touch()
     assert "agent-r1-trl merge" in refusal(capsys, run_folder, "--repo_id", "ada/adder")
