@@ -10,7 +10,7 @@ from types import NoneType
 from typing import Any, NoReturn
 
 from agent_r1_trl.cli.arguments import EvalArguments, TrainArguments, read_mapping, read_text
-from agent_r1_trl.cli.errors import UsageError, explain_argparse, no_such_option, with_cure
+from agent_r1_trl.cli.errors import UsageError, no_such_option, with_cure
 from agent_r1_trl.cli.options import help_text, mapping_keys
 from agent_r1_trl.cli.recipe import found_paths, read_recipe, read_value, split_config
 from agent_r1_trl.features import MAPPINGS
@@ -152,7 +152,7 @@ class RecipeParser(TrlParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error as a `UsageError`."""
-        raise UsageError(f"{explain_argparse(message)} {self.prog} --help lists the options.")
+        raise UsageError(f"{message}. {self.prog} --help lists the options.")
 
 
 def _fold_keys(arguments: Sequence[str]) -> list[str]:
