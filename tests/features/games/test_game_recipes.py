@@ -1,4 +1,4 @@
-"""The recipes of the games: settings, demonstrators, and from the cold start to a trained policy."""
+"""The recipes of the games: settings, demonstrators, and a report over seeds."""
 
 import itertools
 import json
@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from agent_r1_trl import check_env
-from agent_r1_trl.cli import main
 from agent_r1_trl.cli.resolve import resolve_env
 from agent_r1_trl.cli.train import read_arguments
 
@@ -85,30 +84,6 @@ def test_sums_of_three_numbers_have_their_values():
     found = script_of("countdown")["sums"]([2, 7, 4])
     assert {text: eval(text) for text in found} == found  # digits, + and -
     assert found["7 - 4 + 2"] == 5 and found["4 + 2 - 7"] == -1 and len(found) == 8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("game", "algos"),
-    [("bandit", ("grpo", "ppo")), ("frozen_lake", ("ppo",)), ("countdown", ("grpo",)), ("sokoban", ("grpo",))],
-)
-def test_a_recipe_trains_from_the_model_that_the_script_makes(game, algos, tmp_path, monkeypatch):
-    start = tmp_path / "start"
-    monkeypatch.setattr(sys, "argv", ["make_cold_start.py", "--steps", "2", "--batch-size", "2", "--out", str(start)])
-    runpy.run_path(str(RECIPES / game / "make_cold_start.py"), run_name="__main__")
-    for algo in algos:
-        config = str(RECIPES / game / algo / "config_cpu.yaml")
-        changed = {
-            "model_name_or_path": str(start), "output_dir": f"{tmp_path}/{algo}", "max_steps": "2",
-            "per_device_train_batch_size": "4", "generation_batch_rows": "4", "max_tokens_per_turn": "4",
-            "num_generations": "2" if algo == "grpo" else "1",
-        }  # fmt: skip
-        options = [part for name, value in changed.items() for part in (f"--{name}", value)]
-        assert main(["train", "--config", config, *options]) == 0
-        history = json.loads((tmp_path / algo / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-        assert [0 <= row["env/success"] <= 1 for row in history if "env/success" in row] == [True, True]
-    if game == "bandit":  # of the others, the rest of what the doctor looks at is tested above
-        assert main(["doctor", "--config", config, "--model_name_or_path", str(start)]) == 0
 
 
 def test_the_report_makes_each_thing_once_and_shows_success_before_and_after(tmp_path, monkeypatch, capsys):
