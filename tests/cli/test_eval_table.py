@@ -172,10 +172,10 @@ def test_two_evaluations_are_compared_row_by_row(search_recipe, other_model, ref
     listed = [line.split() for line in printed.splitlines() if line.split()[:1] in (["test0"], ["test1"])]
     assert listed == [[name, "1.000", "2.000"] for name in ("test0", "test1")]
     assert main(["eval", "compare", *both, "worse"]) == 0 and "0 of 2 examples" in capsys.readouterr().out
-    assert "--list 'most'" in refusal("eval", "compare", *both, "most")
+    assert "--list: invalid choice: 'most'" in refusal("eval", "compare", *both, "most")
     assert main(["eval", *flags, "--num_examples", "1", "--output_dir", "one"]) == 0
     assert "1 ('test1') only in the first" in refusal("eval", "compare", "scores", "one")
     assert "no row is in both" in refusal("eval", "compare", "scores", "more/test/naive_rag")
     assert "nowhere: holds no evaluation" in refusal("eval", "compare", "scores", "nowhere")
     assert "--metric emm" in refusal("eval", "compare", "scores", "more", "--metric", "emm")
-    assert "B: not set" in refusal("eval", "compare", "scores")
+    assert "required: B" in refusal("eval", "compare", "scores")
