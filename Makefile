@@ -51,7 +51,7 @@ help: ## list the targets
 
 quickstart: $(STAMPS)/package ## install, train a small agent on the CPU (or GPU) and show what it learned; ALGO, SEED, LR
 	$(SAY) "Quickstart: evaluate, train with $(ALGO) (seed $(SEED)), evaluate again"
-	$(BIN)/python recipes/quickstart/run.py --algo $(ALGO) --seed $(SEED) $(if $(LR),--learning-rate $(LR))
+	$(BIN)/python recipes/quickstart/run.py --algo $(ALGO) --seed $(SEED) $(if $(LR),--learning_rate $(LR))
 
 install: $(STAMPS)/package ## only make the environment and install the package
 

@@ -1,22 +1,17 @@
-"""recipes/function_calling: the environment, its tasks, and the CPU configuration from model to policy."""
+"""recipes/function_calling: the environment and its tasks."""
 
 import asyncio
 import json
 import random
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 
-from agent_r1_trl import check_env
-from agent_r1_trl.cli import main
 from agent_r1_trl.objects import import_object
 from tests.environments.helpers import finished
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "function_calling"
-CONFIG = RECIPE / "grpo" / "config_cpu.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -100,30 +95,6 @@ def test_two_episodes_share_no_house(env_class):
     assert second.state == row["state"] and json.dumps(row) == before
 
 
-def test_the_linter_of_environments_has_nothing_to_say(env_class):
-    findings = check_env(env_class, rows("test")[:3])
-    assert [finding for finding in findings if finding.level != "ok"] == []
-
-
 def test_no_task_is_in_both_files():
     train, test = ({json.dumps({**row, "id": ""}) for row in rows(name)} for name in ("train", "test"))
     assert len(train) == 1000 and len(test) == 200 and not train & test
-
-
-@pytest.mark.slow
-def test_the_cpu_configuration_trains_from_the_model_that_the_script_makes(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    arguments = ["--steps", "2", "--batch-size", "2", "--out", f"{tmp_path}/start"]
-    monkeypatch.setattr(sys, "argv", ["make_model.py", *arguments])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("env", "tasks"):  # another recipe's, if its tests came before
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    runpy.run_path(str(RECIPE / "make_model.py"), run_name="__main__")
-    changed = {
-        "model_name_or_path": f"{tmp_path}/start", "output_dir": f"{tmp_path}/run", "max_steps": "1",
-        "per_device_train_batch_size": "4", "generation_batch_rows": "4", "num_generations": "2",
-        "max_completion_length": "48", "max_tokens_per_turn": "16",
-    }  # fmt: skip
-    options = [part for name, value in changed.items() for part in (f"--{name}", value)]
-    assert main(["train", "--config", str(CONFIG), *options]) == 0
-    assert list((tmp_path / "run" / "trajectories").iterdir())

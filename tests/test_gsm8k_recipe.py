@@ -1,22 +1,16 @@
-"""recipes/gsm8k_python: the environment, its data, and the CPU configuration from the model to a trained policy."""
+"""recipes/gsm8k_python: the environment and its data."""
 
 import asyncio
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
-from agent_r1_trl import check_env
-from agent_r1_trl.cli import main
 from agent_r1_trl.objects import import_object
 from tests.environments.helpers import finished
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "gsm8k_python"
-CONFIG = RECIPE / "grpo" / "config_cpu.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -50,27 +44,3 @@ def test_an_episode_computes_in_its_sandbox_and_is_scored_by_the_number(env_clas
 def test_a_row_without_a_number_is_refused(env_class):
     with pytest.raises(ValueError, match="answer='none'"):
         env_class().reset({"question": "?", "answer": "none"})
-
-
-def test_the_linter_of_environments_has_nothing_to_say(env_class):
-    findings = check_env(env_class, rows("test")[:3])
-    assert [finding for finding in findings if finding.level != "ok"] == []
-
-
-@pytest.mark.slow
-def test_the_cpu_configuration_trains_from_the_model_that_the_script_makes(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(str(RECIPE))
-    arguments = ["--steps", "2", "--batch-size", "2", "--out", f"{tmp_path}/start"]
-    monkeypatch.setattr(sys, "argv", ["make_model.py", *arguments])
-    runpy.run_path(str(RECIPE / "make_model.py"), run_name="__main__")
-    recipe = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
-    assert recipe["model_name_or_path"] == "outputs/gsm8k_python/start"
-    changed = {
-        "model_name_or_path": f"{tmp_path}/start", "output_dir": f"{tmp_path}/run", "max_steps": "1",
-        "per_device_train_batch_size": "4", "generation_batch_rows": "4", "num_generations": "2",
-        "max_completion_length": "48", "max_tokens_per_turn": "16",
-    }  # fmt: skip
-    options = [part for name, value in changed.items() for part in (f"--{name}", value)]
-    assert main(["train", "--config", str(CONFIG), *options]) == 0
-    assert list((tmp_path / "run" / "trajectories").iterdir())

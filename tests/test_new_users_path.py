@@ -75,10 +75,10 @@ def test_the_quickstart_trains_and_leaves_its_recipe(agent):
 
 def test_the_evaluation_has_the_quickstarts_figures_beside_the_baselines(agent):
     rows = {row["method"]: row for row in json.loads((agent / "evaluation.json").read_text())["rows"]}
-    results = json.loads((agent / "results.json").read_text())
     assert list(rows) == ["base", "naive_rag", "closed_book", "model"]
     for method, name in {"base": "before", "model": "after"}.items():
-        metrics = {metric: value for metric, value in results[name].items() if isinstance(value, float)}
+        result = json.loads((agent / name / "evaluation.json").read_text())
+        metrics = {metric: value for metric, value in result.items() if isinstance(value, float)}
         del metrics["duration_s"]
         assert metrics["exact_match"] > 0 and {metric: rows[method][metric] for metric in metrics} == metrics
     assert [(rows[name]["turns"], rows[name]["tool_calls"]) for name in ("naive_rag", "closed_book")] == [

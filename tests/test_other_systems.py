@@ -1,9 +1,7 @@
 """macOS and Windows, as far as Linux can show them: what is imported, refused or done otherwise there."""
 
-import asyncio
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.cli.recipe import recipes_folder
-from agent_r1_trl.cli.web import serve_app
 from agent_r1_trl.trainers.checkpoints import sync_to_disk
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,33 +84,6 @@ def test_windows_flushes_files_that_are_open_for_writing_and_no_folders(tmp_path
         sync_to_disk(tmp_path)
         sync_to_disk(file)
     assert opened == [(tmp_path, os.O_RDONLY), (file, os.O_RDONLY), (file, os.O_RDWR)]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_server_ends_by_a_signal_where_the_loop_takes_none(number):
-    from aiohttp import web
-
-    before = {item: signal.getsignal(item) for item in (signal.SIGINT, signal.SIGTERM)}
-
-    async def serve():
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler = refuse  # as Windows's
-        await asyncio.wait_for(serve_app(web.Application(), "127.0.0.1", 0, lambda place: raise_soon(loop)), 20)
-
-    def refuse(*args):
-        raise NotImplementedError
-
-    def raise_soon(loop):
-        loop.call_later(0.01, signal.raise_signal, number)
-
-    try:
-        asyncio.run(serve())
-    finally:
-        for item, handler in before.items():
-            signal.signal(item, handler)
-
-
-# ---------------------------------------------------------------- the container
 
 
 def test_the_dockerfile_installs_what_was_measured():

@@ -2,18 +2,16 @@
 
     python recipes/multihop_qa/make_data.py --sets hotpotqa 2wikimultihopqa musique --split train --num 4000
     python recipes/multihop_qa/make_data.py --sets hotpotqa 2wikimultihopqa musique --split dev --num 500
-    python recipes/multihop_qa/make_data.py --sets hotpotqa_raw --split train --data_files my/train-*.parquet
+    python recipes/multihop_qa/make_data.py --sets hotpotqa --split train --data_files my/train.jsonl
 
 writes outputs/multihop_qa/SPLIT.jsonl with {"id", "question", "answers", "evidence", "source"}, and beside it
 SPLIT.json: the sets, the seed, what was left out and why, and a hash of the ids in their order. The same seed and
 files give the same rows.
 
-A set is named as FlashRAG does (hotpotqa, 2wikimultihopqa, musique, nq; RUC-NLPIR/FlashRAG_datasets), with `_raw` for
-its own publication, or with `corag_` for the form of corag/multihopqa. Evidence are the titles of the pages that
-hold the gold passages; in corag's form they are ids of corag/kilt-corpus: what its authors' retriever found for the
-question. No code of a data set is run (`data_files` only). A question without an answer, or one that its set calls
-unanswerable, is left out and counted; a missing column or a value of another form ends the program with the set, the
-row and the column.
+The sets are those of RUC-NLPIR/FlashRAG_datasets: `id, question, golden_answers, metadata`. Evidence are the titles of
+the pages that hold the gold passages, where the metadata names them. No code of a data set is run (`data_files` only).
+A question without an answer is left out and counted; a missing column or a value of another form ends the program
+with the set, the row and the column.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import random
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +34,7 @@ Row = dict[str, Any]
 FLASHRAG = "hf://datasets/RUC-NLPIR/FlashRAG_datasets"
 
 
-class Left(Exception):
-    """A row is left out, for this reason."""
-
-
-# ---------------------------------------------------------------- values
-
-
-def column(row: Mapping[str, Any], name: str) -> Any:
-    """The value of a column.
-
-    Raises:
-        UsageError: the row does not have it.
-    """
-    if name not in row:
-        raise UsageError(f"there is no column {name!r} (there are: {', '.join(map(str, row))})")
-    return row[name]
+SETS = ("hotpotqa", "2wikimultihopqa", "musique", "nq")
 
 
 def clean(text: Any) -> str:
@@ -59,169 +42,48 @@ def clean(text: Any) -> str:
     return unicodedata.normalize("NFC", html.unescape(str(text))).strip()
 
 
-def read_json(value: Any) -> Any:
-    """What a column holds that some mirrors keep as JSON in a string."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value
-
-
-def read_answers(value: Any, name: str) -> list[str]:
-    """Gold answers, each once: a string, or a list of strings or of mappings with `text`, `answer` or `aliases`.
+def read_answers(value: Any) -> list[str]:
+    """Gold answers, each once, given a string or a list of strings or numbers.
 
     Raises:
         UsageError: it has another form.
-        Left: there are none.
     """
-    found: list[str] = []
-    waiting = [read_json(value)]
-    while waiting:
-        item = waiting.pop(0)
-        if isinstance(item, str | int | float) and not isinstance(item, bool):
-            found.append(clean(item))
-        elif isinstance(item, Mapping) and any(key in item for key in ("text", "answer", "aliases")):
-            waiting = [item[key] for key in ("text", "answer", "aliases") if item.get(key) is not None] + waiting
-        elif isinstance(item, list | tuple):
-            waiting = [*item, *waiting]
-        elif item is not None:
-            raise UsageError(
-                f"column {name!r}: {item!r:.100} is no answer (a string, or a mapping with text, answer or aliases)"
-            )
-    answers = list(dict.fromkeys(answer for answer in found if answer))
-    if not answers:
-        raise Left("without an answer")
-    return answers
+    found = value if isinstance(value, list) else [value]
+    for item in found:
+        if isinstance(item, bool) or not isinstance(item, str | int | float):
+            raise UsageError(f"column 'golden_answers': {item!r:.100} is no answer (a string or a number)")
+    return list(dict.fromkeys(filter(None, map(clean, found))))
 
 
-def records(value: Any) -> list[Any]:
-    """Arrow keeps a list of mappings as a mapping of lists; both become a list of mappings."""
-    value = read_json(value)
-    if isinstance(value, Mapping):
-        lists = {key: item for key, item in value.items() if isinstance(item, list)}
-        return [dict(zip(lists, items, strict=False)) for items in zip(*lists.values(), strict=False)]
-    return list(value or [])
-
-
-def titles_of(value: Any, name: str) -> list[dict[str, str]]:
-    """The pages of supporting facts ([title, sentence] or {"title": ...}), each once.
+def read_evidence(metadata: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The pages of the supporting facts (a mapping of lists, as Arrow keeps them), or MuSiQue's supporting paragraphs.
 
     Raises:
-        UsageError: a fact has another form.
+        UsageError: they have another form.
     """
-    titles = []
-    for item in records(value):
-        title = (
-            item.get("title") if isinstance(item, Mapping) else item[0] if isinstance(item, list) and item else None
-        )
-        if not isinstance(title, str):
-            raise UsageError(f"column {name!r}: {item!r:.100} is no supporting fact ([title, sentence] or a mapping)")
-        titles.append(clean(title))
-    return [{"title": title} for title in dict.fromkeys(titles) if title]
+    facts, paragraphs = metadata.get("supporting_facts") or {}, metadata.get("paragraphs") or []
+    try:
+        titles = facts["title"] if facts else [item["title"] for item in paragraphs if item["is_supporting"]]
+        return [{"title": title} for title in dict.fromkeys(map(clean, titles))]
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"column 'metadata': {metadata!r:.100} has supporting facts of another form") from error
 
 
-def supporting_titles(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The titles of MuSiQue's supporting paragraphs."""
-    paragraphs = records(row.get("paragraphs"))
-    return titles_of([item for item in paragraphs if item.get("is_supporting")], "paragraphs")
+def read_row(row: Mapping[str, Any]) -> Row:
+    """A row as `SearchQAEnv` reads it.
 
-
-# ---------------------------------------------------------------- forms
-
-
-def read_flashrag(row: Mapping[str, Any]) -> Row:
-    """`id, question, golden_answers, metadata`; what the metadata holds of gold passages is evidence."""
-    metadata = read_json(row.get("metadata")) or {}
-    evidence: list[dict[str, str]] = []
-    if isinstance(metadata, Mapping):
-        evidence = titles_of(metadata.get("supporting_facts"), "metadata.supporting_facts") or supporting_titles(
-            metadata
-        )
+    Raises:
+        UsageError: a column is missing, or has another form.
+    """
+    for name in ("id", "question", "golden_answers"):
+        if name not in row:
+            raise UsageError(f"there is no column {name!r} (there are: {', '.join(map(str, row))})")
     return {
-        "id": column(row, "id"),
-        "question": column(row, "question"),
-        "answers": read_answers(column(row, "golden_answers"), "golden_answers"),
-        "evidence": evidence,
+        "id": str(row["id"]),
+        "question": clean(row["question"] or ""),
+        "answers": read_answers(row["golden_answers"]),
+        "evidence": read_evidence(row.get("metadata") or {}),
     }
-
-
-def read_hotpotqa(row: Mapping[str, Any]) -> Row:
-    """hotpotqa/hotpot_qa: `id, question, answer, supporting_facts`."""
-    return {
-        "id": row.get("id") or column(row, "_id"),
-        "question": column(row, "question"),
-        "answers": read_answers(column(row, "answer"), "answer"),
-        "evidence": titles_of(column(row, "supporting_facts"), "supporting_facts"),
-    }
-
-
-def read_2wiki(row: Mapping[str, Any]) -> Row:
-    """xanhho/2WikiMultihopQA: `_id, question, answer, supporting_facts`; lists, or JSON in strings."""
-    return read_hotpotqa({**row, "id": row.get("_id") or column(row, "id")})
-
-
-def read_musique(row: Mapping[str, Any]) -> Row:
-    """bdsaglam/musique: `id, question, answer, answer_aliases, answerable, paragraphs, question_decomposition`."""
-    if row.get("answerable") is False:
-        raise Left("unanswerable")
-    column(row, "paragraphs")
-    steps = records(column(row, "question_decomposition"))
-    return {
-        "id": column(row, "id"),
-        "question": column(row, "question"),
-        "answers": read_answers([column(row, "answer"), column(row, "answer_aliases")], "answer"),
-        "evidence": supporting_titles(row),
-        "steps": [{"question": clean(step["question"]), "answer": clean(step["answer"])} for step in steps],
-    }
-
-
-def read_corag(row: Mapping[str, Any]) -> Row:
-    """corag/multihopqa: `query_id, query, answers, context_doc_ids`."""
-    return {
-        "id": column(row, "query_id"),
-        "question": column(row, "query"),
-        "answers": read_answers(column(row, "answers"), "answers"),
-        "evidence": [{"id": str(number)} for number in column(row, "context_doc_ids") or []],
-    }
-
-
-# Set -> form, and the data files of its splits.
-SETS: dict[str, tuple[Callable[[Mapping[str, Any]], Row], dict[str, str]]] = {
-    **{
-        name: (read_flashrag, {split: f"{FLASHRAG}/{name}/{split}.jsonl" for split in ("train", "dev")})
-        for name in ("hotpotqa", "2wikimultihopqa", "musique", "nq")
-    },
-    "hotpotqa_raw": (
-        read_hotpotqa,
-        {
-            "train": "hf://datasets/hotpotqa/hotpot_qa/distractor/train-*.parquet",
-            "dev": "hf://datasets/hotpotqa/hotpot_qa/distractor/validation-*.parquet",
-        },
-    ),
-    "2wikimultihopqa_raw": (
-        read_2wiki,
-        {split: f"hf://datasets/xanhho/2WikiMultihopQA/{split}.parquet" for split in ("train", "dev")},
-    ),
-    "musique_raw": (
-        read_musique,
-        {
-            "train": "hf://datasets/bdsaglam/musique/musique_ans_v1.0_train.jsonl",
-            "dev": "hf://datasets/bdsaglam/musique/musique_ans_v1.0_dev.jsonl",
-        },
-    ),
-    **{
-        f"corag_{name}": (
-            read_corag,
-            {
-                "train": f"hf://datasets/corag/multihopqa/{name}/train-*.parquet",
-                "dev": f"hf://datasets/corag/multihopqa/{name}/validation-*.parquet",
-            },
-        )
-        for name in ("hotpotqa", "2wikimultihopqa", "musique")
-    },
-}
 
 
 # ---------------------------------------------------------------- the program
@@ -257,18 +119,16 @@ def read_rows(name: str, raw: Iterable[Mapping[str, Any]]) -> tuple[list[Row], C
     left: Counter[str] = Counter()
     for number, record in enumerate(raw):
         try:
-            row = SETS[name][0](record)
-            identifier, question = str(row["id"]), clean(row["question"] or "")
-            if identifier in rows:
-                raise UsageError(f"id {identifier!r} occurs twice")
-            if not question:
-                raise Left("without a question")
+            row = read_row(record)
+            if row["id"] in rows:
+                raise UsageError(f"id {row['id']!r} occurs twice")
         except UsageError as error:
             raise UsageError(f"{name}, row {number}: {error}. Is this file a {name}?") from error
-        except Left as reason:
-            left[str(reason)] += 1
-            continue
-        rows[identifier] = {**row, "id": f"{name}/{identifier}", "question": question, "source": name}
+        missing = [part for part in ("question", "answers") if not row[part]]
+        if missing:
+            left[f"without {missing[0]}"] += 1
+        else:
+            rows[row["id"]] = {**row, "id": f"{name}/{row['id']}", "source": name}
     if not rows:
         raise UsageError(f"{name}: no row is left ({dict(left) or 'the file is empty'}). Pass another split or file.")
     return list(rows.values()), left
@@ -296,7 +156,7 @@ def run(argv: list[str]) -> int:
     drawn: list[Row] = []
     sets = {}
     for name in args.sets:
-        files = args.data_files or SETS[name][1][args.split]
+        files = args.data_files or f"{FLASHRAG}/{name}/{args.split}.jsonl"
         rows, left = read_rows(name, load(files))
         chosen = rows
         if args.num is not None and args.num < len(rows):

@@ -2,13 +2,21 @@
 
 import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
 from agent_r1_trl.cli import main
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_policy
+
+
+def pytest_configure(config):
+    """Where only tests of this folder run, TRL does not import vLLM, which takes seconds and nothing here uses."""
+    folders = [Path(item.partition("::")[0]).resolve() for item in config.args]
+    if all(folder.is_relative_to(Path(__file__).parent) for folder in folders):
+        sys.modules.setdefault("vllm", None)
+
 
 CURE = re.compile(
     r"\b([Ss]et|[Pp]ass|Put|Correct|[Rr]emove|Name|[Gg]ive|Convert|Rename|Subclass|Return|[Ww]rite|[Cc]hoose|[Ii]nstall|"
@@ -49,6 +57,9 @@ def word_count_reward(completions, **kwargs):
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     """An untrained two-layer Qwen2 with a small tokenizer of the Qwen family."""
+    from tests.tokenizers import make_tokenizer
+    from tests.trainers.helpers import make_policy
+
     folder = tmp_path_factory.mktemp("cli") / "tiny-model"
     tokenizer = make_tokenizer("qwen2_5")
     make_policy(tokenizer).save_pretrained(folder)

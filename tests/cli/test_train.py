@@ -9,6 +9,7 @@ import pytest
 
 from agent_r1_trl.cli import main
 from agent_r1_trl.cli.progress import headline_of
+from agent_r1_trl.cli.train import read_arguments
 from agent_r1_trl.recording import read_records
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +35,13 @@ def test_flags_win_over_the_recipe(recipe):
     assert len(trajectories) == 4
     assert all(len(item.turns) == 1 for item in trajectories)
     assert {item.outcome_reward for item in trajectories} <= {0.0, 3.0}
+
+
+@pytest.mark.parametrize("flags", [["--eval_dataset_name", "null"], ["--eval_dataset_name=null"]])
+def test_null_unsets_a_setting_of_the_recipe(recipe, flags):
+    flags = [*flags, "--run_name", "null", "--seed", "5"]
+    settings = read_arguments(["--config", recipe(), *flags])[0].settings
+    assert (settings["eval_dataset_name"], settings["run_name"], settings["seed"]) == (None, None, 5)
 
 
 def test_without_an_environment_completions_are_scored_as_in_trl(recipe):
@@ -102,6 +110,38 @@ def test_accelerate_launch_trains_one_step_from_a_recipe(recipe):
     assert "Done. The model is in out" in finished.stdout
     assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 1
     assert len(list(read_records("out"))) == 4
+
+
+AT_EXIT = """
+import atexit
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+was_there = Path(f"rank-{os.environ['RANK']}")
+atexit.register(lambda: was_there.write_text(str(dist.is_initialized())))
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_leave_no_process_group_behind(recipe):
+    path = recipe(max_steps=1, eval_dataset_name=None)
+    task = Path("task.py")
+    task.write_text(AT_EXIT + task.read_text())
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "agent_r1_trl.cli.train",
+        "--config",
+        path,
+    ]
+    finished = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert [Path(f"rank-{rank}").read_text() for rank in range(2)] == ["False", "False"]
 
 
 def test_the_line_of_a_step_says_success_the_pass_rate_and_what_was_filtered():

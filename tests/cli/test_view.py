@@ -154,7 +154,7 @@ def test_an_example_is_listed_over_all_steps_and_shown_in_one(view, tmp_path, mo
 
 
 MISTAKES = {
-    "no run": ([], "RUN: not set"),
+    "no run": ([], "required: RUN"),
     "a run that is not there": (["{run}/nope"], "/nope: no such"),
     "two runs": (["{run}", "other"], "'other'"),
     "a file of another kind": (["{run}/note.txt"], "note.txt"),
@@ -172,9 +172,9 @@ MISTAKES = {
         ["{run}", "--step", "1", "--filter", "infrastructure"],
         "--filter infra.* 1 trajectories of step 1",
     ),
-    "a filter that does not exist": (["{run}", "--filter", "bad"], "--filter 'bad'.*'failed'"),
-    "a split that does not exist": (["{run}", "--split", "test"], "--split 'test'.*'train', 'eval'"),
-    "a word for a step": (["{run}", "--step", "x"], "--step 'x'"),
+    "a filter that does not exist": (["{run}", "--filter", "bad"], "--filter: invalid choice: 'bad'.*failed"),
+    "a split that does not exist": (["{run}", "--split", "test"], "--split: invalid choice: 'test'.*train.*eval"),
+    "a word for a step": (["{run}", "--step", "x"], "--step: invalid int value: 'x'"),
     "no trajectories": (["{run}", "--num", "0"], "--num=0"),
     "no columns": (["{run}", "--width", "-3"], "--width=-3"),
     "a misspelt option": (["{run}", "--steps", "1"], "--steps.* mean '--step'"),

@@ -37,10 +37,6 @@ def score(completions, **columns):
     return {score}
 
 
-def score_turns(trajectory, **columns):
-    return {score}
-
-
 class Task(ToolEnv):
     tools = (search,)
     tool_call_reward = tool_error_reward = 0.0
@@ -55,13 +51,9 @@ ROWS = {
         WORKS, "return 0.0", {}, 0,
         "Step 1: All 8 trajectories earned exactly 0: .*has learned nothing",
     ),
-    "reward constant": (
-        WORKS, "return 0.5", {}, 0,
-        "Step 1: All 8 trajectories earned exactly 0.5: .*has learned nothing",
-    ),
     "reward raises": (
         WORKS, "return self.example['solution']", {}, 2,
-        r"Task.outcome_reward raised KeyError: 'solution' \(.*task.py, line 31\)\. Correct the method\. .*example '",
+        r"Task.outcome_reward raised KeyError: 'solution' \(.*task.py, line 27\)\. Correct the method\. .*example '",
     ),
     "reward function raises": (
         WORKS, LENGTH, {"reward_funcs": "task.py:score", "score": "columns['gold']"}, 2,
@@ -71,10 +63,6 @@ ROWS = {
         WORKS, LENGTH, {"reward_funcs": "task.py:score", "score": "[float('nan')] * 8"}, 2,
         r"error: reward_funcs: score returned nan for Trajectory\(example_id='\d+'",
     ),
-    "reward function of turns raises": (
-        WORKS, LENGTH, {"turn_reward_funcs": "task.py:score_turns", "score": "trajectory[0].oh"}, 2,
-        r"error: turn_reward_funcs: score_turns raised AttributeError: .*'oh' \(.*task.py, line 23\)\. Correct",
-    ),
     "judge down": (
         WORKS, LENGTH, {"reward_funcs": "task.py:score", "score": "socket.create_connection(('127.0.0.1', 9), 1)"}, 3,
         r"error: reward_funcs: score raised ConnectionRefusedError",
@@ -82,10 +70,6 @@ ROWS = {
     "tool raises": (
         "raise OSError('no index')", LENGTH, {}, 3,
         "'search' has never worked: .*no index.*by hand",
-    ),
-    "tool misses its file": (
-        "return open('/no/index.bin').read()", LENGTH, {}, 3,
-        "'search' has never worked: .*/no/index.bin.*by hand",
     ),
     "tool has a bug": (
         "return {}['index']", LENGTH, {}, 0,

@@ -25,9 +25,6 @@ EXIT_INFRASTRUCTURE = 3
 EXIT_INTERRUPTED = 130
 """Ctrl-C; 128 + the signal's number for any other signal. 1 is what nobody foresaw, with a traceback."""
 
-_WRONG_TYPE = re.compile(r"argument (?P<flag>--\w+)\S*: invalid (?P<kind>\S+) value: (?P<value>.*)", re.DOTALL)
-_WRONG_CHOICE = re.compile(r"argument (?P<flag>--\w+)\S*: invalid choice: (?P<value>.*) \(choose from (?P<names>.*)\)")
-_OTHER_PROBLEM = re.compile(r"argument (?P<flag>--\w+)\S*: (?P<problem>.*)", re.DOTALL)
 _CURES = {
     "support bf16": "set bf16: false (this machine has no GPU that supports bfloat16).",
     "generation_batch_size.*divisible": "choose per_device_train_batch_size x gradient_accumulation_steps x processes "
@@ -39,7 +36,6 @@ _CURES = {
     "Callback requires": "install it, or set report_to: none.",
 }
 """Regular expression for the message of another package -> what to do about it."""
-_KINDS = {"int": "a whole number", "float": "a number", "string_to_bool": "true or false"}
 
 
 class UsageError(RunError, ValueError):
@@ -98,23 +94,6 @@ def with_cure(message: str) -> str:
     return message if cure is None else f"{message.rstrip('. ')}. Cure: {cure}"
 
 
-def explain_argparse(message: str) -> str:
-    """Rewrite an error message of argparse so that it names flag, value and rule.
-
-    >>> explain_argparse("argument --step: invalid int value: 'x'")
-    "--step 'x': must be a whole number. Pass such a value."
-    """
-    if match := _WRONG_TYPE.match(message):
-        rule = _KINDS.get(match["kind"], match["kind"])
-        return f"{match['flag']} {match['value']}: must be {rule}. Pass such a value."
-    if match := _WRONG_CHOICE.match(message):
-        return f"{match['flag']} {match['value']}: must be one of {match['names']}. Pass one of them."
-    if match := _OTHER_PROBLEM.match(message):
-        return f"{match['flag']}: {match['problem']}."
-    missing = message.removeprefix("the following arguments are required: ")
-    return f"{missing}: not set. Pass it." if missing != message else f"{message.rstrip('.')}."
-
-
 class PlainParser(argparse.ArgumentParser):
     """A parser of a command without recipes, whose mistakes are `UsageError`s."""
 
@@ -124,7 +103,7 @@ class PlainParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error as a `UsageError`."""
-        raise UsageError(f"{explain_argparse(message)} {self.prog} --help lists the options.")
+        raise UsageError(f"{message}. {self.prog} --help lists the options.")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse the arguments."""

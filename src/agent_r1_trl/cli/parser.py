@@ -6,10 +6,11 @@ import dataclasses
 import json
 import typing
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any, NoReturn
 
 from agent_r1_trl.cli.arguments import EvalArguments, TrainArguments, read_mapping, read_text
-from agent_r1_trl.cli.errors import UsageError, explain_argparse, no_such_option, with_cure
+from agent_r1_trl.cli.errors import UsageError, no_such_option, with_cure
 from agent_r1_trl.cli.options import help_text, mapping_keys
 from agent_r1_trl.cli.recipe import found_paths, read_recipe, read_value, split_config
 from agent_r1_trl.features import MAPPINGS
@@ -101,9 +102,10 @@ class RecipeParser(TrlParser):
                 if name in self._own and name not in self._private:
                     values[name] = checked
         self.set_defaults_with_config(**values)
-        arguments = _fold_keys(arguments)
+        unset, arguments = self._take_nulls(_fold_keys(arguments))
         namespace, unknown = self.parse_known_args(arguments)
         self._check_unknown(unknown)
+        vars(namespace).update(unset)
         given = _over_recipe(vars(namespace), values, given_flags(arguments))
         self.settings = {name: found_paths(value) for name, value in given.items()}
         return path
@@ -117,6 +119,23 @@ class RecipeParser(TrlParser):
             raise
         except (ValueError, TypeError, NotImplementedError, ImportError) as error:
             raise UsageError(f"{source}: {with_cure(str(error))}") from error
+
+    def _take_nulls(self, arguments: Sequence[str]) -> tuple[dict[str, None], list[str]]:
+        """The settings that `--name null` unsets, which argparse would read as a text, and the other arguments."""
+        unset: dict[str, None] = {}
+        rest: list[str] = []
+        words = list(arguments)
+        while words:
+            item = words.pop(0)
+            flag, has_value, value = item.partition("=")
+            action = self._option_string_actions.get(flag)
+            is_null = value == "null" if has_value else words[:1] == ["null"]
+            if is_null and action is not None and NoneType in typing.get_args(self._hints.get(action.dest)):
+                unset[action.dest] = None
+                words = words[not has_value :]
+            else:
+                rest.append(item)
+        return unset, rest
 
     def _check_unknown(self, unknown: list[str]) -> None:
         if not unknown:
@@ -133,7 +152,7 @@ class RecipeParser(TrlParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error as a `UsageError`."""
-        raise UsageError(f"{explain_argparse(message)} {self.prog} --help lists the options.")
+        raise UsageError(f"{message}. {self.prog} --help lists the options.")
 
 
 def _fold_keys(arguments: Sequence[str]) -> list[str]:

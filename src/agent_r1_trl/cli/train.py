@@ -92,8 +92,6 @@ CLASHES = (
     ),
 )
 """What settings of the command, the trainer and the model say together."""
-_COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-"""Environment variables in which torchrun, DeepSpeed and MPI launchers tell each process how many there are."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -101,7 +99,6 @@ def run(argv: Sequence[str]) -> int:
     if "--list-recipes" in argv:
         print(recipe_list(), end="")
         return 0
-    check_launcher(os.environ)
     use_one_gpu()
 
     script_args, args, model_args = read_arguments(argv)
@@ -137,8 +134,8 @@ def run(argv: Sequence[str]) -> int:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)
         except RunError as error:  # secrets
             raise UsageError(f"{error}\nThe model is in {folder}; agent-r1-trl push sends it.") from error
-    if hasattr(trainer, "end"):  # transformers >= 5.18: closes trackers and the process group
-        trainer.end()
+    # Trackers and the process group: a thread of gloo that outlives the interpreter can abort the process.
+    getattr(trainer, "end", trainer.accelerator.end_training)()  # transformers >= 5.18 has `end`
     console.print(_farewell(script_args, args, folder))
     return 0
 
@@ -192,22 +189,6 @@ def trainer_class(name: str) -> Any:
 
 
 # ---------------------------------------------------------------- processes and devices
-
-
-def check_launcher(environment: Mapping[str, str]) -> None:
-    """Refuse the single process of an `accelerate launch` that was asked for several.
-
-    Accelerate's plain launcher exports the precision to every script and MASTER_ADDR only where several processes were
-    asked for; it starts one either way.
-    """
-    launched = "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_ADDR" in environment
-    if launched and not any(name in environment for name in _COUNTS):
-        raise UsageError(
-            "num_processes: accelerate launch was told to start several processes and started 1; its CPU mode and a "
-            "configuration with distributed_type 'NO' do that. On a CPU run torchrun --nproc_per_node 2 -m "
-            "agent_r1_trl.cli.train ..., or use recipes/accelerate_configs/cpu_2proc.yaml; on GPUs "
-            "recipes/accelerate_configs/ddp.yaml. If one process is what you want, unset MASTER_ADDR."
-        )
 
 
 def check_num_processes(environment: Mapping[str, str], running: int, expected: int | None) -> None:

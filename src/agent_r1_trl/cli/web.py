@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
+import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,37 +17,26 @@ Port = Annotated[int, Number(minimum=0, maximum=65535)]
 """0: a free one."""
 
 
-def cannot_listen(host: str, port: int, error: OSError) -> DependencyError:
-    """What is raised where an address is taken, or not this machine's."""
-    problem = f"cannot listen there ({error.strerror or error})"
-    return DependencyError(f"--host {host} --port {port}: {problem}. Pass another port.")
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there.
+
+    Raises:
+        DependencyError: the address is taken, or not this machine's.
+    """
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        problem = f"cannot listen there ({error.strerror or error})"
+        raise DependencyError(f"--host {host} --port {port}: {problem}. Pass another port.") from error
 
 
-async def serve_app(
-    app: web.Application, host: str, port: int, on_start: Callable[..., None] | None, **options: Any
-) -> None:
+def serve_app(app: web.Application, host: str, port: int, on_start: Callable[[str], None], **options: Any) -> None:
     """Serve an application until the process is told to end (SIGINT, SIGTERM).
 
-    `on_start` is told `host` and `port` (0: a free one) when it answers; `options` are those of aiohttp's `AppRunner`.
+    `on_start` is told the URL, with the port that a port of 0 became; `options` are those of aiohttp's `run_app`.
     """
     from aiohttp import web
 
-    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        try:
-            loop.add_signal_handler(number, stopped.set)
-        except NotImplementedError:  # Windows
-            signal.signal(number, lambda *_: loop.call_soon_threadsafe(stopped.set))
-    runner = web.AppRunner(app, access_log=None, **options)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, host, port, backlog=1024)
-        try:
-            await site.start()
-        except OSError as error:
-            raise cannot_listen(host, port, error) from error
-        if on_start is not None:
-            on_start({"host": host, "port": runner.addresses[0][1]})
-        await stopped.wait()
-    finally:
-        await runner.cleanup()
+    listening = listen(host, port)
+    on_start(f"http://{host}:{listening.getsockname()[1]}")
+    web.run_app(app, sock=listening, print=None, access_log=None, backlog=1024, **options)

@@ -25,8 +25,6 @@ class FeatureRow(NamedTuple):
     """Commands of `agent-r1-trl` that it brings: name -> help. Command `x` is the module `x_command` of its folder."""
     has_mapping: bool = False
     """Whether its `settings` are mappings: setting -> class of the keys is `GROUPS` of its module `settings`."""
-    needs: tuple[str, ...] = ()
-    """Features that it is built on."""
 
 
 FEATURES = {
@@ -80,7 +78,6 @@ FEATURES = {
             "serve": "serve a model with vLLM, or an agent with its tools",
             "merge": "write a plain Hugging Face model from an adapter or a checkpoint",
         },
-        needs=("journal",),
     ),
 }
 """Callbacks are called in this order; what is around a run is so from the outside in."""
@@ -91,9 +88,8 @@ MAPPINGS = tuple(name for row in FEATURES.values() if row.has_mapping for name i
 
 
 def has_feature(name: str) -> bool:
-    """Whether the folder of a feature is there, and what it needs."""
-    is_there = name in FEATURES and importlib.util.find_spec(f"{__name__}.{name}") is not None
-    return is_there and all(map(has_feature, FEATURES[name].needs))
+    """Whether the folder of a feature is there."""
+    return name in FEATURES and importlib.util.find_spec(f"{__name__}.{name}") is not None
 
 
 def mappings_of(name: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
-"""The recipes of the games: settings, demonstrators, and from the cold start to a trained policy."""
+"""The recipes of the games: settings, demonstrators, and a report over seeds."""
 
-import importlib.util
 import itertools
 import json
 import random
@@ -13,7 +12,6 @@ import pytest
 import yaml
 
 from agent_r1_trl import check_env
-from agent_r1_trl.cli import main
 from agent_r1_trl.cli.resolve import resolve_env
 from agent_r1_trl.cli.train import read_arguments
 
@@ -88,34 +86,8 @@ def test_sums_of_three_numbers_have_their_values():
     assert found["7 - 4 + 2"] == 5 and found["4 + 2 - 7"] == -1 and len(found) == 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("game", "algos"),
-    [("bandit", ("grpo", "ppo")), ("frozen_lake", ("ppo",)), ("countdown", ("grpo",)), ("sokoban", ("grpo",))],
-)
-def test_a_recipe_trains_from_the_model_that_the_script_makes(game, algos, tmp_path, monkeypatch):
-    start = tmp_path / "start"
-    monkeypatch.setattr(sys, "argv", ["make_cold_start.py", "--steps", "2", "--batch-size", "2", "--out", str(start)])
-    runpy.run_path(str(RECIPES / game / "make_cold_start.py"), run_name="__main__")
-    for algo in algos:
-        config = str(RECIPES / game / algo / "config_cpu.yaml")
-        changed = {
-            "model_name_or_path": str(start), "output_dir": f"{tmp_path}/{algo}", "max_steps": "2",
-            "per_device_train_batch_size": "4", "generation_batch_rows": "4", "max_tokens_per_turn": "4",
-            "num_generations": "2" if algo == "grpo" else "1",
-        }  # fmt: skip
-        options = [part for name, value in changed.items() for part in (f"--{name}", value)]
-        assert main(["train", "--config", config, *options]) == 0
-        history = json.loads((tmp_path / algo / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-        assert [0 <= row["env/success"] <= 1 for row in history if "env/success" in row] == [True, True]
-    if game == "bandit":  # of the others, the rest of what the doctor looks at is tested above
-        assert main(["doctor", "--config", config, "--model_name_or_path", str(start)]) == 0
-
-
 def test_the_report_makes_each_thing_once_and_shows_success_before_and_after(tmp_path, monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("games_report", RECIPES / "games_report.py")
-    report = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(report)
+    report = runpy.run_path(str(RECIPES / "compare_runs.py"), run_name="report")
     commands = []
 
     def run(command, **settings):
@@ -128,16 +100,18 @@ def test_the_report_makes_each_thing_once_and_shows_success_before_and_after(tmp
             (folder / "evaluation.json").write_text(json.dumps({"success": success}))
         elif command[2] == "--out":
             (folder / "tokenizer_config.json").write_text("{}")
+        else:
+            history = [{"env/success": value} for value in (0.25, 0.5)]
+            (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(
-        sys, "argv", ["games_report.py", "--games", "bandit", "--seeds", "0", "1", "--out", str(tmp_path)]
-    )
-    report.main()
-    assert "| bandit | grpo | 0.25 | 0.50, 0.75 | 0.62 | 0 |" in capsys.readouterr().out
+    flags = ["games", "--only", "bandit", "--seeds", "0", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["compare_runs.py", *flags])
+    report["main"]()
+    assert "| bandit grpo | 0.250 | 0.500, 0.750 | 0.625 | 0.375 | 0 |" in capsys.readouterr().out
     assert len(commands) == 1 + 2 * (1 + 2 * 2)  # one cold start; for each algorithm before, and two seeds
     for command in commands[1:]:
         flags = command[command.index("--config") :]
         assert len(flags) % 2 == 0 and all(flag.startswith("--") for flag in flags[::2])
-    report.main()
+    report["main"]()
     assert len(commands) == 11

@@ -1,6 +1,5 @@
 """The card of a model, from facts alone: its results, and the lines that start the agent."""
 
-import functools
 import json
 import re
 import shlex
@@ -8,13 +7,11 @@ import shlex
 import pytest
 from huggingface_hub import ModelCard
 
-from agent_r1_trl.environments import SearchQAEnv
-from agent_r1_trl.environments.factory import resolve_env_factory
-from agent_r1_trl.features.hub.card import CardFacts, make_card, metrics, read_facts
+from agent_r1_trl.advantages.estimators import ESTIMATORS
+from agent_r1_trl.features.hub.card import CardFacts, make_card, metrics, read_facts, read_scores
 from agent_r1_trl.features.serve.chat_command import COMMAND
 from agent_r1_trl.features.serve.command_arguments import environment_of, read_conversation_arguments
 from agent_r1_trl.tools import as_tool
-from tests.toys import AddEnv, add, echo
 
 
 def row(method, name, value, *, settings=None, **more):
@@ -39,8 +36,10 @@ TABLE = {
 }
 
 
-def card(**facts):
-    return ModelCard(make_card(CardFacts(model_id="ada/adder", **facts)))
+def card(*, evaluation=None, **facts):
+    made = CardFacts(model_id="ada/adder", **facts)
+    made.scores = read_scores(evaluation or {}, made.data)
+    return ModelCard(make_card(made))
 
 
 def section(text, heading):
@@ -88,28 +87,33 @@ def test_a_single_row_names_its_own_data_set_rather_than_that_of_the_training():
     assert made.data.eval_results[0].dataset_name == "data/musique.jsonl"
     text = section(made.text, "Results")
     assert "40 examples of `data/musique.jsonl`, sampled at temperature 0.7;" in text
-    assert "| exact\\_match | 0.5 | 0.375 to 0.625 |" in text and "###" not in text
+    assert "| exact\\_match | 0.5 (0.375 to 0.625) |" in text and "###" not in text
 
 
 @pytest.mark.parametrize(
     "evaluation",
     [
-        {"rows": None},
-        {"rows": ["x", 3, None]},
         {"rows": [row("base", "test", 0.5)]},
-        {"exact_match": float("nan"), "intervals": [1], "settings": "x"},
-        {"exact_match": float("inf"), "f1": "0.5", "success": True, "intervals": {"exact_match": ["a", "b"]}},
+        {"exact_match": float("nan")},
+        {"exact_match": float("inf"), "f1": "0.5", "success": True},
     ],
-    ids=["no rows", "no mappings", "a baseline alone", "not a number", "infinite, a text and a truth"],
+    ids=["a baseline alone", "not a number", "infinite, a text and a truth"],
 )
 def test_what_is_no_result_of_the_model_is_not_in_the_metadata(evaluation):
-    assert "model-index" not in make_card(CardFacts(model_id="ada/adder", evaluation=evaluation))
+    assert "model-index" not in str(card(evaluation=evaluation))
 
 
 def test_bounds_that_are_no_numbers_are_no_interval():
     made = card(evaluation={"f1": 0.5, "intervals": {"f1": ["low", float("nan")]}})
-    assert made.data.eval_results[0].metric_args is None and "| f1 | 0.5 |  |" in made.text
+    assert made.data.eval_results[0].metric_args is None and "| f1 | 0.5 |\n" in made.text
     assert "? examples; 95%" in made.text
+
+
+@pytest.mark.parametrize("text", ['{"rows": 3}', '{"rows": ["x"]}', '{"f1": 0.5, "intervals": [1]}', "[]", "{"])
+def test_a_file_that_is_no_evaluation_is_named(tmp_path, text):
+    (tmp_path / "evaluation.json").write_text(text)
+    with pytest.raises(ValueError, match=r"evaluation.json: (holds no evaluation|cannot be read)"):
+        read_facts(tmp_path, "ada/adder")
 
 
 # ---------------------------------------------------------------- quick start
@@ -129,8 +133,12 @@ def started(**facts):
 
 def test_the_metrics_of_several_evaluation_sets_stand_beside_those_of_the_training():
     logged = {"reward": 0.25, "eval_hard_reward": 0.5, "eval_hard_env/em": 0.75, "eval_hard_loss": 1.0, "env/em": 0.0}
-    rows = [line.split(" | ")[0].removeprefix("| ") for line in metrics([logged]).splitlines()[2:]]
-    assert rows == ["env/em", r"eval\_hard\_env/em", r"eval\_hard\_reward", "reward"]
+    assert [name for name, *_ in metrics([logged])] == [
+        "env/em",
+        r"eval\_hard\_env/em",
+        r"eval\_hard\_reward",
+        "reward",
+    ]
 
 
 def test_the_quick_start_stands_in_front_of_all_other_sections_and_keeps_its_place():
@@ -139,34 +147,33 @@ def test_the_quick_start_stands_in_front_of_all_other_sections_and_keeps_its_pla
     headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert headings[0] == "Quick start" and headings.index("Method") > headings.index("Training settings") > 0
     assert headings[-3:] == ["Data", "Results", "Citations"]
-    mine = make_card(CardFacts(model_id="ada/adder", **facts), "# Mine\n\n## About\n\nx\n\n## Quick start\n\nold\n")
+    known = CardFacts(model_id="ada/adder", env="search_qa", recipe=facts["recipe"])
+    mine = make_card(known, "# Mine\n\n## About\n\nx\n\n## Quick start\n\nold\n")
     assert re.findall(r"^## (.*)$", mine, re.MULTILINE)[:2] == ["About", "Quick start"] and "old" not in mine
 
 
-@pytest.mark.parametrize(("base", "shown"), [("/site/recipes/a/model", "recipes/a/model"), ("/other", "/other")])
-def test_the_base_of_an_adapter_is_named_as_in_the_recipe_where_it_is_the_same(tmp_path, base, shown):
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+def test_the_base_of_an_adapter_is_named_as_in_the_recipe(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/site/recipes/a/model"}))
+    assert read_facts(tmp_path, "ada/adder").base_model == "/site/recipes/a/model"
     (tmp_path / "recipe.yaml").write_text("model_name_or_path: recipes/a/model\n")
-    assert read_facts(tmp_path, "ada/adder").base_model == shown
+    assert read_facts(tmp_path, "ada/adder").base_model == "recipes/a/model"
+
+
+@pytest.mark.parametrize(("name", "found"), [("gae", ESTIMATORS["gae"]), ("own.py:rule", None)])
+def test_the_estimator_is_that_of_the_recipe_whatever_the_trainer_is_called(tmp_path, name, found):
+    (tmp_path / "recipe.yaml").write_text(f"trainer: own.py:MyPPO\nadvantage_estimator: {name}\n")
+    assert read_facts(tmp_path, "ada/adder").estimator is found
 
 
 def names(env):
     return [as_tool(item).name for item in env.tools]
 
 
-class Local(AddEnv):
-    """Stands where a reader cannot import it, once its name says so."""
-
-
-Local.__qualname__ = "test.<locals>.Local"
-
-
 def test_the_environment_of_a_recipe_is_started_with_its_arguments(tmp_path):
     corpus = tmp_path / 'it\'s a "corpus".jsonl'
     corpus.write_text('{"id": "a", "title": "A", "contents": "b"}\n')
     given = {"retriever": str(corpus), "top_k": 3, "metric": "f1", "system_prompt": "Ä $HOME\n`x` 'y'", "tools": None}
-    factory = functools.partial(SearchQAEnv, **given)
-    arguments, env = started(recipe={"env": "search_qa", "env_kwargs": given}, env_factory=factory)
+    arguments, env = started(recipe={"env": "search_qa", "env_kwargs": given})
     assert (names(env), env.metric, env.system_prompt) == (["search"], "f1", given["system_prompt"])
     assert arguments.env_kwargs == {name: value for name, value in given.items() if value is not None}
 
@@ -183,33 +190,20 @@ def test_settings_that_the_model_was_trained_with_are_those_of_the_chat():
     assert names(env) == []
 
 
-@pytest.mark.parametrize(
-    ("factory", "tools"),
-    [
-        (AddEnv, ["add"]),
-        (functools.partial(AddEnv, system_prompt="Add."), ["add"]),
-        (resolve_env_factory(tools=[add.fn, echo.fn]), ["add", "echo"]),
-        (resolve_env_factory(tools=[add]), ["add"]),
-    ],
-    ids=["class", "arguments", "functions", "a tool"],
-)
-def test_what_a_trainer_was_given_is_found_by_its_import_path(factory, tools):
-    _, env = started(env_factory=factory)
-    assert names(env) == tools
-    assert env.system_prompt == getattr(factory, "keywords", {}).get("system_prompt", AddEnv.system_prompt)
+def test_the_tools_of_a_recipe_are_given_to_the_chat():
+    _, env = started(recipe={"tools": ["tests.toys.add", "tests.toys.echo"]})
+    assert names(env) == ["add", "echo"]
 
 
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ({"env_factory": Local}, "`Local`"),
-        ({"env_factory": lambda: AddEnv()}, "code of the training"),
-        ({"env_factory": functools.partial(AddEnv, tools=[add])}, "`AddEnv`"),
-        ({"env_factory": resolve_env_factory(tools=[lambda x: x])}, "code of the training"),
+        ({"env": "Local"}, "code of the training (`Local`)"),
         ({"recipe": {"max_turns": 3}}, "trained without tools"),
+        ({"env": "Plain", "tools": [], "recipe": {"max_turns": 3}}, "trained without tools"),
         ({}, "not recorded here"),
     ],
-    ids=["local class", "lambda", "object as argument", "local function", "no tools", "nothing known"],
+    ids=["no import path", "no environment", "no tools", "nothing known"],
 )
 def test_where_no_import_path_is_known_the_card_says_what_is_missing(facts, said):
     _, env = started(**facts)

@@ -46,13 +46,6 @@ def test_the_template_and_the_grammar_that_were_asked_for_are_used_and_saved(tmp
     assert ChatFormat(tokenizer).grammar == GRAMMARS["hermes"]
 
 
-@pytest.mark.parametrize("option", [{"chat_template": "qwen9"}, {"response_template": "morse"}])
-def test_a_template_or_grammar_that_is_none_is_refused(tmp_path, option):
-    ((name, value),) = option.items()
-    with pytest.raises(ValueError, match=f"{name}='{value}'"):
-        make_trainer(tmp_path, **option)
-
-
 def test_a_lora_run_saves_an_adapter_that_loads_on_the_base(tmp_path):
     trainer = make_trainer(tmp_path, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     trainer.train()
@@ -277,14 +270,6 @@ def test_the_table_of_completions_cannot_control_the_terminal(tmp_path, key, cap
     assert "\x1b[2J" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"secret_names": "("}, r"secret_names='\(' must be a regular expression"),
-        ({"secret_patterns": "abc"}, r"secret_patterns='abc' must be a list. Write secret_patterns: \['abc'\]"),
-        ({"secret_patterns": ["x*"]}, r"secret_patterns='x\*' must not match empty text"),
-    ],
-)
-def test_rules_of_secrets_that_are_none_are_refused(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        make_args(tmp_path, **options)
+def test_patterns_of_secrets_are_a_list(tmp_path):
+    with pytest.raises(ValueError, match=r"secret_patterns='abc' must be a list. Write secret_patterns: \['abc'\]"):
+        make_args(tmp_path, secret_patterns="abc")

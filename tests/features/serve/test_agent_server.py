@@ -110,11 +110,13 @@ def test_a_failure_in_a_stream_is_an_error_of_the_client():
 @pytest.mark.parametrize(
     ("changes", "status", "words"),
     [
-        ({"messages": []}, 400, "at least one message"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "the role must be"),
+        ({"messages": []}, 400, "at least 1 item"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "must be the user's"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content must be text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
+        ({"messages": [{"role": "user", "tool_calls": [1]}, ASK["messages"][0]]}, 400, "messages.0.tool_calls"),
         ({"temperature": "hot"}, 400, "temperature"),
+        ({"top_p": True}, 400, "top_p"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"n": 2}, 400, "n=2 is not supported"),
         ({"tools": [{"type": "function"}]}, 400, "tools of its own"),
@@ -137,6 +139,9 @@ def test_what_cannot_be_honoured_is_refused_in_the_form_of_openai(changes, statu
 def test_neutral_settings_and_nulls_are_taken():
     async def test(session, url):
         status, _, _ = await post(session, url, n=1, tools=[], stop=None, user="me", response_format={"type": "text"})
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        answer = {"role": "assistant", "content": None, "tool_calls": None}
+        status = max(status, (await post(session, url, messages=[answer, {"role": "user", "content": parts}]))[0])
         assert status == 200
 
     served(test)

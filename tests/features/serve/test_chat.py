@@ -46,15 +46,14 @@ def saved(path):
 
 def test_a_scripted_chat_with_a_recipe(recipe, chat, answering_model, capsys):
     config = recipe(max_turns=20, max_completion_length=400, max_tokens_per_turn=64)
-    lines = ["/mask", "Hello", "/save a.jsonl", "Once more", "/save a.jsonl", "/mask", "/undo", "/save a.jsonl"]
-    rest = ["/reset", "/undo", "/helpp", "/help", "//quit is a message", "/quit", "not read"]
+    lines = ["/mask", "Hello", "/save a.jsonl", "Once more", "/save a.jsonl", "/mask"]
+    rest = ["/reset", "/helpp", "/help", "//quit is a message", "/quit", "not read"]
     out = chat([*lines, *rest], answering_model, "--config", config, "--temperature", "1")
     assert out.index("(nothing has been said)") < out.index("> Hello")
-    assert "not read" not in out and "> //quit is a message" in out
-    assert "did you mean" in out.lower() and "(nothing to take back)" in out
-    first, second, third = saved("a.jsonl")
+    assert "not read" not in out and "> //quit is a message" in out and "did you mean" in out.lower()
+    first, second = saved("a.jsonl")
     assert [message["content"] for message in second.messages if message["role"] == "user"] == ["Hello", "Once more"]
-    assert second.completion_ids[: len(first.completion_ids)] == first.completion_ids == third.completion_ids
+    assert second.completion_ids[: len(first.completion_ids)] == first.completion_ids
     assert "⟦" in out and "policy (mask 1)" in out
     tokenizer = AutoTokenizer.from_pretrained(answering_model)
     said = [tokenizer.decode(second.completion_ids[turn.start : turn.end - 1]) for turn in second.turns]
@@ -63,19 +62,9 @@ def test_a_scripted_chat_with_a_recipe(recipe, chat, answering_model, capsys):
     assert "Once more" in capsys.readouterr().out
 
 
-def test_input_that_is_no_utf8_is_said_and_read_with_marks(recipe, chat, answering_model, monkeypatch, capsys):
-    config = recipe(max_turns=20, max_completion_length=400)
-    stdin = io.TextIOWrapper(io.BytesIO(b"Caf\xe9?\n/save a.jsonl\n"), encoding="utf-8")
-    monkeypatch.setattr("sys.stdin", stdin)
-    assert main(["chat", str(answering_model), "--config", config]) == 0
-    assert "(some of this line is no utf-8; it is read as \N{REPLACEMENT CHARACTER})" in capsys.readouterr().out
-    (trajectory,) = saved("a.jsonl")
-    assert trajectory.messages[0]["content"] == "Caf\N{REPLACEMENT CHARACTER}?"
-
-
 def test_the_limits_of_the_recipe_end_the_chat(recipe, chat):
     out = chat(["Hello", "Again", "/reset", "Hello"], "--config", recipe(max_turns=1))
-    assert out.count("max_turns=1 is reached; /undo or /reset)") == 3
+    assert out.count("max_turns=1 is reached; /reset)") == 3
 
 
 FAILED, ENDED = StopReason.GENERATION_ERROR, StopReason.MAX_TURNS
@@ -161,7 +150,7 @@ def test_mistakes_are_named_with_a_cure(recipe, refusal, model_folder):
 
 
 def test_a_server_that_is_not_there_is_no_mistake_of_the_user(refusal, model_folder, monkeypatch):
-    monkeypatch.setattr("agent_r1_trl.features.serve.opening.START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("agent_r1_trl.features.serve.command_arguments.START_TIMEOUT_S", 0.5)
     url = f"http://127.0.0.1:{free_port()}"
     assert url in refusal("chat", model_folder, "--server", url, code=3)
 
@@ -171,5 +160,5 @@ def test_the_saved_line_is_json(recipe, chat, model_folder, tmp_path):
     out = chat(
         ["Hello", "/save", "/save no/such/folder/a.jsonl", "/save a.jsonl"], model_folder, "--max_tokens_per_turn", "2"
     )
-    assert "no file is named" in out and "cannot be written" in out
+    assert out.count("cannot be written") == 2
     assert json.loads((tmp_path / "a.jsonl").read_text())["prompt_messages"][0]["content"] == "Hello"

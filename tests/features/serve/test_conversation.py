@@ -10,7 +10,6 @@ from agent_r1_trl.evaluation.agent import Agent
 from agent_r1_trl.features.serve import Conversation, ConversationError
 from agent_r1_trl.generation import GenerationError, SamplingParams, ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
-from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import StopReason
 from tests.families import FAMILIES
 from tests.rollout.helpers import Script, chat_of
@@ -125,80 +124,6 @@ def test_what_happens_is_told_in_order():
     assert [event.is_error for event in events if event.kind == "observation"] == [False, False, True]
 
 
-class Counter(ToolEnv):
-    """A state that every call changes; how often the tool was called in all shows what was called again."""
-
-    total = 0
-
-    def reset(self, example):
-        self.count = 0
-        return super().reset(example)
-
-    @tool
-    def add(self, a: int, b: int) -> int:
-        """Count.
-
-        Args:
-            a: Nothing.
-            b: Nothing.
-        """
-        self.count += 1
-        Counter.total += 1
-        return self.count
-
-
-def test_undo_takes_the_environment_back_as_well():
-    turns = [call(), say("1"), call(), say("2")]
-    chat = chat_of()
-    conversation = Conversation(agent(Script(chat, turns), chat), Counter)
-
-    async def run():
-        first = await conversation.say("a")
-        second = await conversation.say("b")
-        assert await conversation.undo()
-        assert tokens(conversation.trajectory) == tokens(first)
-        assert tokens(await conversation.say("b")) == tokens(second)
-        assert await conversation.undo() and await conversation.undo() and not await conversation.undo()
-        assert conversation.trajectory is None
-        assert tokens(await conversation.say("a")) == tokens(first)
-        await conversation.close()
-
-    asyncio.run(run())
-    results = [result.content for result in conversation.trajectory.tool_results]
-    assert results == ["1"]
-
-
-def test_undo_does_not_call_plain_functions_again():
-    called = []
-
-    @tool
-    def add(a: int, b: int) -> str:
-        """Note.
-
-        Args:
-            a: One.
-            b: Two.
-        """
-        called.append(1)
-        return "noted"
-
-    class Notes(ToolEnv):
-        tools = (add,)
-
-    chat = chat_of()
-    conversation = Conversation(agent(Script(chat, [call(), say("a"), say("b")]), chat), Notes)
-
-    async def run():
-        await conversation.say("1")
-        await conversation.say("2")
-        await conversation.undo()
-        await conversation.say("2")
-        await conversation.close()
-
-    asyncio.run(run())
-    assert called == [1]
-
-
 def test_a_message_that_cannot_be_answered_is_taken_back():
     chat, script = chat_of(), Script(chat_of(), [say("a"), say("b")])
     answers = [script.turns[0], GenerationError("down"), script.turns[1]]
@@ -218,12 +143,31 @@ def test_a_message_that_cannot_be_answered_is_taken_back():
     assert said == ["1", "2"]
 
 
+def test_a_message_that_is_not_answered_ends_the_conversation_if_the_environment_has_acted_on_it():
+    chat, script = chat_of(), Script(chat_of(), [say("a"), call(), say("b")])
+    answers = [*script.turns[:2], GenerationError("down"), script.turns[2]]
+    conversation = Conversation(
+        agent(ScriptedGenerator(lambda request: answers.pop(0), stop_token_ids=chat.stop_token_ids), chat), Heard
+    )
+
+    async def run():
+        first = await conversation.say("1")
+        with pytest.raises(ConversationError, match="down"):
+            await conversation.say("lost")
+        assert "has acted" in conversation.ended and conversation.trajectory is first
+        await conversation.reset()
+        assert conversation.ended is None
+        assert (await conversation.say("2")).final_text == "b"
+        await conversation.close()
+
+    asyncio.run(run())
+
+
 def test_a_limit_ends_the_conversation_and_says_which():
     conversation = talk(said=SAID[:1], limits={"max_turns": 1})
     assert "max_turns=1" in conversation.ended
     with pytest.raises(ValueError, match="has ended"):
         asyncio.run(conversation.say("more"))
-    assert asyncio.run(conversation.undo()) and conversation.ended is None
     with pytest.raises(ConversationError, match="max_turns=2"):
         talk(said=SAID[:2], limits={"max_turns": 2})
 

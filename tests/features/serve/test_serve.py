@@ -85,11 +85,10 @@ def test_the_server_gets_the_template_of_training(tmp_path):
     assert command[-2:] == ["--seed", "3"] and "--enable-auto-tool-choice" in command
 
 
-def test_mistakes_are_named_with_a_cure(refusal, model_folder, tmp_path, monkeypatch):
+def test_mistakes_are_named_with_a_cure(refusal, model_folder, monkeypatch):
     monkeypatch.setattr("agent_r1_trl.features.serve.vllm_process.has_vllm", lambda: True)  # or that is the mistake
     assert "MODEL" in refusal("serve")
     assert "MODEL" in refusal("serve", "--agent")
-    assert "no adapter" in refusal("serve", model_folder, "--port", free_port(), "--merged_dir", tmp_path / "m")
     assert "port=99999" in refusal("serve", model_folder, "--port", "99999")
     assert "start_timeout" in refusal("serve", model_folder, "--start_timeout", "0")
     assert "no such option" in refusal("serve", model_folder, "--max_turns_", "1")

@@ -28,7 +28,6 @@ from agent_r1_trl.cli.console import PlainConsole
 from agent_r1_trl.cli.errors import UsageError, is_main_process, run_command
 from agent_r1_trl.cli.parser import RecipeParser
 from agent_r1_trl.cli.train import (
-    check_launcher,
     check_num_processes,
     device_defaults,
     find_trainer,
@@ -68,7 +67,6 @@ def run_trial(argv: Sequence[str]) -> int:
     Raises:
         UsageError: there is a mistake in the recipe or on the command line.
     """
-    check_launcher(os.environ)
     use_one_gpu()
     config_class = trainer_class(find_trainer(argv)).config_class
     kinds = (TrialArguments, TrainArguments, config_class, ModelConfig)

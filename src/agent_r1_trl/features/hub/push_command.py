@@ -12,9 +12,9 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from agent_r1_trl.cli.errors import DependencyError, PlainParser, UsageError
 from agent_r1_trl.safe_text import visible
@@ -38,18 +38,10 @@ KINDS: dict[str, tuple[str, ...]] = {
     "card": ("README.md", "LICENSE", "LICENSE.txt"),
 }  # fmt: skip
 """What it is -> patterns of names in the directory."""
-CRITIC = ("critic/*.safetensors", "critic/*.json")
+CRITIC = {"critic": ("critic/*.safetensors", "critic/*.json")}
 _LOG_IN = (
     "Log in (`hf auth login`), or set HF_TOKEN to a token that may write, from https://huggingface.co/settings/tokens."
 )
-
-
-class Sent(NamedTuple):
-    """A file that is sent, its name in the repository, and what it is."""
-
-    path: Path
-    name: str
-    kind: str
 
 
 def make_parser() -> PlainParser:
@@ -93,8 +85,7 @@ def run(argv: Sequence[str]) -> int:
         try:
             files = (_dataset_files if arguments.trajectories else _model_files)(arguments, Path(scratch))
             sys.stdout.write(_listing(files, arguments))
-            names = {item.name: item.path for item in files}
-            check_files(names, allowed=arguments.allow_secrets, cure="--allow_secrets")
+            check_files(files, allowed=arguments.allow_secrets, cure="--allow_secrets")
             print("Nothing was sent (--dry_run)." if arguments.dry_run else _push(files, arguments))
         except (ValueError, FileNotFoundError) as error:
             raise UsageError(str(error)) from error
@@ -104,54 +95,38 @@ def run(argv: Sequence[str]) -> int:
 # ---------------------------------------------------------------- which files
 
 
-def _model_files(arguments: argparse.Namespace, scratch: Path) -> list[Sent]:
-    """The model's files, with a card that is made now."""
+def _model_files(arguments: argparse.Namespace, scratch: Path) -> dict[str, Path]:
+    """Name in the repository -> file of the model, with a card that is made now."""
     from agent_r1_trl.environments.factory import tool_schemas
     from agent_r1_trl.features.hub.card import CARD, make_card, read_facts
 
-    folder, kinds = Path(arguments.run), KINDS | ({"critic": CRITIC} if arguments.critic else {})
-    files = [
-        Sent(path, path.relative_to(folder).as_posix(), kind)
-        for kind, patterns in kinds.items()
-        for pattern in patterns
-        for path in sorted(folder.glob(pattern))
-        if path.is_file() and path.name != CARD
-    ]
-    found = {item.kind for item in files}
-    if not {"weights", "configuration"} <= found:
-        raise UsageError(_no_model(folder))
-    if arguments.critic and "critic" not in found:
+    folder = Path(arguments.run)
+    found = {
+        kind: {path.relative_to(folder).as_posix(): path for pattern in patterns for path in folder.glob(pattern)}
+        for kind, patterns in (KINDS | (CRITIC if arguments.critic else {})).items()
+    }
+    if not (found["weights"] and found["configuration"]):
+        shards = (
+            "merge DeepSpeed's shards first (agent-r1-trl merge), or " if any(folder.glob("*/*_states.pt")) else ""
+        )
+        raise UsageError(
+            f"{str(folder)!r}: is no directory with weights and their configuration. Pass {shards}one that save_model "
+            "or a checkpoint wrote."
+        )
+    if arguments.critic and not found["critic"]:
         raise UsageError(
             f"critic: {folder} has none (critic/critic.safetensors); only PPO trains one, and writes it beside the "
             "model. Leave --critic out."
         )
     facts, path = read_facts(folder, arguments.repo_id), folder / CARD
-    facts.env_factory = environment_of(facts.recipe, "the card lists no tools")
-    facts.tools = None if facts.env_factory is None else tool_schemas(facts.env_factory)
+    factory = environment_of(facts.recipe, "the card lists no tools")
+    facts.tools = None if factory is None else tool_schemas(factory)
     try:
         before = path.read_text(encoding="utf-8") if path.is_file() else ""
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: cannot be read ({error}). Write it again in UTF-8, or remove it.") from error
     (scratch / CARD).write_text(make_card(facts, before), encoding="utf-8")
-    return [*files, Sent(scratch / CARD, CARD, "card")]
-
-
-def _no_model(folder: Path) -> str:
-    """Why a directory holds no model that can be sent, and what to do."""
-    if not folder.is_dir():
-        return f"{str(folder)!r}: no such directory. Pass the output directory of a run."
-    if any(folder.glob("*/*_model_states.pt")):
-        return (
-            f"{str(folder)!r} holds the shards of DeepSpeed and no model. Write one first: agent-r1-trl merge "
-            f"{folder} --output_dir {folder}-merged"
-        )
-    checkpoints = {item.parent for name in KINDS["configuration"] for item in folder.glob(f"checkpoint-*/{name}")}
-    inside = sorted(checkpoints, key=lambda path: (len(path.name), path.name))
-    hint = f" Did you mean {str(inside[-1])!r}?" if inside else ""
-    return (
-        f"{str(folder)!r}: no weights with their configuration are in it. Pass a directory that save_model or a "
-        f"checkpoint wrote.{hint}"
-    )
+    return {name: path for files in found.values() for name, path in files.items()} | {CARD: scratch / CARD}
 
 
 def environment_of(recipe: dict[str, Any], consequence: str) -> Callable[..., Any] | None:
@@ -174,39 +149,32 @@ def environment_of(recipe: dict[str, Any], consequence: str) -> Callable[..., An
         return None
 
 
-def _dataset_files(arguments: argparse.Namespace, scratch: Path) -> list[Sent]:
+def _dataset_files(arguments: argparse.Namespace, scratch: Path) -> dict[str, Path]:
     """The recorded trajectories as a data set, which is written now."""
     from agent_r1_trl.recording.dataset import write_dataset
 
     folder = scratch / "dataset"
     write_dataset(arguments.run, folder, title=arguments.repo_id.rpartition("/")[2])
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return [Sent(path, path.relative_to(folder).as_posix(), "trajectories") for path in paths]
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def _listing(files: Sequence[Sent], arguments: argparse.Namespace) -> str:
-    width, sizes = max(len(item.name) for item in files), [item.path.stat().st_size for item in files]
+def _listing(files: Mapping[str, Path], arguments: argparse.Namespace) -> str:
+    width, sizes = max(map(len, files)), {name: path.stat().st_size for name, path in files.items()}
     lines = [f"{'dataset' if arguments.trajectories else 'model'} {arguments.repo_id}:"]
-    lines += [f"  {item.name:{width}}  {_size(size):>9}  {item.kind}" for item, size in zip(files, sizes, strict=True)]
-    lines.append(f"  {len(files)} files, {_size(sum(sizes))}")
+    lines += [f"  {name:{width}}  {size:>15,} bytes" for name, size in sizes.items()]
+    lines.append(f"  {len(files)} files, {sum(sizes.values()) / 1e6:,.1f} MB")
     if not arguments.trajectories:
-        tops = {item.name.split("/")[0] for item in files}
+        tops = {name.split("/")[0] for name in files}
         others = sorted(path for path in Path(arguments.run).iterdir() if path.name not in tops)
         names = [f"{path.name}/" if path.is_dir() else path.name for path in others]
         lines += [f"not sent: {', '.join(names)}"] if names else []
     return visible("\n".join(lines) + "\n")
 
 
-def _size(num_bytes: int) -> str:
-    if num_bytes < 10_000:
-        return f"{num_bytes} B"
-    return f"{num_bytes / 1e3:.0f} kB" if num_bytes < 10_000_000 else f"{num_bytes / 1e6:.0f} MB"
-
-
 # ---------------------------------------------------------------- sending
 
 
-def _push(files: Sequence[Sent], arguments: argparse.Namespace) -> str:
+def _push(files: Mapping[str, Path], arguments: argparse.Namespace) -> str:
     """Make the repository if there is none, and send the files; returns its address.
 
     Raises:
@@ -215,7 +183,7 @@ def _push(files: Sequence[Sent], arguments: argparse.Namespace) -> str:
         DependencyError: it cannot be reached, or answers with an error of its own.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="agent-r1-trl")
     repo_id, repo_type = arguments.repo_id, "dataset" if arguments.trajectories else "model"
@@ -226,10 +194,8 @@ def _push(files: Sequence[Sent], arguments: argparse.Namespace) -> str:
                 f"private: {url.repo_id} is there already, and is public. Make it private in its settings on the Hub, "
                 "pass another --repo_id, or leave --private out."
             )
-        added = [CommitOperationAdd(path_in_repo=item.name, path_or_fileobj=item.path) for item in files]
+        added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()]
         api.create_commit(url.repo_id, added, repo_type=repo_type, commit_message=arguments.message)
-    except HFValidationError as error:
-        raise UsageError(f"repo_id={repo_id!r}: {_first_line(error)} Pass user/name.") from error
     except LocalTokenNotFoundError as error:
         raise UsageError(f"token: there is none. {_LOG_IN}") from error
     except OfflineModeIsEnabled as error:

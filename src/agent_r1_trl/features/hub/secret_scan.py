@@ -3,8 +3,8 @@
 Three kinds: what the rules of `safe_text` know (values of environment variables with a secret's name, values under
 such a name, the user's own patterns), tokens in well-known forms (`TOKEN_FORMS`), and private keys.
 
-Covered here: text, JSON, JSONL, YAML, Parquet, the header of safetensors, small binary files. Not covered: weights, a
-secret in another encoding, and token ids, which spell what the messages beside them say.
+Covered here: text in UTF-8, JSON, JSONL, YAML, Parquet, the header of safetensors, small binary files. Not covered:
+weights, a secret in another encoding, and token ids, which spell what the messages beside them say.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import yaml
 
 from agent_r1_trl import safe_text
 from agent_r1_trl.errors import RunError
@@ -47,16 +45,17 @@ TOKEN_FORMS: dict[str, tuple[str, str]] = {
 WEIGHTS = (".safetensors", ".gguf", ".pt", ".pth", ".bin", ".npz")
 MAX_BINARY_BYTES = 16 * 2**20
 """Larger weights are not searched, but for the header of safetensors."""
-NAMES_TOKENS = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*config.json", "vocab.json")
-"""Files in which a key that ends in `_token` names a special token."""
-SETTINGS = (".env", ".ini", ".cfg", ".toml", ".properties", ".npmrc", ".pypirc", ".netrc", ".conf")
-"""Endings, or names, of files in which a line is a name and a value, as in JSON and YAML that cannot be parsed."""
+TOKEN_FILES = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+"""Files whose names are those of tokens."""
+SETTINGS = (".json", ".yaml", ".yml", ".env", ".ini", ".cfg", ".toml", ".properties", ".npmrc", ".pypirc", ".netrc")
+"""Endings, or names, of files in whose lines names stand before values."""
 
 _FORMS = {kind: (words.split(), re.compile(pattern)) for kind, (words, pattern) in TOKEN_FORMS.items()}
-_LINE = re.compile(r"""^[\s"'\-]*([\w.\-]+)["']?\s*[:=]\s*["']?([^"'#]+)""")
+_PAIR = re.compile(r"""([\w.\-]+)["']?\s*[:=]\s*(?:"([^"]+)"|'([^']+)'|([^\s"'#{}\[\],][^"'#{}\[\],]*))""")
 _SPECIAL_TOKEN = re.compile(
     r"(?<!auth)(?<!access)(?<!api)(?<!hf)(?<!hub)(?<!bearer)(?<!secret)[_\-]token$", re.IGNORECASE
 )
+"""A name of a tokenizer's token in `config.json` and its kin."""
 _MASKED = re.compile(r"\[secret(?:: [^\]]*)?\]")
 
 
@@ -106,12 +105,12 @@ def scan_file(path: Path) -> list[SecretFinding]:
     Args:
         path: of any kind of file; its ending says which.
     """
-    names_tokens, rules = any(fnmatch(path.name, pattern) for pattern in NAMES_TOKENS), safe_text.rules()
+    is_config, rules = path.name.endswith("config.json"), safe_text.rules()
     found: dict[SecretFinding, None] = {}
     for line, text, value in _pieces(path):
         kinds = list(_kinds(text))
         for secret, name in rules.values_in(_without_numbers(value)).items():
-            if not _MASKED.fullmatch(secret.strip()) and not (names_tokens and _SPECIAL_TOKEN.search(name)):
+            if not _MASKED.fullmatch(secret.strip()) and not (is_config and _SPECIAL_TOKEN.search(name)):
                 kinds.append(f"a value under the name {safe_text.visible(name)!r}")
         found |= dict.fromkeys(SecretFinding(line, kind) for kind in kinds)
     return list(found)
@@ -134,7 +133,6 @@ def _pieces(path: Path) -> Iterator[tuple[int, str, Any]]:
     """(line, text, what the text is as an object, or None) for every part of a file."""
     with path.open("rb") as file:
         beginning = file.read(8192)
-    encoding = "utf-16" if beginning[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
     elif path.suffix == ".safetensors":
@@ -144,31 +142,21 @@ def _pieces(path: Path) -> Iterator[tuple[int, str, Any]]:
         yield 0, (size + header).decode("utf-8", "replace"), None
     elif path.suffix in WEIGHTS and path.stat().st_size > MAX_BINARY_BYTES:
         return
-    elif b"\0" in beginning and encoding == "utf-8":
-        content = path.read_bytes()
-        yield 0, content.decode("latin-1"), None
-        yield 0, content.replace(b"\0", b"").decode("latin-1"), None  # UTF-16 that does not say so
+    elif b"\0" in beginning:
+        yield 0, path.read_bytes().decode("latin-1"), None
     else:
-        is_whole = path.suffix in (".json", ".yaml", ".yml")
-        whole = _parsed(path.read_text(encoding=encoding, errors="replace"), path.suffix) if is_whole else None
-        is_settings = path.name.startswith(SETTINGS) or path.suffix in SETTINGS or (is_whole and whole is None)
-        with path.open(encoding=encoding, errors="replace") as file:
+        has_names = (path.suffix or path.name) in SETTINGS and path.name not in TOKEN_FILES
+        with path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, start=1):
-                setting = _LINE.match(line) if is_settings else None
-                value = {setting[1]: setting[2].strip()} if setting else None
+                pairs = {name: "".join(texts).strip() for name, *texts in _PAIR.findall(line) if has_names}
+                value = {name: text for name, text in pairs.items() if not text.isdigit()}
                 yield number, line, _parsed(line) if path.suffix == ".jsonl" else value
-        for name, value in (whole if isinstance(whole, dict) else {"": whole}).items():
-            entry = {name: _without_numbers(value)}
-            if safe_text.rules().values_in(entry):
-                with path.open(encoding=encoding, errors="replace") as file:
-                    place = next((number for number, line in enumerate(file, start=1) if str(name) in line), 1)
-                yield place, "", entry
 
 
-def _parsed(text: str, suffix: str = ".json") -> Any:
+def _parsed(text: str) -> Any:
     try:
-        return json.loads(text) if suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError):
+        return json.loads(text)
+    except ValueError:
         return None
 
 
@@ -200,7 +188,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _without_numbers(value: Any) -> Any:
-    """Without lists of numbers (token ids), which hold no text and are long; JSON in texts is read."""
+    """A value without lists of numbers (token ids), which hold no text and are long; JSON in texts is read."""
     if isinstance(value, dict):
         return {name: _without_numbers(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -41,19 +41,16 @@ def complete_card(trainer: MultiTurnTrainer, path: Path) -> None:
         ValueError: a file of the run cannot be read; names it.
     """
     args, factory = trainer.args, trainer.env_factory
-    guard = None if factory is None else trainer.features.get("echo_guard")
     facts = read_facts(path.parent, getattr(trainer, "hub_model_id", None) or args.output_dir)
-    facts.env, facts.env_factory, facts.estimator = "", factory, args.estimator
-    facts.history = trainer.state.log_history
+    facts.env, facts.estimator, facts.history = "", args.estimator, trainer.state.log_history
     for name in READ_SETTINGS:
         facts.recipe.setdefault(name, getattr(args, name, None))
     if factory is not None:
         facts.env, facts.tools = env_name(factory), tool_schemas(factory)
+        facts.recipe.setdefault("env", None if facts.recipe.get("tools") else _import_path(factory))
         facts.recipe |= {
             name: getattr(args, name) for name in (*SETTINGS, *args.estimator.options) if hasattr(args, name)
         }
-    if guard is not None:
-        facts.guard_steps, facts.guard_events = guard.state.num_steps, guard.state.events
     card = path.read_text(encoding="utf-8")
     # TRL's template links to the base model, also where a local folder has no page on the Hub.
     card = card.replace("[None](https://huggingface.co/None)", "a local checkpoint")
@@ -63,6 +60,12 @@ def complete_card(trainer: MultiTurnTrainer, path: Path) -> None:
             versions += f"- {name}: {version(distribution)}\n"
     card = card.replace(VERSIONS, VERSIONS + versions, 1)
     path.write_text(make_card(facts, card, in_full=True), encoding="utf-8")
+
+
+def _import_path(factory: Any) -> str | None:
+    """Where a reader finds the class of an environment, or a function that makes it; None where nobody can."""
+    module, name = getattr(factory, "__module__", "__main__"), getattr(factory, "__qualname__", "")
+    return f"{module}.{name}" if module != "__main__" and name.isidentifier() else None
 
 
 @contextlib.contextmanager

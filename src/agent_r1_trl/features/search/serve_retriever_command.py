@@ -8,8 +8,7 @@ SIGTERM.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from agent_r1_trl.cli.errors import PlainParser, users_mistakes
@@ -28,12 +27,11 @@ def run(argv: Sequence[str]) -> int:
     with users_mistakes():
         retriever = open_retriever(arguments.corpus, flag="CORPUS")
 
-    def show(place: Mapping[str, Any]) -> None:
-        url = f"http://{place['host']}:{place['port']}"
+    def show(url: str) -> None:
         curl = f"curl -s {url}/retrieve -H 'Content-Type: application/json'"
         print(f'{retriever!r}\nretriever: {url}\n{curl} -d \'{{"queries": ["..."], "topk": 3}}\'', flush=True)
 
-    asyncio.run(serve_app(make_app(retriever), arguments.host, arguments.port, show))
+    serve_app(make_app(retriever), arguments.host, arguments.port, show)
     return 0
 
 

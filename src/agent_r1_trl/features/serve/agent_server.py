@@ -105,8 +105,8 @@ class AgentServer:
             body = await request.json()
         except (ValueError, RecursionError) as error:
             raise APIError(400, f"The body is not JSON that can be read: {error}. Correct it.") from error
-        asked = read_request(body, model=self.name, params=self._params, seed=self._seed)
-        if asked.is_streamed:
+        asked = read_request(body, model=self.name)
+        if asked.stream:
             return await self._stream(request, asked)
         events: list[Event] = []
         trajectory = await self._play(asked, events.append)
@@ -114,15 +114,14 @@ class AgentServer:
 
     async def _play(self, asked: ChatRequest, tell: Callable[[Event], None]) -> Trajectory:
         agent = self._agent
-        if asked.max_tokens is not None:
-            limit = min(asked.max_tokens, agent.limits.max_completion_length or asked.max_tokens)
+        if asked.limit is not None:
+            limit = min(asked.limit, agent.limits.max_completion_length or asked.limit)
             agent = replace(agent, limits=replace(agent.limits, max_completion_length=limit))
-        conversation = Conversation(
-            agent, self._env_factory, params=asked.params, seed=asked.seed, row=self._row, on_event=tell
-        )
+        params, seed = asked.params(self._params), self._seed if asked.seed is None else asked.seed
+        conversation = Conversation(agent, self._env_factory, params=params, seed=seed, row=self._row, on_event=tell)
         async with self._places:
             try:
-                return await conversation.say(asked.messages)
+                return await conversation.say(asked.prompt)
             except ConversationError as error:
                 if error.stop_reason is StopReason.PROMPT_TOO_LONG:
                     code = "context_length_exceeded"
@@ -157,7 +156,7 @@ class AgentServer:
             await send(answer.piece({"content": trajectory.final_text}))
             end = {"agent": {"kind": "end", "stop_reason": trajectory.stop_reason.value}}
             await send(answer.piece(end, finish_reason(trajectory)))
-            if asked.has_usage:
+            if asked.stream_options.include_usage:
                 await send(answer.usage(trajectory))
             await send("[DONE]")
             return response

@@ -23,12 +23,10 @@ COMMAND = "agent-r1-trl chat"
 COMMANDS = {
     "/help": "show this list",
     "/reset": "begin another conversation",
-    "/undo": "take back the last message, and everything after it",
     "/mask": "show the conversation as training sees it, with its mask",
     "/save FILE": "add the trajectory to a JSONL file, which agent-r1-trl view shows",
     "/quit": "end (so does the end of the input)",
 }
-REPLACED = "\N{REPLACEMENT CHARACTER}"
 SHOWN_CHARS = 2000
 """Characters of one observation that are shown."""
 
@@ -42,16 +40,9 @@ def run(argv: Sequence[str]) -> int:
     arguments = read_conversation_arguments(COMMAND, argv, about=about)
     env_factory = environment_of(arguments)
     with agent_of(arguments) as agent:
-        screen = Screen()
+        screen, how = Screen(), {"params": arguments.params, "seed": arguments.seed, "row": arguments.row or {}}
         with users_mistakes():
-            conversation = Conversation(
-                agent,
-                env_factory,
-                params=arguments.params,
-                seed=arguments.seed,
-                row=arguments.row or {},
-                on_event=screen.show,
-            )
+            conversation = Conversation(agent, env_factory, on_event=screen.show, **how)
         screen.line(f"{agent.name}; /help lists the commands.")
         with asyncio.Runner() as runner:
             try:
@@ -73,44 +64,37 @@ class Screen:
     def show(self, event: Event) -> None:
         """Print an event."""
         if event.kind == "text":
-            self._write(visible(event.text))
+            self.write(visible(event.text))
             return
         forms = {
             "call": f"→ {event.name}({_arguments(event.arguments)})",
             "observation": f"{'✗' if event.is_error else '←'} {event.name}: {_cut(event.text)}",
             "prompt": f"[{event.name}] {_cut(event.text)}",
         }
-        self.line(forms.get(event.kind, f"({event.text})"))
+        self.line(forms[event.kind])
 
     def line(self, text: str) -> None:
         """Print a line of its own."""
         self.end_line()
-        self._write(shown(text) + "\n")
+        self.write(shown(text) + "\n")
 
     def end_line(self) -> None:
         """Begin a new line, unless one has just begun."""
         if self._is_inside:
-            self._write("\n")
-
-    def raw(self, text: str) -> None:
-        """Print text that may hold colours."""
-        self.end_line()
-        self._write(text)
+            self.write("\n")
 
     def ask(self) -> str | None:
         """A line of the user without its end; None at the end of the input."""
         self.end_line()
-        self._write("> ")
+        self.write("> ")
         line = sys.stdin.readline()
         if line and not sys.stdin.isatty():
-            sys.stdout.write(shown(line.rstrip("\n")) + "\n")  # a script's input belongs to the record
-        if REPLACED in line:
-            encoding = getattr(sys.stdin, "encoding", None) or "text"
-            self.line(f"(some of this line is no {encoding}; it is read as {REPLACED})")
+            self.write(shown(line.rstrip("\n")) + "\n")  # a script's input belongs to the record
         self._is_inside = not line
         return line.rstrip("\r\n") if line else None
 
-    def _write(self, text: str) -> None:
+    def write(self, text: str) -> None:
+        """Print text, which may hold colours, as it is."""
         sys.stdout.write(text)
         sys.stdout.flush()
         self._is_inside = bool(text) and not text.endswith("\n")
@@ -127,7 +111,6 @@ class Chat:
 
     def __init__(self, conversation: Conversation, screen: Screen, runner: asyncio.Runner) -> None:
         self._conversation, self._screen, self._runner = conversation, screen, runner
-        self._has_failed = False
 
     def run(self) -> bool:
         """Answer until the input ends or says so.
@@ -135,82 +118,63 @@ class Chat:
         Returns:
             Whether the last message could not be answered, through no fault of the user.
         """
+        has_failed = False
         while (line := self._screen.ask()) is not None:
             command, _, rest = line.strip().partition(" ")
-            if not command:
-                continue
             if command == "/quit":
                 break
             if command.startswith("/") and not command.startswith("//"):
                 self._command(command, rest.strip())
-            else:
-                self._say(line.strip().removeprefix("/") if command.startswith("//") else line)
+            elif command:
+                has_failed = self._say(line.strip().removeprefix("/") if command.startswith("//") else line)
         self._screen.end_line()
-        return self._has_failed
+        return has_failed
 
-    def _say(self, text: str) -> None:
-        self._has_failed = False
-        if self._has_ended():
-            return
+    def _say(self, text: str) -> bool:
+        """Whether a message could not be answered, through no fault of the user."""
+        has_failed = False
         try:
-            self._runner.run(self._conversation.say(text))
+            if self._conversation.ended is None:
+                self._runner.run(self._conversation.say(text))
         except ConversationError as error:
-            self._has_failed = error.stop_reason.is_infrastructure_failure
+            has_failed = error.stop_reason.is_infrastructure_failure
             self._screen.line(f"(not answered: {error}; the message is taken back)")
-            return
         except KeyboardInterrupt:
             self._screen.line("(interrupted; the message is taken back)")
-            return
         except ValueError as error:  # an environment that breaks the protocol
             raise UsageError(str(error)) from error
-        self._has_ended()
-
-    def _has_ended(self) -> bool:
-        """Whether the conversation is over, which is then said."""
-        reason = self._conversation.ended
-        if reason is not None:
-            self._screen.line(f"(the conversation has ended: {reason}; /undo or /reset)")
-        return reason is not None
+        if self._conversation.ended is not None:
+            self._screen.line(f"(the conversation has ended: {self._conversation.ended}; /reset)")
+        return has_failed
 
     def _command(self, name: str, argument: str) -> None:
         screen, conversation = self._screen, self._conversation
-        if argument and name != "/save":
-            screen.line(f"({name} takes nothing after it)")
-        elif name == "/help":
+        if name == "/help":
             for command, text in COMMANDS.items():
                 screen.line(f"{command:12} {text}")
             screen.line("A message that begins with / is written with two: //etc is a folder.")
         elif name == "/reset":
             self._runner.run(conversation.reset())
             screen.line("(a new conversation)")
-        elif name == "/undo":
-            is_done = self._runner.run(conversation.undo())
-            screen.line(f"({conversation.num_messages} messages are left)" if is_done else "(nothing to take back)")
         elif name not in ("/mask", "/save"):
             screen.line(f"({name} is no command.{did_you_mean(name, ['/save', *COMMANDS])} /help lists them)")
         elif conversation.trajectory is None:
             screen.line("(nothing has been said)")
         elif name == "/mask":
-            self._show_mask()
+            screen.end_line()
+            tokenizer = conversation.agent.chat.tokenizer
+            screen.write(render_trajectory(conversation.trajectory, tokenizer, color=sys.stdout.isatty()))
         else:
             self._save(argument)
 
-    def _show_mask(self) -> None:
-        assert self._conversation.trajectory is not None
-        tokenizer = self._conversation.agent.chat.tokenizer
-        self._screen.raw(render_trajectory(self._conversation.trajectory, tokenizer, color=sys.stdout.isatty()))
-
     def _save(self, path: str) -> None:
         assert self._conversation.trajectory is not None
-        if not path:
-            self._screen.line("(/save FILE: no file is named)")
-            return
         try:
             with Path(path).open("ab") as file:
                 file.write(encode_line(self._conversation.trajectory, {"step": 0}))
             self._screen.line(f"(saved: agent-r1-trl view {path} --terminal)")
         except OSError as error:
-            self._screen.line(f"({path}: cannot be written: {error.strerror or error})")
+            self._screen.line(f"({path or '/save FILE'}: cannot be written: {error.strerror or error})")
 
 
 def _arguments(arguments: Any) -> str:

@@ -15,13 +15,15 @@ from agent_r1_trl.cli.recipe import split_config
 from agent_r1_trl.cli.resolve import resolve_env, resolve_function
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv
-from agent_r1_trl.evaluation.agent import Agent, open_agent
+from agent_r1_trl.evaluation.agent import Agent, make_chat, open_agent
 from agent_r1_trl.evaluation.loading import check_model_folder
-from agent_r1_trl.features.serve.opening import served_agent
 from agent_r1_trl.generation import SamplingParams
+from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.safe_text import set_rules
 from agent_r1_trl.settings import Clash, setting
 
+START_TIMEOUT_S = 20.0
+"""Seconds that a server may take to answer at all; one that is still loading its model is waited for as long."""
 MODEL_HELP = "Model or PEFT adapter: a directory or a Hub id."
 NO_RECIPE = {"max_turns": 100, "max_completion_length": 8192}
 """Limits of a conversation without a recipe."""
@@ -136,3 +138,57 @@ def agent_of(arguments: ConversationArguments) -> Iterator[Agent]:
         except OSError as error:
             raise UsageError(model_problem(name, error)) from error
         yield agent
+
+
+@contextlib.contextmanager
+def served_agent(
+    url: str,
+    *,
+    tokenizer: str | None = None,
+    limits: RolloutLimits | None = None,
+    trust_remote_code: bool = False,
+    **chat_options: Any,
+) -> Iterator[Agent]:
+    """An agent whose tokens a running vLLM server samples, with whatever weights it has.
+
+    Args:
+        url: of the server, such as `http://127.0.0.1:8000`.
+        tokenizer: directory or Hub id; None: what the server says it was started with.
+        limits: of a conversation; the server's context length is one as well.
+        trust_remote_code: whether code that comes with the tokenizer may run.
+        **chat_options: of `make_chat`.
+
+    Raises:
+        ValueError: the URL is none.
+        GenerationError: there is no vLLM server at the URL.
+        OSError: the tokenizer cannot be loaded.
+    """
+    from transformers import AutoTokenizer, GenerationConfig
+
+    from agent_r1_trl.generation import VLLMServerGenerator
+
+    name = tokenizer or _model_of(url)
+    loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    eos: Any = None
+    with contextlib.suppress(OSError):  # without such a file the tokenizer's ends of a turn are all there are
+        eos = GenerationConfig.from_pretrained(name).eos_token_id
+    chat, limits = make_chat(loaded, limits, eos, **chat_options)
+    generator = VLLMServerGenerator([url], stop_token_ids=chat.stop_token_ids, startup_timeout_s=START_TIMEOUT_S)
+    try:
+        yield Agent(name=name, generator=generator, chat=chat, limits=limits.within(generator.max_model_length))
+    finally:
+        generator.close()
+
+
+def _model_of(url: str) -> str:
+    """The directory or Hub id that a server was started with."""
+    from agent_r1_trl.generation.vllm.find_servers import check_urls, wait_for_servers
+    from agent_r1_trl.generation.vllm.http_client import HTTPClient
+
+    (url,) = check_urls([url])
+    http = HTTPClient()
+    try:
+        card = http.run(wait_for_servers(http, [url], START_TIMEOUT_S))[url]
+    finally:
+        http.close()
+    return str(card.get("root") or card["id"])

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from agent_r1_trl.chat.format import ChatFormat
 
-Kind = Literal["prompt", "text", "call", "observation", "note"]
+Kind = Literal["prompt", "text", "call", "observation"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class Event:
 
     kind: Kind
     """`prompt`: a message that the environment put before the first turn. `text`: a piece of what the model says.
-    `call`: the model calls a tool. `observation`: what the environment answered. `note`: about the conversation."""
+    `call`: the model calls a tool. `observation`: what the environment answered."""
     text: str = ""
     name: str = ""
     """Name of the tool; for a prompt or another observation, the role of the message."""

@@ -8,23 +8,16 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from agent_r1_trl.features.serve.events import Event
 from agent_r1_trl.generation.base import SamplingParams
 from agent_r1_trl.trajectory import Message, Trajectory
 
-ROLES = ("system", "user", "assistant")
-_NUMBERS: dict[str, tuple[tuple[type, ...], float, float]] = {
-    "temperature": ((int, float), 0, 2),
-    "top_p": ((int, float), 0, 1),
-    "min_p": ((int, float), 0, 1),
-    "top_k": ((int,), 0, 10**6),
-    "repetition_penalty": ((int, float), 0.01, 10),
-}
-"""Name -> types, smallest and largest value."""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -36,7 +29,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
 }
 """Settings that are taken only with a value that changes nothing."""
-_ABOUT_THE_CALLER = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
+ABOUT_THE_CALLER = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
 
 
 class APIError(Exception):
@@ -59,108 +52,107 @@ class APIError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-@dataclass(kw_only=True)
-class ChatRequest:
-    """One request, checked."""
-
-    messages: list[Message]
-    params: SamplingParams
-    seed: int
-    max_tokens: int | None
-    """Limit of the whole trajectory; None: the server's."""
-    is_streamed: bool
-    has_usage: bool
-    """Whether a stream ends with the numbers of tokens."""
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
 
 
-def read_request(body: Any, *, model: str, params: SamplingParams, seed: int) -> ChatRequest:
+class _Part(_Strict):
+    """A part of a message that is sent as a list."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _joined(content: Any) -> Any:
+    """The text of a message that is sent in parts."""
+    if isinstance(content, list):
+        return "\n".join(_Part.model_validate(part).text for part in content)
+    return "" if content is None else content
+
+
+class RequestMessage(BaseModel):
+    """A message; what the agent called is not sent back, as it calls its tools itself."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_joined)] = ""
+    tool_calls: Annotated[list[Any] | None, Field(max_length=0)] = Field(None, exclude=True)
+
+
+class StreamOptions(_Strict):
+    """Of a stream."""
+
+    include_usage: bool = False
+    """Whether it ends with the numbers of tokens."""
+    include_obfuscation: bool = False
+
+
+class ChatRequest(_Strict):
+    """One request, checked. A setting that is None is the server's own."""
+
+    messages: list[RequestMessage] = Field(min_length=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10)
+    seed: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=1)
+    """Limit of the whole trajectory."""
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """The same, by its later name."""
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @field_validator("messages")
+    @classmethod
+    def _ends_with_the_user(cls, messages: list[RequestMessage]) -> list[RequestMessage]:
+        if messages[-1].role != "user":
+            raise ValueError("the last one must be the user's")
+        return messages
+
+    @property
+    def prompt(self) -> list[Message]:
+        """The messages as the rollout reads them."""
+        return [message.model_dump() for message in self.messages]
+
+    @property
+    def limit(self) -> int | None:
+        """Maximum number of tokens of the whole trajectory; None: the server's."""
+        return min(filter(None, (self.max_tokens, self.max_completion_tokens)), default=None)
+
+    def params(self, default: SamplingParams) -> SamplingParams:
+        """How tokens are drawn."""
+        names = ("temperature", "top_p", "min_p", "top_k", "repetition_penalty")
+        return replace(default, **{name: getattr(self, name) for name in names if getattr(self, name) is not None})
+
+
+def read_request(body: Any, *, model: str) -> ChatRequest:
     """Check a request.
 
     Args:
         body: its JSON.
         model: the name that it must ask for.
-        params: how tokens are drawn if it does not say.
-        seed: the same.
 
     Raises:
         APIError: names the setting that is wrong, or that an agent cannot honour.
     """
     if not isinstance(body, dict):
         raise APIError(400, "The body must be a JSON object. Pass one with model and messages.")
-    given = {name: value for name, value in body.items() if value is not None}
+    given = {name: value for name, value in body.items() if value is not None and name not in ABOUT_THE_CALLER}
     asked = given.pop("model", None)
     if asked != model:
         raise APIError(404, f"There is no model {asked!r}; there is {model!r}.", param="model", code="model_not_found")
-    messages = _read_messages(given.pop("messages", None))
-    numbers = {name: _number(name, given.pop(name), *rule) for name, rule in _NUMBERS.items() if name in given}
-    limits = [_whole(name, given.pop(name)) for name in ("max_tokens", "max_completion_tokens") if name in given]
-    request = ChatRequest(
-        messages=messages,
-        params=replace(params, **numbers),
-        seed=_whole("seed", given.pop("seed", seed), minimum=0),
-        max_tokens=min(limits, default=None),
-        is_streamed=_flag("stream", given.pop("stream", False)),
-        has_usage=_usage(given.pop("stream_options", {})),
-    )
-    for name, value in given.items():
-        if name not in _ABOUT_THE_CALLER and value not in _NEUTRAL.get(name, ()):
+    for name in [name for name in given if name not in ChatRequest.model_fields]:
+        if (value := given.pop(name)) not in NEUTRAL.get(name, ()):
             what = "The agent has tools of its own and calls them itself. " if name.startswith("tool") else ""
-            raise APIError(
-                400,
-                f"{name}={value!r:.80} is not supported. {what}Remove it.",
-                param=name,
-                code="unsupported_parameter",
-            )
-    return request
-
-
-def _read_messages(messages: Any) -> list[Message]:
-    if not isinstance(messages, list) or not messages:
-        raise APIError(400, "messages must be a list with at least one message. Pass one.", param="messages")
-    read = []
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise APIError(400, f"{where}: the role must be one of {', '.join(ROLES)}. Correct it.", param=where)
-        if message.get("tool_calls"):
-            raise APIError(400, f"{where}: the agent calls its tools itself. Remove tool_calls.", param=where)
-        content = message.get("content") or ""
-        if isinstance(content, list):
-            texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-            content = "\n".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
-        if not isinstance(content, str):
-            raise APIError(400, f"{where}: the content must be text. Pass a string.", param=where)
-        read.append({"role": message["role"], "content": content})
-    if read[-1]["role"] != "user":
-        raise APIError(400, "The last message must be the user's. Pass one of role user.", param="messages")
-    return read
-
-
-def _number(name: str, value: Any, kinds: Any, low: float, high: float) -> Any:
-    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-        raise APIError(400, f"{name}={value!r:.80}: must be a number from {low} to {high}. Pass one.", param=name)
-    return value
-
-
-def _whole(name: str, value: Any, minimum: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise APIError(400, f"{name}={value!r:.80}: must be a whole number >= {minimum}. Pass one.", param=name)
-    return value
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise APIError(400, f"{name}={value!r:.80}: must be true or false. Pass one of them.", param=name)
-    return value
-
-
-def _usage(options: Any) -> bool:
-    if not isinstance(options, dict) or set(options) - {"include_usage", "include_obfuscation"}:
-        raise APIError(400, f"stream_options={options!r:.80}: only include_usage is known.", param="stream_options")
-    return bool(options.get("include_usage"))
-
-
-# ---------------------------------------------------------------- answers
+            message = f"{name}={value!r:.80} is not supported. {what}Remove it."
+            raise APIError(400, message, param=name, code="unsupported_parameter")
+    try:
+        return ChatRequest.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise APIError(400, f"{place}={first['input']!r:.80}: {first['msg']}. Correct it.", param=place) from error
 
 
 class ChatAnswer:

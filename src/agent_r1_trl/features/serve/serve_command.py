@@ -6,15 +6,13 @@ agent-r1-trl serve outputs/my-agent --agent --config recipe.yaml
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import shlex
 import signal
-import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.cli.arguments import CommandArguments, TemplateArguments
 from agent_r1_trl.cli.errors import DependencyError, UsageError, model_problem, users_mistakes
 from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
-from agent_r1_trl.cli.web import Port, cannot_listen, serve_app
+from agent_r1_trl.cli.web import Port, listen, serve_app
 from agent_r1_trl.evaluation.loading import check_model_folder, is_adapter_of_the_hub
 from agent_r1_trl.features.serve.agent_server import EVERY_ADDRESS, AgentServer
 from agent_r1_trl.features.serve.command_arguments import (
@@ -77,11 +75,6 @@ class ServeArguments(AddressArguments, TemplateArguments):
     )
 
     model_name_or_path: str | None = setting(None, MODEL_HELP, aliases=["--model"])
-    merged_dir: str | None = setting(
-        None,
-        "Where an adapter is merged into its base: a directory that does not exist yet. None: a temporary one. The "
-        "adapter stays as it is.",
-    )
     tool_parser: str | None = setting(
         None, "Tool parser of vLLM; 'none' for no calls. None: that of the model's family."
     )
@@ -126,10 +119,10 @@ def serve_agent(argv: Sequence[str]) -> int:
                 host=arguments.host,
             )  # fmt: skip
 
-        def show(place: Mapping[str, Any]) -> None:
-            print(how_to_ask(f"http://{place['host']}:{place['port']}", name), flush=True)
+        def show(url: str) -> None:
+            print(how_to_ask(url, name), flush=True)
 
-        asyncio.run(serve_app(server.app(), arguments.host, arguments.port, show, handler_cancellation=True))
+        serve_app(server.app(), arguments.host, arguments.port, show, handler_cancellation=True)
     return 0
 
 
@@ -149,7 +142,7 @@ def serve_model(argv: Sequence[str]) -> int:
         )
     is_cpu = not torch.cuda.is_available()
     url = f"http://{'127.0.0.1' if arguments.host == '0.0.0.0' else arguments.host}:{arguments.port}"
-    _check_free(arguments)
+    listen(arguments.host, arguments.port).close()  # a taken port is refused before the model is loaded
     with _terminated_like_interrupted(), tempfile.TemporaryDirectory() as folder:
         with users_mistakes():
             model, chat = _plain_model(arguments, Path(folder))
@@ -189,12 +182,10 @@ def _plain_model(arguments: ServeArguments, folder: Path) -> tuple[str, Any]:
     model = str(arguments.model_name_or_path)
     try:
         if check_model_folder(model, flag="model_name_or_path") or is_adapter_of_the_hub(model):
-            merged = arguments.merged_dir or str(folder / "merged")
+            merged = str(folder / "merged")
             print(f"merging the adapter into its base, in {merged}", file=sys.stderr, flush=True)
             merge_model(model, merged, trust_remote_code=arguments.trust_remote_code)
             model = merged
-        elif arguments.merged_dir:
-            raise UsageError(f"merged_dir={arguments.merged_dir!r}: {model} is no adapter. Remove merged_dir.")
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=arguments.trust_remote_code)
         options = {name: value for name, value in arguments.chat_options().items() if name != "trust_remote_code"}
         return model, ChatFormat(tokenizer, **options)
@@ -210,16 +201,6 @@ def _terminated_like_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _check_free(arguments: ServeArguments) -> None:
-    """Refuse a port that is taken, before the model is loaded and somebody else's server is taken for ours."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((arguments.host, arguments.port))
-        except OSError as error:
-            raise cannot_listen(arguments.host, arguments.port, error) from error
 
 
 def how_to_ask(url: str, name: str) -> str:

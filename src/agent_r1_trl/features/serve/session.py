@@ -2,18 +2,31 @@
 
 After every message the trajectory is that of an environment whose user says the same (`ToolEnv.next_user_message`),
 token for token: prompt, limits, context policy and masks are those of a training with these settings.
+
+Every message plays the whole trajectory with the training rollout. What the model sampled before comes from a `Tape`,
+what the environment answered before from a `Stage`; only what is new is sampled and run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from agent_r1_trl.chat.format import ChatFormat
+from agent_r1_trl.environments.base import StepResult
+from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.evaluation.agent import Agent
-from agent_r1_trl.features.serve.events import Event, Listener
-from agent_r1_trl.features.serve.players import Stage, StageSession, Tape
-from agent_r1_trl.generation.base import SamplingParams, TrajectorySlot, current_slot
-from agent_r1_trl.rollout import Draft, RolloutRequest, run_trajectory
+from agent_r1_trl.features.serve.events import Event, Listener, TextStream, from_any_thread
+from agent_r1_trl.generation.base import (
+    Generation,
+    Generator,
+    SamplingParams,
+    TrajectorySlot,
+    current_slot,
+    token_listener,
+)
+from agent_r1_trl.rollout import Draft, EnvSession, RolloutRequest, run_trajectory
 from agent_r1_trl.rollout.context_policies import find_policy
 from agent_r1_trl.rollout.summaries import check_room
 from agent_r1_trl.rollout.thinking import check_thinking
@@ -28,7 +41,7 @@ _LIMIT_OF = {
 
 
 class ConversationError(RuntimeError):
-    """A message could not be answered, and was taken back: the model, a tool or the environment failed.
+    """A message could not be answered: the model, a tool or the environment failed.
 
     Args:
         message: what failed.
@@ -74,21 +87,18 @@ class Conversation:
         check_thinking(agent.chat, self.limits.context_policy)
         self.params, self.seed = params or SamplingParams(temperature=0.0), seed
         self.on_event = on_event
-        self._env_factory = env_factory
-        self._tape = Tape(agent.generator, agent.chat, self._tell)
-        self._stage = Stage(env_factory, agent.chat.truncate, dict(row or {}), self._tell)
-        self._marks: list[tuple[int, int]] = []
-        """Where tape and stage stood before each message."""
+        self._env_factory, self._row = env_factory, dict(row or {})
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget everything."""
+        self._tape = Tape(self.agent.generator, self.agent.chat, self._tell)
+        self._stage = Stage(self._env_factory, self.agent.chat.truncate, self._row, self._tell)
         self._slot = TrajectorySlot()
         self.trajectory: Trajectory | None = None
         """The conversation so far; None before the first answer."""
         self.ended: str | None = None
         """Why the conversation cannot go on; None while it can."""
-
-    @property
-    def num_messages(self) -> int:
-        """Number of messages of the user."""
-        return len(self._marks)
 
     async def say(self, message: str | Sequence[Message]) -> Trajectory:
         """Say something and hear the answer, after whatever calls the agent makes.
@@ -101,48 +111,33 @@ class Conversation:
 
         Raises:
             ValueError: the conversation has ended, or the environment breaks the protocol.
-            ConversationError: the message could not be answered. It is taken back, and the conversation stays open.
+            ConversationError: the message could not be answered. It is taken back, and the conversation stays open
+                unless the environment has acted on it.
         """
         if self.ended is not None:
-            raise ValueError(f"The conversation has ended: {self.ended}. Take the last message back, or start anew.")
-        if self._marks and not isinstance(message, str):
+            raise ValueError(f"The conversation has ended: {self.ended}. Start anew (reset).")
+        if self._stage.said and not isinstance(message, str):
             raise ValueError(f"message={message!r:.100}: only the first may be a list. Pass a string.")
-        num_generations = len(self._tape.recorded)
-        self._marks.append((num_generations, len(self._stage.steps)))
+        num_generations, num_steps = len(self._tape.recorded), len(self._stage.steps)
         self._stage.said.append(message if isinstance(message, str) else [dict(item) for item in message])
-        self._stage.is_changed = False
+        self._stage.has_acted = False
         try:
             trajectory = await self._play()
         except BaseException:  # Ctrl-C as well
-            await self._take_back(is_changed=self._stage.is_changed)
+            await self._take_back(num_generations, num_steps)
             raise
         reason = trajectory.stop_reason
         if reason.is_infrastructure_failure or len(self._tape.recorded) == num_generations:
-            await self._take_back(is_changed=self._stage.is_changed)
+            await self._take_back(num_generations, num_steps)
             raise ConversationError(trajectory.error or self._limit(reason), reason)
         self.trajectory = trajectory
         self.ended = self._end_of(reason)
         return trajectory
 
-    async def undo(self) -> bool:
-        """Take the last message and everything after it back; False if there is none.
-
-        The environment is made again and gets the earlier messages again. Tools that are plain functions of a
-        `ToolEnv` are not called again for that; others are.
-        """
-        if not self._marks:
-            return False
-        await self._take_back(is_changed=True)
-        self.ended, self.trajectory = None, None
-        if self._marks:
-            self.trajectory = await self._play()
-        return True
-
     async def reset(self) -> None:
         """Forget everything; the next message begins another conversation."""
-        await self._stage.forget()
-        self._tape.recorded, self._marks, self.trajectory, self.ended = [], [], None, None
-        self._slot = TrajectorySlot()
+        await self.close()
+        self._begin()
 
     async def close(self) -> None:
         """Close the environment."""
@@ -150,19 +145,17 @@ class Conversation:
 
     async def _play(self) -> Trajectory:
         request = RolloutRequest(example=self._stage.row(), example_id="chat", seed=self.seed)
-        session = StageSession(self._stage, self._env_factory, self.agent.chat.truncate)
         self._tape.rewind()
         current_slot.set(self._slot)
         draft = Draft(request=request)
-        return await run_trajectory(draft, session, self._tape, self.agent.chat, self.limits, self.params)
+        return await run_trajectory(draft, self._stage, self._tape, self.agent.chat, self.limits, self.params)
 
-    async def _take_back(self, *, is_changed: bool) -> None:
-        num_generations, num_steps = self._marks.pop()
+    async def _take_back(self, num_generations: int, num_steps: int) -> None:
         del self._tape.recorded[num_generations:], self._stage.steps[num_steps:], self._stage.said[-1:]
-        if not self._marks:
-            await self._stage.forget()
-        elif is_changed:
-            await self._stage.leave()
+        if not self._stage.said:
+            await self.reset()
+        elif self._stage.has_acted:
+            self.ended = "the environment has acted on a message that was not answered"
 
     def _end_of(self, reason: StopReason) -> str | None:
         if reason is not StopReason.DONE:
@@ -182,3 +175,145 @@ class Conversation:
     def _tell(self, event: Event) -> None:
         if self.on_event is not None:
             self.on_event(event)
+
+
+# ---------------------------------------------------------------- the two partners of the rollout
+
+
+class Tape(Generator):
+    """A generator that remembers: recorded generations first, then those of the back end.
+
+    Args:
+        generator: the back end.
+        chat: the model's chat format.
+        tell: is told what the model says, while it does.
+    """
+
+    def __init__(self, generator: Generator, chat: ChatFormat, tell: Listener) -> None:
+        self._generator, self._chat, self._tell = generator, chat, tell
+        self.recorded: list[Generation] = []
+        self._next = 0
+
+    def rewind(self) -> None:
+        """Begin with the first generation again."""
+        self._next = 0
+
+    async def generate(
+        self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams
+    ) -> Generation:
+        """See `Generator`."""
+        self._next += 1
+        if self._next <= len(self.recorded):
+            return self.recorded[self._next - 1]
+        stream = TextStream(self._chat, lambda text: self._tell(Event(kind="text", text=text)))
+        token = token_listener.set(from_any_thread(stream.take))
+        try:
+            generation = await self._generator.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
+        finally:
+            token_listener.reset(token)
+        stream.finish(generation.token_ids)
+        self.recorded.append(generation)
+        return generation
+
+
+@dataclass(kw_only=True)
+class PlayedStep:
+    """One message of the model, and what the environment said to it."""
+
+    message: Message
+    result: StepResult
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether it ends what the model had to say: the user is next."""
+        has_calls = self.message.get("tool_calls") or self.message.get("malformed_tool_call")
+        return self.result.done and not has_calls
+
+
+class Stage(EnvSession):
+    """An environment that stays while its trajectory is played again and again, and the user's messages.
+
+    Args:
+        factory: makes the environment.
+        truncate: see `EnvSession`.
+        row: columns of the row beside the user's first message.
+        tell: is told of calls and observations.
+    """
+
+    def __init__(
+        self, factory: Callable[[], Any], truncate: Callable[[str, int], str], row: dict[str, Any], tell: Listener
+    ) -> None:
+        super().__init__(factory, truncate=truncate)
+        self._row, self._tell = row, tell
+        self.said: list[Any] = []
+        """The user's messages; the first may be a list of messages."""
+        self.steps: list[PlayedStep] = []
+        self.has_acted = False
+        """Whether the environment has made a step since the flag was last cleared."""
+        self._start: tuple[list[Message], list[dict[str, Any]]] | None = None
+        self._next = 0
+
+    async def reset(self, request: RolloutRequest) -> tuple[list[Message], list[dict[str, Any]]]:
+        """The prompt and the tools' schemas; the environment is made at the first call."""
+        self._next = 0
+        if self._start is None:
+            self._start = await super().reset(request)
+            if isinstance(self.env, ToolEnv):
+                self.env.process_reward = lambda call, result: 0.0  # type: ignore[method-assign]
+            self._tell_prompt(self._start[0])
+        return self._start
+
+    async def step(self, message: Message) -> StepResult:
+        """What the environment, or after an answer the user, says to a message of the model."""
+        if self._next == len(self.steps):
+            self.has_acted = True
+            self._tell_calls(message)
+            observations, _, done, info = await super().step(message)
+            info = {**info, "reward_parts": {}}  # nothing is scored: there is no gold answer
+            self.steps.append(PlayedStep(message=message, result=StepResult(observations, 0.0, done, info)))
+            self._tell_observations(self.steps[-1].result)
+        self._next += 1
+        step = self.steps[self._next - 1]
+        num_answers = sum(item.is_answer for item in self.steps[: self._next])
+        if step.is_answer and num_answers < len(self.said):
+            heard = {"role": "user", "content": self.said[num_answers]}
+            return StepResult([heard], 0.0, False, step.result.info)
+        return step.result
+
+    async def outcome(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
+        """Nothing is scored."""
+        return 0.0, {}
+
+    async def close(self) -> None:
+        """The environment stays when a rollout has ended."""
+
+    async def leave(self) -> None:
+        """Close the environment."""
+        await super().close()
+
+    def row(self) -> dict[str, Any]:
+        """The row of the data set that the environment is to see."""
+        first = self.said[0]
+        question = first if isinstance(first, str) else str(first[-1].get("content") or "")
+        return {"answer": "?", **self._row, "prompt": first, "question": question}
+
+    def _tell_prompt(self, messages: list[Message]) -> None:
+        for message in messages:
+            content = str(message.get("content") or "")
+            if content and content != self.row()["question"]:
+                self._tell(Event(kind="prompt", name=str(message.get("role")), text=content))
+
+    def _tell_calls(self, message: Message) -> None:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            name, arguments = str(function.get("name")), function.get("arguments")
+            self._tell(Event(kind="call", name=name, arguments=arguments, call_id=str(call.get("id", ""))))
+
+    def _tell_observations(self, result: StepResult) -> None:
+        results = [item for item in result.info.get("tool_results") or () if hasattr(item, "call")]
+        for item in results:
+            call = {"name": item.call.name, "call_id": str(item.call.id)}
+            self._tell(Event(kind="observation", text=item.content, is_error=item.is_error, **call))
+        for message in () if results or result.done else result.observations:
+            text = str(message.get("content") or "")
+            self._tell(Event(kind="observation", name=str(message.get("name") or message.get("role")), text=text))
