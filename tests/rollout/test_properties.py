@@ -20,7 +20,7 @@ from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trainers.rewards import environment_reward
 from agent_r1_trl.trainers.rollout_batch import RolloutBatch
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory
-from agent_r1_trl.update.batching import batch_trajectories, pad_right
+from agent_r1_trl.update.batching import batch_trajectories, pad_lists
 from tests.effort import examples
 from tests.rollout.helpers import PROMPT, Recorder, chat_of, sampled_ids, scene
 from tests.toys import call, calls, say
@@ -183,8 +183,8 @@ def test_what_was_sampled_is_what_is_masked_in_and_trained_on(family, reason):
         mask = batch.action_mask.bool()
         assert int(mask.sum()) == len(sampler.ids)
         length = mask.shape[1]
-        ids = pad_right([trajectory.completion_ids], 0, length=length, dtype=torch.long)
-        logprobs = pad_right([trajectory.logprobs], 0, length=length, dtype=torch.float64)
+        ids = pad_lists([trajectory.completion_ids], 0, length=length, dtype=torch.long)
+        logprobs = pad_lists([trajectory.logprobs], 0, length=length, dtype=torch.float64)
         assert ids[mask].tolist() == sampler.ids
         assert logprobs[mask].tolist() == sampler.logprobs
         assert (logprobs[~mask] == 0).all()

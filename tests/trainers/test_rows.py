@@ -14,8 +14,8 @@ from agent_r1_trl.recording import read_trajectories
 from agent_r1_trl.rows import Segment
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.config_checks import WHOLE_ROWS
-from agent_r1_trl.trainers.rollout_batch import TrainingRows, trained_rows
 from agent_r1_trl.trajectory import Trajectory, Turn
+from agent_r1_trl.update.row_map import TrainingRows, trained_rows
 from tests.tokenizers import make_tokenizer
 from tests.toys import call, say
 from tests.trainers.effects import CPU
@@ -211,7 +211,7 @@ def test_the_reference_scores_the_rows_of_the_kept_trajectories_alone(tmp_path):
     assert 0 < sum(is_kept) < len(is_kept) > len(trainer.last_trajectories)
     assert is_scored[1:] == is_kept[1:] and is_scored[0], "row 0 fills up the forward pass"
     batch = trainer.last_batch
-    assert [bool(batch.is_kept[index]) for index in batch.training_rows.index] == is_kept
+    assert [bool(batch.is_kept[index]) for index in batch.training_rows.index.tolist()] == is_kept
 
 
 @pytest.mark.parametrize("for_critic", (False, True))
@@ -238,7 +238,7 @@ def test_kept_trajectories_take_turns_in_the_optimizer_steps_with_all_their_rows
         (name,) = names
         rows = [row for row in trained_rows(trainer.last_trajectories[name]) if any(row.action_mask)]
         assert int(inputs["tool_mask"].any(dim=1).sum()) == len(rows)
-        assert float(inputs["num_turns"]) == len(rows), "turns that are trained on"
+        assert float(inputs["turn_scale"]) == pytest.approx(1 / len(rows)), "turns that are trained on"
     if for_critic:
         alive = sum(int(inputs["value_mask"].sum()) for inputs in buffer[:2])
         assert float(buffer[0]["num_value_items"]) == 4 / 2 * alive

@@ -41,11 +41,12 @@ from agent_r1_trl.trainers.ppo_optimizer import (
     policy_rate_at_zero,
     split_by_role,
 )
-from agent_r1_trl.trainers.rollout_batch import RolloutBatch, TrainingRows
+from agent_r1_trl.trainers.rollout_batch import RolloutBatch
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import loss_masks, whole_rows, with_one_more
 from agent_r1_trl.update.layout import UpdateLayout
 from agent_r1_trl.update.losses import explained_variance, value_loss
+from agent_r1_trl.update.row_map import TrainingRows
 
 
 class MultiTurnPPOTrainer(MultiTurnTrainer):
@@ -100,7 +101,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     def _advantages(self, output: dict[str, Any], batch: RolloutBatch) -> dict[str, torch.Tensor]:
         self._refresh_critic()  # TRL's reference pass froze the critic's adapter
         rows, places = batch.training_rows, output["completion_mask"]
-        privileged = self._privileged_columns(output, [batch.rows[index] for index in rows.index])
+        privileged = self._privileged_columns(output, [batch.rows[index] for index in rows.index.tolist()])
         values, bootstrap = self._old_values({**output, **privileged}, batch.trajectories, rows)
         in_time = rows.to_time(values)
         credit, mask = self._estimate(output, batch, values=in_time, bootstrap_values=bootstrap)
@@ -116,10 +117,9 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         }
 
     def _old_values(
-        self, inputs: dict[str, Any], trajectories: list[Trajectory], rows: TrainingRows | None = None
+        self, inputs: dict[str, Any], trajectories: list[Trajectory], rows: TrainingRows
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(R, T) values of completion tokens, and (B,) of what truncated trajectories would have gone on from."""
-        rows = rows or TrainingRows(trajectories)
         columns = {name: inputs[name] for name in _COLUMNS if name in inputs}
         is_truncated = torch.tensor([t.stop_reason.is_truncated for t in trajectories])
         has_more = torch.zeros(len(rows), dtype=torch.bool)
@@ -182,7 +182,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
             "prompt_ids": pad([torch.tensor(ids) for ids in filled], padding_side="left").to(device),
             "prompt_mask": pad([torch.ones(len(ids)).long() for ids in filled], padding_side="left").to(device),
         }
-        of_rows = [*(rows.last[index] for index in contexts), *[0] * (num - len(contexts))]
+        of_rows = [*rows.last[[*contexts]].tolist(), *[0] * (num - len(contexts))]
         opened |= {name: columns[name][of_rows] for name in columns if name.startswith("privileged")}
         opened |= {name: columns[name][of_rows, :0] for name in columns if name.startswith("completion")}
         values = self._score_values(opened, torch.ones(num, dtype=torch.bool))[:, 0]

@@ -62,17 +62,12 @@ def take_rows(rows: Inputs, index: Any) -> Inputs:
     return taken
 
 
-MEANS_OVER_ROWS = ("grpo", "dr_grpo", "sapo", "luspo")
-"""TRL's loss types that divide by the number of rows."""
-MEANS_OVER_MICRO_BATCHES = ("bnpo",)
-"""TRL's loss types that average over tokens inside each micro-batch, and then over micro-batches."""
-
-
 def set_live_scales(buffer: list[dict[str, Any]], *, steps_per_update: int, accelerator: Any) -> None:
-    """Put `row_scale` and `micro_batch_scale` into micro-batches: rows, or micro-batches, per live one.
+    """Put `row_scale`, `micro_batch_scale` and `turn_scale` into micro-batches.
 
-    They are counted over the micro-batches of each optimizer step on all ranks (over the whole buffer if the steps do
-    not divide it), so all ranks must call this. A micro-batch is live if it holds a row in the baseline.
+    They are rows per trajectory in the baseline, micro-batches per one with such a row, and with `turn_shares`
+    micro-batches per turn in the loss. They are counted over the micro-batches of each optimizer step on all ranks
+    (over the whole buffer if the steps do not divide it), so all ranks must call this.
 
     Args:
         buffer: TRL's micro-batches, in the order of training.
@@ -80,22 +75,57 @@ def set_live_scales(buffer: list[dict[str, Any]], *, steps_per_update: int, acce
         accelerator: of the trainer.
     """
     width = steps_per_update if len(buffer) % steps_per_update == 0 else len(buffer)
-    live = torch.stack([inputs["in_baseline"].sum() for inputs in buffer]).float().view(-1, width)  # (steps, width)
-    counts = torch.stack([live.sum(dim=1), (live > 0).float().sum(dim=1)], dim=1)  # (steps, 2)
-    counts = accelerator.reduce(counts, reduction="sum").clamp(min=1)
-    for step, (live_rows, live_batches) in enumerate(counts.tolist()):
-        window = buffer[step * width : (step + 1) * width]
+    has_turns = "turn_shares" in buffer[0]
+    own = []
+    for inputs in buffer:
+        live = inputs["in_baseline"]
+        turns = [(inputs["turn_shares"] * inputs["tool_mask"]).sum()] if has_turns else []
+        own.append(torch.stack([(live & inputs["is_first_row"]).sum().float(), live.any().float(), *turns]))
+    counts = torch.stack(own).view(-1, width, len(own[0])).sum(dim=1)  # (steps, 2 or 3)
+    counts = accelerator.reduce(counts, reduction="sum")
+    for step, (trajectories, batches, *turns) in enumerate(counts.round().clamp(min=1).tolist()):
         num_batches = width * accelerator.num_processes
-        for inputs in window:  # filtered ones may differ in size, but not between ranks
-            inputs["row_scale"] = torch.tensor(len(inputs["in_baseline"]) * num_batches / live_rows)
-            inputs["micro_batch_scale"] = torch.tensor(num_batches / live_batches)
+        for inputs in buffer[step * width : (step + 1) * width]:
+            # Micro-batches may differ in size, but not between ranks.
+            inputs["row_scale"] = torch.tensor(len(inputs["in_baseline"]) * num_batches / trajectories)
+            inputs["micro_batch_scale"] = torch.tensor(num_batches / batches)
+            if has_turns:
+                inputs["turn_scale"] = torch.tensor(num_batches / turns[0])
 
 
-def policy_scale(inputs: dict[str, Any], loss_type: str) -> float:
-    """What the policy's loss (KL term included) of a micro-batch is multiplied by; 1 where no row is lost."""
-    if loss_type in MEANS_OVER_ROWS:
-        return float(inputs.get("row_scale", 1.0))
-    return float(inputs.get("micro_batch_scale", 1.0)) if loss_type in MEANS_OVER_MICRO_BATCHES else 1.0
+def loss_weights(inputs: Inputs, trainer: Any) -> torch.Tensor | float:
+    """What TRL's loss of a micro-batch of M rows is multiplied by: a number, or (M, 1), or (M, T) with turns.
+
+    TRL's loss types divide by rows, by micro-batches, or by tokens. Here every token gets the weight that it would
+    have if its trajectory were one row and nothing were lost, or that `loss_unit` asks for.
+
+    Args:
+        inputs: M rows.
+        trainer: in whose loss they are.
+    """
+    if "row_scale" not in inputs:  # a rollout of TRL's own
+        return 1.0
+    mask, _ = loss_masks(inputs)
+    tokens = mask.sum(dim=1).clamp(min=1).float()  # (M,)
+    of_trajectory = tokens + inputs["tokens_in_other_rows"]
+    kind = {"sapo": "grpo", "cispo": "dapo", "vespo": "dapo"}.get(trainer.loss_type, trainer.loss_type)
+    row_scale, unit = float(inputs["row_scale"]), trainer.args.loss_unit
+    if unit is None and kind == "grpo":
+        return (tokens / of_trajectory * row_scale).unsqueeze(1)
+    if unit is None:
+        return {"bnpo": float(inputs["micro_batch_scale"]), "dapo": 1.0}.get(kind, row_scale)
+    num_steps = trainer.args.steps_per_generation if trainer.model.training else 1  # of micro-batches in a rollout
+    per_batch = inputs["num_items_in_batch"].clamp(min=1).float() / trainer.accelerator.num_processes / num_steps
+    divisor = {  # TRL's, of a token
+        "grpo": tokens * len(tokens),
+        "dr_grpo": torch.full_like(tokens, len(tokens) * trainer.max_completion_length),
+        "luspo": torch.full_like(tokens, len(tokens)),
+        "bnpo": mask.sum().clamp(min=1).float().expand_as(tokens),
+        "dapo": per_batch.expand_as(tokens),
+    }[kind].unsqueeze(1)  # (M, 1)
+    if unit == "turn":
+        return divisor * inputs["turn_scale"] * inputs["turn_shares"]
+    return divisor / (per_batch if unit == "token" else len(tokens) / row_scale * of_trajectory.unsqueeze(1))
 
 
 @dataclass(kw_only=True)
@@ -115,12 +145,14 @@ class TrajectoryBatch:
         return TrajectoryBatch(action_mask=self.action_mask.to(device), turn_ids=self.turn_ids.to(device))
 
 
-def pad_right(rows: Sequence[Sequence[float]], value: float, *, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Stack ragged rows into (B, length), filled up with `value`."""
+def pad_lists(
+    rows: Sequence[Sequence[float]], value: float, *, length: int, dtype: torch.dtype, side: str = "right"
+) -> torch.Tensor:
+    """Stack ragged rows into (B, length), filled up with `value` on the `right` or the `left`."""
     out = torch.full((len(rows), length), value, dtype=dtype)  # (B, T)
     for index, row in enumerate(rows):
         if row:
-            out[index, : len(row)] = torch.tensor(row, dtype=dtype)
+            out[index, slice(len(row)) if side == "right" else slice(-len(row), None)] = torch.tensor(row, dtype=dtype)
     return out
 
 
@@ -141,7 +173,7 @@ def batch_trajectories(trajectories: Sequence[Trajectory], *, length: int | None
 
     def pad(name: str, value: float, dtype: torch.dtype) -> torch.Tensor:
         rows: list[Any] = [getattr(trajectory, name) for trajectory in trajectories]
-        return pad_right(rows, value, length=length, dtype=dtype)
+        return pad_lists(rows, value, length=length, dtype=dtype)
 
     return TrajectoryBatch(
         action_mask=pad("action_mask", 0, torch.long),
@@ -195,35 +227,6 @@ def neutral_outside(inputs: Inputs, mask: torch.Tensor) -> Inputs:
     fills |= {name: 1.0 for name in inputs if name == "importance_sampling_ratio"}
     given = {name: inputs[name] for name in fills if inputs[name] is not None}
     return {**inputs, **{name: torch.where(mask.bool(), value, fills[name]) for name, value in given.items()}}
-
-
-def add_masks(
-    output: dict[str, Any],
-    rows: Sequence[Any],
-    in_baseline: torch.Tensor,
-    in_loss: torch.Tensor,
-    *,
-    loss_mask: bool,
-    accelerator: Any,
-) -> None:
-    """Put into TRL's batch which rows and tokens count, once every row's reward is known. All ranks must call it.
-
-    Args:
-        output: of R rows; gets `tool_mask`, `num_items_in_batch`, `in_baseline` and the scales for lost rows.
-        rows: R of them, with their `action_mask`.
-        in_baseline: (R,) bool.
-        in_loss: (R,) bool.
-        loss_mask: whether observation tokens stay out of the loss.
-        accelerator: of the trainer.
-    """
-    output["in_baseline"] = in_baseline
-    set_live_scales([output], steps_per_update=1, accelerator=accelerator)
-    tokens = output["completion_mask"]  # (R, T)
-    if loss_mask:
-        masks = [row.action_mask for row in rows]
-        tokens = pad_right(masks, 0, length=tokens.shape[1], dtype=torch.long).to(in_loss.device)
-    output["tool_mask"] = tokens * in_loss.unsqueeze(1)
-    output["num_items_in_batch"] = accelerator.gather(output["tool_mask"].sum()).sum()
 
 
 def row_means(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

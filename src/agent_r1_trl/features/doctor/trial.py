@@ -161,7 +161,7 @@ class Meter(TrainerCallback):
         generate, score = trainer._generate_and_score, trainer._generate_and_score_completions
         trainer._generate_and_score = self._timed(generate, "rollout_s")
         trainer._generate_and_score_completions = self._timed(score, "scoring_s")
-        trainer.row_batches.add_shares = self._compared(trainer.row_batches.add_shares)
+        trainer._record = self._compared(trainer._record)
         trainer.layout.arrange = self._seen(trainer.layout.arrange)
         trainer.add_callback(self)
 
@@ -182,14 +182,14 @@ class Meter(TrainerCallback):
 
         return call
 
-    def _compared(self, add_shares: Callable[..., Any]) -> Callable[..., Any]:
-        def call(output: Inputs, rows: Any, *, is_training: bool) -> Any:
+    def _compared(self, record: Callable[..., Any]) -> Callable[..., Any]:
+        def call(batch: Any, output: Inputs) -> Any:
             start = time.perf_counter()
-            if self.trial.gap is None and is_training:
-                self._measure_gap(output, rows)
+            if self.trial.gap is None and self._trainer.model.training:
+                self._measure_gap(output, batch.training_rows)
             self._step.scoring_s -= time.perf_counter() - start
             self._start += time.perf_counter() - start  # the doctor's own time is not the step's
-            return add_shares(output, rows, is_training=is_training)
+            return record(batch, output)
 
         return call
 

@@ -27,7 +27,8 @@ from agent_r1_trl.trainers.agreement import is_main_process
 from agent_r1_trl.trainers.callbacks import OptimizerStep, RolloutCallback
 from agent_r1_trl.trainers.checkpoints import last_checkpoint
 from agent_r1_trl.trainers.finite_weights import nonfinite_problem
-from agent_r1_trl.trainers.rollout_batch import TRAJECTORY_ROW, RolloutBatch
+from agent_r1_trl.trainers.rollout_batch import RolloutBatch
+from agent_r1_trl.update.row_map import TRAJECTORY_ROW
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 """Which groups of a rollout are trained on: those that can teach something (`sampling.filter_groups`).
 
-Which these are: `rules.py`. What becomes of the others, and of steps without any: `trainers/row_batches.py`.
+Which these are: `rules.py`. What becomes of the others: `update/dealing.py`; of steps without any:
+`trainers/policy_loss.py`.
 """
 
 from __future__ import annotations
