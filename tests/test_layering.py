@@ -20,7 +20,7 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "agent_r1_trl"
 
 # From the first step of the data flow to the last. A module may import from its own set and from those before it.
 ORDER = [
-    {"trajectory", "rows", "tool_results", "objects", "settings", "safe_text", "errors", "features"},
+    {"trajectory", "tool_results", "objects", "settings", "safe_text", "errors", "features"},
     {"tools"},
     {"environments", "rewards"},
     {"chat"},
@@ -51,7 +51,6 @@ ALLOWED_UPWARDS = {("trajectory", "recording")}
 
 LIGHT = {
     "trajectory",
-    "rows",
     "tool_results",
     "objects",
     "safe_text",
@@ -295,11 +294,11 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 # -------------------------------------------------------------------- 5. budgets
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
-    "(nouns)": (1600, 8),
-    "advantages": (1350, 11),
+    "(nouns)": (1585, 7),
+    "advantages": (1326, 5),
     "chat": (2950, 13),
     "cli": (2750, 15),
-    "critic": (700, 6),
+    "critic": (646, 3),
     "environments": (1650, 11),
     "evaluation": (1350, 9),
     "features/__init__.py": (125, 1),
@@ -314,12 +313,12 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/search": (850, 8),
     "features/serve": (2000, 13),
     "generation": (4900, 29),
-    "recording": (1350, 10),
+    "recording": (1275, 6),
     "rewards": (1150, 9),
     "rollout": (3250, 19),
     "tools": (3550, 19),
-    "trainers": (7709, 33),
-    "update": (2032, 10),
+    "trainers": (7553, 23),
+    "update": (1921, 8),
 }
 
 

@@ -11,11 +11,10 @@ from agent_r1_trl import safe_text
 from agent_r1_trl.advantages import compute_gae
 from agent_r1_trl.features.journal.reader import read_trajectory, trajectory_record
 from agent_r1_trl.generation.base import Generation
-from agent_r1_trl.recording.masking import MASKED_ID, mask_record
+from agent_r1_trl.recording.store import MASKED_ID, mask_record
 from agent_r1_trl.rollout import Draft, RolloutRequest
-from agent_r1_trl.rows import Row, Segment
-from agent_r1_trl.trainers.rollout_batch import TrainingRows
-from agent_r1_trl.trajectory import Author, StopReason, Trajectory
+from agent_r1_trl.trainers.rollouts import TrainingRows
+from agent_r1_trl.trajectory import Author, Row, Segment, StopReason, Trajectory
 from tests.effort import examples
 
 TEXT = Author.ENVIRONMENT

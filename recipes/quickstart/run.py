@@ -26,7 +26,7 @@ from agent_r1_trl.cli.tables import changes_table
 from agent_r1_trl.evaluation import EvaluationResult, difference
 from agent_r1_trl.evaluation.comparison import compare
 from agent_r1_trl.evaluation.table import write_result
-from agent_r1_trl.trainers.output_lock import set_aside
+from agent_r1_trl.trainers.checkpoints import set_aside
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -7,8 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from agent_r1_trl.critic import ValueHead, critic_parameters, is_critic_name
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
-from agent_r1_trl.update.batching import trim_padding, whole_rows
-from agent_r1_trl.update.row_map import TrainingRows
+from agent_r1_trl.update.batching import TrainingRows, trim_padding, whole_rows
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import PlainEnv, make_policy, questions, scored_batch
 from tests.trainers.test_ppo_trainer import KINDS, lora, make_ppo, random_head

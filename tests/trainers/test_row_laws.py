@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.critic import critic_parameters
-from agent_r1_trl.rows import Segment
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.rollout_batch import RolloutBatch
-from agent_r1_trl.trajectory import Author, StopReason, Trajectory, Turn
-from agent_r1_trl.update.row_map import TrainingRows
+from agent_r1_trl.trainers.rollouts import RolloutBatch
+from agent_r1_trl.trajectory import Author, Segment, StopReason, Trajectory, Turn
+from agent_r1_trl.update.batching import TrainingRows
 from tests.effort import examples
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy, make_trainer, move_weights

@@ -7,8 +7,8 @@ from peft import LoraConfig
 from agent_r1_trl.critic import critic_parameters
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.update import layout as layout_module
+from agent_r1_trl.update.batching import trained_rows
 from agent_r1_trl.update.micro_batches import PASSES, live_ids
-from agent_r1_trl.update.row_map import trained_rows
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy, make_trainer, questions, scored_batch
 from tests.trainers.test_rows import three_turns

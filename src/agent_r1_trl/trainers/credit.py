@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import gather_object
 
 from agent_r1_trl.advantages import masked_mean, masked_whiten
-from agent_r1_trl.advantages.credit import Credit, CreditInputs, CreditSettings
+from agent_r1_trl.advantages.estimators import Credit, CreditInputs, CreditSettings
 from agent_r1_trl.advantages.gae import whiten_turns
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trajectory import Message, Trajectory

@@ -1,7 +1,8 @@
 """What TRL's loss is given, and what becomes of the optimizer step that it leads to.
 
 `KeptRows`: rows that are not trained on, because a callback's `keep` said so, and optimizer steps in which none is,
-which move neither weights, optimizer nor schedule. `policy_weights`: what the loss of a row is multiplied by.
+which move neither weights, optimizer nor schedule. `LossPass`: one computation of the loss. `policy_weights`:
+what the loss of a row is multiplied by.
 `for_own_loss`: what a `_compute_loss` that was written for TRL reads of our micro-batches, advantages of (B,); those
 of (B, T) would broadcast in it to (B, B, T).
 
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,12 +23,11 @@ from accelerate.utils import DistributedType, gather_object
 from trl import GRPOTrainer
 
 from agent_r1_trl.errors import RunError
-from agent_r1_trl.trainers.agreement import is_main_process
-from agent_r1_trl.trainers.callbacks import OptimizerStep
-from agent_r1_trl.update.batching import Inputs, loss_masks, loss_weights
-from agent_r1_trl.update.dealing import HAS_SIGNAL
+from agent_r1_trl.objects import OwnObjectError
+from agent_r1_trl.trainers.callbacks import OptimizerStep, is_main_process
+from agent_r1_trl.update.batching import Inputs, TrainingRows, loss_masks, loss_weights
+from agent_r1_trl.update.layout import HAS_SIGNAL
 from agent_r1_trl.update.micro_batches import STANDS_FOR
-from agent_r1_trl.update.row_map import TrainingRows
 
 logger = logging.getLogger(__name__)
 
@@ -271,3 +272,68 @@ def _why_not(inputs: Inputs, trainer: Any) -> str | None:
     if args.kl_placement == "reward" and trainer.beta != 0:
         return "kl_placement='reward' has the KL term in them already, which a loss that reads self.beta adds again"
     return None
+
+
+# -------------------------------------------------------------------- one computation of the loss
+
+
+@dataclass
+class LossPass:
+    """State of one loss computation: its mask, and the log-probs of the forward pass inside it."""
+
+    mask: torch.Tensor
+    """(B, T) tokens that enter the loss."""
+    scored: torch.Tensor
+    """(B, T) tokens that a packed forward pass reads: with a critic, those of its loss as well."""
+    entropy_scale: float = 1.0
+    """What the gradient of the entropy bonus is multiplied by."""
+    plan: Any = None
+    """The layout's plan of the micro-batch (`layout.py`), for the forward pass of its rows; None where it has none."""
+    log_probs: torch.Tensor | None = None
+    """(B, T) the policy's, once the forward pass has run."""
+    unmasked: torch.Tensor | None = None
+    """(B, T) the same before the mask."""
+
+    def masked(self, *parts: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """What a forward pass gave, (B, T) each, with 0 outside the mask (packed ones read some for the critic)."""
+        self.unmasked = parts[0]
+        return [None if part is None else torch.where(self.mask.bool(), part, 0.0) for part in parts]
+
+    def reaching(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss with a way to the parameters, which a mask that is 0 throughout has cut."""
+        return loss if self.unmasked is None else loss + 0.0 * self.unmasked.sum()
+
+    def take(self, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> None:
+        """Keep the log-probs, (B, T), and scale the gradient that will come back to the entropies, (B, T)."""
+        self.log_probs, self.plan = log_probs, None  # a second pass inside the loss may be one of other rows
+        if self.entropy_scale != 1.0 and entropies is not None and entropies.requires_grad:
+            entropies.register_hook(lambda gradient: gradient * self.entropy_scale)
+
+    def extra_term(
+        self, name: str, function: Callable[..., torch.Tensor | None], inputs: dict[str, Any], accelerator: Any
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """A loss term of the user's, summed over this micro-batch's tokens, and its mean per token over all ranks.
+
+        Args:
+            name: under which it is logged.
+            function: the trainer's `extra_loss`, or the function that `loss_term` stands for.
+            inputs: TRL's micro-batch.
+            accelerator: of the trainer.
+
+        Raises:
+            ValueError: if the term is no scalar tensor.
+        """
+        mask = self.mask.bool()
+        assert self.log_probs is not None
+        term = function(inputs, torch.where(mask, self.log_probs, 0.0), mask)
+        if term is None:
+            term = mask.new_zeros((), dtype=torch.float32)  # other ranks may have one: they wait in the reduction
+        if not isinstance(term, torch.Tensor) or term.dim() != 0:
+            found = f"a tensor of shape {tuple(term.shape)}" if isinstance(term, torch.Tensor) else repr(term)
+            source = getattr(function, "__qualname__", f"{name}={function!r}")
+            raise OwnObjectError(
+                f"{source} returned {found}. Return a scalar tensor, the term summed over the tokens of `mask`, or "
+                "None for no term."
+            )
+        sums = accelerator.reduce(torch.stack([term.detach().double(), mask.sum().double()]), reduction="sum")
+        return term, {name: (sums[0] / sums[1]).item()}  # NaN, which logs leave out, without any token

@@ -23,8 +23,16 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 
-from agent_r1_trl.update.batching import Inputs, join_rows, loss_masks, take_rows, trim_padding, whole_rows
-from agent_r1_trl.update.dealing import DUMMY, exchange
+from agent_r1_trl.update.batching import (
+    DUMMY,
+    Inputs,
+    exchange,
+    join_rows,
+    loss_masks,
+    take_rows,
+    trim_padding,
+    whole_rows,
+)
 from agent_r1_trl.update.packing import needed_columns
 
 PASSES = "passes"

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,8 @@ from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.features.sampling.rules import raw_returns
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, MultiTurnPPOTrainer
-from agent_r1_trl.update.batching import join_rows, take_rows
-from agent_r1_trl.update.dealing import DUMMY, IS_KEPT, deal, plan_deal
-from agent_r1_trl.update.layout import UPDATE_LAYOUTS
-from agent_r1_trl.update.row_map import TRAJECTORY_ROW
+from agent_r1_trl.update.batching import DUMMY, TRAJECTORY_ROW, join_rows, take_rows
+from agent_r1_trl.update.layout import IS_KEPT, UPDATE_LAYOUTS, deal, plan_deal
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import (
@@ -510,8 +509,8 @@ def test_rows_keep_their_tokens_and_lose_the_padding_of_the_others():
         "none": None,
     }
     rows |= {IS_KEPT: torch.tensor([False, True, True]), "in_baseline": torch.tensor([True, True, True])}
-    arguments = {"num_micro_batches": 3, "steps_per_update": 1, "critic_uses_filtered": False}
-    buffer = deal(rows, torch.arange(3), torch.arange(3), **arguments, accelerator=OneRank())
+    args = SimpleNamespace(steps_per_generation=3, gradient_accumulation_steps=1)
+    buffer = deal(rows, torch.arange(3), torch.arange(3), args=args, accelerator=OneRank())
     assert [bool(inputs["has_signal"]) for inputs in buffer] == [True, True, False]
     assert [inputs["prompt_ids"].tolist() for inputs in buffer] == [[[9, 4]], [[5, 6]], [[2, 3]]]
     assert [inputs["completion_ids"].tolist() for inputs in buffer] == [[[7, 9]], [[8, 8]], [[1, 2]]]

@@ -22,7 +22,7 @@ from agent_r1_trl.evaluation.loading import is_local
 from agent_r1_trl.features.doctor import Finding, has_errors, render, run_doctor
 from agent_r1_trl.features.doctor.command_arguments import DoctorArguments, TrialArguments
 from agent_r1_trl.features.doctor.run_command import run_trial
-from agent_r1_trl.trainers.precision import REMEDY, problem_of_recipe
+from agent_r1_trl.trainers.weights import REMEDY, problem_of_recipe
 
 COMMAND = "agent-r1-trl doctor"
 EXIT_ERRORS = 1

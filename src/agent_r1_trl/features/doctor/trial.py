@@ -24,7 +24,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from agent_r1_trl.critic import base_causal_lm
 from agent_r1_trl.features.doctor.memory import GIB, Estimate, Saving
 from agent_r1_trl.features.doctor.report import Level, Report, describe_error
-from agent_r1_trl.trainers.precision import REMEDY, problem_of_run
+from agent_r1_trl.trainers.weights import REMEDY, problem_of_run
 from agent_r1_trl.update.batching import Inputs, loss_masks, take_rows, whole_rows
 from agent_r1_trl.update.layout import PACKED_LAYOUTS, UpdateLayout
 from agent_r1_trl.update.packed_attention import PACKED_ATTENTION

@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 
 from agent_r1_trl.features.echo_trap.mutual_information import mutual_information
 from agent_r1_trl.rollout.limits import context_length
-from agent_r1_trl.trainers.agreement import is_main_process
+from agent_r1_trl.trainers.callbacks import is_main_process
 from agent_r1_trl.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)

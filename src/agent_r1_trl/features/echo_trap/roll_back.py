@@ -82,19 +82,18 @@ def healthy_checkpoints(output_dir: Path, run: str) -> list[Path]:
     return sorted(healthy, key=_step, reverse=True)
 
 
-def last_healthy(output_dir: Path, run: str, num_processes: int, *, until: int) -> Path | None:
+def last_healthy(output_dir: Path, run: str, *, until: int) -> Path | None:
     """The newest healthy checkpoint that is whole.
 
     Args:
         output_dir: of the run.
         run: as for `healthy_checkpoints`.
-        num_processes: of the run.
         until: optimizer steps behind it at most; what was saved later may hold a collapse that nobody had noticed.
     """
     for folder in healthy_checkpoints(output_dir, run):
         if _step(folder) > until:
             continue
-        problem = problem_of(folder, num_processes=num_processes)
+        problem = problem_of(folder)
         if problem is None:
             return folder
         logger.warning("Passed over %s, which was healthy: %s.", folder, problem)

@@ -27,7 +27,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, SingleTurnEnv
 from agent_r1_trl.rollout.limits import RolloutSettings
 from agent_r1_trl.safe_text import markdown, markdown_code, shown, shown_all
-from agent_r1_trl.trainers.paper import AGENT_R1
+from agent_r1_trl.trainers.grpo import AGENT_R1
 
 if TYPE_CHECKING:
     from agent_r1_trl.advantages.estimators import Estimator
@@ -107,7 +107,7 @@ def read_facts(folder: Path, model_id: str) -> CardFacts:
     Raises:
         ValueError: a file that it holds cannot be read; names it.
     """
-    from agent_r1_trl.advantages.lookup import find_estimator
+    from agent_r1_trl.advantages.estimators import find_estimator
 
     recipe, adapter = _read_mapping(folder / "recipe.yaml"), _read_mapping(folder / "adapter_config.json")
     logged = _read_mapping(folder / "trainer_state.json").get("log_history")
