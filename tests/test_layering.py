@@ -317,7 +317,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (1150, 9),
     "rollout": (3250, 19),
     "tools": (3550, 19),
-    "trainers": (7553, 23),
+    "trainers": (7556, 23),
     "update": (1921, 8),
 }
 
