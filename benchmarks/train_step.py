@@ -200,7 +200,7 @@ def make_trainer(args: argparse.Namespace, layout: str, folder: str) -> Any:
 
 def optimizer_step(trainer: Any, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
     """One optimizer step on a rollout that stands ready; its loss, and the norm of all gradients."""
-    from agent_r1_trl.trainers.rollout_batch import RolloutBatch
+    from agent_r1_trl.trainers.rollouts import RolloutBatch
 
     def generate(inputs: Any) -> dict[str, torch.Tensor]:
         num = len(batch["prompt_ids"])

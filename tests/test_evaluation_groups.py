@@ -8,8 +8,7 @@ from agent_r1_trl.evaluation import EvaluationResult
 from agent_r1_trl.evaluation.comparison import compare, read_examples, write_examples
 from agent_r1_trl.evaluation.groups import attempts_of, group_sums, pass_at_k, split_by, tags_of
 from agent_r1_trl.evaluation.result import example_sums, token_counts
-from agent_r1_trl.rows import Segment
-from agent_r1_trl.trajectory import Author, StopReason, Trajectory, Turn
+from agent_r1_trl.trajectory import Author, Segment, StopReason, Trajectory, Turn
 from tests.test_evaluation import played, result_of
 
 

@@ -20,7 +20,7 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "agent_r1_trl"
 
 # From the first step of the data flow to the last. A module may import from its own set and from those before it.
 ORDER = [
-    {"trajectory", "rows", "tool_results", "objects", "settings", "safe_text", "errors", "features"},
+    {"trajectory", "tool_results", "objects", "settings", "safe_text", "errors", "features"},
     {"tools"},
     {"environments", "rewards"},
     {"chat"},
@@ -51,7 +51,6 @@ ALLOWED_UPWARDS = {("trajectory", "recording")}
 
 LIGHT = {
     "trajectory",
-    "rows",
     "tool_results",
     "objects",
     "safe_text",
@@ -293,11 +292,11 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 # -------------------------------------------------------------------- 5. budgets
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
-    "(nouns)": (1600, 8),
-    "advantages": (1350, 11),
+    "(nouns)": (1585, 7),
+    "advantages": (1326, 5),
     "chat": (2950, 13),
     "cli": (2700, 15),
-    "critic": (700, 6),
+    "critic": (646, 3),
     "environments": (1480, 10),
     "evaluation": (1350, 9),
     "features/__init__.py": (125, 1),
@@ -312,12 +311,12 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/search": (470, 4),
     "features/serve": (1800, 11),
     "generation": (4350, 26),
-    "recording": (1350, 10),
+    "recording": (1275, 6),
     "rewards": (940, 8),
     "rollout": (3215, 19),
     "tools": (3130, 16),
-    "trainers": (8180, 33),
-    "update": (1800, 9),
+    "trainers": (7556, 23),
+    "update": (1800, 8),
 }
 
 

@@ -11,11 +11,10 @@ from agent_r1_trl import safe_text
 from agent_r1_trl.advantages import compute_gae
 from agent_r1_trl.features.journal.reader import read_trajectory, trajectory_record
 from agent_r1_trl.generation.base import Generation
-from agent_r1_trl.recording.masking import MASKED_ID, mask_record
+from agent_r1_trl.recording.store import MASKED_ID, mask_record
 from agent_r1_trl.rollout import Draft, RolloutRequest
-from agent_r1_trl.rows import Row, Segment
-from agent_r1_trl.trainers.rollout_batch import TrainingRows
-from agent_r1_trl.trajectory import Author, StopReason, Trajectory
+from agent_r1_trl.trainers.rollouts import TrainingRows
+from agent_r1_trl.trajectory import Author, Row, Segment, StopReason, Trajectory
 from tests.effort import examples
 
 TEXT = Author.ENVIRONMENT
@@ -60,7 +59,7 @@ def test_credit_over_two_rows_is_that_of_one_row_of_their_tokens():
     say(draft, [10, 11])
     draft.rewrite_context([2], [], [])
     say(draft, [20, 21])
-    rows = TrainingRows([draft.finish(StopReason.DONE, duration_s=0.0)], is_split=True)
+    rows = TrainingRows([draft.finish(StopReason.DONE, duration_s=0.0)])
     values = rows.to_time(torch.tensor([[0.2, 0.3], [0.4, 0.6]], dtype=torch.float64))
     rewards = torch.tensor([[0, 0.5, 0, 1]], dtype=torch.float64)
     advantages, _ = compute_gae(rewards, values, torch.ones(1, 4), gamma=0.9, lam=0.8)
@@ -188,8 +187,7 @@ def test_rows_survive_json_and_the_journal(conversation):
 @given(st.lists(conversations(), min_size=1, max_size=4), st.integers(0, 3))
 def test_time_and_rows_hold_the_same_tokens(batch, num_more):
     trajectories = [trajectory for trajectory, _ in batch]
-    rows = TrainingRows(trajectories, is_split=True)
-    rows = TrainingRows(trajectories, is_split=True, num_rows=len(rows) + num_more)
+    rows = TrainingRows(trajectories, num_rows=len(TrainingRows(trajectories)) + num_more)
     width = max(1, *(len(row.completion_ids) for row in rows.rows))
     time = torch.zeros(len(trajectories), rows.length, dtype=torch.long)
     mask = torch.zeros_like(time)
@@ -203,9 +201,10 @@ def test_time_and_rows_hold_the_same_tokens(batch, num_more):
     assert torch.equal(rows.to_time(in_rows) * mask, time * mask), "rows without an action token are left out"
     assert rows.total(masks.sum(dim=1)).tolist() == [item.num_action_tokens for item in trajectories]
     assert sum(rows.is_first) == len(trajectories)
-    last = [rows.rows[row].spans[-1][1] for row in rows.last]
+    last = [rows.rows[row].spans[-1][1] for row in rows.last.tolist()]
     assert all(
-        end == max(row.spans[-1][1] for row, index in zip(rows.rows, rows.index, strict=True) if index == number)
+        end
+        == max(row.spans[-1][1] for row, index in zip(rows.rows, rows.index.tolist(), strict=True) if index == number)
         for number, end in enumerate(last)
     )
 

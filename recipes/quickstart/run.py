@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from agent_r1_trl.trainers.output_lock import set_aside
+from agent_r1_trl.trainers.checkpoints import set_aside
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -1,7 +1,6 @@
 """Estimators that are named by their path."""
 
-from agent_r1_trl.advantages.credit import Credit
-from agent_r1_trl.advantages.estimators import Estimator
+from agent_r1_trl.advantages.estimators import Credit, Estimator
 
 
 def one(inputs):

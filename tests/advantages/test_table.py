@@ -11,9 +11,14 @@ import pytest
 import torch
 
 from agent_r1_trl.advantages import compute_group_advantages
-from agent_r1_trl.advantages.credit import Credit, CreditInputs, CreditSettings
-from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
-from agent_r1_trl.advantages.lookup import find_estimator
+from agent_r1_trl.advantages.estimators import (
+    ESTIMATORS,
+    Credit,
+    CreditInputs,
+    CreditSettings,
+    Estimator,
+    find_estimator,
+)
 from agent_r1_trl.objects import OwnObject
 from agent_r1_trl.trainers import MultiTurnPPOConfig
 

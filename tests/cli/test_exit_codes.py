@@ -99,7 +99,7 @@ def test_a_training_in_which_nothing_can_be_played_ends_with_the_code_of_the_inf
 def test_a_run_that_begins_while_another_one_still_saves_may_be_tried_again(recipe, refusal, command, lock, work):
     path = recipe(max_steps=1, output_dir="out")
     hold = (
-        "import sys, time; from pathlib import Path; from agent_r1_trl.trainers.output_lock import output_lock\n"
+        "import sys, time; from pathlib import Path; from agent_r1_trl.trainers.checkpoints import output_lock\n"
         f"with output_lock(Path('out'), '{lock}.lock'):\n    print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE) as other:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.cli import main
-from agent_r1_trl.trainers.output_lock import find_run, output_lock, set_aside
+from agent_r1_trl.trainers.checkpoints import find_run, output_lock, set_aside
 
 
 def steps(folder):

@@ -9,8 +9,7 @@ from agent_r1_trl import safe_text
 from agent_r1_trl.cli import main
 from agent_r1_trl.recording import TrajectoryStore, read_records
 from agent_r1_trl.recording.dataset import COLUMNS, write_dataset
-from agent_r1_trl.rows import Segment
-from agent_r1_trl.trajectory import StopReason
+from agent_r1_trl.trajectory import Segment, StopReason
 from tests.recording.examples import empty, two_turns
 
 REWRITTEN = {"segments": [Segment(start=6, row=1, prompt_ids=[8, 9])]}

@@ -5,8 +5,7 @@ import re
 import pytest
 
 from agent_r1_trl.recording import Record, render_trajectory, summary_table
-from agent_r1_trl.recording.spans import decode_spans
-from agent_r1_trl.recording.terminal import render, visible
+from agent_r1_trl.recording.terminal import decode_spans, render, visible
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory, Turn
 from tests.recording.examples import empty, two_turns
 from tests.tokenizers import make_tokenizer

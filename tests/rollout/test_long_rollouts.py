@@ -16,7 +16,7 @@ from agent_r1_trl.generation import Generation, Generator, VLLMServerGenerator
 from agent_r1_trl.generation.base import GenerationError, TrajectorySlot, current_slot
 from agent_r1_trl.generation.local.prefix_cache import ParkedRow, PrefixCache
 from agent_r1_trl.generation.vllm.server import _as_generation
-from agent_r1_trl.recording import TrajectoryStore, read_trajectories, spans, store
+from agent_r1_trl.recording import TrajectoryStore, read_trajectories, store, terminal
 from agent_r1_trl.rollout import Draft, RolloutRequest
 from agent_r1_trl.rollout.contexts import Contexts
 from agent_r1_trl.trajectory import Author, Trajectory, Turn
@@ -200,14 +200,14 @@ def test_a_long_trajectory_is_decoded_a_few_times_and_divided_where_it_was_divid
     text = tokenizer.tokenizer.encode("東京の首都🙂 naïve \ufffd ", add_special_tokens=False)
     ids = [rng.choice([*text, *range(40, 300)]) for _ in range(1000)]  # borders inside of characters, broken bytes
     trajectory = trajectory_of(100, 10, ids=ids)
-    _, found = spans.decode_spans(trajectory, tokenizer)
+    _, found = terminal.decode_spans(trajectory, tokenizer)
     assert len(found) == 200 and tokenizer.num_decoded < 10 * len(ids)
     full = tokenizer.decode([1, 2, 3, *ids], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     ends = [3, *(3 + span.end for span in found)]
-    cuts = [spans._cut_position(tokenizer, [1, 2, 3, *ids][:end], full) for end in ends]
+    cuts = [terminal._cut_position(tokenizer, [1, 2, 3, *ids][:end], full) for end in ends]
     cuts[-1] = len(full)
     pieces = [full[left : max(left, right)] for left, right in itertools.pairwise(cuts)]
-    assert [span.text for span in found] == [spans._collapse(piece) for piece in pieces]
+    assert [span.text for span in found] == [terminal._collapse(piece) for piece in pieces]
 
 
 def test_lines_are_written_one_by_one_and_none_of_them_stays_if_one_cannot_be(tmp_path, monkeypatch):

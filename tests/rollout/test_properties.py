@@ -18,9 +18,9 @@ from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.generation.scripted import ScriptedTurn
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trainers.rewards import environment_reward
-from agent_r1_trl.trainers.rollout_batch import RolloutBatch
+from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory
-from agent_r1_trl.update.batching import batch_trajectories, pad_right
+from agent_r1_trl.update.batching import pad_lists, pad_tokens
 from tests.effort import examples
 from tests.rollout.helpers import PROMPT, Recorder, chat_of, sampled_ids, scene
 from tests.toys import call, calls, say
@@ -179,12 +179,11 @@ def test_what_was_sampled_is_what_is_masked_in_and_trained_on(family, reason):
         trajectory, sampler = play(family, conversation)
         assert trajectory.stop_reason is reason
         assert sampled_ids(trajectory) == sampler.ids
-        batch = batch_trajectories([trajectory], length=len(trajectory.completion_ids) + 3)
-        mask = batch.action_mask.bool()
+        mask = pad_tokens([trajectory], "action_mask", 0, len(trajectory.completion_ids) + 3).bool()
         assert int(mask.sum()) == len(sampler.ids)
         length = mask.shape[1]
-        ids = pad_right([trajectory.completion_ids], 0, length=length, dtype=torch.long)
-        logprobs = pad_right([trajectory.logprobs], 0, length=length, dtype=torch.float64)
+        ids = pad_lists([trajectory.completion_ids], 0, length=length, dtype=torch.long)
+        logprobs = pad_lists([trajectory.logprobs], 0, length=length, dtype=torch.float64)
         assert ids[mask].tolist() == sampler.ids
         assert logprobs[mask].tolist() == sampler.logprobs
         assert (logprobs[~mask] == 0).all()
@@ -297,7 +296,7 @@ def test_a_batch_of_all_stop_reasons_has_gradients_only_where_it_was_sampled(fam
     trainer.given = [play(family, data.draw(conversations(family, reason))).trajectory for reason in StopReason]
     batch = scored_batch(trainer)
     longest = batch["completion_ids"].shape[1]
-    sampled = batch_trajectories(trainer.given, length=longest).action_mask.bool()
+    sampled = pad_tokens(trainer.given, "action_mask", 0, longest).bool()
     trained = torch.tensor([not trajectory.stop_reason.is_infrastructure_failure for trajectory in trainer.given])
     expected = sampled & trained.unsqueeze(1)
     mask = (batch["completion_mask"] * batch["tool_mask"]).bool()

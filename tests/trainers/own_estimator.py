@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import gather_object
 
 from agent_r1_trl.advantages import compute_gae
-from agent_r1_trl.advantages.credit import Credit
+from agent_r1_trl.advantages.estimators import Credit
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.update.layout import UPDATE_LAYOUTS
 from tests.distributed.agreement import ragged

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
-from agent_r1_trl.trainers.final_model import FOLDER, put_in_place, save_final_model
+from agent_r1_trl.trainers.checkpoints import FOLDER, put_in_place, save_final_model
 from tests.trainers.helpers import make_trainer
 
 

@@ -1,6 +1,7 @@
 """Rows that are lost or masked: what they leave to the loss, to its size, to baselines, to whitening, to the logs."""
 
 import math
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -12,7 +13,7 @@ from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.credit import source_scales
 from agent_r1_trl.trainers.metrics import return_metrics
-from agent_r1_trl.update.batching import MEANS_OVER_MICRO_BATCHES, MEANS_OVER_ROWS, policy_scale, set_live_scales
+from agent_r1_trl.update.batching import loss_weights, set_live_scales
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import (
@@ -83,7 +84,7 @@ def test_the_gradient_is_that_of_a_batch_without_the_lost_rows(tmp_path, loss_ty
     assert len({int(rows.sum()) for rows in live}) > 1, "live rows are spread unevenly"
 
     parts = [only(inputs, rows) for inputs, rows in zip(buffer, live, strict=True) if rows.any()]
-    if loss_type in MEANS_OVER_ROWS:
+    if loss_type in ("grpo", "dr_grpo", "sapo", "luspo"):
         # TRL's mean over rows, of the live ones alone in one micro-batch.
         parts = [{name: torch.cat([part[name] for part in parts]) for name in parts[0] if parts[0][name].dim()}]
     trainer.current_gradient_accumulation_steps = len(parts)
@@ -148,7 +149,14 @@ class OtherRanks:
 
 
 def micro_batch(*live):
-    return {"in_baseline": torch.tensor(live)}
+    ones = torch.ones(len(live), 3)
+    masks = {"completion_mask": ones, "tool_mask": ones, "tokens_in_other_rows": torch.zeros(len(live))}
+    return {"in_baseline": torch.tensor(live), "is_first_row": torch.tensor([True] * len(live)), **masks}
+
+
+def weights(inputs, loss_type):
+    args = SimpleNamespace(loss_unit=None)
+    return loss_weights(inputs, SimpleNamespace(args=args, loss_type=loss_type))
 
 
 def test_live_rows_are_counted_by_optimizer_step_over_all_ranks():
@@ -157,9 +165,10 @@ def test_live_rows_are_counted_by_optimizer_step_over_all_ranks():
     # First step: 8 rows on two ranks, 1 + 2 live; 4 micro-batches, 1 + 1 live. Second: 8 of 8 and 4 of 4.
     assert [float(x["row_scale"]) for x in buffer] == pytest.approx([8 / 3, 8 / 3, 1, 1])
     assert [float(x["micro_batch_scale"]) for x in buffer] == [2, 2, 1, 1]
-    assert policy_scale(buffer[0], "grpo") == pytest.approx(8 / 3)
-    assert policy_scale(buffer[0], "bnpo") == 2
-    assert policy_scale(buffer[0], "dapo") == 1
+    assert weights(buffer[0], "grpo").flatten().tolist() == pytest.approx([8 / 3] * 2)
+    assert weights(buffer[0], "luspo") == pytest.approx(8 / 3)
+    assert weights(buffer[0], "bnpo") == 2
+    assert weights(buffer[0], "dapo") == 1
 
 
 @pytest.mark.parametrize("steps_per_update", [2, 6])
@@ -341,7 +350,3 @@ def test_micro_batches_without_loss_tokens_do_not_enter_the_logged_means(tmp_pat
     assert len(names) == (1 if trainer is MultiTurnGRPOTrainer else 2)
     for name in names:
         assert apart[name] == pytest.approx(together[name], rel=1e-4), name
-
-
-def test_loss_types_that_average_over_rows_or_micro_batches_are_known():
-    assert set(MEANS_OVER_ROWS) | set(MEANS_OVER_MICRO_BATCHES) == {"grpo", "dr_grpo", "sapo", "luspo", "bnpo"}

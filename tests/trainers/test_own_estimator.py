@@ -7,8 +7,7 @@ import sys
 import pytest
 import torch
 
-from agent_r1_trl.advantages.credit import Credit
-from agent_r1_trl.advantages.estimators import Estimator
+from agent_r1_trl.advantages.estimators import Credit, Estimator
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig, MultiTurnPPOTrainer
 from agent_r1_trl.update.layout import UPDATE_LAYOUTS
 from tests.distributed.critics import save_policy

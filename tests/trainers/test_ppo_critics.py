@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from agent_r1_trl.critic import ValueHead, critic_parameters, is_critic_name
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
-from agent_r1_trl.update.batching import trim_padding, whole_rows
+from agent_r1_trl.update.batching import TrainingRows, trim_padding, whole_rows
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import PlainEnv, make_policy, questions, scored_batch
 from tests.trainers.test_ppo_trainer import KINDS, lora, make_ppo, random_head
@@ -65,7 +65,8 @@ def test_a_value_does_not_depend_on_the_padding_of_other_rows(tmp_path, kind, co
         for part in ("privileged", "prompt") if context else ("prompt",):  # without any padding
             kept = alone[f"{part}_mask"][0].bool()
             alone |= {name: alone[name][:, kept] for name in (f"{part}_ids", f"{part}_mask")}
-        own = trainer._old_values(alone, [trainer.last_trajectories[row]])[0]
+        of_row = [trainer.last_trajectories[row]]
+        own = trainer._old_values(alone, of_row, TrainingRows(of_row))[0]
         torch.testing.assert_close(own[0][mask[row]], values[row][mask[row]], rtol=1e-4, atol=1e-4)
 
 

@@ -10,7 +10,7 @@ from transformers.trainer_utils import SchedulerType
 
 from agent_r1_trl.critic import critic_parameters, is_critic_name
 from agent_r1_trl.trainers import MultiTurnPPOConfig
-from agent_r1_trl.trainers.ppo_optimizer import check_deepspeed_config, check_optimizer_setup, clip_by_role
+from agent_r1_trl.trainers.ppo import check_deepspeed_config, check_optimizer_setup, clip_by_role
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_args, make_policy, questions
 from tests.trainers.test_ppo_trainer import KINDS, make_ppo, random_head

@@ -237,7 +237,7 @@ def test_the_critic_may_see_what_the_policy_does_not(tmp_path, kind):
 
 
 def values_of(trainer, batch):
-    return trainer._old_values(batch, trainer.last_trajectories)[0].detach()
+    return trainer._old_values(batch, trainer.last_trajectories, trainer.last_batch.training_rows)[0].detach()
 
 
 def test_a_critic_context_that_is_no_column_names_the_columns(tmp_path):

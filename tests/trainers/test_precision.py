@@ -9,7 +9,7 @@ from transformers import Trainer
 
 from agent_r1_trl.cli.recipe import read_recipe, shipped_recipes
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
-from agent_r1_trl.trainers.precision import LEAST_RATE, problem_of_recipe, rounding_problem
+from agent_r1_trl.trainers.weights import LEAST_RATE, problem_of_recipe, rounding_problem
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy, make_trainer, questions
 from tests.trainers.test_ppo_trainer import make_ppo
@@ -28,7 +28,7 @@ def test_below_the_limit_most_weights_in_bfloat16_stay_where_they_were(rate, lea
 
 def warned(caplog, trainer):
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "agent_r1_trl.trainers.precision"):
+    with caplog.at_level(logging.WARNING, "agent_r1_trl.trainers.weights"):
         trainer.train()
     return [record.getMessage() for record in caplog.records if record.name.endswith("precision")]
 

@@ -12,7 +12,7 @@ from agent_r1_trl.trainers.rewards import (
     in_baseline,
     penalise_truncated,
 )
-from agent_r1_trl.trainers.rollout_batch import RolloutBatch
+from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import StopReason
 from tests.recording.examples import empty, two_turns
 

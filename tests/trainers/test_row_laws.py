@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.critic import critic_parameters
-from agent_r1_trl.rows import Segment
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.rollout_batch import RolloutBatch, TrainingRows
-from agent_r1_trl.trajectory import Author, StopReason, Trajectory, Turn
+from agent_r1_trl.trainers.rollouts import RolloutBatch
+from agent_r1_trl.trajectory import Author, Segment, StopReason, Trajectory, Turn
+from agent_r1_trl.update.batching import TrainingRows
 from tests.effort import examples
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy, make_trainer, move_weights
@@ -98,7 +98,7 @@ splits = st.tuples(st.integers(0, 2**32), st.sampled_from((0.0, 0.4, 0.8)), st.s
 @given(splits)
 def test_the_token_rewards_of_all_rows_add_up_to_those_of_the_trajectory(arguments):
     for trajectories in batch_of(*arguments):
-        rows = TrainingRows(trajectories, is_split=True)
+        rows = TrainingRows(trajectories)
         in_time = torch.zeros(len(trajectories), rows.length, dtype=torch.float64)
         for index, item in enumerate(trajectories):
             in_time[index, : len(item.completion_ids)] = torch.tensor(item.token_rewards(), dtype=torch.float64)

@@ -6,8 +6,8 @@ from peft import LoraConfig
 
 from agent_r1_trl.critic import critic_parameters
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.rollout_batch import trained_rows
 from agent_r1_trl.update import layout as layout_module
+from agent_r1_trl.update.batching import trained_rows
 from agent_r1_trl.update.micro_batches import PASSES, live_ids
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy, make_trainer, questions, scored_batch
@@ -112,7 +112,7 @@ def test_a_truncated_trajectory_goes_on_with_the_value_of_the_context_that_was_o
     score, found = trainer._old_values, []
     trainer._old_values = lambda *args: found.append(score(*args)) or found[0]
     held = scored_batch(trainer)
-    bootstrap, of_rows = found[0][1], trainer.last_batch.training_rows.index
+    bootstrap, of_rows = found[0][1], trainer.last_batch.training_rows.index.tolist()
     num_truncated = 0
     for index, item in enumerate(trainer.last_trajectories):
         if not item.stop_reason.is_truncated:

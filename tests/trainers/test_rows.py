@@ -2,6 +2,7 @@
 
 The same tokens are trained in one row each and cut into rows at turns, whose contexts are then the same ids: nothing
 that the model computes changes, so advantages must not change by a bit, and loss and gradients not beyond rounding.
+Every estimator, and the units token and trajectory: `test_row_laws.py`.
 """
 
 import random
@@ -11,11 +12,10 @@ import torch
 
 from agent_r1_trl.critic import critic_parameters
 from agent_r1_trl.recording import read_trajectories
-from agent_r1_trl.rows import Segment
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.config_checks import WHOLE_ROWS
-from agent_r1_trl.trainers.rollout_batch import TrainingRows, trained_rows
-from agent_r1_trl.trajectory import Trajectory, Turn
+from agent_r1_trl.trajectory import Segment, Trajectory, Turn
+from agent_r1_trl.update.batching import TrainingRows, trained_rows
 from tests.tokenizers import make_tokenizer
 from tests.toys import call, say
 from tests.trainers.effects import CPU
@@ -119,20 +119,6 @@ def test_rows_have_the_loss_and_the_gradient_of_one_row(tmp_path, loss_type):
     assert_same_step(*both(tmp_path, loss_type=loss_type, beta=0.05))
 
 
-ESTIMATORS = {
-    "turn_grpo": {},
-    "gigpo": {},
-    "rloo": {},
-    "reinforce_pp": {"gamma": 0.9, "beta": 0.05, "kl_placement": "reward"},
-    "reinforce_pp_baseline": {},
-}
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_credit_runs_over_a_trajectorys_tokens_in_time_whatever_their_rows(tmp_path, estimator):
-    assert_same_step(*both(tmp_path, advantage_estimator=estimator, **ESTIMATORS[estimator]))
-
-
 class ValuedTrainer(MultiTurnPPOTrainer):
     """Its critic, which begins with zeros, tells states apart from the start."""
 
@@ -156,10 +142,9 @@ def test_values_are_read_in_a_tokens_own_row(tmp_path, estimator, layout):
     assert_same_step(whole, (*rows[:2], whole[2]))
 
 
-@pytest.mark.parametrize("unit", ("token", "turn", "trajectory"))
 @pytest.mark.parametrize("loss_type", ("grpo", "dapo", "bnpo"))
-def test_the_unit_of_the_loss_is_a_token_a_turn_or_a_trajectory_never_a_row(tmp_path, loss_type, unit):
-    assert_same_step(*both(tmp_path, loss_type=loss_type, loss_unit=unit))
+def test_the_unit_of_the_loss_may_be_a_turn_which_lies_in_one_row(tmp_path, loss_type):
+    assert_same_step(*both(tmp_path, loss_type=loss_type, loss_unit="turn"))
 
 
 @pytest.mark.parametrize(("loss_type", "unit", "same"), [("dapo", "trajectory", "grpo"), ("grpo", "token", "dapo")])
@@ -211,7 +196,7 @@ def test_the_reference_scores_the_rows_of_the_kept_trajectories_alone(tmp_path):
     assert 0 < sum(is_kept) < len(is_kept) > len(trainer.last_trajectories)
     assert is_scored[1:] == is_kept[1:] and is_scored[0], "row 0 fills up the forward pass"
     batch = trainer.last_batch
-    assert [bool(batch.is_kept[index]) for index in batch.training_rows.index] == is_kept
+    assert [bool(batch.is_kept[index]) for index in batch.training_rows.index.tolist()] == is_kept
 
 
 @pytest.mark.parametrize("for_critic", (False, True))
@@ -238,7 +223,7 @@ def test_kept_trajectories_take_turns_in_the_optimizer_steps_with_all_their_rows
         (name,) = names
         rows = [row for row in trained_rows(trainer.last_trajectories[name]) if any(row.action_mask)]
         assert int(inputs["tool_mask"].any(dim=1).sum()) == len(rows)
-        assert float(inputs["num_turns"]) == len(rows), "turns that are trained on"
+        assert float(inputs["turn_scale"]) == pytest.approx(1 / len(rows)), "turns that are trained on"
     if for_critic:
         alive = sum(int(inputs["value_mask"].sum()) for inputs in buffer[:2])
         assert float(buffer[0]["num_value_items"]) == 4 / 2 * alive

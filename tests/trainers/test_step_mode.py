@@ -12,8 +12,8 @@ import torch
 
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trainers.credit import anchors
-from agent_r1_trl.trainers.row_batches import NUM_TURNS, TURN_SHARES
 from agent_r1_trl.trajectory import StopReason, Trajectory, Turn
+from agent_r1_trl.update.batching import TURN_SHARES
 from tests.toys import call, say
 from tests.trainers.helpers import make_trainer, move_weights, questions
 from tests.trainers.test_rows import ValuedTrainer
@@ -53,13 +53,7 @@ def first_batch(trainer):
     """The rows as they were scored, and the micro-batch that is trained on."""
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    add_shares, held = trainer.row_batches.add_shares, {}
-
-    def adding(output, rows, **kwargs):
-        add_shares(output, rows, **kwargs)
-        held.update(output)
-
-    trainer.row_batches.add_shares = adding
+    held, trainer._record = {}, lambda batch, output: held.update(output)
     return held, trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
 
 
@@ -166,7 +160,7 @@ def test_credit_and_weights_of_200_trajectories_are_those_of_a_loop(tmp_path, ki
         assert not at_all[num:].any()
         if targets is not None:
             assert held["returns"][row, :num].tolist() == pytest.approx([targets[row]] * num, abs=1e-5)
-        weights = held[TURN_SHARES][row] / inputs[NUM_TURNS]
+        weights = held[TURN_SHARES][row] * float(inputs["turn_scale"])
         assert weights[:num].tolist() == pytest.approx([1 / num / len(steps)] * num, rel=1e-5)
         assert not weights[num:].any()
 

@@ -21,14 +21,15 @@ from transformers import Trainer, TrainerCallback
 
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.checkpoints import (
+    LOCK_FILE,
     MANIFEST,
     UNFINISHED,
     CheckpointError,
     choose_checkpoint,
     clear_unfinished,
+    output_lock,
     problem_of,
 )
-from agent_r1_trl.trainers.output_lock import LOCK_FILE, output_lock
 from agent_r1_trl.trainers.saving import SaveError, write_errors_kept
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_trainer, questions
@@ -125,45 +126,13 @@ def test_whichever_file_is_harmed_is_named_and_the_checkpoint_passed_over(saved,
     assert choose_checkpoint(True, run) == newest
 
 
-def test_a_file_cut_to_nothing_after_the_last_whole_one_is_found_without_a_manifest(saved, tmp_path):
-    """Checkpoints of earlier versions and of TRL: what has an end in its format is checked for it."""
-    newest = shutil.copytree(saved / "checkpoint-2", tmp_path / "checkpoint-2")
-    (newest / MANIFEST).unlink()
-    assert problem_of(newest) is None
-    for name in files_of(newest):
-        if not name.endswith((".json", ".safetensors", ".pt", ".pth", ".bin")):
-            continue
-        whole = (newest / name).read_bytes()
-        cut(newest / name)
-        assert problem_of(newest).startswith(f"{name} "), name
-        (newest / name).write_bytes(whole)
-    for name in ("trainer_state.json", "model.safetensors", "scheduler.pt"):
-        (newest / name).rename(tmp_path / "away")
-        assert "is missing" in problem_of(newest) and name in problem_of(newest)
-        (tmp_path / "away").rename(newest / name)
-    (newest / "optimizer.pt").unlink(), (newest / "scheduler.pt").unlink(), (newest / "rng_state.pth").unlink()
-    assert problem_of(newest).startswith("it holds no optimizer and no rng state")
-
-
-def test_a_missing_shard_and_a_missing_rank_are_found_without_a_manifest(saved, tmp_path):
-    folder = shutil.copytree(saved / "checkpoint-2", tmp_path / "checkpoint-2")
-    (folder / MANIFEST).unlink()
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    assert problem_of(folder) == "model-00001-of-00002.safetensors is missing"
-    (folder / "model.safetensors.index.json").unlink()
-    (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
-    assert problem_of(folder, num_processes=1) is None, "another number of processes is refused by its name"
-    assert problem_of(folder, num_processes=2) == "rng_state_1.pth is missing"
-
-
 def test_a_checkpoint_without_a_manifest_is_taken_and_said_to_be_one(run_copy, caplog):
     (run_copy / "checkpoint-2" / MANIFEST).unlink()
     (run_copy / "checkpoint-2" / "rollout_state_rank0.pt").unlink()
     trainer = make(run_copy, max_steps=3)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 3 and trainer._step == 3
-    assert f"checkpoint-2 has no {MANIFEST}: it was written by TRL or by an earlier version" in caplog.text
+    assert f"checkpoint-2 has no {MANIFEST}: it was written by TRL" in caplog.text
     assert "holds no rollout under way: the next step begins with a new one" in caplog.text
 
 
@@ -430,7 +399,7 @@ def test_trls_own_rollout_is_saved_and_resumed_in_the_same_way(tmp_path, caplog)
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from agent_r1_trl.trainers.output_lock import output_lock
+from agent_r1_trl.trainers.checkpoints import output_lock
 with output_lock(Path(sys.argv[1])):
     tool = os.fork()  # what a tool of the run starts, which outlives it
     if tool:

@@ -4,18 +4,20 @@ prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> rewar
        -> batch -> [advantages] -> loss -> step -> sync weights -> next rollout
 """
 
-from agent_r1_trl.advantages.credit import Credit, CreditInputs, CreditSettings
-from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
+from agent_r1_trl.advantages.estimators import ESTIMATORS, Credit, CreditInputs, CreditSettings, Estimator
 from agent_r1_trl.advantages.gae import compute_bilevel_gae, compute_gae, compute_step_gae
-from agent_r1_trl.advantages.gigpo import compute_gigpo_advantages, gigpo_parts
-from agent_r1_trl.advantages.group import compute_group_advantages, compute_rloo_advantages
-from agent_r1_trl.advantages.masked import masked_mean, masked_whiten
-from agent_r1_trl.advantages.reinforce_pp import (
+from agent_r1_trl.advantages.group import (
+    compute_gigpo_advantages,
+    compute_group_advantages,
     compute_reinforce_pp_advantages,
     compute_reinforce_pp_baseline_advantages,
     compute_returns_to_go,
+    compute_rloo_advantages,
+    compute_turn_group_advantages,
+    gigpo_parts,
+    turn_group_parts,
 )
-from agent_r1_trl.advantages.turn_group import compute_turn_group_advantages, turn_group_parts
+from agent_r1_trl.advantages.masked import masked_mean, masked_whiten
 
 __all__ = [
     "ESTIMATORS",

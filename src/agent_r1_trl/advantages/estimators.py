@@ -1,30 +1,145 @@
 """The table of advantage estimators: what each computes, what it needs, and where it comes from.
 
-An estimator is a function from `CreditInputs` to `Credit`. Everything else that the package knows about one (which
-trainer offers it, which settings it reads, its papers) stands in its row of `ESTIMATORS`, so that a new one is a
-function and a row. A user's estimator has the same signature, and `lookup.find_estimator` makes a row of it.
+An estimator is a function from `CreditInputs` to `Credit`, tensors of the trajectories of all ranks
+(`trainers/credit.py` makes them). Everything else that the package knows about one (which trainer offers it, which
+settings it reads, its papers) stands in its row of `ESTIMATORS`, so that a new one is a function and a row. A user's
+estimator has the same signature, and `find_estimator` makes a row of it.
 
 The mathematics stands in the modules beside this one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from agent_r1_trl.advantages.credit import Credit, CreditInputs
 from agent_r1_trl.advantages.gae import compute_bilevel_gae, compute_gae, compute_step_gae, extend_turn_ids
-from agent_r1_trl.advantages.gigpo import compute_gigpo_advantages
-from agent_r1_trl.advantages.group import compute_group_advantages, compute_rloo_advantages
-from agent_r1_trl.advantages.reinforce_pp import (
+from agent_r1_trl.advantages.group import (
+    compute_gigpo_advantages,
+    compute_group_advantages,
     compute_reinforce_pp_advantages,
     compute_reinforce_pp_baseline_advantages,
+    compute_rloo_advantages,
+    compute_turn_group_advantages,
 )
-from agent_r1_trl.advantages.turn_group import compute_turn_group_advantages
-from agent_r1_trl.objects import OwnObject, OwnObjectError
+from agent_r1_trl.objects import OwnObject, OwnObjectError, check_call, own_object
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreditSettings:
+    """The training arguments that estimators read, under the names that they have there."""
+
+    gamma: float = 1.0
+    """Discount per action token."""
+    gamma_turn: float = 0.99
+    """Discount per turn."""
+    lam: float = 0.95
+    """GAE's lambda per action token (PPO trainer)."""
+    lam_turn: float = 0.95
+    """GAE's lambda per turn (PPO trainer)."""
+    step_weight: float = 1.0
+    """Weight of GiGPO's step advantages."""
+    scale_rewards: str = "group"
+    """What GRPO divides by: the std of the `group`, of the `batch`, or nothing (`none`)."""
+    whiten_advantages: bool = False
+    """Whether the trainer whitens what the estimator returned (PPO trainer). Estimators need not do it."""
+
+
+@dataclass(kw_only=True)
+class CreditInputs:
+    """What an estimator reads: N trajectories of T completion tokens and K turns, the rows of all ranks.
+
+    A trajectory outside the baseline (an infrastructure failure, or one that no reward function scored) stays a row:
+    its `outcome_rewards` and `returns` are NaN and its mask is empty. One that is in the baseline but not in the loss
+    (truncated, with `truncated_trajectories="mask"`) has rewards and an empty mask: it counts in means and standard
+    deviations of returns, not in those of tokens (whitening).
+    """
+
+    mask: torch.Tensor
+    """(N, T) bool: the positions that get an advantage, which are the action tokens of rows in the loss (with
+    `advantage_mask=False` all their completion tokens)."""
+    turn_ids: torch.Tensor
+    """(N, T) int64: the turn of each action token, counted from 0; -1 elsewhere."""
+    group_ids: torch.Tensor
+    """(N,) int64: which prompt; the trajectories of one prompt share the number."""
+    process_token_rewards: torch.Tensor
+    """(N, T) turn rewards, each on the last token of its turn."""
+    outcome_token_rewards: torch.Tensor
+    """(N, T) outcome rewards, each on the last action token of its trajectory."""
+    turn_rewards: torch.Tensor
+    """(N, K) turn rewards; 0 after a row's last turn."""
+    outcome_rewards: torch.Tensor
+    """(N,) outcome rewards; NaN for rows outside the baseline."""
+    anchor_ids: torch.Tensor
+    """(N, K) int64: a number for what each turn read (the context that the environment gave for it, else the
+    observation before it); -1 after a row's last turn."""
+    kl_rewards: torch.Tensor | None = None
+    """(N, T) the KL penalty as a reward; None unless `kl_placement="reward"`."""
+    values: torch.Tensor | None = None
+    """(N, T) the critic's values of action tokens; None without a critic."""
+    bootstrap_values: torch.Tensor | None = None
+    """(N,) the critic's value after the last token of truncated rows, 0 for the others; None for 0 everywhere."""
+    is_kept: torch.Tensor | None = None
+    """(N,) bool: whether the trajectory is in a group that `sampling.filter_groups` trains on; None for all."""
+    settings: CreditSettings = field(default_factory=CreditSettings)
+
+    @property
+    def in_baseline(self) -> torch.Tensor:
+        """(N,) bool: whether a trajectory's return counts in means and standard deviations."""
+        return ~self.outcome_rewards.isnan()
+
+    @property
+    def kept_mask(self) -> torch.Tensor | None:
+        """(N, T) bool: the positions over which whitening takes mean and variance; None for all of `mask`.
+
+        They are those that are trained on: RAGEN (arXiv 2504.20073) filters before it whitens.
+        """
+        return None if self.is_kept is None else self.mask & self.is_kept.unsqueeze(1)
+
+    @property
+    def returns(self) -> torch.Tensor:
+        """(N,) turn rewards + outcome; NaN for rows outside the baseline."""
+        return self.turn_rewards.sum(dim=1) + self.outcome_rewards
+
+    @property
+    def token_rewards(self) -> torch.Tensor:
+        """(N, T) all rewards that stand on tokens, the KL penalty included."""
+        rewards = self.process_token_rewards + self.outcome_token_rewards
+        return rewards if self.kl_rewards is None else rewards + self.kl_rewards
+
+    def only(self, part: str) -> CreditInputs:
+        """A copy with the `process` or the `outcome` rewards alone; values and KL stay with the outcome."""
+        if part == "outcome":
+            return dataclasses.replace(
+                self,
+                process_token_rewards=torch.zeros_like(self.process_token_rewards),
+                turn_rewards=torch.zeros_like(self.turn_rewards),
+            )
+        return dataclasses.replace(
+            self,
+            outcome_token_rewards=torch.zeros_like(self.outcome_token_rewards),
+            outcome_rewards=torch.zeros_like(self.outcome_rewards) + 0 * self.outcome_rewards,  # NaN stays
+            kl_rewards=None,
+            values=None if self.values is None else torch.zeros_like(self.values),
+            bootstrap_values=None,
+        )
+
+
+@dataclass(kw_only=True)
+class Credit:
+    """What an estimator returns. The package sets whatever stands outside the mask to 0."""
+
+    advantages: torch.Tensor
+    """(N, T), or (N,) for one number per trajectory, which all its tokens get."""
+    returns: torch.Tensor | None = None
+    """(N, T) the critic's targets; None without a critic."""
+
+
+# -------------------------------------------------------------------- a row of the table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,3 +452,55 @@ _ROWS = (
     ),
 )
 ESTIMATORS: dict[str, Estimator] = {row.name: row for row in _ROWS}
+
+
+# -------------------------------------------------------------------- from `advantage_estimator` to a row
+
+
+_FORM = "a function from CreditInputs to Credit, or an Estimator"
+
+
+def estimator_names(*, needs_critic: bool) -> tuple[str, ...]:
+    """The estimators of the table that read a critic, or those that do without."""
+    return tuple(row.name for row in ESTIMATORS.values() if row.needs_critic is needs_critic)
+
+
+def find_estimator(given: str | Estimator | Callable[[CreditInputs], Credit], *, has_critic: bool) -> Estimator:
+    """The row that `advantage_estimator` stands for.
+
+    Args:
+        given: a name in `ESTIMATORS`; the path of a function or of an `Estimator`, `package.module.name` or
+            `package.module:name`, found in the current directory or among the installed packages; or such an object.
+        has_critic: whether the trainer has a critic, and a plain function so reads its values.
+
+    Raises:
+        ValueError: there is none, or it is no estimator.
+
+    >>> find_estimator("gigpo", has_critic=False).default_gamma_turn
+    0.95
+    """
+    if isinstance(given, OwnObject):
+        return given.target  # type: ignore[no-any-return]
+    if isinstance(given, str) and given in ESTIMATORS:
+        return ESTIMATORS[given]
+    own = own_object("advantage_estimator", given, ESTIMATORS, _FORM, row=Estimator)
+    row = own.target
+    if not isinstance(row, Estimator):
+        row = Estimator(name=str(own), compute=row, needs_critic=has_critic)
+    _check_own(row)
+    return row
+
+
+def _check_own(row: Estimator) -> None:
+    """Refuse a user's row that takes one of our names, more than one argument, or weighted parts with a critic."""
+    if row is not ESTIMATORS.get(row.name, row):
+        raise ValueError(
+            f"advantage_estimator: the name {row.name!r} of this Estimator belongs to one of the package's. Give it "
+            "another name."
+        )
+    if row.needs_critic and row.weighs_parts:
+        raise ValueError(
+            f"advantage_estimator={row.name!r} has needs_critic=True and weighs_parts=True: the critic's values "
+            "belong to the sum of both parts. Set one of them to False."
+        )
+    check_call(f"advantage_estimator={row.name!r}", row.compute, _FORM, None)

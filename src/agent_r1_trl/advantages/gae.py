@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from agent_r1_trl.advantages.masked import check_one_per_row, check_shapes, float_dtype, masked_values, masked_whiten
-from agent_r1_trl.advantages.scan import carry_forward, scan_marked, take_next
+from agent_r1_trl.advantages.masked import (
+    carry_forward,
+    check_one_per_row,
+    check_shapes,
+    float_dtype,
+    masked_values,
+    masked_whiten,
+    scan_marked,
+    take_next,
+)
 
 
 @torch.no_grad()

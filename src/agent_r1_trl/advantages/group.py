@@ -1,10 +1,23 @@
-"""Advantages relative to the other trajectories of the same prompt: GRPO, Dr. GRPO, RLOO."""
+"""Advantages without a critic.
+
+Relative to the other trajectories of the same prompt: GRPO, Dr. GRPO, RLOO; with credit for every turn: turn-level
+GRPO, and GiGPO, which compares turns that started from the same observation. REINFORCE++ normalises over the whole
+batch instead of a group.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from agent_r1_trl.advantages.masked import check_shapes, float_dtype
+from agent_r1_trl.advantages.masked import (
+    check_one_per_row,
+    check_shapes,
+    float_dtype,
+    masked_values,
+    masked_whiten,
+    reverse_scan,
+    scan_marked,
+)
 
 ZERO_VARIANCE = 1e-6
 """A group whose std is at most this times its largest |R| has no spread but float noise."""
@@ -94,3 +107,237 @@ def compute_rloo_advantages(returns: torch.Tensor, group_ids: torch.Tensor) -> t
     """
     group = GroupStatistics(returns, group_ids)
     return group.select(group.centred * group.count / (group.count - 1).clamp(min=1), float_dtype(returns))
+
+
+# -------------------------------------------------------------------- turn-level GRPO
+
+
+def compute_turn_group_advantages(
+    turn_rewards: torch.Tensor,
+    outcome: torch.Tensor,
+    turn_ids: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    gamma_turn: float,
+    process_weight: float,
+) -> torch.Tensor:
+    """GRPO on the outcome + process_weight * (process returns of the turn relative to the group's).
+
+    P_k = sum_{j >= k} gamma_turn^(j - k) r_j. The process part of turn k is (P_k - mean) / (std + 1e-4) with mean and
+    std over the group's P_1, one number per trajectory. A mean over turns would have as many terms as the policy
+    chooses to play turns, and so would reward turns that do nothing.
+
+    Args:
+        turn_rewards: (B, K) process reward of each turn, outcome excluded; 0 after a row's last turn.
+        outcome: (B,) outcome rewards; NaN for trajectories outside the baseline.
+        turn_ids: (B, T) index into the K turns, -1 outside action tokens. A turn may have no token at all.
+        group_ids: (B,) which prompt; any integers in any order.
+        gamma_turn: discount per turn.
+        process_weight: weight of the process part.
+
+    Returns:
+        (B, T), 0 where `turn_ids` is -1. Either part is exactly 0 in a group without spread in it (std at most 1e-6
+        of the largest magnitude) or with a single member in the baseline.
+
+    Raises:
+        ValueError: if the shapes do not fit together, or a turn id has no column in `turn_rewards`.
+    """
+    outcome_part, process_part = turn_group_parts(turn_rewards, outcome, turn_ids, group_ids, gamma_turn=gamma_turn)
+    return (outcome_part + process_weight * process_part).to(float_dtype(turn_rewards, outcome))
+
+
+@torch.no_grad()
+def turn_group_parts(
+    turn_rewards: torch.Tensor,
+    outcome: torch.Tensor,
+    turn_ids: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    gamma_turn: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two parts of `compute_turn_group_advantages` apart, unweighted.
+
+    Returns:
+        (outcome part, process part), both (B, T) float64.
+    """
+    check_turns(turn_rewards, turn_ids, outcome=outcome, group_ids=group_ids)
+    process = turn_returns(turn_rewards, gamma=gamma_turn)  # (B, K)
+    is_outside = outcome.isnan() | process[:, 0].isnan()  # (B,) not in the baseline
+    by_outcome = GroupStatistics(outcome.double().masked_fill(is_outside, float("nan")), group_ids)
+    by_process = GroupStatistics(process[:, 0].masked_fill(is_outside, float("nan")), group_ids)
+    relative = (process - by_process.mean.unsqueeze(1)) / (by_process.std.unsqueeze(1) + STD_EPS)  # (B, K)
+    process_part = turns_to_tokens(torch.where(by_process.is_compared.unsqueeze(1), relative, 0.0), turn_ids)
+    outcome_part = by_outcome.normalised().unsqueeze(1).expand(turn_ids.shape)
+    return torch.where(turn_ids >= 0, outcome_part, 0.0), process_part
+
+
+def turn_returns(turn_rewards: torch.Tensor, *, gamma: float) -> torch.Tensor:
+    """Discounted sums from each turn on: (B, K) -> (B, K) float64, at least one column."""
+    rewards = turn_rewards.double()
+    if rewards.shape[1] == 0:
+        rewards = rewards.new_zeros(rewards.shape[0], 1)
+    return reverse_scan(rewards, torch.full_like(rewards, gamma))
+
+
+def check_turns(turn_rewards: torch.Tensor, turn_ids: torch.Tensor, **per_row: torch.Tensor) -> None:
+    """Refuse turn rewards (B, K), turn ids (B, T) and tensors of one number per row, (B,), that do not fit together.
+
+    Raises:
+        ValueError: if they disagree on B, or if a turn id has no column in `turn_rewards`.
+    """
+    for rows in (turn_rewards, turn_ids):
+        check_one_per_row(rows, **per_row)
+    last, num_turns = int(turn_ids.max()) if turn_ids.numel() else -1, turn_rewards.shape[1]
+    if last >= num_turns:
+        raise ValueError(
+            f"turn_ids holds turn {last} (counted from 0), but turn_rewards has columns for {num_turns} turns only. "
+            "Pad turn_rewards to as many columns as the longest trajectory has turns."
+        )
+
+
+def turns_to_tokens(per_turn: torch.Tensor, turn_ids: torch.Tensor) -> torch.Tensor:
+    """Give every action token its turn's value: (B, K) and (B, T) -> (B, T), 0 where `turn_ids` is negative."""
+    tokens = per_turn.gather(1, turn_ids.long().clamp(min=0))
+    return torch.where(turn_ids >= 0, tokens, 0.0)
+
+
+# -------------------------------------------------------------------- GiGPO
+
+
+def compute_gigpo_advantages(
+    turn_rewards: torch.Tensor,
+    anchor_ids: torch.Tensor,
+    turn_ids: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    gamma_turn: float,
+    step_weight: float,
+) -> torch.Tensor:
+    """Episode advantage + step_weight * step advantage: GiGPO (arXiv 2505.10978, eqs. 3, 7 and 8).
+
+    The episode part is GRPO on the undiscounted sum of a trajectory's turn rewards. The step part compares turn
+    returns, sum_{j >= k} gamma_turn^(j - k) r_j, among all turns of a prompt group that share an anchor.
+
+    Args:
+        turn_rewards: (B, K) reward of each turn, the outcome added to the last turn's; 0 after a row's last turn. A
+            NaN takes the trajectory out of every baseline.
+        anchor_ids: (B, K) which observation stood before the turn, -1 for none (padding included). The same number in
+            another prompt group is another state.
+        turn_ids: (B, T) index into the K turns, -1 outside action tokens.
+        group_ids: (B,) which prompt; any integers in any order.
+        gamma_turn: discount per turn; the paper uses 0.95.
+        step_weight: weight of the step part; the paper uses 1.
+
+    Returns:
+        (B, T), 0 where `turn_ids` is -1. Either part is exactly 0 in groups of one or without spread.
+
+    Raises:
+        ValueError: if the shapes do not fit together, or a turn id has no column in `turn_rewards`.
+    """
+    episode_part, step_part = gigpo_parts(turn_rewards, anchor_ids, turn_ids, group_ids, gamma_turn=gamma_turn)
+    return (episode_part + step_weight * step_part).to(float_dtype(turn_rewards))
+
+
+@torch.no_grad()
+def gigpo_parts(
+    turn_rewards: torch.Tensor,
+    anchor_ids: torch.Tensor,
+    turn_ids: torch.Tensor,
+    group_ids: torch.Tensor,
+    *,
+    gamma_turn: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two parts of `compute_gigpo_advantages` apart, unweighted.
+
+    Returns:
+        (episode part, step part), both (B, T) float64.
+    """
+    check_shapes(turn_rewards=turn_rewards, anchor_ids=anchor_ids)
+    check_turns(turn_rewards, turn_ids, group_ids=group_ids)
+    totals = turn_rewards.double().sum(dim=1)  # (B,)
+    episode = GroupStatistics(totals, group_ids).normalised().unsqueeze(1)  # (B, 1)
+    episode_part = torch.where(turn_ids >= 0, episode.expand(turn_ids.shape), 0.0)
+    if turn_rewards.shape[1] == 0:
+        return episode_part, torch.zeros_like(episode_part)
+
+    is_counted = (anchor_ids >= 0) & ~totals.isnan().unsqueeze(1)  # (B, K)
+    returns = turn_returns(turn_rewards, gamma=gamma_turn).masked_fill(~is_counted, float("nan"))
+    states = torch.stack([group_ids.long().unsqueeze(1).expand(anchor_ids.shape), anchor_ids.long()], dim=-1)
+    _, state_ids = torch.unique(states.flatten(0, 1), dim=0, return_inverse=True)  # (B * K,)
+    step = GroupStatistics(returns.flatten(), state_ids).normalised().view(anchor_ids.shape)  # (B, K)
+    return episode_part, turns_to_tokens(step, turn_ids)
+
+
+# -------------------------------------------------------------------- REINFORCE++
+
+
+@torch.no_grad()
+def compute_returns_to_go(rewards: torch.Tensor, action_mask: torch.Tensor, *, gamma: float) -> torch.Tensor:
+    """G_i = r(p_i) + gamma * G_{i+1} over action positions p_1 < ... < p_n. Other tokens do not discount.
+
+    Args:
+        rewards: (B, T) token rewards, KL penalty included where there is one.
+        action_mask: (B, T) bool, int or float.
+        gamma: discount per action token.
+
+    Returns:
+        (B, T), 0 at mask 0. No turn boundary stops the sum: the outcome reaches every turn.
+
+    >>> compute_returns_to_go(torch.tensor([[1.0, 9.0, 1.0]]), torch.tensor([[1, 0, 1]]), gamma=0.5).tolist()
+    [[1.5, 0.0, 1.0]]
+    """
+    check_shapes(rewards=rewards, action_mask=action_mask)
+    mask = action_mask.bool()
+    return scan_marked(masked_values(rewards, mask), mask, gamma).to(float_dtype(rewards))
+
+
+def compute_reinforce_pp_advantages(
+    rewards: torch.Tensor, action_mask: torch.Tensor, *, gamma: float, counted: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns-to-go, whitened over all action tokens of the batch: REINFORCE++ (arXiv 2501.03262).
+
+    Args:
+        rewards: (B, T) token rewards, KL penalty (k1) included. Give it the rows of all ranks.
+        action_mask: (B, T) bool, int or float; 0 throughout for a trajectory outside the baseline.
+        gamma: discount per action token.
+        counted: (B, T) as for `masked_whiten`.
+
+    Returns:
+        (B, T), 0 at mask 0.
+    """
+    returns = compute_returns_to_go(rewards.double(), action_mask, gamma=gamma)
+    return masked_whiten(returns, action_mask, counted).to(float_dtype(rewards))
+
+
+@torch.no_grad()
+def compute_reinforce_pp_baseline_advantages(
+    returns: torch.Tensor,
+    group_ids: torch.Tensor,
+    action_mask: torch.Tensor,
+    *,
+    kl_rewards: torch.Tensor | None = None,
+    gamma: float = 1.0,
+    counted: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """R - group mean on every action token, then whitened over the batch: REINFORCE++-baseline (arXiv 2501.03262).
+
+    Args:
+        returns: (N,) total rewards without KL; NaN for trajectories outside the baseline.
+        group_ids: (N,) which prompt; any integers in any order.
+        action_mask: (N, T) bool, int or float.
+        kl_rewards: (N, T) penalties from `kl_in_reward`; their returns-to-go are added before whitening.
+        gamma: discount per action token of the penalties.
+        counted: (N, T) as for `masked_whiten`; the group's mean is that of all its trajectories.
+
+    Returns:
+        (N, T), 0 at mask 0 and in rows outside the baseline. Whitening subtracts the mean over *tokens*, so a group
+        without spread is 0 before whitening but not necessarily after it.
+    """
+    check_shapes(action_mask=action_mask, kl_rewards=kl_rewards)
+    check_one_per_row(action_mask, returns=returns, group_ids=group_ids)
+    group = GroupStatistics(returns, group_ids)
+    mask = action_mask.bool() & group.in_baseline.unsqueeze(1)  # (N, T)
+    centred = group.select(group.centred, torch.float64).unsqueeze(1).expand(mask.shape)  # (N, T)
+    if kl_rewards is not None:
+        centred = centred + compute_returns_to_go(kl_rewards.double(), mask, gamma=gamma)
+    return masked_whiten(centred, mask, counted).to(float_dtype(returns))

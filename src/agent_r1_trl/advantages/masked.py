@@ -1,4 +1,7 @@
-"""Statistics over action tokens. What stands at mask 0, NaN and infinity included, changes nothing, bitwise."""
+"""Statistics and recurrences over action tokens, without a loop over tokens.
+
+What stands at mask 0, NaN and infinity included, changes nothing, bitwise.
+"""
 
 from __future__ import annotations
 
@@ -89,3 +92,110 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor, counted: torch.Tensor | N
     variance = (masked_values(centred, in_statistics) ** 2).sum() / (count - 1).clamp(min=1)
     whitened = centred / (variance + 1e-8).sqrt()
     return torch.where(count >= 2, whitened, 0.0).to(float_dtype(x))
+
+
+# -------------------------------------------------------------------- recurrences along the tokens
+
+
+def reverse_scan(offset: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """x[t] = offset[t] + factor[t] * x[t + 1], with x = 0 after the last position.
+
+    Each round doubles the number of positions that one entry has absorbed: log2(T) rounds of (B, T) operations. A
+    position with offset 0 and factor 1 is invisible to the recurrence, which is how masked tokens are skipped.
+
+    Args:
+        offset: (B, T).
+        factor: (B, T).
+
+    Returns:
+        (B, T). Padding on the right does not change a bit of it.
+
+    >>> reverse_scan(torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([[0.5, 1.0, 0.5]])).tolist()
+    [[1.5, 1.0, 1.0]]
+    """
+    reach, length = 1, offset.shape[1]
+    while reach < length:
+        near, far = slice(None, -reach), slice(reach, None)
+        ahead = offset[:, near] + factor[:, near] * offset[:, far]
+        product = factor[:, near] * factor[:, far]
+        offset = torch.cat([ahead, offset[:, -reach:]], dim=1)
+        factor = torch.cat([product, factor[:, -reach:]], dim=1)
+        reach *= 2
+    return offset
+
+
+def next_marked(marked: torch.Tensor) -> torch.Tensor:
+    """For every position the first marked one strictly after it, T if there is none.
+
+    Args:
+        marked: (B, T) bool.
+
+    Returns:
+        (B, T) int64.
+
+    >>> next_marked(torch.tensor([[True, False, True, False]])).tolist()
+    [[2, 2, 4, 4]]
+    """
+    length = marked.shape[1]
+    if length == 0:
+        return torch.zeros_like(marked, dtype=torch.long)
+    positions = torch.arange(length, device=marked.device).expand_as(marked)
+    found = torch.where(marked, positions, length).flip(1).cummin(dim=1).values.flip(1)  # (B, T) at or after t
+    return torch.nn.functional.pad(found[:, 1:], (0, 1), value=length)
+
+
+def take_next(x: torch.Tensor, marked: torch.Tensor, after_last: torch.Tensor | None = None) -> torch.Tensor:
+    """`x` at the next marked position, `after_last` behind the last one.
+
+    Args:
+        x: (B, T).
+        marked: (B, T) bool.
+        after_last: (B,); None means 0.
+
+    Returns:
+        (B, T).
+    """
+    last = x.new_zeros(x.shape[0]) if after_last is None else after_last.to(x)
+    return torch.cat([x, last.unsqueeze(1)], dim=1).gather(1, next_marked(marked))
+
+
+def carry_forward(x: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
+    """`x` at the last marked position at or before each one; before the first marked position, `x` there.
+
+    Args:
+        x: (B, T).
+        marked: (B, T) bool.
+
+    Returns:
+        (B, T), 0 in rows without a marked position.
+
+    >>> carry_forward(torch.tensor([[7.0, 1.0, 7.0, 2.0, 7.0]]), torch.tensor([[0, 1, 0, 1, 0]]).bool()).tolist()
+    [[1.0, 1.0, 1.0, 2.0, 2.0]]
+    """
+    if marked.shape[1] == 0:
+        return x
+    positions = torch.arange(marked.shape[1], device=marked.device).expand_as(marked)
+    last = torch.where(marked, positions, -1).cummax(dim=1).values  # (B, T)
+    first = marked.long().argmax(dim=1, keepdim=True)  # (B, 1)
+    return torch.where(marked.any(dim=1, keepdim=True), x.gather(1, torch.where(last >= 0, last, first)), 0.0)
+
+
+def scan_marked(
+    offset: torch.Tensor, marked: torch.Tensor, factor: float, *, restart: torch.Tensor | None = None
+) -> torch.Tensor:
+    """X = offset + factor * (x of the next marked position) at marked positions, 0 elsewhere.
+
+    Args:
+        offset: (B, T) float64; what stands at unmarked positions does not matter.
+        marked: (B, T) bool.
+        factor: weight of what comes after.
+        restart: (B, T) bool, marked positions that take nothing from what comes after.
+
+    Returns:
+        (B, T) float64.
+    """
+    # `torch.where(marked, factor, 1.0)` would round the factor to float32, and 8,192 powers of it with it.
+    factors = torch.ones_like(offset).masked_fill(marked, factor)
+    if restart is not None:
+        factors = factors.masked_fill(restart, 0.0)
+    return torch.where(marked, reverse_scan(torch.where(marked, offset, 0.0), factors), 0.0)

@@ -45,7 +45,7 @@ from agent_r1_trl.rollout import NothingPlayedError, RolloutLimits, check_some_p
 from agent_r1_trl.rollout.failures import may_pass
 from agent_r1_trl.rollout.thinking import settle_thinking
 from agent_r1_trl.safe_text import rules, set_rules
-from agent_r1_trl.trainers.output_lock import EVALUATION_LOCK_FILE, output_lock
+from agent_r1_trl.trainers.checkpoints import EVALUATION_LOCK_FILE, output_lock
 
 if TYPE_CHECKING:
     from rich.console import Console

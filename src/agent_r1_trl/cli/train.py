@@ -60,9 +60,14 @@ from agent_r1_trl.evaluation.loading import check_model_folder
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.settings import Clash, find_clashes, refuse
-from agent_r1_trl.trainers.checkpoints import MANIFEST, UNFINISHED, choose_checkpoint
-from agent_r1_trl.trainers.final_model import save_final_model
-from agent_r1_trl.trainers.output_lock import find_run, set_aside
+from agent_r1_trl.trainers.checkpoints import (
+    MANIFEST,
+    UNFINISHED,
+    choose_checkpoint,
+    find_run,
+    save_final_model,
+    set_aside,
+)
 from agent_r1_trl.trainers.trl_arguments import ModelConfig, get_peft_config, get_quantization_config
 
 COMMAND = "agent-r1-trl train"
@@ -382,7 +387,7 @@ def _checkpoint(args: Any) -> str | bool | None:
     if str(value).lower() in ("true", "last"):
         saved = [*folder.glob("checkpoint-*"), *folder.glob(f"{UNFINISHED}/*/{MANIFEST}")]
         return True if saved else None
-    choose_checkpoint(value, folder, without=args.resume_without or (), num_processes=args.world_size)
+    choose_checkpoint(value, folder, without=args.resume_without or ())
     return str(value)
 
 

@@ -13,16 +13,16 @@ forwards fail under DDP, two backwards are silently wrong under ZeRO-3.
 Covered here: attaching, value forward, adapter switching, checkpointing, saving. Not covered: losses and schedules.
 """
 
-from agent_r1_trl.critic.adapter import CRITIC_ADAPTER, use_critic_adapter
-from agent_r1_trl.critic.attach import CRITIC_KINDS, ValueHead, attach_critic
-from agent_r1_trl.critic.parts import (
+from agent_r1_trl.critic.adapter import (
+    CRITIC_ADAPTER,
     base_causal_lm,
     critic_parameters,
     enable_critic_gradients,
     is_critic_name,
     set_detached,
+    use_critic_adapter,
 )
-from agent_r1_trl.critic.saving import CRITIC_FILE, load_critic, save_critic
+from agent_r1_trl.critic.attach import CRITIC_FILE, CRITIC_KINDS, ValueHead, attach_critic, load_critic, save_critic
 
 __all__ = [
     "CRITIC_ADAPTER",

@@ -3,21 +3,171 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
-from agent_r1_trl.critic.adapter import add_critic_adapter, frozen_twins, use_critic_adapter, wrap_checkpointing
-from agent_r1_trl.critic.backbone import check_critic_model, copy_backbone, prepare_critic_model
-from agent_r1_trl.critic.parts import base_causal_lm, critic_parameters, enable_critic_gradients
-from agent_r1_trl.critic.saving import wrap_save_pretrained
+from agent_r1_trl.critic.adapter import (
+    add_critic_adapter,
+    base_causal_lm,
+    critic_parameters,
+    enable_critic_gradients,
+    frozen_twins,
+    gathered,
+    is_critic_name,
+    use_critic_adapter,
+    wrap_checkpointing,
+)
+
+
+def copy_backbone(base: Any) -> Any:
+    """The policy's backbone as it computes now, its adapters merged, every weight to be trained.
+
+    Args:
+        base: the policy, without a PeftModel around it.
+
+    Raises:
+        ValueError: the weights are quantised, so that they can be neither merged nor trained.
+    """
+    weights = list(base.base_model.parameters())
+    if getattr(base, "is_quantized", False) or not all(weight.is_floating_point() for weight in weights):
+        raise ValueError(
+            "critic='model' on a quantised policy: its copy could not be trained. Set critic='adapter' or "
+            "critic='head', or pass critic_model=AutoModel.from_pretrained(...), loaded without quantisation."
+        )
+    with gathered(weights, modifier_rank=None):  # else shards are copied as empty tensors
+        backbone = copy.deepcopy(base.base_model)
+        _merge_adapters(backbone)
+    return backbone.requires_grad_(True)
+
+
+def _merge_adapters(backbone: nn.Module) -> None:
+    """Replace every adapted layer by a plain one that computes the same."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    for name, module in list(backbone.named_modules()):
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            plain = module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        elif isinstance(module, BaseTunerLayer):
+            module.merge()
+            plain = module.get_base_layer()
+        else:
+            continue
+        parent, _, child = name.rpartition(".")
+        setattr(backbone.get_submodule(parent) if parent else backbone, child, plain)
+
+
+def check_critic_model(critic_model: Any, kind: str, base: Any) -> None:
+    """Refuse a `critic_model` that would not be used, or could not.
+
+    Raises:
+        ValueError: names the argument, the rule and the cure.
+    """
+    if critic_model is None:
+        return
+    given = (
+        f"critic_model={critic_model!r}" if isinstance(critic_model, str) else f"critic_model={_type(critic_model)}"
+    )
+    if kind != "model":
+        raise ValueError(f"{given} with critic={kind!r}, which has no model of its own. Set critic='model'.")
+    if isinstance(critic_model, str) or not hasattr(critic_model, "config"):
+        raise ValueError(f"{given} is not a loaded model. Pass critic_model=AutoModel.from_pretrained(...).")
+    if hasattr(critic_model, "get_output_embeddings") and critic_model.get_output_embeddings() is not None:
+        raise ValueError(
+            f"{given} has an output layer, and the critic reads hidden states. Pass critic_model=AutoModel."
+            "from_pretrained(...), or the base_model of this one."
+        )
+    own, needed = (model.get_input_embeddings().weight.shape[0] for model in (critic_model, base))
+    if 0 < own < needed:
+        raise ValueError(
+            f"{given} knows {own} tokens and the policy {needed}: the critic reads the policy's token ids. Pass a "
+            "model with the policy's tokenizer."
+        )
+
+
+def prepare_critic_model(critic_model: Any) -> None:
+    """Let reentrant checkpointing work where the user froze the input embeddings."""
+    if not any(parameter.requires_grad for parameter in critic_model.get_input_embeddings().parameters()):
+        critic_model.enable_input_require_grads()
+
+
+def _type(value: Any) -> str:
+    return type(value).__name__
+
+
+CRITIC_FILE = Path("critic") / "critic.safetensors"
+"""Where a checkpoint keeps the critic. Not `adapter_model.safetensors`: resuming would then load only that folder."""
+
+
+def wrap_save_pretrained(model: Any) -> None:
+    """Make `save_pretrained` write the policy alone: whoever loads it finds a plain model or a plain adapter."""
+    original = model.save_pretrained
+    adapters = list(model.active_adapters) if hasattr(model, "peft_config") else None
+
+    @functools.wraps(original)
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        if adapters is not None:
+            kwargs.setdefault("selected_adapters", adapters)
+        state_dict = kwargs.get("state_dict")
+        if state_dict is None and adapters is None:
+            state_dict = model.state_dict()
+        if state_dict is not None:
+            kwargs["state_dict"] = {name: value for name, value in state_dict.items() if not is_critic_name(name)}
+        return original(*args, **kwargs)
+
+    model.save_pretrained = save_pretrained
+
+
+def save_critic(model: nn.Module, folder: str | Path, *, is_main_process: bool = True) -> None:
+    """Write the critic's weights below `folder`. Collective under ZeRO-3: call on every rank."""
+    from safetensors.torch import save_file
+
+    parameters = critic_parameters(model)
+    with gathered(list(parameters.values())):
+        if is_main_process:
+            path = Path(folder) / CRITIC_FILE
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file({name: value.detach().cpu().contiguous() for name, value in parameters.items()}, str(path))
+
+
+def load_critic(model: nn.Module, folder: str | Path) -> None:
+    """Load what `save_critic` wrote.
+
+    Args:
+        model: has a critic of the same kind and shape.
+        folder: a checkpoint.
+
+    Raises:
+        ValueError: if the file is missing or belongs to another kind of critic.
+    """
+    from safetensors.torch import load_file
+
+    path = Path(folder) / CRITIC_FILE
+    if not path.exists():
+        raise ValueError(
+            f"The checkpoint {folder} has no {CRITIC_FILE}: it was not made by a PPO run. Set resume_from_checkpoint "
+            "to a checkpoint of a PPO run, or start anew with that model as the policy."
+        )
+    saved, parameters = load_file(str(path)), critic_parameters(model)
+    if set(saved) != set(parameters):
+        raise ValueError(
+            f"{path} holds another kind of critic ({len(saved)} tensors, this run's critic has {len(parameters)}). "
+            "Resume with the same critic= and LoRA settings as the run that wrote it."
+        )
+    with gathered(list(parameters.values())), torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(saved[name])
+
 
 CRITIC_KINDS = ("adapter", "head", "model")
 

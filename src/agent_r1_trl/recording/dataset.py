@@ -13,8 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.recording.plain_json import dump_json
-from agent_r1_trl.recording.store import SPLITS, Record, read_records
+from agent_r1_trl.recording.store import SPLITS, Record, dump_json, read_records
 
 COLUMNS = {
     "id": "of the example in the data set",

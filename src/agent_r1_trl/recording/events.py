@@ -12,8 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.recording.plain_json import dump_json
-from agent_r1_trl.recording.store import FIX, FOLDER
+from agent_r1_trl.recording.store import FIX, FOLDER, dump_json
 
 logger = logging.getLogger(__name__)
 

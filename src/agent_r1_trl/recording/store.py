@@ -7,9 +7,15 @@
 
 A line is the trajectory (`Trajectory.to_dict`) plus `step`, `split`, `rank`, how its advantages were estimated
 (`estimator`, `scale`) and, for readers without this package, `messages`,
-`token_rewards` and `total_reward`. Secrets are masked (`masking.py`).
+`token_rewards` and `total_reward`. Secrets are masked, in texts and,
+as ids can be decoded, in the ids of the part that they stand in.
 
-Covered here: files and their names, JSONL. Not covered: Parquet (`parquet.py`), display (`terminal.py`).
+Parquet holds token lists in typed columns and the rest as JSON, in a sixth of the size of JSONL. Columns: `step`,
+`split`, `rank`, `example_id`, `generation`, `stop_reason`, `total_reward`, `outcome_reward`; per token `prompt_ids`,
+`completion_ids`, `action_mask`, `logprobs`, `turn_ids`, `authors`, `token_rewards`, `advantages`; `messages` (JSON)
+and `rest` (JSON: every field without a column of its own).
+
+Not covered: display (`terminal.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +29,179 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.recording.masking import mask_record
-from agent_r1_trl.recording.plain_json import dump_json
-from agent_r1_trl.trajectory import Trajectory
+from agent_r1_trl import safe_text
+from agent_r1_trl.safe_text import short_or_hex
+from agent_r1_trl.trajectory import Author, Trajectory
+
+
+def dump_json(value: Any) -> str:
+    """Compact JSON that can always be written as UTF-8.
+
+    An environment may put anything into `info`. What JSON cannot hold is converted (numpy and torch values, sets) or
+    written as its `repr`, because recording must not end a training run.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_to_json)
+    except (TypeError, ValueError):  # keys that are not strings, circular references, very long numbers
+        text = json.dumps(_clean(value, ()), ensure_ascii=False, separators=(",", ":"), default=_to_json)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # a lone surrogate, which a model can write as \ud800 in the JSON of a call
+        return json.dumps(json.loads(text), separators=(",", ":"))
+    return text
+
+
+def _to_json(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    return repr(value)
+
+
+def _clean(value: Any, parents: tuple[int, ...]) -> Any:
+    if id(value) in parents:
+        return "<circular reference>"
+    if isinstance(value, dict):
+        return {str(key): _clean(item, (*parents, id(value))) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(item, (*parents, id(value))) for item in value]
+    return short_or_hex(value) if isinstance(value, int) else value
+
+
+MASKED_ID = 0
+"""Stands for every id of a prompt, turn or observation in which a secret was found."""
+_TEXTS = ("prompt_messages", "turns", "messages", "info", "error", "example_id")
+
+
+def mask_record(record: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a record with secrets masked; the record itself if it holds none.
+
+    Lengths, masks, log-probabilities and rewards stay. A record that was changed has `is_masked: true`.
+
+    Args:
+        record: fields as they are written, ids included.
+    """
+    rules = safe_text.rules()
+    texts = json.loads(dump_json({name: record[name] for name in _TEXTS}))  # an environment may put anything into info
+    named = rules.values_in(texts)  # what stands under a secret's name in this one
+    if rules.is_idle and not named:
+        return record
+    masked = rules.mask_all(texts, named)
+    if dump_json(masked) == dump_json(texts):
+        return record
+    prompt_ids, completion_ids = list(record["prompt_ids"]), list(record["completion_ids"])
+    if masked["prompt_messages"] != texts["prompt_messages"]:
+        prompt_ids = [MASKED_ID] * len(prompt_ids)
+    starts = [turn["start"] for turn in texts["turns"]]
+    for before, after, end in zip(texts["turns"], masked["turns"], [*starts[1:], len(completion_ids)], strict=True):
+        before, after = _parts(before), _parts(after)
+        if before["sampled"] != after["sampled"]:
+            _overwrite(completion_ids, before["start"], before["end"])
+        if before["answered"] != after["answered"]:
+            _overwrite(completion_ids, before["end"], end)
+    record = {**record, **masked, "prompt_ids": prompt_ids, "completion_ids": completion_ids, "is_masked": True}
+    if "segments" in record:  # a rewritten context may repeat any part of the conversation
+        record["segments"] = [
+            {**segment, "prompt_ids": segment["prompt_ids"] and [MASKED_ID] * len(segment["prompt_ids"])}
+            for segment in record["segments"]
+        ]
+    return record
+
+
+def _parts(turn: dict[str, Any]) -> dict[str, Any]:
+    """The texts of a turn that its sampled tokens spell, and those that the tokens after them spell."""
+    results = turn["tool_results"]
+    return {
+        "start": turn["start"],
+        "end": turn["end"],
+        "sampled": [turn["message"], *(result["call"] for result in results)],
+        "answered": [turn["observations"], *(result["content"] for result in results)],
+    }
+
+
+def _overwrite(ids: list[int], start: int, end: int) -> None:
+    ids[start:end] = [MASKED_ID] * (end - start)
+
+
+_SCALARS = {
+    "step": "int64",
+    "split": "string",
+    "rank": "int32",
+    "generation": "int32",
+    "stop_reason": "string",
+    "total_reward": "double",
+    "outcome_reward": "double",
+}
+# A float64 holds both a float32 log-probability and a float64 one without loss.
+_LISTS = {
+    "prompt_ids": "int32",
+    "completion_ids": "int32",
+    "action_mask": "int8",
+    "logprobs": "double",
+    "turn_ids": "int32",
+    "authors": "int8",
+    "token_rewards": "double",
+    "advantages": "double",
+}
+_AUTHORS = tuple(Author)
+_ROWS_AT_ONCE = 16
+"""How many trajectories are in memory a second time while they are written."""
+
+
+def write_parquet(path: Path, trajectories: Sequence[Trajectory], extra: dict[str, Any]) -> None:
+    """Write a file completely or not at all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    types = {name: pa.type_for_alias(alias) for name, alias in _SCALARS.items()} | {"example_id": pa.string()}
+    types |= {name: pa.list_(pa.type_for_alias(alias)) for name, alias in _LISTS.items()}
+    schema = pa.schema(types | {"messages": pa.string(), "rest": pa.string()})
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+            for start in range(0, len(trajectories), _ROWS_AT_ONCE):
+                rows = [_row(item, extra) for item in trajectories[start : start + _ROWS_AT_ONCE]]
+                writer.write_table(pa.Table.from_pylist(rows, schema))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _row(trajectory: Trajectory, extra: dict[str, Any]) -> dict[str, Any]:
+    values = record_dict(trajectory, extra)
+    values["authors"] = [_AUTHORS.index(author) for author in trajectory.authors]
+    row = {name: values.pop(name) for name in (*_SCALARS, *_LISTS)}
+    # For filters only: `rest` holds the exact id, because JSON can hold a lone surrogate.
+    row["example_id"] = str(values["example_id"]).encode("utf-8", "replace").decode("utf-8")
+    row["messages"] = dump_json(values.pop("messages"))
+    return row | {"rest": dump_json(values)}
+
+
+def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows as `Trajectory.from_dict` takes them, with `step`, `split` and `rank`.
+
+    Raises:
+        ValueError: the file does not hold trajectories.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path}: not a file of recorded trajectories ({error}).{FIX}") from error
+    missing = {*_SCALARS, *_LISTS, "rest"} - set(file.schema_arrow.names)
+    if missing:
+        raise ValueError(
+            f"{path}: not a file of recorded trajectories; it has no column {', '.join(sorted(missing))}.{FIX}"
+        )
+    for batch in file.iter_batches(batch_size=64):
+        for row in batch.to_pylist():
+            rest = json.loads(row.pop("rest"))
+            row["authors"] = [_AUTHORS[number] for number in row["authors"]]
+            yield {**row, **rest}
+
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +312,6 @@ class TrajectoryStore:
             self._parts[(split, step)] = 0
         extra = {"step": step, "split": split, "rank": self.rank, **(self.credit if split == "train" else {})}
         if self.format == "parquet":
-            from agent_r1_trl.recording.parquet import write_parquet
-
             path = self._path(split, step, part)
             write_parquet(path, trajectories, extra)
         else:
@@ -282,8 +456,6 @@ def _trajectory(values: dict[str, Any], path: Path) -> Trajectory:
 
 def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
     if path.suffix == ".parquet":
-        from agent_r1_trl.recording.parquet import read_parquet
-
         yield from read_parquet(path)
         return
     with path.open("rb") as file:

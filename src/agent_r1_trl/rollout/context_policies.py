@@ -1,7 +1,7 @@
 """Context policies: which messages each turn gets to read (`context_policy`).
 
 Covered here: the protocol and the policies of the package. Not covered: the ids of a context
-(`agent_r1_trl.rollout.contexts`) and what a row is trained on (`agent_r1_trl.rows`).
+(`agent_r1_trl.rollout.contexts`) and what a row is trained on (`agent_r1_trl.trajectory`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A policy (`agent_r1_trl.rollout.context_policies`) returns the messages of the next context. Its ids are put together
 from those that were sampled and rendered already, as far as the messages are those of the trajectory; only what a
 policy changed is rendered anew. A context that extends an earlier one goes on in its row, any other one opens a new
-row (`agent_r1_trl.rows`).
+row (`agent_r1_trl.trajectory`).
 
 Covered here: ids of a context. Not covered: what a row is trained on.
 """

@@ -8,8 +8,17 @@ from typing import Any
 
 from agent_r1_trl.generation.base import Generation
 from agent_r1_trl.rollout.requests import RolloutRequest
-from agent_r1_trl.rows import Segment, extended_row
-from agent_r1_trl.trajectory import USAGE, Author, Message, StopReason, ToolResult, Trajectory, Turn
+from agent_r1_trl.trajectory import (
+    USAGE,
+    Author,
+    Message,
+    Segment,
+    StopReason,
+    ToolResult,
+    Trajectory,
+    Turn,
+    extended_row,
+)
 
 
 @dataclass(kw_only=True)

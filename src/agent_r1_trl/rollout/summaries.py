@@ -9,7 +9,7 @@ written in, but the environment does not see it. The next context, which opens a
 The last turn is there so that nothing unanswered is lost; it is left out where the context would be too long with it.
 
 Covered here: when a summary is asked for, what is asked, and the context after it. Not covered: rows
-(`agent_r1_trl.rows`), settings (`limits.py`).
+(`agent_r1_trl.trajectory`), settings (`limits.py`).
 """
 
 from __future__ import annotations

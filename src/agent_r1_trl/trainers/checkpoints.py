@@ -1,27 +1,32 @@
-"""Checkpoint folders: written beside, listed in a manifest, renamed when whole, and checked before they are read.
+"""What a run writes to its `output_dir`: checkpoints, the lock, the model at the end.
 
+    output_dir/_run.lock                   held by the run that trains there
     output_dir/_unfinished/checkpoint-6/   while the ranks write; what a killed save leaves is removed by the next run
     output_dir/checkpoint-6/               a whole checkpoint; `checkpoint_manifest.json` lists its files
 
-A checkpoint without a manifest was written by TRL or by an earlier version. Of such a one it can only be checked that
-the files that are there have an end, and that none of those that resuming needs is missing.
+A checkpoint without a manifest was written by TRL: it is used as it is. The model at the end is written to a folder of
+its own, then moved file by file, since `output_dir` holds checkpoints as well: a process that is killed meanwhile
+leaves every file as it was or as it shall be, and never a part of one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
-import struct
-import zipfile
+import socket
+import time
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
 from transformers.trainer_utils import sort_checkpoints
 
 from agent_r1_trl.errors import RunError
@@ -39,7 +44,6 @@ PARTS = {
     "rollout": ("rollout_state_rank*.pt",),
 }
 """Names of the files, or of their folders, that hold each part of a run's state beside the weights."""
-_WEIGHTS = ("*.safetensors", "*/adapter_model.*", "pytorch_model*", "adapter_model.bin", "global_step*", "rank*-of-*")
 _CHECKSUM_BYTES = 32 * 2**20
 """The checksum of a file is that of its first and its last so many bytes: large files are not read twice."""
 
@@ -122,22 +126,19 @@ def _measure(path: Path) -> dict[str, int]:
 # -------------------------------------------------------------------- choosing
 
 
-def choose_checkpoint(
-    value: str | os.PathLike | bool, output_dir: Path, *, without: Collection[str] = (), num_processes: int = 1
-) -> Path:
+def choose_checkpoint(value: str | os.PathLike | bool, output_dir: Path, *, without: Collection[str] = ()) -> Path:
     """The absolute path of the checkpoint that a run goes on from.
 
     Args:
         value: of `resume_from_checkpoint`: a path, or True for the newest whole checkpoint of `output_dir`.
         output_dir: of the run.
         without: keys of `PARTS` that may be missing or damaged.
-        num_processes: of the run.
 
     Raises:
         CheckpointError: the checkpoint, or every one of them, is incomplete, damaged or missing.
     """
     if value is True:
-        whole, passed_over = _newest_whole(output_dir.absolute(), without, num_processes)
+        whole, passed_over = _newest_whole(output_dir.absolute(), without)
         if whole is None:
             found = f"It has {'; '.join(passed_over)}" if passed_over else "It has no folder checkpoint-<step>"
             raise CheckpointError(
@@ -149,10 +150,10 @@ def choose_checkpoint(
             logger.warning("Resuming from %s, the newest whole checkpoint. Passed over: %s.", whole, passed)
         return whole
     folder = Path(str(value)).absolute()
-    problem = problem_of(folder, without, num_processes)
+    problem = problem_of(folder, without)
     if problem is not None:
         places = (folder, folder.parent)  # the folder may be that of a run
-        whole = next(filter(None, (_newest_whole(place, without, num_processes)[0] for place in places)), None)
+        whole = next(filter(None, (_newest_whole(place, without)[0] for place in places)), None)
         cure = (
             f"Set resume_from_checkpoint={str(whole)!r}, the newest whole one there."
             if whole is not None
@@ -162,13 +163,12 @@ def choose_checkpoint(
     return folder
 
 
-def problem_of(folder: Path, without: Collection[str] = (), num_processes: int = 1) -> str | None:
+def problem_of(folder: Path, without: Collection[str] = ()) -> str | None:
     """Why a run cannot go on from `folder`, naming the file; None if it can.
 
     Args:
         folder: a checkpoint.
         without: keys of `PARTS` that may be missing or damaged.
-        num_processes: of the run.
     """
     accepted = tuple(pattern for part in without for pattern in PARTS.get(part, ()))
     try:
@@ -179,8 +179,6 @@ def problem_of(folder: Path, without: Collection[str] = (), num_processes: int =
             raise _BrokenError(f"{STATE} is damaged")
         if manifest is not None:
             _check_listed(folder, manifest, accepted)
-        else:
-            _check_structure(folder, accepted, num_processes)
         _check_parts(folder, without)
     except _BrokenError as error:
         return str(error)
@@ -202,12 +200,12 @@ def lacks_rollout(folder: Path) -> bool:
     return not _has(folder, PARTS["rollout"])
 
 
-def _newest_whole(output_dir: Path, without: Collection[str], num_processes: int) -> tuple[Path | None, list[str]]:
+def _newest_whole(output_dir: Path, without: Collection[str]) -> tuple[Path | None, list[str]]:
     """The whole checkpoint of the highest step, and why those of higher steps were passed over."""
     steps = {int(path.name[11:]): path for path in output_dir.glob("checkpoint-*") if path.name[11:].isdecimal()}
     passed_over: list[str] = []
     for _, folder in sorted(steps.items(), reverse=True):
-        problem = problem_of(folder, without, num_processes)
+        problem = problem_of(folder, without)
         if problem is None:
             return folder, passed_over
         passed_over.append(f"{folder.name}: {problem}")
@@ -241,27 +239,6 @@ def _check_listed(folder: Path, manifest: Mapping[str, Any], accepted: Collectio
             raise _BrokenError(f"{name} is damaged (another checksum)")
 
 
-def _check_structure(folder: Path, accepted: Collection[str], num_processes: int) -> None:
-    """What can be checked without a manifest: weights are there, files have an end, no rank's file is missing."""
-    if not _has(folder, _WEIGHTS):
-        raise _BrokenError("model.safetensors (or another file of weights) is missing")
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and not _is_among(name, accepted):
-            _check_end(path, name)
-        if name.endswith(".index.json"):
-            shards = set(_read_json(path)["weight_map"].values())
-            for shard in sorted(shard for shard in shards if not (folder / shard).is_file()):
-                raise _BrokenError(f"{shard} is missing")
-    first, *others = [f"rng_state_{rank}.pth" for rank in range(num_processes)]
-    for name in others:
-        if (folder / first).is_file() and not (folder / name).is_file() and not _is_among(name, accepted):
-            raise _BrokenError(f"{name} is missing")
-    has_schedule = (folder / "scheduler.pt").is_file() or _is_among("scheduler.pt", accepted)
-    if (folder / "optimizer.pt").is_file() and not has_schedule:
-        raise _BrokenError("scheduler.pt is missing")
-
-
 def _check_parts(folder: Path, without: Collection[str]) -> None:
     """Optimizer and random state are there, unless the run goes on without them."""
     has_optimizer = _has(folder, (*PARTS["optimizer"], "global_step*"))
@@ -273,24 +250,6 @@ def _check_parts(folder: Path, without: Collection[str]) -> None:
             f"it holds no {' and no '.join(missing)} state (save_only_model=True saves none; resume_without: "
             f"[{wanted}] goes on with a new one)"
         )
-
-
-def _check_end(path: Path, name: str) -> None:
-    """Refuse a file whose format shows that it was cut off."""
-    if path.suffix == ".json":
-        _read_json(path)
-    elif path.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(path):
-        raise _BrokenError(f"{name} is damaged (cut off)")
-    elif path.suffix == ".safetensors":
-        with path.open("rb") as file:
-            try:
-                (length,) = struct.unpack("<Q", file.read(8))
-                tensors = json.loads(file.read(length)) if length < path.stat().st_size else {}
-                end = max(item["data_offsets"][1] for key, item in tensors.items() if key != "__metadata__")
-            except (ValueError, struct.error):
-                raise _BrokenError(f"{name} is damaged (cut off)") from None
-        if path.stat().st_size != 8 + length + end:
-            raise _BrokenError(f"{name} has {path.stat().st_size:,} bytes instead of {8 + length + end:,}")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -334,3 +293,177 @@ def rotate_around(run_dir: Path, limit: int | None, kept: Collection[Path | str 
     names = {Path(path).name for path in kept if path is not None}
     for folder in [path for path in folders[:-1] if path.name not in names][: max(0, num_extra)]:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+# -------------------------------------------------------------------- one run at a time
+
+
+LOCK_FILE = "_run.lock"
+"""Says who trains: process, host and start. The system frees the lock when the process ends, however it ends."""
+EVALUATION_LOCK_FILE = "_eval.lock"
+"""Lock of an evaluation, which may write to the directory of a run that goes on."""
+
+
+class OutputInUseError(CheckpointError):
+    """Another run writes to `output_dir`; when it has ended, the same command succeeds."""
+
+    exit_code = 3
+
+
+@contextlib.contextmanager
+def output_lock(output_dir: Path, name: str = LOCK_FILE) -> Iterator[None]:
+    """Hold the lock of a directory. Where the file system has none, a warning says so.
+
+    A POSIX record lock, because it belongs to the process alone: what a tool forks does not keep it, and NFS knows it.
+
+    Args:
+        output_dir: made if it is not there.
+        name: `LOCK_FILE` or `EVALUATION_LOCK_FILE`.
+
+    Raises:
+        OutputInUseError: another process holds it.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            import fcntl
+
+            output_dir.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((output_dir / name).open("ab", buffering=0))
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutputInUseError(_who_holds(output_dir, name)) from None
+        except (ImportError, OSError) as error:
+            logger.warning(
+                "output_dir=%s cannot be locked (%s). Make sure that no other run writes there.", output_dir, error
+            )
+        else:
+            owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            _write(file, json.dumps(owner))
+            stack.callback(_write, file, "")
+        yield
+
+
+RUN_FILES = ("trainer_state.json", "checkpoint-*", "trajectories/step_*", "*.safetensors", "training_args.bin")
+"""What a run leaves in its `output_dir`, and an evaluation does not."""
+
+
+def find_run(output_dir: Path) -> str | None:
+    """What shows that the folder holds a run, such as "trainer_state.json"; None if nothing does."""
+    found = (path for pattern in RUN_FILES for path in sorted(output_dir.glob(pattern)))
+    return next((str(path.relative_to(output_dir)) for path in found), None)
+
+
+def set_aside(output_dir: Path) -> Path | None:
+    """Move the folder of a run to the first free one of `output_dir`.1, .2, ...; returns it, or None without a run.
+
+    Raises:
+        OutputInUseError: the run goes on.
+        OSError: the folder cannot be moved.
+    """
+    if find_run(output_dir) is None:
+        return None
+    folder = output_dir.resolve()
+    target = next(path for n in itertools.count(1) if not (path := Path(f"{folder}.{n}")).exists())
+    with output_lock(folder):
+        folder.rename(target)
+    return target
+
+
+def _write(file: Any, text: str) -> None:
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without its text
+        file.truncate(0)
+        file.write(text.encode())
+
+
+def _who_holds(output_dir: Path, name: str) -> str:
+    work = "trained" if name == LOCK_FILE else "evaluated"
+    try:
+        owner = json.loads((output_dir / name).read_text(encoding="utf-8"))
+        who = f"process {owner['pid']} on {owner['host']}, which has {work} there since {owner['since']}"
+        cure = f"Wait for it or end it (kill {owner['pid']}; a launcher that was killed leaves its workers)"
+    except (OSError, ValueError, KeyError, TypeError):  # it has just begun or the disk is full
+        who, cure = "another process", "Wait for it or end it"
+    return f"output_dir={str(output_dir)!r} is in use by {who}. {cure}, or set another output_dir."
+
+
+_WRITE_ERRORS = re.compile(r"PytorchStreamWriter|inline_container|iostream error|\(os error \d+\)")
+"""In messages of torch's C++, and of Rust (safetensors, tokenizers), which raises a plain Exception."""
+
+
+@contextlib.contextmanager
+def write_errors_kept(problems: list[str]) -> Iterator[None]:
+    """Keep errors of the disk for later; whatever else is raised is a mistake in the code."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and not _WRITE_ERRORS.search(str(error)):
+            raise
+        problems.append(" ".join(f"{type(error).__name__}: {error}".split()))
+
+
+# -------------------------------------------------------------------- the model at the end
+
+
+FOLDER = "_unfinished_model"
+"""In `output_dir`; transformers uploads nothing whose name begins with `_`."""
+_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+
+
+def save_final_model(trainer: Any, output_dir: str) -> str | None:
+    """Save the trained model in `output_dir`. All ranks must call it.
+
+    Returns:
+        Why it could not be written, on all ranks alike; None if it was.
+
+    Raises:
+        RunError: a feature refuses to save it, as for weights that are not finite.
+    """
+    target, problems = Path(output_dir), list[str]()
+    folder = target / FOLDER
+    if trainer.accelerator.is_local_main_process:
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed here
+    trainer.accelerator.wait_for_everyone()
+    try:
+        with write_errors_kept(problems):
+            trainer.save_model(str(folder), _internal_call=True)  # True: nothing is uploaded yet
+    except RunError as error:
+        raise type(error)(str(error).replace(str(folder), output_dir)) from None
+    is_whole = not gather_object(problems)
+    if trainer.accelerator.is_local_main_process:
+        with write_errors_kept(problems):
+            if is_whole and folder.is_dir():
+                put_in_place(folder, target)
+        shutil.rmtree(folder, ignore_errors=True)
+    return next(iter(gather_object(problems)), None)
+
+
+def put_in_place(folder: Path, target: Path) -> None:
+    """Move everything in `folder` to `target`, where files of the same name are replaced in one step each.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    for path in folder.rglob("*"):
+        if path.is_file():
+            sync_to_disk(path)
+    # The index of shards comes after them: what it names is there.
+    names = sorted((path.name for path in folder.iterdir()), key=lambda name: name.endswith(".index.json"))
+    for name in names:
+        if (folder / name).is_dir():
+            _move_folder(folder / name, target / name)
+        else:
+            os.replace(folder / name, target / name)
+    sync_to_disk(target)
+    if any(_WEIGHTS.fullmatch(name) for name in names):  # else a shard of an earlier model could be loaded with these
+        for path in target.iterdir():
+            if _WEIGHTS.fullmatch(path.name) and path.name not in names:
+                path.unlink()
+
+
+def _move_folder(folder: Path, target: Path) -> None:
+    target.mkdir(exist_ok=True)
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            _move_folder(path, target / path.name)
+        else:
+            os.replace(path, target / path.name)

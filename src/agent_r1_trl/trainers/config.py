@@ -14,8 +14,7 @@ import torch
 from accelerate.utils import is_deepspeed_available
 from trl import GRPOConfig
 
-from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
-from agent_r1_trl.advantages.lookup import estimator_names, find_estimator
+from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator, estimator_names, find_estimator
 from agent_r1_trl.generation.base import SamplingParams
 from agent_r1_trl.rollout.context_policies import settle_policy
 from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings

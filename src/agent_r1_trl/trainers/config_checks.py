@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 
-from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
-from agent_r1_trl.advantages.lookup import find_estimator
+from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator, find_estimator
 from agent_r1_trl.features import FEATURES, feature, has_feature, mappings_of
 from agent_r1_trl.generation.vllm.find_servers import check_urls
 from agent_r1_trl.objects import OwnObject, own_object

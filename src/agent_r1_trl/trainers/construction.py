@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -317,81 +317,6 @@ def check_tokenizer(processing_class: Any, *, is_vlm: bool) -> None:
             f"processing_class={type(processing_class).__name__}: images together with tools are not "
             "supported. Pass a text-only tokenizer as processing_class, or train without env= and tools=."
         )
-
-
-TAKEN_COLUMNS = (
-    "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "trajectory",
-)  # fmt: skip
-"""Names under which reward functions receive something other than a column of the data set."""
-
-
-class RowCheck:
-    """Checks the data: columns at construction, environments before the first rollout, and every batch as it arrives.
-
-    Args:
-        form: of the environments.
-        train_dataset: of the trainer; None where the environment owns the data.
-        eval_dataset: of the trainer: None, one or several by name.
-
-    Raises:
-        ValueError: names the column, its value and the cure.
-    """
-
-    def __init__(self, form: EnvForm, train_dataset: Any, eval_dataset: Any) -> None:
-        self.names = form.names
-        self.taken = {*TAKEN_COLUMNS, *(["environments"] if form.hands_over_environments else [])}
-        if train_dataset is None and not form.hands_over_environments:
-            raise ValueError(
-                "train_dataset=None: a `train_dataset` is required unless an environment makes the prompts. Pass "
-                "train_dataset=, or env= or environment_factory=."
-            )
-        if train_dataset is None and self.names is not None:
-            raise ValueError(
-                "train_dataset=None: a dictionary as environment_factory requires a `train_dataset` whose column "
-                f"'environment' says which of {self.names} a row is played in. Pass one."
-            )
-        evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
-        self._unread = [train_dataset, *evaluated]
-        for dataset in self._unread:
-            self._check_columns(getattr(dataset, "column_names", None) or ())
-
-    def check_batch(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Check the rows of one batch; the first time all rows of the data sets that are in memory. Refuses images.
-
-        Raises:
-            ValueError: names the column, its value and the cure.
-        """
-        while self._unread:
-            dataset = self._unread.pop()
-            # A transform may add columns as rows are read; those rows are checked as they arrive.
-            if self.names is not None and isinstance(dataset, Dataset) and dataset.format["type"] != "custom":
-                has_column = "environment" in dataset.column_names
-                self._check_names(dataset.unique("environment") if has_column else [None])
-        self._check_columns({name: None for row in rows for name in row})
-        if self.names is not None:
-            self._check_names([row.get("environment") for row in rows])
-        if any(row.get("image") is not None or row.get("images") for row in rows):
-            raise ValueError(
-                "The data set has an 'image' or 'images' column with content: images together with tools are not "
-                "supported. Remove the column, or train without env= and tools=."
-            )
-
-    def _check_columns(self, columns: Iterable[str]) -> None:
-        for name in columns:
-            if name in self.taken:
-                raise ValueError(
-                    f"The data set has a column {name!r}, but reward functions receive something else as {name}=. "
-                    f"Rename the column: dataset.rename_column({name!r}, ...)."
-                )
-
-    def _check_names(self, values: Iterable[Any]) -> None:
-        assert self.names is not None
-        for value in values:
-            if value not in self.names:
-                raise ValueError(
-                    f"The data set has a row with environment={value!r}, which is not among the environments passed "
-                    f"to environment_factory: {self.names}. Give each row one of these in its column 'environment'."
-                )
 
 
 def trajectory_store(config: MultiTurnConfig, rank: int) -> Any:

@@ -18,11 +18,11 @@ import torch
 from accelerate.utils import gather_object
 
 from agent_r1_trl.advantages import masked_mean, masked_whiten
-from agent_r1_trl.advantages.credit import Credit, CreditInputs, CreditSettings
+from agent_r1_trl.advantages.estimators import Credit, CreditInputs, CreditSettings
 from agent_r1_trl.advantages.gae import whiten_turns
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trajectory import Message, Trajectory
-from agent_r1_trl.update.batching import pad_right
+from agent_r1_trl.update.batching import pad_lists
 from agent_r1_trl.update.losses import kl_in_reward
 
 
@@ -214,7 +214,7 @@ def read_credit_inputs(
     width = max([1, *(len(item.turns) for item in trajectories)])
 
     def on_tokens(rows: list[list[float]]) -> torch.Tensor:
-        return pad_right(rows, 0.0, length=length, dtype=torch.float32).to(device)
+        return pad_lists(rows, 0.0, length=length, dtype=torch.float32).to(device)
 
     process = [t.token_rewards(turn_rewards=r, outcome=0.0) for t, r in zip(trajectories, turn_rewards, strict=True)]
     outcome = [
@@ -224,13 +224,13 @@ def read_credit_inputs(
     outcome_rewards = torch.tensor([outcome_weight * t.outcome_reward for t in trajectories], device=device)
     return CreditInputs(
         mask=mask.bool() & in_baseline.unsqueeze(1),
-        turn_ids=pad_right([t.turn_ids for t in trajectories], -1, length=length, dtype=torch.long).to(device),
+        turn_ids=pad_lists([t.turn_ids for t in trajectories], -1, length=length, dtype=torch.long).to(device),
         group_ids=group_ids,
         process_token_rewards=on_tokens(process),
         outcome_token_rewards=on_tokens(outcome),
-        turn_rewards=pad_right(turn_rewards, 0.0, length=width, dtype=torch.float32).to(device),
+        turn_rewards=pad_lists(turn_rewards, 0.0, length=width, dtype=torch.float32).to(device),
         outcome_rewards=outcome_rewards.float().masked_fill(~in_baseline, float("nan")),
-        anchor_ids=pad_right([anchors(t) for t in trajectories], -1, length=width, dtype=torch.long).to(device),
+        anchor_ids=pad_lists([anchors(t) for t in trajectories], -1, length=width, dtype=torch.long).to(device),
     )
 
 

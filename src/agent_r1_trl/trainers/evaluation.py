@@ -22,7 +22,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from agent_r1_trl.rollout.failures import FailureCause, count_causes, describe_causes, failure_of
-from agent_r1_trl.trainers.agreement import is_main_process
+from agent_r1_trl.trainers.callbacks import is_main_process
 from agent_r1_trl.trainers.metrics import length_metrics, length_record, rollout_metrics, trajectory_record
 from agent_r1_trl.trajectory import Trajectory
 

@@ -1,4 +1,4 @@
-"""What a batch of trajectories logs. `docs/metrics.md` defines each name with its formula.
+"""What a batch of trajectories logs, and what a run says at its end. `docs/metrics.md` defines each metric.
 
 Averages are per trajectory, never per row or token, unless the name says otherwise.
 """
@@ -6,9 +6,13 @@ Averages are per trajectory, never per row or token, unless the name says otherw
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
+import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +20,8 @@ from accelerate.utils import gather_object
 from trl.trainer.utils import nanstd
 
 from agent_r1_trl.safe_text import shown_all
-from agent_r1_trl.trainers.rollout_batch import RolloutBatch
+from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
+from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory
 from agent_r1_trl.update.batching import row_means
 
@@ -286,38 +291,17 @@ def drop_token_means(metrics: dict[str, list[float]], *, in_rewards: bool) -> No
 
 
 def write_as_text(column: deque[Any]) -> None:
-    """Write the conversations of a column of `log_completions` as text; a table of wandb takes no lists of messages.
+    """Make a column of `log_completions` one that every tracker and a Parquet file can hold.
 
-    What is text already stays.
-    """
-    for index, value in enumerate(column):
-        if isinstance(value, list):
-            column[index] = "\n".join(_line(message) for message in value)
-
-
-def with_plain_types(column: deque[Any]) -> None:
-    """Make a column of `log_completions` one that a Parquet file can hold, whatever tools and functions put into it.
-
-    What a tool call's `arguments`, a message's `content` and other nested values are differs from row to row: they
-    become JSON. A column of a user's own whose values are of several types, or nested, becomes text.
+    Conversations become text. What users gave to `log_extra` becomes JSON where it is nested or of several types.
     """
     kinds = {type(value) for value in column if value is not None}
     is_mixed = len(kinds) > 1 and not kinds <= {int, float}
     for index, value in enumerate(column):
         if isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value):
-            column[index] = [{key: _plain(key, part) for key, part in message.items()} for message in value]
+            column[index] = "\n".join(_line(message) for message in value)
         elif value is not None and not isinstance(value, str) and (is_mixed or isinstance(value, dict | list | tuple)):
             column[index] = _json(value)
-
-
-def _plain(key: str, value: Any) -> Any:
-    if key != "tool_calls" or not isinstance(value, list):
-        return value if value is None or isinstance(value, str) else _json(value)
-    return [
-        {name: {part: _plain(part, item) for part, item in value.items()} if isinstance(value, dict) else value
-         for name, value in call.items()}
-        for call in value
-    ]  # fmt: skip
 
 
 def _json(value: Any) -> str:
@@ -330,3 +314,125 @@ def _line(message: dict[str, Any]) -> str:
     content = message.get("content")
     said = content if isinstance(content, str) else _json(content)
     return " ".join(part for part in (f"{message.get('role')}:", said if content else "", *written) if part)
+
+
+# -------------------------------------------------------------------- what was learned
+
+
+logger = logging.getLogger(__name__)
+
+NUM_ERRORS = 3.0
+"""Standard errors by which a reward has fallen for certain."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class RolloutResult:
+    """What the trajectories of one rollout earned."""
+
+    step: int
+    mean: float
+    error: float
+    """Standard error of the mean."""
+    teaches: bool
+    """Whether two trajectories that are compared with each other differ."""
+
+
+class LearningReport(RolloutCallback):
+    """Says whether a run learns: at once when a rollout teaches nothing, and in a few lines at its end.
+
+    Args:
+        output_dir: of the run, for the command that shows trajectories.
+        records: whether trajectories are recorded there.
+    """
+
+    name = "learning"
+
+    def __init__(self, output_dir: str, *, records: bool) -> None:
+        folder = min(output_dir, os.path.relpath(output_dir), key=len)
+        self.command = f"agent-r1-trl view {folder} --filter failed" if records else None
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Forget an earlier run of the same trainer."""
+        self.rollouts: list[RolloutResult] = []
+        self._seconds = {} if self.trainer is None else dict(self.trainer.seconds)
+        self._has_warned = False
+
+    def rollout_end(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
+        """See `take`."""
+        position = batch.position
+        self.take(batch.trajectories, step=position.optimizer_step + 1, group_size=position.group_size)
+
+    def end_run(self) -> None:
+        """Print the summary."""
+        trainer = self.trainer
+        if trainer.is_world_process_zero() and not trainer.args.disable_tqdm and (text := self.summary()):
+            print(f"\n{text}")
+
+    def take(self, trajectories: Sequence[Trajectory], *, step: int, group_size: int) -> None:
+        """Take in a rollout and warn of what cannot be learned from.
+
+        Args:
+            trajectories: this rank's, in data order.
+            step: the first optimizer step that trains on them.
+            group_size: trajectories of one prompt, which are consecutive.
+        """
+        rewards = gather_object([item.total_reward if item.in_baseline else math.nan for item in trajectories])
+        groups = [rewards[start : start + group_size] for start in range(0, len(rewards), group_size)]
+        groups = [[reward for reward in group if math.isfinite(reward)] for group in groups]
+        groups = [group for group in groups if group]
+        earned = [reward for group in groups for reward in group]
+        if earned:
+            teaches = any(_differ(group) for group in (groups if group_size > 1 else [earned]))
+            error = statistics.stdev(earned) / math.sqrt(len(earned)) if len(earned) > 1 else 0.0
+            mean = statistics.fmean(earned)
+            self.rollouts.append(RolloutResult(step=step, mean=mean, error=error, teaches=teaches))
+            if not teaches and len(earned) > 1:
+                self._warn_of_rewards(step, earned, len(groups))
+
+    def _warn_of_rewards(self, step: int, earned: list[float], num_groups: int) -> None:
+        if self._has_warned or not is_main_process():
+            return
+        self._has_warned = True
+        what = (
+            f"The trajectories of each of the {num_groups} groups earned the same"
+            if _differ(earned)
+            else f"All {len(earned)} trajectories earned exactly {earned[0]:g}"
+        )
+        logger.warning(
+            "Step %d: %s: nothing can be learned from them. Look at some%s. If answers that differ in worth earn the "
+            "same, correct the reward function; if none is ever right, use easier examples, a stronger model or a "
+            "process reward; if all are right, harder examples; if they are alike, raise temperature or "
+            "num_generations. Said once; the summary at the end counts such rollouts.",
+            step, what, f" ({self.command.removesuffix(' --filter failed')})" if self.command else "",
+        )  # fmt: skip
+
+    def summary(self) -> str:
+        """What the run did to the reward, a fact per line; "" without a rollout."""
+        if not self.rollouts:
+            return ""
+        seconds = {} if self.trainer is None else self.trainer.seconds
+        rollout_s, update_s = (seconds.get(name, 0.0) - self._seconds.get(name, 0.0) for name in ("rollout", "update"))
+        first, last, num = self.rollouts[0], self.rollouts[-1], len(self.rollouts)
+        best = max(self.rollouts, key=lambda item: item.mean)
+        num_flat = sum(not item.teaches for item in self.rollouts)
+        lines = [
+            f"reward          {first.mean:.3g} at step {first.step}, {last.mean:.3g} at step {last.step}, "
+            f"best {best.mean:.3g} at step {best.step}",
+            f"taught nothing  {num_flat} of {num} rollouts ({num_flat / num:.0%})",
+            f"time            {rollout_s:.0f} s rollouts, {update_s:.0f} s updates",
+        ]
+        if num_flat == num:
+            lines.append("No rollout taught anything: the model has learned nothing from its rewards.")
+        elif first.mean - last.mean > NUM_ERRORS * math.hypot(first.error, last.error):
+            lines.append(
+                "The reward fell: the model at the end is worse than the one at the start. Set a lower learning_rate "
+                "(a third of it or less), and see docs/troubleshooting.md."
+            )
+        lines += [f"failures        {self.command}"] if self.command else []
+        return "\n".join(lines)
+
+
+def _differ(rewards: Sequence[float]) -> bool:
+    """Whether rewards differ by more than rounding."""
+    return max(rewards) - min(rewards) > 1e-6 * max(map(abs, rewards)) if rewards else False

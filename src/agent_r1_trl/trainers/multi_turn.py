@@ -20,8 +20,8 @@ from trl import GRPOConfig
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
-from agent_r1_trl.advantages.credit import Credit
-from agent_r1_trl.advantages.scan import carry_forward
+from agent_r1_trl.advantages.estimators import Credit
+from agent_r1_trl.advantages.masked import carry_forward
 from agent_r1_trl.environments.factory import EnvFactory, read_form, resolve_env_factory
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.generation.adapters import check_adapters, warn_of_dropout
@@ -29,7 +29,6 @@ from agent_r1_trl.rollout.watchdog import reported
 from agent_r1_trl.trainers.callbacks import Callbacks
 from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.construction import (
-    RowCheck,
     as_list,
     as_trl_sees,
     by_name,
@@ -46,35 +45,46 @@ from agent_r1_trl.trainers.construction import (
 )
 from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
-from agent_r1_trl.trainers.learning_report import LearningReport
-from agent_r1_trl.trainers.metrics import drop_token_means, gather_metrics, log_rewards, mismatch_statistics
-from agent_r1_trl.trainers.precision import RoundingWarning
-from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint
-from agent_r1_trl.trainers.rewards import RewardCalls, Rewards, check_finite, check_reward_values, rows_not_logged
-from agent_r1_trl.trainers.rollout_batch import (
-    TRAJECTORY_ROW,
-    Position,
-    RolloutBatch,
-    TrainingRows,
-    row_tensors,
-    weigh_mismatch,
+from agent_r1_trl.trainers.metrics import (
+    LearningReport,
+    drop_token_means,
+    gather_metrics,
+    log_rewards,
+    mismatch_statistics,
 )
-from agent_r1_trl.trainers.rollouts import Rollouts, training_order
-from agent_r1_trl.trainers.row_batches import (
-    IS_KEPT,
+from agent_r1_trl.trainers.policy_loss import (
     KeptRows,
-    RowBatches,
+    LossPass,
     advantages_of,
     for_own_loss,
     is_own_loss,
     policy_weights,
 )
+from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint
+from agent_r1_trl.trainers.rewards import (
+    RewardCalls,
+    Rewards,
+    RowCheck,
+    check_finite,
+    check_reward_values,
+    rows_not_logged,
+)
+from agent_r1_trl.trainers.rollouts import Position, RolloutBatch, Rollouts, training_order, weigh_mismatch
 from agent_r1_trl.trainers.saving import SavingTrainer
 from agent_r1_trl.trainers.trl_release import check_trl
+from agent_r1_trl.trainers.weights import RoundingWarning
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import add_masks, batch_trajectories, loss_masks, neutral_outside, whole_rows
-from agent_r1_trl.update.layout import Plan, UpdateLayout
-from agent_r1_trl.update.losses import LossPass
+from agent_r1_trl.update.batching import (
+    TRAJECTORY_ROW,
+    TrainingRows,
+    add_masks,
+    loss_masks,
+    neutral_outside,
+    pad_tokens,
+    row_tensors,
+    whole_rows,
+)
+from agent_r1_trl.update.layout import IS_KEPT, Plan, UpdateLayout, deal
 from agent_r1_trl.update.micro_batches import PASSES, run_passes
 
 check_trl()
@@ -96,7 +106,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
     6. The estimator turns rewards into advantages, (B, T), over the rows of all ranks (`credit.py`, `advantages/`).
     7. Metrics are logged (`metrics.py`) and trajectories recorded (`recording/`).
     8. Rows that a feature does not keep leave the update, the others are dealt to micro-batches
-       (`row_batches.py`) and laid out (`update/layout.py`), and `_compute_loss` computes TRL's loss over the masked
+       (`update/layout.py`) and laid out (`update/layout.py`), and `_compute_loss` computes TRL's loss over the masked
        tokens (`update/losses.py`).
     9. The Trainer makes the optimizer step; a checkpoint holds the rollout under way (`saving.py`).
 
@@ -205,7 +215,6 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         self.checkpoint = RolloutCheckpoint(self.args, self.accelerator)
         self.store = trajectory_store(self.args, rank)
         self.kept_rows = KeptRows(self.args, self.accelerator)
-        self.row_batches = RowBatches(self.kept_rows, self.args, self.accelerator)
         self.add_callback(LearningReport(self.args.output_dir, records=self.store is not None))
         self.rollouts.features = self.features
         self.features.attach(self)
@@ -229,6 +238,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         """The Trainer's loop, inside what the features put around it."""
         if self.env_factory is None:
             return super()._run(train)
+        check_overrides(self)  # attributes may have been set since the construction
         self.kept_rows.begin_run()
         self.features.call("begin_run")
         try:
@@ -278,9 +288,9 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
                     f"{type(self).__name__}._generate_and_score_completions does not call super()'s, so there is no "
                     "rollout. Call it and change what it returns; pass env= or generator= to sample in another way."
                 )
-            rows, num = self.last_batch.training_rows, len(self.last_batch.trajectories)
+            index, num = self.last_batch.training_rows.index, len(self.last_batch.trajectories)
             order = training_order(num, seed=args.seed, step=self._step, is_seeded=args.overlap_rollout)
-            dealt = self.row_batches.deal(output, rows, order)
+            dealt = deal(output, index, order, args=args, accelerator=self.accelerator)
             self._buffered_inputs = self.layout.arrange(dealt, self.accelerator)
         return self.layout.trim(self._buffered_inputs[self._step % args.steps_per_generation])
 
@@ -290,7 +300,6 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         """TRL's batch, an entry for each training row, from a rollout that is played, scored and compared here."""
         if self.env_factory is None:
             return super()._generate_and_score_completions(inputs)
-        check_overrides(self)  # attributes may have been set since the construction
         self.max_completion_length = self.args.max_completion_length  # of Dr. GRPO's loss
         self.row_check.check_batch(inputs)
         start = time.perf_counter()
@@ -303,7 +312,6 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         if self.model.training:
             self.features.call("rollout_end", batch, output)
         self._record(batch, output)
-        self.row_batches.add_shares(output, batch.training_rows, is_training=self.model.training)
         return output
 
     def _generate_and_score(self, inputs: list[dict[str, Any]]) -> RolloutBatch:
@@ -320,7 +328,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
             self.rewards.resolve_members(batch, self._group_size)  # some may have been replaced
         if samples_more:
             self.rollouts.finish(position)
-        batch.split = TrainingRows.of(batch.trajectories, self.args)
+        batch.training_rows = TrainingRows.of(batch.trajectories, self.args)
         self.last_trajectories, self.environments = batch.trajectories, batch.environments
         self.add_metrics(batch.metrics)
         return batch
@@ -386,15 +394,14 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
             has_logprobs=self.use_vllm,
             device=self.accelerator.device,
         )
-        in_baseline, in_loss = rows.expand(batch.in_baseline), rows.expand(batch.in_loss)
-        add_masks(output, rows.rows, in_baseline, in_loss, loss_mask=self.args.loss_mask, accelerator=self.accelerator)
+        add_masks(output, rows, batch.in_baseline, batch.in_loss, args=self.args, accelerator=self.accelerator)
         earned = torch.tensor([item.total_reward if item.in_baseline else 0.0 for item in batch.trajectories])
-        output["trajectory_rewards"] = rows.expand(earned.to(in_loss.device))
+        output["trajectory_rewards"] = rows.expand(earned.to(batch.in_loss.device))
         if self.model.training:  # before the advantages, which are whitened over the rows that are kept
             batch.is_kept = self.features.keep(batch)
             if batch.is_kept is not None:
                 output[IS_KEPT] = rows.expand(batch.is_kept)
-            places = torch.arange(len(batch.trajectories), device=in_loss.device)
+            places = torch.arange(len(batch.trajectories), device=batch.in_loss.device)
             output[TRAJECTORY_ROW] = rows.expand(places + self.accelerator.process_index * len(places))
         return output
 
@@ -459,7 +466,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         """
         mask = batch.training_rows.to_time(output["completion_mask"])
         if self.args.advantage_mask:
-            mask = batch_trajectories(batch.trajectories, length=mask.shape[1]).to(mask.device).action_mask
+            mask = pad_tokens(batch.trajectories, "action_mask", 0, mask.shape[1]).to(mask.device)
         mask = mask.bool() & batch.in_loss.unsqueeze(1)  # (B, T)
         credit, metrics = self.credit.estimate(
             batch.trajectories,

@@ -19,7 +19,7 @@ from agent_r1_trl.update.micro_batches import PASSES
 
 ROLLOUT_STATE = "rollout_state_rank{rank}.pt"
 """File of each rank in a checkpoint."""
-VERSION = 2
+VERSION = 3
 """Version of its format."""
 
 

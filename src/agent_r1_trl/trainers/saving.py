@@ -7,16 +7,19 @@ import errno
 import functools
 import itertools
 import logging
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 
+from agent_r1_trl.critic.adapter import gathered
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.features import feature, has_feature
 from agent_r1_trl.trainers.checkpoints import (
@@ -24,18 +27,18 @@ from agent_r1_trl.trainers.checkpoints import (
     STATE,
     UNFINISHED,
     CheckpointError,
+    OutputInUseError,
     choose_checkpoint,
     clear_unfinished,
+    find_run,
     finish,
     lacks_rollout,
+    output_lock,
     read_manifest,
     rotate_around,
+    write_errors_kept,
 )
-from agent_r1_trl.trainers.fingerprint import base_fingerprint
-from agent_r1_trl.trainers.finite_weights import nonfinite_problem
-from agent_r1_trl.trainers.metrics import with_plain_types, write_as_text
-from agent_r1_trl.trainers.output_lock import OutputInUseError, find_run, output_lock
-from agent_r1_trl.trainers.reference import load_reference, save_reference
+from agent_r1_trl.trainers.metrics import write_as_text
 from agent_r1_trl.trainers.resume import (
     RolloutCheckpoint,
     accept_numbered_cpus,
@@ -44,15 +47,78 @@ from agent_r1_trl.trainers.resume import (
     check_same_data,
     describe_run,
 )
+from agent_r1_trl.trainers.weights import base_fingerprint, nonfinite_problem
 
 logger = logging.getLogger(__name__)
+
+REFERENCE = "reference/model.safetensors"
+
+
+def save_reference(folder: Path, trainer: Any) -> None:
+    """Write the reference, if it moves. All ranks must call it.
+
+    Args:
+        folder: of the checkpoint.
+        trainer: whose `args.should_save` says which ranks write.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if trainer.ref_model is None or not trainer.args.sync_ref_model:
+        return
+    tensors = {}
+    for name, parameter in _parameters(trainer):
+        with gathered([parameter], modifier_rank=None):
+            if trainer.args.should_save:
+                tensors[name] = parameter.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    if trainer.args.should_save:
+        (folder / REFERENCE).parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / REFERENCE)
+
+
+def load_reference(folder: Path, trainer: Any) -> None:
+    """Put the reference back to where it was, in place. All ranks must call it.
+
+    Args:
+        folder: of the checkpoint.
+        trainer: of the run that goes on.
+
+    Raises:
+        CheckpointError: the file is one of another model.
+    """
+    path, moves = folder / REFERENCE, trainer.args.sync_ref_model
+    if trainer.ref_model is None or not (moves or path.is_file()):
+        return
+    if not (moves and path.is_file()):
+        if trainer.accelerator.is_main_process:
+            logger.warning(
+                "The reference of the KL term begins anew as the model that the run is started with: %s",
+                f"sync_ref_model is true, and {path} is missing: the run did not move its reference, or it was saved "
+                "by an earlier version, which did not keep it."
+                if moves
+                else f"{path} holds one that had moved, and sync_ref_model is false. Set it to true to go on.",
+            )
+        return
+    with safe_open(path, "pt") as file:
+        parameters = dict(_parameters(trainer))
+        if parameters.keys() != set(file.keys()):
+            raise CheckpointError(
+                f"resume_from_checkpoint={str(folder)!r}: {REFERENCE} holds other parameters than the reference of "
+                "this run. Start it with the model that it was started with, or with sync_ref_model: false."
+            )
+        for name, parameter in parameters.items():
+            with torch.no_grad(), gathered([parameter]):
+                parameter.copy_(file.get_tensor(name))
+
+
+def _parameters(trainer: Any) -> Any:
+    return trainer.accelerator.unwrap_model(trainer.ref_model).named_parameters()
+
 
 _WRITERS = (
     "create_model_card", "save_model", "_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state",
 )  # fmt: skip
 """Methods of the Trainer that write a part of a checkpoint."""
-_WRITE_ERRORS = re.compile(r"PytorchStreamWriter|inline_container|iostream error|\(os error \d+\)")
-"""In messages of torch's C++, and of Rust (safetensors, tokenizers), which raises a plain Exception."""
 
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -123,12 +189,11 @@ class SavingTrainer(GRPOTrainer):
                 f"resume_without={without}: DeepSpeed loads weights and optimizer together. Remove 'optimizer', or "
                 "start a new run with the saved model as model_name_or_path."
             )
-        folder = choose_checkpoint(value, output_dir, without=without, num_processes=self.args.world_size)
+        folder = choose_checkpoint(value, output_dir, without=without)
         manifest = read_manifest(folder)
         if manifest is None:
             logger.warning(
-                "%s has no %s: it was written by TRL or by an earlier version. Its files were searched for those that "
-                "are missing or cut off; seed, data and model were not compared.%s",
+                "%s has no %s: it was written by TRL. Neither its files nor seed, data and model were compared.%s",
                 folder,
                 MANIFEST,
                 " It holds no rollout under way: the next step begins with a new one." * lacks_rollout(folder),
@@ -143,11 +208,8 @@ class SavingTrainer(GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's log; the table of `log_completions` that does not fit on the disk is left out, and the run goes on."""
         if self.args.log_completions:
-            for name in ("prompt", "completion"):
-                if "wandb" in (self.args.report_to or []):
-                    write_as_text(self._logs[name])
             for column in (self._logs["prompt"], self._logs["completion"], *self._logs["extra"].values()):
-                with_plain_types(column)
+                write_as_text(column)
         try:
             super().log(logs, start_time)
         except OSError as error:
@@ -367,14 +429,3 @@ def _contained(write: Callable[..., Any], problems: list[str]) -> Callable[..., 
             return write(*args, **kwargs)
 
     return call
-
-
-@contextlib.contextmanager
-def write_errors_kept(problems: list[str]) -> Iterator[None]:
-    """Keep errors of the disk for later; whatever else is raised is a mistake in the code."""
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(error, OSError) and not _WRITE_ERRORS.search(str(error)):
-            raise
-        problems.append(" ".join(f"{type(error).__name__}: {error}".split()))

@@ -1,15 +1,21 @@
-"""From trajectories to padded tensors."""
+"""From trajectories to the rows that TRL's batch consists of, and what is done with rows.
+
+A trajectory has one training row, or several if its context was rewritten on the way (`trajectory.py`). Advantages
+are estimated over the tokens of a trajectory in the order of time; the policy's loss is computed over rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from accelerate.utils import gather_object
 from torch.nn import functional
 
-from agent_r1_trl.trajectory import Trajectory
+from agent_r1_trl.advantages.gae import extend_turn_ids
+from agent_r1_trl.trajectory import Row, Trajectory
 
 Inputs = dict[str, Any]
 """TRL's batch: tensors of B rows, scalars, None."""
@@ -62,17 +68,12 @@ def take_rows(rows: Inputs, index: Any) -> Inputs:
     return taken
 
 
-MEANS_OVER_ROWS = ("grpo", "dr_grpo", "sapo", "luspo")
-"""TRL's loss types that divide by the number of rows."""
-MEANS_OVER_MICRO_BATCHES = ("bnpo",)
-"""TRL's loss types that average over tokens inside each micro-batch, and then over micro-batches."""
-
-
 def set_live_scales(buffer: list[dict[str, Any]], *, steps_per_update: int, accelerator: Any) -> None:
-    """Put `row_scale` and `micro_batch_scale` into micro-batches: rows, or micro-batches, per live one.
+    """Put `row_scale`, `micro_batch_scale` and `turn_scale` into micro-batches.
 
-    They are counted over the micro-batches of each optimizer step on all ranks (over the whole buffer if the steps do
-    not divide it), so all ranks must call this. A micro-batch is live if it holds a row in the baseline.
+    They are rows per trajectory in the baseline, micro-batches per one with such a row, and with `turn_shares`
+    micro-batches per turn in the loss. They are counted over the micro-batches of each optimizer step on all ranks
+    (over the whole buffer if the steps do not divide it), so all ranks must call this.
 
     Args:
         buffer: TRL's micro-batches, in the order of training.
@@ -80,73 +81,73 @@ def set_live_scales(buffer: list[dict[str, Any]], *, steps_per_update: int, acce
         accelerator: of the trainer.
     """
     width = steps_per_update if len(buffer) % steps_per_update == 0 else len(buffer)
-    live = torch.stack([inputs["in_baseline"].sum() for inputs in buffer]).float().view(-1, width)  # (steps, width)
-    counts = torch.stack([live.sum(dim=1), (live > 0).float().sum(dim=1)], dim=1)  # (steps, 2)
-    counts = accelerator.reduce(counts, reduction="sum").clamp(min=1)
-    for step, (live_rows, live_batches) in enumerate(counts.tolist()):
-        window = buffer[step * width : (step + 1) * width]
+    has_turns = "turn_shares" in buffer[0]
+    own = []
+    for inputs in buffer:
+        live = inputs["in_baseline"]
+        turns = [(inputs["turn_shares"] * inputs["tool_mask"]).sum()] if has_turns else []
+        own.append(torch.stack([(live & inputs["is_first_row"]).sum().float(), live.any().float(), *turns]))
+    counts = torch.stack(own).view(-1, width, len(own[0])).sum(dim=1)  # (steps, 2 or 3)
+    counts = accelerator.reduce(counts, reduction="sum")
+    for step, (trajectories, batches, *turns) in enumerate(counts.round().clamp(min=1).tolist()):
         num_batches = width * accelerator.num_processes
-        for inputs in window:  # filtered ones may differ in size, but not between ranks
-            inputs["row_scale"] = torch.tensor(len(inputs["in_baseline"]) * num_batches / live_rows)
-            inputs["micro_batch_scale"] = torch.tensor(num_batches / live_batches)
+        for inputs in buffer[step * width : (step + 1) * width]:
+            # Micro-batches may differ in size, but not between ranks.
+            inputs["row_scale"] = torch.tensor(len(inputs["in_baseline"]) * num_batches / trajectories)
+            inputs["micro_batch_scale"] = torch.tensor(num_batches / batches)
+            if has_turns:
+                inputs["turn_scale"] = torch.tensor(num_batches / turns[0])
 
 
-def policy_scale(inputs: dict[str, Any], loss_type: str) -> float:
-    """What the policy's loss (KL term included) of a micro-batch is multiplied by; 1 where no row is lost."""
-    if loss_type in MEANS_OVER_ROWS:
-        return float(inputs.get("row_scale", 1.0))
-    return float(inputs.get("micro_batch_scale", 1.0)) if loss_type in MEANS_OVER_MICRO_BATCHES else 1.0
+def loss_weights(inputs: Inputs, trainer: Any) -> torch.Tensor | float:
+    """What TRL's loss of a micro-batch of M rows is multiplied by: a number, or (M, 1), or (M, T) with turns.
 
+    TRL's loss types divide by rows, by micro-batches, or by tokens. Here every token gets the weight that it would
+    have if its trajectory were one row and nothing were lost, or that `loss_unit` asks for.
 
-@dataclass(kw_only=True)
-class TrajectoryBatch:
-    """Tensors of B trajectories, padded on the right to T completion tokens.
-
-    A trajectory without completion tokens is a row of padding: mask 0 everywhere.
+    Args:
+        inputs: M rows.
+        trainer: in whose loss they are.
     """
+    if "row_scale" not in inputs:  # a rollout of TRL's own
+        return 1.0
+    mask, _ = loss_masks(inputs)
+    tokens = mask.sum(dim=1).clamp(min=1).float()  # (M,)
+    of_trajectory = tokens + inputs["tokens_in_other_rows"]
+    kind = {"sapo": "grpo", "cispo": "dapo", "vespo": "dapo"}.get(trainer.loss_type, trainer.loss_type)
+    row_scale, unit = float(inputs["row_scale"]), trainer.args.loss_unit
+    if unit is None and kind == "grpo":
+        return (tokens / of_trajectory * row_scale).unsqueeze(1)
+    if unit is None:
+        return {"bnpo": float(inputs["micro_batch_scale"]), "dapo": 1.0}.get(kind, row_scale)
+    num_steps = trainer.args.steps_per_generation if trainer.model.training else 1  # of micro-batches in a rollout
+    per_batch = inputs["num_items_in_batch"].clamp(min=1).float() / trainer.accelerator.num_processes / num_steps
+    divisor = {  # TRL's, of a token
+        "grpo": tokens * len(tokens),
+        "dr_grpo": torch.full_like(tokens, len(tokens) * trainer.max_completion_length),
+        "luspo": torch.full_like(tokens, len(tokens)),
+        "bnpo": mask.sum().clamp(min=1).float().expand_as(tokens),
+        "dapo": per_batch.expand_as(tokens),
+    }[kind].unsqueeze(1)  # (M, 1)
+    if unit == "turn":
+        return divisor * inputs["turn_scale"] * inputs["turn_shares"]
+    return divisor / (per_batch if unit == "token" else len(tokens) / row_scale * of_trajectory.unsqueeze(1))
 
-    action_mask: torch.Tensor
-    """(B, T) int64."""
-    turn_ids: torch.Tensor
-    """(B, T) int64, -1 outside action tokens."""
 
-    def to(self, device: torch.device) -> TrajectoryBatch:
-        """A copy on `device`."""
-        return TrajectoryBatch(action_mask=self.action_mask.to(device), turn_ids=self.turn_ids.to(device))
-
-
-def pad_right(rows: Sequence[Sequence[float]], value: float, *, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Stack ragged rows into (B, length), filled up with `value`."""
+def pad_lists(
+    rows: Sequence[Sequence[float]], value: float, *, length: int, dtype: torch.dtype, side: str = "right"
+) -> torch.Tensor:
+    """Stack ragged rows into (B, length), filled up with `value` on the `right` or the `left`."""
     out = torch.full((len(rows), length), value, dtype=dtype)  # (B, T)
     for index, row in enumerate(rows):
         if row:
-            out[index, : len(row)] = torch.tensor(row, dtype=dtype)
+            out[index, slice(len(row)) if side == "right" else slice(-len(row), None)] = torch.tensor(row, dtype=dtype)
     return out
 
 
-def batch_trajectories(trajectories: Sequence[Trajectory], *, length: int | None = None) -> TrajectoryBatch:
-    """Pad trajectories into a `TrajectoryBatch`.
-
-    Args:
-        trajectories: B of them.
-        length: T; None takes the longest completion (at least 1).
-
-    Raises:
-        ValueError: if a completion is longer than `length`.
-    """
-    longest = max([1, *(len(trajectory.completion_ids) for trajectory in trajectories)])
-    length = longest if length is None else length
-    if longest > length:
-        raise ValueError(f"length={length} is shorter than the longest completion ({longest} tokens).")
-
-    def pad(name: str, value: float, dtype: torch.dtype) -> torch.Tensor:
-        rows: list[Any] = [getattr(trajectory, name) for trajectory in trajectories]
-        return pad_right(rows, value, length=length, dtype=dtype)
-
-    return TrajectoryBatch(
-        action_mask=pad("action_mask", 0, torch.long),
-        turn_ids=pad("turn_ids", -1, torch.long),
-    )
+def pad_tokens(items: Sequence[Any], name: str, value: int, length: int) -> torch.Tensor:
+    """(B, length) int64: a list of each trajectory or row, with one number per token, filled up with `value`."""
+    return pad_lists([getattr(item, name) for item in items], value, length=length, dtype=torch.long)
 
 
 def whole_rows(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,35 +198,6 @@ def neutral_outside(inputs: Inputs, mask: torch.Tensor) -> Inputs:
     return {**inputs, **{name: torch.where(mask.bool(), value, fills[name]) for name, value in given.items()}}
 
 
-def add_masks(
-    output: dict[str, Any],
-    rows: Sequence[Any],
-    in_baseline: torch.Tensor,
-    in_loss: torch.Tensor,
-    *,
-    loss_mask: bool,
-    accelerator: Any,
-) -> None:
-    """Put into TRL's batch which rows and tokens count, once every row's reward is known. All ranks must call it.
-
-    Args:
-        output: of R rows; gets `tool_mask`, `num_items_in_batch`, `in_baseline` and the scales for lost rows.
-        rows: R of them, with their `action_mask`.
-        in_baseline: (R,) bool.
-        in_loss: (R,) bool.
-        loss_mask: whether observation tokens stay out of the loss.
-        accelerator: of the trainer.
-    """
-    output["in_baseline"] = in_baseline
-    set_live_scales([output], steps_per_update=1, accelerator=accelerator)
-    tokens = output["completion_mask"]  # (R, T)
-    if loss_mask:
-        masks = [row.action_mask for row in rows]
-        tokens = pad_right(masks, 0, length=tokens.shape[1], dtype=torch.long).to(in_loss.device)
-    output["tool_mask"] = tokens * in_loss.unsqueeze(1)
-    output["num_items_in_batch"] = accelerator.gather(output["tool_mask"].sum()).sum()
-
-
 def row_means(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Mean of each row over its masked entries, (B, T) -> (B,); 0 for a row without any.
 
@@ -234,3 +206,269 @@ def row_means(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """
     keep = mask.bool()
     return torch.where(keep, x, 0.0).sum(dim=1) / keep.sum(dim=1).clamp(min=1)
+
+
+# -------------------------------------------------------------------- trajectories and their rows
+
+
+TRAJECTORY_ROW = "trajectory_row"
+"""Entry of TRL's batch, (R,): the place of each row's trajectory in the rollout of all ranks."""
+IS_FIRST = "is_first_row"
+"""Entry of TRL's batch, (R,): whether the row is the first one of its trajectory."""
+OTHER_TOKENS = "tokens_in_other_rows"
+"""Entry of TRL's batch, (R,): tokens in the loss of the trajectory's other rows."""
+TURN_SHARES = "turn_shares"
+"""Entry of TRL's batch with `loss_unit="turn"`, (R, T): one over the tokens of its turn, at tokens in the loss."""
+_EMPTY = Row(prompt_ids=[], completion_ids=[], action_mask=[], turn_ids=[], logprobs=[], spans=[])
+
+
+class TrainingRows:
+    """The R rows of this rank's B trajectories, in the order of these.
+
+    Args:
+        trajectories: B of them.
+        num_rows: rows that hold nothing fill up to so many.
+    """
+
+    def __init__(self, trajectories: Sequence[Trajectory], *, num_rows: int = 0) -> None:
+        self.trajectories = trajectories
+        pairs = [(index, row) for index, item in enumerate(trajectories) for row in trained_rows(item)]
+        pairs += [(-1, _EMPTY)] * (num_rows - len(pairs))
+        self.rows: list[Row] = [row for _, row in pairs]
+        self.index = torch.tensor([index for index, _ in pairs])
+        """(R,) the trajectory of each row; -1 for one that fills up."""
+        spans = [(number, *span) for number, row in enumerate(self.rows) for span in row.spans]
+        number, start, end = np.array(spans, dtype=np.int64).reshape(-1, 3).T  # of each piece that is in one place
+        size = end - start
+        self._row = torch.from_numpy(np.repeat(number, size))  # (n,) of each of n tokens
+        self._trajectory = self.index[self._row]
+        places = np.arange(size.sum())
+        before = np.cumsum([0, *(len(row.completion_ids) for row in self.rows)])
+        self._position = torch.from_numpy(places - np.repeat(before[number], size))
+        self._time = torch.from_numpy(places + np.repeat(start - np.cumsum(size) + size, size))
+
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory], args: Any) -> TrainingRows:
+        """The rows of a batch, R on all ranks, so that all make the same number of forward passes. All must call it.
+
+        Args:
+            trajectories: this rank's B.
+            args: a `MultiTurnConfig`.
+
+        Raises:
+            ValueError: a trajectory has several rows, and `context_policy` does not allow for any.
+        """
+        if args.context_policy == "keep" and any(item.segments for item in trajectories):
+            raise ValueError(
+                "context_policy='keep', and a trajectory of this rollout has rewritten contexts: it was recorded "
+                "with another policy. Set context_policy to that one."
+            )
+        return cls(trajectories, num_rows=max(gather_object([sum(len(trained_rows(item)) for item in trajectories)])))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def length(self) -> int:
+        """T', tokens of the longest trajectory."""
+        return max([1, *(len(item.completion_ids) for item in self.trajectories)])
+
+    @property
+    def last(self) -> torch.Tensor:
+        """(B,) the row of each trajectory that holds its last token."""
+        ends = torch.tensor([row.spans[-1][1] if row.spans else 0 for row in self.rows])
+        order = ends.argsort(stable=True)
+        order = order[self.index[order].argsort(stable=True)]  # by trajectory, and there by their ends
+        return order[torch.searchsorted(self.index[order], torch.arange(len(self.trajectories)), right=True) - 1]
+
+    @property
+    def is_first(self) -> torch.Tensor:
+        """(R,) whether a row is the first one of its trajectory."""
+        before = torch.cat([torch.tensor([-1]), self.index[:-1]])
+        return (self.index >= 0) & (self.index != before)
+
+    # ---------------------------------------------------------------- tensors
+
+    def expand(self, values: torch.Tensor) -> torch.Tensor:
+        """(B,) -> (R,): each row gets what its trajectory has, and one that fills up gets 0."""
+        index = self.index.to(values.device)
+        return torch.where(index >= 0, values[index.clamp(min=0)], torch.zeros_like(values[:1]))
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """(R,) -> (B,): sums over the rows of each trajectory."""
+        num = len(self.trajectories)
+        index = self.index.to(values.device) % (num + 1)  # what fills up comes last
+        return values.new_zeros(num + 1).index_add(0, index, values)[:num]
+
+    def to_rows(self, x: torch.Tensor, places: torch.Tensor, *, fill: float = 0.0) -> torch.Tensor:
+        """(B, T') over time -> (R, T) over positions.
+
+        Args:
+            x: one number per completion token.
+            places: (R, T) any tensor of that shape.
+            fill: what stands where no token is.
+        """
+        rows = x.new_full(places.shape, fill)
+        rows[self._row, self._position] = x[self._trajectory, self._time]
+        return rows
+
+    def to_time(self, x: torch.Tensor) -> torch.Tensor:
+        """(R, T) over positions -> (B, T') over time, 0 where no token is."""
+        time = x.new_zeros((len(self.trajectories), self.length))
+        time[self._trajectory, self._time] = x[self._row, self._position]
+        return time
+
+
+def trained_rows(trajectory: Trajectory) -> list[Row]:
+    """The rows of a trajectory that hold an action token; its first one if none does."""
+    rows = trajectory.rows
+    return [row for row in rows if any(row.action_mask)] or rows[:1]
+
+
+def row_tensors(
+    rows: TrainingRows, *, pad_token_id: int, multiple_of: int | None, has_logprobs: bool, device: torch.device
+) -> dict[str, Any]:
+    """Prompts, completions and their masks in TRL's form: prompts padded on the left, (R, P), the rest (R, T).
+
+    Args:
+        rows: R of them.
+        pad_token_id: stands for an empty prompt or completion, too, on which forward passes crash.
+        multiple_of: what P and T are rounded up to; None for nothing.
+        has_logprobs: whether the sampler's log-probs are among them, 0 outside what it sampled.
+        device: of the tensors.
+    """
+
+    def padded(lists: Sequence[Sequence[float]], value: float, side: str = "right", dtype: Any = torch.long) -> Any:
+        length = -(-max(map(len, lists)) // (multiple_of or 1)) * (multiple_of or 1)
+        return pad_lists(lists, value, length=length, dtype=dtype, side=side).to(device)
+
+    prompts = [row.prompt_ids or [pad_token_id] for row in rows.rows]
+    completions = [row.completion_ids or [pad_token_id] for row in rows.rows]
+    output = {
+        "prompt_ids": padded(prompts, pad_token_id, "left"),
+        "prompt_mask": padded([[1] * len(ids) for ids in prompts], 0, "left"),
+        "completion_ids": padded(completions, pad_token_id),
+        "completion_mask": padded([[1] * len(ids) for ids in completions], 0),
+    }
+    if has_logprobs:
+        logprobs = [row.logprobs or [0.0] for row in rows.rows]
+        output["sampling_per_token_logps"] = padded(logprobs, 0.0, dtype=torch.float32)
+    return output
+
+
+def add_masks(
+    output: dict[str, Any],
+    rows: TrainingRows,
+    in_baseline: torch.Tensor,
+    in_loss: torch.Tensor,
+    *,
+    args: Any,
+    accelerator: Any,
+) -> None:
+    """Put into TRL's batch which rows and tokens count, once every reward is known. All ranks must call it.
+
+    Args:
+        output: of R rows; gets `tool_mask`, `num_items_in_batch`, `in_baseline`, and what the weights of rows in the
+            loss are made of (`loss_weights`).
+        rows: R of them.
+        in_baseline: (B,) bool.
+        in_loss: (B,) bool.
+        args: a `MultiTurnConfig`.
+        accelerator: of the trainer.
+    """
+    tokens, device = output["completion_mask"], in_loss.device  # (R, T)
+    if args.loss_mask:  # observation tokens stay out of the loss
+        tokens = pad_tokens(rows.rows, "action_mask", 0, tokens.shape[1]).to(device)
+    mask = output["tool_mask"] = tokens * rows.expand(in_loss).unsqueeze(1)
+    output["num_items_in_batch"] = accelerator.gather(mask.sum()).sum()
+    own = (output["completion_mask"] * mask).sum(dim=1)  # (R,)
+    output |= {"in_baseline": rows.expand(in_baseline), IS_FIRST: rows.is_first.to(device)}
+    output[OTHER_TOKENS] = rows.expand(rows.total(own)) - own * (rows.index >= 0).to(device)
+    if args.loss_unit == "turn":
+        output[TURN_SHARES] = turn_shares(output, rows)
+    set_live_scales([output], steps_per_update=1, accelerator=accelerator)
+
+
+def turn_shares(output: dict[str, Any], rows: TrainingRows) -> torch.Tensor:
+    """(R, T) one over the tokens of its turn that are in the loss, at each of these; 0 elsewhere."""
+    mask = output["completion_mask"] * output["tool_mask"]  # (R, T)
+    turn_ids = pad_tokens(rows.rows, "turn_ids", -1, mask.shape[1])
+    turns = extend_turn_ids(turn_ids.to(mask.device), mask).clamp(min=0)  # (R, T)
+    in_loss = mask.float()
+    counts = in_loss.new_zeros(len(turns), int(turns.max()) + 1).scatter_add(1, turns, in_loss)  # (R, K)
+    return in_loss / counts.gather(1, turns).clamp(min=1)
+
+
+# -------------------------------------------------------------------- rows between ranks
+
+
+DUMMY = -1
+"""In a plan, a row that fills up."""
+_PADDED_LEFT = ("prompt_ids", "prompt_mask", "privileged_ids", "privileged_mask")
+_RATIOS = "importance_sampling_ratio"
+
+
+def exchange(rows: Inputs, plan: list[list[list[int]]], accelerator: Any) -> tuple[Inputs, list[torch.Tensor]]:
+    """This rank's rows under a plan, and a dummy behind them. Only those that move are sent, to all ranks.
+
+    Args:
+        rows: that this rank has; they are numbered throughout the ranks.
+        plan: (rank, micro-batch) -> numbers of rows.
+        accelerator: of the trainer.
+
+    Returns:
+        The rows, and for each micro-batch of this rank the places of its rows among them.
+    """
+    rank, counts = accelerator.process_index, gather_object([len(rows["completion_ids"])])
+    home = np.repeat(np.arange(len(counts)), counts).tolist()
+    owner = {row: place for place, parts in enumerate(plan) for part in parts for row in part if row != DUMMY}
+    first, device = sum(counts[:rank]), rows["completion_ids"].device
+    moving = [row for row in sorted(owner) if owner[row] != home[row]]
+    staying = [row for row in range(first, first + counts[rank]) if owner.get(row) == rank]
+    dummy = dummy_row(take_rows(rows, slice(0, 1)))
+    numbers = [*staying, *(row for row in moving if owner[row] == rank)]
+    parts = [take_rows(rows, _index(row - first for row in staying)), dummy]
+    if moving:
+        everywhere = gather_object([row_widths(rows)])
+        widths = {name: max(one[name] for one in everywhere) for name in everywhere[0]}
+        leaving = take_rows(rows, _index(row - first for row in moving if home[row] == rank))
+        pool = join_rows(gather_object([to_device(pad_rows(leaving, widths), torch.device("cpu"))]))
+        arriving = take_rows(pool, _index(place for place, row in enumerate(moving) if owner[row] == rank))
+        parts = [pad_rows(part, widths) for part in (parts[0], to_device(arriving, device), dummy)]
+    place_of = {row: place for place, row in enumerate(numbers)} | {DUMMY: len(numbers)}
+    return join_rows(parts), [_index(place_of[row] for row in part) for part in plan[rank]]
+
+
+def _index(places: Iterable[int]) -> torch.Tensor:
+    return torch.tensor([*places], dtype=torch.long)
+
+
+def row_widths(rows: Inputs) -> dict[str, int]:
+    """Columns of everything in TRL's batch that has them."""
+    return {name: value.shape[1] for name, value in rows.items() if has_rows(value) and value.dim() == 2}
+
+
+def pad_rows(rows: Inputs, widths: dict[str, int]) -> Inputs:
+    """The rows in these widths, none of which is smaller than theirs."""
+    padded = dict(rows)
+    for name, width in widths.items():
+        missing = width - rows[name].shape[1]
+        padded[name] = functional.pad(rows[name], (missing, 0) if name in _PADDED_LEFT else (0, missing))
+    return padded
+
+
+def dummy_row(row: Inputs) -> Inputs:
+    """One row of two tokens that no loss, no statistic and no critic counts."""
+    dummy = {}
+    for name, value in row.items():
+        if has_rows(value) and not name.endswith("_ids"):
+            value = torch.ones_like(value) if name == _RATIOS else torch.zeros_like(value)
+        dummy[name] = value
+    dummy["prompt_mask"][:, -1] = 1
+    dummy["completion_mask"][:, 0] = 1
+    return dummy
+
+
+def to_device(rows: Inputs, device: torch.device) -> Inputs:
+    """The rows on a device."""
+    return {name: value.to(device) if has_rows(value) else value for name, value in rows.items()}

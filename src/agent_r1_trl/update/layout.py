@@ -1,7 +1,13 @@
-"""How the rows of a rollout are laid out in the forward passes of the update (`update_layout`).
+"""Which rows of a rollout share a forward pass of the update: how they are dealt out, and how they are laid out.
 
-TRL shuffles the rows of a rollout and cuts them into micro-batches that all stay as wide as the longest trajectory.
-Here rows are moved only between micro-batches of one optimizer step, whose gradients are added up anyway.
+`deal`: trajectories are shuffled and cut into optimizer steps, as TRL does; the rows of a step, all rows of each of
+its trajectories, are spread evenly over ranks and micro-batches. Rows that are not kept leave the update; the
+trajectories that are left take turns in the steps, so that none has many more than another. The number of
+micro-batches stays, and with it that of forward passes, on every rank. A micro-batch has equally many rows on all
+ranks: where there are none left, a dummy row without loss fills up.
+
+`UpdateLayout` (`update_layout`): TRL's micro-batches all stay as wide as the longest trajectory. Here rows are moved
+between micro-batches of one optimizer step, whose gradients are added up anyway.
 
 - `padded`: as TRL does.
 - `grouped`: rows of like length share a micro-batch, whose padding is cut off.
@@ -15,18 +21,168 @@ With `max_tokens_per_micro_batch` the packed layouts decide which rows share a f
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 
 from agent_r1_trl.critic import base_causal_lm
-from agent_r1_trl.update.batching import Inputs, join_rows, loss_masks, set_live_scales, take_rows, trim_padding
+from agent_r1_trl.update.batching import (
+    DUMMY,
+    Inputs,
+    exchange,
+    join_rows,
+    loss_masks,
+    set_live_scales,
+    take_rows,
+    trim_padding,
+)
 from agent_r1_trl.update.micro_batches import PASSES, computed_ids, live_ids, plan_scoring, repack, sort_key
 from agent_r1_trl.update.packed_attention import SEGMENTS, use_packed_attention
 from agent_r1_trl.update.packing import PackedBatch, pack, packed_log_probs
+
+IS_KEPT = "is_kept"
+"""Entry of TRL's batch, (R,): whether the row is trained on; only where a callback has said so."""
+HAS_SIGNAL = "has_signal"
+"""Entry of a micro-batch: whether its optimizer step trains on any row of this rollout; only where some may not."""
+
+
+def deal(
+    output: Inputs,
+    trajectories: torch.Tensor,
+    order: torch.Tensor,
+    *,
+    args: Any,
+    accelerator: Any,
+) -> list[Inputs]:
+    """The micro-batches of a rollout. All ranks must call it.
+
+    Args:
+        output: TRL's batch of this rank's R rows.
+        trajectories: (R,) that of each row, -1 for none.
+        order: (B,) the trajectories in the order in which they are trained on.
+        args: a `MultiTurnConfig`; `steps_per_generation` is the number of micro-batches.
+        accelerator: of the trainer.
+    """
+    rows, is_filtered = dict(output), IS_KEPT in output
+    is_dealt = trajectories >= 0
+    kept = is_dealt
+    if is_filtered:
+        kept = is_dealt & rows[IS_KEPT].cpu()
+        for_critic = _take_out(rows, getattr(args, "critic_uses_filtered", False))
+        is_dealt = is_dealt if for_critic else kept
+    place = torch.where(is_dealt, order.argsort()[trajectories], -1)
+    everywhere = gather_object([(place.tolist(), kept.tolist(), len(order))])
+    plan, has_signal = plan_deal(
+        everywhere, args.steps_per_generation, args.gradient_accumulation_steps, in_turns=is_filtered
+    )
+    rows, chosen = exchange(rows, plan, accelerator)
+    rows = trim_padding(rows) if is_filtered else rows
+    buffer = [take_rows(rows, places) for places in chosen]
+    return _mark_signal(buffer, has_signal, accelerator) if is_filtered else buffer
+
+
+def plan_deal(
+    ranks: Sequence[tuple[Sequence[int], Sequence[bool], int]],
+    num_micro_batches: int,
+    steps_per_update: int,
+    *,
+    in_turns: bool,
+) -> tuple[list[list[list[int]]], list[bool]]:
+    """Which rows each micro-batch of each rank gets, and of each whether its optimizer step trains on any row.
+
+    Args:
+        ranks: of each, for each of its rows the place of the row's trajectory in the order of training (-1 for a row
+            that nobody gets) and whether the row is kept; and its number of trajectories. Rows are numbered
+            throughout.
+        num_micro_batches: of the rollout, on each rank.
+        steps_per_update: micro-batches of one optimizer step.
+        in_turns: steps, and within them micro-batches, take turns; otherwise each gets a stretch.
+
+    Returns:
+        (rank, micro-batch) -> numbers of rows, `DUMMY` where there is none.
+
+    >>> plan_deal([([1, 0, 2, 3], [True] * 4, 4)], 2, 1, in_turns=False)
+    ([[[1, 0], [2, 3]]], [True, True])
+    >>> plan_deal([([0, 1, 2, 3], [True] * 4, 4)], 2, 1, in_turns=True)[0]
+    [[[0, 2], [1, 3]]]
+    """
+    width = steps_per_update if num_micro_batches % steps_per_update == 0 else num_micro_batches
+    num_steps = num_micro_batches // width
+    rank = np.repeat(np.arange(len(ranks)), [len(places) for places, _, _ in ranks])  # (N,), of each row
+    place, is_kept = (np.concatenate([one[index] for one in ranks]).astype(int) for index in (0, 1))  # (N,)
+    order = np.lexsort((place, rank, -is_kept))  # stable
+    order = order[place[order] >= 0]
+    if in_turns:
+        is_next = np.diff(rank[order], prepend=-1).astype(bool) | np.diff(place[order], prepend=-1).astype(bool)
+        step = (np.cumsum(is_next) - 1) % num_steps  # of each row in the order
+    else:
+        step = place[order] * num_steps // ranks[0][2]
+    plan: list[list[list[int]]] = [[] for _ in ranks]
+    has_signal: list[bool] = []
+    for number in range(num_steps):
+        in_step = order[step == number]
+        own = _balanced([in_step[rank[in_step] == index].tolist() for index in range(len(ranks))])
+        for passes, rows in zip(plan, own, strict=True):
+            parts = [rows[start::width] for start in range(width)]
+            if not in_turns:
+                parts = [part.tolist() for part in np.array_split(np.array(rows, dtype=int), width)]
+            passes += [part or [DUMMY] for part in parts]
+        has_signal += [bool(is_kept[in_step].any())] * width
+    return plan, has_signal
+
+
+def _balanced(ranks: list[list[int]]) -> list[list[int]]:
+    """Rows of each rank, moved from those with many to those with few; then dummies make them equally many."""
+    total, num = sum(map(len, ranks)), len(ranks)
+    shares = [total // num + (index < total % num) for index in range(num)]
+    moving = [row for rows, share in zip(ranks, shares, strict=True) for row in rows[share:]]
+    balanced = []
+    for rows, share in zip(ranks, shares, strict=True):
+        missing = max(0, share - len(rows))
+        balanced.append([*rows[:share], *moving[:missing], *[DUMMY] * (shares[0] - share)])
+        moving = moving[missing:]
+    return balanced
+
+
+def _take_out(rows: Inputs, critic_uses_filtered: bool) -> bool:
+    """Take the tokens of rows that are not kept out of the losses.
+
+    Returns:
+        Whether the critic trains on them nevertheless.
+    """
+    kept = rows.pop(IS_KEPT)
+    rows["tool_mask"] = rows["tool_mask"] * kept.unsqueeze(1)
+    rows["in_baseline"] = rows["in_baseline"] & kept
+    for_critic = "value_mask" in rows and critic_uses_filtered
+    if "value_mask" in rows and not for_critic:
+        rows["value_mask"] = rows["value_mask"] & kept.unsqueeze(1)
+    return for_critic
+
+
+def _mark_signal(buffer: list[Inputs], has_signal: Sequence[bool], accelerator: Any) -> list[Inputs]:
+    """Say which micro-batches belong to a step that is made, and divide by the mean over these steps alone.
+
+    All ranks must call it.
+    """
+    counted = {"num_items_in_batch": "tool_mask", "num_value_items": "value_mask"}
+    live = max(1, sum(has_signal)) / len(buffer)  # TRL divides by the mean over all optimizer steps
+    for name, mask in counted.items():
+        if mask in buffer[0]:
+            own = [inputs[mask].sum() * signal for inputs, signal in zip(buffer, has_signal, strict=True)]
+            count = accelerator.gather(torch.stack(own).sum()).sum()
+            for inputs in buffer:
+                inputs[name] = count / live
+    for inputs, signal in zip(buffer, has_signal, strict=True):
+        inputs[HAS_SIGNAL] = torch.tensor(signal)
+    return buffer
+
+
+# -------------------------------------------------------------------- layouts
+
 
 logger = logging.getLogger(__name__)
 

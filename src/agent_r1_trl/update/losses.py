@@ -6,14 +6,9 @@ of any result or gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 
 from agent_r1_trl.advantages.masked import check_shapes, float_dtype, masked_mean, masked_values
-from agent_r1_trl.objects import OwnObjectError
 
 
 def value_loss(
@@ -129,65 +124,3 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
     is_constant = variance <= 1e-12 * masked_mean(target**2, mask)
     explained = torch.where(is_constant, 0.0, 1 - unexplained / variance)
     return explained.to(float_dtype(values, returns))
-
-
-@dataclass
-class LossPass:
-    """State of one loss computation: its mask, and the log-probs of the forward pass inside it."""
-
-    mask: torch.Tensor
-    """(B, T) tokens that enter the loss."""
-    scored: torch.Tensor
-    """(B, T) tokens that a packed forward pass reads: with a critic, those of its loss as well."""
-    entropy_scale: float = 1.0
-    """What the gradient of the entropy bonus is multiplied by."""
-    plan: Any = None
-    """The layout's plan of the micro-batch (`layout.py`), for the forward pass of its rows; None where it has none."""
-    log_probs: torch.Tensor | None = None
-    """(B, T) the policy's, once the forward pass has run."""
-    unmasked: torch.Tensor | None = None
-    """(B, T) the same before the mask."""
-
-    def masked(self, *parts: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """What a forward pass gave, (B, T) each, with 0 outside the mask (packed ones read some for the critic)."""
-        self.unmasked = parts[0]
-        return [None if part is None else torch.where(self.mask.bool(), part, 0.0) for part in parts]
-
-    def reaching(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss with a way to the parameters, which a mask that is 0 throughout has cut."""
-        return loss if self.unmasked is None else loss + 0.0 * self.unmasked.sum()
-
-    def take(self, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> None:
-        """Keep the log-probs, (B, T), and scale the gradient that will come back to the entropies, (B, T)."""
-        self.log_probs, self.plan = log_probs, None  # a second pass inside the loss may be one of other rows
-        if self.entropy_scale != 1.0 and entropies is not None and entropies.requires_grad:
-            entropies.register_hook(lambda gradient: gradient * self.entropy_scale)
-
-    def extra_term(
-        self, name: str, function: Callable[..., torch.Tensor | None], inputs: dict[str, Any], accelerator: Any
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        """A loss term of the user's, summed over this micro-batch's tokens, and its mean per token over all ranks.
-
-        Args:
-            name: under which it is logged.
-            function: the trainer's `extra_loss`, or the function that `loss_term` stands for.
-            inputs: TRL's micro-batch.
-            accelerator: of the trainer.
-
-        Raises:
-            ValueError: if the term is no scalar tensor.
-        """
-        mask = self.mask.bool()
-        assert self.log_probs is not None
-        term = function(inputs, torch.where(mask, self.log_probs, 0.0), mask)
-        if term is None:
-            term = mask.new_zeros((), dtype=torch.float32)  # other ranks may have one: they wait in the reduction
-        if not isinstance(term, torch.Tensor) or term.dim() != 0:
-            found = f"a tensor of shape {tuple(term.shape)}" if isinstance(term, torch.Tensor) else repr(term)
-            source = getattr(function, "__qualname__", f"{name}={function!r}")
-            raise OwnObjectError(
-                f"{source} returned {found}. Return a scalar tensor, the term summed over the tokens of `mask`, or "
-                "None for no term."
-            )
-        sums = accelerator.reduce(torch.stack([term.detach().double(), mask.sum().double()]), reduction="sum")
-        return term, {name: (sums[0] / sums[1]).item()}  # NaN, which logs leave out, without any token

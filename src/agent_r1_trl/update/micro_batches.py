@@ -23,9 +23,17 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 
-from agent_r1_trl.update.batching import Inputs, join_rows, loss_masks, take_rows, trim_padding, whole_rows
+from agent_r1_trl.update.batching import (
+    DUMMY,
+    Inputs,
+    exchange,
+    join_rows,
+    loss_masks,
+    take_rows,
+    trim_padding,
+    whole_rows,
+)
 from agent_r1_trl.update.packing import needed_columns
-from agent_r1_trl.update.spreading import dummy_row, pad_rows, row_widths, to_device
 
 PASSES = "passes"
 """The only entry of a micro-step's inputs: a list of micro-batches, each for a forward and backward pass."""
@@ -68,25 +76,20 @@ def _passes_of(
     window: list[Inputs], max_tokens: int, *, share_prefixes: bool, accelerator: Any, least: int
 ) -> list[Inputs]:
     """This rank's micro-batches of one optimizer step; on all ranks they are as many, of as many rows."""
-    rows, rank = join_rows(window), accelerator.process_index
+    rows = join_rows(window)
     ids = live_ids(rows)
-    counts = gather_object([len(ids)])
     # Beyond this rank, only what is shared has to be known by its tokens.
     everywhere = gather_object(ids if share_prefixes else [len(row) for row in ids])
     plan = plan_passes(everywhere, accelerator.num_processes, max_tokens, least=least)
-    owner = {row: place for place, passes in enumerate(plan) for chosen in passes for row in chosen}
-    first = sum(counts[:rank])
-    own, numbers = _exchange(rows, first, owner, counts, accelerator)
-    dummy = pad_rows(dummy_row(take_rows(rows, slice(0, 1))), row_widths(own))
-    own = join_rows([own, dummy])
-    place_of = {number: place for place, number in enumerate(numbers)}
+    for passes in zip(*plan, strict=True):
+        most = max(1, *map(len, passes))
+        for chosen in passes:
+            chosen += [DUMMY] * (most - len(chosen))
+    own, parts = exchange(rows, plan, accelerator)
     scale = window[0]["row_scale"] / len(window[0]["in_baseline"])
-    micro_batches = []
-    for index, chosen in enumerate(plan[rank]):
-        places = [place_of[row] for row in chosen]
-        places += [len(numbers)] * (max(1, *(len(passes[index]) for passes in plan)) - len(places))
-        inputs = trim_padding(take_rows(own, torch.tensor(places)))
-        micro_batches.append({**inputs, "row_scale": scale * len(places), "micro_batch_scale": torch.tensor(1.0)})
+    micro_batches = [trim_padding(take_rows(own, places)) for places in parts]
+    for inputs, places in zip(micro_batches, parts, strict=True):
+        inputs |= {"row_scale": scale * len(places), "micro_batch_scale": torch.tensor(1.0)}
     return micro_batches
 
 
@@ -236,36 +239,7 @@ def plan_scoring(ids: Sequence[np.ndarray], max_tokens: int, *, share_prefixes: 
     return passes + [[]] * (most - len(passes))
 
 
-# -------------------------------------------------------------------- moving rows, running passes
-
-
-def _exchange(
-    rows: Inputs, first: int, owner: dict[int, int], counts: list[int], accelerator: Any
-) -> tuple[Inputs, list[int]]:
-    """This rank's rows under a plan, and their numbers. Only those that move are sent, to all ranks.
-
-    Args:
-        rows: that this rank has; its row i has the number `first` + i in all ranks.
-        first: see there.
-        owner: number of a row -> its rank under the plan; rows that are not in it are left out.
-        counts: rows that each rank has.
-        accelerator: of the trainer.
-    """
-    rank, numbers = accelerator.process_index, range(first, first + counts[accelerator.process_index])
-    staying = [number for number in numbers if owner.get(number) == rank]
-    home = [place for place, count in enumerate(counts) for _ in range(count)]
-    moving = [number for number in range(sum(counts)) if owner.get(number, home[number]) != home[number]]
-    if not moving:
-        return take_rows(rows, torch.tensor([number - first for number in staying], dtype=torch.long)), staying
-    device = rows["completion_ids"].device
-    everywhere = gather_object([row_widths(rows)])
-    rows = pad_rows(rows, {name: max(widths[name] for widths in everywhere) for name in everywhere[0]})
-    leaving = torch.tensor([number - first for number in moving if home[number] == rank], dtype=torch.long)
-    pool = join_rows(gather_object([to_device(take_rows(rows, leaving), torch.device("cpu"))]))
-    arriving = [place for place, number in enumerate(moving) if owner[number] == rank]
-    received = to_device(take_rows(pool, torch.tensor(arriving, dtype=torch.long)), device)
-    kept = take_rows(rows, torch.tensor([number - first for number in staying], dtype=torch.long))
-    return join_rows([kept, received]), staying + [moving[place] for place in arriving]
+# -------------------------------------------------------------------- running passes
 
 
 def run_passes(

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,8 @@ from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.features.sampling.rules import raw_returns
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.rollout_batch import TRAJECTORY_ROW
-from agent_r1_trl.update.batching import join_rows, take_rows
-from agent_r1_trl.update.layout import UPDATE_LAYOUTS
-from agent_r1_trl.update.spreading import deal, spread_rows
+from agent_r1_trl.update.batching import DUMMY, TRAJECTORY_ROW, join_rows, take_rows
+from agent_r1_trl.update.layout import IS_KEPT, UPDATE_LAYOUTS, deal, plan_deal
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import (
@@ -470,19 +469,25 @@ def test_it_filters_what_was_played_ahead(tmp_path):
 class OneRank:
     process_index, num_processes = 0, 1
 
+    def gather(self, values):
+        return values
+
 
 @pytest.mark.parametrize(
-    "arguments, places",
+    "arguments, plan",
     [
-        ((5, 4, 2), [0, 2, 1, 3, 0]),
-        ((2, 4, 1), [0, 1]),
-        ((3, 4, 4), [0, 1, 2]),
-        ((3, 2, 4), [0, 1, 0]),  # two rollouts an optimizer step
-        ((0, 2, 1), []),
+        ((5, 4, 2), [[0, 4], [2], [1], [3]]),
+        ((2, 4, 1), [[0], [1], [DUMMY], [DUMMY]]),
+        ((3, 4, 4), [[0], [1], [2], [DUMMY]]),
+        ((3, 2, 4), [[0, 2], [1]]),  # two rollouts an optimizer step
+        ((0, 2, 1), [[DUMMY], [DUMMY]]),
     ],
 )
-def test_optimizer_steps_take_turns(arguments, places):
-    assert deal(*arguments) == places
+def test_optimizer_steps_take_turns(arguments, plan):
+    num_rows, num_micro_batches, steps_per_update = arguments
+    ranks = [(range(num_rows), [True] * num_rows, num_rows)]
+    found, _ = plan_deal(ranks, num_micro_batches, steps_per_update, in_turns=True)
+    assert found == [plan]
 
 
 def test_rows_keep_their_tokens_and_lose_the_padding_of_the_others():
@@ -495,10 +500,10 @@ def test_rows_keep_their_tokens_and_lose_the_padding_of_the_others():
         "scalar": torch.tensor(7),
         "none": None,
     }
-    keep = torch.tensor([False, True, True])
-    arguments = {"num_micro_batches": 3, "steps_per_update": 1, "accelerator": OneRank()}
-    buffer, has_signal = spread_rows(rows, keep, **arguments)
-    assert has_signal == [True, True, False]
+    rows |= {IS_KEPT: torch.tensor([False, True, True]), "in_baseline": torch.tensor([True, True, True])}
+    args = SimpleNamespace(steps_per_generation=3, gradient_accumulation_steps=1)
+    buffer = deal(rows, torch.arange(3), torch.arange(3), args=args, accelerator=OneRank())
+    assert [bool(inputs["has_signal"]) for inputs in buffer] == [True, True, False]
     assert [inputs["prompt_ids"].tolist() for inputs in buffer] == [[[9, 4]], [[5, 6]], [[2, 3]]]
     assert [inputs["completion_ids"].tolist() for inputs in buffer] == [[[7, 9]], [[8, 8]], [[1, 2]]]
     assert buffer[2]["prompt_mask"].tolist() == [[0, 1]] and buffer[2]["completion_mask"].tolist() == [[1, 0]]

@@ -18,9 +18,8 @@ from accelerate.utils import gather_object
 from agent_r1_trl.features.echo_trap import EchoTrapJudge, group_keys, rollout_signals, signal_record
 from agent_r1_trl.features.echo_trap.rollout import entropy_factor
 from agent_r1_trl.features.echo_trap.verdict import say_change
-from agent_r1_trl.trainers.agreement import is_main_process
-from agent_r1_trl.trainers.callbacks import RolloutCallback
-from agent_r1_trl.trainers.rollout_batch import RolloutBatch
+from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
+from agent_r1_trl.trainers.rollouts import RolloutBatch
 
 logger = logging.getLogger(__name__)
 

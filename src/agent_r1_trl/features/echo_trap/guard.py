@@ -38,8 +38,7 @@ from agent_r1_trl.features.echo_trap.roll_back import (
 from agent_r1_trl.features.echo_trap.settings import ACTIONS, ALL
 from agent_r1_trl.recording.events import describe_event, write_event
 from agent_r1_trl.rollout import derive_seed
-from agent_r1_trl.trainers.agreement import Agreement
-from agent_r1_trl.trainers.callbacks import RolloutCallback
+from agent_r1_trl.trainers.callbacks import Agreement, RolloutCallback
 from agent_r1_trl.trainers.shaping import RolloutShape
 
 logger = logging.getLogger(__name__)
@@ -306,7 +305,7 @@ class EchoGuard(RolloutCallback):
 
     def _last_healthy(self) -> Path | None:
         args, until = self.trainer.args, self._trusted_until
-        return self._on_main(lambda: last_healthy(Path(args.output_dir), self.state.run, args.world_size, until=until))
+        return self._on_main(lambda: last_healthy(Path(args.output_dir), self.state.run, until=until))
 
     def _on_main(self, read: Callable[[], Any]) -> Any:
         """What the main process reads, on every rank: nodes need not share a disk."""

@@ -88,17 +88,16 @@ def healthy_checkpoints(output_dir: Path, run: str) -> list[Path]:
     return [path for path, content in _checkpoints_of(output_dir, run) if content.get("verdict") in HEALTHY]
 
 
-def last_healthy(output_dir: Path, run: str, num_processes: int, *, until: int) -> Path | None:
+def last_healthy(output_dir: Path, run: str, *, until: int) -> Path | None:
     """The newest healthy checkpoint that is whole.
 
     Args:
         output_dir: of the run.
         run: its name in `GuardState`.
-        num_processes: of the run.
         until: optimizer steps behind it at most; what was saved later may hold a collapse that nobody had noticed.
     """
     for folder in healthy_checkpoints(output_dir, run):
-        problem = problem_of(folder, num_processes=num_processes) if _step(folder) <= until else ""
+        problem = problem_of(folder) if _step(folder) <= until else ""
         if problem is None:
             return folder
         if problem:

@@ -59,7 +59,7 @@ def _write_dataset(arguments: argparse.Namespace) -> str:
 
 def _write_sft(arguments: argparse.Namespace) -> str:
     from agent_r1_trl.recording.dataset import sft_rows
-    from agent_r1_trl.recording.plain_json import dump_json
+    from agent_r1_trl.recording.store import dump_json
 
     path = Path(arguments.output)
     if path.suffix != ".jsonl" or path.exists():

@@ -22,10 +22,9 @@ from agent_r1_trl.rollout.failures import (
     describe_causes,
     failure_of,
 )
-from agent_r1_trl.trainers.agreement import is_main_process
-from agent_r1_trl.trainers.callbacks import RolloutCallback
+from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
 from agent_r1_trl.trainers.checkpoints import last_checkpoint
-from agent_r1_trl.trainers.rollout_batch import RolloutBatch
+from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)

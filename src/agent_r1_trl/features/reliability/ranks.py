@@ -26,7 +26,7 @@ import psutil
 import torch.distributed as dist
 
 from agent_r1_trl.errors import RunError
-from agent_r1_trl.trainers.agreement import num_ranks
+from agent_r1_trl.trainers.callbacks import num_ranks
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,7 @@ from agent_r1_trl.features.reliability.signal_handlers import REPEAT_S, SignalLi
 from agent_r1_trl.features.reliability.tool_watch import ToolOutageError
 from agent_r1_trl.rollout.processes import end_marked_processes, marked_processes
 from agent_r1_trl.safe_text import shown
-from agent_r1_trl.trainers.agreement import Agreement
-from agent_r1_trl.trainers.callbacks import RolloutCallback
+from agent_r1_trl.trainers.callbacks import Agreement, RolloutCallback
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -1,6 +1,7 @@
 """Which groups of a rollout are trained on: those that can teach something (`sampling.filter_groups`).
 
-Which these are: `rules.py`. What becomes of the others, and of steps without any: `trainers/row_batches.py`.
+Which these are: `rules.py`. What becomes of the others: `update/layout.py`; of steps without any:
+`trainers/policy_loss.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from agent_r1_trl.features.sampling.rules import raw_returns, select_groups, sig
 from agent_r1_trl.features.sampling.settings import DEFAULT_VALUES, SamplingSettings
 from agent_r1_trl.settings import find_clashes, refuse
 from agent_r1_trl.trainers.callbacks import RolloutCallback
-from agent_r1_trl.trainers.rollout_batch import RolloutBatch
+from agent_r1_trl.trainers.rollouts import RolloutBatch
 
 KEPT_SHARE = "kept_share"
 """Entry of TRL's batch: what its loss is multiplied by."""

@@ -32,9 +32,8 @@ from agent_r1_trl.features.sampling.curriculum import Curriculum
 from agent_r1_trl.features.sampling.rules import has_signal, passes, raw_returns
 from agent_r1_trl.rollout import derive_seed
 from agent_r1_trl.rollout.requests import example_key
-from agent_r1_trl.trainers.agreement import is_main_process, raised_everywhere
-from agent_r1_trl.trainers.callbacks import RolloutCallback
-from agent_r1_trl.trainers.rollout_batch import Position, RolloutBatch
+from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process, raised_everywhere
+from agent_r1_trl.trainers.rollouts import Position, RolloutBatch
 
 logger = logging.getLogger(__name__)
 

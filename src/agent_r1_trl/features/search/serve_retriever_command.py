@@ -9,7 +9,6 @@ SIGTERM.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from agent_r1_trl.cli.errors import PlainParser, users_mistakes
 from agent_r1_trl.cli.web import Port, serve_app

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.critic.parts import is_critic_name
+from agent_r1_trl.critic.adapter import is_critic_name
 from agent_r1_trl.evaluation.loading import check_model_folder, is_adapter_of_the_hub, load_agent
 
 _WEIGHTS = ("*.safetensors", "*.bin")

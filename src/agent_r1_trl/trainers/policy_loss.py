@@ -1,0 +1,339 @@
+"""What TRL's loss is given, and what becomes of the optimizer step that it leads to.
+
+`KeptRows`: rows that are not trained on, because a callback's `keep` said so, and optimizer steps in which none is,
+which move neither weights, optimizer nor schedule. `LossPass`: one computation of the loss. `policy_weights`:
+what the loss of a row is multiplied by.
+`for_own_loss`: what a `_compute_loss` that was written for TRL reads of our micro-batches, advantages of (B,); those
+of (B, T) would broadcast in it to (B, B, T).
+
+transformers 5.17 and accelerate 1.15 names that this file touches: `optimizer` and its `_is_overflow`,
+`accelerator.optimizer_step_was_skipped`, `state`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType, gather_object
+from trl import GRPOTrainer
+
+from agent_r1_trl.errors import RunError
+from agent_r1_trl.objects import OwnObjectError
+from agent_r1_trl.trainers.callbacks import OptimizerStep, is_main_process
+from agent_r1_trl.update.batching import Inputs, TrainingRows, loss_masks, loss_weights
+from agent_r1_trl.update.layout import HAS_SIGNAL
+from agent_r1_trl.update.micro_batches import STANDS_FOR
+
+logger = logging.getLogger(__name__)
+
+
+class KeptRows:
+    """Takes rows out of the update of a run, and skips the steps that are left without any.
+
+    Args:
+        args: of the trainer.
+        accelerator: of the trainer.
+    """
+
+    def __init__(self, args: Any, accelerator: Any) -> None:
+        self._args, self._accelerator = args, accelerator
+        self._is_engine = accelerator.distributed_type == DistributedType.DEEPSPEED
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Forget the steps of an earlier run."""
+        self.num_skipped = 0
+        """Optimizer steps skipped because nothing was kept, of this run, or since it was resumed."""
+        self._signals: list[tuple[bool, float]] = []
+        """For each micro-batch of the pending optimizer step, whether its rollout has any row that is kept, and how
+        many micro-batches it stands for."""
+
+    # ---------------------------------------------------------------- a rollout
+
+    def rows_to_score(self, rows: TrainingRows, is_kept: torch.Tensor | None, beta: float) -> list[int] | None:
+        """Which of R rows need old and reference log-probs; None for all. All ranks must call it.
+
+        Args:
+            rows: of this rank.
+            is_kept: (B,) bool.
+            beta: weight of the KL term; 0 needs no reference.
+
+        Returns:
+            Full forward passes, equally many on all ranks: a row may be there more than once.
+        """
+        args = self._args
+        has_scores = beta != 0 or args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations)
+        is_read = args.use_vllm or args.kl_placement == "reward" or getattr(args, "critic_uses_filtered", False)
+        if is_kept is None or not has_scores or is_read:
+            return None
+        kept = rows.expand(is_kept).nonzero().flatten().tolist()
+        size = args.per_device_train_batch_size
+        most = max(1, *gather_object([len(kept)]))
+        num = -(-most // size) * size
+        return [*kept, *[0] * num][:num] if num < len(rows) else None
+
+    # ---------------------------------------------------------------- an optimizer step
+
+    def weigh(self, loss: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        """The loss of a micro-batch, taken note of.
+
+        With DeepSpeed, which makes the optimizer step inside the backward pass, NaN in a step without rows: then it
+        makes none.
+        """
+        is_poisoned = self.must_skip(inputs)
+        self._signals.append((bool(inputs.get(HAS_SIGNAL, True)), inputs.get(STANDS_FOR, 1.0)))
+        return loss * math.nan if is_poisoned else loss
+
+    def must_skip(self, inputs: Inputs) -> bool:
+        """Whether this micro-batch is the last of a step without rows, which DeepSpeed would make."""
+        has_signal = self._has_signal or bool(inputs.get(HAS_SIGNAL, True))
+        return self._is_engine and self._accelerator.sync_gradients and not has_signal
+
+    def rescale(self, model: torch.nn.Module) -> None:
+        """Make the gradients of an optimizer step over several rollouts a mean over those that have rows.
+
+        The others have put zeros into that mean. Not with DeepSpeed, which has made its step already, and not with
+        `critic_uses_filtered`, whose critic has learnt from all of them.
+        """
+        num_live = sum(number for has_signal, number in self._signals if has_signal)
+        is_mixed = self._has_signal and not all(has_signal for has_signal, _ in self._signals)
+        if self._is_engine or getattr(self._args, "critic_uses_filtered", False) or not is_mixed:
+            return
+        num = sum(number for _, number in self._signals)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(num / num_live)
+
+    @property
+    def _has_signal(self) -> bool:
+        """Whether any rollout of the optimizer step under way has rows, as far as it was trained on."""
+        return any(has_signal for has_signal, _ in self._signals)
+
+    def end_step(self, trainer: Any, model: Any, norms: Sequence[Any]) -> bool:
+        """Ask the callbacks about an optimizer step, and skip it if one says so or it has nothing to train on.
+
+        Args:
+            trainer: whose step it is.
+            model: as it is trained.
+            norms: the gradient norms of all its parameters.
+
+        Returns:
+            Whether it has nothing to train on: then no norm means anything.
+
+        Raises:
+            RunError: DeepSpeed has made a step that should have been skipped.
+        """
+        has_skipped = self._is_engine and self._accelerator.optimizer_step_was_skipped
+        step = OptimizerStep(
+            number=trainer.state.global_step,
+            norms=tuple(norms),
+            is_finite=not has_skipped and all(norm is None or math.isfinite(norm) for norm in norms),
+            is_scaled=self._accelerator.mixed_precision == "fp16",
+            lacks_tokens=not self._has_signal,
+        )
+        self._signals = []
+        if step.lacks_tokens:
+            step.is_skipped = True
+            self._say_skipped(step.number, trainer.features.leave_out)
+        trainer.features.call("before_step", step)
+        if self.num_skipped:
+            trainer._metrics["train"]["filter/skipped_steps"] = [float(self.num_skipped)]
+        if self._is_engine:  # it has made its step already
+            if step.is_skipped and not has_skipped:
+                raise RunError(
+                    "DeepSpeed made an optimizer step from gradients that are not finite, so the weights are lost. Go "
+                    "on from the last checkpoint (resume_from_checkpoint: true), and update deepspeed, or set "
+                    "bf16.check_grad_overflow in its configuration."
+                )
+        elif not step.is_scaled:  # the scaler skips by itself
+            if step.is_skipped:
+                model.zero_grad(set_to_none=True)  # neither momentum nor weight decay moves what has no gradient
+            trainer.optimizer._is_overflow = step.is_skipped  # the schedule waits as well
+        return step.lacks_tokens
+
+    def _say_skipped(self, number: int, leave_out: Sequence[str]) -> None:
+        self.num_skipped += 1
+        if is_main_process() and self.num_skipped == 1:
+            logger.warning(
+                "Optimizer step %d was skipped, because %s left no trajectory of the rollout for it. Further ones are "
+                "only counted, as filter/skipped_steps.",
+                number + 1,
+                " and ".join(leave_out) or "a callback's keep",
+            )
+
+
+# -------------------------------------------------------------------- weights in the loss
+
+
+def policy_weights(inputs: Inputs, trainer: Any) -> tuple[Any, Any]:
+    """What the advantages of a micro-batch are multiplied by, and the weight of its KL term."""
+    weights = loss_weights(inputs, trainer)
+    return weights, trainer.beta * weights if isinstance(weights, float) else WeightedBeta(trainer.beta, weights)
+
+
+class WeightedBeta:
+    """The weight of the KL term, times one of each row or token, as TRL's loss reads it."""
+
+    def __init__(self, beta: float, weights: torch.Tensor) -> None:
+        self._beta, self._weights = beta, weights
+
+    def __eq__(self, other: object) -> bool:
+        return self._beta == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __float__(self) -> float:
+        return self._beta
+
+    def __mul__(self, kl: torch.Tensor) -> torch.Tensor:
+        return self._beta * self._weights * kl
+
+    __rmul__ = __mul__
+
+
+TOKEN_ADVANTAGES = "token_advantages"
+"""Entry of a micro-batch that such a loss gets where `advantages` cannot be (B,): they are (B, T)."""
+
+
+def is_own_loss(compute_loss: Any) -> bool:
+    """Whether a `_compute_loss` is neither ours nor TRL's."""
+    module = getattr(compute_loss, "__module__", None) or ""
+    return module != GRPOTrainer.__module__ and not module.startswith(__name__.partition(".")[0] + ".")
+
+
+def for_own_loss(inputs: Inputs, trainer: Any) -> Inputs:
+    """A micro-batch whose advantages are (B,), or that says why they cannot be as soon as they are read.
+
+    A loss that leaves them to ours, by `super()._compute_loss`, gets along with any.
+    """
+    token_advantages = inputs["advantages"]  # (B, T)
+    if token_advantages.dim() == 1:  # a subclass has put others there
+        return inputs
+    mask = loss_masks(inputs)[0].bool()
+    numbers = token_advantages.gather(1, mask.int().argmax(dim=1, keepdim=True))  # (B, 1)
+    reason = _why_not(inputs, trainer)
+    differs = mask & (token_advantages != numbers) & ~token_advantages.isnan()
+    if reason is None and bool(differs.any()):
+        estimator = str(trainer.args.advantage_estimator)
+        reason = f"advantage_estimator={estimator!r} gives the tokens of a row different ones"
+    if reason is None:
+        return {**inputs, "advantages": torch.where(mask.any(dim=1), numbers.squeeze(1), 0.0)}
+    rest = {name: value for name, value in inputs.items() if name != "advantages"}
+    return _TokenAdvantages(rest | {TOKEN_ADVANTAGES: token_advantages}, reason)
+
+
+def advantages_of(inputs: Inputs) -> torch.Tensor:
+    """The advantages that a micro-batch of B rows has for our loss, whichever form they are in; (B, T), or (B, 1)."""
+    advantages = dict.get(inputs, "advantages")
+    advantages = inputs[TOKEN_ADVANTAGES] if advantages is None else advantages
+    return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+
+
+class _TokenAdvantages(dict):
+    """A micro-batch without `advantages`."""
+
+    def __init__(self, inputs: Inputs, reason: str) -> None:
+        super().__init__(inputs)
+        self._reason = reason
+
+    def __missing__(self, name: str) -> Any:
+        if name != "advantages":
+            raise KeyError(name)
+        raise ValueError(
+            "A _compute_loss written for TRL reads inputs['advantages'], one number for each row, and there is none: "
+            f"{self._reason}. Read inputs['{TOKEN_ADVANTAGES}'], (B, T) as the log-probs are; or leave the advantages "
+            "to super()._compute_loss(model, inputs) and add a term, or override extra_loss."
+        )
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self or name == "advantages" else default
+
+
+def _why_not(inputs: Inputs, trainer: Any) -> str | None:
+    """Why a loss over rows would be another one here, whatever the advantages are."""
+    args = trainer.args
+    if "value_mask" in inputs:
+        return "with a critic every token has its own, and the critic's loss stands in super()._compute_loss"
+    if args.context_policy != "keep" or args.loss_unit is not None:
+        settings = f"context_policy={args.context_policy!r}, loss_unit={args.loss_unit!r}"
+        return f"a trajectory may have several rows ({settings})"
+    if HAS_SIGNAL in inputs:
+        return "sampling.filter_groups leaves micro-batches with different numbers of rows"
+    if args.max_tokens_per_micro_batch is not None:
+        return (
+            f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch} makes micro-batches with different numbers "
+            "of rows"
+        )
+    if args.kl_placement == "reward" and trainer.beta != 0:
+        return "kl_placement='reward' has the KL term in them already, which a loss that reads self.beta adds again"
+    return None
+
+
+# -------------------------------------------------------------------- one computation of the loss
+
+
+@dataclass
+class LossPass:
+    """State of one loss computation: its mask, and the log-probs of the forward pass inside it."""
+
+    mask: torch.Tensor
+    """(B, T) tokens that enter the loss."""
+    scored: torch.Tensor
+    """(B, T) tokens that a packed forward pass reads: with a critic, those of its loss as well."""
+    entropy_scale: float = 1.0
+    """What the gradient of the entropy bonus is multiplied by."""
+    plan: Any = None
+    """The layout's plan of the micro-batch (`layout.py`), for the forward pass of its rows; None where it has none."""
+    log_probs: torch.Tensor | None = None
+    """(B, T) the policy's, once the forward pass has run."""
+    unmasked: torch.Tensor | None = None
+    """(B, T) the same before the mask."""
+
+    def masked(self, *parts: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """What a forward pass gave, (B, T) each, with 0 outside the mask (packed ones read some for the critic)."""
+        self.unmasked = parts[0]
+        return [None if part is None else torch.where(self.mask.bool(), part, 0.0) for part in parts]
+
+    def reaching(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss with a way to the parameters, which a mask that is 0 throughout has cut."""
+        return loss if self.unmasked is None else loss + 0.0 * self.unmasked.sum()
+
+    def take(self, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> None:
+        """Keep the log-probs, (B, T), and scale the gradient that will come back to the entropies, (B, T)."""
+        self.log_probs, self.plan = log_probs, None  # a second pass inside the loss may be one of other rows
+        if self.entropy_scale != 1.0 and entropies is not None and entropies.requires_grad:
+            entropies.register_hook(lambda gradient: gradient * self.entropy_scale)
+
+    def extra_term(
+        self, name: str, function: Callable[..., torch.Tensor | None], inputs: dict[str, Any], accelerator: Any
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """A loss term of the user's, summed over this micro-batch's tokens, and its mean per token over all ranks.
+
+        Args:
+            name: under which it is logged.
+            function: the trainer's `extra_loss`, or the function that `loss_term` stands for.
+            inputs: TRL's micro-batch.
+            accelerator: of the trainer.
+
+        Raises:
+            ValueError: if the term is no scalar tensor.
+        """
+        mask = self.mask.bool()
+        assert self.log_probs is not None
+        term = function(inputs, torch.where(mask, self.log_probs, 0.0), mask)
+        if term is None:
+            term = mask.new_zeros((), dtype=torch.float32)  # other ranks may have one: they wait in the reduction
+        if not isinstance(term, torch.Tensor) or term.dim() != 0:
+            found = f"a tensor of shape {tuple(term.shape)}" if isinstance(term, torch.Tensor) else repr(term)
+            source = getattr(function, "__qualname__", f"{name}={function!r}")
+            raise OwnObjectError(
+                f"{source} returned {found}. Return a scalar tensor, the term summed over the tokens of `mask`, or "
+                "None for no term."
+            )
+        sums = accelerator.reduce(torch.stack([term.detach().double(), mask.sum().double()]), reduction="sum")
+        return term, {name: (sums[0] / sums[1]).item()}  # NaN, which logs leave out, without any token
