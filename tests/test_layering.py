@@ -295,19 +295,19 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 # -------------------------------------------------------------------- 5. budgets
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
-    "(nouns)": (1600, 8),
+    "(nouns)": (1650, 8),
     "advantages": (1350, 11),
     "chat": (2950, 13),
     "cli": (2750, 15),
     "critic": (700, 6),
     "environments": (1650, 11),
     "evaluation": (1350, 9),
-    "features/__init__.py": (125, 1),
+    "features/__init__.py": (140, 1),
     "features/doctor": (3350, 11),
     "features/echo_trap": (2750, 16),
     "features/games": (1850, 10),
     "features/hub": (1250, 6),
-    "features/journal": (1550, 9),
+    "features/journal": (1560, 10),
     "features/reliability": (1650, 8),
     "features/sampling": (1100, 7),
     "features/sandbox": (1900, 15),

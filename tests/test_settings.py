@@ -97,7 +97,7 @@ def test_a_mapping_is_read_from_whatever_stands_for_it():
     assert read("echo", None) is read("echo", False) is read("echo", "false") is None
     assert read("echo", True) == read("echo", "true") == read("echo", {}) == GROUPS["echo"]()
     found = read("echo", '{"patience": 5, "actions": "clip"}')
-    assert (found.patience, found.actions) == (5, ["clip"]) and read("echo", found) is found
+    assert (found.patience, found.actions) == (5, ["clip"]) and read("echo", found) == found
     assert plain(found) == {"patience": 5, "actions": ["clip"]}
     assert GROUPS["sampling"].read("sampling", None) == GROUPS["sampling"]() and plain(GROUPS["sampling"]()) is None
 
@@ -124,11 +124,25 @@ def test_what_is_no_mapping_is_refused_with_its_keys(flag, value, said):
 def test_a_configuration_with_mappings_is_written_copied_and_pickled():
     config = MultiTurnGRPOConfig(**CPU, num_generations=2, echo=True, sampling={"filter_groups": "top_p"})
     written = json.loads(config.to_json_string())
-    assert (written["echo"], written["sampling"], written["outages"]) == ({}, {"filter_groups": "top_p"}, None)
+    assert (written["echo"], written["sampling"], written["outages"]) == (True, {"filter_groups": "top_p"}, None)
     for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
         assert other.sampling.filter_groups == "top_p" and other.echo == config.echo
     assert config.asked_features() == ["sampling", "echo"]
     assert MultiTurnGRPOConfig(**CPU, failures={}, sampling={}).asked_features() == []
+
+
+def test_what_one_configuration_changes_in_a_mapping_stays_with_it():
+    one = MultiTurnGRPOConfig(**CPU, sampling={"curriculum": True})
+    other = MultiTurnGRPOConfig(**CPU, sampling=one.sampling)
+    other.sampling.curriculum = False
+    assert one.sampling.curriculum
+
+
+def test_a_keyword_that_is_none_is_answered_with_the_setting_that_is_meant():
+    with pytest.raises(TypeError, match=r"MultiTurnPPOConfig has no setting 'lamb'\. Did you mean 'lam'\?"):
+        MultiTurnPPOConfig(**CPU, lamb=0.9)
+    with pytest.raises(TypeError, match=r"no setting 'echo_patience'\. Did you mean 'echo\.patience'\?.*echo={"):
+        MultiTurnGRPOConfig(**CPU, echo_patience=5)
 
 
 @pytest.mark.parametrize(

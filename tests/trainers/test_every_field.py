@@ -17,7 +17,7 @@ from accelerate import ParallelismConfig
 from transformers import Trainer, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
-from agent_r1_trl.cli.options import mapping_keys
+from agent_r1_trl.features import keys_of
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig
 from agent_r1_trl.trainers.config_checks import NEEDS, TRL_NEEDS, UNSUPPORTED_OPTIONS
 from tests.trainers import effects
@@ -330,13 +330,13 @@ TABLE = {
         ),
         Refused(0.01, {"echo.actions": ["entropy"]}),
     ),
-    "journal_keep": (
+    "journal.keep": (
         ShownBy(
-            "tests/features/journal/test_training_journal.py::test_rollouts_before_the_last_checkpoint_go_but_for_journal_keep"
+            "tests/features/journal/test_training_journal.py::test_rollouts_before_the_last_checkpoint_go_but_for_those_to_keep"
         ),
-        Refused(-1, {"journal_keep": 0}),
+        Refused(-1, {"journal.keep": 0}),
     ),
-    "replay": ShownBy(
+    "journal.replay": ShownBy(
         "tests/features/journal/test_training_journal.py::"
         "test_a_replay_trains_on_the_same_batches_without_sampler_tools_and_environment"
     ),
@@ -639,7 +639,7 @@ def test_a_field_acts_or_is_refused_with_a_cure_that_works(tmp_path, name):
 
 def test_every_field_of_trl_and_of_ours_has_a_line():
     inherited = {item.name for item in fields(TrainingArguments)}
-    found = {item.name for kind in (GRPOConfig, GRPO, PPO) for item in fields(kind)} | set(mapping_keys())
+    found = {item.name for kind in (GRPOConfig, GRPO, PPO) for item in fields(kind)} | set(keys_of(PPO))
     assert found - inherited - set(TABLE) == set(), "write a line for each: what honours it, or what refuses it"
     assert set(TABLE) - found == set(), "no field has this name"
 

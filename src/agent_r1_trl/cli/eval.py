@@ -372,7 +372,7 @@ def _unfinished(arguments: EvalArguments) -> Iterator[bool]:
         return
     mark = Path(arguments.output_dir) / MARK
     with output_lock(Path(arguments.output_dir), EVALUATION_LOCK_FILE):
-        goes_on = arguments.journal and arguments.resume and mark.exists()
+        goes_on = arguments.journal is not None and arguments.resume and mark.exists()
         if arguments.journal:
             mark.touch()
         yield goes_on

@@ -10,13 +10,17 @@ from typing import Any, NoReturn
 
 from agent_r1_trl.cli.arguments import EvalArguments, TrainArguments, read_mapping, read_text
 from agent_r1_trl.cli.errors import UsageError, explain_argparse, no_such_option, with_cure
-from agent_r1_trl.cli.options import help_text, mapping_keys
+from agent_r1_trl.cli.options import help_text
 from agent_r1_trl.cli.recipe import found_paths, read_recipe, read_value, split_config
-from agent_r1_trl.features import MAPPINGS
+from agent_r1_trl.features import MAPPINGS as OF_FEATURES
+from agent_r1_trl.features import keys_of
 from agent_r1_trl.objects import did_you_mean
+from agent_r1_trl.settings import groups_of
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
 from agent_r1_trl.trainers.trl_arguments import ModelConfig, TrlParser
 
+MAPPINGS = (*OF_FEATURES, *groups_of(MultiTurnPPOConfig))
+"""Settings of training that are mappings."""
 OVER_RECIPE = ("env_kwargs", "reward_options", "chat_template_kwargs", *MAPPINGS)
 """Mappings of which the command line changes the keys that it names; the recipe's others stay."""
 OF_RECIPES = (EvalArguments, TrainArguments, MultiTurnGRPOConfig, MultiTurnPPOConfig, ModelConfig)
@@ -61,6 +65,7 @@ class RecipeParser(TrlParser):
         self._own, self._known = _fields(dataclass_types), _fields([*elsewhere, *dataclass_types])
         kinds = (*elsewhere, *dataclass_types)
         self._hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
+        self._keys = [key for kind in kinds for key in keys_of(kind)]
         self.recipe: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
         """Every setting by its name once the arguments are parsed, before a dataclass derives others from it."""
@@ -90,9 +95,10 @@ class RecipeParser(TrlParser):
         if path is not None:
             self.recipe = found_paths(read_recipe(path))
             known = [*self._own, *sorted(self._known)]
-            names = [*known, *mapping_keys()]
             if wrong := [
-                f"{key!r} is not a setting.{did_you_mean(key, names)}" for key in self.recipe if key not in known
+                f"{key!r} is not a setting.{did_you_mean(key, [*known, *self._keys])}"
+                for key in self.recipe
+                if key not in known
             ]:
                 raise UsageError(f"{path}: {' '.join(wrong)} Correct or remove it; --help lists all settings.")
             for name, value in self.recipe.items():
@@ -129,7 +135,7 @@ class RecipeParser(TrlParser):
             modes = [mode for mode, kinds in self._modes.items() if name in _fields(kinds)]
             cure = f"Remove it, or pass {modes[0]} as well" if modes else "Remove it"
             raise UsageError(f"{flag}: {self.prog} does not use this setting, which another command has. {cure}.")
-        raise UsageError(no_such_option(self, flag, name, mapping_keys()))
+        raise UsageError(no_such_option(self, flag, name, self._keys))
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error as a `UsageError`."""

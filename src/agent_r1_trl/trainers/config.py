@@ -6,9 +6,10 @@ Only our own fields live here, grouped by pipeline step; everything else is TRL'
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from accelerate.utils import is_deepspeed_available
@@ -16,7 +17,9 @@ from trl import GRPOConfig
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import estimator_names, find_estimator
+from agent_r1_trl.features import keys_of
 from agent_r1_trl.generation.base import SamplingParams
+from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.rollout.context_policies import settle_policy
 from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings
 from agent_r1_trl.rollout.thinking import settle_thinking
@@ -197,6 +200,11 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
         "When a tool counts as down and how long the run waits for it: a mapping, for example {max_wait: 600}. None: "
         "the defaults of its keys.",
     )
+    journal: dict[str, Any] | str | None = setting(
+        True,
+        "Write every turn of a rollout to output_dir/journal as it happens, so that a run that is killed and resumed "
+        "repeats nothing but the turn that was under way: true, false, or a mapping, for example {keep: 9}.",
+    )
     echo: dict[str, Any] | str | None = setting(
         None,
         "The watch for collapsing runs: true, or a mapping, for example {actions: [all]}, with which something is "
@@ -232,6 +240,21 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
         "Names of files, or patterns of them, that are uploaded (`push_to_hub`) although something in them looks like "
         "a secret. Any other such file stops the upload.",
     )
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuse what is no setting, by the name of the one that is meant.
+
+        Raises:
+            TypeError: names both.
+        """
+        known = inspect.signature(cls.__init__).parameters  # of a user's own subclass, too
+        for name in options if "kwargs" not in known else ():
+            if name not in known:
+                raise TypeError(
+                    f"{cls.__name__} has no setting {name!r}.{did_you_mean(name, [*known, *keys_of(cls)])} A key of a "
+                    "mapping is written as in echo={'patience': 5}; docs/options.md lists all settings."
+                )
+        return super().__new__(cls)
 
     has_critic: ClassVar[bool] = False
     """Whether the trainer of these arguments has a critic."""

@@ -15,7 +15,6 @@ from agent_r1_trl.settings import (
     Flag,
     Seconds,
     SomeOf,
-    Words,
     setting,
 )
 
@@ -69,21 +68,4 @@ class FaultSettings:
         None,
         "What a resumed run does without: 'optimizer' (with its learning-rate schedule), 'rng', 'rollout' (under way) "
         "begin anew, 'data' goes on at the same place in other rows or another order.",
-    )
-
-    # ---- the journal (`journal.py`)
-    journal: Flag = setting(
-        True,
-        "Write every turn of a rollout to output_dir/journal as it happens. A run that is killed and resumed then "
-        "repeats nothing but the turn that was under way.",
-    )
-    journal_keep: CountOrZero = setting(
-        4,
-        "Number of rollouts whose journal is kept, per process, although a checkpoint has made it unnecessary. What "
-        "lies behind the last checkpoint is always kept (nothing, with save_strategy='no').",
-    )
-    replay: Words | None = setting(
-        None,
-        "Take the rollouts from the journal of another run (its output_dir, or the folder `journal`) instead of "
-        "playing them: no sampler, no tools, no environment. For debugging reward functions and losses.",
     )

@@ -35,6 +35,7 @@ from agent_r1_trl.rollout import (
 )
 from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
 from agent_r1_trl.rollout.thinking import format_options
+from agent_r1_trl.settings import plain_value
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.rollout_batch import Position, RolloutBatch
 from agent_r1_trl.trajectory import Trajectory
@@ -86,7 +87,7 @@ class Rollouts:
         self.env_factory = env_factory
         self._accelerator = accelerator
         self._is_on_gpu = accelerator.device.type == "cuda"
-        if args.use_vllm and generator is None and args.replay is None:
+        if args.use_vllm and generator is None and plain_value(args, "journal.replay") is None:
             check_vllm(args, policy, is_on_gpu=self._is_on_gpu)
         self.chat = ChatFormat(
             tokenizer,

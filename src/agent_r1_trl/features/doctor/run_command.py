@@ -57,7 +57,7 @@ from agent_r1_trl.update.layout import UPDATE_LAYOUTS
 COMMAND = "agent-r1-trl doctor --run"
 EXIT_ERRORS = 1
 _OFF = {
-    **{"report_to": "none", "push_to_hub": False, "save_strategy": "no", "eval_strategy": "no", "replay": None},
+    **{"report_to": "none", "push_to_hub": False, "save_strategy": "no", "eval_strategy": "no", "journal": False},
     **{"load_best_model_at_end": False, "metric_for_best_model": None, "resume_from_checkpoint": None},
     **{"logging_strategy": "steps", "logging_steps": 1, "disable_tqdm": True, "log_completions": False},
     **{"record_trajectories": "none", "push_trajectories": False, "num_iterations": 1, "max_steps": 2},

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from agent_r1_trl.features.echo_trap.settings import ALL
 from agent_r1_trl.features.echo_trap.verdict import Thresholds
-from agent_r1_trl.settings import Clash, Need
+from agent_r1_trl.settings import Clash, Need, plain_value
 from agent_r1_trl.trainers.config_checks import CLIPPED_LOSSES, moves_rows
 
 EPSILON, EPSILON_HIGH = 0.2, 0.28
@@ -133,9 +133,9 @@ _REFUSALS = (
     ),
     _RefusedAction(
         "roll_back",
-        lambda c: c.replay is not None,
-        "plays other rollouts, and replay takes them from a journal.",
-        "Remove replay.",
+        lambda c: plain_value(c, "journal.replay") is not None,
+        "plays other rollouts, and journal.replay takes them from a journal.",
+        "Remove journal.replay.",
     ),
     _RefusedAction(  # load_best_model_at_end sets a metric
         "roll_back",
