@@ -295,7 +295,7 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 # -------------------------------------------------------------------- 5. budgets
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
-    "(nouns)": (1650, 8),
+    "(nouns)": (1660, 8),
     "advantages": (1350, 11),
     "chat": (2950, 13),
     "cli": (2750, 15),
@@ -313,7 +313,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/sandbox": (1900, 15),
     "features/search": (850, 8),
     "features/serve": (2000, 13),
-    "generation": (4900, 29),
+    "generation": (4930, 30),
     "recording": (1350, 10),
     "rewards": (1150, 9),
     "rollout": (3250, 19),

@@ -109,6 +109,17 @@ class SomeOf(OneOf):
         return f"a list of some of {', '.join(map(repr, self.choices))}, each once"
 
 
+class Texts(Rule):
+    """A list of texts that are not blank, at least one."""
+
+    def accepts(self, value: Any) -> bool:
+        """See `Rule`."""
+        return isinstance(value, list | tuple) and len(value) > 0 and all(map(Text().accepts, value))
+
+    def __str__(self) -> str:
+        return "a list of texts, at least one"
+
+
 class Switch(Rule):
     """True or False; any other value would count as one of them in silence."""
 
@@ -279,7 +290,7 @@ def groups_of(kind: Any) -> dict[str, type[SettingsGroup]]:
 
 
 def _takes_list(kind: Any, name: str) -> bool:
-    return isinstance(rules_of(kind).get(name, (None,))[0], SomeOf)
+    return isinstance(rules_of(kind).get(name, (None,))[0], SomeOf | Texts)
 
 
 def plain(value: Any) -> Any:

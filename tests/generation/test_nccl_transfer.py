@@ -208,7 +208,7 @@ def test_of_a_server_without_a_gpu_only_the_folder_is_used_and_nothing_stays_the
 def test_a_server_that_neither_nccl_nor_the_folder_reaches_is_refused(tmp_path, way):
     with FakeServer() as server, generator_on(server, weights_dir=tmp_path, weight_transfer=way) as generator:
         server.machine = tmp_path
-        with pytest.raises(GenerationError, match="vllm_weight_transfer") as refused:
+        with pytest.raises(GenerationError, match=r"servers\.weight_transfer") as refused:
             generator.sync(policy(20))
     assert str(tmp_path) in str(refused.value) and server.url in str(refused.value)
 
@@ -296,7 +296,7 @@ def test_a_trainer_that_must_use_nccl_says_what_keeps_it_from_that(nccl, tmp_pat
             pytest.raises(GenerationError, match="runs on no GPU") as refused,
         ):
             generator.sync(policy(20))
-        assert "vllm_weight_transfer to 'folder'" in str(refused.value)
+        assert "servers.weight_transfer to 'folder'" in str(refused.value)
         for cure in ("folder", "auto"):
             with generator_on(server, weights_dir=tmp_path, weight_transfer=cure) as generator:
                 generator.sync(policy(20))

@@ -9,7 +9,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import ToolEnv
-from agent_r1_trl.features import MAPPINGS
 from agent_r1_trl.generation.scripted import ScriptedGenerator, ScriptedTurn
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from tests.tokenizers import make_tokenizer
@@ -59,7 +58,7 @@ def unfold(options):
         found = unfolded.get(group)
         if key:
             unfolded[group] = (found if isinstance(found, dict) else {}) | {key: value}
-        elif isinstance(found, dict) and group in MAPPINGS and (value is True or isinstance(value, dict)):
+        elif isinstance(found, dict) and (value is True or isinstance(value, dict)):
             unfolded[group] = found | ({} if value is True else value)
         else:
             unfolded[group] = value

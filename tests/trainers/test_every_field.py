@@ -163,8 +163,9 @@ TABLE = {
     ),
     "eval_temperature": Acts(effects.evaluation, 0.5),
     "generation_batch_rows": Acts(effects.local_generator, 3),
-    "vllm_server_urls": (Acts(effects.engine, ["http://a:1"], **SERVER), Refused(["http://a:1"], SERVERS)),
-    "max_sync_logprob_gap": (Acts(effects.sync_call, 0.3, **ENGINE), Refused(0.3, ENGINE)),
+    "servers": Refused(3, {"servers": {"urls": ["http://a:1"]}}, **SERVERS),
+    "servers.urls": (Acts(effects.engine, ["http://a:1"], **SERVER), Refused(["http://a:1"], SERVERS)),
+    "servers.max_logprob_gap": (Acts(effects.sync_call, 0.3, **ENGINE), Refused(0.3, ENGINE)),
     "overlap_rollout": (
         ShownBy("tests/trainers/test_overlap.py::test_it_trains_on_what_the_synchronous_run_trains_on"),
         Refused(True, ENGINE),
@@ -508,7 +509,7 @@ TABLE = {
     "vllm_server_base_url": (
         Acts(effects.engine, "http://a:1", **SERVER),
         Refused("http://a:1", SERVER, **ENGINE),
-        Refused("http://a:1", {"vllm_server_urls": None}, **SERVERS, vllm_server_urls=["http://b:1"]),
+        Refused("http://a:1", {"servers.urls": None}, **SERVERS, servers={"urls": ["http://b:1"]}),
     ),
     "vllm_server_host": (
         Acts(effects.engine, "a", **SERVER),
@@ -524,15 +525,15 @@ TABLE = {
     "vllm_group_port": Refused(9, {"vllm_group_port": 51216}, **SERVERS),
     **{
         name: (Acts(effects.engine, 9.0, **SERVER), Refused(9.0, SERVER, **ENGINE))
-        for name in ("vllm_health_timeout", "vllm_retry_window", "vllm_sync_timeout")
+        for name in ("servers.health_timeout", "servers.retry_window", "servers.sync_timeout")
     },
-    "vllm_weight_transfer": (
+    "servers.weight_transfer": (
         Acts(effects.engine, "folder", **SERVER),
-        Refused("ib", {"vllm_weight_transfer": "nccl"}, **SERVERS),
+        Refused("ib", {"servers.weight_transfer": "nccl"}, **SERVERS),
         Refused("nccl", SERVER, **ENGINE),
     ),
-    "vllm_allow_public_servers": (Acts(effects.engine, True, **SERVER), Refused(True, SERVER, **ENGINE)),
-    "vllm_request_timeout": (Acts(effects.engine, 9.0, **SERVER), Acts(effects.engine, 9.0)),
+    "servers.allow_public": (Acts(effects.engine, True, **SERVER), Refused(True, SERVER, **ENGINE)),
+    "servers.request_timeout": (Acts(effects.engine, 9.0, **SERVER), Acts(effects.engine, 9.0)),
     "vllm_gpu_memory_utilization": (Acts(effects.engine, 0.5), Refused(0.5, {"vllm_mode": "colocate"}, **SERVERS)),
     "vllm_max_model_length": (Acts(effects.engine, 99), Acts(effects.limits, 99, **SERVERS)),
     "vllm_tensor_parallel_size": Refused(

@@ -19,12 +19,13 @@ from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator
 from agent_r1_trl.advantages.lookup import estimator_names, find_estimator
 from agent_r1_trl.features import keys_of
 from agent_r1_trl.generation.base import SamplingParams
+from agent_r1_trl.generation.vllm.settings import ServerSettings
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.rollout.context_policies import settle_policy
 from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings
 from agent_r1_trl.rollout.thinking import settle_thinking
 from agent_r1_trl.safe_text import SECRET_NAMES, SECRET_NAMES_HELP, SECRET_PATTERNS_HELP
-from agent_r1_trl.settings import Count, Flag, NotNegative, Number, OneOf, Positive, Share, plain, plain_value, setting
+from agent_r1_trl.settings import Count, Flag, NotNegative, Number, OneOf, Share, plain, plain_value, setting
 from agent_r1_trl.trainers.config_checks import check_config, check_fields, check_rollout
 from agent_r1_trl.trainers.fault_settings import FaultSettings
 from agent_r1_trl.trainers.shaping import RolloutShape, settle_shape
@@ -72,25 +73,15 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
     generation_batch_rows: Count = setting(
         64, "Maximum number of requests per forward pass of the transformers generator."
     )
-    vllm_server_urls: list[str] | None = setting(
-        None,
-        "URLs of the vLLM servers to sample from with vllm_mode='server', for example http://127.0.0.1:8000. None: "
-        "TRL's `vllm_server_base_url`, or its host and port.",
-    )
     vllm_dtype: Annotated[str, OneOf("auto", "bfloat16", "float16", "float32")] = setting(
         "auto",
         "Numbers of the vLLM engine in this process: 'bfloat16', 'float16' or 'float32'. 'auto': those that the "
         "trainer computes with (of 16 bits with bf16 or fp16), else those of its weights.",
     )
-    vllm_weight_transfer: Annotated[str, OneOf("auto", "nccl", "folder")] = setting(
-        "auto",
-        "How whole weights go to vLLM servers: 'nccl' (from GPU to GPU), 'folder' (through files in output_dir, which "
-        "the server must see), or 'auto', which takes NCCL for each server that can.",
-    )
-    max_sync_logprob_gap: Positive | None = setting(
+    servers: Annotated[dict[str, Any] | str | None, ServerSettings] = setting(
         None,
-        "Stop the run if the log-probabilities of sampler and trainer differ by more than this after a weight sync "
-        "(mean absolute difference). None: 1e-3 in float32, else 0.05.",
+        "The vLLM servers to sample from (vllm_mode='server') and how long they may take: a mapping, for example "
+        "{urls: [http://127.0.0.1:8000]}. None: the defaults of its keys.",
     )
     overlap_rollout: Flag = setting(
         False,

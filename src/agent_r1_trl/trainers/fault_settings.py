@@ -12,8 +12,6 @@ from typing import Annotated
 from agent_r1_trl.settings import (
     Count,
     CountOrZero,
-    Flag,
-    Seconds,
     SomeOf,
     setting,
 )
@@ -33,31 +31,6 @@ class FaultSettings:
         None,
         "A prompt's trajectories count only if at least this many of them were played and scored; of a smaller group "
         "none is in the baseline. None: 2 where the estimator compares them, else 1.",
-    )
-
-    # ---- vLLM servers (`generation/vllm/fleet.py`)
-    vllm_request_timeout: Seconds = setting(
-        600.0,
-        "Seconds that one turn may take on a vLLM server; the request then goes to another server. In process: "
-        "seconds that one step of the engine may take; its requests then fail.",
-    )
-    vllm_health_timeout: Seconds = setting(
-        30.0,
-        "Seconds that a vLLM server may be silent to health checks while requests wait for it. A slow server answers "
-        "them; a frozen one is left out, and its requests go to other servers.",
-    )
-    vllm_retry_window: Seconds = setting(
-        300.0,
-        "Seconds for which a request, or a weight sync, waits while no vLLM server can serve it. Set it longer than a "
-        "restart of your servers takes.",
-    )
-    vllm_sync_timeout: Seconds = setting(
-        120.0,
-        "Seconds that a vLLM server may take over one part (256 MiB) of a weight sync. One that takes longer is left "
-        "out.",
-    )
-    vllm_allow_public_servers: Flag = setting(
-        False, "Use vLLM servers whose development routes, which have no password, are open at a public address."
     )
 
     # ---- checkpoints that fail (`saving.py`)

@@ -296,7 +296,7 @@ class Rollouts:
             self._runner.generator,
             policy,
             self.tokenizer,
-            max_gap=self.args.max_sync_logprob_gap,
+            max_gap=plain_value(self.args, "servers.max_logprob_gap"),
             is_autocast=self._accelerator.mixed_precision != "no",
         )
 

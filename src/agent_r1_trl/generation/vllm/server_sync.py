@@ -278,15 +278,15 @@ class ServerSync:
         sees = all(worker["sees"] for worker in workers)
         if no_nccl is not None and self._way == "nccl":
             raise UnfitServerError(
-                f"vllm_weight_transfer='nccl': weights cannot go to {url} over NCCL, because {no_nccl}. Set "
-                "vllm_weight_transfer to 'folder', or to 'auto', which takes NCCL where it can."
+                f"servers.weight_transfer='nccl': weights cannot go to {url} over NCCL, because {no_nccl}. Set "
+                "servers.weight_transfer to 'folder', or to 'auto', which takes NCCL where it can."
             )
         if no_nccl is not None and not sees:
             raise UnfitServerError(
-                f"vllm_weight_transfer={self._way!r}: weights cannot go to {url}. Over NCCL not, because {no_nccl}; "
-                f"through a folder not, because its workers cannot read {self._weights_folder}. Start the server "
-                "where it sees output_dir under the same path, or train and serve on GPUs of their own, or train LoRA "
-                "with a server of adapters (--enable-lora), which is sent the files."
+                f"servers.weight_transfer={self._way!r}: weights cannot go to {url}. Over NCCL not, because "
+                f"{no_nccl}; through a folder not, because its workers cannot read {self._weights_folder}. Start the "
+                "server where it sees output_dir under the same path, or train and serve on GPUs of their own, or "
+                "train LoRA with a server of adapters (--enable-lora), which is sent the files."
             )
         return workers
 
