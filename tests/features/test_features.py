@@ -22,6 +22,7 @@ ASKS = {
     "echo_trap": {"echo": True},
     "journal": {"journal": {"replay": "elsewhere"}},
     "reliability": {"failures": {"rank_timeout": 60.0}},
+    "hub": {"push": {"allow_secrets": ["notes.txt"]}},
 }
 """A setting that only the feature reads."""
 

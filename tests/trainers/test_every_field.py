@@ -272,14 +272,18 @@ TABLE = {
         ),
     ),
     "record_trajectories": Acts(effects.store, "parquet"),
-    "push_trajectories": (
+    "push.trajectories": (
         ShownBy("tests/features/hub/test_publishing.py::test_trajectories_are_uploaded_only_if_asked"),
         Refused(True, {"record_trajectories": "parquet"}, record_trajectories="none"),
     ),
-    "allow_secrets": ShownBy(
+    "push": Refused(True, {"push": {"trajectories": True}}),
+    "push.allow_secrets": ShownBy(
         "tests/features/hub/test_uploads.py::test_a_secret_stops_the_upload_of_a_trainer_until_its_file_is_allowed"
     ),
-    "push_critic": ShownBy("tests/features/hub/test_uploads.py::test_the_critic_is_uploaded_only_if_asked"),
+    "push.critic": (
+        ShownBy("tests/features/hub/test_uploads.py::test_the_critic_is_uploaded_only_if_asked"),
+        Refused(True, {"push.critic": False}),
+    ),
     "secret_names": ShownBy(
         "tests/features/hub/test_publishing.py::test_names_of_secrets_decide_what_is_masked_in_records_and_in_the_table"
     ),

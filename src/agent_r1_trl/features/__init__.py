@@ -69,11 +69,12 @@ FEATURES = {
     ),
     "hub": FeatureRow(
         "cards, secrets and uploads",
-        None,
+        "push",
         {
             "export": "write recorded trajectories as a data set, or as conversations for SFT",
             "push": "send a trained agent, or its trajectories, to the Hub",
         },
+        has_mapping=True,
     ),
     "serve": FeatureRow(
         "talking to a trained agent",

@@ -196,6 +196,11 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
         "Write every turn of a rollout to output_dir/journal as it happens, so that a run that is killed and resumed "
         "repeats nothing but the turn that was under way: true, false, or a mapping, for example {keep: 9}.",
     )
+    push: dict[str, Any] | str | None = setting(
+        None,
+        "What `push_to_hub` uploads besides the model: a mapping, for example {trajectories: true}. None: what is "
+        "recorded stays here.",
+    )
     echo: dict[str, Any] | str | None = setting(
         None,
         "The watch for collapsing runs: true, or a mapping, for example {actions: [all]}, with which something is "
@@ -221,16 +226,6 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
 
     secret_names: str = setting(SECRET_NAMES, SECRET_NAMES_HELP)
     secret_patterns: list[str] | None = setting(None, SECRET_PATTERNS_HELP)
-    push_trajectories: Flag = setting(
-        False,
-        "Upload the recorded trajectories with the model (`push_to_hub`). They contain prompts and tool results, "
-        "which may be private.",
-    )
-    allow_secrets: list[str] | None = setting(
-        None,
-        "Names of files, or patterns of them, that are uploaded (`push_to_hub`) although something in them looks like "
-        "a secret. Any other such file stops the upload.",
-    )
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse what is no setting, by the name of the one that is meant.

@@ -91,7 +91,6 @@ NEEDS = (
     Need("pad_to_multiple_of", {"update_layout": ("padded",)}),
     Need("max_tokens_per_micro_batch", {"update_layout": PACKED_LAYOUTS}),
     Need("use_bias_correction_kl", {"kl_placement": ("loss",)}),
-    Need("push_trajectories", {"record_trajectories": ("jsonl", "parquet")}),
 )
 """Options that have no effect beside one of our own, or that are ours and have none beside one of TRL's."""
 TRL_NEEDS = (
