@@ -236,6 +236,8 @@ class SettingsGroup:
 
     may_be_off: ClassVar[bool] = False
     """Whether the group is None where nothing, or False, was given, and True stands for its defaults."""
+    main_key: ClassVar[str | None] = None
+    """The key that a value stands for which is no mapping, as in `context: window`."""
 
     @classmethod
     def read(cls, flag: str, value: Any) -> Self | None:
@@ -258,6 +260,8 @@ class SettingsGroup:
         if value is True and cls.may_be_off:
             value = {}
         known = [item.name for item in dataclasses.fields(cls)]
+        if cls.main_key is not None and not isinstance(value, dict | cls):
+            value = {cls.main_key: value}
         if not isinstance(value, dict | cls):
             flags = "True, False or " if cls.may_be_off else ""
             raise ValueError(

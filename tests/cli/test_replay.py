@@ -61,13 +61,13 @@ def test_an_evaluation_is_replayed_without_its_model(recipe, refusal, capsys, mo
     ("name", "value"),
     {
         "max_turns": 7, "max_completion_length": 77, "max_tokens_per_turn": 3, "max_observation_tokens": 7,
-        "max_invalid_calls": 0, "thinking": "strip",
+        "max_invalid_calls": 0, "context": "strip_thinking",
     }.items(),
 )  # fmt: skip
 def test_an_evaluation_that_was_played_within_other_limits_is_refused(scores, refusal, name, value):
     path, replay = scores
     message = refusal("eval", "--config", path, *replay, f"--{name}", str(value))
-    limit, now = ("context_policy", "strip_thinking") if name == "thinking" else (name, value)
+    limit, now = ("context.policy", value) if name == "context" else (name, value)
     assert f"{limit}=" in message and f"has {limit}={now!r}" in message and f"Set {limit} to " in message
 
 

@@ -128,27 +128,31 @@ TABLE = {
     "max_tokens_per_turn": Acts(effects.limits, 5),
     "max_observation_tokens": Acts(effects.limits, 7),
     "max_invalid_calls": Acts(effects.limits, 0),
-    "context_policy": (
+    "context": (
+        Refused("window", {"context": {"policy": "window", "turns": 2}}),
+        Refused({"turn": 2}, {"context": {"policy": "step", "turns": 2}}),
+    ),
+    "context.policy": (
         ShownBy("tests/rollout/test_contexts.py::test_a_window_holds_the_prompt_and_the_last_turns"),
-        Refused("window", {"context_turns": 2}),
-        Refused("summarise", {"context_turns": 2, "summary_tokens": 100}),
-        Refused("widow", {"context_policy": "keep"}),
+        Refused("window", {"context.turns": 2}),
+        Refused("summarise", {"context.turns": 2, "context.summary_tokens": 100}),
+        Refused("widow", {"context.policy": "keep"}),
     ),
-    "context_turns": (
+    "context.turns": (
         ShownBy("tests/rollout/test_contexts.py::test_a_window_holds_the_prompt_and_the_last_turns"),
-        Refused(2, {"context_policy": "window"}, {"context_policy": "drop_observations"}, {"context_policy": "step"}),
+        Refused(2, {"context.policy": "window"}, {"context.policy": "drop_observations"}, {"context.policy": "step"}),
     ),
-    "context_tokens": (
-        Acts(effects.limits, 100, context_policy="window", context_turns=2),
-        Refused(100, {"context_policy": "window", "context_turns": 2}),
+    "context.tokens": (
+        Acts(effects.limits, 100, context={"policy": "window", "turns": 2}),
+        Refused(100, {"context.policy": "window", "context.turns": 2}),
     ),
-    "summary_tokens": (
+    "context.summary_tokens": (
         ShownBy(f"{SUMMARIES}::test_summaries_have_seeds_and_lengths_of_their_own_and_move_no_others"),
-        Refused(100, {"context_policy": "summarise", "context_turns": 2}),
+        Refused(100, {"context.policy": "summarise", "context.turns": 2}),
     ),
-    "summary_prompt": (
-        Acts(effects.limits, "Why?", context_policy="summarise", context_turns=2, summary_tokens=100),
-        Refused("Why?", {"context_policy": "summarise", "context_turns": 2, "summary_tokens": 100}),
+    "context.summary_prompt": (
+        Acts(effects.limits, "Why?", context={"policy": "summarise", "turns": 2, "summary_tokens": 100}),
+        Refused("Why?", {"context.policy": "summarise", "context.turns": 2, "context.summary_tokens": 100}),
     ),
     "max_concurrency": (Acts(effects.limits, 9), Acts(effects.engine, 9)),
     "rollout_timeout": Acts(effects.limits, 1.5),
@@ -159,7 +163,7 @@ TABLE = {
     "thinking": (
         Acts(effects.chat, "off"),
         ShownBy("tests/rollout/test_strip_thinking.py::test_every_context_is_what_the_published_template_shows"),
-        Refused("strip", {"context_policy": "keep", "context_turns": None}, context_policy="window", context_turns=2),
+        Refused("strip", {"thinking": "keep", "context": "strip_thinking"}),
     ),
     "eval_temperature": Acts(effects.evaluation, 0.5),
     "generation_batch_rows": Acts(effects.local_generator, 3),

@@ -146,7 +146,7 @@ class TemplateArguments(CommandArguments):
         None, "Grammar that reads tool calls: a family's name, or a JSON file."
     )
     chat_template_kwargs: dict[str, Any] | str | None = setting(None, "Arguments of the chat template.")
-    thinking: str = setting("keep", "Reasoning of earlier turns; 'off': none.", choices=["keep", "off", "strip"])
+    thinking: str = setting("keep", "Reasoning of earlier turns; 'off': none.", choices=["keep", "off"])
 
     def chat_options(self) -> dict[str, Any]:
         """What `open_agent` and the doctor take of these."""

@@ -162,7 +162,19 @@ def _fold_keys(arguments: Sequence[str]) -> list[str]:
     for group, key, texts in found:
         given = [read_text(text) for text in texts]
         folded.setdefault(group, {})[key] = given[0] if len(given) == 1 else given or True
+    for place, item in reversed(list(enumerate(rest))):  # --context window --context.turns 2
+        group = item.removeprefix("--").partition("=")[0]
+        if item.startswith("--") and group in folded:
+            value = read_text(item.partition("=")[2] if "=" in item else rest[place + 1])
+            del rest[place : place + (1 if "=" in item else 2)]
+            folded[group] = (value if isinstance(value, dict) else _main(group, value)) | folded[group]
     return rest + [part for group, mapping in folded.items() for part in (f"--{group}", json.dumps(mapping))]
+
+
+def _main(group: str, value: Any) -> dict[str, Any]:
+    """What a value that is no mapping stands for; nothing for a switch, which a key implies."""
+    kind = groups_of(MultiTurnPPOConfig).get(group)
+    return {} if kind is None or kind.main_key is None else {kind.main_key: value}
 
 
 def _over_recipe(given: dict[str, Any], recipe: Mapping[str, Any], flags: set[str]) -> dict[str, Any]:
@@ -175,5 +187,6 @@ def _over_recipe(given: dict[str, Any], recipe: Mapping[str, Any], flags: set[st
         is_of_another = name == "env_kwargs" and "env" in flags and given.get("env") != recipe.get("env")
         is_switch = name in MAPPINGS and not isinstance(merged.get(name), dict)
         if name in flags and recipe.get(name) not in (None, "", {}, True, False) and not (is_of_another or is_switch):
-            merged[name] = read_mapping(name, recipe[name]) | read_mapping(name, given[name])
+            of_recipe = recipe[name] if isinstance(recipe[name], dict) else _main(name, recipe[name])
+            merged[name] = (of_recipe or read_mapping(name, recipe[name])) | read_mapping(name, given[name])
     return given | merged

@@ -21,9 +21,7 @@ from agent_r1_trl.features import keys_of
 from agent_r1_trl.generation.base import SamplingParams
 from agent_r1_trl.generation.vllm.settings import ServerSettings
 from agent_r1_trl.objects import did_you_mean
-from agent_r1_trl.rollout.context_policies import settle_policy
 from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings
-from agent_r1_trl.rollout.thinking import settle_thinking
 from agent_r1_trl.safe_text import SECRET_NAMES, SECRET_NAMES_HELP, SECRET_PATTERNS_HELP
 from agent_r1_trl.settings import Count, Flag, NotNegative, Number, OneOf, Share, plain, plain_value, setting
 from agent_r1_trl.trainers.config_checks import check_config, check_fields, check_rollout
@@ -51,11 +49,10 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
     max_completion_length: Count | None = setting(  # the default is TRL's
         512, RolloutSettings.__dataclass_fields__["max_completion_length"].metadata["help"]
     )
-    thinking: str = setting(
+    thinking: Annotated[str, OneOf("keep", "off")] = setting(
         "keep",
-        "'keep': reasoning of earlier turns stays in the token stream. 'off': render the chat template with "
-        "enable_thinking=False. 'strip': earlier reasoning is dropped as the published chat template drops it "
-        "(`context_policy='strip_thinking'`).",
+        "'keep': the model reasons, and what it reasoned in earlier turns stays in the token stream (unless "
+        "`context: strip_thinking`). 'off': render the chat template with enable_thinking=False.",
     )
     chat_template: str | None = setting(
         None,
@@ -280,8 +277,6 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
         Raises:
             ValueError: names the flag, its value, the rule and the cure.
         """
-        self.thinking, policy = settle_thinking(self.thinking, self.context_policy)
-        self.context_policy = settle_policy(policy)
         check_config(self)
 
     def asked_features(self) -> list[str]:

@@ -504,7 +504,7 @@ WHOLE_ROWS = {
 def _find_row_problems(config: MultiTurnConfig) -> Iterator[str]:
     """Where a trajectory may have several rows, nothing may be computed over a row as if it were all there is."""
     policy = find_policy(config)
-    if config.context_policy == "keep":
+    if config.context.policy == "keep":
         return
     # Where every turn is a row of its own, a ratio of the row is one of the turn.
     exempt = ("importance_sampling_level",) if has_row_per_turn(policy) else ()
@@ -514,8 +514,8 @@ def _find_row_problems(config: MultiTurnConfig) -> Iterator[str]:
     for name in found:
         cure = f"Set {name}={WHOLE_ROWS[name]!r}" if name in WHOLE_ROWS else f"Set another {name}"
         yield (
-            f"{shown(config, name)} with {shown(config, 'context_policy')}: it is computed over whole rows, and a row "
-            f"may hold only some of a trajectory's turns. {cure}, or context_policy='keep'."
+            f"{shown(config, name)} with {shown(config, 'context.policy')}: it is computed over whole rows, and a row "
+            f"may hold only some of a trajectory's turns. {cure}, or context.policy='keep'."
         )
 
 

@@ -93,7 +93,7 @@ class Rollouts:
             tokenizer,
             chat_template=args.chat_template,
             response_template=args.response_template,
-            **format_options(args.thinking, args.context_policy, args.chat_template_kwargs),
+            **format_options(args.thinking, args.context.policy, args.chat_template_kwargs),
             extra_stop_token_ids=eos_token_ids,
         )
         self._context_length = context_length(policy.config)

@@ -26,10 +26,11 @@ from agent_r1_trl.features.doctor.memory import (
     token_bytes,
 )
 from agent_r1_trl.generation.local.kv_cache import RowCache
-from agent_r1_trl.rollout.limits import RolloutSettings
+from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.update.micro_batches import plan_passes
 from agent_r1_trl.update.packed_attention import use_packed_attention
 from agent_r1_trl.update.packing import pack
+from tests.toys import limits_of
 
 SIZES = {
     "vocab_size": 64,
@@ -401,8 +402,8 @@ def play(limits, prompt, turns):
         rows = [*rows, row] if cut else [*rows[:-1], row]
         done += sampled + observation
         context += sampled + observation
-        kept = turns[max(0, number + 1 - (limits.context_turns or 1)) : number + 1]
-        cut = limits.context_policy == "step" or (number + 1 > len(kept) and context > (limits.context_tokens or 0))
+        kept = turns[max(0, number + 1 - (limits.context.turns or 1)) : number + 1]
+        cut = limits.context.policy == "step" or (number + 1 > len(kept) and context > (limits.context.tokens or 0))
         if cut:
             context = opening = prompt + sum(map(sum, kept))
     return rows
@@ -411,8 +412,8 @@ def play(limits, prompt, turns):
 @pytest.mark.parametrize(("policy", "tokens"), [("window", None), ("window", 500), ("window", 90), ("step", None)])
 @pytest.mark.parametrize("max_turns", [4, 30])
 def test_no_row_of_a_played_trajectory_is_longer_than_its_bound(policy, tokens, max_turns):
-    limits = RolloutSettings(
-        context_policy=policy, context_turns=3, context_tokens=tokens, max_turns=max_turns,
+    limits = RolloutLimits(
+        context={"policy": policy, "turns": 3, "tokens": tokens}, max_turns=max_turns,
         max_completion_length=1500, max_tokens_per_turn=40, max_observation_tokens=25,
     )  # fmt: skip
     bounds, draw = row_bounds(limits, 60), random.Random(0)
@@ -430,25 +431,25 @@ def test_no_row_of_a_played_trajectory_is_longer_than_its_bound(policy, tokens, 
 @pytest.mark.parametrize(
     ("changes", "rows"),
     [
-        ({"context_policy": "window", "context_turns": 4}, 20),
-        ({"context_policy": "window", "context_turns": 4, "context_tokens": 3000}, 3),
-        ({"context_policy": "drop_observations", "context_turns": 4}, 20),
-        ({"context_policy": "summarise", "context_tokens": 3000, "summary_tokens": 300}, 3),
-        ({"context_policy": "step"}, 24),
+        ({"context.policy": "window", "context.turns": 4}, 20),
+        ({"context.policy": "window", "context.turns": 4, "context.tokens": 3000}, 3),
+        ({"context.policy": "drop_observations", "context.turns": 4}, 20),
+        ({"context.policy": "summarise", "context.tokens": 3000, "context.summary_tokens": 300}, 3),
+        ({"context.policy": "step"}, 24),
         ({}, 1),
     ],
 )
 def test_the_rows_of_24_turns_are_those_that_a_rollout_made(changes, rows):
     """The conversation of benchmarks/context_policies.py: 24 turns of 240 tokens, and what it counted."""
-    limits = RolloutSettings(
+    limits = limits_of(
         max_turns=24, max_completion_length=24 * 240, max_tokens_per_turn=40, max_observation_tokens=200, **changes
     )
     assert row_bounds(limits, 500)["rows_per_trajectory"] == rows
 
 
-@pytest.mark.parametrize("policy", ["strip_thinking", "my_module.my_policy"])
+@pytest.mark.parametrize("policy", ["strip_thinking", lambda view: view.messages])
 def test_a_policy_whose_rows_nobody_can_foresee_counts_as_one_row_of_full_length(policy):
-    bounds = row_bounds(RolloutSettings(context_policy=policy, max_completion_length=900), 100)
+    bounds = row_bounds(RolloutLimits(context={"policy": policy}, max_completion_length=900), 100)
     assert (bounds["prompt_tokens"], bounds["row_tokens"], bounds["rows_per_trajectory"]) == (1000, 1000, 1)
 
 

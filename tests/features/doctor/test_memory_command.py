@@ -80,7 +80,7 @@ def test_it_reads_every_recipe(path, model):
     setup = make_setup(arguments, model_args)
     assert setup.micro_batch == recipe["per_device_train_batch_size"]
     assert setup.completion_tokens <= recipe["max_completion_length"]
-    if "context_policy" not in recipe:
+    if "context" not in recipe:
         assert setup.completion_tokens == recipe["max_completion_length"]
     assert setup.is_packed == (recipe.get("update_layout") in ("packed", "shared"))
     assert setup.max_tokens_per_micro_batch == recipe.get("max_tokens_per_micro_batch")
@@ -139,7 +139,7 @@ def test_contexts_and_passes_are_those_of_the_recipe(model):
     long = ["--max_completion_length", "8000", "--max_turns", "20", "--max_tokens_per_turn", "200"]
     long += ["--max_observation_tokens", "200", "--prompt_tokens", "400"]
     assert setup_of(model, *long).longest_row == 8400
-    window = ["--context_policy", "window", "--context_turns", "4", "--context_tokens", "3000"]
+    window = ["--context.policy", "window", "--context.turns", "4", "--context.tokens", "3000"]
     setup = setup_of(model, *long, *window)
     assert setup.longest_row == 3200  # a context of 3,000 tokens, and a turn
     assert setup.prompt_tokens == 400 + 4 * 400 and setup.rows_per_trajectory == 6
@@ -156,7 +156,7 @@ def test_no_context_is_longer_than_the_models(model):
 
 def test_it_says_what_a_policy_of_unknown_rows_leaves_out(model, capsys):
     options = ["--model_name_or_path", model, "--gpu_memory_gb", "800"]
-    assert run([*options, "--thinking", "strip"]) == 0
+    assert run([*options, "--context", "strip_thinking"]) == 0
     assert "not counted: how many rows" in capsys.readouterr().out
     assert run(options) == 0
     assert "not counted" not in capsys.readouterr().out
@@ -212,8 +212,8 @@ def test_a_recipe_and_options_read_the_same_through_the_console_script(model, tm
         (["--generation_batch_rows", "0"], "generation_batch_rows=0"),
         (["--max_tokens_per_micro_batch", "99"], "max_tokens_per_micro_batch=99"),
         (["--critic_context_tokens", "0"], "critic_context_tokens=0"),
-        (["--context_tokens", "99"], "context_tokens=99"),
-        (["--context_policy", "window"], "context_policy='window'"),
+        (["--context.tokens", "99"], "context.tokens=99"),
+        (["--context.policy", "window"], "context.policy='window'"),
         (["--thinking", "loud"], "thinking='loud'"),
         (["--zero_stage", "2"], "--zero_stage"),
     ],

@@ -162,7 +162,7 @@ def test_other_sampling_settings_play_anew(tmp_path, caplog):
 
 def test_another_context_policy_plays_anew(tmp_path, caplog):
     train(tmp_path)
-    policy = {"context_policy": "window", "context_turns": 1}
+    policy = {"context.policy": "window", "context.turns": 1}
     resumed = train(tmp_path, checkpoint=str(tmp_path / "checkpoint-2"), **policy)
     assert resumed.num_sampled == 2 * 4 * 2 and "limits differs" in caplog.text
 
@@ -431,7 +431,7 @@ class LastTurns:
 )
 def test_a_resumed_run_uses_what_the_same_policy_played_and_nothing_of_another(tmp_path, first, then, is_same, caplog):
     options = {"max_steps": 3, "per_device_train_batch_size": 4}
-    train(tmp_path, context_policy=first, **options)
-    resumed = train(tmp_path, context_policy=then, checkpoint=str(tmp_path / "checkpoint-2"), **options)
+    train(tmp_path, context={"policy": first}, **options)
+    resumed = train(tmp_path, context={"policy": then}, checkpoint=str(tmp_path / "checkpoint-2"), **options)
     assert (resumed.num_sampled == 0) is is_same
     assert ("limits differs from what was recorded" in caplog.text) is not is_same

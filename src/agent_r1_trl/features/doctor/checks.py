@@ -67,7 +67,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 _TEXTS = ("plain words", '{"a": [1, 2.5, null]}', "tabs\tand\nlines\n\n", "Zürich — naïve", "東京", "🙂🚀")
 _SET_GRAMMAR = "Set response_template to the grammar of this template (docs/model-families.md)"
 _OR_TEMPLATE = f"{_SET_GRAMMAR}, or pass another chat_template."
-_STRIP = "Set thinking='strip': the policy is then trained on what the server shows."
+_STRIP = "Set context='strip_thinking': the policy is then trained on what the server shows."
 Start = tuple[list[dict[str, Any]], list[Schema]]
 
 
@@ -524,7 +524,7 @@ def _play(chat: ChatFormat, scene: _Scene) -> Trajectory:
         max_tokens_per_turn=_TURN_TOKENS,
         max_observation_tokens=_TURN_TOKENS,
         max_invalid_calls=len(scene.turns),
-        context_policy="keep" if chat.thought_rule is None else STRIP_POLICY,
+        context="keep" if chat.thought_rule is None else STRIP_POLICY,  # type: ignore[arg-type]
     )
     with contextlib.closing(RolloutRunner(lambda: scene, generator, chat, limits)) as runner:
         return runner.run([RolloutRequest(example={})])[0]

@@ -228,10 +228,11 @@ def row_bounds(limits: RolloutSettings, prompt_tokens: int) -> dict[str, int]:
     Returns:
         The values of a `MemorySetup`, by their names there.
 
-    >>> row_bounds(RolloutSettings(max_completion_length=900), prompt_tokens=100)["row_tokens"]
+    >>> from agent_r1_trl.rollout import RolloutLimits
+    >>> row_bounds(RolloutLimits(max_completion_length=900), prompt_tokens=100)["row_tokens"]
     1000
     """
-    most, policy = limits.max_completion_length, limits.context_policy
+    most, policy = limits.max_completion_length, limits.context.policy
     assert most is not None
     if policy not in (*COUNTING_POLICIES, "step"):
         whole = prompt_tokens + most
@@ -251,22 +252,22 @@ def _rows(opening: int, completion: int, tokens: int, rows: int = 1) -> dict[str
 
 def _bounds(limits: RolloutSettings, start: int, most: int, turn: int, observation: int) -> dict[str, int]:
     """The rows of `most` tokens in equal turns of `turn`, each answered by `observation` tokens."""
-    limit, kept, both = limits.context_tokens, limits.context_turns or 1, max(1, turn + observation)
+    limit, kept, both = limits.context.tokens, limits.context.turns or 1, max(1, turn + observation)
     num_turns = max(1, min(limits.max_turns, -(-most // both)))
     end, whole = 0, start + most  # what may follow the last turn of a row; a context that is never rewritten
-    if limits.context_policy == SUMMARISE:
-        written = limits.summary_tokens or 0
+    if limits.context.policy == SUMMARISE:
+        written = limits.context.summary_tokens or 0
         opening = start + written + both
         end = observation + REQUEST_TOKENS + written
-        full = max(opening, min(start + written + (limits.context_turns or num_turns) * both, limit or start + most))
+        full = max(opening, min(start + written + (limits.context.turns or num_turns) * both, limit or start + most))
         first, per_row = (max(1, -(-(full - begun) // both)) for begun in (start, opening))
     else:
         whole = start + min(most, num_turns * both)
         window = opening = start + kept * both
         full = max(limit or 0, window)
-        first = 1 if limits.context_policy == "step" else (full - start) // both + 1
+        first = 1 if limits.context.policy == "step" else (full - start) // both + 1
         per_row = 1 if limit is None else (full - window) // both + 1
-        if limits.context_policy == "drop_observations":  # of which notes stay, so that it fills up with every row
+        if limits.context.policy == "drop_observations":  # of which notes stay, so that it fills up with every row
             opening += max(0, num_turns - kept) * (turn + min(observation, NOTE_TOKENS))
             full, per_row = max(full, opening), 1
     rows = 1 + max(0, -(-(num_turns - first) // per_row))

@@ -37,8 +37,8 @@ from agent_r1_trl.features.doctor.memory import (
     read_shape,
     row_bounds,
 )
+from agent_r1_trl.rollout.context_policies import ContextSettings
 from agent_r1_trl.rollout.limits import COUNTING_POLICIES, RolloutSettings
-from agent_r1_trl.rollout.thinking import settle_thinking
 from agent_r1_trl.settings import Count, check_value
 from agent_r1_trl.trainers.trl_arguments import ModelConfig, get_peft_config
 
@@ -64,10 +64,11 @@ def run(argv: Sequence[str]) -> int:
     share = peak / estimate.gpu_memory_gb
     console.print(f"{verdict}: {peak:.1f} of {estimate.gpu_memory_gb:g} GiB ({share:.0%})", style=_STYLES[verdict])
     notes = list(estimate.problems)
-    policy = settle_thinking(settings["thinking"], settings["context_policy"])[1]
+    context: Any = ContextSettings.read("context", settings["context"])
+    policy = context.policy
     if policy not in ("keep", "step", *COUNTING_POLICIES):
         notes.append(
-            f"not counted: how many rows context_policy={policy!r} makes of a trajectory; it stands for one row here. "
+            f"not counted: how many rows context.policy={policy!r} makes of a trajectory; it stands for one row here. "
             "With max_tokens_per_micro_batch the update's memory does not depend on it."
         )
     if verdict != "fits":
@@ -180,8 +181,7 @@ def make_setup(settings: dict[str, Any], model_args: Any, *, max_positions: int 
 def _rows(settings: dict[str, Any], max_positions: int | None) -> dict[str, Any]:
     """The bounds of a trajectory's rows, none of which is longer than a context of the model."""
     values = {item.name: settings[item.name] for item in dataclasses.fields(RolloutSettings)}
-    policy = settle_thinking(settings["thinking"], settings["context_policy"])[1]
-    limits = RolloutSettings(**values | {"context_policy": policy})
+    limits = RolloutSettings(**values)
     limits.check_limits()
     rows = row_bounds(limits, settings["prompt_tokens"])
     most = max_positions or rows["row_tokens"]

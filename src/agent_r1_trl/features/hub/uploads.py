@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from agent_r1_trl.environments.factory import env_name, tool_schemas
 from agent_r1_trl.features.hub.card import READ_SETTINGS, SETTINGS, make_card, read_facts
 from agent_r1_trl.features.hub.secret_scan import check_files
-from agent_r1_trl.settings import plain_value
+from agent_r1_trl.settings import plain, plain_value
 
 if TYPE_CHECKING:
     from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
@@ -47,7 +47,7 @@ def complete_card(trainer: MultiTurnTrainer, path: Path) -> None:
     facts.env, facts.env_factory, facts.estimator = "", factory, args.estimator
     facts.history = trainer.state.log_history
     for name in READ_SETTINGS:
-        facts.recipe.setdefault(name, getattr(args, name, None))
+        facts.recipe.setdefault(name, plain(getattr(args, name, None)))
     if factory is not None:
         facts.env, facts.tools = env_name(factory), tool_schemas(factory)
         facts.recipe |= {
