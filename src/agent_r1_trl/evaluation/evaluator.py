@@ -100,7 +100,8 @@ def evaluate(
         runner = RolloutRunner(env_factory, generator, chat, limits, params, **how)
     log = None
     if journal is not None:
-        spent = {name: value for name, value in asdict(limits).items() if name not in _NO_MATTER}
+        others = {name: value for name, value in asdict(limits).items() if name not in (*_NO_MATTER, "context")}
+        spent = others | deciding_limits(limits)  # `context.turns` by itself, as a replay compares it
         header = {"size": len(requests), "params": asdict(params), "limits": spent, **(identity or {})}
         log = _open_log(Path(journal), header, resume=resume)
     start = time.perf_counter()
