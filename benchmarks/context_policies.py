@@ -41,15 +41,15 @@ COUNTERS = ("vllm:prefix_cache_queries", "vllm:prefix_cache_hits")
 
 def policies(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Name in the table -> options of the rollout."""
-    last, full = {"context_turns": args.keep}, {"context_tokens": args.context}
+    last, full = {"turns": args.keep}, {"tokens": args.context}
     return {
         "keep": {},
-        "window": {"context_policy": "window", **last},
-        "window, context_tokens": {"context_policy": "window", **last, **full},
-        "drop_observations": {"context_policy": "drop_observations", **last},
-        "drop_observations, context_tokens": {"context_policy": "drop_observations", **last, **full},
-        "strip_thinking": {"context_policy": "strip_thinking"},
-        "summarise": {"context_policy": "summarise", "summary_tokens": 128, **full},
+        "window": {"policy": "window", **last},
+        "window, tokens": {"policy": "window", **last, **full},
+        "drop_observations": {"policy": "drop_observations", **last},
+        "drop_observations, tokens": {"policy": "drop_observations", **last, **full},
+        "strip_thinking": {"policy": "strip_thinking"},
+        "summarise": {"policy": "summarise", "summary_tokens": 128, **full},
     }
 
 
@@ -116,7 +116,7 @@ class Script(Generator):
 
 def play(engine: Engine, tokenizer: Any, options: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
     """Figures of one trajectory under these options."""
-    strips = options.get("context_policy") == "strip_thinking"
+    strips = options.get("policy") == "strip_thinking"
     chat = ChatFormat(tokenizer, thinking="strip" if strips else "keep")
     thought = chat.truncate(WORDS * args.tokens, args.tokens // 4)
     sight = chat.truncate(WORDS * args.tokens, args.tokens // 2)
@@ -150,7 +150,7 @@ def play(engine: Engine, tokenizer: Any, options: dict[str, Any], args: argparse
     summary = chat.encode_reply({"role": "assistant", "content": "There was no key so far. " + WORDS * 3})
     request = RolloutRequest(example={"question": "Where is the key? " + WORDS * 8}, example_id="0", seed=0)
     script = Script(engine, turns, summary, request)
-    limits = RolloutLimits(max_turns=args.turns, max_completion_length=10**6, **options)
+    limits = RolloutLimits(max_turns=args.turns, max_completion_length=10**6, context=options)
     runner = RolloutRunner(Env, script, chat, limits.within(MAX_MODEL_LENGTH))
     engine.generator._engine.reset_prefix_cache()
     (trajectory,) = runner.run([request])
@@ -192,7 +192,7 @@ def show(rows: list[dict[str, float]], args: argparse.Namespace) -> None:
         for row in rows
     ]
     title = f"{args.turns} turns of {args.tokens} tokens, blocks of {args.block_size}"
-    print_table(title, ["context_policy", "cached", "prompt tokens", "computed tokens", "rows"], cells)
+    print_table(title, ["context", "cached", "prompt tokens", "computed tokens", "rows"], cells)
 
 
 def main() -> None:
@@ -200,8 +200,8 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--turns", type=int, default=24, help="of the trajectory (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=240, help="of a turn, about (default: %(default)s)")
-    parser.add_argument("--keep", type=int, default=4, help="context_turns (default: %(default)s)")
-    parser.add_argument("--context", type=int, default=3000, help="context_tokens (default: %(default)s)")
+    parser.add_argument("--keep", type=int, default=4, help="context.turns (default: %(default)s)")
+    parser.add_argument("--context", type=int, default=3000, help="context.tokens (default: %(default)s)")
     parser.add_argument("--block-size", type=int, default=32, help="of the cache (default: %(default)s)")
     args = parser.parse_args()
     check_at_least(parser, args, 1, "turns", "tokens", "keep", "context", "block_size")

@@ -38,17 +38,12 @@ from agent_r1_trl.cli.recipe import read_recipe
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = Path("recipes/corridor")
 ALGOS = ("grpo", "ppo")
-POLICIES: dict[str, dict[str, Any]] = {
-    "keep": {"context_policy": "keep"},
-    "window": {"context_policy": "window", "context_turns": 1, "context_tokens": 256},
-    "summarise": {
-        "context_policy": "summarise",
-        "context_tokens": 256,
-        "summary_tokens": 12,
-        "summary_prompt": "Where are you?",
-    },
+POLICIES: dict[str, Any] = {
+    "keep": "keep",
+    "window": {"policy": "window", "turns": 1, "tokens": 256},
+    "summarise": {"policy": "summarise", "tokens": 256, "summary_tokens": 12, "summary_prompt": "Where are you?"},
 }
-"""The settings of each policy."""
+"""The setting `context` of each."""
 
 
 # ---------------------------------------------------------------- runs
@@ -100,7 +95,7 @@ def write_config(args: argparse.Namespace, algo: str, policy: str) -> Path:
     recipe = read_recipe(str(RECIPE / algo / "config_cpu.yaml"))
     settings = {name: value for name, value in recipe.items() if not name.startswith(("context_", "summary_"))}
     path = args.out / f"{algo}-{policy}.yaml"
-    path.write_text(yaml.safe_dump(settings | POLICIES[policy]), encoding="utf-8")
+    path.write_text(yaml.safe_dump(settings | {"context": POLICIES[policy]}), encoding="utf-8")
     return path
 
 

@@ -1,6 +1,6 @@
 """What a turn costs in a long rollout: our own processor time per turn, by the number of turns.
 
-    python benchmarks/long_rollout.py [--context_policy window --context_turns 4] [--json]
+    python benchmarks/long_rollout.py [--context.policy window --context.turns 4] [--json]
 
 The policy follows a script and takes no time: every turn is one tool call with a note in its arguments, and the tool
 answers at once. What is measured is our own work. Every turn has the same number of tokens, so a cost that does not
@@ -183,8 +183,8 @@ def measure(said: Conversation, num_turns: int, args: argparse.Namespace, url: s
     count = args.trajectories
     requests = [RolloutRequest(example={"question": f"Start {i}."}, example_id=str(i), seed=i) for i in range(count)]
     generator = Script(said.turns(num_turns), requests)
-    context = {name: getattr(args, name) for name in ("context_policy", "context_turns", "context_tokens")}
-    limits = RolloutLimits(max_turns=num_turns, max_completion_length=2**30, **context)
+    context = {"policy": args.context_policy, "turns": args.context_turns, "tokens": args.context_tokens}
+    limits = RolloutLimits(max_turns=num_turns, max_completion_length=2**30, context=context)
     runner = RolloutRunner(said.environment(), generator, said.chat, limits)
     runner.run(requests)  # warms up
     costs: dict[str, float] = {}
@@ -276,9 +276,11 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=2, help="played at once (default: %(default)s)")
     parser.add_argument("--all-turns", type=int, default=400, help="over which a figure is taken, at least")
     parser.add_argument("--repeats", type=int, default=3, help="the fastest one counts (default: %(default)s)")
-    parser.add_argument("--context_policy", default="keep", help="as in a recipe (default: %(default)s)")
-    parser.add_argument("--context_turns", type=int)
-    parser.add_argument("--context_tokens", type=int)
+    parser.add_argument(
+        "--context.policy", dest="context_policy", default="keep", help="as in a recipe (default: %(default)s)"
+    )
+    parser.add_argument("--context.turns", dest="context_turns", type=int)
+    parser.add_argument("--context.tokens", dest="context_tokens", type=int)
     args = parser.parse_args()
     for turns in args.turns:
         if turns < 1:

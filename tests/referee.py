@@ -78,7 +78,7 @@ def _variants(folder):
     reference = {"model": str(folder / "policy"), "beta": 0.1}
     sgd = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant"}
     turns = {"max_turns": 4, "script": three_turns}
-    window = {"context_policy": "window", "context_turns": 1, **turns}
+    window = {"context.policy": "window", "context.turns": 1, **turns}
     filtered = {
         "sampling.filter_groups": "min_p",
         "sampling.filter_value": 0.01,
@@ -177,10 +177,10 @@ def _variants(folder):
     for name in ("dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "turn_grpo", "gigpo"):
         variants[f"estimator_{name}"] = {**turns, "advantage_estimator": name, "turn_reward_funcs": [turn_lengths]}
     long = {"script": long_turns, "env": AddEchoEnv, "max_turns": 4}
-    summaries = {"context_tokens": 360, "summary_tokens": 12}
-    policies = {"drop_observations": {"context_turns": 1}, "strip_thinking": {}, "step": {}, "summarise": summaries}
+    summaries = {"context.tokens": 360, "context.summary_tokens": 12}
+    policies = {"drop_observations": {"context.turns": 1}, "strip_thinking": {}, "step": {}, "summarise": summaries}
     for name, options in policies.items():
-        variants[f"context_{name}"] = {**long, "context_policy": name, "max_completion_length": 600, **options}
+        variants[f"context_{name}"] = {**long, "context.policy": name, "max_completion_length": 600, **options}
     for name in ("grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo", "luspo"):
         level = {"importance_sampling_level": "sequence"} if name == "luspo" else {}
         variants[f"loss_{name}"] = {**turns, "loss_type": name, "num_iterations": 2, "max_steps": 4, **level}

@@ -51,7 +51,7 @@ def serve_policy(folder, seed, *options, environment=None):
 
 def on(url):
     """Options of a trainer whose sampler is this server."""
-    return {"vllm_mode": "server", "vllm_server_urls": [url]}
+    return {"vllm_mode": "server", "servers.urls": [url]}
 
 
 def start_vllm_server(model, folder, port, *options, environment=None):

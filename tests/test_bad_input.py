@@ -14,6 +14,7 @@ from datasets import Dataset
 from agent_r1_trl import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, ToolEnv, tool
 from agent_r1_trl.rewards import exact_match
 from agent_r1_trl.tools import ToolSchemaError, calculator
+from tests.trainers.helpers import unfold
 
 CURE = re.compile(
     r"\b([Ss]et|[Pp]ass|[Rr]emove|[Ww]rite|[Uu]se|[Gg]ive|[Kk]eep|[Rr]ename|[Cc]orrect|Name|add|or None)\b"
@@ -41,11 +42,11 @@ CONFIG = [
     ({"temperature": 0.0},),
     ({"kl_placement": "reward"}, "beta"),
     ({"overlap_rollout": True}, "use_vllm"),
-    ({"vllm_server_urls": ["http://a:1"]}, "use_vllm"),
-    ({"vllm_server_urls": ["http://a:1"], "use_vllm": True}, "vllm_mode='colocate'"),
+    ({"servers.urls": ["http://a:1"]}, "use_vllm"),
+    ({"servers.urls": ["http://a:1"], "use_vllm": True}, "vllm_mode='colocate'"),
     ({"vllm_mode": "serve", "use_vllm": True},),
-    ({"vllm_server_urls": ["a:1"], "use_vllm": True, "vllm_mode": "server"}, "http://"),
-    ({"vllm_server_urls": ["http://a:1", "http://a:1/"], "use_vllm": True, "vllm_mode": "server"}, "once"),
+    ({"servers.urls": ["a:1"], "use_vllm": True, "vllm_mode": "server"}, "http://"),
+    ({"servers.urls": ["http://a:1", "http://a:1/"], "use_vllm": True, "vllm_mode": "server"}, "once"),
     ({"top_k": 5, "use_vllm": True},),
     ({"mask_truncated_completions": True, "truncated_trajectories": "penalise"}, "truncated_trajectories='penalise'"),
 ]
@@ -74,7 +75,7 @@ CASES = [
 def test_a_setting_that_cannot_hold_is_refused(case, tmp_path):
     config_class, settings, *names = case
     name, value = next(iter(settings.items()))
-    settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **settings}
+    settings = unfold({"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **settings})
     assert_refused(lambda: config_class(**settings).check_supported(), f"{name}={value!r}", *names)
 
 

@@ -73,8 +73,8 @@ def test_an_attempt_at_a_call_is_no_answer(attempt):
 
 
 def test_limits_of_one_answer_leave_no_context_to_rewrite():
-    limits = one_answer_limits(RolloutLimits(max_turns=7, context_policy="window", context_turns=2))
-    assert (limits.max_turns, limits.context_policy, limits.context_turns) == (1, "keep", None)
+    limits = one_answer_limits(RolloutLimits(max_turns=7, context={"policy": "window", "turns": 2}))
+    assert (limits.max_turns, limits.context.policy, limits.context.turns) == (1, "keep", None)
 
 
 def test_an_environment_without_tools_has_none_to_take_away():
@@ -87,5 +87,5 @@ def test_an_environment_without_tools_has_none_to_take_away():
 
 @pytest.mark.parametrize(("policy", "kept"), [("strip_thinking", "strip_thinking"), ("window", "keep")])
 def test_one_answer_is_rendered_as_the_models_thoughts_are(policy, kept):
-    limits = one_answer_limits(RolloutLimits(context_policy=policy, context_turns=2 if policy == "window" else None))
-    assert (limits.context_policy, limits.max_turns, limits.context_turns) == (kept, 1, None)
+    limits = one_answer_limits(RolloutLimits(context={"policy": policy, "turns": 2 if policy == "window" else None}))
+    assert (limits.context.policy, limits.max_turns, limits.context.turns) == (kept, 1, None)

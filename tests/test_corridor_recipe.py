@@ -137,4 +137,4 @@ def test_the_game_is_longer_than_the_context_and_a_cut_context_is_not():
     recipe = yaml.safe_load(CONFIGS["grpo"].read_text(encoding="utf-8"))
     pieces = [made["in_context"](whole, kind, rng) for kind in ("window", "summarise") for _ in range(20)]
     lengths = [len(encode(tokenizer, piece)[0]) for piece in pieces]
-    assert 0.9 * recipe["context_tokens"] < max(lengths) < context
+    assert 0.9 * recipe["context"]["tokens"] < max(lengths) < context

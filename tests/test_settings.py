@@ -10,7 +10,7 @@ import pytest
 from transformers import HfArgumentParser
 
 from agent_r1_trl.cli.arguments import CommandArguments, EvalArguments, TrainArguments
-from agent_r1_trl.features import FEATURES, mappings_of
+from agent_r1_trl.features import mappings
 from agent_r1_trl.features.doctor.command_arguments import DoctorArguments, MemoryArguments, TrialArguments
 from agent_r1_trl.features.serve.serve_command import AddressArguments, AgentServeArguments, ServeArguments
 from agent_r1_trl.rollout import RolloutLimits
@@ -23,6 +23,7 @@ from agent_r1_trl.settings import (
     SomeOf,
     Switch,
     Text,
+    Texts,
     Whole,
     check_settings,
     find_clashes,
@@ -47,6 +48,8 @@ def refused_by(rule):
         return (*NO_NUMBERS, -math.inf, *at_bounds, *([] if rule.may_be_infinite else [math.inf]))
     if isinstance(rule, SomeOf):
         return ([], ["nothing"], rule.choices[0], [rule.choices[0]] * 2, [3])
+    if isinstance(rule, Texts):
+        return ([], [""], [3], "one", 3)
     return {OneOf: ("nothing", 3, ""), Switch: (1, 0, "yes", None), Text: ("", "  ", 3)}[type(rule)]
 
 
@@ -80,14 +83,14 @@ def test_what_a_setting_does_not_take_is_refused_by_its_flag(kind, name):
             kind(**FIXED[kind] | {name: value})
 
 
-GROUPS = {flag: kind for name in FEATURES for flag, kind in mappings_of(name).items()}
+GROUPS = mappings(MultiTurnPPOConfig)
 KEYS = [(flag, key, *rule) for flag, kind in GROUPS.items() for key, rule in rules_of(kind).items()]
 
 
 @pytest.mark.parametrize(("flag", "key", "rule", "is_optional"), KEYS, ids=str)
 def test_what_a_key_of_a_mapping_does_not_take_is_refused_by_both_names(flag, key, rule, is_optional):
     for value in (*refused_by(rule), *([] if is_optional else [None])):
-        if not (isinstance(rule, SomeOf) and isinstance(value, str)):  # one of a list may stand alone
+        if not (isinstance(rule, SomeOf | Texts) and isinstance(value, str)):  # one of a list may stand alone
             with pytest.raises(ValueError, match=rf"^{flag}\.{key}=.* must be .*\. Set {flag}\.{key}\b"):
                 MultiTurnGRPOConfig(**CPU, **{flag: {key: value}})
 
@@ -97,8 +100,9 @@ def test_a_mapping_is_read_from_whatever_stands_for_it():
     assert read("echo", None) is read("echo", False) is read("echo", "false") is None
     assert read("echo", True) == read("echo", "true") == read("echo", {}) == GROUPS["echo"]()
     found = read("echo", '{"patience": 5, "actions": "clip"}')
-    assert (found.patience, found.actions) == (5, ["clip"]) and read("echo", found) is found
+    assert (found.patience, found.actions) == (5, ["clip"]) and read("echo", found) == found
     assert plain(found) == {"patience": 5, "actions": ["clip"]}
+    assert GROUPS["servers"].read("servers", {"urls": "http://a:1"}).urls == ["http://a:1"]
     assert GROUPS["sampling"].read("sampling", None) == GROUPS["sampling"]() and plain(GROUPS["sampling"]()) is None
 
 
@@ -124,11 +128,25 @@ def test_what_is_no_mapping_is_refused_with_its_keys(flag, value, said):
 def test_a_configuration_with_mappings_is_written_copied_and_pickled():
     config = MultiTurnGRPOConfig(**CPU, num_generations=2, echo=True, sampling={"filter_groups": "top_p"})
     written = json.loads(config.to_json_string())
-    assert (written["echo"], written["sampling"], written["outages"]) == ({}, {"filter_groups": "top_p"}, None)
+    assert (written["echo"], written["sampling"], written["outages"]) == (True, {"filter_groups": "top_p"}, None)
     for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
         assert other.sampling.filter_groups == "top_p" and other.echo == config.echo
     assert config.asked_features() == ["sampling", "echo"]
     assert MultiTurnGRPOConfig(**CPU, failures={}, sampling={}).asked_features() == []
+
+
+def test_what_one_configuration_changes_in_a_mapping_stays_with_it():
+    one = MultiTurnGRPOConfig(**CPU, sampling={"curriculum": True})
+    other = MultiTurnGRPOConfig(**CPU, sampling=one.sampling)
+    other.sampling.curriculum = False
+    assert one.sampling.curriculum
+
+
+def test_a_keyword_that_is_none_is_answered_with_the_setting_that_is_meant():
+    with pytest.raises(TypeError, match=r"MultiTurnPPOConfig has no setting 'lamb'\. Did you mean 'lam'\?"):
+        MultiTurnPPOConfig(**CPU, lamb=0.9)
+    with pytest.raises(TypeError, match=r"no setting 'echo_patience'\. Did you mean 'echo\.patience'\?.*echo={"):
+        MultiTurnGRPOConfig(**CPU, echo_patience=5)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +155,7 @@ def test_a_configuration_with_mappings_is_written_copied_and_pickled():
         (Whole(0), (0, 7)), (Whole(5), (5, 6)), (Number(), (-1, 0.5)), (Number(minimum=0, maximum=1), (0, 0.5, 1)),
         (Number(above=0, below=1), (1e-9, 0.999)), (Number(above=0, may_be_infinite=True), (1, math.inf)),
         (OneOf("a", "b"), ("a", "b")), (SomeOf("a", "b"), (["a"], ["b", "a"])), (Switch(), (True, False)),
-        (Text(), ("a",)),
+        (Text(), ("a",)), (Texts(), (["a"], ["b", "b"])),
     ],
     ids=str,
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """What many tests play with: two tools, the environments that offer them, and what a policy says in them."""
 
 from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.tools import tool
 
 
@@ -54,3 +55,23 @@ def calls(*pairs):
 def call(name="add", /, **arguments):
     """An assistant message that calls one tool; without arguments, with those of 2 + 3."""
     return calls((name, arguments or {"a": 2, "b": 3}))
+
+
+def unfold(options):
+    """Options in which `"echo.patience": 5` stands for a key of a mapping; what comes later wins."""
+    unfolded = {}
+    for name, value in options.items():
+        group, _, key = name.partition(".")
+        found = unfolded.get(group)
+        if key:
+            unfolded[group] = (found if isinstance(found, dict) else {}) | {key: value}
+        elif isinstance(found, dict) and (value is True or isinstance(value, dict)):
+            unfolded[group] = found | ({} if value is True else value)
+        else:
+            unfolded[group] = value
+    return unfolded
+
+
+def limits_of(**options):
+    """`RolloutLimits` of options in which `"context.turns": 1` stands for a key of a mapping."""
+    return RolloutLimits(**unfold(options))

@@ -22,7 +22,7 @@ from agent_r1_trl.rollout.summaries import HEADING
 CARE = 0.83
 """How often the demonstrator looks for the lit door; it opens any of the three otherwise."""
 REQUEST = "Where are you?"
-"""The recipe's `summary_prompt`."""
+"""The recipe's `context.summary_prompt`."""
 ROOMS = 11
 """Rooms of a context that was cut: what the recipe's 256 tokens hold."""
 SHARES = {"keep": 0.2, "window": 0.3, "summarise": 0.5}

@@ -8,6 +8,7 @@ field's metadata, because transformers hands metadata to argparse as it is.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -108,6 +109,17 @@ class SomeOf(OneOf):
         return f"a list of some of {', '.join(map(repr, self.choices))}, each once"
 
 
+class Texts(Rule):
+    """A list of texts that are not blank, at least one."""
+
+    def accepts(self, value: Any) -> bool:
+        """See `Rule`."""
+        return isinstance(value, list | tuple) and len(value) > 0 and all(map(Text().accepts, value))
+
+    def __str__(self) -> str:
+        return "a list of texts, at least one"
+
+
 class Switch(Rule):
     """True or False; any other value would count as one of them in silence."""
 
@@ -146,7 +158,7 @@ Words = Annotated[str, Text()]
 
 
 def check_settings(config: Any, others: Mapping[str, Any] | None = None) -> None:
-    """Check every field of a dataclass that has a rule.
+    """Read every field of a dataclass that is a group, and check every one that has a rule.
 
     Args:
         config: an instance.
@@ -156,6 +168,8 @@ def check_settings(config: Any, others: Mapping[str, Any] | None = None) -> None
         ValueError: names the setting, its value, the rule and the cure.
     """
     kind: Any = type(config)
+    for name, group in groups_of(kind).items():
+        setattr(config, name, group.read(name, getattr(config, name)))
     for name, (rule, is_optional) in rules_of(kind).items():
         check_rule(name, getattr(config, name), rule, is_optional)
     for name, annotation in (others or {}).items():
@@ -186,17 +200,29 @@ def rules_of(kind: Any) -> dict[str, tuple[Rule, bool]]:
     """
     found = {}
     for parent in reversed(kind.__mro__):
-        for name, hint in get_type_hints(parent, include_extras=True).items():
+        for name, hint in _hints(parent).items():
             rule, is_optional = _rule_of(hint)
             if rule is not None:
                 found[name] = (rule, is_optional)
     return found
 
 
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    return (annotation,) if hasattr(annotation, "__metadata__") else get_args(annotation)
+
+
+def _notes(annotation: Any) -> list[Any]:
+    return [note for member in _members(annotation) for note in getattr(member, "__metadata__", ())]
+
+
 def _rule_of(annotation: Any) -> tuple[Rule | None, bool]:
-    members = (annotation,) if hasattr(annotation, "__metadata__") else get_args(annotation)
-    notes = [note for member in members for note in getattr(member, "__metadata__", ())]
-    return next((note for note in notes if isinstance(note, Rule)), None), NoneType in members
+    rules = (note for note in _notes(annotation) if isinstance(note, Rule))
+    return next(rules, None), NoneType in _members(annotation)
 
 
 def check_rule(name: str, value: Any, rule: Rule, is_optional: bool) -> None:
@@ -215,6 +241,8 @@ class SettingsGroup:
 
     may_be_off: ClassVar[bool] = False
     """Whether the group is None where nothing, or False, was given, and True stands for its defaults."""
+    main_key: ClassVar[str | None] = None
+    """The key that a value stands for which is no mapping, as in `context: window`."""
 
     @classmethod
     def read(cls, flag: str, value: Any) -> Self | None:
@@ -222,7 +250,7 @@ class SettingsGroup:
 
         Args:
             flag: the setting.
-            value: a mapping, or the JSON text of one; None or False for none; a group is returned as it is.
+            value: a mapping, or the JSON text of one; None or False for none; a group, which is copied.
 
         Raises:
             ValueError: names the setting, its value, the rule and the cure.
@@ -237,6 +265,8 @@ class SettingsGroup:
         if value is True and cls.may_be_off:
             value = {}
         known = [item.name for item in dataclasses.fields(cls)]
+        if cls.main_key is not None and not isinstance(value, dict | cls):
+            value = {cls.main_key: value}
         if not isinstance(value, dict | cls):
             flags = "True, False or " if cls.may_be_off else ""
             raise ValueError(
@@ -252,23 +282,33 @@ class SettingsGroup:
                     )
             one = {key: [text] for key, text in value.items() if isinstance(text, str) and _takes_list(cls, key)}
             value = cls(**value | one)
+        else:
+            value = copy.copy(value)  # what one configuration changes in it stays with that one
         kind: Any = cls
         for name, (rule, is_optional) in rules_of(kind).items():
             check_rule(f"{flag}.{name}", getattr(value, name), rule, is_optional)
         return value
 
 
+@functools.cache
+def groups_of(kind: Any) -> dict[str, type[SettingsGroup]]:
+    """Field of a dataclass -> the group that its annotation names, `Annotated[..., EchoSettings]`."""
+    hints = {name: hint for parent in reversed(kind.__mro__) for name, hint in _hints(parent).items()}
+    found = {name: [note for note in _notes(hint) if isinstance(note, type)] for name, hint in hints.items()}
+    return {name: notes[0] for name, notes in found.items() if notes and issubclass(notes[0], SettingsGroup)}
+
+
 def _takes_list(kind: Any, name: str) -> bool:
-    return isinstance(rules_of(kind).get(name, (None,))[0], SomeOf)
+    return isinstance(rules_of(kind).get(name, (None,))[0], SomeOf | Texts)
 
 
 def plain(value: Any) -> Any:
-    """A group as the mapping of what differs from its defaults (None for nothing, unless it may be off)."""
+    """A group as the mapping of what differs from its defaults; for nothing None, or True if it may be off."""
     if not isinstance(value, SettingsGroup):
         return value
     given = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
     given = {name: found for name, found in given.items() if found != default_of(value, name)}
-    return given or ({} if value.may_be_off else None)
+    return given or (True if value.may_be_off else None)
 
 
 def plain_value(config: Any, name: str) -> Any:
@@ -277,7 +317,7 @@ def plain_value(config: Any, name: str) -> Any:
     if not group:
         return plain(getattr(config, name))
     found = getattr(config, group)
-    return None if found is None else getattr(found, key)
+    return getattr(found, key) if isinstance(found, SettingsGroup) else None  # of a feature that is not installed
 
 
 # -------------------------------------------------------------------- several together
@@ -373,7 +413,8 @@ def default_of(config: Any, name: str) -> Any:
     """The default of a field, or of the key of a group; None where the group is off."""
     group, _, key = name.rpartition(".")
     owner = getattr(config, group) if group else config
-    return None if owner is None else type(owner).__dataclass_fields__[key].default
+    is_off = group and not isinstance(owner, SettingsGroup)
+    return None if is_off else type(owner).__dataclass_fields__[key].default
 
 
 def _is_known(config: Any, name: str) -> bool:

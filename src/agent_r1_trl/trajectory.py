@@ -241,7 +241,7 @@ class Turn:
 
     @property
     def is_summary(self) -> bool:
-        """The turn is a summary of the context (`context_policy="summarise"`), which the environment does not get."""
+        """The turn is a summary of the context (`context.policy="summarise"`), which the environment does not get."""
         return self.summary_request is not None
 
     def to_dict(self) -> dict[str, Any]:

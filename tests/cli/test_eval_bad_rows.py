@@ -126,7 +126,7 @@ def test_a_set_of_which_nothing_can_be_played_leaves_the_figures_of_the_others(f
     assert "bad, model: 100.0% failed" in printed.out and "the game is over (first in example 'b0')" in printed.out
     bad, good = read_result()["rows"]
     assert "exact_match" not in bad and good["exact_match"] == 0.0
-    assert main([*flags, "--replay", "scores", "--output_dir", "again"]) == EXIT_INFRASTRUCTURE
+    assert main([*flags, "--journal.replay", "scores", "--output_dir", "again"]) == EXIT_INFRASTRUCTURE
     assert [item.get("exact_match") for item in read_result("again")["rows"]] == [None, 0.0]
 
 

@@ -115,8 +115,8 @@ class Echo:
         return then, 0.5, False, {}
 """
 POLICIES = {
-    "window": {"context_turns": 1},
-    "summarise": {"context_turns": 2, "summary_tokens": 5, "summary_prompt": "Sum it up."},
+    "window": {"context.turns": 1},
+    "summarise": {"context.turns": 2, "context.summary_tokens": 5, "context.summary_prompt": "Sum it up."},
 }
 
 
@@ -124,7 +124,7 @@ POLICIES = {
 def test_a_context_policy_shows_the_model_the_same_in_training_and_evaluation(recipe, policy):
     Path("long_task.py").write_text(LONG_TASK)
     path = recipe(
-        context_policy=policy, **POLICIES[policy], env="long_task.py:Echo", max_turns=4,
+        context={"policy": policy}, **POLICIES[policy], env="long_task.py:Echo", max_turns=4,
         max_completion_length=400, learning_rate=0.0, max_steps=1, eval_strategy="steps", eval_steps=1,
         per_device_eval_batch_size=2, eval_temperature=0.0, num_generations_eval=1,
     )  # fmt: skip

@@ -104,7 +104,7 @@ def test_several_models_stand_in_one_table_under_names_of_their_own(search_recip
 
 
 def _replayed(search_recipe, copies):
-    flags = ["--models", *copies, "--replay", "scores", "--output_dir", "again"]
+    flags = ["--models", *copies, "--journal.replay", "scores", "--output_dir", "again"]
     assert main(["eval", "--config", search_recipe, *flags]) == 0
     return "again"
 
@@ -124,7 +124,7 @@ def test_a_table_of_one_row_is_flat(recipe):
 def test_a_table_is_replayed_from_its_journals(search_recipe, other_model):
     flags = ["--config", search_recipe, "--model", other_model, "--baselines", "naive_rag"]
     assert main(["eval", *flags]) == 0
-    assert main(["eval", *flags, "--replay", "scores", "--output_dir", "again"]) == 0
+    assert main(["eval", *flags, "--journal.replay", "scores", "--output_dir", "again"]) == 0
     first, second = (
         [
             {name: value for name, value in row.items() if name not in ("settings", "duration_s")}

@@ -95,7 +95,7 @@ ACTS = {"patience": 7, "actions": ["clip", "stop"]}
         (["--echo.thresholds", "{window: 5}"], ACTS | {"thresholds": {"window": 5}}),
         (["--echo", '{"dry_run": true}'], ACTS | {"dry_run": True}),
         (["--echo", "{dry_run: true}"], ACTS | {"dry_run": True}),
-        (["--echo", "true"], {}),
+        (["--echo", "true"], True),
         (["--echo", "false"], None),
     ],
     ids=str,

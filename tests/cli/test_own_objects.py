@@ -34,7 +34,7 @@ def term(inputs, log_probs, mask):
 
 class Policy:
     def __call__(self, view):
-        SEEN["context_policy"] += 1
+        SEEN["context.policy"] += 1
         return view.messages
 
 
@@ -110,7 +110,7 @@ def nothing(*arguments):
 """
 PATHS = {
     "trainer": "own.py:Trainer", "env": "own.py:BoxEnv", "env_kwargs": {"sandbox": "own.py:Box"},
-    "callbacks": ["own.py:Noted"], "generator": "own.py:Sampler", "context_policy": "own.py:Policy",
+    "callbacks": ["own.py:Noted"], "generator": "own.py:Sampler", "context.policy": "own.py:Policy",
     "advantage_estimator": "own.py:estimator", "loss_term": "own.py:term", "sampling.filter_groups": "own.py:rule",
 }  # fmt: skip
 
@@ -139,7 +139,7 @@ WRONG = {
     "trainer": ("number", "Name a subclass of MultiTurnGRPOTrainer"),
     "callbacks": ("NeedsMore", "cannot be made without arguments: TypeError"),
     "generator": ("Wrong", r"its generate takes \(prompt\): .* async generate\(prompt_ids"),
-    "context_policy": ("two", r"takes \(a, b\): missing .*'b'.* ContextView"),
+    "context.policy": ("two", r"takes \(a, b\): missing .*'b'.* ContextView"),
     "advantage_estimator": ("two", r"takes \(a, b\): missing .*'b'.* CreditInputs"),
     "loss_term": ("two", r"takes \(a, b\): too many .* \(inputs, log_probs, mask\)"),
     "sampling.filter_groups": ("two", r"takes \(a, b\): missing .*'b'.* shape \(G, n\)"),
@@ -168,7 +168,7 @@ def test_what_a_path_cannot_lead_to_is_refused_before_a_model_is_loaded(own_reci
     ("flag", "value", "near"),
     [
         ("sampling.filter_groups", "top_k", "'top_p'"),
-        ("context_policy", "widow", "'window'"),
+        ("context.policy", "widow", "'window'"),
         ("advantage_estimator", "grop", "'grpo'"),
         ("trainer", "pppo", "'ppo'"),
     ],

@@ -297,7 +297,7 @@ EVAL = {
     "an option of ours": (["RECIPE", *HOSTED, "--endpoint_options", "{messages: []}"], "'messages' is what"),
     "options that are none": (["RECIPE", *HOSTED, "--endpoint_options", "low"], "endpoint_options='low'"),
     "vLLM": (["RECIPE", *HOSTED, "--use_vllm"], "--use_vllm has no effect"),
-    "a context policy": (["RECIPE", *HOSTED, "--context_policy", "step"], "--context_policy has no effect"),
+    "a context policy": (["RECIPE", *HOSTED, "--context.policy", "step"], "--context has no effect"),
     "a filter with a dash": (["RECIPE", *HOSTED, "--top-k", "5"], "--top_k has no effect.*--endpoint_options"),
     "another limit": (["RECIPE", *HOSTED, "--max_concurrency", "5"], "--endpoint_concurrency"),
     "no base of the hosted": (["OWN", *HOSTED, "--baselines", "base"], "baselines='base'.*--base_model"),

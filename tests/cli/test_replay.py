@@ -1,4 +1,4 @@
-"""`train --replay` and `eval --replay`: recorded rollouts again, without sampler, tools and environment."""
+"""`--journal.replay` of `train` and `eval`: recorded rollouts again, without sampler, tools and environment."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_a_training_is_replayed_with_another_reward_function_and_without_its_env
     path = recipe(env="task.py:AddEnv")
     assert main(["train", "--config", path]) == 0
     Path("broken.py").write_text(BROKEN_TASK)
-    replay = ["--config", path, "--env", "broken.py:AddEnv", "--replay", "out", "--output_dir", "again"]
+    replay = ["--config", path, "--env", "broken.py:AddEnv", "--journal.replay", "out", "--output_dir", "again"]
     assert main(["train", *replay, "--reward_funcs", "broken.py:length_reward", "--max_steps", "5"]) == 0
     assert ids_of("again", "train") == ids_of("out", "train") != []
     history = [
@@ -48,7 +48,7 @@ def test_an_evaluation_is_replayed_without_its_model(recipe, refusal, capsys, mo
     assert main(["eval", "--config", path, "--output_dir", "scores"]) == 0
     capsys.readouterr()
     Path("broken.py").write_text(BROKEN_TASK)
-    replay = ["--config", path, "--env", "broken.py:AddEnv", "--model", "", "--replay", "scores"]
+    replay = ["--config", path, "--env", "broken.py:AddEnv", "--model", "", "--journal.replay", "scores"]
     assert main(["eval", *replay, "--output_dir", "again"]) == 0
     assert ids_of("again", "eval") == ids_of("scores", "eval") != []
     before, after = (json.loads(Path(folder, "evaluation.json").read_text()) for folder in ("scores", "again"))
@@ -61,13 +61,13 @@ def test_an_evaluation_is_replayed_without_its_model(recipe, refusal, capsys, mo
     ("name", "value"),
     {
         "max_turns": 7, "max_completion_length": 77, "max_tokens_per_turn": 3, "max_observation_tokens": 7,
-        "max_invalid_calls": 0, "thinking": "strip",
+        "max_invalid_calls": 0, "context": "strip_thinking",
     }.items(),
 )  # fmt: skip
 def test_an_evaluation_that_was_played_within_other_limits_is_refused(scores, refusal, name, value):
     path, replay = scores
     message = refusal("eval", "--config", path, *replay, f"--{name}", str(value))
-    limit, now = ("context_policy", "strip_thinking") if name == "thinking" else (name, value)
+    limit, now = ("context.policy", value) if name == "context" else (name, value)
     assert f"{limit}=" in message and f"has {limit}={now!r}" in message and f"Set {limit} to " in message
 
 
@@ -80,7 +80,7 @@ def test_limits_that_decide_nothing_and_those_of_the_model_are_not_compared(scor
 def scores(recipe):
     path = recipe()
     assert main(["eval", "--config", path, "--output_dir", "scores"]) == 0
-    return path, ["--replay", "scores", "--output_dir", "again"]
+    return path, ["--journal.replay", "scores", "--output_dir", "again"]
 
 
 def test_an_evaluation_leaves_no_journal_where_none_is_wanted(recipe):

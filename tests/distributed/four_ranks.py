@@ -29,7 +29,7 @@ LOST_GROUP = GROUPS - 1
 CASES = {
     "grpo": {
         "sampling.filter_groups": "top_fraction", "sampling.filter_value": 0.7,
-        "context_policy": "window", "context_turns": 2,
+        "context.policy": "window", "context.turns": 2,
         "update_layout": "shared", "max_tokens_per_micro_batch": 500, "loss_type": "grpo",
     },
     "ppo": {

@@ -40,9 +40,15 @@ CASES = {
 }
 """Rows of the tokens that stand in one row of the `whole` run."""
 REWRITTEN = {
-    "window": {"context_policy": "window", "context_turns": 1, "update_layout": "shared", **BY_TOKENS},
-    "summarise": {**PPO, "critic": "head", "context_policy": "summarise", "context_turns": 2, "summary_tokens": 8}
-    | {"summary_prompt": "Sum up.", "update_layout": "packed", **BY_TOKENS},
+    "window": {"context.policy": "window", "context.turns": 1, "update_layout": "shared", **BY_TOKENS},
+    "summarise": {
+        **PPO,
+        "critic": "head",
+        "context.policy": "summarise",
+        "context.turns": 2,
+        "context.summary_tokens": 8,
+    }
+    | {"context.summary_prompt": "Sum up.", "update_layout": "packed", **BY_TOKENS},
 }
 """Sampled from the policy, in contexts that are rewritten."""
 

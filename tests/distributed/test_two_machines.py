@@ -65,8 +65,8 @@ def write_files(folder, url):
         "dataset_name": str(folder / "data.jsonl"), "output_dir": str(folder / "run"),
         "max_tokens_per_turn": 8, "max_completion_length": 16, "max_turns": 1, "num_generations": 4,
         "per_device_train_batch_size": 4, "max_steps": 1000, "learning_rate": 0.01, "lr_scheduler_type": "constant",
-        "use_vllm": True, "vllm_mode": "server", "vllm_server_urls": [url],
-        "max_sync_logprob_gap": 1e9, "vllm_importance_sampling_correction": False,  # the stand-in is no policy
+        "use_vllm": True, "vllm_mode": "server", "servers.urls": [url],
+        "servers.max_logprob_gap": 1e9, "vllm_importance_sampling_correction": False,  # the stand-in is no policy
         "bf16": False, "use_cpu": True, "gradient_checkpointing": False, "save_strategy": "steps", "save_steps": 1,
         "failures": {"rank_timeout": 15}, "logging_steps": 1, "report_to": "none", "record_trajectories": "none",
         "num_processes_expected": 2 * RANKS_PER_MACHINE,

@@ -39,7 +39,7 @@ def train(cell, output_dir, url):
     has_lora = policy == "lora"
     options = {"critic": "adapter" if has_lora else "model", "num_generations": 1} if is_ppo else {}
     if sampler == "server":
-        options |= {"vllm_mode": "server", "vllm_server_urls": [url]}
+        options |= {"vllm_mode": "server", "servers.urls": [url]}
     trainer = make_trainer(
         output_dir / cell,
         script=None,

@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ASKS = {
     "sampling": {"sampling": {"filter_groups": "top_p"}},
     "echo_trap": {"echo": True},
-    "journal": {"replay": "elsewhere"},
+    "journal": {"journal": {"replay": "elsewhere"}},
     "reliability": {"failures": {"rank_timeout": 60.0}},
+    "hub": {"push": {"allow_secrets": ["notes.txt"]}},
 }
 """A setting that only the feature reads."""
 

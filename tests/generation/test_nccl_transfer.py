@@ -202,7 +202,7 @@ def test_of_a_server_without_a_gpu_only_the_folder_is_used_and_nothing_stays_the
 def test_a_server_that_neither_nccl_nor_the_folder_reaches_is_refused(tmp_path, way):
     with FakeServer() as server, generator_on(server, weights_dir=tmp_path, weight_transfer=way) as generator:
         server.machine = tmp_path
-        with pytest.raises(GenerationError, match="vllm_weight_transfer") as refused:
+        with pytest.raises(GenerationError, match=r"servers\.weight_transfer") as refused:
             generator.sync(policy(20))
     assert str(tmp_path) in str(refused.value) and server.url in str(refused.value)
 
@@ -272,7 +272,7 @@ def test_where_nccl_fails_when_the_members_meet_the_error_says_how_to_do_without
     with (
         GPUServer() as server,
         generator_on(server, weights_dir=tmp_path) as generator,
-        pytest.raises(GenerationError, match=r"unhandled system error.*vllm_weight_transfer='folder'"),
+        pytest.raises(GenerationError, match=r"unhandled system error.*servers.weight_transfer='folder'"),
     ):
         generator.sync(policy(20))
     assert FakeNCCLLibrary.broadcasts == [] and drained == [True]
@@ -287,7 +287,7 @@ def test_a_trainer_that_must_use_nccl_says_what_keeps_it_from_that(nccl, tmp_pat
             pytest.raises(GenerationError, match="runs on no GPU") as refused,
         ):
             generator.sync(policy(20))
-        assert "vllm_weight_transfer to 'auto' or 'folder'" in str(refused.value)
+        assert "servers.weight_transfer to 'auto' or 'folder'" in str(refused.value)
         for cure in ("folder", "auto"):
             with generator_on(server, weights_dir=tmp_path, weight_transfer=cure) as generator:
                 generator.sync(policy(20))

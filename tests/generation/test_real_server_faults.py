@@ -108,7 +108,7 @@ def test_a_server_killed_in_a_rollout_and_started_again_puts_nothing_wrong_into_
     env = type("Talk", (Talk,), {"outage": Outage(server, 4)})
     trainer = make_trainer(
         tmp_path, script=None, env=env, model=make_policy(make_tokenizer("qwen3"), hidden_size=64), use_vllm=True,
-        vllm_mode="server", vllm_server_urls=[server.url], vllm_retry_window=600,
+        vllm_mode="server", servers={"urls": [server.url], "retry_window": 600},
         vllm_max_model_length=512, max_completion_length=64, max_tokens_per_turn=8, max_steps=3, learning_rate=0.02,
         per_device_train_batch_size=4, num_generations=4,
     )  # fmt: skip

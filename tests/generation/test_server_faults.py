@@ -197,7 +197,7 @@ def test_when_no_server_is_left_requests_end_after_the_window_and_name_it():
         (answer,) = turns(generator, 1)
         assert 1 < time.monotonic() - start < 5
         assert server.url in answer
-        assert "vllm_retry_window=1.5" in answer
+        assert "servers.retry_window=1.5" in answer
         start = time.monotonic()
         turns(generator, 1)
         assert time.monotonic() - start < 0.5, "the window was over already"
@@ -272,7 +272,7 @@ def test_a_sync_waits_for_a_server_and_ends_with_a_clear_error_without_one():
         generator.sync(policy(21))
         assert turns(generator, 1) == [21]
         server.kill()
-        with pytest.raises(GenerationError, match="vllm_retry_window") as caught:
+        with pytest.raises(GenerationError, match=r"servers\.retry_window") as caught:
             generator.sync(policy(22))
         assert server.url in str(caught.value)
 

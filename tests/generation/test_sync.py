@@ -55,7 +55,7 @@ def test_the_worst_engine_decides_and_is_named():
     assert gap > 1e-3
     with pytest.raises(SyncError, match="second") as caught:
         probe_sync(Sampler(first=tiny_model(), second=stale), model, IDS)
-    assert f"{gap:.3g}" in str(caught.value) and "max_sync_logprob_gap" in str(caught.value)
+    assert f"{gap:.3g}" in str(caught.value) and "servers.max_logprob_gap" in str(caught.value)
     assert probe_sync(Sampler(a=stale), model, IDS, max_gap=2 * gap) == pytest.approx(gap)
 
 
@@ -140,5 +140,5 @@ def test_an_adapter_on_the_output_layer_which_the_loss_would_not_see_is_refused(
 def test_quantised_weights_make_it_a_warning():
     model = tiny_model()
     model.quantised = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
-    with pytest.warns(UserWarning, match="max_sync_logprob_gap"):
+    with pytest.warns(UserWarning, match="servers.max_logprob_gap"):
         assert probe_sync(Sampler(here=moved(tiny_model())), model, IDS, max_gap=1e-3) > 1e-3

@@ -238,7 +238,7 @@ def test_a_step_that_hangs_fails_its_requests_and_the_next_sync(engine, policy, 
         patch.setattr(engine, "_step_timeout_s", 0.5)
         start = time.monotonic()
         for _ in range(2):  # the second request does not wait
-            with pytest.raises(GenerationError, match=r"hangs.*vllm_request_timeout=0.5"):
+            with pytest.raises(GenerationError, match=r"hangs.*servers.request_timeout=0.5"):
                 run(engine, [PROMPTS[0]])
         with pytest.raises(GenerationError, match="hangs"):
             engine.sync(policy)

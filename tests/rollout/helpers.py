@@ -7,10 +7,10 @@ import random
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
-from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
 from agent_r1_trl.tools import InfrastructureError
 from tests.tokenizers import make_tokenizer
-from tests.toys import AddEchoEnv, add, call, echo, say
+from tests.toys import AddEchoEnv, add, call, echo, limits_of, say
 
 PROMPT = [{"role": "user", "content": "What is 2 + 3?"}]
 
@@ -41,7 +41,7 @@ def play(turns, *, env=AddEchoEnv, family="qwen3", chat=None, examples=1, limits
     """Roll out; returns the trajectories (or the only one) and the script."""
     chat = chat or chat_of(family)
     script = turns if isinstance(turns, Script) else Script(chat, turns)
-    runner = RolloutRunner(env, script.generator, chat, RolloutLimits(**(limits or {})), **options)
+    runner = RolloutRunner(env, script.generator, chat, limits_of(**(limits or {})), **options)
     requests = [RolloutRequest(example={"prompt": PROMPT}, example_id=str(i), seed=i) for i in range(examples)]
     trajectories = runner.run(requests)
     runner.close()

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import StepResult
 from agent_r1_trl.generation import ScriptedGenerator
-from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
 from agent_r1_trl.trajectory import Trajectory
 from tests.effort import examples
 from tests.families import FAMILIES
 from tests.tokenizers import make_tokenizer, read_template
-from tests.toys import add, call, say
+from tests.toys import add, call, limits_of, say
 
 pytestmark = pytest.mark.fuzz
 
@@ -46,7 +46,7 @@ def chat_of(family, thinking="keep"):
 
 
 def chat_for(family, limits):
-    return chat_of(family, "strip" if limits["context_policy"] == "strip_thinking" else "keep")
+    return chat_of(family, "strip" if limits["context.policy"] == "strip_thinking" else "keep")
 
 
 @functools.cache
@@ -102,7 +102,7 @@ def environment(conversation):
 
 
 def gives_context(conversation, turn):
-    return conversation.limits["context_policy"] == "step" and (conversation.seed + turn) % 3 == 0
+    return conversation.limits["context.policy"] == "step" and (conversation.seed + turn) % 3 == 0
 
 
 def context_of(turn):
@@ -160,7 +160,7 @@ def play(family, conversation):
             return generation
 
     anything.seed, anything.returned = conversation.seed, []
-    limits = RolloutLimits(max_invalid_calls=LONG, **conversation.limits)
+    limits = limits_of(max_invalid_calls=LONG, **conversation.limits)
     runner = RolloutRunner(environment(conversation), Log(), chat, limits)
     (trajectory,) = runner.run([RolloutRequest(example={})])
     runner.close()
@@ -181,7 +181,7 @@ def conversations(draw, family):
     number = len(turns) + 1
     policies = ["keep", "window", "drop_observations", "step", "summarise", f"{__name__}.anything"]
     policy = draw(st.sampled_from([*policies, *(["strip_thinking"] if family in STRIP else [])]))
-    limits = {"context_policy": policy, "max_turns": number, "max_completion_length": LONG}
+    limits = {"context.policy": policy, "max_turns": number, "max_completion_length": LONG}
     if draw(st.booleans()):
         limits["max_tokens_per_turn"] = draw(st.integers(1, 40))
     match draw(st.sampled_from(["free", "completion", "model"])):
@@ -192,13 +192,13 @@ def conversations(draw, family):
     if policy in ("window", "drop_observations"):
         most = limits.get("max_model_length", 900) - 1
         tokens = draw(st.none() | st.integers(50, most))
-        limits |= {"context_turns": draw(st.integers(1, 3)), "context_tokens": tokens}
+        limits |= {"context.turns": draw(st.integers(1, 3)), "context.tokens": tokens}
     if policy == "step":
-        limits["context_turns"] = draw(st.none() | st.integers(1, 3))
+        limits["context.turns"] = draw(st.none() | st.integers(1, 3))
     if policy == "summarise":
         tokens = None if "max_model_length" in limits else draw(st.none() | st.integers(50, 900))
-        limits |= {"context_turns": draw(st.integers(1, 3)), "context_tokens": tokens}
-        limits["summary_tokens"] = draw(st.integers(1, 20))
+        limits |= {"context.turns": draw(st.integers(1, 3)), "context.tokens": tokens}
+        limits["context.summary_tokens"] = draw(st.integers(1, 20))
     return Conversation(
         turns=turns,
         sizes=draw(st.lists(st.integers(5, 30), min_size=number, max_size=number)),
@@ -242,13 +242,13 @@ def check_rewards(trajectory: Trajectory, rewards):
 def check_limits(trajectory: Trajectory, log, limits, deltas):
     """A context has room in the model, and what was said and answered has room in the trajectory."""
     for turn, (context, max_tokens, sampled) in zip(trajectory.turns, log, strict=True):
-        most = limits["summary_tokens"] if turn.is_summary else limits.get("max_tokens_per_turn", LONG)
+        most = limits["context.summary_tokens"] if turn.is_summary else limits.get("max_tokens_per_turn", LONG)
         assert 1 <= max_tokens <= most and len(sampled) <= max_tokens
         assert len(context) + max_tokens <= limits.get("max_model_length", 2 * LONG)
     spent = sum(len(request.sampled) for request in log) + sum(map(len, deltas[: len(log) - 1]))
     assert spent <= limits["max_completion_length"]
     assert len(trajectory.completion_ids) <= limits["max_completion_length"], "a batch is no wider than that"
-    if limits["context_policy"] == "keep":
+    if limits["context.policy"] == "keep":
         # An answer that nothing follows may stand at the end of the completion.
         assert len(trajectory.completion_ids) in (spent, spent + sum(map(len, deltas[len(log) - 1 :])))
     assert sum(not turn.is_summary for turn in trajectory.turns) <= limits["max_turns"]
@@ -261,7 +261,7 @@ def sights(text):
 def check_sights(trajectory: Trajectory, log, conversation, deltas, encoder):
     """The answers that stand in a context are those of the policy's rule."""
     limits = conversation.limits
-    policy, turns, tokens = (limits.get(name) for name in ("context_policy", "context_turns", "context_tokens"))
+    policy, turns, tokens = (limits.get(name) for name in ("context.policy", "context.turns", "context.tokens"))
     present, number = [], 0
     for place, (context, *_) in enumerate(log):
         found = sights(encoder.to_text(context))
@@ -309,7 +309,7 @@ def test_rows_rewards_limits_and_what_stands_in_a_context(family):
         chat, limits = chat_for(family, conversation.limits), conversation.limits
         deltas = answered(trajectory, chat)
         assert len(trajectory.turns) == len(log)
-        assert limits["context_policy"].endswith(".anything") or not trajectory.stop_reason.is_infrastructure_failure
+        assert limits["context.policy"].endswith(".anything") or not trajectory.stop_reason.is_infrastructure_failure
         check_rows(trajectory, log)
         check_rewards(trajectory, conversation.rewards)
         check_limits(trajectory, log, limits, deltas)

@@ -6,7 +6,7 @@ from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trajectory import StopReason
 from tests.rollout.helpers import PROMPT, chat_of
-from tests.toys import AddEchoEnv, call, say
+from tests.toys import AddEchoEnv, call, limits_of, say
 
 
 def play(turns, *, family="qwen3", env=AddEchoEnv, **limits):
@@ -22,7 +22,7 @@ def play(turns, *, family="qwen3", env=AddEchoEnv, **limits):
             log.append((list(prompt_ids), list(generation.token_ids)))
             return generation
 
-    runner = RolloutRunner(env, Log(), chat, RolloutLimits(**({"max_turns": len(turns)} | limits)))
+    runner = RolloutRunner(env, Log(), chat, limits_of(**({"max_turns": len(turns)} | limits)))
     (trajectory,) = runner.run([RolloutRequest(example={"prompt": PROMPT})])
     runner.close()
     return trajectory, log
@@ -36,7 +36,7 @@ ECHOES = [call("echo", text=f"word{number}, and others that need some room in a 
 
 
 def test_a_window_holds_the_prompt_and_the_last_turns():
-    trajectory, log = play([*ECHOES, say("done")], context_policy="window", context_turns=2)
+    trajectory, log = play([*ECHOES, say("done")], context={"policy": "window", "turns": 2})
     assert len(trajectory.turns) == 6 and trajectory.stop_reason is StopReason.DONE
     prompt = text_of(trajectory.prompt_ids)
     for turn, (context, _) in enumerate(log):
@@ -52,7 +52,7 @@ def test_a_window_holds_the_prompt_and_the_last_turns():
 def test_a_window_that_nothing_leaves_changes_no_bit():
     turns = [*ECHOES, say("done")]
     kept, asked = play(turns)
-    windowed, asked_in_window = play(turns, context_policy="window", context_turns=9)
+    windowed, asked_in_window = play(turns, context={"policy": "window", "turns": 9})
     times = {"duration_s": 0.0}
     records = [{**item.to_dict(), **times} for item in (kept, windowed)]
     for record in records:
@@ -64,7 +64,7 @@ def test_a_window_that_nothing_leaves_changes_no_bit():
 
 
 def test_old_observations_become_notes_of_their_length():
-    trajectory, log = play([*ECHOES, say("done")], context_policy="drop_observations", context_turns=1)
+    trajectory, log = play([*ECHOES, say("done")], context={"policy": "drop_observations", "turns": 1})
     last = text_of(log[-1][0])
     assert last.count("[50 characters of echo left out]") == 4
     assert all(f'"text": "word{number},' in last for number in range(5)), "what the policy said stays"
@@ -77,11 +77,11 @@ def test_a_context_is_rewritten_only_where_it_would_be_longer_than_context_token
     turns = [*ECHOES, say("done")]
     _, whole = play(turns)
     lengths = [len(context) for context, _ in whole]
-    options = {"context_policy": policy, "context_turns": 1}
-    trajectory, log = play(turns, context_tokens=lengths[3], **options)
+    options = {"context.policy": policy, "context.turns": 1}
+    trajectory, log = play(turns, context={"tokens": lengths[3]}, **options)
     assert [context for context, _ in log[:4]] == [context for context, _ in whole[:4]]
     assert len(log[4][0]) < lengths[4] and len(trajectory.rows) >= 2
-    trajectory, log = play(turns, context_tokens=lengths[-1], **options)
+    trajectory, log = play(turns, context={"tokens": lengths[-1]}, **options)
     assert len(trajectory.rows) == 1 and log == whole
 
 
@@ -91,11 +91,11 @@ def test_the_models_limit_counts_in_a_context_and_the_completions_in_a_trajector
     longest = len(log[2][0]) + len(log[2][1])
     kept, _ = play(turns, max_model_length=longest)
     assert kept.stop_reason is StopReason.MAX_COMPLETION_LENGTH
-    windowed, _ = play(turns, max_model_length=longest, context_policy="window", context_turns=1)
+    windowed, _ = play(turns, max_model_length=longest, context={"policy": "window", "turns": 1})
     assert windowed.stop_reason is StopReason.DONE and len(windowed.turns) == 6
     # What the turns sampled and what answered them is the same in any context.
     spent = len(trajectory.completion_ids)
-    for policy in ({}, {"context_policy": "window", "context_turns": 1}):
+    for policy in ({}, {"context.policy": "window", "context.turns": 1}):
         fits, _ = play(turns, max_completion_length=spent, **policy)
         short, _ = play(turns, max_completion_length=spent - len(log[-1][1]), **policy)
         assert fits.stop_reason is StopReason.DONE
@@ -105,7 +105,7 @@ def test_the_models_limit_counts_in_a_context_and_the_completions_in_a_trajector
 def test_a_context_without_room_ends_the_trajectory():
     turns = [call("echo", text="word " * 40), say("done")]
     prompt = len(play(turns)[1][0][0])
-    trajectory, _ = play(turns, max_model_length=prompt + 130, context_policy="window", context_turns=1)
+    trajectory, _ = play(turns, max_model_length=prompt + 130, context={"policy": "window", "turns": 1})
     assert trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH
     assert len(trajectory.turns) == 1 and trajectory.turns[0].observations == []
 
@@ -154,7 +154,7 @@ def with_an_image(view):
 
 def test_a_policy_of_ones_own_may_write_messages():
     path = f"{__name__}.reminder"
-    trajectory, log = play([*ECHOES[:2], say("done")], context_policy=path)
+    trajectory, log = play([*ECHOES[:2], say("done")], context={"policy": path})
     for turn in (1, 2):
         text = text_of(log[turn][0])
         assert f"(turn {turn}, " in text and f"word{turn - 1}" in text
@@ -169,7 +169,7 @@ def test_a_turn_that_a_policy_keeps_keeps_its_ids_whatever_stands_before_it():
     letters = [chat.encoder.encode(letter)[0] for letter in "capital"]
     assert chat.encoder.encode("capital") != letters, "as no tokenizer would write it"
     turn = [*letters, *chat.encode_reply(say())[-1:]]
-    _, log = play([turn, turn, say("done")], context_policy=f"{__name__}.reminder")
+    _, log = play([turn, turn, say("done")], context={"policy": f"{__name__}.reminder"})
     for context, _ in log[1:]:
         assert text_of(context).count("capital") == 1
         place = next(place for place in range(len(context)) if context[place : place + len(turn)] == turn)
@@ -178,7 +178,7 @@ def test_a_turn_that_a_policy_keeps_keeps_its_ids_whatever_stands_before_it():
 
 def test_what_a_policy_returned_is_what_goes_on_even_if_it_returns_the_same_list():
     same_list.seen, same_list.messages = [], []
-    _, log = play([*ECHOES[:2], say("done")], context_policy=f"{__name__}.same_list")
+    _, log = play([*ECHOES[:2], say("done")], context={"policy": f"{__name__}.same_list"})
     assert [text_of(context).count("note") for context, _ in log] == [0, 1, 1]
     assert "note 1" in same_list.seen[1] and "note 2" in text_of(log[2][0])
 
@@ -194,30 +194,30 @@ def test_what_a_policy_returned_is_what_goes_on_even_if_it_returns_the_same_list
     ],
 )
 def test_a_policy_that_fails_ends_its_trajectory_alone(name, said):
-    trajectory, _ = play([*ECHOES[:1], say("done")], context_policy=f"{__name__}.{name}")
+    trajectory, _ = play([*ECHOES[:1], say("done")], context={"policy": f"{__name__}.{name}"})
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and len(trajectory.turns) == 1
     assert f"{__name__}.{name}" in trajectory.error and said in trajectory.error
 
 
 def test_a_context_that_ends_with_a_turn_asks_for_another_one():
-    _, log = play([*ECHOES[:1], say("done")], context_policy=f"{__name__}.ends_with_a_turn")
+    _, log = play([*ECHOES[:1], say("done")], context={"policy": f"{__name__}.ends_with_a_turn"})
     assert text_of(log[1][0]).endswith("<|im_start|>assistant\n") and len(log[1][0]) > sum(map(len, log[0]))
 
 
 @pytest.mark.parametrize(
     "name, options",
     [
-        ("context_policy", {"context_policy": "widow"}),
-        ("context_policy", {"context_policy": ""}),
-        ("context_policy", {"context_policy": "tests.rollout.helpers.PROMPT"}),
-        ("context_turns", {"context_policy": "window"}),
-        ("context_turns", {"context_policy": "window", "context_turns": 0}),
-        ("context_turns", {"context_turns": 2}),
-        ("context_tokens", {"context_tokens": 2}),
-        ("context_tokens", {"context_policy": "step", "context_tokens": 2}),
+        ("context.policy", {"context.policy": "widow"}),
+        ("context.policy", {"context.policy": ""}),
+        ("context.policy", {"context.policy": "tests.rollout.helpers.PROMPT"}),
+        ("context.turns", {"context.policy": "window"}),
+        ("context.turns", {"context.policy": "window", "context.turns": 0}),
+        ("context.turns", {"context.turns": 2}),
+        ("context.tokens", {"context.tokens": 2}),
+        ("context.tokens", {"context.policy": "step", "context.tokens": 2}),
         (
-            "context_tokens",
-            {"context_policy": "window", "context_turns": 1, "context_tokens": 9, "max_model_length": 9},
+            "context.tokens",
+            {"context.policy": "window", "context.turns": 1, "context.tokens": 9, "max_model_length": 9},
         ),
     ],
 )
@@ -237,14 +237,14 @@ class Reminder:
     "given", [reminder, Reminder(), Reminder, f"{__name__}:Reminder"], ids=["function", "object", "class", "path"]
 )
 def test_an_object_a_class_and_a_path_play_alike(given):
-    expected, _ = play([*ECHOES[:2], say("done")], context_policy=f"{__name__}.reminder")
-    trajectory, _ = play([*ECHOES[:2], say("done")], context_policy=given)
+    expected, _ = play([*ECHOES[:2], say("done")], context={"policy": f"{__name__}.reminder"})
+    trajectory, _ = play([*ECHOES[:2], say("done")], context={"policy": given})
     assert [row.completion_ids for row in trajectory.rows] == [row.completion_ids for row in expected.rows]
 
 
 def test_a_policy_with_other_arguments_is_refused_before_anything_is_played():
-    with pytest.raises(ValueError, match=r"context_policy='.*:two' takes \(view, more\): missing .*ContextView"):
-        RolloutLimits(context_policy=f"{__name__}:two")
+    with pytest.raises(ValueError, match=r"context.policy='.*:two' takes \(view, more\): missing .*ContextView"):
+        RolloutLimits(context={"policy": f"{__name__}:two"})
 
 
 def two(view, more):

@@ -16,7 +16,7 @@ from agent_r1_trl.rollout.hosted import HostedRunner
 from agent_r1_trl.trajectory import StopReason, ToolErrorKind, Trajectory
 from tests.hosted import MESSAGE_TOKENS, PROMPT_TOKENS, SAMPLED_TOKENS, called, error, hosted, said, whole
 from tests.rollout.helpers import PROMPT, play, scene
-from tests.toys import AddEchoEnv, calls, say
+from tests.toys import AddEchoEnv, calls, limits_of, say
 
 ADD = ("add", {"a": 2, "b": 3})
 
@@ -30,7 +30,7 @@ def short_waits(monkeypatch):
 def play_hosted(turns, *, env=AddEchoEnv, limits=None, params=None, examples=1, faults=(), **options):
     """The trajectories (or the only one), and the bodies of the requests."""
     with hosted(turns, faults) as (url, seen, _):
-        runner = HostedRunner(env, Endpoint(url, "gpt"), RolloutLimits(**(limits or {})), params, **options)
+        runner = HostedRunner(env, Endpoint(url, "gpt"), limits_of(**(limits or {})), params, **options)
         asked = [RolloutRequest(example={"prompt": PROMPT}, example_id=str(i), seed=i) for i in range(examples)]
         trajectories = runner.run(asked)
         runner.close()
@@ -199,11 +199,11 @@ def test_no_more_trajectories_than_allowed_ask_at_once():
 
 
 @pytest.mark.parametrize(
-    "limits", [{"context_policy": "window", "context_turns": 2}, {"context_policy": "strip_thinking"}]
+    "limits", [{"context.policy": "window", "context.turns": 2}, {"context.policy": "strip_thinking"}]
 )
 def test_what_needs_token_ids_is_refused(limits):
-    with pytest.raises(ValueError, match=r"context_policy=.*Set context_policy='keep'"):
-        HostedRunner(AddEchoEnv, Endpoint("http://a", "gpt"), RolloutLimits(**limits))
+    with pytest.raises(ValueError, match=r"context.policy=.*Set context='keep'"):
+        HostedRunner(AddEchoEnv, Endpoint("http://a", "gpt"), limits_of(**limits))
     with pytest.raises(ValueError, match=r"top_k=5: .*endpoint_options=\{top_k: 5\}"):
         HostedRunner(AddEchoEnv, Endpoint("http://a", "gpt"), params=SamplingParams(top_k=5))
 
@@ -231,7 +231,7 @@ def test_an_evaluation_that_was_stopped_asks_for_nothing_twice(tmp_path):
         asked = [str(body) for body in seen.bodies]
     assert sorted([*paid, *asked]) == sorted(bodies) and len(asked) == 3
     assert result.rows == whole_result.rows
-    of_recipe = RolloutLimits(context_policy="window", context_turns=1)  # which no hosted model sees
+    of_recipe = RolloutLimits(context={"policy": "window", "turns": 1})  # which no hosted model sees
     assert replay_evaluation(journal, ROWS, limits=of_recipe).rows == result.rows
     with pytest.raises(ValueError, match="max_turns=8 was recorded, and the run has max_turns=3"):
         replay_evaluation(journal, ROWS, limits=RolloutLimits(max_turns=3))

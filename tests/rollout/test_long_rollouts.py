@@ -86,7 +86,7 @@ def test_what_two_contexts_have_in_common_is_put_together_once(policy, num_turns
         return delta(self, index, observations)
 
     monkeypatch.setattr(Contexts, "_delta", counted)
-    limits = {"context_policy": policy, "context_turns": num_turns, "max_turns": 41, "max_completion_length": 10**6}
+    limits = {"context.policy": policy, "context.turns": num_turns, "max_turns": 41, "max_completion_length": 10**6}
     turns = [*(call("echo", text=f"number {index} " * 20) for index in range(40)), say()]
     trajectory, _ = play(turns, limits=limits)
     assert len(trajectory.turns) == 41 and len(told) <= 40 * (num_turns + 1)

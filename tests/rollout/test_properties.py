@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.generation.scripted import ScriptedTurn
-from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
 from agent_r1_trl.trainers.rewards import environment_reward
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory
 from agent_r1_trl.update.batching import pad_lists, pad_tokens
 from tests.effort import examples
 from tests.rollout.helpers import PROMPT, Recorder, chat_of, sampled_ids, scene
-from tests.toys import call, calls, say
+from tests.toys import call, calls, limits_of, say
 from tests.trainers.helpers import make_trainer, scored_batch
 
 pytestmark = pytest.mark.fuzz
@@ -136,7 +136,7 @@ def play(family, conversation):
     chat = chat_of(family)
     script = [turn if isinstance(turn, Exception) else _numbered(index, turn) for index, turn in _padded(conversation)]
     sampler = Recorder(ScriptedGenerator(lambda request: script[request.turn], stop_token_ids=chat.stop_token_ids))
-    runner = RolloutRunner(conversation.env, sampler, chat, RolloutLimits(**conversation.limits))
+    runner = RolloutRunner(conversation.env, sampler, chat, limits_of(**conversation.limits))
     (trajectory,) = runner.run([RolloutRequest(example={"prompt": PROMPT})])
     runner.close()
     return Played(trajectory, sampler)

@@ -8,7 +8,7 @@ from tests.rollout.helpers import PROMPT, chat_of
 from tests.rollout.test_contexts import ECHOES, play, text_of
 from tests.toys import AddEchoEnv, say
 
-STEP = {"context_policy": "step"}
+STEP = {"context.policy": "step"}
 
 
 def giving(make):
@@ -32,11 +32,11 @@ def board(turn):
 
 def test_without_a_word_from_the_environment_a_turn_reads_the_prompt_and_the_last_turns():
     turns = [*ECHOES, say("done")]
-    for options in ({}, {"context_turns": 2}):
+    for options in ({}, {"context.turns": 2}):
         trajectory, log = play(turns, **STEP, **options)
-        assert log == play(turns, context_policy="window", **{"context_turns": 1, **options})[1]
+        assert log == play(turns, context={"policy": "window"}, **{"context.turns": 1, **options})[1]
         assert [sorted({*row.turn_ids} - {-1}) for row in trajectory.rows] == [[turn] for turn in range(6)]
-    assert len(play(turns, context_policy="window", context_turns=1)[0].rows) == 5, "two turns share its first row"
+    assert len(play(turns, context={"policy": "window", "turns": 1})[0].rows) == 5, "two turns share its first row"
 
 
 def test_the_environment_gives_the_next_context_and_it_is_recorded():
@@ -77,7 +77,7 @@ def test_only_a_policy_reads_what_the_environment_gives():
     trajectory, log = play(turns, env=giving(board))
     assert log == play(turns)[1] and "next_context" not in trajectory.to_json()
     path = f"{__name__}.given_once"
-    trajectory, log = play(turns, env=giving(board), context_policy=path)
+    trajectory, log = play(turns, env=giving(board), context={"policy": path})
     assert "the board after turn 1 " in text_of(log[1][0]) and len(trajectory.rows) == 3
 
 
@@ -128,7 +128,7 @@ def nothing(view):
 )
 def test_a_policy_that_fails_is_counted_among_the_failures_with_its_cause(name, said):
     path = f"{__name__}.{name}"
-    trajectory, _ = play([*ECHOES[:2], say("done")], context_policy=path)
+    trajectory, _ = play([*ECHOES[:2], say("done")], context={"policy": path})
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and len(trajectory.turns) == 1
     cause = failure_of(trajectory)
     assert path in cause.error and said in cause.error

@@ -1,4 +1,4 @@
-"""`context_policy='strip_thinking'`: every context is what the model's published template shows at inference."""
+"""`context.policy='strip_thinking'`: every context is what the model's published template shows at inference."""
 
 import copy
 import functools
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import StepResult
 from agent_r1_trl.generation import ScriptedGenerator
-from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
 from agent_r1_trl.rollout.thinking import format_options
 from agent_r1_trl.tools import Tool
 from agent_r1_trl.trajectory import StopReason
@@ -19,6 +19,7 @@ from tests.chat.test_family_calls import TOOLS
 from tests.effort import examples
 from tests.families import FAMILIES
 from tests.tokenizers import make_tokenizer
+from tests.toys import limits_of
 
 # In the style of R1 and its many distillations: no `reasoning_content`, thoughts of answers are cut out of `content`.
 FOREIGN = """\
@@ -97,9 +98,9 @@ def play(chat, turns, *, env=Talk, **limits):
         "max_turns": len(turns),
         "max_completion_length": 10_000,
         "max_invalid_calls": 99,
-        "context_policy": "strip_thinking",
+        "context.policy": "strip_thinking",
     }
-    runner = RolloutRunner(env, Log(), chat, RolloutLimits(**(settings | limits)))
+    runner = RolloutRunner(env, Log(), chat, limits_of(**(settings | limits)))
     (trajectory,) = runner.run([RolloutRequest(example={"prompt": PROMPT})])
     runner.close()
     return trajectory, log
@@ -301,7 +302,7 @@ def test_a_conversation_that_the_template_refuses_goes_on_as_it_was_sampled():
     trajectory, log = play(chat, CONVERSATION)
     check_rows(trajectory, log)
     assert len(trajectory.rows) == 1 and trajectory.stop_reason is StopReason.MAX_TURNS
-    assert log == play(ChatFormat(make_tokenizer("qwen3")), CONVERSATION, context_policy="keep")[1]
+    assert log == play(ChatFormat(make_tokenizer("qwen3")), CONVERSATION, context={"policy": "keep"})[1]
 
 
 # -------------------------------------------------------------------- settings
@@ -324,8 +325,8 @@ def test_a_switch_that_keeps_thoughts_is_named():
 )
 def test_a_format_and_a_policy_that_do_not_belong_together_are_refused(options, policy):
     chat = ChatFormat(make_tokenizer("qwen3"), **options)
-    with pytest.raises(ValueError, match="context_policy"):
-        play(chat, CONVERSATION, context_policy=policy, **({"context_turns": 1} if policy == "window" else {}))
+    with pytest.raises(ValueError, match=r"context\.policy"):
+        play(chat, CONVERSATION, context={"policy": policy}, **({"context.turns": 1} if policy == "window" else {}))
 
 
 def test_without_thinking_the_forced_empty_thought_is_dropped():

@@ -11,7 +11,7 @@ from agent_r1_trl.rewards import (
     thinking_format,
     thinking_format_penalty,
 )
-from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
 from agent_r1_trl.rollout.probe import recorded_calls
 from agent_r1_trl.rollout.requests import derive_seed
 from agent_r1_trl.rollout.summaries import CUT, HEADING, NO_SUMMARY, summary_request
@@ -21,9 +21,9 @@ from agent_r1_trl.trajectory import StopReason, Trajectory
 from tests.effort import examples
 from tests.families import FAMILIES
 from tests.rollout.helpers import PROMPT, chat_of
-from tests.toys import AddEchoEnv, call, say
+from tests.toys import AddEchoEnv, call, limits_of, say
 
-EVERY_TURN = {"context_policy": "summarise", "context_turns": 1, "summary_tokens": 60}
+EVERY_TURN = {"context.policy": "summarise", "context.turns": 1, "context.summary_tokens": 60}
 QUESTION = "Write it down, in {summary_tokens} tokens."
 
 
@@ -50,8 +50,8 @@ def play(turns, summaries, *, chat=None, env=AddEchoEnv, asked=QUESTION, **limit
     """One trajectory of these turns and summaries, and what the generator was asked."""
     chat = chat or chat_of()
     generator = Log(chat, turns, summaries, asked)
-    limits = {"max_turns": len(turns), "summary_prompt": QUESTION} | EVERY_TURN | limits
-    runner = RolloutRunner(env, generator, chat, RolloutLimits(**limits))
+    limits = {"max_turns": len(turns), "context.summary_prompt": QUESTION} | EVERY_TURN | limits
+    runner = RolloutRunner(env, generator, chat, limits_of(**limits))
     (trajectory,) = runner.run([RolloutRequest(example={"prompt": PROMPT}, seed=3)])
     runner.close()
     return trajectory, generator.requests
@@ -109,18 +109,20 @@ def test_summaries_have_seeds_and_lengths_of_their_own_and_move_no_others():
 
 
 def test_a_summary_is_written_where_the_context_gets_longer_than_context_tokens():
-    _, whole = play(TURNS, [], context_policy="keep", context_turns=None, summary_tokens=None, summary_prompt=None)
+    _, whole = play(
+        TURNS, [], context={"policy": "keep", "turns": None, "summary_tokens": None, "summary_prompt": None}
+    )
     third = len(whole[2][0])
-    trajectory, requests = play(TURNS, NOTES, context_turns=None, context_tokens=third)
+    trajectory, requests = play(TURNS, NOTES, context={"turns": None, "tokens": third})
     assert [turn.is_summary for turn in trajectory.turns] == [False, False, False, True, False]
     assert [request[0] for request in requests[:3]] == [request[0] for request in whole[:3]]
     check_rows(trajectory, requests)
-    trajectory, _ = play(TURNS, NOTES, context_turns=None, context_tokens=third - 1)
+    trajectory, _ = play(TURNS, NOTES, context={"turns": None, "tokens": third - 1})
     assert trajectory.turns[2].is_summary
 
 
 def test_a_summary_is_written_after_so_many_turns_since_the_last():
-    trajectory, requests = play([*TURNS[:3], *TURNS], NOTES, context_turns=3)
+    trajectory, requests = play([*TURNS[:3], *TURNS], NOTES, context={"turns": 3})
     assert [turn.is_summary for turn in trajectory.turns] == [False] * 3 + [True] + [False] * 3 + [True, False]
     check_rows(trajectory, requests)
 
@@ -128,7 +130,7 @@ def test_a_summary_is_written_after_so_many_turns_since_the_last():
 def test_the_last_turn_is_left_out_where_the_context_would_be_too_long_with_it():
     turns = [call("echo", text="word " * 60), say("done")]
     (_, _, whole), (_, _, short) = (
-        [text_of(request[0]) for request in play(turns, NOTES, context_tokens=tokens, context_turns=1)[1]]
+        [text_of(request[0]) for request in play(turns, NOTES, context={"tokens": tokens, "turns": 1})[1]]
         for tokens in (900, 240)
     )
     assert whole.count("word") == 120 and short.count("word") == 0
@@ -158,7 +160,9 @@ def test_turns_limits_and_the_environment_do_not_count_summaries():
     assert thinking_format.score(trajectory) == 0.0
     grounded = grounded_thinking.score(trajectory)
     assert grounded[1] is None and grounded[3] is None and len(grounded) == 5
-    kept = play(TURNS[:3], [], context_policy="keep", context_turns=None, summary_tokens=None, summary_prompt=None)[0]
+    kept = play(
+        TURNS[:3], [], context={"policy": "keep", "turns": None, "summary_tokens": None, "summary_prompt": None}
+    )[0]
     assert [number for index, number in enumerate(anchors(trajectory)) if index % 2 == 0] == anchors(kept)
     assert len({*anchors(trajectory)}) == 5
     request = RolloutRequest(example={"prompt": PROMPT})
@@ -250,7 +254,7 @@ class Mute:
 
 def test_a_summary_after_which_no_context_has_room_ends_the_trajectory():
     said = [say("a"), say("b"), say("c")], [say("word " * 200)] * 2
-    options = {"env": Mute, "summary_prompt": "??", "asked": "??"}
+    options = {"env": Mute, "context.summary_prompt": "??", "asked": "??"}
     trajectory, _ = play(*said, **options)
     assert trajectory.stop_reason is StopReason.DONE
     shortest = len(trajectory.prompt_ids) + trajectory.turns[1].start + 60 + 1
@@ -262,22 +266,26 @@ def test_a_summary_after_which_no_context_has_room_ends_the_trajectory():
 
 
 REFUSED = {
-    "no length": ({"summary_tokens": None}, "summary_tokens", {"summary_tokens": 256}),
-    "no occasion": ({"context_turns": None}, "context_tokens", {"context_tokens": 3000}),
-    "no words": ({"summary_prompt": "  "}, "summary_prompt", {"summary_prompt": None}),
-    "no number": ({"summary_tokens": 0}, "summary_tokens", {"summary_tokens": 1}),
-    "longer than a context": ({"context_tokens": 60}, "summary_tokens", {"context_tokens": 61}),
-    "longer than all": ({"max_completion_length": 60}, "summary_tokens", {"max_completion_length": 61}),
+    "no length": ({"context.summary_tokens": None}, "context.summary_tokens", {"context.summary_tokens": 256}),
+    "no occasion": ({"context.turns": None}, "context.tokens", {"context.tokens": 3000}),
+    "no words": ({"context.summary_prompt": "  "}, "summary_prompt", {"context.summary_prompt": None}),
+    "no number": ({"context.summary_tokens": 0}, "context.summary_tokens", {"context.summary_tokens": 1}),
+    "longer than a context": ({"context.tokens": 60}, "context.summary_tokens", {"context.tokens": 61}),
+    "longer than all": ({"max_completion_length": 60}, "context.summary_tokens", {"max_completion_length": 61}),
     "longer than the model": (
-        {"max_model_length": 1000, "context_tokens": 950},
-        "summary_tokens",
-        {"summary_tokens": 250, "context_tokens": 500},
+        {"max_model_length": 1000, "context.tokens": 950},
+        "context.summary_tokens",
+        {"context.summary_tokens": 250, "context.tokens": 500},
     ),
-    "length without summaries": ({"context_policy": "keep", "context_turns": None}, "summary_tokens", EVERY_TURN),
+    "length without summaries": (
+        {"context.policy": "keep", "context.turns": None},
+        "context.summary_tokens",
+        EVERY_TURN,
+    ),
     "words without summaries": (
-        {"context_policy": "window", "summary_tokens": None, "summary_prompt": "?"},
-        "summary_prompt",
-        {"summary_prompt": None},
+        {"context.policy": "window", "context.summary_tokens": None, "context.summary_prompt": "?"},
+        "context.summary_prompt",
+        {"context.summary_prompt": None},
     ),
 }
 
@@ -286,17 +294,17 @@ REFUSED = {
 def test_settings_that_cannot_work_are_refused_and_the_cure_works(case):
     options, name, cure = REFUSED[case]
     with pytest.raises(ValueError, match=name):
-        RolloutLimits(**{**EVERY_TURN, **options})
-    RolloutLimits(**{**EVERY_TURN, **options, **cure})
+        limits_of(**{**EVERY_TURN, **options})
+    limits_of(**{**EVERY_TURN, **options, **cure})
 
 
 def test_a_request_that_no_full_context_could_hold_is_refused():
-    limits = {**EVERY_TURN, "summary_prompt": "word " * 60, "max_model_length": 500, "context_tokens": 300}
-    with pytest.raises(ValueError, match=r"context_tokens=300.*below (\d+)") as error:
-        RolloutRunner(AddEchoEnv, Log(chat_of(), [], []), chat_of(), RolloutLimits(**limits))
+    limits = {**EVERY_TURN, "context.summary_prompt": "word " * 60, "max_model_length": 500, "context.tokens": 300}
+    with pytest.raises(ValueError, match=r"context.tokens=300.*below (\d+)") as error:
+        RolloutRunner(AddEchoEnv, Log(chat_of(), [], []), chat_of(), limits_of(**limits))
     below = int(str(error.value).partition("below ")[2].split()[0])
     runner = RolloutRunner(
-        AddEchoEnv, Log(chat_of(), [], []), chat_of(), RolloutLimits(**{**limits, "context_tokens": below - 1})
+        AddEchoEnv, Log(chat_of(), [], []), chat_of(), limits_of(**{**limits, "context.tokens": below - 1})
     )
     runner.close()
 
@@ -337,9 +345,9 @@ def test_every_sampled_id_is_in_one_row_whatever_is_said(family):
     summary = texts.map(say) | turn
     limits = st.fixed_dictionaries(
         {
-            "context_turns": st.integers(1, 3),
-            "context_tokens": st.none() | st.integers(100, 900),
-            "summary_tokens": st.integers(1, 90),
+            "context.turns": st.integers(1, 3),
+            "context.tokens": st.none() | st.integers(100, 900),
+            "context.summary_tokens": st.integers(1, 90),
             "max_completion_length": st.integers(100, 900),
             "max_model_length": st.none() | st.integers(1200, 2000),
         }
@@ -354,6 +362,6 @@ def test_every_sampled_id_is_in_one_row_whatever_is_said(family):
         length = limits["max_model_length"] or 10**9
         assert all(len(context) + len(ids) <= length for context, ids, *_ in requests)
         assert not trajectory.turns[0].is_summary
-        assert summary_request(RolloutLimits(**EVERY_TURN))["content"]
+        assert summary_request(limits_of(**EVERY_TURN))["content"]
 
     law()

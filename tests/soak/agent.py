@@ -310,7 +310,7 @@ def train(plan: Plan, folder: Path, urls: list[str], model_path: str) -> None:
     trainer_class = MultiTurnPPOTrainer if plan.trainer == "ppo" else MultiTurnGRPOTrainer
     options = {"use_vllm": True, "overlap_rollout": plan.overlap} if plan.sampler in ("server", "engine") else {}
     if plan.sampler == "server":
-        options |= {"vllm_mode": "server", "vllm_server_urls": urls, **SERVER_SETTINGS}
+        options |= {"vllm_mode": "server", "servers.urls": urls, **SERVER_SETTINGS}
     elif plan.sampler == "engine":
         options |= {"vllm_mode": "colocate", "vllm_max_model_length": MODEL_LENGTH}
     policy = AutoModelForCausalLM.from_pretrained(model_path) if model_path else make_policy(tokenizer)
@@ -371,7 +371,7 @@ SETTINGS: dict[str, object] = {
 }
 """Limits that make the faults pass quickly."""
 SERVER_SETTINGS: dict[str, object] = {
-    "vllm_health_timeout": 1.0,
-    "vllm_sync_timeout": 20.0,
-    "vllm_retry_window": 120.0,
+    "servers.health_timeout": 1.0,
+    "servers.sync_timeout": 20.0,
+    "servers.retry_window": 120.0,
 }

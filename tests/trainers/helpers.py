@@ -9,11 +9,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import ToolEnv
-from agent_r1_trl.features import MAPPINGS
 from agent_r1_trl.generation.scripted import ScriptedGenerator, ScriptedTurn
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from tests.tokenizers import make_tokenizer
-from tests.toys import AddEnv, call, say
+from tests.toys import AddEnv, call, say, unfold
 
 
 class PlainEnv(ToolEnv):
@@ -49,21 +48,6 @@ def questions(count=8):
     return Dataset.from_list(
         [{"id": f"q{i}", "prompt": [{"role": "user", "content": f"question {i}"}]} for i in range(count)]
     )
-
-
-def unfold(options):
-    """Options in which `"echo.patience": 5` stands for a key of a mapping; what comes later wins."""
-    unfolded = {}
-    for name, value in options.items():
-        group, _, key = name.partition(".")
-        found = unfolded.get(group)
-        if key:
-            unfolded[group] = (found if isinstance(found, dict) else {}) | {key: value}
-        elif isinstance(found, dict) and group in MAPPINGS and (value is True or isinstance(value, dict)):
-            unfolded[group] = found | ({} if value is True else value)
-        else:
-            unfolded[group] = value
-    return unfolded
 
 
 def make_args(output_dir, config_class=MultiTurnGRPOConfig, **options):

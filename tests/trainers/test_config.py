@@ -162,7 +162,7 @@ def test_every_trl_option_that_is_ignored_is_refused_by_name(name):
 def test_servers_come_from_our_list_or_from_trls_arguments():
     server = {"use_vllm": True, "vllm_mode": "server"}
     urls = ["http://a:1", "http://b:2"]
-    assert server_urls(MultiTurnGRPOConfig(**CPU, **server, vllm_server_urls=urls)) == urls
+    assert server_urls(MultiTurnGRPOConfig(**CPU, **server, servers={"urls": urls})) == urls
     assert server_urls(MultiTurnGRPOConfig(**CPU, **server, vllm_server_base_url="http://c:3")) == ["http://c:3"]
     config = MultiTurnGRPOConfig(**CPU, **server, vllm_server_host="d", vllm_server_port=4)
     assert server_urls(config) == ["http://d:4"]

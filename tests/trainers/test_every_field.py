@@ -17,7 +17,7 @@ from accelerate import ParallelismConfig
 from transformers import Trainer, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
-from agent_r1_trl.cli.options import mapping_keys
+from agent_r1_trl.features import keys_of
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig
 from agent_r1_trl.trainers.config_checks import NEEDS, TRL_NEEDS, UNSUPPORTED_OPTIONS
 from tests.trainers import effects
@@ -128,27 +128,31 @@ TABLE = {
     "max_tokens_per_turn": Acts(effects.limits, 5),
     "max_observation_tokens": Acts(effects.limits, 7),
     "max_invalid_calls": Acts(effects.limits, 0),
-    "context_policy": (
+    "context": (
+        Refused("window", {"context": {"policy": "window", "turns": 2}}),
+        Refused({"turn": 2}, {"context": {"policy": "step", "turns": 2}}),
+    ),
+    "context.policy": (
         ShownBy("tests/rollout/test_contexts.py::test_a_window_holds_the_prompt_and_the_last_turns"),
-        Refused("window", {"context_turns": 2}),
-        Refused("summarise", {"context_turns": 2, "summary_tokens": 100}),
-        Refused("widow", {"context_policy": "keep"}),
+        Refused("window", {"context.turns": 2}),
+        Refused("summarise", {"context.turns": 2, "context.summary_tokens": 100}),
+        Refused("widow", {"context.policy": "keep"}),
     ),
-    "context_turns": (
+    "context.turns": (
         ShownBy("tests/rollout/test_contexts.py::test_a_window_holds_the_prompt_and_the_last_turns"),
-        Refused(2, {"context_policy": "window"}, {"context_policy": "drop_observations"}, {"context_policy": "step"}),
+        Refused(2, {"context.policy": "window"}, {"context.policy": "drop_observations"}, {"context.policy": "step"}),
     ),
-    "context_tokens": (
-        Acts(effects.limits, 100, context_policy="window", context_turns=2),
-        Refused(100, {"context_policy": "window", "context_turns": 2}),
+    "context.tokens": (
+        Acts(effects.limits, 100, context={"policy": "window", "turns": 2}),
+        Refused(100, {"context.policy": "window", "context.turns": 2}),
     ),
-    "summary_tokens": (
+    "context.summary_tokens": (
         ShownBy(f"{SUMMARIES}::test_summaries_have_seeds_and_lengths_of_their_own_and_move_no_others"),
-        Refused(100, {"context_policy": "summarise", "context_turns": 2}),
+        Refused(100, {"context.policy": "summarise", "context.turns": 2}),
     ),
-    "summary_prompt": (
-        Acts(effects.limits, "Why?", context_policy="summarise", context_turns=2, summary_tokens=100),
-        Refused("Why?", {"context_policy": "summarise", "context_turns": 2, "summary_tokens": 100}),
+    "context.summary_prompt": (
+        Acts(effects.limits, "Why?", context={"policy": "summarise", "turns": 2, "summary_tokens": 100}),
+        Refused("Why?", {"context.policy": "summarise", "context.turns": 2, "context.summary_tokens": 100}),
     ),
     "max_concurrency": (Acts(effects.limits, 9), Acts(effects.engine, 9)),
     "rollout_timeout": Acts(effects.limits, 1.5),
@@ -159,12 +163,13 @@ TABLE = {
     "thinking": (
         Acts(effects.chat, "off"),
         ShownBy("tests/rollout/test_strip_thinking.py::test_every_context_is_what_the_published_template_shows"),
-        Refused("strip", {"context_policy": "keep", "context_turns": None}, context_policy="window", context_turns=2),
+        Refused("strip", {"thinking": "keep", "context": "strip_thinking"}),
     ),
     "eval_temperature": Acts(effects.evaluation, 0.5),
     "generation_batch_rows": Acts(effects.local_generator, 3),
-    "vllm_server_urls": (Acts(effects.engine, ["http://a:1"], **SERVER), Refused(["http://a:1"], SERVERS)),
-    "max_sync_logprob_gap": (Acts(effects.sync_call, 0.3, **ENGINE), Refused(0.3, ENGINE)),
+    "servers": Refused(3, {"servers": {"urls": ["http://a:1"]}}, **SERVERS),
+    "servers.urls": (Acts(effects.engine, ["http://a:1"], **SERVER), Refused(["http://a:1"], SERVERS)),
+    "servers.max_logprob_gap": (Acts(effects.sync_call, 0.3, **ENGINE), Refused(0.3, ENGINE)),
     "overlap_rollout": (
         ShownBy("tests/trainers/test_overlap.py::test_it_trains_on_what_the_synchronous_run_trains_on"),
         Refused(True, ENGINE),
@@ -261,14 +266,18 @@ TABLE = {
         ),
     ),
     "record_trajectories": Acts(effects.store, "parquet"),
-    "push_trajectories": (
+    "push.trajectories": (
         ShownBy("tests/features/hub/test_publishing.py::test_trajectories_are_uploaded_only_if_asked"),
         Refused(True, {"record_trajectories": "parquet"}, record_trajectories="none"),
     ),
-    "allow_secrets": ShownBy(
+    "push": Refused(True, {"push": {"trajectories": True}}),
+    "push.allow_secrets": ShownBy(
         "tests/features/hub/test_uploads.py::test_a_secret_stops_the_upload_of_a_trainer_until_its_file_is_allowed"
     ),
-    "push_critic": ShownBy("tests/features/hub/test_uploads.py::test_the_critic_is_uploaded_only_if_asked"),
+    "push.critic": (
+        ShownBy("tests/features/hub/test_uploads.py::test_the_critic_is_uploaded_only_if_asked"),
+        Refused(True, {"push.critic": False}),
+    ),
     "secret_names": ShownBy(
         "tests/features/hub/test_publishing.py::test_names_of_secrets_decide_what_is_masked_in_records_and_in_the_table"
     ),
@@ -314,13 +323,13 @@ TABLE = {
     ),
     "echo.rate_factor": (ShownBy(RATE_TEST), Refused(0.1, {"echo.actions": ["learning_rate"]})),
     "echo.rate_steps": (ShownBy(RATE_TEST), Refused(5, {"echo.actions": ["learning_rate"]})),
-    "journal_keep": (
+    "journal.keep": (
         ShownBy(
-            "tests/features/journal/test_training_journal.py::test_rollouts_before_the_last_checkpoint_go_but_for_journal_keep"
+            "tests/features/journal/test_training_journal.py::test_rollouts_before_the_last_checkpoint_go_but_for_those_to_keep"
         ),
-        Refused(-1, {"journal_keep": 0}),
+        Refused(-1, {"journal.keep": 0}),
     ),
-    "replay": ShownBy(
+    "journal.replay": ShownBy(
         "tests/features/journal/test_training_journal.py::"
         "test_a_replay_trains_on_the_same_batches_without_sampler_tools_and_environment"
     ),
@@ -485,7 +494,7 @@ TABLE = {
     "vllm_server_base_url": (
         Acts(effects.engine, "http://a:1", **SERVER),
         Refused("http://a:1", SERVER, **ENGINE),
-        Refused("http://a:1", {"vllm_server_urls": None}, **SERVERS, vllm_server_urls=["http://b:1"]),
+        Refused("http://a:1", {"servers.urls": None}, **SERVERS, servers={"urls": ["http://b:1"]}),
     ),
     "vllm_server_host": (
         Acts(effects.engine, "a", **SERVER),
@@ -501,15 +510,15 @@ TABLE = {
     "vllm_group_port": Refused(9, {"vllm_group_port": 51216}, **SERVERS),
     **{
         name: (Acts(effects.engine, 9.0, **SERVER), Refused(9.0, SERVER, **ENGINE))
-        for name in ("vllm_health_timeout", "vllm_retry_window", "vllm_sync_timeout")
+        for name in ("servers.health_timeout", "servers.retry_window", "servers.sync_timeout")
     },
-    "vllm_weight_transfer": (
+    "servers.weight_transfer": (
         Acts(effects.engine, "folder", **SERVER),
-        Refused("ib", {"vllm_weight_transfer": "nccl"}, **SERVERS),
+        Refused("ib", {"servers.weight_transfer": "nccl"}, **SERVERS),
         Refused("nccl", SERVER, **ENGINE),
     ),
-    "vllm_allow_public_servers": (Acts(effects.engine, True, **SERVER), Refused(True, SERVER, **ENGINE)),
-    "vllm_request_timeout": (Acts(effects.engine, 9.0, **SERVER), Acts(effects.engine, 9.0)),
+    "servers.allow_public": (Acts(effects.engine, True, **SERVER), Refused(True, SERVER, **ENGINE)),
+    "servers.request_timeout": (Acts(effects.engine, 9.0, **SERVER), Acts(effects.engine, 9.0)),
     "vllm_gpu_memory_utilization": (Acts(effects.engine, 0.5), Refused(0.5, {"vllm_mode": "colocate"}, **SERVERS)),
     "vllm_max_model_length": (Acts(effects.engine, 99), Acts(effects.limits, 99, **SERVERS)),
     "vllm_tensor_parallel_size": Refused(
@@ -616,7 +625,7 @@ def test_a_field_acts_or_is_refused_with_a_cure_that_works(tmp_path, name):
 
 def test_every_field_of_trl_and_of_ours_has_a_line():
     inherited = {item.name for item in fields(TrainingArguments)}
-    found = {item.name for kind in (GRPOConfig, GRPO, PPO) for item in fields(kind)} | set(mapping_keys())
+    found = {item.name for kind in (GRPOConfig, GRPO, PPO) for item in fields(kind)} | set(keys_of(PPO))
     assert found - inherited - set(TABLE) == set(), "write a line for each: what honours it, or what refuses it"
     assert set(TABLE) - found == set(), "no field has this name"
 

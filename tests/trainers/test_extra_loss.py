@@ -153,7 +153,7 @@ def test_every_row_of_a_rewritten_context_has_the_reward_of_its_trajectory(tmp_p
     def again(view):
         return [*view.prompt_messages, {"role": "user", "content": "again"}]
 
-    options = {"context_policy": again, "num_generations": 2, "per_device_train_batch_size": 2}
+    options = {"context.policy": again, "num_generations": 2, "per_device_train_batch_size": 2}
     trainer = make_trainer(tmp_path, env=Paid, loss_term=of_rewards, max_concurrency=1, **options)
     rows = scored_batch(trainer)["trajectory_rewards"].tolist()
     earned = [item.total_reward for item in trainer.last_trajectories for _ in item.rows]

@@ -126,7 +126,7 @@ def test_what_the_page_on_extending_shows_trains(tmp_path):
     trainer = make_trainer(tmp_path, advantage_estimator=page["BEST_OF_GROUP"], trainer=page["LessCertain"], **rewards)
     assert (scored_batch(trainer)["advantages"] <= 0).all()
     assert all(name in trainer._metrics["train"] for name in ("reward_parts/short_answer", "reward/process"))
-    names = {"loss_term": "imitate", "context_policy": "last_turn"}
+    names = {"loss_term": "imitate", "sampling.filter_groups": "within_reach", "context.policy": "last_turn"}
     trainer = make_trainer(
         tmp_path, callbacks=[page["CallsOnly"]()], **{flag: page[name] for flag, name in names.items()}
     )

@@ -18,7 +18,7 @@ from tests.trainers.helpers import make_trainer, questions
 from tests.trainers.test_rows import three_turns
 
 ROOT = Path(__file__).resolve().parents[2]
-WINDOW = {"context_policy": "window", "context_turns": 1, "max_turns": 4}
+WINDOW = {"context.policy": "window", "context.turns": 1, "max_turns": 4}
 BY_TOKENS = {"update_layout": "shared", "max_tokens_per_micro_batch": 500}
 HALF = {"sampling.filter_groups": "top_fraction", "sampling.filter_value": 0.5}
 PPO = {"trainer": MultiTurnPPOTrainer, "critic": "head", "num_generations": 1}
@@ -78,7 +78,7 @@ def test_a_run_goes_on_in_the_middle_of_a_rollout(tmp_path, kind):
     assert_same_end(resumed, whole)
 
 
-REPLACED = {"sampling.resample_rounds": 3, "per_device_train_batch_size": 8, "journal_keep": 99}
+REPLACED = {"sampling.resample_rounds": 3, "per_device_train_batch_size": 8, "journal.keep": 99}
 OVERLAP = {"overlap_rollout": True, "use_vllm": True}  # the scripted generator plays
 JOURNALED = {
     "resampled": {**REPLACED, "sampling.curriculum": True},
@@ -150,7 +150,7 @@ def test_a_run_that_is_killed_in_the_middle_of_a_rollout_ends_like_one_that_was_
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()
     killed.mkdir()
-    options = {"context_policy": "window", "context_turns": 1}
+    options = {"context.policy": "window", "context.turns": 1}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([journal_run.__name__])
     process = context.Process(target=journal_run.run, args=(killed, "ppo", 5), kwargs=options)

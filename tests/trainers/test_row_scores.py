@@ -20,7 +20,7 @@ LAYOUTS = {
     "packed by tokens": {"update_layout": "packed", "max_tokens_per_micro_batch": 700},
     "shared by tokens": {"update_layout": "shared", "max_tokens_per_micro_batch": 700},
 }
-WINDOW = {"context_policy": "window", "context_turns": 1, "max_turns": 4, "script": three_turns}
+WINDOW = {"context.policy": "window", "context.turns": 1, "max_turns": 4, "script": three_turns}
 CRITICS = {
     "head": {"critic": "head"},
     "adapter": {"critic": "adapter", "peft_config": LoraConfig(r=4, target_modules="all-linear")},

@@ -21,7 +21,7 @@ from tests.toys import call, say
 from tests.trainers.effects import CPU
 from tests.trainers.helpers import make_policy, make_trainer, move_weights, questions, scored_batch
 
-MANY = {"context_policy": "window", "context_turns": 99}  # allows for rows, and rewrites nothing
+MANY = {"context.policy": "window", "context.turns": 99}  # allows for rows, and rewrites nothing
 
 
 def three_turns(rng, turn):
@@ -243,15 +243,15 @@ REFUSED = {
 def test_what_looks_at_a_whole_row_is_refused_where_there_may_be_several(name):
     assert {*WHOLE_ROWS, "loss_type"} == {*REFUSED}
     option = {name: REFUSED[name]}
-    with pytest.raises(ValueError, match=rf"{name}=.*context_policy"):
+    with pytest.raises(ValueError, match=rf"{name}=.*context.policy"):
         MultiTurnGRPOConfig(**CPU, **option, **MANY)
     MultiTurnGRPOConfig(**CPU, **MANY)
     MultiTurnGRPOConfig(**CPU, **option)
-    steps = {**CPU, **option, "context_policy": "step"}
+    steps = {**CPU, **option, "context.policy": "step"}
     if name == "importance_sampling_level":  # of a row that is one turn
         MultiTurnGRPOConfig(**steps)
     else:
-        with pytest.raises(ValueError, match=rf"{name}=.*context_policy='step'"):
+        with pytest.raises(ValueError, match=rf"{name}=.*context.policy='step'"):
             MultiTurnGRPOConfig(**steps)
 
 
@@ -275,14 +275,14 @@ def test_a_context_that_was_rewritten_before_anything_was_sampled_is_the_one_tha
 def test_rewritten_contexts_are_refused_where_no_policy_rewrites_any():
     turns = [Turn(start=0, end=1, message=say("")), Turn(start=1, end=2, message=say("5"))]
     trajectory = split(trajectory_of(turns, turn_ids=[0, 1]), [1])
-    with pytest.raises(ValueError, match="context_policy"):
+    with pytest.raises(ValueError, match=r"context\.policy"):
         TrainingRows.of([trajectory], MultiTurnGRPOConfig(**CPU))
     assert len(TrainingRows.of([trajectory], MultiTurnGRPOConfig(**CPU, **MANY))) == 2
 
 
 # -------------------------------------------------------------------- contexts that a policy rewrites
 
-WINDOW = {"context_policy": "window", "context_turns": 1, "max_turns": 4, "script": three_turns}
+WINDOW = {"context.policy": "window", "context.turns": 1, "max_turns": 4, "script": three_turns}
 
 
 def test_old_log_probs_of_a_row_are_those_of_a_plain_forward_of_it(tmp_path):
@@ -330,8 +330,9 @@ def test_summaries_are_trained_evaluated_logged_and_recorded(tmp_path, trainer_c
         return say("x" * rng.randrange(1, 9)) if turn % 2 or rng.random() < 0.2 else call(a=rng.randrange(9), b=2)
 
     trainer = make_trainer(
-        tmp_path, trainer=trainer_class, script=script, context_policy="summarise", context_turns=1, max_turns=3,
-        summary_tokens=12, summary_prompt="Sum up.", max_completion_length=400, max_steps=2, eval_dataset=questions(4),
+        tmp_path, trainer=trainer_class, script=script, max_turns=3, max_completion_length=400, max_steps=2,
+        context={"policy": "summarise", "turns": 1, "summary_tokens": 12, "summary_prompt": "Sum up."},
+        eval_dataset=questions(4),
         record_trajectories="jsonl", per_device_eval_batch_size=4, per_device_train_batch_size=4,
         gradient_accumulation_steps=2, reward_funcs=[lengths],
     )  # fmt: skip

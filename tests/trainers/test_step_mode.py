@@ -18,7 +18,7 @@ from tests.toys import call, say
 from tests.trainers.helpers import make_trainer, move_weights, questions
 from tests.trainers.test_rows import ValuedTrainer
 
-STEP_MODE = {"context_policy": "step", "loss_unit": "turn", "max_turns": 5, "max_completion_length": 900}
+STEP_MODE = {"context.policy": "step", "loss_unit": "turn", "max_turns": 5, "max_completion_length": 900}
 GAMMA, LAM, CLIP, VALUE_CLIP = 0.9, 0.8, 0.2, 0.2
 PPO = {"trainer": ValuedTrainer, "critic": "head", "num_generations": 1, "advantage_estimator": "step_gae"}
 PPO |= {"gamma_turn": GAMMA, "lam_turn": LAM}

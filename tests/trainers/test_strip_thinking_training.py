@@ -5,10 +5,9 @@ import pytest
 from agent_r1_trl.evaluation import evaluate_model
 from agent_r1_trl.recording import read_trajectories
 from agent_r1_trl.rollout import RolloutLimits
-from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.tokenizers import make_tokenizer, read_template
 from tests.toys import say
-from tests.trainers.effects import CPU
 from tests.trainers.helpers import PlainEnv, make_policy, make_trainer, questions
 
 
@@ -32,14 +31,15 @@ class AskingEnv(PlainEnv):
 @pytest.mark.parametrize("trainer_class", (MultiTurnGRPOTrainer, MultiTurnPPOTrainer))
 def test_thoughts_are_stripped_in_training_evaluation_and_after_a_resume(tmp_path, trainer_class):
     options = {
-        "trainer": trainer_class, "thinking": "strip", "max_turns": 2, "script": two_thoughts, "env": AskingEnv,
+        "trainer": trainer_class, "context": "strip_thinking", "max_turns": 2,
+        "script": two_thoughts, "env": AskingEnv,
         "eval_dataset": questions(4), "per_device_eval_batch_size": 4, "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2, "record_trajectories": "jsonl", "save_strategy": "steps", "save_steps": 1,
     }  # fmt: skip
     trainer = make_trainer(tmp_path, **options, max_steps=2)
     trainer.train()
     trainer.evaluate()
-    assert trainer.args.context_policy == "strip_thinking"
+    assert trainer.args.context.policy == "strip_thinking"
     assert trainer.rollouts.chat.chat_template == read_template("qwen3"), "not TRL's, which keeps thoughts"
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logged) == 2 and all(entry["rollout/rows"] > 1 and entry["grad_norm"] > 0 for entry in logged)
@@ -55,23 +55,15 @@ def test_thoughts_are_stripped_in_training_evaluation_and_after_a_resume(tmp_pat
 
 def test_evaluation_plays_with_the_same_policy():
     tokenizer = make_tokenizer("qwen3")
-    limits = RolloutLimits(max_turns=2, max_completion_length=60, max_tokens_per_turn=8)
+    options = {"max_turns": 2, "max_completion_length": 60, "max_tokens_per_turn": 8}
+    limits = RolloutLimits(**options, context="strip_thinking")
     model, rows = make_policy(tokenizer), list(questions(2))
-    result = evaluate_model(model, AskingEnv, rows, tokenizer=tokenizer, limits=limits, thinking="strip")
-    assert result.settings["limits"]["context_policy"] == "strip_thinking"
-    with pytest.raises(ValueError, match="thinking='strip' with context_policy='window'"):
-        window = RolloutLimits(context_policy="window", context_turns=1)
-        evaluate_model(model, AskingEnv, rows, tokenizer=tokenizer, limits=window, thinking="strip")
-
-
-def test_either_setting_sets_the_other():
-    for options in ({"thinking": "strip"}, {"context_policy": "strip_thinking"}):
-        config = MultiTurnGRPOConfig(**CPU, **options)
-        assert (config.thinking, config.context_policy) == ("strip", "strip_thinking")
-    config = MultiTurnGRPOConfig(**CPU, thinking="off", context_policy="strip_thinking")
-    assert (config.thinking, config.context_policy) == ("off", "strip_thinking")
+    result = evaluate_model(model, AskingEnv, rows, tokenizer=tokenizer, limits=limits)
+    assert result.settings["limits"]["context"]["policy"] == "strip_thinking"
+    with pytest.raises(ValueError, match=r"context\.policy='keep' with a chat format made by thinking='strip'"):
+        evaluate_model(model, AskingEnv, rows, tokenizer=tokenizer, limits=RolloutLimits(**options), thinking="strip")
 
 
 def test_a_model_without_thoughts_is_refused_by_the_trainer(tmp_path):
     with pytest.raises(ValueError, match=r"thinking='strip' has no effect.*thinking='keep'"):
-        make_trainer(tmp_path, family="qwen2_5", thinking="strip")
+        make_trainer(tmp_path, family="qwen2_5", context="strip_thinking")

@@ -136,8 +136,8 @@ def answers_and_calls(rng, turn):
     [
         {},
         {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4},
-        {"context_policy": "window", "context_turns": 1, "max_turns": 4},
-        {"context_policy": "window", "context_turns": 1, "max_turns": 4, "update_layout": "grouped"},
+        {"context.policy": "window", "context.turns": 1, "max_turns": 4},
+        {"context.policy": "window", "context.turns": 1, "max_turns": 4, "update_layout": "grouped"},
         {"sampling.filter_groups": "min_p", "sampling.filter_value": 0.01},
         {"update_layout": "shared", "max_tokens_per_micro_batch": 400},
     ],

@@ -9,11 +9,11 @@ from tests.trainers.test_vllm_training import check_two_steps, make_vllm_trainer
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("policy_server")]
 
 POLICIES = {
-    "window": {"context_policy": "window", "context_turns": 1},
-    "drop_observations": {"context_policy": "drop_observations", "context_turns": 1, "context_tokens": 90},
+    "window": {"context.policy": "window", "context.turns": 1},
+    "drop_observations": {"context.policy": "drop_observations", "context.turns": 1, "context.tokens": 90},
     # The template forces an empty thought, and shows none in earlier turns.
-    "strip_thinking": {"context_policy": "strip_thinking", "thinking": "off"},
-    "summarise": {"context_policy": "summarise", "context_turns": 2, "summary_tokens": 6},
+    "strip_thinking": {"context.policy": "strip_thinking", "thinking": "off"},
+    "summarise": {"context.policy": "summarise", "context.turns": 2, "context.summary_tokens": 6},
 }
 
 

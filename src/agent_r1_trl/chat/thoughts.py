@@ -106,7 +106,7 @@ def check_drops(rule: ThoughtRule, *, thinks: bool, kwargs: dict[str, Any]) -> N
         reason = "keeps the thoughts of earlier turns" + (f" with chat_template_kwargs={kwargs}" if kwargs else "")
     raise ChatFormatError(
         f"thinking='strip' has no effect: the chat template {reason}, so a server shows them as they were sampled.",
-        "Use thinking='keep' (and context_policy='keep', if you set it).",
+        "Use thinking='keep', in a recipe context: keep.",
     )
 
 

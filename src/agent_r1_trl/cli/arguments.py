@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 import yaml
 
 from agent_r1_trl.cli.errors import UsageError
-from agent_r1_trl.features import has_feature
+from agent_r1_trl.features import feature, mappings_of
 from agent_r1_trl.generation.endpoint import api_url
 from agent_r1_trl.rollout.limits import RolloutSettings, find_limit_problems
 from agent_r1_trl.safe_text import SECRET_NAMES, SECRET_NAMES_HELP, SECRET_PATTERNS_HELP, check_rules, rules
@@ -31,6 +31,7 @@ from agent_r1_trl.settings import (
     check_settings,
     find_clashes,
     find_unread,
+    plain_value,
     refuse,
     setting,
 )
@@ -145,7 +146,7 @@ class TemplateArguments(CommandArguments):
         None, "Grammar that reads tool calls: a family's name, or a JSON file."
     )
     chat_template_kwargs: dict[str, Any] | str | None = setting(None, "Arguments of the chat template.")
-    thinking: str = setting("keep", "Reasoning of earlier turns; 'off': none.", choices=["keep", "off", "strip"])
+    thinking: str = setting("keep", "Reasoning of earlier turns; 'off': none.", choices=["keep", "off"])
 
     def chat_options(self) -> dict[str, Any]:
         """What `open_agent` and the doctor take of these."""
@@ -257,17 +258,25 @@ class EvalArguments(PlayArguments, TaskArguments):
         "Directory for the table (evaluation.json, .md, .csv), trajectories and journal. Not set: only print the "
         "table.",
     )
-    journal: bool = setting(True, "Keep every turn in output_dir/journal, for replay. Needs output_dir.")
-    replay: str | None = setting(
-        None,
-        "Take the trajectories from the journal of another evaluation (its output_dir) instead of playing them: no "
-        "model, no tools, no environment.",
+    journal: dict[str, Any] | str | None = setting(
+        True,
+        "Keep every turn in output_dir/journal (needs output_dir), so that an evaluation that was killed goes on: "
+        "true, false, or a mapping; {replay: scores} takes the trajectories from the journal of another evaluation.",
     )
     generation_batch_rows: Count = setting(64, "Maximum number of requests per forward pass of transformers.")
 
+    @property
+    def replay(self) -> str | None:
+        """Whose journal the trajectories are taken from; None where they are played."""
+        found: str | None = plain_value(self, "journal.replay")
+        return found
+
     def __post_init__(self) -> None:
         self.model_name_or_path = [name for name in self.model_name_or_path or () if name] or None
-        self.journal = self.journal and has_feature("journal")  # on by default, where it is installed
+        kind = mappings_of("journal").get("journal")
+        if kind is None and self.journal not in (True, False, None):  # it is on by default where it is installed
+            feature("journal", f"journal={self.journal!r}")
+        self.journal = None if kind is None else kind.read("journal", self.journal)
         super().__post_init__()
         if self.endpoint is not None:
             rules().note(self.endpoint_options)

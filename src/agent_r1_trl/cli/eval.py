@@ -43,7 +43,6 @@ from agent_r1_trl.generation import SamplingParams
 from agent_r1_trl.generation.endpoint import Endpoint
 from agent_r1_trl.rollout import NothingPlayedError, RolloutLimits, check_some_played
 from agent_r1_trl.rollout.failures import may_pass
-from agent_r1_trl.rollout.thinking import settle_thinking
 from agent_r1_trl.safe_text import rules, set_rules
 from agent_r1_trl.trainers.checkpoints import EVALUATION_LOCK_FILE, output_lock
 
@@ -98,6 +97,7 @@ def _check_flags(arguments: EvalArguments, flags: set[str]) -> None:
     """Refuse flags that have no effect on a hosted model. In a recipe they are those of the trained model."""
     if "endpoint" in flags and not {"model", "models", "model_name_or_path"} & flags:
         raise UsageError("--model: not set. Pass the name that the model has at the endpoint.")
+    flags = {flag.partition(".")[0] for flag in flags}
     of_loaded = (*_OF_LOADED, "trust_remote_code", "generation_batch_rows", "max_concurrency")
     for name in (*KEEP_ALL, *_NO_FILTERS, *(() if "base" in (arguments.baselines or ()) else of_loaded)):
         if name in flags:
@@ -348,8 +348,6 @@ def _play(
 
 def _replay(arguments: EvalArguments, row: PlannedRow) -> EvaluationResult:
     limits = _limits(arguments, row.is_hosted)
-    if not row.is_hosted:
-        limits = replace(limits, context_policy=settle_thinking(arguments.thinking, limits.context_policy)[1])
     with users_mistakes(NothingPlayedError):
         return replay_evaluation(
             Path(str(arguments.replay)) / row.folder if row.folder else str(arguments.replay),
@@ -372,7 +370,7 @@ def _unfinished(arguments: EvalArguments) -> Iterator[bool]:
         return
     mark = Path(arguments.output_dir) / MARK
     with output_lock(Path(arguments.output_dir), EVALUATION_LOCK_FILE):
-        goes_on = arguments.journal and arguments.resume and mark.exists()
+        goes_on = arguments.journal is not None and arguments.resume and mark.exists()
         if arguments.journal:
             mark.touch()
         yield goes_on

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.features import FEATURES, mappings_of
+from agent_r1_trl.features import mappings
 
 PAGE = Path("docs/options.md")
 _HEADING = re.compile(r"    # ---- (?P<title>[^(]+?)\s*(?:\(.*)?$")
@@ -55,22 +55,16 @@ def option_groups(*kinds: Any) -> dict[str, list[Any]]:
             if name in known and name not in seen:
                 seen.add(name)
                 groups.setdefault(sections.get(name, title), []).append(known[name])
-    return groups | {title: keys for flag, title, keys in _mappings() if flag in seen}
+    of_mappings = {flag: group for kind in kinds for flag, group in mappings(kind).items()}
+    return groups | {f"Keys of {flag}": list(_keys(flag, group)) for flag, group in of_mappings.items()}
 
 
-def mapping_keys() -> list[str]:
-    """The keys of all mappings of features, as `setting.key`."""
-    return [item.name for _, _, keys in _mappings() for item in keys]
-
-
-def _mappings() -> Iterator[tuple[str, str, list[Any]]]:
-    """Each mapping of a feature: its setting, a title, and its keys as fields that are named `setting.key`."""
-    for name in FEATURES:
-        for flag, kind in mappings_of(name).items():
-            keys = [copy.copy(item) for item in dataclasses.fields(kind)]
-            for key in keys:
-                key.name = f"{flag}.{key.name}"
-            yield flag, f"Keys of {flag}", keys
+def _keys(flag: str, group: type) -> Iterator[Any]:
+    """The keys of a mapping as fields that are named `setting.key`."""
+    for item in dataclasses.fields(group):
+        key: Any = copy.copy(item)
+        key.name = f"{flag}.{item.name}"
+        yield key
 
 
 def _rank(kind: type) -> int:

@@ -11,13 +11,17 @@ from typing import Any, NoReturn
 
 from agent_r1_trl.cli.arguments import EvalArguments, TrainArguments, read_mapping, read_text
 from agent_r1_trl.cli.errors import UsageError, no_such_option, with_cure
-from agent_r1_trl.cli.options import help_text, mapping_keys
+from agent_r1_trl.cli.options import help_text
 from agent_r1_trl.cli.recipe import found_paths, read_recipe, read_value, split_config
-from agent_r1_trl.features import MAPPINGS
+from agent_r1_trl.features import MAPPINGS as OF_FEATURES
+from agent_r1_trl.features import keys_of
 from agent_r1_trl.objects import did_you_mean
+from agent_r1_trl.settings import groups_of
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
 from agent_r1_trl.trainers.trl_arguments import ModelConfig, TrlParser
 
+MAPPINGS = (*OF_FEATURES, *groups_of(MultiTurnPPOConfig))
+"""Settings of training that are mappings."""
 OVER_RECIPE = ("env_kwargs", "reward_options", "chat_template_kwargs", *MAPPINGS)
 """Mappings of which the command line changes the keys that it names; the recipe's others stay."""
 OF_RECIPES = (EvalArguments, TrainArguments, MultiTurnGRPOConfig, MultiTurnPPOConfig, ModelConfig)
@@ -62,6 +66,7 @@ class RecipeParser(TrlParser):
         self._own, self._known = _fields(dataclass_types), _fields([*elsewhere, *dataclass_types])
         kinds = (*elsewhere, *dataclass_types)
         self._hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
+        self._keys = [key for kind in kinds for key in keys_of(kind)]
         self.recipe: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
         """Every setting by its name once the arguments are parsed, before a dataclass derives others from it."""
@@ -91,9 +96,10 @@ class RecipeParser(TrlParser):
         if path is not None:
             self.recipe = found_paths(read_recipe(path))
             known = [*self._own, *sorted(self._known)]
-            names = [*known, *mapping_keys()]
             if wrong := [
-                f"{key!r} is not a setting.{did_you_mean(key, names)}" for key in self.recipe if key not in known
+                f"{key!r} is not a setting.{did_you_mean(key, [*known, *self._keys])}"
+                for key in self.recipe
+                if key not in known
             ]:
                 raise UsageError(f"{path}: {' '.join(wrong)} Correct or remove it; --help lists all settings.")
             for name, value in self.recipe.items():
@@ -148,7 +154,7 @@ class RecipeParser(TrlParser):
             modes = [mode for mode, kinds in self._modes.items() if name in _fields(kinds)]
             cure = f"Remove it, or pass {modes[0]} as well" if modes else "Remove it"
             raise UsageError(f"{flag}: {self.prog} does not use this setting, which another command has. {cure}.")
-        raise UsageError(no_such_option(self, flag, name, mapping_keys()))
+        raise UsageError(no_such_option(self, flag, name, self._keys))
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error as a `UsageError`."""
@@ -175,7 +181,19 @@ def _fold_keys(arguments: Sequence[str]) -> list[str]:
     for group, key, texts in found:
         given = [read_text(text) for text in texts]
         folded.setdefault(group, {})[key] = given[0] if len(given) == 1 else given or True
+    for place, item in reversed(list(enumerate(rest))):  # --context window --context.turns 2
+        group = item.removeprefix("--").partition("=")[0]
+        if item.startswith("--") and group in folded:
+            value = read_text(item.partition("=")[2] if "=" in item else rest[place + 1])
+            del rest[place : place + (1 if "=" in item else 2)]
+            folded[group] = (value if isinstance(value, dict) else _main(group, value)) | folded[group]
     return rest + [part for group, mapping in folded.items() for part in (f"--{group}", json.dumps(mapping))]
+
+
+def _main(group: str, value: Any) -> dict[str, Any]:
+    """What a value that is no mapping stands for; nothing for a switch, which a key implies."""
+    kind = groups_of(MultiTurnPPOConfig).get(group)
+    return {} if kind is None or kind.main_key is None else {kind.main_key: value}
 
 
 def _over_recipe(given: dict[str, Any], recipe: Mapping[str, Any], flags: set[str]) -> dict[str, Any]:
@@ -188,5 +206,6 @@ def _over_recipe(given: dict[str, Any], recipe: Mapping[str, Any], flags: set[st
         is_of_another = name == "env_kwargs" and "env" in flags and given.get("env") != recipe.get("env")
         is_switch = name in MAPPINGS and not isinstance(merged.get(name), dict)
         if name in flags and recipe.get(name) not in (None, "", {}, True, False) and not (is_of_another or is_switch):
-            merged[name] = read_mapping(name, recipe[name]) | read_mapping(name, given[name])
+            of_recipe = recipe[name] if isinstance(recipe[name], dict) else _main(name, recipe[name])
+            merged[name] = (of_recipe or read_mapping(name, recipe[name])) | read_mapping(name, given[name])
     return given | merged

@@ -157,7 +157,7 @@ def read_recipe(path: str, *, flag: str = "--config") -> dict[str, Any]:
 
 def _folded(path: str, values: dict[str, Any]) -> dict[str, Any]:
     """A recipe in which `echo.patience: 5` is a key of the mapping `echo`, as on the command line."""
-    keys = [name for name in values if "." in name and name.partition(".")[0] in MAPPINGS]
+    keys = [name for name in values if "." in name]
     folded = {name: value for name, value in values.items() if name not in keys}
     for name in keys:
         group, _, key = name.partition(".")

@@ -59,7 +59,7 @@ from agent_r1_trl.errors import RunError
 from agent_r1_trl.evaluation.loading import check_model_folder
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.safe_text import shown
-from agent_r1_trl.settings import Clash, find_clashes, refuse
+from agent_r1_trl.settings import Clash, find_clashes, plain_value, refuse
 from agent_r1_trl.trainers.checkpoints import (
     MANIFEST,
     UNFINISHED,
@@ -112,7 +112,7 @@ def run(argv: Sequence[str]) -> int:
     task = make_task(script_args)
     train_dataset, eval_dataset = load_data(script_args)
     checkpoint = _checkpoint(args)
-    if not args.replay:  # something is played
+    if not plain_value(args, "journal.replay"):  # something is played
         _check_task(script_args, args, model_args, task, train_dataset, eval_dataset)
     _prepare_folder(script_args, args, model_args, checkpoint, console)
     folder = args.output_dir  # as it was given: the trainer makes the path absolute
@@ -278,7 +278,8 @@ def _prepare_folder(script_args: Any, args: Any, model_args: Any, checkpoint: An
         state = f"holds a run without a checkpoint (save_strategy={args.save_strategy!s})" if found else "holds none"
         console.print(f"resume_from_checkpoint: true: {flag} {state}, so the run starts at step 0.")
         return
-    is_replay = args.replay and Path(args.replay).resolve() == folder.resolve()  # refused for itself
+    replay = plain_value(args, "journal.replay")
+    is_replay = replay and Path(replay).resolve() == folder.resolve()  # refused for itself
     if found is None or checkpoint is not None or is_replay:
         return
     if not script_args.overwrite:

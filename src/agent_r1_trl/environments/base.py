@@ -31,7 +31,7 @@ class StepResult(NamedTuple):
     info: dict[str, Any]
     """Known keys: `tool_results` (list[ToolResult]), `reward_parts` (dict[str, float], sums to `reward`),
     `is_invalid` (bool: nothing in the turn could be run, counts towards `max_invalid_calls`),
-    `next_context` (list[Message]: what the next turn is sampled after, for `context_policy="step"`)."""
+    `next_context` (list[Message]: what the next turn is sampled after, for `context.policy="step"`)."""
 
 
 @runtime_checkable

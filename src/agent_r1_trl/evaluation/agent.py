@@ -12,7 +12,7 @@ from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.evaluation.loading import load_agent
 from agent_r1_trl.generation.base import Generator
 from agent_r1_trl.rollout import RolloutLimits, context_length
-from agent_r1_trl.rollout.thinking import format_options, settle_thinking
+from agent_r1_trl.rollout.thinking import format_options
 
 
 @dataclass(kw_only=True)
@@ -39,20 +39,19 @@ def make_chat(
     chat_template_kwargs: dict[str, Any] | None = None,
     thinking: str = "keep",
 ) -> tuple[ChatFormat, RolloutLimits]:
-    """The chat format of a model (see `ChatFormat`), and its limits; thinking="strip" sets their context policy.
+    """The chat format of a model (see `ChatFormat`), which the limits' context policy decides too, and its limits.
 
     Further tokens that end a turn are the `eos` of the model's generation configuration.
     """
     limits = limits or RolloutLimits()
-    thinking, policy = settle_thinking(thinking, limits.context_policy)
     chat = ChatFormat(
         tokenizer,
         chat_template=chat_template,
         response_template=response_template,
-        **format_options(thinking, policy, chat_template_kwargs),
+        **format_options(thinking, limits.context.policy, chat_template_kwargs),
         extra_stop_token_ids=[eos] if isinstance(eos, int) else list(eos or []),
     )
-    return chat, replace(limits, context_policy=policy)
+    return chat, limits
 
 
 @contextlib.contextmanager

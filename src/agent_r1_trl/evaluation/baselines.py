@@ -60,17 +60,14 @@ def without_tools(env_factory: Callable[[], Any], **settings: Any) -> Callable[[
     return lambda: OneAnswerEnv(env_factory(), **settings)
 
 
-KEEP_ALL: dict[str, Any] = {
-    "context_policy": "keep",
-    **dict.fromkeys(("context_turns", "context_tokens", "summary_tokens", "summary_prompt")),
-}
+KEEP_ALL: dict[str, Any] = {"context": "keep"}
 """Limits with which the model reads every turn so far."""
 
 
 def one_answer_limits(limits: RolloutLimits) -> RolloutLimits:
     """The limits with a single turn, whose context nothing rewrites."""
-    keeps = {} if limits.context_policy != "strip_thinking" else {"context_policy": "strip_thinking"}
-    return replace(limits, max_turns=1, **KEEP_ALL | keeps)
+    keeps: dict[str, Any] = KEEP_ALL if limits.context.policy != "strip_thinking" else {"context": "strip_thinking"}
+    return replace(limits, max_turns=1, **keeps)
 
 
 class OneAnswerEnv:

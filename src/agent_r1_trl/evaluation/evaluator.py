@@ -99,7 +99,8 @@ def evaluate(
         runner = RolloutRunner(env_factory, generator, chat, limits, params, **how)
     log = None
     if journal is not None:
-        spent = {name: value for name, value in asdict(limits).items() if name not in _NO_MATTER}
+        others = {name: value for name, value in asdict(limits).items() if name not in (*_NO_MATTER, "context")}
+        spent = others | deciding_limits(limits)  # `context.turns` by itself, as a replay compares it
         header = {"size": len(requests), "params": asdict(params), "limits": spent, **(identity or {})}
         log = _open_log(Path(journal), header, resume=resume)
     start = time.perf_counter()
@@ -166,7 +167,7 @@ def replay_evaluation(
     start = time.perf_counter()
     wanted = deciding_limits(limits) if limits is not None else {}
     wanted = {name: value for name, value in wanted.items() if value is not None or name != "max_model_length"}
-    cassette = feature("journal", f"replay={str(replay)!r}").Cassette(replay)
+    cassette = feature("journal", f"journal.replay={str(replay)!r}").Cassette(replay)
     trajectories = cassette.play(requests, limits=wanted)
     settings = {"replay": str(replay), "seed": seed}
     return _result(trajectories, num_generations, seed, settings, start, may_all_fail=keep_going)

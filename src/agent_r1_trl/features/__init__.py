@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 from types import ModuleType
 from typing import Any, NamedTuple
+
+from agent_r1_trl.settings import SettingsGroup, groups_of
 
 
 class FeatureRow(NamedTuple):
@@ -28,7 +31,7 @@ class FeatureRow(NamedTuple):
 
 
 FEATURES = {
-    "journal": FeatureRow("every turn on disk, for resumes and replays", "replay journal_keep", {}),
+    "journal": FeatureRow("every turn on disk, for resumes and replays", "journal", {}, has_mapping=True),
     "reliability": FeatureRow(
         "failure budget, tool outages, steps that are not finite, signals, ranks",
         "failures outages",
@@ -64,11 +67,12 @@ FEATURES = {
     ),
     "hub": FeatureRow(
         "cards, secrets and uploads",
-        None,
+        "push",
         {
             "export": "write recorded trajectories as a data set, or as conversations for SFT",
             "push": "send a trained agent, or its trajectories, to the Hub",
         },
+        has_mapping=True,
     ),
     "serve": FeatureRow(
         "talking to a trained agent",
@@ -98,6 +102,17 @@ def mappings_of(name: str) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = importlib.import_module(f"{__name__}.{name}.settings").GROUPS
     return found
+
+
+def mappings(kind: Any) -> dict[str, type[SettingsGroup]]:
+    """Each field of a dataclass that is a mapping -> class of its keys; without those of features that are missing."""
+    of_features = {flag: group for name in FEATURES for flag, group in mappings_of(name).items()}
+    return groups_of(kind) | {flag: of_features[flag] for flag in kind.__dataclass_fields__ if flag in of_features}
+
+
+def keys_of(kind: Any) -> list[str]:
+    """The keys of all mappings of a dataclass, as `setting.key`."""
+    return [f"{flag}.{item.name}" for flag, group in mappings(kind).items() for item in dataclasses.fields(group)]
 
 
 def feature(name: str, asked_by: str) -> ModuleType:

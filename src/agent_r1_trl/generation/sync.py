@@ -162,11 +162,11 @@ def probe_sync(
         return gap
     message = (
         f"After the weight sync, the log-probabilities of {name} and of the trainer differ by {gap:.3g} on average "
-        f"over {len(expected)} tokens; max_sync_logprob_gap allows {max_gap:g}. Likely causes: a stale adapter or "
+        f"over {len(expected)} tokens; servers.max_logprob_gap allows {max_gap:g}. Likely causes: a stale adapter or "
         "stale weights (the engine runs another adapter, or kernels that repacked the old weights: on a CPU start "
         "the server with the worker extension, see docs/serving.md); another dtype (start the engine with the "
         "trainer's); another model or template (the server was started from another checkpoint, so vocabulary or "
-        "chat template differ). If the difference is only rounding, raise max_sync_logprob_gap."
+        "chat template differ). If the difference is only rounding, raise servers.max_logprob_gap."
     )
     if any(not parameter.is_floating_point() for parameter in model.parameters()):
         warnings.warn(message, stacklevel=2)

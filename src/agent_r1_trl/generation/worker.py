@@ -124,8 +124,8 @@ class ThreadedGenerator(Generator):
         began, limit = self._step_began, self._step_timeout_s
         if began is not None and limit is not None and time.monotonic() - began > limit:
             raise GenerationError(
-                f"{self._name} hangs: it has been in one step for more than vllm_request_timeout={limit:g} seconds. "
-                "If it is only slow, raise vllm_request_timeout."
+                f"{self._name} hangs: it has been in one step for more than servers.request_timeout={limit:g} "
+                "seconds. If it is only slow, raise servers.request_timeout."
             )
 
     def close(self) -> None:

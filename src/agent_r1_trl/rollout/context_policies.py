@@ -1,4 +1,4 @@
-"""Context policies: which messages each turn gets to read (`context_policy`).
+"""Context policies: which messages each turn gets to read (`context.policy`).
 
 Covered here: the protocol and the policies of the package. Not covered: the ids of a context
 (`agent_r1_trl.rollout.contexts`) and what a row is trained on (`agent_r1_trl.trajectory`).
@@ -11,10 +11,52 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from agent_r1_trl.objects import OwnObject, own_object
+from agent_r1_trl.settings import Count, SettingsGroup, Words, setting
 from agent_r1_trl.trajectory import Message, Turn
 
 if TYPE_CHECKING:
     from agent_r1_trl.rollout.limits import RolloutSettings
+
+
+@dataclass(kw_only=True)
+class ContextSettings(SettingsGroup):
+    """The setting `context`: a policy and what it reads.
+
+    Raises:
+        ValueError: `policy` is none.
+    """
+
+    main_key: ClassVar[str | None] = "policy"
+
+    policy: str = setting(
+        "keep",
+        "What each turn is sampled after: 'keep' everything so far; 'window': the prompt and the last `turns` turns; "
+        "'drop_observations': of what answered the turns before those, only a note; 'step': what the environment "
+        "gives (info['next_context']), else as 'window', and every turn is a row of its own; 'summarise': the prompt "
+        "and a summary that the model wrote; 'strip_thinking': without the reasoning of earlier turns that the "
+        "published chat template drops. Or your own: a function, or its path, my_module.my_policy.",
+    )
+    turns: Count | None = setting(
+        None,
+        "How many of the last turns `policy` leaves as they are (None for 'step': 1); with 'summarise', after how "
+        "many turns a summary is written.",
+    )
+    tokens: Count | None = setting(
+        None,
+        "Rewrite a context only where it would have more tokens than this. None: rewrite it before every turn "
+        "('summarise': as `turns` says).",
+    )
+    summary_tokens: Count | None = setting(
+        None, "Maximum number of tokens that the model may sample for a summary, thoughts included ('summarise')."
+    )
+    summary_prompt: Words | None = setting(
+        None,
+        "The user message that asks for a summary ('summarise'); {summary_tokens} in it stands for the number. None: "
+        "one in plain English.",
+    )
+
+    def __post_init__(self) -> None:
+        self.policy = _find_name(self.policy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,13 +171,13 @@ def messages_of(turn: Turn) -> list[Message]:
 
 POLICIES: dict[str, Callable[[RolloutSettings], ContextPolicy | None]] = {
     "keep": lambda limits: None,
-    "window": lambda limits: Window(limits.context_turns or 1, limits.context_tokens),
+    "window": lambda limits: Window(limits.context.turns or 1, limits.context.tokens),
     "summarise": lambda limits: None,  # contexts only grow until a summary opens another (`summaries.py`)
-    "drop_observations": lambda limits: DropObservations(limits.context_turns or 1, limits.context_tokens),
-    "step": lambda limits: Step(limits.context_turns or 1),
+    "drop_observations": lambda limits: DropObservations(limits.context.turns or 1, limits.context.tokens),
+    "step": lambda limits: Step(limits.context.turns or 1),
     "strip_thinking": lambda limits: StripThinking(),
 }
-"""Name in `context_policy` -> what makes the policy; None where none decides before each turn."""
+"""Name in `context.policy` -> what makes the policy; None where none decides before each turn."""
 
 
 def has_row_per_turn(policy: ContextPolicy | None) -> bool:
@@ -152,18 +194,14 @@ def is_context(messages: Any) -> bool:
     )
 
 
-def settle_policy(given: Any) -> str:
-    """`context_policy`: a name of `POLICIES`, or an `OwnObject`, from a path or the object itself.
-
-    Raises:
-        ValueError: there is none, or it cannot be called.
-    """
+def _find_name(given: Any) -> str:
+    """A name of `POLICIES`, or an `OwnObject`, from a path or the object itself."""
     is_ours = isinstance(given, str) and given in POLICIES
     form = "a function from a ContextView to a list of messages"
-    return given if is_ours else own_object("context_policy", given, POLICIES, form)
+    return given if is_ours else own_object("context.policy", given, POLICIES, form)
 
 
 def find_policy(limits: RolloutSettings) -> ContextPolicy | None:
-    """The policy that `context_policy` names, or that it is; None if none decides before each turn."""
-    name = settle_policy(limits.context_policy)
+    """The policy that `context.policy` names, or that it is; None if none decides before each turn."""
+    name = limits.context.policy
     return name.target if isinstance(name, OwnObject) else POLICIES[name](limits)

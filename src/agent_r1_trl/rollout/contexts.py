@@ -46,7 +46,7 @@ class Contexts:
     def __init__(self, draft: Draft, chat: ChatFormat, tools: Any, limits: RolloutLimits) -> None:
         self._draft, self._chat, self._tools, self._limits = draft, chat, tools, limits
         self._policy = find_policy(limits)
-        self._history = chat.history(tools) if limits.context_policy == "strip_thinking" else None
+        self._history = chat.history(tools) if limits.context.policy == "strip_thinking" else None
         self._originals: dict[int, Message] = {}
         """Identity of a message as policies see it -> the trajectory's own. Policies see copies, made once."""
         self._prompt = [self._shown(message) for message in draft.prompt_messages]
@@ -61,7 +61,7 @@ class Contexts:
         """The ids that followed the sampled ones of each turn."""
         self._rendered_deltas: dict[int, tuple[list[Message], list[int]]] = {}
         """Turn -> messages that took the place of what answered it, and what they were rendered to."""
-        self._is_ours = limits.context_policy in POLICIES
+        self._is_ours = limits.context.policy in POLICIES
         """The policy is one of the package, which changes no message and reuses none for another text."""
         self._last: tuple[list[Message], dict[int, int]] = ([], {})
         """The last context: its messages, and how many ids stand before each of its turns, by position."""
@@ -129,7 +129,7 @@ class Contexts:
             num_tokens=num_tokens,
             max_tokens=self._limits.max_model_length,
         )
-        name = f"context_policy={self._limits.context_policy!r}"
+        name = f"context.policy={self._limits.context.policy!r}"
         try:
             messages = self._policy(view)
         except Exception as error:

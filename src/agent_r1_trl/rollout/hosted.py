@@ -79,10 +79,10 @@ class HostedRunner(RolloutRunner):
         super().__init__(env_factory, cast(Generator, endpoint), cast(ChatFormat, ROUGH), limits, params, **options)
 
     def _check(self) -> None:
-        if self.limits.context_policy != "keep":
+        if self.limits.context.policy != "keep":
             raise ValueError(
-                f"context_policy={self.limits.context_policy!r}: a hosted model reads every turn so far. Set "
-                "context_policy='keep', and remove thinking='strip' and the settings that belong to another policy."
+                f"context.policy={self.limits.context.policy!r}: a hosted model reads every turn so far. Set "
+                "context='keep'."
             )
         for name, neutral in (("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
             value = getattr(self.params, name)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, dataclass, fields, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from agent_r1_trl.rollout.context_policies import settle_policy
+from agent_r1_trl.rollout.context_policies import ContextSettings
 from agent_r1_trl.settings import (
     Clash,
     Count,
@@ -18,67 +18,74 @@ from agent_r1_trl.settings import (
     Need,
     Seconds,
     Whole,
-    Words,
     check_settings,
     find_clashes,
     find_unread,
+    plain_value,
     refuse,
     setting,
 )
 
+if TYPE_CHECKING:
+    ContextMapping = ContextSettings  # once the settings are checked
+else:
+    ContextMapping = Annotated[dict[str, Any] | str | None, ContextSettings]
 SUMMARISE = "summarise"
-"""The value of `context_policy` under which the policy sums up its work (`summaries.py`)."""
+"""The value of `context.policy` under which the policy sums up its work (`summaries.py`)."""
 COUNTING_POLICIES = ("window", "drop_observations", SUMMARISE)
-"""Values of `context_policy` that read `context_turns` and `context_tokens`, and need one of them."""
+"""Values of `context.policy` that read `context.turns` and `context.tokens`, and need one of them."""
 NEEDS = (
-    Need("context_turns", {"context_policy": (*COUNTING_POLICIES, "step")}),
-    Need("context_tokens", {"context_policy": COUNTING_POLICIES}),
-    Need("summary_tokens summary_prompt", {"context_policy": (SUMMARISE,)}),
+    Need("context.turns", {"context.policy": (*COUNTING_POLICIES, "step")}),
+    Need("context.tokens", {"context.policy": COUNTING_POLICIES}),
+    Need("context.summary_tokens context.summary_prompt", {"context.policy": (SUMMARISE,)}),
 )
 CLASHES = (
     Clash(
-        "context_policy context_turns",
-        lambda c: c.context_policy in ("window", "drop_observations") and c.context_turns is None,
-        "it is not said how many turns stay as they are. Set context_turns (4, for example), or set "
-        "context_policy='keep'.",
+        "context.policy context.turns",
+        lambda c: c.context.policy in ("window", "drop_observations") and c.context.turns is None,
+        "it is not said how many turns stay as they are. Set context.turns (4, for example), or set "
+        "context.policy='keep'.",
     ),
     Clash(
-        "context_policy summary_tokens",
-        lambda c: c.context_policy == SUMMARISE and c.summary_tokens is None,
-        "it is not said how long a summary may be. Set summary_tokens (256, for example).",
+        "context.policy context.summary_tokens",
+        lambda c: c.context.policy == SUMMARISE and c.context.summary_tokens is None,
+        "it is not said how long a summary may be. Set context.summary_tokens (256, for example).",
     ),
     Clash(
-        "context_policy context_tokens context_turns",
-        lambda c: c.context_policy == SUMMARISE and c.context_tokens is None and c.context_turns is None,
-        "it is not said when a summary is written. Set context_tokens (3000, for example), or context_turns (10, for "
+        "context.policy context.tokens context.turns",
+        lambda c: c.context.policy == SUMMARISE and c.context.tokens is None and c.context.turns is None,
+        "it is not said when a summary is written. Set context.tokens (3000, for example), or context.turns (10, for "
         "example).",
     ),
     Clash(
-        "summary_tokens context_tokens",
-        lambda c: (c.summary_tokens or 0) >= (c.context_tokens or math.inf),
-        "a summary alone would reach that limit. Set context_tokens above {c.summary_tokens}, or lower "
-        "summary_tokens.",
+        "context.summary_tokens context.tokens",
+        lambda c: (c.context.summary_tokens or 0) >= (c.context.tokens or math.inf),
+        "a summary alone would reach that limit. Set context.tokens above {c.context.summary_tokens}, or lower "
+        "context.summary_tokens.",
     ),
     Clash(
-        "summary_tokens max_completion_length",
-        lambda c: (c.summary_tokens or 0) >= (c.max_completion_length or math.inf),
-        "a summary alone would reach that limit. Set max_completion_length above {c.summary_tokens}, or lower "
-        "summary_tokens.",
+        "context.summary_tokens max_completion_length",
+        lambda c: (c.context.summary_tokens or 0) >= (c.max_completion_length or math.inf),
+        "a summary alone would reach that limit. Set max_completion_length above {c.context.summary_tokens}, or lower "
+        "context.summary_tokens.",
     ),
 )
 """What the limits say together."""
 CLASHES_WITH_THE_MODEL = (
     Clash(
-        "summary_tokens context_tokens max_model_length",
-        lambda c: c.summary_tokens and (c.context_tokens or 0) + c.summary_tokens >= (c.max_model_length or math.inf),
+        "context.summary_tokens context.tokens max_model_length",
+        lambda c: (
+            c.context.summary_tokens
+            and (c.context.tokens or 0) + c.context.summary_tokens >= (c.max_model_length or math.inf)
+        ),
         "a context that has reached its limit would leave no room for its summary in what the model or engine holds. "
-        "Set summary_tokens to a quarter of that, for example, and context_tokens to half of it.",
+        "Set context.summary_tokens to a quarter of that, for example, and context.tokens to half of it.",
     ),
     Clash(
-        "context_tokens max_model_length",
-        lambda c: (c.context_tokens or 0) >= (c.max_model_length or math.inf),
+        "context.tokens max_model_length",
+        lambda c: (c.context.tokens or 0) >= (c.max_model_length or math.inf),
         "that limit is never reached, because the model's context has no room for the next turn behind it. Set "
-        "context_tokens well below max_model_length, or remove it.",
+        "context.tokens well below max_model_length, or remove it.",
     ),
 )
 
@@ -107,33 +114,11 @@ class RolloutSettings:
         "Maximum number of tokens of observation text after one turn, whatever the number of its calls. Longer text "
         "is cut, with one note.",
     )
-    context_policy: str = setting(
-        "keep",
-        "What each turn is sampled after: 'keep' everything so far; 'window': the prompt and the last `context_turns` "
-        "turns; 'drop_observations': of what answered the turns before those, only a note; 'step': what the "
-        "environment gives (info['next_context']), else as 'window', and every turn is a row of its own; 'summarise': "
-        "the prompt and a summary that the model wrote; 'strip_thinking': without the reasoning that the published "
-        "chat template drops. Or your own: a function, or its path, my_module.my_policy.",
-    )
-    context_turns: Count | None = setting(
+    context: ContextMapping = setting(
         None,
-        "How many of the last turns `context_policy` leaves as they are (None for 'step': 1); with 'summarise', after "
-        "how many turns a summary is written.",
-    )
-    context_tokens: Count | None = setting(
-        None,
-        "Rewrite a context (`context_policy`) only where it would have more tokens than this. None: rewrite it before "
-        "every turn ('summarise': as `context_turns` says).",
-    )
-    summary_tokens: Count | None = setting(
-        None,
-        "Maximum number of tokens that the model may sample for a summary, thoughts included "
-        "(context_policy='summarise').",
-    )
-    summary_prompt: Words | None = setting(
-        None,
-        "The user message that asks for a summary (context_policy='summarise'); {summary_tokens} in it stands for the "
-        "number. None: one in plain English.",
+        "What each turn is sampled after, which may be less than everything so far: a policy (keep, window, "
+        "drop_observations, step, summarise, strip_thinking, or your own), or a mapping, for example {policy: window, "
+        "turns: 4}. None: 'keep'.",
     )
     max_invalid_calls: CountOrZero = setting(
         2,
@@ -167,7 +152,6 @@ class RolloutSettings:
         Raises:
             ValueError: names the setting, its value, the rule and the cure.
         """
-        self.context_policy = settle_policy(self.context_policy)
         check_settings(self)
         refuse(find_limit_problems(self))
 
@@ -243,15 +227,15 @@ DECIDING = (
     "max_invalid_calls",
     "max_model_length",
     "max_tool_calling_iterations",
-    "context_policy",
-    "context_turns",
-    "context_tokens",
-    "summary_tokens",
-    "summary_prompt",
+    "context.policy",
+    "context.turns",
+    "context.tokens",
+    "context.summary_tokens",
+    "context.summary_prompt",
 )
 """Limits that decide what a trajectory is; the others decide how long it takes."""
 
 
 def deciding_limits(limits: RolloutLimits) -> dict[str, Any]:
     """Name -> value of those limits."""
-    return {name: getattr(limits, name) for name in DECIDING}
+    return {name: plain_value(limits, name) for name in DECIDING}

@@ -118,7 +118,7 @@ class RolloutRunner:
     def _check(self) -> None:
         find_policy(self.limits)
         check_room(self.chat, self.limits)
-        check_thinking(self.chat, self.limits.context_policy)
+        check_thinking(self.chat, self.limits.context.policy)
 
     def run(
         self,

@@ -1,6 +1,6 @@
-"""Summaries: the policy writes down what it needs, and goes on after that (`context_policy="summarise"`).
+"""Summaries: the policy writes down what it needs, and goes on after that (`context.policy="summarise"`).
 
-When the context would reach `context_tokens`, or after `context_turns` turns, the policy is asked for a summary by a
+When the context would reach `context.tokens`, or after `context.turns` turns, the policy is asked for a summary by a
 user message that follows the last observations. What it samples is a turn like any other, trained in the row it was
 written in, but the environment does not see it. The next context, which opens a row, is
 
@@ -36,7 +36,7 @@ DEFAULT_PROMPT = (
     "(keep names, numbers and results exactly), what you have tried and what came of it, and what is to be done next. "
     "Write plain text, and call no tool now."
 )
-"""What asks for a summary where `summary_prompt` is None; `{summary_tokens}` stands for the number."""
+"""What asks for a summary where `context.summary_prompt` is None; `{summary_tokens}` stands for the number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +57,12 @@ class SummaryRequest:
 
 def summary_request(settings: Any) -> dict[str, str]:
     """The user message that asks for a summary."""
-    prompt = settings.summary_prompt or DEFAULT_PROMPT
-    return {"role": "user", "content": prompt.replace("{summary_tokens}", str(settings.summary_tokens))}
+    prompt = settings.context.summary_prompt or DEFAULT_PROMPT
+    return {"role": "user", "content": prompt.replace("{summary_tokens}", str(settings.context.summary_tokens))}
 
 
 class Summaries:
-    """The summaries of one trajectory; none are asked for under another `context_policy`.
+    """The summaries of one trajectory; none are asked for under another `context.policy`.
 
     Args:
         draft: of the trajectory, with its prompt.
@@ -88,21 +88,21 @@ class Summaries:
             ids: (N,) the rendered observations.
         """
         draft, limits = self._draft, self._limits
-        if limits.context_policy != SUMMARISE:
+        if limits.context.policy != SUMMARISE:
             return None
         num_turns = len(draft.turns) - self._num_before
         length = sum(draft.lengths) + len(closing) + len(ids)
-        is_full = limits.context_tokens is not None and length > limits.context_tokens
-        if not is_full and num_turns < (limits.context_turns or num_turns + 1):
+        is_full = limits.context.tokens is not None and length > limits.context.tokens
+        if not is_full and num_turns < (limits.context.turns or num_turns + 1):
             return None
         asked, authors = self._asked(observations)
-        assert limits.summary_tokens is not None
+        assert limits.context.summary_tokens is not None
         request = SummaryRequest(
             observations=observations,
             answer_ids=[*closing, *ids],
             ids=[*closing, *asked],
             authors=[*[Author.TEMPLATE] * len(closing), *authors],
-            max_tokens=limits.summary_tokens,
+            max_tokens=limits.context.summary_tokens,
         )
         # One token of the turn after it, too.
         return request if len(request.ids) + request.max_tokens < limits.room(*draft.lengths) else None
@@ -131,7 +131,7 @@ class Summaries:
         longest = (limits.max_model_length or len(base) + len(last) + 1) - 1
         if len(base) > longest:
             return False
-        if len(base) + len(last) <= min(longest, limits.context_tokens or longest):
+        if len(base) + len(last) <= min(longest, limits.context.tokens or longest):
             base += last
         draft.rewrite_context(base, [], [])
         self._num_before = len(draft.turns)
@@ -150,7 +150,7 @@ class Summaries:
     def _text_of(self, message: Message, is_cut: bool) -> str:
         """The summary as it stands in the next context: no thoughts, no calls, and no longer than was asked."""
         text = str(message.get("content") or "").strip()
-        text = self._chat.truncate(text, self._limits.summary_tokens or 0)
+        text = self._chat.truncate(text, self._limits.context.summary_tokens or 0)
         return HEADING + (f"{text}{CUT if is_cut else ''}" if text else NO_SUMMARY)
 
     def _next_prompt(self, text: str) -> list[Message]:
@@ -168,16 +168,17 @@ def check_room(chat: ChatFormat, limits: RolloutLimits) -> None:
     Raises:
         ValueError: names the limits, the rule and the cure.
     """
-    if limits.context_policy != SUMMARISE or limits.max_model_length is None or limits.context_tokens is None:
+    if limits.context.policy != SUMMARISE or limits.max_model_length is None or limits.context.tokens is None:
         return
     ids, _ = chat.encode_observations({"role": "assistant", "content": ""}, [summary_request(limits)])
-    most = limits.max_model_length - len(ids) - (limits.summary_tokens or 0) - 1
-    if limits.context_tokens >= most:
+    most = limits.max_model_length - len(ids) - (limits.context.summary_tokens or 0) - 1
+    if limits.context.tokens >= most:
         raise ValueError(
-            f"context_tokens={limits.context_tokens} with summary_tokens={limits.summary_tokens}: the request for a "
-            f"summary has {len(ids)} tokens, and the model or engine holds {limits.max_model_length}, so that a "
-            f"context that is full would have no room for its summary. Set context_tokens below {most} (well below, "
-            "because the turn and the observations that fill the context come on top), or lower summary_tokens."
+            f"context.tokens={limits.context.tokens} with context.summary_tokens={limits.context.summary_tokens}: the "
+            f"request for a summary has {len(ids)} tokens, and the model or engine holds {limits.max_model_length}, "
+            f"so that a full context would have no room for its summary. Set context.tokens below {most} (well below, "
+            "because the turn and the observations that fill the context come on top), or lower "
+            "context.summary_tokens."
         )
 
 

@@ -6,21 +6,23 @@ Only our own fields live here, grouped by pipeline step; everything else is TRL'
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from accelerate.utils import is_deepspeed_available
 from trl import GRPOConfig
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator, estimator_names, find_estimator
+from agent_r1_trl.features import keys_of
 from agent_r1_trl.generation.base import SamplingParams
-from agent_r1_trl.rollout.context_policies import settle_policy
+from agent_r1_trl.generation.vllm.settings import ServerSettings
+from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings
-from agent_r1_trl.rollout.thinking import settle_thinking
 from agent_r1_trl.safe_text import SECRET_NAMES, SECRET_NAMES_HELP, SECRET_PATTERNS_HELP
-from agent_r1_trl.settings import Count, Flag, NotNegative, Number, OneOf, Positive, Share, plain, plain_value, setting
+from agent_r1_trl.settings import Count, Flag, NotNegative, Number, OneOf, Share, plain, plain_value, setting
 from agent_r1_trl.trainers.config_checks import check_config, check_fields, check_rollout
 from agent_r1_trl.trainers.fault_settings import FaultSettings
 from agent_r1_trl.trainers.shaping import RolloutShape, settle_shape
@@ -46,11 +48,10 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
     max_completion_length: Count | None = setting(  # the default is TRL's
         512, RolloutSettings.__dataclass_fields__["max_completion_length"].metadata["help"]
     )
-    thinking: str = setting(
+    thinking: Annotated[str, OneOf("keep", "off")] = setting(
         "keep",
-        "'keep': reasoning of earlier turns stays in the token stream. 'off': render the chat template with "
-        "enable_thinking=False. 'strip': earlier reasoning is dropped as the published chat template drops it "
-        "(`context_policy='strip_thinking'`).",
+        "'keep': the model reasons, and what it reasoned in earlier turns stays in the token stream (unless "
+        "`context: strip_thinking`). 'off': render the chat template with enable_thinking=False.",
     )
     chat_template: str | None = setting(
         None,
@@ -68,25 +69,15 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
     generation_batch_rows: Count = setting(
         64, "Maximum number of requests per forward pass of the transformers generator."
     )
-    vllm_server_urls: list[str] | None = setting(
-        None,
-        "URLs of the vLLM servers to sample from with vllm_mode='server', for example http://127.0.0.1:8000. None: "
-        "TRL's `vllm_server_base_url`, or its host and port.",
-    )
     vllm_dtype: Annotated[str, OneOf("auto", "bfloat16", "float16", "float32")] = setting(
         "auto",
         "Numbers of the vLLM engine in this process: 'bfloat16', 'float16' or 'float32'. 'auto': those that the "
         "trainer computes with (of 16 bits with bf16 or fp16), else those of its weights.",
     )
-    vllm_weight_transfer: Annotated[str, OneOf("auto", "nccl", "folder")] = setting(
-        "auto",
-        "How whole weights go to vLLM servers: 'nccl' (from GPU to GPU), 'folder' (through files in output_dir, which "
-        "the server must see), or 'auto', which takes NCCL for each server that can.",
-    )
-    max_sync_logprob_gap: Positive | None = setting(
+    servers: Annotated[dict[str, Any] | str | None, ServerSettings] = setting(
         None,
-        "Stop the run if the log-probabilities of sampler and trainer differ by more than this after a weight sync "
-        "(mean absolute difference). None: 1e-3 in float32, else 0.05.",
+        "The vLLM servers to sample from (vllm_mode='server') and how long they may take: a mapping, for example "
+        "{urls: [http://127.0.0.1:8000]}. None: the defaults of its keys.",
     )
     overlap_rollout: Flag = setting(
         False,
@@ -196,6 +187,16 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
         "When a tool counts as down and how long the run waits for it: a mapping, for example {max_wait: 600}. None: "
         "the defaults of its keys.",
     )
+    journal: dict[str, Any] | str | None = setting(
+        True,
+        "Write every turn of a rollout to output_dir/journal as it happens, so that a run that is killed and resumed "
+        "repeats nothing but the turn that was under way: true, false, or a mapping, for example {keep: 9}.",
+    )
+    push: dict[str, Any] | str | None = setting(
+        None,
+        "What `push_to_hub` uploads besides the model: a mapping, for example {trajectories: true}. None: what is "
+        "recorded stays here.",
+    )
     echo: dict[str, Any] | str | None = setting(
         None,
         "The watch for collapsing runs: true, or a mapping, for example {actions: [all]}, with which something is "
@@ -221,16 +222,21 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
 
     secret_names: str = setting(SECRET_NAMES, SECRET_NAMES_HELP)
     secret_patterns: list[str] | None = setting(None, SECRET_PATTERNS_HELP)
-    push_trajectories: Flag = setting(
-        False,
-        "Upload the recorded trajectories with the model (`push_to_hub`). They contain prompts and tool results, "
-        "which may be private.",
-    )
-    allow_secrets: list[str] | None = setting(
-        None,
-        "Names of files, or patterns of them, that are uploaded (`push_to_hub`) although something in them looks like "
-        "a secret. Any other such file stops the upload.",
-    )
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuse what is no setting, by the name of the one that is meant.
+
+        Raises:
+            TypeError: names both.
+        """
+        known = inspect.signature(cls.__init__).parameters  # of a user's own subclass, too
+        for name in options if "kwargs" not in known else ():
+            if name not in known:
+                raise TypeError(
+                    f"{cls.__name__} has no setting {name!r}.{did_you_mean(name, [*known, *keys_of(cls)])} A key of a "
+                    "mapping is written as in echo={'patience': 5}; docs/options.md lists all settings."
+                )
+        return super().__new__(cls)
 
     has_critic: ClassVar[bool] = False
     """Whether the trainer of these arguments has a critic."""
@@ -270,8 +276,6 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
         Raises:
             ValueError: names the flag, its value, the rule and the cure.
         """
-        self.thinking, policy = settle_thinking(self.thinking, self.context_policy)
-        self.context_policy = settle_policy(policy)
         check_config(self)
 
     def asked_features(self) -> list[str]:

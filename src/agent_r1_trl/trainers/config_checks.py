@@ -90,7 +90,6 @@ NEEDS = (
     Need("pad_to_multiple_of", {"update_layout": ("padded",)}),
     Need("max_tokens_per_micro_batch", {"update_layout": PACKED_LAYOUTS}),
     Need("use_bias_correction_kl", {"kl_placement": ("loss",)}),
-    Need("push_trajectories", {"record_trajectories": ("jsonl", "parquet")}),
 )
 """Options that have no effect beside one of our own, or that are ours and have none beside one of TRL's."""
 TRL_NEEDS = (
@@ -103,12 +102,12 @@ TRL_NEEDS = (
     Need("ref_model_mixup_alpha ref_model_sync_steps", {"sync_ref_model": (True,)}),
     Need("num_completions_to_print log_unique_prompts", {"log_completions": (True,)}),
     Need(
-        "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout "
-        "vllm_health_timeout vllm_retry_window vllm_sync_timeout vllm_weight_transfer vllm_allow_public_servers",
+        "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout servers.health_timeout "
+        "servers.retry_window servers.sync_timeout servers.weight_transfer servers.allow_public",
         {"vllm_mode": ("server",)},
     ),
     Need("vllm_gpu_memory_utilization vllm_model_impl vllm_dtype", {"vllm_mode": ("colocate",)}),
-    Need("vllm_server_base_url vllm_server_host vllm_server_port", {"vllm_server_urls": (None,)}),
+    Need("vllm_server_base_url vllm_server_host vllm_server_port", {"servers.urls": (None,)}),
     Need("vllm_server_host vllm_server_port", {"vllm_server_base_url": (None,)}),
     Need(
         "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min",
@@ -169,9 +168,9 @@ def _moves_rows(name: str, holds: Callable[[Any], Any]) -> tuple[Clash, Clash]:
 CLASHES = (
     # ---- serving
     Clash(
-        "vllm_server_urls use_vllm vllm_mode",
-        lambda c: c.vllm_server_urls is not None and not (c.use_vllm and c.vllm_mode == "server"),
-        "nothing would speak to these servers. Set use_vllm=True and vllm_mode='server', or remove vllm_server_urls.",
+        "servers.urls use_vllm vllm_mode",
+        lambda c: c.servers.urls is not None and not (c.use_vllm and c.vllm_mode == "server"),
+        "nothing would speak to these servers. Set use_vllm=True and vllm_mode='server', or remove servers.urls.",
     ),
     Clash(
         "overlap_rollout use_vllm",
@@ -351,8 +350,8 @@ def check_config(config: MultiTurnConfig) -> None:
     for checks in _feature_checks():
         checks.settle(config)
     refuse(_find_problems(config))
-    if config.vllm_server_urls is not None:
-        check_urls(config.vllm_server_urls)
+    if (urls := plain_value(config, "servers.urls")) is not None:
+        check_urls(urls)
     rows = config.generation_batch_rows
     if config.use_vllm and rows != config.default_of("generation_batch_rows") and config.process_index == 0:
         logger.warning("generation_batch_rows=%d is not read with use_vllm=True: vLLM batches by itself.", rows)
@@ -504,7 +503,7 @@ WHOLE_ROWS = {
 def _find_row_problems(config: MultiTurnConfig) -> Iterator[str]:
     """Where a trajectory may have several rows, nothing may be computed over a row as if it were all there is."""
     policy = find_policy(config)
-    if config.context_policy == "keep":
+    if config.context.policy == "keep":
         return
     # Where every turn is a row of its own, a ratio of the row is one of the turn.
     exempt = ("importance_sampling_level",) if has_row_per_turn(policy) else ()
@@ -514,8 +513,8 @@ def _find_row_problems(config: MultiTurnConfig) -> Iterator[str]:
     for name in found:
         cure = f"Set {name}={WHOLE_ROWS[name]!r}" if name in WHOLE_ROWS else f"Set another {name}"
         yield (
-            f"{shown(config, name)} with {shown(config, 'context_policy')}: it is computed over whole rows, and a row "
-            f"may hold only some of a trajectory's turns. {cure}, or context_policy='keep'."
+            f"{shown(config, name)} with {shown(config, 'context.policy')}: it is computed over whole rows, and a row "
+            f"may hold only some of a trajectory's turns. {cure}, or context.policy='keep'."
         )
 
 
@@ -564,7 +563,7 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[Any, str]] = {
 def _find_rollout_problems(config: MultiTurnConfig, has_generator: bool) -> Iterator[str]:
     def is_waiting(name: str) -> bool:
         """A recipe may hold the options of vLLM for the day that it is switched on."""
-        return name.startswith("vllm_") and not config.use_vllm
+        return name.startswith(("vllm_", "servers.")) and not config.use_vllm
 
     for name, (accepted, cure) in UNSUPPORTED_OPTIONS.items():
         value, source = getattr(config, name, accepted), ""
@@ -578,10 +577,10 @@ def _find_rollout_problems(config: MultiTurnConfig, has_generator: bool) -> Iter
     if unread := find_unread(config, TRL_NEEDS, is_waiting):
         yield unread
     yield from find_clashes(config, PLAYED_CLASHES)
-    if config.max_sync_logprob_gap is not None and not (config.use_vllm or has_generator):
+    if plain_value(config, "servers.max_logprob_gap") is not None and not (config.use_vllm or has_generator):
         yield (
-            f"{shown(config, 'max_sync_logprob_gap')} with use_vllm=False: the sampler is the very model that is "
-            "trained, so nothing is synced. Set use_vllm=True, or remove max_sync_logprob_gap."
+            f"{shown(config, 'servers.max_logprob_gap')} with use_vllm=False: the sampler is the very model that is "
+            "trained, so nothing is synced. Set use_vllm=True, or remove servers.max_logprob_gap."
         )
     # Ranks that sample at their own pace cannot gather ZeRO-3 parameters layer by layer.
     plugin = getattr(config, "deepspeed_plugin", None)

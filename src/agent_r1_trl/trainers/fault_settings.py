@@ -12,10 +12,7 @@ from typing import Annotated
 from agent_r1_trl.settings import (
     Count,
     CountOrZero,
-    Flag,
-    Seconds,
     SomeOf,
-    Words,
     setting,
 )
 
@@ -36,31 +33,6 @@ class FaultSettings:
         "none is in the baseline. None: 2 where the estimator compares them, else 1.",
     )
 
-    # ---- vLLM servers (`generation/vllm/fleet.py`)
-    vllm_request_timeout: Seconds = setting(
-        600.0,
-        "Seconds that one turn may take on a vLLM server; the request then goes to another server. In process: "
-        "seconds that one step of the engine may take; its requests then fail.",
-    )
-    vllm_health_timeout: Seconds = setting(
-        30.0,
-        "Seconds that a vLLM server may be silent to health checks while requests wait for it. A slow server answers "
-        "them; a frozen one is left out, and its requests go to other servers.",
-    )
-    vllm_retry_window: Seconds = setting(
-        300.0,
-        "Seconds for which a request, or a weight sync, waits while no vLLM server can serve it. Set it longer than a "
-        "restart of your servers takes.",
-    )
-    vllm_sync_timeout: Seconds = setting(
-        120.0,
-        "Seconds that a vLLM server may take over one part (256 MiB) of a weight sync. One that takes longer is left "
-        "out.",
-    )
-    vllm_allow_public_servers: Flag = setting(
-        False, "Use vLLM servers whose development routes, which have no password, are open at a public address."
-    )
-
     # ---- checkpoints that fail (`saving.py`)
     max_failed_saves: Count = setting(
         3, "End the run when this many checkpoints in a row could not be written (disk full)."
@@ -69,21 +41,4 @@ class FaultSettings:
         None,
         "What a resumed run does without: 'optimizer' (with its learning-rate schedule), 'rng', 'rollout' (under way) "
         "begin anew, 'data' goes on at the same place in other rows or another order.",
-    )
-
-    # ---- the journal (`journal.py`)
-    journal: Flag = setting(
-        True,
-        "Write every turn of a rollout to output_dir/journal as it happens. A run that is killed and resumed then "
-        "repeats nothing but the turn that was under way.",
-    )
-    journal_keep: CountOrZero = setting(
-        4,
-        "Number of rollouts whose journal is kept, per process, although a checkpoint has made it unnecessary. What "
-        "lies behind the last checkpoint is always kept (nothing, with save_strategy='no').",
-    )
-    replay: Words | None = setting(
-        None,
-        "Take the rollouts from the journal of another run (its output_dir, or the folder `journal`) instead of "
-        "playing them: no sampler, no tools, no environment. For debugging reward functions and losses.",
     )

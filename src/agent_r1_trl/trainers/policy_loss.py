@@ -259,8 +259,8 @@ def _why_not(inputs: Inputs, trainer: Any) -> str | None:
     args = trainer.args
     if "value_mask" in inputs:
         return "with a critic every token has its own, and the critic's loss stands in super()._compute_loss"
-    if args.context_policy != "keep" or args.loss_unit is not None:
-        settings = f"context_policy={args.context_policy!r}, loss_unit={args.loss_unit!r}"
+    if args.context.policy != "keep" or args.loss_unit is not None:
+        settings = f"context.policy={args.context.policy!r}, loss_unit={args.loss_unit!r}"
         return f"a trajectory may have several rows ({settings})"
     if HAS_SIGNAL in inputs:
         return "sampling.filter_groups leaves micro-batches with different numbers of rows"

@@ -335,7 +335,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
             trajectories: B of them.
             rows: theirs.
         """
-        if self.args.context_policy == "keep":
+        if self.args.context.policy == "keep":
             return
         opened_ids = [item.open_context for item in trajectories]
         contexts = {index: ids for index, ids in enumerate(opened_ids) if ids is not None}

@@ -47,8 +47,6 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         "limit ended.",
     )
 
-    push_critic: Flag = setting(False, "Upload the critic with the model (`push_to_hub`), in `critic/`.")
-
     # ---- critic
     critic: Annotated[str, OneOf(*CRITIC_KINDS)] | None = setting(
         None,

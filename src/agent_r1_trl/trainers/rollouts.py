@@ -35,6 +35,7 @@ from agent_r1_trl.rollout import (
 )
 from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
 from agent_r1_trl.rollout.thinking import format_options
+from agent_r1_trl.settings import plain_value
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import TrainingRows, pad_tokens
@@ -219,13 +220,13 @@ class Rollouts:
         self.env_factory = env_factory
         self._accelerator = accelerator
         self._is_on_gpu = accelerator.device.type == "cuda"
-        if args.use_vllm and generator is None and args.replay is None:
+        if args.use_vllm and generator is None and plain_value(args, "journal.replay") is None:
             check_vllm(args, policy, is_on_gpu=self._is_on_gpu)
         self.chat = ChatFormat(
             tokenizer,
             chat_template=args.chat_template,
             response_template=args.response_template,
-            **format_options(args.thinking, args.context_policy, args.chat_template_kwargs),
+            **format_options(args.thinking, args.context.policy, args.chat_template_kwargs),
             extra_stop_token_ids=eos_token_ids,
         )
         self._context_length = context_length(policy.config)
@@ -428,7 +429,7 @@ class Rollouts:
             self._runner.generator,
             policy,
             self.tokenizer,
-            max_gap=self.args.max_sync_logprob_gap,
+            max_gap=plain_value(self.args, "servers.max_logprob_gap"),
             is_autocast=self._accelerator.mixed_precision != "no",
         )
 

@@ -366,7 +366,7 @@ class SavingTrainer(GRPOTrainer):
             feature("hub", "create_model_card").finish_card(self, Path(self.args.output_dir) / "README.md")
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's upload, without recorded trajectories unless `push_trajectories` is set.
+        """The Trainer's upload, without recorded trajectories unless `push.trajectories` is set.
 
         Raises:
             RunError: something in a file looks like a secret; nothing was sent.

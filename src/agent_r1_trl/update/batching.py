@@ -256,12 +256,12 @@ class TrainingRows:
             args: a `MultiTurnConfig`.
 
         Raises:
-            ValueError: a trajectory has several rows, and `context_policy` does not allow for any.
+            ValueError: a trajectory has several rows, and `context.policy` does not allow for any.
         """
-        if args.context_policy == "keep" and any(item.segments for item in trajectories):
+        if args.context.policy == "keep" and any(item.segments for item in trajectories):
             raise ValueError(
-                "context_policy='keep', and a trajectory of this rollout has rewritten contexts: it was recorded "
-                "with another policy. Set context_policy to that one."
+                "context.policy='keep', and a trajectory of this rollout has rewritten contexts: it was recorded "
+                "with another policy. Set context.policy to that one."
             )
         return cls(trajectories, num_rows=max(gather_object([sum(len(trained_rows(item)) for item in trajectories)])))
 

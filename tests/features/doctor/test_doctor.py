@@ -255,7 +255,7 @@ def test_an_empty_thought_of_the_prompt_that_earlier_turns_lack_is_a_warning_wit
     for tokenizer in (qwq, FORMATS["command_r7b"]()):
         (found,) = flagged(examine(tokenizer, tools=[search]))
         assert found.level == "warning" and "leaves the empty thought" in found.message
-        assert "thinking='strip'" in found.fix
+        assert "context='strip_thinking'" in found.fix
         assert flagged(examine(tokenizer, tools=[search], thinking="strip")) == []
     assert flagged(examine(tokenizer, tools=[search], chat_template_kwargs={"enable_thinking": True})) == []
 

@@ -140,7 +140,7 @@ def test_no_context_is_longer_than_the_models(model):
 
 def test_it_says_what_a_policy_of_unknown_rows_leaves_out(model, capsys):
     options = ["--model_name_or_path", model, "--gpu_memory_gb", "800"]
-    assert run([*options, "--thinking", "strip"]) == 0
+    assert run([*options, "--context", "strip_thinking"]) == 0
     assert "a trajectory counts as one row" in capsys.readouterr().out
     assert run(options) == 0
     assert "one row" not in capsys.readouterr().out

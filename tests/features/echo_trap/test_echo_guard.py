@@ -301,7 +301,7 @@ REFUSED = [
     ("echo.actions", {"echo.actions": ["stop", "learning_rate"]}, {"echo.actions": ["learning_rate", "stop"]}),
     ("roll_back", {"echo.actions": ["roll_back"], "save_strategy": "no"}, SAVES),
     ("roll_back", {"echo.actions": ["roll_back"], "save_only_model": True, **SAVES}, {"save_only_model": False}),
-    ("roll_back", {"echo.actions": ["roll_back"], "replay": "other", **SAVES}, {"replay": None}),
+    ("roll_back", {"echo.actions": ["roll_back"], "journal.replay": "other", **SAVES}, {"journal.replay": None}),
     ("roll_back", {"echo.actions": ["roll_back"], "load_best_model_at_end": True, "eval_strategy": "steps",
                    "eval_steps": 2, "save_total_limit": 1, **SAVES}, {"save_total_limit": 2}),
     ("roll_back", {"echo.actions": ["roll_back"], "metric_for_best_model": "reward", "save_total_limit": 1, **SAVES},

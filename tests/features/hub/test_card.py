@@ -11,6 +11,7 @@ from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.features.hub.card import CardFacts, make_card, metrics, read_facts, read_scores
 from agent_r1_trl.features.serve.chat_command import COMMAND
 from agent_r1_trl.features.serve.command_arguments import environment_of, read_conversation_arguments
+from agent_r1_trl.settings import plain
 from agent_r1_trl.tools import as_tool
 
 
@@ -181,11 +182,11 @@ def test_the_environment_of_a_recipe_is_started_with_its_arguments(tmp_path):
 def test_settings_that_the_model_was_trained_with_are_those_of_the_chat():
     recipe = {
         "thinking": "off", "chat_template_kwargs": {"a": 1e-05}, "max_tokens_per_turn": 48, "max_turns": 5,
-        "max_observation_tokens": 64, "context_policy": "summarise", "context_turns": 2, "summary_tokens": 20,
-        "summary_prompt": "Sum\nup: ``` it's", "max_completion_length": 320,
+        "max_observation_tokens": 64, "context": {"policy": "summarise", "turns": 2, "summary_tokens": 20,
+        "summary_prompt": "Sum\nup: ``` it's"}, "max_completion_length": 320,
     }  # fmt: skip
     arguments, env = started(recipe=recipe)
-    kept = {name: getattr(arguments, name) for name in recipe}
+    kept = {name: plain(getattr(arguments, name)) for name in recipe}
     assert kept == recipe | {"max_turns": 100, "max_completion_length": 8192}, "limits of a whole conversation"
     assert names(env) == []
 

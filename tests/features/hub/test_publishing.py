@@ -150,7 +150,7 @@ def uploads(monkeypatch):
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_trajectories_are_uploaded_only_if_asked(tmp_path, uploads, asked):
-    trainer = make_trainer(tmp_path, record_trajectories="jsonl", push_trajectories=asked)
+    trainer = make_trainer(tmp_path, record_trajectories="jsonl", push={"trajectories": asked})
     trainer.train()
     (tmp_path / "trajectories" / "superseded").mkdir()
     (tmp_path / "trajectories" / "superseded" / "step_000000.1.jsonl").touch()

@@ -46,9 +46,9 @@ def test_a_secret_stops_the_upload_of_a_trainer_until_its_file_is_allowed(pushed
     (tmp_path / "notes.txt").write_text(f"first\n{TOKEN}")
     with pytest.raises(SecretFoundError, match=r"notes.txt, line 2: Hugging Face token") as refusal:
         pushed()
-    assert TOKEN not in str(refusal.value) and "allow_secrets: notes.txt" in str(refusal.value)
+    assert TOKEN not in str(refusal.value) and "push.allow_secrets: notes.txt" in str(refusal.value)
     assert hub.files("ada/adder") == {}
-    assert "notes.txt" in pushed(allow_secrets=["notes.*"])
+    assert "notes.txt" in pushed(push={"allow_secrets": ["notes.*"]})
 
 
 def test_a_secret_in_a_checkpoint_is_logged_and_training_goes_on(pushed, hub, tmp_path, caplog):  # noqa: F811
@@ -64,7 +64,7 @@ def test_a_secret_in_a_checkpoint_is_logged_and_training_goes_on(pushed, hub, tm
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_the_critic_is_uploaded_only_if_asked(pushed, asked):
-    files = pushed(trainer=MultiTurnPPOTrainer, push_critic=asked, critic="head")
+    files = pushed(trainer=MultiTurnPPOTrainer, push={"critic": asked}, critic="head")
     assert ("critic/critic.safetensors" in files) == asked
 
 

@@ -16,8 +16,10 @@ from tests.toys import call, calls, say
 NUM_TRAJECTORIES = 3
 HEADER = {"size": NUM_TRAJECTORIES, "weights": "w"}
 LIMITS = RolloutLimits(max_turns=5, max_completion_length=600)
-SUMMARIES = replace(LIMITS, context_policy="summarise", context_turns=1, summary_tokens=30, summary_prompt="Sum up.")
-BY_STEP = replace(LIMITS, context_policy="step")
+SUMMARIES = replace(
+    LIMITS, context={"policy": "summarise", "turns": 1, "summary_tokens": 30, "summary_prompt": "Sum up."}
+)
+BY_STEP = replace(LIMITS, context={"policy": "step"})
 CALLS = collections.Counter()
 """How often each tool or method ran, by its name and argument."""
 

@@ -162,13 +162,13 @@ def test_other_sampling_settings_play_anew(tmp_path, caplog):
 
 def test_another_context_policy_plays_anew(tmp_path, caplog):
     train(tmp_path)
-    policy = {"context_policy": "window", "context_turns": 1}
+    policy = {"context.policy": "window", "context.turns": 1}
     resumed = train(tmp_path, checkpoint=str(tmp_path / "checkpoint-2"), **policy)
     assert resumed.num_sampled == 2 * 4 * 2 and "limits differs" in caplog.text
 
 
 def test_a_run_that_begins_anew_uses_nothing_of_the_run_before_it_and_leaves_nothing_of_it(tmp_path):
-    train(tmp_path, journal_keep=9)
+    train(tmp_path, journal={"keep": 9})
     assert train(tmp_path, max_steps=2).num_sampled == 2 * 4 * 2
     assert journals(tmp_path) == ["rollout_000000000.journal", "rollout_000000001.journal"]
 
@@ -185,7 +185,7 @@ def test_without_a_journal_nothing_is_written_and_everything_is_played_again(tmp
 
 
 def test_evaluations_are_not_in_the_journal_of_a_training(tmp_path):
-    train(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, eval_dataset=questions(2), journal_keep=9)
+    train(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, eval_dataset=questions(2), journal={"keep": 9})
     assert journals(tmp_path) == ["rollout_000000000.journal", "rollout_000000001.journal"]
 
 
@@ -258,13 +258,13 @@ def test_who_looks_at_environments_is_read_from_the_function(function, expected)
 
 
 @pytest.mark.parametrize(("keep", "expected"), [(0, [4, 5]), (1, [3, 4, 5]), (9, [0, 1, 2, 3, 4, 5])])
-def test_rollouts_before_the_last_checkpoint_go_but_for_journal_keep(tmp_path, keep, expected):
-    train(tmp_path, max_steps=6, journal_keep=keep)
+def test_rollouts_before_the_last_checkpoint_go_but_for_those_to_keep(tmp_path, keep, expected):
+    train(tmp_path, max_steps=6, journal={"keep": keep})
     assert journals(tmp_path) == [f"rollout_{number:09d}.journal" for number in expected]
 
 
-def test_without_checkpoints_no_more_than_journal_keep_lie_beside_the_present_one(tmp_path):
-    train(tmp_path, max_steps=5, save_strategy="no", journal_keep=2)
+def test_without_checkpoints_no_more_than_those_to_keep_lie_beside_the_present_one(tmp_path):
+    train(tmp_path, max_steps=5, save_strategy="no", journal={"keep": 2})
     assert journals(tmp_path) == [f"rollout_{number:09d}.journal" for number in (2, 3, 4)]
 
 
@@ -312,9 +312,9 @@ def test_the_fingerprint_comes_to_the_host_in_one_copy(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"trainer": MultiTurnPPOTrainer, "num_generations": 1}], ids=["grpo", "ppo"])
 def test_a_replay_trains_on_the_same_batches_without_sampler_tools_and_environment(tmp_path, options, caplog):
     options["lr_scheduler_type"] = "constant"
-    whole = train(tmp_path / "a", journal_keep=9, **options)
+    whole = train(tmp_path / "a", journal={"keep": 9}, **options)
     CountedEnv.num_resets = 0
-    replayed = train(tmp_path / "b", replay=str(tmp_path / "a"), max_steps=9, **options)
+    replayed = train(tmp_path / "b", journal={"replay": str(tmp_path / "a")}, max_steps=9, **options)
     assert replayed.num_sampled == CountedEnv.num_resets == 0
     assert len(replayed.batches) == 4 and all(map(is_same, replayed.batches, whole.batches))
     assert "ends with optimizer step 4" in caplog.text
@@ -322,8 +322,8 @@ def test_a_replay_trains_on_the_same_batches_without_sampler_tools_and_environme
 
 
 def test_a_replay_with_another_reward_function_runs_it_on_the_recorded_completions(tmp_path):
-    whole = train(tmp_path / "a", journal_keep=9)
-    replayed = train(tmp_path / "b", replay=str(tmp_path / "a" / "journal"), reward_funcs=[length_of])
+    whole = train(tmp_path / "a", journal={"keep": 9})
+    replayed = train(tmp_path / "b", journal={"replay": str(tmp_path / "a" / "journal")}, reward_funcs=[length_of])
     assert torch.equal(replayed.batches[0]["completion_ids"], whole.batches[0]["completion_ids"])
     assert not torch.equal(replayed.batches[0]["advantages"], whole.batches[0]["advantages"])
 
@@ -339,16 +339,16 @@ def test_a_replay_with_another_reward_function_runs_it_on_the_recorded_completio
     ids=["seed", "order", "rows", "group"],
 )
 def test_a_replay_that_does_not_match_names_the_first_thing_that_differs(tmp_path, change, named):
-    train(tmp_path / "a", journal_keep=9, max_steps=1)
-    with pytest.raises(ReplayError, match=rf"replay=.*trajectory \d differs first in ({named})"):
-        train(tmp_path / "b", replay=str(tmp_path / "a"), **change)
+    train(tmp_path / "a", journal={"keep": 9}, max_steps=1)
+    with pytest.raises(ReplayError, match=rf"journal.replay=.*trajectory \d differs first in ({named})"):
+        train(tmp_path / "b", journal={"replay": str(tmp_path / "a")}, **change)
 
 
 def test_a_replay_with_another_limit_is_refused_by_name(tmp_path):
-    played = train(tmp_path / "a", journal_keep=9, max_steps=1).rollouts.limits
+    played = train(tmp_path / "a", journal={"keep": 9}, max_steps=1).rollouts.limits
     message = rf"max_observation_tokens={played.max_observation_tokens} was recorded, .*=7: .*Set max_obs"
     with pytest.raises(ReplayError, match=message):
-        train(tmp_path / "b", replay=str(tmp_path / "a"), max_observation_tokens=7)
+        train(tmp_path / "b", journal={"replay": str(tmp_path / "a")}, max_observation_tokens=7)
 
 
 def test_a_journal_of_another_version_is_named_before_its_records_are_read(tmp_path, caplog):
@@ -357,15 +357,17 @@ def test_a_journal_of_another_version_is_named_before_its_records_are_read(tmp_p
     header, *_ = read_file(path)[0]
     path.write_bytes(pack({**header, "version": 2}) + pack({"kind": "begin", "id": "of another form"}))
     with pytest.raises(ReplayError, match=r"a journal of version 2, and this release reads version 1\. Replay"):
-        train(tmp_path / "b", replay=str(tmp_path / "a"))
+        train(tmp_path / "b", journal={"replay": str(tmp_path / "a")})
     assert read_rollout(path).trajectories == []
 
 
 def test_a_replay_needs_the_rollout_that_the_run_begins_with(tmp_path):
-    train(tmp_path / "a", journal_keep=0)
-    with pytest.raises(ReplayError, match=r"no rollout of micro-step 0.*journal_keep"):
-        train(tmp_path / "b", replay=str(tmp_path / "a"))
-    resumed = train(tmp_path / "b", replay=str(tmp_path / "a"), checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    train(tmp_path / "a", journal={"keep": 0})
+    with pytest.raises(ReplayError, match=r"no rollout of micro-step 0.*journal.keep"):
+        train(tmp_path / "b", journal={"replay": str(tmp_path / "a")})
+    resumed = train(
+        tmp_path / "b", journal={"replay": str(tmp_path / "a")}, checkpoint=str(tmp_path / "a" / "checkpoint-2")
+    )
     assert resumed.num_sampled == 0 and len(resumed.batches) == 2
 
 
@@ -373,22 +375,26 @@ def test_a_replay_of_a_rollout_without_end_is_refused(tmp_path):
     train(tmp_path / "a", max_steps=1)
     (path,) = (tmp_path / "a" / "journal" / "rank0").glob("*")
     path.write_bytes(b"".join(map(pack, read_file(path)[0][:-1])))
-    with pytest.raises(ReplayError, match=r"replay=.*has no end"):
-        train(tmp_path / "b", replay=str(tmp_path / "a"))
+    with pytest.raises(ReplayError, match=r"journal.replay=.*has no end"):
+        train(tmp_path / "b", journal={"replay": str(tmp_path / "a")})
 
 
 def test_a_replay_from_nowhere_into_itself_or_beside_what_it_lacks_is_refused(tmp_path):
-    with pytest.raises(ReplayError, match=r"replay=.*no journal"):
-        train(tmp_path / "b", replay=str(tmp_path / "a"))
+    with pytest.raises(ReplayError, match=r"journal.replay=.*no journal"):
+        train(tmp_path / "b", journal={"replay": str(tmp_path / "a")})
     train(tmp_path / "a", max_steps=1)
-    with pytest.raises(ValueError, match=r"replay=.*output_dir"):
-        train(tmp_path / "a", replay=str(tmp_path / "a"))
-    with pytest.raises(ValueError, match=r"replay=.*eval_strategy"):
+    with pytest.raises(ValueError, match=r"journal.replay=.*output_dir"):
+        train(tmp_path / "a", journal={"replay": str(tmp_path / "a")})
+    with pytest.raises(ValueError, match=r"journal.replay=.*eval_strategy"):
         train(
-            tmp_path / "b", replay=str(tmp_path / "a"), eval_strategy="steps", eval_steps=1, eval_dataset=questions(2)
+            tmp_path / "b",
+            journal={"replay": str(tmp_path / "a")},
+            eval_strategy="steps",
+            eval_steps=1,
+            eval_dataset=questions(2),
         )
     with pytest.raises(ReplayError, match=r"replay.*environments"):
-        train(tmp_path / "b", replay=str(tmp_path / "a"), reward_funcs=[calls_of])
+        train(tmp_path / "b", journal={"replay": str(tmp_path / "a")}, reward_funcs=[calls_of])
     assert Cassette(tmp_path / "a").micro_steps == [0]
 
 
@@ -425,7 +431,7 @@ class LastTurns:
 )
 def test_a_resumed_run_uses_what_the_same_policy_played_and_nothing_of_another(tmp_path, first, then, is_same, caplog):
     options = {"max_steps": 3, "per_device_train_batch_size": 4}
-    train(tmp_path, context_policy=first, **options)
-    resumed = train(tmp_path, context_policy=then, checkpoint=str(tmp_path / "checkpoint-2"), **options)
+    train(tmp_path, context={"policy": first}, **options)
+    resumed = train(tmp_path, context={"policy": then}, checkpoint=str(tmp_path / "checkpoint-2"), **options)
     assert (resumed.num_sampled == 0) is is_same
     assert ("limits differs from what was recorded" in caplog.text) is not is_same

@@ -116,7 +116,7 @@ def test_of_a_trajectory_with_several_rows_the_trajectory_is_named(tmp_path, cap
             return output
 
     trainer = make_trainer(
-        tmp_path, trainer=Broken, context_policy="window", context_turns=1, gradient_accumulation_steps=2,
+        tmp_path, trainer=Broken, context={"policy": "window", "turns": 1}, gradient_accumulation_steps=2,
         per_device_train_batch_size=4, script=lambda rng, turn: two_turns(rng, max(0, turn - 1)), **layout,
     )  # fmt: skip
     trainer.train()

@@ -364,7 +364,7 @@ def talk(rng, turn):
 
 RESAMPLED = {
     "env": Coin, "script": talk, "sampling.resample_rounds": 4, "num_generations": 2, "per_device_train_batch_size": 8,
-    "journal_keep": 99,
+    "journal.keep": 99,
 }  # fmt: skip
 KINDS = {
     "plain": {},
@@ -406,7 +406,7 @@ def test_a_run_that_was_killed_in_a_round_goes_on_in_it(tmp_path):
 
 def test_a_replay_makes_the_same_batches(tmp_path):
     whole = run(tmp_path / "a", "plain")
-    replayed = run(tmp_path / "b", "plain", replay=str(tmp_path / "a"))
+    replayed = run(tmp_path / "b", "plain", journal={"replay": str(tmp_path / "a")})
     assert replayed.num_sampled == 0 and all(map(is_same, replayed.batches, whole.batches))
 
 
@@ -416,7 +416,7 @@ def test_a_replay_with_other_rewards_replaces_what_it_can(tmp_path, caplog):
     def never(trajectory, **kwargs):
         return [-item.total_reward for item in trajectory]  # all returns are 0
 
-    replayed = run(tmp_path / "b", "plain", replay=str(tmp_path / "a"), max_steps=1, reward_funcs=[never])
+    replayed = run(tmp_path / "b", "plain", journal={"replay": str(tmp_path / "a")}, max_steps=1, reward_funcs=[never])
     assert logged_history(replayed)["sampling/groups_with_signal"] == 0
     assert "the replay replaces no groups" in caplog.text
 

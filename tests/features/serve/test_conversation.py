@@ -9,11 +9,11 @@ from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.evaluation.agent import Agent
 from agent_r1_trl.features.serve import Conversation, ConversationError
 from agent_r1_trl.generation import GenerationError, SamplingParams, ScriptedGenerator
-from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
 from agent_r1_trl.trajectory import StopReason
 from tests.families import FAMILIES
 from tests.rollout.helpers import Script, chat_of
-from tests.toys import AddEchoEnv, call, say
+from tests.toys import AddEchoEnv, call, limits_of, say
 
 SAID = ["What is 2 + 3? <|im_end|>", "And é 日本?", "Thanks"]
 TURNS = [
@@ -51,7 +51,7 @@ class Heard(AddEchoEnv):
 def agent(script, chat, **limits):
     generator = script.generator if isinstance(script, Script) else script
     limits = {"max_turns": 20, "max_completion_length": 4000} | limits
-    return Agent(name="tiny", generator=generator, chat=chat, limits=RolloutLimits(**limits))
+    return Agent(name="tiny", generator=generator, chat=chat, limits=limits_of(**limits))
 
 
 def talk(turns=TURNS, said=SAID, *, env=Heard, chat=None, limits=None, **options):
@@ -74,7 +74,7 @@ def tokens(trajectory):
 
 
 def trained(chat, limits, turns=TURNS):
-    limits = RolloutLimits(**({"max_turns": 20, "max_completion_length": 4000} | limits))
+    limits = limits_of(**({"max_turns": 20, "max_completion_length": 4000} | limits))
     runner = RolloutRunner(Told, Script(chat, turns).generator, chat, limits)
     (trajectory,) = runner.run([RolloutRequest(example={"prompt": SAID[0]})])
     runner.close()
@@ -98,9 +98,9 @@ def test_a_chat_is_the_trajectory_of_training_token_for_token(family):
 @pytest.mark.parametrize(
     "limits",
     [
-        {"context_policy": "window", "context_turns": 2},
-        {"context_policy": "drop_observations", "context_turns": 1},
-        {"context_policy": "step", "context_turns": 1},
+        {"context.policy": "window", "context.turns": 2},
+        {"context.policy": "drop_observations", "context.turns": 1},
+        {"context.policy": "step", "context.turns": 1},
         {"max_observation_tokens": 6},
     ],
     ids=str,
@@ -242,7 +242,7 @@ def in_order(chat, said):
 
 def both(chat, said, **limits):
     """The trajectory of training and that of a chat in which a person says `SAID`; the policy says the same."""
-    limits = RolloutLimits(**({"max_turns": 20, "max_completion_length": 4000} | limits))
+    limits = limits_of(**({"max_turns": 20, "max_completion_length": 4000} | limits))
     runner = RolloutRunner(Told, in_order(chat, said), chat, limits)
     (expected,) = runner.run([RolloutRequest(example={"prompt": SAID[0]})])
     runner.close()
@@ -257,9 +257,14 @@ def both(chat, said, **limits):
     return expected, conversation.trajectory
 
 
-@pytest.mark.parametrize("settings", [{"context_turns": 2}, {"context_turns": 1}, {"context_tokens": 260}], ids=str)
+@pytest.mark.parametrize("settings", [{"context.turns": 2}, {"context.turns": 1}, {"context.tokens": 260}], ids=str)
 def test_a_chat_asks_for_summaries_where_training_does_and_goes_on_after_them(settings):
-    limits = {"context_policy": "summarise", "summary_tokens": 60, "summary_prompt": f"{ASKED}, please.", **settings}
+    limits = {
+        "context.policy": "summarise",
+        "context.summary_tokens": 60,
+        "context.summary_prompt": f"{ASKED}, please.",
+        **settings,
+    }
     expected, trajectory = both(chat_of("qwen3"), TURNS, **limits)
     assert sum(turn.is_summary for turn in expected.turns) >= 2 and len(expected.rows) >= 3
     assert expected.stop_reason is StopReason.DONE
@@ -270,6 +275,6 @@ def test_a_chat_asks_for_summaries_where_training_does_and_goes_on_after_them(se
 def test_a_chat_drops_the_thoughts_that_training_drops(family):
     chat = ChatFormat(FAMILIES[family](), thinking="strip")
     said = [message | {"reasoning_content": f"Thought {index}."} for index, message in enumerate(TURNS)]
-    expected, trajectory = both(chat, said, context_policy="strip_thinking")
+    expected, trajectory = both(chat, said, context={"policy": "strip_thinking"})
     assert expected.stop_reason is StopReason.DONE and len(expected.rows) > 1
     assert tokens(trajectory) == tokens(expected)

@@ -71,7 +71,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 _OR_TEMPLATE = (
     "Set response_template to the grammar of this template (docs/model-families.md), or pass another chat_template."
 )
-_STRIP = "Set thinking='strip': the policy is then trained on what the server shows."
+_STRIP = "Set context='strip_thinking': the policy is then trained on what the server shows."
 Start = tuple[list[dict[str, Any]], list[Schema]]
 
 
@@ -433,7 +433,7 @@ def _play(chat: ChatFormat, scene: _Scene) -> Trajectory:
         max_completion_length=10 * _TURN_TOKENS,
         max_tokens_per_turn=_TURN_TOKENS,
         max_observation_tokens=_TURN_TOKENS,
-        context_policy="keep" if chat.thought_rule is None else STRIP_POLICY,
+        context="keep" if chat.thought_rule is None else STRIP_POLICY,  # type: ignore[arg-type]
     )
     with contextlib.closing(RolloutRunner(lambda: scene, generator, chat, limits)) as runner:
         return runner.run([RolloutRequest(example={})])[0]

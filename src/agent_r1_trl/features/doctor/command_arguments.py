@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from agent_r1_trl.cli.arguments import ENV_OR_TOOLS, CommandArguments, TaskArguments, TemplateArguments
+from agent_r1_trl.rollout.limits import ContextMapping
+from agent_r1_trl.rollout.thinking import format_options
 from agent_r1_trl.settings import Count, setting
 
 
@@ -20,6 +23,12 @@ class DoctorArguments(TaskArguments, TemplateArguments):
     max_completion_length: Count | None = setting(
         None, "Tokens of the whole trajectory; prompts must leave room for them."
     )
+    context: ContextMapping = setting(None, "Context policy of the recipe: 'strip_thinking' decides the chat format.")
+
+    def chat_options(self) -> dict[str, Any]:
+        """See `TemplateArguments`; the context policy has a say as well."""
+        options = super().chat_options()
+        return options | format_options(self.thinking, self.context.policy, options["chat_template_kwargs"])
 
 
 @dataclass

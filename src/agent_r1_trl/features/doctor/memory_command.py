@@ -36,12 +36,12 @@ from agent_r1_trl.features.doctor.memory import (
     find_savings,
     read_shape,
 )
-from agent_r1_trl.rollout.thinking import settle_thinking
+from agent_r1_trl.rollout.context_policies import ContextSettings
 from agent_r1_trl.trainers.trl_arguments import ModelConfig, get_peft_config
 
 COMMAND = "agent-r1-trl memory"
 ONE_ROW = (
-    "With context_policy={policy!r} a trajectory counts as one row here, as long as context and limits allow: how "
+    "With context.policy={policy!r} a trajectory counts as one row here, as long as context and limits allow: how "
     "many it becomes cannot be foreseen. With max_tokens_per_micro_batch the update does not depend on it."
 )
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
@@ -159,6 +159,7 @@ def make_setup(settings: dict[str, Any], model_args: Any, *, max_positions: int 
         of_rollout = batch * settings["steps_per_generation"]
     critic = settings.get("critic") or ("model" if is_full else "adapter")
     vllm = "server" if settings["vllm_mode"] == "server" else "vllm"
+    context: Any = ContextSettings.read("context", settings["context"])
     values |= launch | {
         "dtype": model_args.dtype,
         "mixed_precision": bool(settings["bf16"] in (True, None) or settings["fp16"] or uses_16_bits),
@@ -170,7 +171,7 @@ def make_setup(settings: dict[str, Any], model_args: Any, *, max_positions: int 
         "critic": critic if trainer_class(settings["trainer"]).config_class.has_critic else None,
         "generator": vllm if settings["use_vllm"] else "transformers",
         "generation_batch_rows": min(settings["generation_batch_rows"], of_rollout),
-        "context_policy": settle_thinking(settings["thinking"], settings["context_policy"])[1],
+        "context_policy": context.policy,
     }
     return MemorySetup(**values)
 

@@ -45,12 +45,12 @@ from agent_r1_trl.trainers.trl_arguments import ModelConfig
 
 COMMAND = "agent-r1-trl doctor --run"
 _OFF = {
-    **{"report_to": "none", "push_to_hub": False, "save_strategy": "no", "eval_strategy": "no", "replay": None},
+    **{"report_to": "none", "push_to_hub": False, "save_strategy": "no", "eval_strategy": "no", "journal": False},
     **{"load_best_model_at_end": False, "metric_for_best_model": None, "resume_from_checkpoint": None},
     **{"logging_strategy": "steps", "logging_steps": 1, "disable_tqdm": True, "log_completions": False},
-    **{"record_trajectories": "none", "push_trajectories": False, "num_iterations": 1, "max_steps": 2},
+    **{"record_trajectories": "none", "push": None, "num_iterations": 1, "max_steps": 2},
     **{"steps_per_generation": None, "generation_batch_size": None, "eval_dataset_name": None},
-    **{"critic_uses_filtered": False, "critic_warmup_steps": 0, "push_critic": False, "num_train_epochs": 3.0},
+    **{"critic_uses_filtered": False, "critic_warmup_steps": 0, "num_train_epochs": 3.0},
     **{"sampling": None, "echo": None, "prompts_per_rollout": None, "updates_per_rollout": None},
 }
 """What the trial changes in every recipe."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from agent_r1_trl.features.echo_trap.settings import ALL
 from agent_r1_trl.features.echo_trap.verdict import Thresholds
-from agent_r1_trl.settings import Clash, Need
+from agent_r1_trl.settings import Clash, Need, plain_value
 from agent_r1_trl.trainers.config_checks import CLIPPED_LOSSES
 
 EPSILON, EPSILON_HIGH = 0.2, 0.28
@@ -93,9 +93,9 @@ _REFUSALS = (
     ),
     Refusal(
         "roll_back",
-        lambda c: c.replay is not None,
-        "samples other rollouts, and replay takes them from a journal.",
-        "Remove replay.",
+        lambda c: plain_value(c, "journal.replay") is not None,
+        "samples other rollouts, and journal.replay takes them from a journal.",
+        "Remove journal.replay.",
     ),
     Refusal(  # load_best_model_at_end sets a metric
         "roll_back",

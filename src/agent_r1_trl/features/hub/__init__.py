@@ -10,6 +10,11 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
+def make_callbacks(config: Any, train_dataset: Any) -> list[Any]:
+    """None: it takes no part in the steps of a run."""
+    return []
+
+
 def finish_card(trainer: Any, path: Path) -> None:
     """Put environment, tools, settings, data and results into the card that TRL wrote.
 

@@ -43,8 +43,8 @@ SETTINGS = (
 )  # fmt: skip
 """Settings that every card lists; those that the estimator reads come with its row."""
 READ_SETTINGS = (
-    "thinking", "chat_template_kwargs", "response_template", "context_policy", "context_turns", "context_tokens",
-    "summary_tokens", "summary_prompt", "max_tokens_per_turn", "max_observation_tokens", "max_invalid_calls",
+    "thinking", "chat_template_kwargs", "response_template", "context",
+    "max_tokens_per_turn", "max_observation_tokens", "max_invalid_calls",
 )  # fmt: skip
 """Settings that decide what the model reads and writes in a turn, in training and in a chat."""
 METHODS = {

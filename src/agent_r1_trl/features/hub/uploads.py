@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 from agent_r1_trl.environments.factory import env_name, tool_schemas
 from agent_r1_trl.features.hub.card import READ_SETTINGS, SETTINGS, make_card, read_facts
 from agent_r1_trl.features.hub.secret_scan import check_files
+from agent_r1_trl.settings import plain, plain_value
 
 if TYPE_CHECKING:
     from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 
 LEFT_OUT = {
     "": ["journal/*", "training_args.bin"],  # the arguments are a pickle that holds `hub_token`
-    "push_trajectories": ["trajectories/*", "completions/*"],
-    "push_critic": ["critic/*"],
+    "push.trajectories": ["trajectories/*", "completions/*"],
+    "push.critic": ["critic/*"],
 }
 """Setting -> patterns of files in `output_dir` that are uploaded with it only; `*` matches subfolders as well."""
 LIBRARIES = {"agent-r1-trl": "Agent-R1-TRL", "peft": "PEFT"}
@@ -44,7 +45,7 @@ def complete_card(trainer: MultiTurnTrainer, path: Path) -> None:
     facts = read_facts(path.parent, getattr(trainer, "hub_model_id", None) or args.output_dir)
     facts.env, facts.estimator, facts.history = "", args.estimator, trainer.state.log_history
     for name in READ_SETTINGS:
-        facts.recipe.setdefault(name, getattr(args, name, None))
+        facts.recipe.setdefault(name, plain(getattr(args, name, None)))
     if factory is not None:
         facts.env, facts.tools = env_name(factory), tool_schemas(factory)
         facts.recipe.setdefault("env", None if facts.recipe.get("tools") else _import_path(factory))
@@ -80,14 +81,16 @@ def uploads_checked(args: Any) -> Iterator[None]:
 
     api: Any = hf_api()
     upload_folder = api.upload_folder
-    left_out = [item for name, patterns in LEFT_OUT.items() if not getattr(args, name, False) for item in patterns]
+    left_out = [
+        item for name, patterns in LEFT_OUT.items() if not (name and plain_value(args, name)) for item in patterns
+    ]
 
     def upload(*others: Any, folder_path: Any, ignore_patterns: Any = None, **kwargs: Any) -> Any:
         given = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns or [])
         ignored, folder = [*given, *left_out], Path(folder_path)
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
         files = {name: folder / name for name in filter_repo_objects(names, ignore_patterns=ignored)}
-        check_files(files, allowed=getattr(args, "allow_secrets", None) or [], cure="allow_secrets:")
+        check_files(files, allowed=args.push.allow_secrets or [], cure="push.allow_secrets:")
         return upload_folder(*others, folder_path=folder_path, ignore_patterns=ignored, **kwargs)
 
     api.upload_folder = upload  # hides the method of the class, on this object

@@ -40,7 +40,7 @@ __all__ = [
 
 
 def make_callbacks(config: Any, train_dataset: Any) -> list[Any]:
-    """It is on unless `journal: false`, and where a run is replayed."""
+    """The journal, unless it is off."""
     from agent_r1_trl.features.journal.training import TrainingJournal
 
-    return [TrainingJournal(config)] if config.journal or config.replay is not None else []
+    return [] if config.journal is None else [TrainingJournal(config)]

@@ -33,7 +33,7 @@ class Cassette:
 
     def __init__(self, path: str | Path, *, rank: int = 0) -> None:
         self.path = Path(path).absolute()
-        self._name = f"replay={str(path)!r}"
+        self._name = f"journal.replay={str(path)!r}"
         self._rank = rank
         folder = self.path / FOLDER if (self.path / FOLDER).is_dir() else self.path
         self._folder = folder / f"rank{rank}" if (folder / "rank0").is_dir() else folder
@@ -117,7 +117,7 @@ class Cassette:
                 known = f"those of micro-steps {', '.join(map(str, held))}" if held else "none of a training run"
                 raise ReplayError(
                     f"{self._name}: the journal holds no rollout of micro-step {micro_step}, but {known}. Start from "
-                    "the checkpoint before them (resume_from_checkpoint), or record with a larger journal_keep."
+                    "the checkpoint before them (resume_from_checkpoint), or record with a larger journal.keep."
                 )
         rollout = read_rollout(path)
         if rollout is None:

@@ -8,16 +8,21 @@ from typing import Any
 
 from agent_r1_trl.settings import Clash, Need
 
+
+def _replays(c: Any) -> bool:
+    return c.journal is not None and c.journal.replay is not None
+
+
 NEEDS: tuple[Need, ...] = ()
 CLASHES = (
     Clash(
-        "replay output_dir",
-        lambda c: c.replay is not None and Path(c.replay).absolute().is_relative_to(Path(c.output_dir).absolute()),
+        "journal.replay output_dir",
+        lambda c: _replays(c) and Path(c.journal.replay).absolute().is_relative_to(Path(c.output_dir).absolute()),
         "the replay would overwrite the checkpoints of the run that it reads. Set output_dir to another folder.",
     ),
     Clash(
-        "replay eval_strategy",
-        lambda c: c.replay is not None and c.eval_strategy != "no",
+        "journal.replay eval_strategy",
+        lambda c: _replays(c) and c.eval_strategy != "no",
         "the journal of a training run holds no evaluations. Set eval_strategy to 'no'.",
     ),
 )

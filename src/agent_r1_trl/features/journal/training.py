@@ -43,16 +43,17 @@ class TrainingJournal(RolloutCallback):
         args: of the trainer.
 
     Raises:
-        ReplayError: `replay` names no journal.
+        ReplayError: `journal.replay` names no journal.
     """
 
     name = "journal"
 
     def __init__(self, args: Any) -> None:
-        self._cassette = None if args.replay is None else Cassette(args.replay, rank=args.process_index)
+        settings = args.journal
+        self._cassette = None if settings.replay is None else Cassette(settings.replay, rank=args.process_index)
         self._plays_finished = False
         """Whether reward functions look at environments, which a recorded trajectory does not have."""
-        self._is_on, self._keep = bool(args.journal) and self._cassette is None, args.journal_keep
+        self._is_on, self._keep = self._cassette is None, settings.keep
         self._overlaps = args.overlap_rollout
         # A run that was to be resumed and has no checkpoint yet begins with the weights that it had then.
         self._asks_to_resume = str(args.resume_from_checkpoint).lower() in ("true", "last")
@@ -70,7 +71,7 @@ class TrainingJournal(RolloutCallback):
         """Look at what decides which recorded rollouts can be used.
 
         Raises:
-            ReplayError: `replay` is set, and a reward function looks at environments.
+            ReplayError: `journal.replay` is set, and a reward function looks at environments.
         """
         super().attach(trainer)
         template = trainer.rollouts.chat.chat_template
@@ -82,8 +83,8 @@ class TrainingJournal(RolloutCallback):
         self._plays_finished = reads_environments(trainer.reward_funcs)
         if self.is_replay and self._plays_finished:
             raise ReplayError(
-                "replay: a reward function reads `environments`, and a replay has none. Leave that function out, or "
-                "leave replay out."
+                "journal.replay: a reward function reads `environments`, and a replay has none. Leave that function "
+                "out, or leave journal.replay out."
             )
 
     # ---------------------------------------------------------------- a run
@@ -117,7 +118,7 @@ class TrainingJournal(RolloutCallback):
 
     @property
     def is_replay(self) -> bool:
-        """Whether rollouts come from a journal (`replay`)."""
+        """Whether rollouts come from a journal (`journal.replay`)."""
         return self._cassette is not None
 
     @property

@@ -84,7 +84,7 @@ class Conversation:
         self.agent, self.limits = agent, agent.limits.within(getattr(agent.generator, "max_model_length", None))
         find_policy(self.limits)
         check_room(agent.chat, self.limits)
-        check_thinking(agent.chat, self.limits.context_policy)
+        check_thinking(agent.chat, self.limits.context.policy)
         self.params, self.seed = params or SamplingParams(temperature=0.0), seed
         self.on_event = on_event
         self._env_factory, self._row = env_factory, dict(row or {})

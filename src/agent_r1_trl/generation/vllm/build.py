@@ -34,12 +34,12 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
             adapter_dir=Path(args.output_dir) / ADAPTER_FOLDER,
             weights_dir=Path(args.output_dir) / WEIGHTS_FOLDER,
             startup_timeout_s=args.vllm_server_timeout,
-            request_timeout_s=args.vllm_request_timeout,
-            health_timeout_s=args.vllm_health_timeout,
-            retry_window_s=args.vllm_retry_window,
-            sync_timeout_s=args.vllm_sync_timeout,
-            weight_transfer=args.vllm_weight_transfer,
-            allow_public=args.vllm_allow_public_servers,
+            request_timeout_s=args.servers.request_timeout,
+            health_timeout_s=args.servers.health_timeout,
+            retry_window_s=args.servers.retry_window,
+            sync_timeout_s=args.servers.sync_timeout,
+            weight_transfer=args.servers.weight_transfer,
+            allow_public=args.servers.allow_public,
             may_restore=not args.overlap_rollout,  # else the update changes the weights during the rollout
             max_connections=args.max_concurrency,
         )
@@ -56,7 +56,7 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
         max_num_seqs=min(args.max_concurrency, 256),
         model_impl=args.vllm_model_impl,
         trust_remote_code=args.trust_remote_code,
-        step_timeout_s=args.vllm_request_timeout,
+        step_timeout_s=args.servers.request_timeout,
         **engine_dtype(args),
         **(on_gpu if is_on_gpu else {}),
     )
@@ -110,7 +110,7 @@ def check_vllm(args: Any, model: Any, *, is_on_gpu: bool) -> None:
 
 
 def server_urls(args: Any) -> list[str]:
-    """`vllm_server_urls`, or the one server of TRL's own arguments."""
-    if args.vllm_server_urls:
-        return list(args.vllm_server_urls)
+    """`servers.urls`, or the one server of TRL's own arguments."""
+    if args.servers.urls:
+        return list(args.servers.urls)
     return [args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"]

@@ -16,7 +16,7 @@ from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
 logger = logging.getLogger(__name__)
 
 _NO_VLLM = (
-    "{url} is not a vLLM server, or has the wrong port: {reason}. Set vllm_server_urls to the addresses that `vllm "
+    "{url} is not a vLLM server, or has the wrong port: {reason}. Set servers.urls to the addresses that `vllm "
     "serve` printed."
 )
 
@@ -31,11 +31,11 @@ def check_urls(urls: Sequence[str]) -> list[str]:
     for url in cleaned:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise ValueError(
-                f"vllm_server_urls={list(urls)}: {url!r} is no URL of a server. Write it like http://127.0.0.1:8000."
+                f"servers.urls={list(urls)}: {url!r} is no URL of a server. Write it like http://127.0.0.1:8000."
             )
     if not cleaned or len(set(cleaned)) < len(cleaned):
         raise ValueError(
-            f"vllm_server_urls={list(urls)} must name at least one server, and each once. Give a list of URLs such as "
+            f"servers.urls={list(urls)} must name at least one server, and each once. Give a list of URLs such as "
             "http://127.0.0.1:8000."
         )
     return cleaned
@@ -102,9 +102,9 @@ async def check_exposure(http: HTTPClient, urls: Sequence[str], *, allow_public:
         addresses = await asyncio.to_thread(_addresses_of, str(urlsplit(url).hostname))
         if any(address.is_global for address in addresses) and not allow_public:
             raise GenerationError(
-                f"vllm_server_urls: {url} has a public address and open development routes (VLLM_SERVER_DEV_MODE=1), "
+                f"servers.urls: {url} has a public address and open development routes (VLLM_SERVER_DEV_MODE=1), "
                 "with which anybody can replace its weights. Reach it through a private network or an SSH tunnel, or "
-                "set vllm_allow_public_servers=True if a firewall keeps others out."
+                "set servers.allow_public=True if a firewall keeps others out."
             )
         if may_warn and not all(address.is_loopback for address in addresses):
             logger.warning(

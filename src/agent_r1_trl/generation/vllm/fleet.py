@@ -157,8 +157,8 @@ class Fleet:
         reasons = "; ".join(f"{url}: {reason}" for url, reason in reasons_of.items())
         return (
             f"None of the vLLM servers can be sampled from ({reasons}). Start them again with the same command; they "
-            f"get the weights at the next sync. A request waits vllm_retry_window={self.retry_window_s:g} seconds for "
-            "a server to come back."
+            f"get the weights at the next sync. A request waits servers.retry_window={self.retry_window_s:g} seconds "
+            "for a server to come back."
         )
 
     async def _ask(self, server: Server, body: dict[str, Any]) -> Any:

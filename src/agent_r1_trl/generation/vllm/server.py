@@ -319,9 +319,10 @@ class VLLMServerGenerator(Generator):
         if no_nccl is not None and (self._way == "nccl" or not sees):
             folder = "that is not asked for" if sees else f"its workers cannot read {self._weights_folder}"
             raise UnfitServerError(
-                f"vllm_weight_transfer={self._way!r}: weights cannot go to {url}. Over NCCL not, because {no_nccl}; "
-                f"through a folder not, because {folder}. Set vllm_weight_transfer to 'auto' or 'folder' and start "
-                "the server where it sees output_dir under the same path, or train and serve on GPUs of their own."
+                f"servers.weight_transfer={self._way!r}: weights cannot go to {url}. Over NCCL not, because "
+                f"{no_nccl}; through a folder not, because {folder}. Set servers.weight_transfer to 'auto' or "
+                "'folder' and start the server where it sees output_dir under the same path, or train and serve on "
+                "GPUs of their own."
             )
         return workers
 

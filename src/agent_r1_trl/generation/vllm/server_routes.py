@@ -22,7 +22,7 @@ _ADAPTERS_ONLY = (
     "It was started with --enable-lora and can take adapters only. For LoRA start every server with --enable-lora and "
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or none; for full fine-tuning, DoRA or modules_to_save start all without."
 )
-NO_NCCL = "vllm_weight_transfer='folder' does without NCCL."
+NO_NCCL = "servers.weight_transfer='folder' does without NCCL."
 _TOO_LONG = ("maximum context length", "maximum model length")  # of vLLM's messages
 
 Result = TypeVar("Result")
