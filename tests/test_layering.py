@@ -306,7 +306,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/hub": (1136, 8),
     "features/journal": (1470, 10),
     "features/reliability": (1565, 8),
-    "features/sampling": (895, 7),
+    "features/sampling": (940, 7),
     "features/sandbox": (1541, 11),
     "features/search": (454, 4),
     "features/serve": (1796, 11),

@@ -7,15 +7,14 @@ from typing import Any
 
 from agent_r1_trl.features import feature
 from agent_r1_trl.features.sampling.settings import DEFAULT_VALUES, RULES
+from agent_r1_trl.objects import own_object
 from agent_r1_trl.settings import Clash, Need
 
 _FILTERING = ("filter", "all")
 """Actions of the echo guard that may switch filter and dynamic sampling on."""
 NEEDS = (
-    Need(
-        "sampling.filter_value sampling.filter_when sampling.filter_loss_scaling",
-        {"sampling.filter_groups": None},
-    ),
+    Need("sampling.filter_value", {"sampling.filter_groups": RULES}),
+    Need("sampling.filter_when sampling.filter_loss_scaling", {"sampling.filter_groups": None}),
     Need("sampling.curriculum_floor sampling.curriculum_rate", {"sampling.curriculum": (True,)}),
     Need(
         "sampling.pass_reward",
@@ -42,7 +41,7 @@ CLASHES = (
     ),
     Clash(
         "sampling.filter_groups num_generations",
-        lambda c: c.sampling.filter_groups is not None and c.num_generations < 2,
+        lambda c: c.sampling.filter_groups in RULES and c.num_generations < 2,
         "a group of one has no spread, so nothing would ever be trained on. Set num_generations to 2 or more (4 to 16 "
         "is usual), or remove sampling.filter_groups.",
     ),
@@ -68,7 +67,23 @@ CLASHES = (
 
 
 def settle(config: Any) -> None:
-    """Nothing follows from them."""
+    """Find the user's own filter rule.
+
+    Raises:
+        ValueError: `filter_groups` names no rule.
+    """
+    config.sampling.filter_groups = find_rule(config.sampling.filter_groups)
+
+
+def find_rule(given: Any) -> str | None:
+    """`filter_groups`: None, one of `RULES`, or an `OwnObject`, from a path or the object itself.
+
+    Raises:
+        ValueError: there is none, or it cannot be called.
+    """
+    form = "a function from returns of shape (G, n), NaN outside the baseline, to a bool tensor of shape (G,)"
+    is_ours = given is None or (isinstance(given, str) and given in RULES)
+    return given if is_ours else own_object("sampling.filter_groups", given, RULES, form)
 
 
 def find_problems(config: Any) -> Iterator[str]:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from agent_r1_trl.features.sampling.checks import CLASHES
-from agent_r1_trl.features.sampling.rules import raw_returns, select_groups, signal_to_noise
+from agent_r1_trl.features.sampling.checks import CLASHES, find_rule
+from agent_r1_trl.features.sampling.rules import apply_own, raw_returns, select_groups, signal_to_noise
 from agent_r1_trl.features.sampling.settings import DEFAULT_VALUES, SamplingSettings
+from agent_r1_trl.objects import OwnObject
 from agent_r1_trl.settings import find_clashes, refuse
 from agent_r1_trl.trainers.callbacks import RolloutCallback
 from agent_r1_trl.trainers.rollouts import RolloutBatch
@@ -51,6 +52,7 @@ class GroupFilter(RolloutCallback):
         """
         asked = copy.copy(self._args)
         asked.sampling = SamplingSettings.read("sampling", replace(self.settings, **settings))
+        asked.sampling.filter_groups = find_rule(asked.sampling.filter_groups)
         refuse(find_clashes(asked, CLASHES))
         self.settings = asked.sampling
 
@@ -65,10 +67,13 @@ class GroupFilter(RolloutCallback):
         group_ids = torch.arange(len(returns), device=returns.device) // batch.position.group_size
         ratio = signal_to_noise(returns, group_ids)
         is_applied = settings.filter_when is None or ratio > settings.filter_when
-        value = DEFAULT_VALUES[rule] if settings.filter_value is None else settings.filter_value
-        kept = select_groups(returns, group_ids, rule=rule, value=value)
-        # Where nothing can be kept there is nothing to train on either, whatever the gate says.
-        is_applied = is_applied or not bool(kept.any())
+        if isinstance(rule, OwnObject):
+            kept = apply_own(rule, returns, batch.position.group_size)
+        else:
+            value = DEFAULT_VALUES[rule] if settings.filter_value is None else settings.filter_value
+            kept = select_groups(returns, group_ids, rule=rule, value=value)
+            # Where nothing can be kept there is nothing to train on either, whatever the gate says.
+            is_applied = is_applied or not bool(kept.any())
         share = int(kept.sum()) / max(1, int((~returns.isnan()).sum())) if is_applied else 1.0
         metrics = {"kept_share": share, "signal_to_noise": ratio, "is_applied": float(is_applied)}
         self.trainer.add_metrics({f"filter/{name}": value for name, value in metrics.items()})

@@ -20,6 +20,7 @@ from typing import Annotated
 import torch
 
 from agent_r1_trl.features.sampling.settings import RULES
+from agent_r1_trl.objects import OwnObject, OwnObjectError
 from agent_r1_trl.settings import OneOf, check_value
 from agent_r1_trl.trajectory import Trajectory
 
@@ -170,6 +171,30 @@ def select_groups(
         order = [group for group in order if scores[group] >= value * scores.max() * (1 - TIE)]
     kept[order] = True
     return kept[index] & in_baseline
+
+
+def apply_own(rule: OwnObject, returns: torch.Tensor, group_size: int) -> torch.Tensor:
+    """The rows to train on, by a rule of the user's own: the members in the baseline of the groups that it keeps.
+
+    Args:
+        rule: a function from (G, n) returns to (G,) bool.
+        returns: (B,) raw returns of all ranks, group after group, NaN for trajectories outside the baseline.
+        group_size: n.
+
+    Returns:
+        (B,) bool.
+
+    Raises:
+        OwnObjectError: it raises, or returns something else.
+    """
+    groups = returns.view(-1, group_size)
+    kept = rule(groups.clone())
+    if not isinstance(kept, torch.Tensor) or kept.dtype != torch.bool or kept.shape != groups.shape[:1]:
+        raise OwnObjectError(
+            f"sampling.filter_groups={str(rule)!r} returned {kept!r:.200}. Return a bool tensor of shape "
+            f"({len(groups)},), an entry for each group."
+        )
+    return kept.to(returns.device).repeat_interleave(group_size) & ~returns.isnan()
 
 
 def _spreads(returns: torch.Tensor, group_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -13,14 +13,13 @@ from agent_r1_trl.settings import (
     Flag,
     NotNegative,
     Number,
-    OneOf,
     PositiveShare,
     SettingsGroup,
     setting,
 )
 
 RULES = ("top_fraction", "top_p", "min_p")
-"""Rules of the group filter."""
+"""Rules of the group filter, besides the user's own."""
 DEFAULT_VALUES = {"top_fraction": 0.25, "top_p": 0.9}
 """Rule -> its value in the paper that it comes from; `min_p` comes from none."""
 
@@ -29,11 +28,12 @@ DEFAULT_VALUES = {"top_fraction": 0.25, "top_p": 0.9}
 class SamplingSettings(SettingsGroup):
     """Group filter, dynamic sampling and curriculum; all of it is off by default."""
 
-    filter_groups: Annotated[str, OneOf(*RULES)] | None = setting(
+    filter_groups: str | None = setting(
         None,
         "Train only on the groups of a rollout whose returns differ most: 'top_fraction' (the best `filter_value` of "
         "the groups), 'top_p' (as many as hold `filter_value` of the spread) or 'min_p' (those with at least "
-        "`filter_value` of the largest spread). A step of which no group is kept is skipped. None: all.",
+        "`filter_value` of the largest spread). Or your own: a function, or its path, my_module.my_rule. A step of "
+        "which no group is kept is skipped. None: all.",
     )
     filter_value: PositiveShare | None = setting(
         None,
