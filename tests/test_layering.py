@@ -301,7 +301,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "evaluation": (1312, 9),
     "features/__init__.py": (133, 1),
     "features/doctor": (2566, 11),
-    "features/echo_trap": (2370, 14),
+    "features/echo_trap": (2369, 14),
     "features/games": (1599, 10),
     "features/hub": (1136, 8),
     "features/journal": (1470, 10),
@@ -315,7 +315,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (936, 8),
     "rollout": (3218, 19),
     "tools": (3116, 16),
-    "trainers": (7511, 23),
+    "trainers": (7579, 23),
     "update": (1921, 8),
 }
 

@@ -143,6 +143,8 @@ def test_what_one_configuration_changes_in_a_mapping_stays_with_it():
 
 
 def test_a_keyword_that_is_none_is_answered_with_the_setting_that_is_meant():
+    with pytest.raises(TypeError, match=r"no setting 'context.turns'\. Write it as context=\{'turns': 2\}\."):
+        MultiTurnPPOConfig(**{"context.turns": 2})
     with pytest.raises(TypeError, match=r"MultiTurnPPOConfig has no setting 'lamb'\. Did you mean 'lam'\?"):
         MultiTurnPPOConfig(**CPU, lamb=0.9)
     with pytest.raises(TypeError, match=r"no setting 'echo_patience'\. Did you mean 'echo\.patience'\?.*echo={"):

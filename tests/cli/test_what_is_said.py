@@ -73,7 +73,7 @@ ROWS = {
     ),
     "tool has a bug": (
         "return {}['index']", LENGTH, {}, 0,
-        "calls of the tool 'search' failed and none has ever succeeded.*All .* calls of the tool 'search' failed",
+        "'search': 8 of its last 8 calls failed.*none has ever succeeded.*All .* calls of the tool 'search' failed",
     ),
     "tool too slow": (
         "time.sleep(0.5)", LENGTH, {}, 3,

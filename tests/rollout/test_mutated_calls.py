@@ -122,9 +122,17 @@ def test_mutated_calls_are_played_and_every_law_holds(family):
     examples = [{"prompt": [{"role": "user", "content": f"{index}?"}]} for index in range(TRAJECTORIES)]
     schemas = [item.schema for item in CalculatorEnv.tools]
     prompts = [tuple(chat.encode_prompt(example["prompt"], schemas)) for example in examples]
+
+    def prompt_of(ids):
+        (index,) = [index for index, prompt in enumerate(prompts) if ids[: len(prompt)] == prompt]
+        return index
+
     for rng in random_rounds(ROUNDS):
         said = [[turn_ids(chat, rng, vocabulary) for _ in range(TURNS + 1)] for _ in examples]
-        generator = ScriptedGenerator(dict(zip(prompts, said, strict=True)), stop_token_ids=chat.stop_token_ids)
+        generator = ScriptedGenerator(
+            lambda request, said=said: said[prompt_of(request.prompt_ids)][request.turn],
+            stop_token_ids=chat.stop_token_ids,
+        )
         runner = RolloutRunner(CalculatorEnv, generator, chat, RolloutLimits(max_turns=TURNS, max_invalid_calls=9))
         requests = [RolloutRequest(example=example, seed=index) for index, example in enumerate(examples)]
         try:

@@ -1,6 +1,7 @@
 """A run that learns nothing says so: what, at which step, and with which exit code."""
 
 import logging
+import re
 import time
 
 import pytest
@@ -80,11 +81,48 @@ def test_rewards_that_differ_are_no_news(tmp_path, caplog):
     assert "0 of 2 rollouts" in trainer.features["learning"].summary()
 
 
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("empty", "Step 1: All 8 answers of the tool 'look' were empty."),
+        ("same", "Step 1: All 8 answers of the tool 'look' were the same ('Nothing found.')."),
+        ("well", None),
+    ],
+)
+def test_a_tool_that_says_nothing_is_named(tmp_path, how, said, caplog):
+    trainer = make_trainer(tmp_path, script=look, env=looking(how), max_steps=2)
+    trainer.train()
+    assert (said or "") in caplog.text and caplog.text.count("answers of the tool") == bool(said)
+    assert ("All 16 answers of the tool 'look'" in trainer.features["learning"].summary()) is bool(said)
+
+
+def test_the_summary_names_a_tool_that_failed_in_every_call_and_no_call_that_reached_none(tmp_path):
+    def script(rng, turn):
+        broken = say("<tool_call>\n{oops\n</tool_call>")
+        made = calls(("nope", {}), ("look", {"word": 1.5}), ("look", {"word": str(rng.random())}))
+        return [broken, made, say("x" * rng.randrange(1, 9))][turn]
+
+    def broken(word: str) -> str:
+        """Look up a word.
+
+        Args:
+            word: Any.
+        """
+        raise KeyError("index")
+
+    broken.__name__ = "look"
+    env = type("Looking", (AddEnv,), {"tools": (tool(broken),)})
+    trainer = make_trainer(tmp_path, script=script, env=env, max_steps=1, max_turns=5, max_completion_length=500)
+    trainer.train()
+    summary = trainer.features["learning"].summary()
+    assert re.findall("All .* calls .*", summary) == ["All 8 calls of the tool 'look' failed."], summary
+
+
 @pytest.mark.parametrize("how", ["raises", "slow"])
 def test_a_tool_that_never_works_ends_the_run_at_its_first_rollout(tmp_path, how):
     trainer = make_trainer(tmp_path, script=look, env=looking(how), max_steps=2)
     start = time.monotonic()
-    with pytest.raises(ToolOutageError, match=r"has never worked: 8 of its 8 calls failed.*by hand.*timeout_s"):
+    with pytest.raises(ToolOutageError, match=r"has never worked: 8 of its last 8 calls failed.*by hand.*timeout_s"):
         trainer.train()
     assert trainer.state.global_step == 0 and time.monotonic() - start < 20
 

@@ -21,7 +21,7 @@ from tests.toys import call, say
 from tests.trainers.effects import CPU
 from tests.trainers.helpers import make_policy, make_trainer, move_weights, questions, scored_batch
 
-MANY = {"context.policy": "window", "context.turns": 99}  # allows for rows, and rewrites nothing
+MANY = {"context": {"policy": "window", "turns": 99}}  # allows for rows, and rewrites nothing
 
 
 def three_turns(rng, turn):

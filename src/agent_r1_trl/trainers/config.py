@@ -232,10 +232,14 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
         known = inspect.signature(cls.__init__).parameters  # of a user's own subclass, too
         for name in options if "kwargs" not in known else ():
             if name not in known:
-                raise TypeError(
-                    f"{cls.__name__} has no setting {name!r}.{did_you_mean(name, [*known, *keys_of(cls)])} A key of a "
-                    "mapping is written as in echo={'patience': 5}; docs/options.md lists all settings."
+                group, _, key = name.partition(".")
+                hint = (
+                    f" Write it as {group}={{{key!r}: {options[name]!r:.60}}}."
+                    if name in keys_of(cls)
+                    else f"{did_you_mean(name, [*known, *keys_of(cls)])} A key of a mapping is written as in "
+                    "echo={'patience': 5}; docs/options.md lists all settings."
                 )
+                raise TypeError(f"{cls.__name__} has no setting {name!r}.{hint}")
         return super().__new__(cls)
 
     has_critic: ClassVar[bool] = False

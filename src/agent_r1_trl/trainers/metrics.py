@@ -10,19 +10,20 @@ import logging
 import math
 import os
 import statistics
+import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from trl.trainer.utils import nanstd
 
-from agent_r1_trl.safe_text import shown_all
+from agent_r1_trl.safe_text import shown, shown_all
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
 from agent_r1_trl.trainers.rollouts import RolloutBatch
-from agent_r1_trl.trajectory import Author, StopReason, Trajectory
+from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind, Trajectory
 from agent_r1_trl.update.batching import row_means
 
 
@@ -323,6 +324,11 @@ logger = logging.getLogger(__name__)
 
 NUM_ERRORS = 3.0
 """Standard errors by which a reward has fallen for certain."""
+MIN_CALLS = 8
+"""Answers after which a tool that never said another thing is named."""
+MAX_SHOWN = 60
+_FAILURES = (ToolErrorKind.EXCEPTION, ToolErrorKind.TIMEOUT, ToolErrorKind.INFRASTRUCTURE)
+"""What happens inside a tool; of other errors, it was never called."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -335,6 +341,34 @@ class RolloutResult:
     """Standard error of the mean."""
     teaches: bool
     """Whether two trajectories that are compared with each other differ."""
+
+
+@dataclass(kw_only=True)
+class Answers:
+    """What a tool has answered in this run."""
+
+    num: int = 0
+    num_failed: int = 0
+    texts: set[str] = field(default_factory=set)
+    """Those of successful calls: a digest and the first characters; "" for an empty one."""
+    arguments: set[str] = field(default_factory=set)
+
+    def add(self, other: Answers) -> None:
+        """Count those of another rank; of texts and arguments two say all."""
+        self.num += other.num
+        self.num_failed += other.num_failed
+        self.texts = {*sorted(self.texts | other.texts)[:2]}
+        self.arguments = {*sorted(self.arguments | other.arguments)[:2]}
+
+    def silence(self, name: str) -> str | None:
+        """A sentence about a tool that says nothing; None for one that does, or was asked the same each time."""
+        if not self.num:
+            return f"All {self.num_failed} calls of the tool {name!r} failed." if self.num_failed > 1 else None
+        if len(self.texts) > 1 or self.num < 2 or (self.texts != {""} and len(self.arguments) < 2):
+            return None
+        (text,) = self.texts
+        how = f"the same ({shown(text.partition(':')[2])!r})" if text else "empty"
+        return f"All {self.num} answers of the tool {name!r} were {how}."
 
 
 class LearningReport(RolloutCallback):
@@ -355,6 +389,8 @@ class LearningReport(RolloutCallback):
     def begin_run(self) -> None:
         """Forget an earlier run of the same trainer."""
         self.rollouts: list[RolloutResult] = []
+        self.answers: dict[str, Answers] = {}
+        self._warned_of: set[str] = set()
         self._seconds = {} if self.trainer is None else dict(self.trainer.seconds)
         self._has_warned = False
 
@@ -389,6 +425,17 @@ class LearningReport(RolloutCallback):
             self.rollouts.append(RolloutResult(step=step, mean=mean, error=error, teaches=teaches))
             if not teaches and len(earned) > 1:
                 self._warn_of_rewards(step, earned, len(groups))
+        self._take_answers(step, trajectories)
+
+    def _take_answers(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        for name, answers in gather_object([*_answers(trajectories).items()]):
+            self.answers.setdefault(name, Answers()).add(answers)
+        for name, answers in self.answers.items():
+            if answers.num < MIN_CALLS or name in self._warned_of or (silence := answers.silence(name)) is None:
+                continue
+            self._warned_of.add(name)
+            if is_main_process():
+                logger.warning("Step %d: %s Try the tool by hand.", step, silence)
 
     def _warn_of_rewards(self, step: int, earned: list[float], num_groups: int) -> None:
         if self._has_warned or not is_main_process():
@@ -422,6 +469,7 @@ class LearningReport(RolloutCallback):
             f"taught nothing  {num_flat} of {num} rollouts ({num_flat / num:.0%})",
             f"time            {rollout_s:.0f} s rollouts, {update_s:.0f} s updates",
         ]
+        lines += [text for name in sorted(self.answers) if (text := self.answers[name].silence(name))]
         if num_flat == num:
             lines.append("No rollout taught anything: the model has learned nothing from its rewards.")
         elif first.mean - last.mean > NUM_ERRORS * math.hypot(first.error, last.error):
@@ -431,6 +479,22 @@ class LearningReport(RolloutCallback):
             )
         lines += [f"failures        {self.command}"] if self.command else []
         return "\n".join(lines)
+
+
+def _answers(trajectories: Sequence[Trajectory]) -> dict[str, Answers]:
+    """What each tool answered in them; calls that reached no tool do not count."""
+    found: dict[str, Answers] = {}
+    for result in (result for item in trajectories for result in item.tool_results):
+        text = result.content
+        digest = f"{zlib.crc32(text.encode('utf-8', 'replace')):08x}:{text[:MAX_SHOWN]}" if text.strip() else ""
+        if result.error in _FAILURES:
+            one = Answers(num_failed=1)
+        elif not result.is_error:
+            one = Answers(num=1, texts={digest}, arguments={str(result.call.arguments)})
+        else:
+            continue
+        found.setdefault(result.call.name, Answers()).add(one)
+    return found
 
 
 def _differ(rewards: Sequence[float]) -> bool:

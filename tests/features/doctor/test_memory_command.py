@@ -197,7 +197,6 @@ def test_a_recipe_and_options_read_the_same_through_the_console_script(model, tm
         (["--generation_batch_rows", "0"], "generation_batch_rows=0"),
         (["--prompt_tokens", "0"], "prompt_tokens=0"),
         (["--max_tokens_per_micro_batch", "99"], "max_tokens_per_micro_batch=99"),
-        (["--thinking", "loud"], "thinking='loud'"),
         (["--zero_stage", "2"], "--zero_stage"),
     ],
 )

@@ -133,7 +133,6 @@ class EchoGuard(RolloutCallback):
             RestartError: a run with DeepSpeed or FSDP goes back to a checkpoint.
         """
         if self._ending is not None:
-            self.trainer.create_model_card(model_name=Path(self.trainer.args.output_dir).name)
             raise self._ending
 
     def save(self, folder: Path) -> None:
