@@ -12,7 +12,7 @@ from agent_r1_trl.cli.console import PlainConsole
 from agent_r1_trl.cli.errors import UsageError, run_command
 from agent_r1_trl.rollout.failures import check_some_played
 from agent_r1_trl.rollout.requests import rollout_requests
-from agent_r1_trl.safe_text import SecretRules, markdown, mask, shown, visible
+from agent_r1_trl.safe_text import SecretRules, SecretSettings, markdown, mask, shown, visible
 from tests.effort import examples
 from tests.recording.examples import empty
 
@@ -129,15 +129,15 @@ def test_a_pattern_of_the_user_is_masked_and_the_names_can_be_changed(monkeypatc
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"names": "("}, r"secret_names='\(' must be a regular expression"),
-        ({"names": "a*"}, r"secret_names='a\*' must not match empty text"),
-        ({"patterns": ["["]}, r"secret_patterns='\[' must be a regular expression"),
-        ({"patterns": [""]}, "secret_patterns='' must not match empty text"),
+        ({"names": "("}, r"secrets\.names='\(' must be a regular expression"),
+        ({"names": "a*"}, r"secrets\.names='a\*' must be .* that does not match empty text"),
+        ({"patterns": ["["]}, r"secrets\.patterns=\['\['\] must be a list, .* a regular expression"),
+        ({"patterns": ["a*"]}, r"secrets\.patterns=\['a\*'\] must be a list, .* does not match empty text"),
     ],
 )
 def test_a_rule_that_is_no_regular_expression_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        SecretRules(**options)
+        SecretSettings.read("secrets", options)
 
 
 def test_the_cure_that_the_refusal_names_masks_nothing_by_name(monkeypatch):

@@ -17,6 +17,7 @@ from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.settings import (
     Clash,
     Count,
+    Expression,
     Need,
     Number,
     OneOf,
@@ -50,7 +51,7 @@ def refused_by(rule):
         return ([], ["nothing"], rule.choices[0], [rule.choices[0]] * 2, [3])
     if isinstance(rule, Texts):
         return ([], [""], [3], "one", 3)
-    return {OneOf: ("nothing", 3, ""), Switch: (1, 0, "yes", None), Text: ("", "  ", 3)}[type(rule)]
+    return {OneOf: ("nothing", 3, ""), Switch: (1, 0, "yes", None), Text: ("", "  ", 3), Expression: ("(", "a*", 3)}[type(rule)]
 
 
 FIXED = {

@@ -15,18 +15,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from agent_r1_trl.settings import Expression, SettingsGroup, Texts, setting
 
 SECRET_NAMES = (
     r"(?:^|[_\-])(?:api[_\-]?keys?|access[_\-]?keys?|private[_\-]?keys?|secret[_\-]?keys?|secrets?|"
     r"passwords?|passwd|passphrase|credentials?|auth[_\-]?tokens?|access[_\-]?tokens?)$|(?<!bos)(?<!eos)(?<!pad)(?<!unk)[_\-]token$"
 )
 """Names under which secrets stand, whatever their case: of environment variables, columns and arguments."""
-SECRET_NAMES_HELP = (
-    "Regular expression: environment variables, columns of the data and arguments of tools with such a name hold "
-    "secrets, which are masked in records, logs, cards and errors."
-)
-SECRET_PATTERNS_HELP = "Regular expressions of further secrets, masked wherever they match."
 MIN_SECRET_LENGTH = 6
 """Shorter values are not masked: they would be found everywhere."""
 MAX_KNOWN_VALUES = 10_000
@@ -90,20 +88,38 @@ def markdown_code(text: str) -> str:
 # -------------------------------------------------------------------- secrets
 
 
+@dataclass(kw_only=True)
+class SecretSettings(SettingsGroup):
+    """The setting `secrets`: what counts as one."""
+
+    names: Annotated[str, Expression()] = setting(
+        SECRET_NAMES,
+        "Regular expression: environment variables, columns of the data and arguments of tools with such a name hold "
+        "secrets.",
+    )
+    patterns: Annotated[list[str], Texts(Expression())] | None = setting(
+        None, "Regular expressions of further secrets, masked wherever they match."
+    )
+
+
+if TYPE_CHECKING:
+    SecretMapping = SecretSettings  # once the settings are checked
+else:
+    SecretMapping = Annotated[dict[str, Any] | str | None, SecretSettings]
+SECRETS_HELP = "What is masked as a secret: a mapping, such as {names: '_(key|pin)$'}. None: the keys' defaults."
+
+
 class SecretRules:
     """What counts as a secret.
 
     Args:
         names: regular expression; matching names of environment variables, columns and arguments hold secrets.
         patterns: regular expressions; what they match is masked wherever it stands.
-
-    Raises:
-        ValueError: one of them is not a regular expression, or matches empty text.
     """
 
     def __init__(self, names: str = SECRET_NAMES, patterns: Sequence[str] = ()) -> None:
-        self.names = _compiled("secret_names", names)
-        self.patterns = [_compiled("secret_patterns", pattern) for pattern in patterns]
+        self.names = re.compile(names, re.IGNORECASE)
+        self.patterns = [re.compile(pattern, re.IGNORECASE) for pattern in patterns]
         self._known: dict[str, str] = {}
         """Value -> name, of rows."""
         self._sources: tuple[tuple[str, str], ...] = ()
@@ -191,46 +207,12 @@ def rules() -> SecretRules:
     return _rules
 
 
-def set_rules(names: str | None = None, patterns: Sequence[str] | None = None) -> None:
-    """Set the rules of this process; values that were noted before are kept.
-
-    Args:
-        names: see `SecretRules`; None: the default.
-        patterns: see `SecretRules`.
-
-    Raises:
-        ValueError: see `SecretRules`.
-    """
+def set_rules(names: str = SECRET_NAMES, patterns: Sequence[str] | None = None) -> None:
+    """Set the rules of this process, see `SecretRules`; values that were noted before are kept."""
     global _rules
     known = _rules._known
-    _rules = SecretRules(SECRET_NAMES if names is None else names, patterns or ())
+    _rules = SecretRules(names, patterns or ())
     _rules._known = known
-
-
-def check_rules(names: str, patterns: Sequence[str] | None) -> None:
-    """Refuse what `SecretRules` refuses.
-
-    Raises:
-        ValueError: names the option, the rule and the cure.
-    """
-    if isinstance(patterns, str):
-        raise ValueError(f"secret_patterns={patterns!r} must be a list. Write secret_patterns: [{patterns!r}].")
-    SecretRules(names, patterns or ())
-
-
-def _compiled(option: str, pattern: str) -> re.Pattern[str]:
-    try:
-        compiled = re.compile(pattern, re.IGNORECASE)
-    except (re.error, TypeError) as error:
-        raise ValueError(
-            f"{option}={pattern!r} must be a regular expression of Python ({error}). Correct it."
-        ) from error
-    if compiled.search("") is not None:
-        raise ValueError(
-            f"{option}={pattern!r} must not match empty text, as it would match everywhere. Correct the regular "
-            "expression; '(?!)' matches nothing."
-        )
-    return compiled
 
 
 def _alternatives(values: Iterable[str]) -> re.Pattern[str]:

@@ -14,6 +14,7 @@ import functools
 import json
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import NoneType
@@ -110,14 +111,31 @@ class SomeOf(OneOf):
 
 
 class Texts(Rule):
-    """A list of texts that are not blank, at least one."""
+    """A list of texts, at least one; by default of texts that are not blank."""
+
+    def __init__(self, each: Rule | None = None) -> None:
+        self.each = each or Text()
 
     def accepts(self, value: Any) -> bool:
         """See `Rule`."""
-        return isinstance(value, list | tuple) and len(value) > 0 and all(map(Text().accepts, value))
+        return isinstance(value, list | tuple) and len(value) > 0 and all(map(self.each.accepts, value))
 
     def __str__(self) -> str:
-        return "a list of texts, at least one"
+        return f"a list, at least one, each {self.each}"
+
+
+class Expression(Rule):
+    """A regular expression to search for; one that matches empty text would match everywhere."""
+
+    def accepts(self, value: Any) -> bool:
+        """See `Rule`."""
+        try:
+            return re.search(value, "") is None
+        except (re.error, TypeError):
+            return False
+
+    def __str__(self) -> str:
+        return "a regular expression that does not match empty text ('(?!)' matches nothing)"
 
 
 class Switch(Rule):

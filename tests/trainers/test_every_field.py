@@ -278,10 +278,11 @@ TABLE = {
         ShownBy("tests/features/hub/test_uploads.py::test_the_critic_is_uploaded_only_if_asked"),
         Refused(True, {"push.critic": False}),
     ),
-    "secret_names": ShownBy(
+    "secrets": Refused(3, {"secrets": {"names": "^pin$"}}),
+    "secrets.names": ShownBy(
         "tests/features/hub/test_publishing.py::test_names_of_secrets_decide_what_is_masked_in_records_and_in_the_table"
     ),
-    "secret_patterns": ShownBy(
+    "secrets.patterns": ShownBy(
         "tests/features/hub/test_publishing.py::test_patterns_of_secrets_are_masked_in_records_and_in_the_table"
     ),
     "chat_template": ShownBy(TEMPLATE_TEST),

@@ -19,7 +19,7 @@ from agent_r1_trl.cli.errors import UsageError
 from agent_r1_trl.features import feature, mappings_of
 from agent_r1_trl.generation.endpoint import api_url
 from agent_r1_trl.rollout.limits import RolloutSettings, find_limit_problems
-from agent_r1_trl.safe_text import SECRET_NAMES, SECRET_NAMES_HELP, SECRET_PATTERNS_HELP, check_rules, rules
+from agent_r1_trl.safe_text import SECRETS_HELP, SecretMapping, rules
 from agent_r1_trl.settings import (
     Clash,
     Count,
@@ -165,13 +165,11 @@ class PlayArguments(RolloutSettings, TemplateArguments):
     max_completion_length: int | None = setting(  # the default is TRL's
         512, RolloutSettings.__dataclass_fields__["max_completion_length"].metadata["help"]
     )
-    secret_names: str = setting(SECRET_NAMES, SECRET_NAMES_HELP)
-    secret_patterns: list[str] | None = setting(None, SECRET_PATTERNS_HELP)
+    secrets: SecretMapping = setting(None, SECRETS_HELP)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse(find_limit_problems(self))
-        check_rules(self.secret_names, self.secret_patterns)
 
 
 @dataclass

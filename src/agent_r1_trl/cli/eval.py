@@ -231,7 +231,7 @@ def _factory(arguments: EvalArguments, method: str, env_factory: Callable[[], An
 
 def run_table(arguments: EvalArguments, console: Console, *, description: str = "evaluation") -> EvaluationTable:
     """Load data, environment and models, and play each row of the table with a progress bar."""
-    set_rules(arguments.secret_names, arguments.secret_patterns)
+    set_rules(arguments.secrets.names, arguments.secrets.patterns)
     if arguments.replay:
         plan = make_plan(arguments, lambda: None)
         results = [_replay(arguments, row) for row in plan]

@@ -21,7 +21,7 @@ from agent_r1_trl.generation.base import SamplingParams
 from agent_r1_trl.generation.vllm.settings import ServerSettings
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings
-from agent_r1_trl.safe_text import SECRET_NAMES, SECRET_NAMES_HELP, SECRET_PATTERNS_HELP
+from agent_r1_trl.safe_text import SECRETS_HELP, SecretMapping
 from agent_r1_trl.settings import Count, Flag, NotNegative, Number, OneOf, Share, plain, plain_value, setting
 from agent_r1_trl.trainers.config_checks import check_config, check_fields, check_rollout
 from agent_r1_trl.trainers.fault_settings import FaultSettings
@@ -220,8 +220,7 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
         "jsonl", "How trajectories are written to `output_dir`/trajectories: 'jsonl', 'parquet' or 'none'."
     )
 
-    secret_names: str = setting(SECRET_NAMES, SECRET_NAMES_HELP)
-    secret_patterns: list[str] | None = setting(None, SECRET_PATTERNS_HELP)
+    secrets: SecretMapping = setting(None, SECRETS_HELP)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse what is no setting, by the name of the one that is meant.

@@ -27,7 +27,6 @@ from agent_r1_trl.generation.vllm.find_servers import check_urls
 from agent_r1_trl.objects import OwnObject, own_object
 from agent_r1_trl.rollout.context_policies import find_policy, has_row_per_turn
 from agent_r1_trl.rollout.limits import find_limit_problems
-from agent_r1_trl.safe_text import check_rules
 from agent_r1_trl.settings import (
     Clash,
     Count,
@@ -345,7 +344,6 @@ def check_config(config: MultiTurnConfig) -> None:
         ValueError: names the flag, its value, the rule and the cure.
     """
     check_fields(config)
-    check_rules(config.secret_names, config.secret_patterns)
     settle(config)
     for checks in _feature_checks():
         checks.settle(config)

@@ -321,7 +321,7 @@ def check_tokenizer(processing_class: Any, *, is_vlm: bool) -> None:
 
 def trajectory_store(config: MultiTurnConfig, rank: int) -> Any:
     """Where this rank's trajectories are written; None where they are not. From here on secrets are masked."""
-    set_rules(config.secret_names, config.secret_patterns)
+    set_rules(config.secrets.names, config.secrets.patterns)
     if config.record_trajectories == "none":
         return None
     from agent_r1_trl.recording import TrajectoryStore

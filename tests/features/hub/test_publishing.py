@@ -17,7 +17,7 @@ from agent_r1_trl.chat.grammars import GRAMMARS
 from agent_r1_trl.tools import tool
 from tests.tokenizers import read_template
 from tests.toys import AddEnv, add
-from tests.trainers.helpers import make_args, make_trainer
+from tests.trainers.helpers import make_trainer
 
 
 def test_a_saved_model_loads_with_its_chat_template(tmp_path):
@@ -255,21 +255,16 @@ def test_names_of_secrets_decide_what_is_masked_in_records_and_in_the_table(tmp_
     texts = leaky_run(tmp_path / "default")
     assert texts and all("[secret: SEARCH_API_KEY]" in text and KEY not in text for text in texts)
     assert all("pin-998877" in text for text in texts)
-    texts = leaky_run(tmp_path / "own", secret_names="^pin$")
+    texts = leaky_run(tmp_path / "own", secrets={"names": "^pin$"})
     assert all("[secret: pin]" in text and "pin-998877" not in text and KEY in text for text in texts)
 
 
 def test_patterns_of_secrets_are_masked_in_records_and_in_the_table(tmp_path, key):
     assert all("1234-5678" in text for text in leaky_run(tmp_path / "default"))
-    texts = leaky_run(tmp_path / "own", secret_patterns=[r"\b\d{4}-\d{4}\b"])
+    texts = leaky_run(tmp_path / "own", secrets={"patterns": [r"\b\d{4}-\d{4}\b"]})
     assert texts and all("[secret]" in text and "1234-5678" not in text for text in texts)
 
 
 def test_the_table_of_completions_cannot_control_the_terminal(tmp_path, key, capsys):
     leaky_run(tmp_path)
     assert "\x1b[2J" not in capsys.readouterr().out
-
-
-def test_patterns_of_secrets_are_a_list(tmp_path):
-    with pytest.raises(ValueError, match=r"secret_patterns='abc' must be a list. Write secret_patterns: \['abc'\]"):
-        make_args(tmp_path, secret_patterns="abc")

@@ -142,7 +142,7 @@ def test_a_value_of_the_environment_and_a_pattern_are_found_in_records_written_b
     assert kinds(path) == []
     monkeypatch.setenv("MY_PASSWORD", '"pass\\word"')
     safe_text.set_rules(patterns=[r"\d{4}-\d{4}"])
-    assert kinds(path) == [(2, "the value of MY_PASSWORD"), (2, "what a pattern of secret_patterns matches")]
+    assert kinds(path) == [(2, "the value of MY_PASSWORD"), (2, "what a pattern of secrets.patterns matches")]
 
 
 def test_the_header_of_weights_is_searched_and_their_bytes_are_not(tmp_path):

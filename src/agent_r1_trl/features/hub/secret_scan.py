@@ -126,7 +126,7 @@ def _kinds(text: str) -> Iterator[str]:
         if value in text or json.dumps(value)[1:-1] in text or json.dumps(value, ensure_ascii=False)[1:-1] in text:
             yield f"the value of {name}"
     if any(pattern.search(text) for pattern in rules.patterns):
-        yield "what a pattern of secret_patterns matches"
+        yield "what a pattern of secrets.patterns matches"
 
 
 def _pieces(path: Path) -> Iterator[tuple[int, str, Any]]:

@@ -97,7 +97,7 @@ def read_conversation_arguments(
     )
     config, _ = split_config(argv)
     (arguments,) = parser.parse(with_model_flag(argv), {} if config else NO_RECIPE)
-    set_rules(arguments.secret_names, arguments.secret_patterns)
+    set_rules(arguments.secrets.names, arguments.secrets.patterns)
     return arguments
 
 
