@@ -51,7 +51,9 @@ def refused_by(rule):
         return ([], ["nothing"], rule.choices[0], [rule.choices[0]] * 2, [3])
     if isinstance(rule, Texts):
         return ([], [""], [3], "one", 3)
-    return {OneOf: ("nothing", 3, ""), Switch: (1, 0, "yes", None), Text: ("", "  ", 3), Expression: ("(", "a*", 3)}[type(rule)]
+    return {OneOf: ("nothing", 3, ""), Switch: (1, 0, "yes", None), Text: ("", "  ", 3), Expression: ("(", "a*", 3)}[
+        type(rule)
+    ]
 
 
 FIXED = {

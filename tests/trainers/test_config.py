@@ -277,3 +277,8 @@ def test_vllm_is_switched_on_by_one_option_and_rows_that_nothing_reads_are_named
         MultiTurnGRPOConfig(**CPU, generation_batch_rows=rows, use_vllm=use_vllm)
     said = [line for line in caplog.messages if line.startswith("generation_batch_rows=128 is not read with use_vllm")]
     assert len(said) == num_lines
+
+
+def test_failing_checkpoints_end_a_run_of_trls_rollout_as_well():
+    assert MultiTurnGRPOConfig(**CPU, failures={"max_failed_saves": 9}).asked_features() == []
+    assert MultiTurnGRPOConfig(**CPU, failures={"max_failed_saves": 9, "window": 9}).asked_features() == ["failures"]

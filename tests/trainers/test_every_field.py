@@ -340,7 +340,7 @@ TABLE = {
     "failures.rank_timeout": ShownBy(
         "tests/distributed/test_endings.py::test_a_rank_without_a_sign_of_life_ends_the_other_after_rank_timeout"
     ),
-    "max_failed_saves": ShownBy(
+    "failures.max_failed_saves": ShownBy(
         "tests/trainers/test_whole_checkpoints.py::test_many_failed_checkpoints_in_a_row_end_the_run"
     ),
     "resume_without": ShownBy(

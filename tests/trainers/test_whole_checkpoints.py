@@ -287,7 +287,7 @@ def test_a_full_disk_costs_one_checkpoint_and_the_run_goes_on(tmp_path, caplog, 
 
 
 def test_many_failed_checkpoints_in_a_row_end_the_run(tmp_path, full_disk):
-    trainer = make(tmp_path, max_steps=9, max_failed_saves=2, callbacks=[full_disk(1, 2)])
+    trainer = make(tmp_path, max_steps=9, failures={"max_failed_saves": 2}, callbacks=[full_disk(1, 2)])
     with pytest.raises(SaveError, match="max_failed_saves=2 checkpoints in a row could not be written") as caught:
         trainer.train()
     assert "checkpoint-2: " in str(caught.value)

@@ -29,8 +29,6 @@ _TITLES = {
     "ModelConfig": "Model and adapter (TRL)",
 }
 _LIBRARIES = {3: "Training (TRL)", 4: "Training (transformers)"}
-_LATER = ("FaultSettings",)
-"""Classes of ours whose settings stand after those of the others."""
 _INTRODUCTION = """\
 # Options of training
 
@@ -68,10 +66,10 @@ def _keys(flag: str, group: type) -> Iterator[Any]:
 
 
 def _rank(kind: type) -> int:
-    """0 and 1: ours; then TRL's of the model, TRL's and transformers'."""
+    """0: ours; then TRL's of the model, TRL's and transformers'."""
     if kind.__name__ == "ModelConfig":
         return 2
-    return {"trl": 3, "transformers": 4}.get(kind.__module__.partition(".")[0], int(kind.__name__ in _LATER))
+    return {"trl": 3, "transformers": 4}.get(kind.__module__.partition(".")[0], 0)
 
 
 def _sections(kind: type) -> dict[str, str]:

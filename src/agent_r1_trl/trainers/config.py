@@ -22,9 +22,20 @@ from agent_r1_trl.generation.vllm.settings import ServerSettings
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings
 from agent_r1_trl.safe_text import SECRETS_HELP, SecretMapping
-from agent_r1_trl.settings import Count, Flag, NotNegative, Number, OneOf, Share, plain, plain_value, setting
+from agent_r1_trl.settings import (
+    Count,
+    CountOrZero,
+    Flag,
+    NotNegative,
+    Number,
+    OneOf,
+    Share,
+    SomeOf,
+    plain,
+    plain_value,
+    setting,
+)
 from agent_r1_trl.trainers.config_checks import check_config, check_fields, check_rollout
-from agent_r1_trl.trainers.fault_settings import FaultSettings
 from agent_r1_trl.trainers.shaping import RolloutShape, settle_shape
 from agent_r1_trl.update.importance import UNITS
 from agent_r1_trl.update.layout import UPDATE_LAYOUTS
@@ -41,10 +52,10 @@ def _readers(option: str) -> str:
 
 
 @dataclass
-class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
+class MultiTurnConfig(RolloutSettings, GRPOConfig):
     """What both multi-turn trainers share. A plain `GRPOConfig` is accepted too: see `from_grpo_config`."""
 
-    # ---- rollout (and the limits of `RolloutSettings`; what faults do to a run: `FaultSettings`)
+    # ---- rollout (and the limits of `RolloutSettings`)
     max_completion_length: Count | None = setting(  # the default is TRL's
         512, RolloutSettings.__dataclass_fields__["max_completion_length"].metadata["help"]
     )
@@ -83,6 +94,17 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
         False,
         "Generate the next rollout while the update trains on this one (needs use_vllm). Its weights are one update "
         "old, which the importance ratio corrects.",
+    )
+
+    retry_failed: CountOrZero = setting(
+        0,
+        "How often a trajectory that failed for no fault of the policy (not prompt_too_long) is played again in the "
+        "same rollout, with the same row and the same seeds.",
+    )
+    min_group_size: Count | None = setting(
+        None,
+        "A prompt's trajectories count only if at least this many of them were played and scored; of a smaller group "
+        "none is in the baseline. None: 2 where the estimator compares them, else 1.",
     )
 
     # ---- rewards on tokens
@@ -179,8 +201,8 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
     )
     failures: dict[str, Any] | str | None = setting(
         None,
-        "When failing trajectories, steps that are not finite and silent ranks end the run, and what a signal does: a "
-        "mapping, for example {max_share: 0.8}. None: the defaults of its keys.",
+        "When failing trajectories, steps that are not finite, failing checkpoints and silent ranks end the run, and "
+        "what a signal does: a mapping, for example {max_share: 0.8}. None: the defaults of its keys.",
     )
     outages: dict[str, Any] | str | None = setting(
         None,
@@ -215,7 +237,12 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
         "from it. None: as TRL's settings say.",
     )
 
-    # ---- recording
+    # ---- recording and resuming
+    resume_without: Annotated[list[str], SomeOf("optimizer", "rng", "rollout", "data")] | None = setting(
+        None,
+        "What a resumed run does without: 'optimizer' (with its learning-rate schedule), 'rng', 'rollout' (under way) "
+        "begin anew, 'data' goes on at the same place in other rows or another order.",
+    )
     record_trajectories: Annotated[str, OneOf("jsonl", "parquet", "none")] = setting(
         "jsonl", "How trajectories are written to `output_dir`/trajectories: 'jsonl', 'parquet' or 'none'."
     )
@@ -296,8 +323,10 @@ class MultiTurnConfig(FaultSettings, RolloutSettings, GRPOConfig):
             del defaults["truncated_trajectories"]
         if self.record_trajectories == "none":
             del defaults["record_trajectories"]
-        for name in ("max_failed_saves", "resume_without", "prompts_per_rollout", "updates_per_rollout"):
+        for name in ("resume_without", "prompts_per_rollout", "updates_per_rollout"):
             del defaults[name]  # serve TRL's rollout as well
+        if {*(plain_value(self, "failures") or {})} <= {"max_failed_saves"}:
+            del defaults["failures"]
         if all(getattr(self, name) == self.max_completion_length for name in UNKNOWN_TO_TRL):
             for name in UNKNOWN_TO_TRL:  # they end nothing
                 del defaults[name]

@@ -22,6 +22,7 @@ from trl import GRPOTrainer
 from agent_r1_trl.critic.adapter import gathered
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.features import feature, has_feature
+from agent_r1_trl.settings import plain_value
 from agent_r1_trl.trainers.checkpoints import (
     MANIFEST,
     STATE,
@@ -154,7 +155,7 @@ class SavingTrainer(GRPOTrainer):
         Raises:
             CheckpointError: the checkpoint cannot be used.
             OutputInUseError: another run trains in `output_dir`.
-            SaveError: the last checkpoint could not be written, or `max_failed_saves` in a row.
+            SaveError: the last checkpoint could not be written, or `failures.max_failed_saves` in a row.
         """
         self._num_failed_saves, self._save_problem = 0, None
         self.base = base_fingerprint(self.accelerator.unwrap_model(self.model), self.accelerator)
@@ -282,7 +283,7 @@ class SavingTrainer(GRPOTrainer):
         """The Trainer's checkpoint with the rollout under way, whole or not at all.
 
         Raises:
-            SaveError: `max_failed_saves` in a row could not be written.
+            SaveError: `failures.max_failed_saves` in a row could not be written.
         """
         run_dir = Path(self._get_output_dir(trial))
         target = run_dir / f"checkpoint-{self.state.global_step}"
@@ -340,16 +341,16 @@ class SavingTrainer(GRPOTrainer):
         free = shutil.disk_usage(self.args.output_dir).free / 2**30
         self._save_problem = f"{name}: {problem} ({free:.2f} GiB are free in output_dir)"
         self._metrics["train"]["checkpoint/failed_saves"].append(self._num_failed_saves)
-        limit = self.args.max_failed_saves
+        limit = plain_value(self.args, "failures.max_failed_saves") or 1  # without the feature: none may fail
         if self._num_failed_saves >= limit:
             raise SaveError(
-                f"max_failed_saves={limit} checkpoints in a row could not be written, the last one "
+                f"failures.max_failed_saves={limit} checkpoints in a row could not be written, the last one "
                 f"{self._save_problem}. {_GO_ON}"
             )
         if self.accelerator.is_main_process:
             logger.warning(
                 "A checkpoint could not be written, and training goes on without it: %s. The earlier ones are whole. "
-                "This is failure %d in a row; max_failed_saves=%d of them end the run.",
+                "This is failure %d in a row; failures.max_failed_saves=%d of them end the run.",
                 self._save_problem,
                 self._num_failed_saves,
                 limit,

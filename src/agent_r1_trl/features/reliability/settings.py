@@ -10,13 +10,12 @@ from agent_r1_trl.settings import Count, Flag, NotNegative, Number, SettingsGrou
 
 @dataclass(kw_only=True)
 class FailureSettings(SettingsGroup):
-    """Trajectories that fail, numbers that are not finite, and the end of a run from outside."""
+    """Failing trajectories and checkpoints, numbers that are not finite, and the end of a run from outside."""
 
     max_share: Share = setting(
         0.5,
         "End the run when a larger share of the last trajectories failed for no fault of the policy "
-        "(environment_error, generation_error, tool_failure, prompt_too_long). 1.0: only if nothing can be played at "
-        "all.",
+        "(environment_error, generation_error, tool_failure, prompt_too_long). 1.0: only if nothing can be played.",
     )
     window: Count = setting(32, "Number of prompts over which `max_share` is judged; fewer are not judged.")
     max_nonfinite_steps: Count = setting(
@@ -24,6 +23,7 @@ class FailureSettings(SettingsGroup):
         "End the run after this many optimizer steps in a row whose loss or gradients are not finite. Such steps are "
         "skipped: they change neither weights nor optimizer.",
     )
+    max_failed_saves: Count = setting(3, "End the run when this many checkpoints in a row could not be written.")
     save_on_signal: Flag = setting(
         True,
         "Write a checkpoint when SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 ends the run. Environments and engines "
