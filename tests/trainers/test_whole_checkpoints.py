@@ -260,13 +260,6 @@ def full_disk():
     FullDisk.limit(resource.RLIM_INFINITY)
 
 
-def test_a_full_disk_costs_the_table_of_completions_and_the_run_goes_on(tmp_path, caplog, full_disk):
-    disk = full_disk(1, size=500)
-    make(tmp_path, max_steps=2, log_completions=True, callbacks=[disk]).train()
-    assert sorted(path.name for path in (tmp_path / "completions").iterdir()) == ["completions_00002.parquet"]
-    assert "The completions of step 1 could not be written" in caplog.text
-
-
 def test_a_table_of_completions_that_may_not_be_written_ends_the_run(tmp_path):
     (tmp_path / "completions").write_text("a file, not a folder")
     with pytest.raises(OSError, match="completions"):
@@ -336,15 +329,11 @@ def test_a_mistake_in_the_code_is_no_full_disk(tmp_path, monkeypatch):
 # -------------------------------------------------------------------- places
 
 
-def test_leftovers_of_a_killed_save_are_removed_and_a_whole_one_gets_its_place(run_copy, caplog):
-    torn = shutil.copytree(run_copy / "checkpoint-2", run_copy / UNFINISHED / "checkpoint-4")
-    cut(torn / "optimizer.pt")
-    (run_copy / "checkpoint-2").rename(run_copy / UNFINISHED / "checkpoint-3")
+def test_leftovers_of_a_killed_save_are_removed(run_copy, caplog):
+    shutil.copytree(run_copy / "checkpoint-2", run_copy / UNFINISHED / "checkpoint-4")
     clear_unfinished(run_copy)
-    assert sorted(path.name for path in run_copy.glob("*check*")) == ["checkpoint-1", "checkpoint-3"]
-    assert not (run_copy / UNFINISHED).exists()
+    assert not (run_copy / UNFINISHED).exists() and not (run_copy / "checkpoint-4").exists()
     assert "checkpoint-4 was interrupted; what it had written is removed" in caplog.text
-    assert problem_of(run_copy / "checkpoint-3") is None
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):

@@ -61,8 +61,6 @@ from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.settings import Clash, find_clashes, plain_value, refuse
 from agent_r1_trl.trainers.checkpoints import (
-    MANIFEST,
-    UNFINISHED,
     choose_checkpoint,
     find_run,
     save_final_model,
@@ -386,8 +384,7 @@ def _checkpoint(args: Any) -> str | bool | None:
         return None
     folder = Path(args.output_dir)
     if str(value).lower() in ("true", "last"):
-        saved = [*folder.glob("checkpoint-*"), *folder.glob(f"{UNFINISHED}/*/{MANIFEST}")]
-        return True if saved else None
+        return True if any(folder.glob("checkpoint-*")) else None
     choose_checkpoint(value, folder, without=args.resume_without or ())
     return str(value)
 

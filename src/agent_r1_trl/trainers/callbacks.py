@@ -272,11 +272,7 @@ class RolloutCallback(TrainerCallback):
         """
 
     def evaluation_end(self, evaluation: Any) -> None:
-        """All batches of an evaluation have been sampled and scored.
-
-        Args:
-            evaluation: `EvaluationRows`.
-        """
+        """All batches of an evaluation (`EvaluationRows`) have been sampled and scored."""
 
     # ---------------------------------------------------------------- the update
 

@@ -4,9 +4,7 @@
     output_dir/_unfinished/checkpoint-6/   while the ranks write; what a killed save leaves is removed by the next run
     output_dir/checkpoint-6/               a whole checkpoint; `checkpoint_manifest.json` lists its files
 
-A checkpoint without a manifest was written by TRL: it is used as it is. The model at the end is written to a folder of
-its own, then moved file by file, since `output_dir` holds checkpoints as well: a process that is killed meanwhile
-leaves every file as it was or as it shall be, and never a part of one.
+A checkpoint without a manifest was written by TRL: it is used as it is.
 """
 
 from __future__ import annotations
@@ -90,14 +88,9 @@ def finish(folder: Path, target: Path, run: Mapping[str, Any]) -> None:
 
 
 def clear_unfinished(output_dir: Path) -> None:
-    """Remove what killed saves left; a folder that lacked nothing but its name becomes a checkpoint."""
+    """Remove what killed saves left."""
     for folder in sorted((output_dir / UNFINISHED).glob("checkpoint-*")):
-        target = output_dir / folder.name
-        if not target.exists() and _is_as_listed(folder):
-            os.rename(folder, target)
-            logger.warning("The save of %s was interrupted at its very end; the checkpoint is whole.", target)
-        else:
-            logger.warning("The save of %s was interrupted; what it had written is removed.", target)
+        logger.warning("The save of %s was interrupted; what it had written is removed.", output_dir / folder.name)
     shutil.rmtree(output_dir / UNFINISHED, ignore_errors=True)
 
 
@@ -213,15 +206,6 @@ def _newest_whole(output_dir: Path, without: Collection[str]) -> tuple[Path | No
 
 
 # -------------------------------------------------------------------- checks
-
-
-def _is_as_listed(folder: Path) -> bool:
-    try:
-        manifest = read_manifest(folder)
-        _check_listed(folder, manifest or {}, accepted=())
-    except _BrokenError:
-        return False
-    return manifest is not None
 
 
 def _check_listed(folder: Path, manifest: Mapping[str, Any], accepted: Collection[str]) -> None:
@@ -401,14 +385,6 @@ def write_errors_kept(problems: list[str]) -> Iterator[None]:
         problems.append(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
-# -------------------------------------------------------------------- the model at the end
-
-
-FOLDER = "_unfinished_model"
-"""In `output_dir`; transformers uploads nothing whose name begins with `_`."""
-_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
-
-
 def save_final_model(trainer: Any, output_dir: str) -> str | None:
     """Save the trained model in `output_dir`. All ranks must call it.
 
@@ -418,52 +394,7 @@ def save_final_model(trainer: Any, output_dir: str) -> str | None:
     Raises:
         RunError: a feature refuses to save it, as for weights that are not finite.
     """
-    target, problems = Path(output_dir), list[str]()
-    folder = target / FOLDER
-    if trainer.accelerator.is_local_main_process:
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed here
-    trainer.accelerator.wait_for_everyone()
-    try:
-        with write_errors_kept(problems):
-            trainer.save_model(str(folder), _internal_call=True)  # True: nothing is uploaded yet
-    except RunError as error:
-        raise type(error)(str(error).replace(str(folder), output_dir)) from None
-    is_whole = not gather_object(problems)
-    if trainer.accelerator.is_local_main_process:
-        with write_errors_kept(problems):
-            if is_whole and folder.is_dir():
-                put_in_place(folder, target)
-        shutil.rmtree(folder, ignore_errors=True)
+    problems: list[str] = []
+    with write_errors_kept(problems):
+        trainer.save_model(output_dir, _internal_call=True)  # True: nothing is uploaded yet
     return next(iter(gather_object(problems)), None)
-
-
-def put_in_place(folder: Path, target: Path) -> None:
-    """Move everything in `folder` to `target`, where files of the same name are replaced in one step each.
-
-    Raises:
-        OSError: a file could not be written.
-    """
-    for path in folder.rglob("*"):
-        if path.is_file():
-            sync_to_disk(path)
-    # The index of shards comes after them: what it names is there.
-    names = sorted((path.name for path in folder.iterdir()), key=lambda name: name.endswith(".index.json"))
-    for name in names:
-        if (folder / name).is_dir():
-            _move_folder(folder / name, target / name)
-        else:
-            os.replace(folder / name, target / name)
-    sync_to_disk(target)
-    if any(_WEIGHTS.fullmatch(name) for name in names):  # else a shard of an earlier model could be loaded with these
-        for path in target.iterdir():
-            if _WEIGHTS.fullmatch(path.name) and path.name not in names:
-                path.unlink()
-
-
-def _move_folder(folder: Path, target: Path) -> None:
-    target.mkdir(exist_ok=True)
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            _move_folder(path, target / path.name)
-        else:
-            os.replace(path, target / path.name)

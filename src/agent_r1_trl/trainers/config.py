@@ -400,9 +400,6 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     def check_supported(self, *, has_generator: bool = False) -> None:
         """Check what only matters where our rollout plays: a trainer without environment and tools leaves it to TRL.
 
-        Args:
-            has_generator: whether the user brought a generator.
-
         Raises:
             ValueError: names the option, its value and the cure.
         """

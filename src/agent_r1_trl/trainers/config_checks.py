@@ -358,10 +358,6 @@ def check_config(config: MultiTurnConfig) -> None:
 def check_rollout(config: MultiTurnConfig, *, has_generator: bool) -> None:
     """Refuse what the rollout cannot honour, and what would have no effect.
 
-    Args:
-        config: whose fields have been checked.
-        has_generator: whether the user brought a generator.
-
     Raises:
         ValueError: names the option, its value and the cure.
     """
@@ -409,7 +405,6 @@ def _find_problems(config: MultiTurnConfig) -> Iterator[str]:
             if plain_value(config, setting) not in (None, default_of(config, setting)):
                 feature(name, shown(config, setting))  # refuses it where the feature is not installed
     yield from find_limit_problems(config)
-    yield from _find_deepspeed_problems(config)
     yield from find_other_shape(config)
     checks = _feature_checks()
     if unread := find_unread(config, itertools.chain(NEEDS, *(item.NEEDS for item in checks))):
@@ -419,25 +414,6 @@ def _find_problems(config: MultiTurnConfig) -> Iterator[str]:
     for item in checks:
         yield from item.find_problems(config)
     yield from _find_row_problems(config)
-
-
-def _find_deepspeed_problems(config: MultiTurnConfig) -> Iterator[str]:
-    """What DeepSpeed and transformers refuse of a DeepSpeed configuration once the model is loaded."""
-    read: Any = getattr(config, "hf_deepspeed_config", None)
-    if not config.deepspeed or read is None:
-        return
-    where, key = shown(config, "deepspeed"), "train_micro_batch_size_per_gpu"
-    if read.get_value(key) is None and read.get_value("train_batch_size") is None:
-        yield (
-            f"{where}: {key} is not in it, nor is train_batch_size, and DeepSpeed needs one of them. Write "
-            f'"{key}": "auto" there, which is per_device_train_batch_size.'
-        )
-    if read.mismatches:
-        found = "; ".join(item.removeprefix("- ds ").replace(" vs hf ", " with ") for item in read.mismatches)
-        yield (
-            f'{where}: {found}: both must be equal. Write "auto" for that key there, which takes the value of the '
-            "training arguments, or set the arguments to the same."
-        )
 
 
 # ---- the estimator

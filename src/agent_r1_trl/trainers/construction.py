@@ -265,9 +265,6 @@ NEVER_CALLED = {
 def check_overrides(trainer: Any) -> None:
     """Refuse what replaces a method of TRL's that our rollout never calls: it would be ignored in silence.
 
-    Args:
-        trainer: whose class, classes beside ours, attributes, and TRL's own class are looked at.
-
     Raises:
         ValueError: names the method, who brings it, and what to use instead.
     """

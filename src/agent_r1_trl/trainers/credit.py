@@ -30,10 +30,6 @@ class CreditEstimator:
     """Estimates advantages with the estimator and the weights that the training arguments name.
 
     Its methods communicate between ranks: all ranks must call them.
-
-    Args:
-        args: of the trainer.
-        accelerator: of the trainer.
     """
 
     def __init__(self, args: MultiTurnConfig, accelerator: Any):

@@ -189,11 +189,6 @@ def log_rewards(trainer: Any, batch: RolloutBatch, output: dict[str, Any]) -> No
     """TRL's reward metrics and its table of completions, of all ranks, with what is trained on. All must call it.
 
     The table's texts cannot control a terminal and hold no secrets.
-
-    Args:
-        trainer: whose `_metrics` and `_logs` they are.
-        batch: of B trajectories, scored.
-        output: TRL's batch of their rows, with our masks and advantages.
     """
     accelerator, metrics, logs = trainer.accelerator, trainer._metrics[trainer._mode], trainer._logs
     values = accelerator.gather(batch.reward_values)  # (N, F)

@@ -33,12 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeptRows:
-    """Takes rows out of the update of a run, and skips the steps that are left without any.
-
-    Args:
-        args: of the trainer.
-        accelerator: of the trainer.
-    """
+    """Takes rows out of the update of a run, and skips the steps that are left without any."""
 
     def __init__(self, args: Any, accelerator: Any) -> None:
         self._args, self._accelerator = args, accelerator

@@ -81,10 +81,6 @@ def check_optimizer_setup(args: Any, accelerator: Any, lr_scheduler: Any) -> Non
 def check_deepspeed_config(config: dict[str, Any], args: Any) -> None:
     """Refuse a DeepSpeed file that makes an optimizer or schedule of its own, where the critic's would differ.
 
-    Args:
-        config: the DeepSpeed configuration.
-        args: of the trainer.
-
     Raises:
         ValueError: the critic has a learning rate or a warm-up, which DeepSpeed's optimizer or schedule would not see.
     """

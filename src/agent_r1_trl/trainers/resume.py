@@ -15,7 +15,6 @@ from torch.utils.data import Sampler
 
 from agent_r1_trl.trainers.checkpoints import CheckpointError
 from agent_r1_trl.trainers.construction import is_placeholder
-from agent_r1_trl.update.micro_batches import PASSES
 
 ROLLOUT_STATE = "rollout_state_rank{rank}.pt"
 """File of each rank in a checkpoint."""
@@ -36,12 +35,7 @@ ROLLOUT = ("update_layout", "max_tokens_per_micro_batch", "loss_unit", "use_vllm
 
 
 class RolloutCheckpoint:
-    """The place of a run in the data and its rollout under way, a file of each rank in every checkpoint.
-
-    Args:
-        args: of the trainer.
-        accelerator: of the trainer.
-    """
+    """The place of a run in the data and its rollout under way, a file of each rank in every checkpoint."""
 
     def __init__(self, args: Any, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -140,40 +134,11 @@ class RolloutCheckpoint:
         return state
 
 
-def check_has_reference(folder: Path, buffered_inputs: Any, args: Any, *, beta: float) -> None:
-    """Refuse to train with a KL term on a rollout that was scored without one.
-
-    Args:
-        folder: of the checkpoint.
-        buffered_inputs: micro-batches of the rollout under way, None if there is none.
-        args: of the trainer.
-        beta: that the loss reads; the echo guard may have set it to 0.
-
-    Raises:
-        CheckpointError: the rollout lacks the reference's log-probs; names the cure.
-    """
-    if not buffered_inputs or beta == 0 or args.kl_placement != "loss":
-        return
-    batches = [batch for inputs in buffered_inputs for batch in inputs.get(PASSES, [inputs])]
-    if batches and "ref_per_token_logps" not in batches[0]:
-        raise CheckpointError(
-            f"resume_from_checkpoint={str(folder)!r}: its rollout under way was scored without the reference, after "
-            f"the echo guard's 'clip' had switched the KL term off, and this run has beta={beta}. Start it with "
-            "'clip' in echo.actions and echo.dry_run: false, or set resume_without: [rollout]: the run then goes on "
-            "from its weights and its optimizer with a new rollout."
-        )
-
-
 # -------------------------------------------------------------------- data
 
 
 def describe_run(trainer: Any, base: str | None) -> dict[str, Any]:
-    """What decides which rows a place in the data stands for, and the model; a checkpoint's manifest holds it.
-
-    Args:
-        trainer: of the run.
-        base: by `base_fingerprint`.
-    """
+    """What decides which rows a place in the data stands for, and the model; a checkpoint's manifest holds it."""
     args, config = trainer.args, getattr(trainer.accelerator.unwrap_model(trainer.model), "config", None)
     return {
         "seed": args.seed,
@@ -186,11 +151,6 @@ def describe_run(trainer: Any, base: str | None) -> dict[str, Any]:
 
 def check_same_base(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuse to put an adapter on other frozen weights than those that it was trained on.
-
-    Args:
-        folder: of the checkpoint, which does not hold them.
-        saved: by `describe_run`, of the run that wrote it.
-        now: of this run.
 
     Raises:
         CheckpointError: they differ.
@@ -207,11 +167,6 @@ def check_same_base(folder: Path, saved: dict[str, Any], now: dict[str, Any]) ->
 
 def check_same_data(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuse to go on where the place of the checkpoint would fall on other rows.
-
-    Args:
-        folder: of the checkpoint.
-        saved: by `describe_run`, of the run that wrote it.
-        now: of this run.
 
     Raises:
         CheckpointError: the seed or the data differ.

@@ -6,9 +6,7 @@ trajectory (`agent_r1_trl.rollout`), which rows count and what they earn (`rewar
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -47,11 +45,6 @@ if TYPE_CHECKING:
 
 def weigh_mismatch(output: dict[str, Any], rows: TrainingRows, args: Any) -> dict[str, float]:
     """Put the importance ratios of trainer to sampler into TRL's batch: a turn, and a trajectory, is one unit.
-
-    Args:
-        output: of R rows, with old log-probs and the sampler's.
-        rows: of the batch.
-        args: a `MultiTurnConfig`.
 
     Returns:
         Mean ratios by turn.
@@ -307,16 +300,10 @@ class Rollouts:
         return batch
 
     def finish(self, position: Position) -> None:
-        """The batch is played, what was replaced in it included: begin the next one, and leave memory to the update.
-
-        Args:
-            position: that was played.
-        """
+        """The batch is played, replacements included: begin the next one, and leave memory to the update."""
         if self.args.overlap_rollout and position.is_training:
             self._start_upcoming(position)
         self._rest()
-        if self._accelerator.device.type == "cpu":
-            release_free_memory()
 
     def _start(self, rows: Sequence[dict[str, Any]], micro_step: int, position: Position) -> Any:
         if position.is_training and not position.round:
@@ -582,14 +569,3 @@ def training_order(num_rows: int, *, seed: int, step: int, is_seeded: bool) -> t
     if not is_seeded:
         return torch.randperm(num_rows)
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(derive_seed(seed, "rows", step)))
-
-
-def release_free_memory() -> None:
-    """Give freed memory between live blocks back to the system; does nothing where the C library cannot (glibc can).
-
-    Trajectories differ in length, so every step asks for blocks of other sizes, and from several threads: glibc keeps
-    the holes, and a long run on the CPU would grow from step to step. Takes a fraction of a second.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import itertools
 import logging
@@ -43,12 +42,12 @@ from agent_r1_trl.trainers.metrics import write_as_text
 from agent_r1_trl.trainers.resume import (
     RolloutCheckpoint,
     accept_numbered_cpus,
-    check_has_reference,
     check_same_base,
     check_same_data,
     describe_run,
 )
 from agent_r1_trl.trainers.weights import base_fingerprint, nonfinite_problem
+from agent_r1_trl.update.micro_batches import PASSES
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +56,6 @@ REFERENCE = "reference/model.safetensors"
 
 def save_reference(folder: Path, trainer: Any) -> None:
     """Write the reference, if it moves. All ranks must call it.
-
-    Args:
-        folder: of the checkpoint.
-        trainer: whose `args.should_save` says which ranks write.
 
     Raises:
         OSError: it cannot be written.
@@ -79,10 +74,6 @@ def save_reference(folder: Path, trainer: Any) -> None:
 
 def load_reference(folder: Path, trainer: Any) -> None:
     """Put the reference back to where it was, in place. All ranks must call it.
-
-    Args:
-        folder: of the checkpoint.
-        trainer: of the run that goes on.
 
     Raises:
         CheckpointError: the file is one of another model.
@@ -120,8 +111,6 @@ _WRITERS = (
     "create_model_card", "save_model", "_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state",
 )  # fmt: skip
 """Methods of the Trainer that write a part of a checkpoint."""
-
-_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _GO_ON = "Free space there, and go on with resume_from_checkpoint: true, which takes the newest whole checkpoint."
 
@@ -207,19 +196,11 @@ class SavingTrainer(GRPOTrainer):
         return str(folder)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's log; the table of `log_completions` that does not fit on the disk is left out, and the run goes on."""
+        """TRL's log, whose table of `log_completions` holds nothing but text and numbers."""
         if self.args.log_completions:
             for column in (self._logs["prompt"], self._logs["completion"], *self._logs["extra"].values()):
                 write_as_text(column)
-        try:
-            super().log(logs, start_time)
-        except OSError as error:
-            if not self.args.log_completions or error.errno not in _DISK_IS_FULL:
-                raise
-            step = self.state.global_step
-            path = Path(self.args.output_dir, "completions", f"completions_{step:05d}.parquet")  # TRL's name
-            path.unlink(missing_ok=True)
-            logger.warning("The completions of step %d could not be written to %s: %s. Free space.", step, path, error)
+        super().log(logs, start_time)
 
     # ---------------------------------------------------------------- resuming
 
@@ -251,7 +232,14 @@ class SavingTrainer(GRPOTrainer):
                 with_new_rollout="rollout" in self._without,
             )
             self.features.call("load", Path(checkpoint))
-            check_has_reference(Path(checkpoint), self._buffered_inputs, self.args, beta=self.beta)
+            batches = [batch for inputs in self._buffered_inputs or () for batch in inputs.get(PASSES, [inputs])]
+            has_reference = not batches or "ref_per_token_logps" in batches[0]
+            if self.beta != 0 and self.args.kl_placement == "loss" and not has_reference:
+                raise CheckpointError(
+                    f"resume_from_checkpoint={checkpoint!r}: its rollout under way was scored without the reference, "
+                    f"and this run has beta={self.beta}. Start it with the echo.actions that it had, or set "
+                    "resume_without: [rollout]."
+                )
         if checkpoint is not None:
             load_reference(Path(checkpoint), self)
         accept_numbered_cpus()

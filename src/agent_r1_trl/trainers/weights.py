@@ -36,10 +36,6 @@ def fingerprint(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
 def base_fingerprint(model: nn.Module, accelerator: Any) -> str | None:
     """A digest of the frozen weights below an adapter, the same on any number of processes. All ranks must call it.
 
-    Args:
-        model: of the trainer, not wrapped.
-        accelerator: of the trainer.
-
     Returns:
         None without an adapter: then a checkpoint holds all weights. Adapters count as none of the base: TRL's "ref"
         is a copy of the one that is trained.
