@@ -13,7 +13,7 @@ from agent_r1_trl.cli.options import PAGE, help_of, option_groups, page_text
 from agent_r1_trl.cli.parser import RecipeParser
 from agent_r1_trl.settings import plain
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
-from agent_r1_trl.trainers.trl_arguments import ModelConfig
+from agent_r1_trl.trainers.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import gather_object
 
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
-from agent_r1_trl.trainers.weights import _own_part
+from agent_r1_trl.trainers.checkpoints import _own_part
 from tests.distributed.critics import NUM_ROWS, POLICY_FOLDER, num_processes
 from tests.trainers.helpers import make_trainer
 

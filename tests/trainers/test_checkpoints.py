@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.resume import ROLLOUT_STATE, RolloutCheckpoint
-from agent_r1_trl.trainers.saving import REFERENCE
+from agent_r1_trl.trainers.saving import REFERENCE, ROLLOUT_STATE, RolloutCheckpoint
 from tests.trainers.helpers import PlainEnv, make_args, make_trainer, moving_reference
 
 EXACT = ("loss", "grad_norm", "reward", "completions/mean_length", "entropy")

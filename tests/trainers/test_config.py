@@ -15,10 +15,14 @@ from trl import GRPOConfig, RLOOConfig, SFTConfig
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.generation.vllm.build import check_vllm, server_urls
-from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
+from agent_r1_trl.trainers.config import (
+    ModelConfig,
+    MultiTurnConfig,
+    MultiTurnGRPOConfig,
+    MultiTurnPPOConfig,
+    get_peft_config,
+)
 from agent_r1_trl.trainers.config_checks import LAUNCHED, UNSUPPORTED_OPTIONS
-from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
-from agent_r1_trl.trainers.trl_arguments import ModelConfig, get_peft_config
 from tests.generation.helpers import tiny_model
 
 CPU = {"output_dir": "unused", "bf16": False, "use_cpu": True}

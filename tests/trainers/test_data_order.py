@@ -3,7 +3,7 @@
 import pytest
 from trl.trainer.utils import RepeatSampler
 
-from agent_r1_trl.trainers.resume import EpochOrder
+from agent_r1_trl.trainers.saving import EpochOrder
 from tests.trainers.helpers import make_trainer, questions
 
 

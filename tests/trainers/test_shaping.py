@@ -10,7 +10,7 @@ import yaml
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
-from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig, shaping
+from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig, config_checks
 from tests.trainers.helpers import make_args, make_trainer
 
 CPU = {"output_dir": "unused", "bf16": False, "use_cpu": True}
@@ -24,7 +24,7 @@ def processes(request, monkeypatch):
 
 
 def run_on(monkeypatch, announced, training=None):
-    monkeypatch.setattr(shaping, "num_processes", lambda: announced)
+    monkeypatch.setattr(config_checks, "num_processes", lambda: announced)
     world_size = mock.PropertyMock(return_value=training or announced)
     monkeypatch.setattr(TrainingArguments, "world_size", world_size)
 
@@ -152,12 +152,12 @@ def test_another_number_of_processes_than_was_announced_is_refused(monkeypatch):
 
 
 def test_the_number_of_processes_is_the_launchers_before_torch_knows_it(monkeypatch):
-    monkeypatch.setattr(shaping.PartialState, "_shared_state", {})
+    monkeypatch.setattr(config_checks.PartialState, "_shared_state", {})
     for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert shaping.num_processes() == 1
+    assert config_checks.num_processes() == 1
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert shaping.num_processes() == 4
+    assert config_checks.num_processes() == 4
 
 
 def test_neither_option_is_set_by_default_and_neither_takes_the_rollout_from_trl():

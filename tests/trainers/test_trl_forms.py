@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
+from agent_r1_trl.trainers.config import MultiTurnPPOConfig
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import make_args, make_policy, questions, scored_batch

@@ -123,7 +123,7 @@ def page_text() -> str:
     """The text of docs/options.md."""
     from agent_r1_trl.cli.arguments import TrainArguments
     from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
-    from agent_r1_trl.trainers.trl_arguments import ModelConfig
+    from agent_r1_trl.trainers.config import ModelConfig
 
     of_grpo: dict[str, Any] = {item.name: item for item in dataclasses.fields(MultiTurnGRPOConfig)}
     of_ppo = {item.name: default_text(item) for item in dataclasses.fields(MultiTurnPPOConfig)}

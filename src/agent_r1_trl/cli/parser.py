@@ -18,7 +18,7 @@ from agent_r1_trl.features import keys_of
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.settings import groups_of
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
-from agent_r1_trl.trainers.trl_arguments import ModelConfig, TrlParser
+from agent_r1_trl.trainers.config import ModelConfig, TrlParser
 
 MAPPINGS = (*OF_FEATURES, *groups_of(MultiTurnPPOConfig))
 """Settings of training that are mappings."""

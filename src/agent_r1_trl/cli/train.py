@@ -66,7 +66,7 @@ from agent_r1_trl.trainers.checkpoints import (
     save_final_model,
     set_aside,
 )
-from agent_r1_trl.trainers.trl_arguments import ModelConfig, get_peft_config, get_quantization_config
+from agent_r1_trl.trainers.config import ModelConfig, get_peft_config, get_quantization_config
 
 COMMAND = "agent-r1-trl train"
 TRAINERS = {"grpo": "MultiTurnGRPOTrainer", "ppo": "MultiTurnPPOTrainer"}

@@ -6,17 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
-    from agent_r1_trl.trainers.grpo import MultiTurnGRPOTrainer
-    from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
+    from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig, MultiTurnPPOConfig
+    from agent_r1_trl.trainers.multi_turn import MultiTurnGRPOTrainer, MultiTurnTrainer
     from agent_r1_trl.trainers.ppo import MultiTurnPPOTrainer
-    from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
 
 _MODULE_OF = {
     "MultiTurnConfig": "config",
     "MultiTurnGRPOConfig": "config",
-    "MultiTurnGRPOTrainer": "grpo",
-    "MultiTurnPPOConfig": "ppo_config",
+    "MultiTurnGRPOTrainer": "multi_turn",
+    "MultiTurnPPOConfig": "config",
     "MultiTurnPPOTrainer": "ppo",
     "MultiTurnTrainer": "multi_turn",
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import hashlib
 import itertools
 import json
 import logging
@@ -20,11 +21,13 @@ import shutil
 import socket
 import time
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
+from torch import nn
 from transformers.trainer_utils import sort_checkpoints
 
 from agent_r1_trl.errors import RunError
@@ -398,3 +401,90 @@ def save_final_model(trainer: Any, output_dir: str) -> str | None:
     with write_errors_kept(problems):
         trainer.save_model(output_dir, _internal_call=True)  # True: nothing is uploaded yet
     return next(iter(gather_object(problems)), None)
+
+
+# -------------------------------------------------------------------- weights: digests, and whether they are finite
+
+
+CHUNK = 2**22
+"""Elements that are summed at once, so that the fingerprint needs no memory to speak of."""
+
+
+def fingerprint(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """A digest of the trained parameters, of this process's part of them where they are sharded.
+
+    The bits of each tensor are added up as whole numbers: exact in any order, at the speed of reading them.
+    """
+    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    return _digest([name for name, _ in trained], _bit_sums([parameter for _, parameter in trained]))
+
+
+def base_fingerprint(model: nn.Module, accelerator: Any) -> str | None:
+    """A digest of the frozen weights below an adapter, the same on any number of processes. All ranks must call it.
+
+    Returns:
+        None without an adapter: then a checkpoint holds all weights. Adapters count as none of the base: TRL's "ref"
+        is a copy of the one that is trained.
+    """
+    marks = [f".{name}." for name in getattr(model, "peft_config", None) or ()]
+    if not marks:
+        return None
+    frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
+    frozen = {name: value for name, value in frozen.items() if not any(mark in f"{name}." for mark in marks)}
+    sums = _bit_sums(list(frozen.values()))
+    if any(hasattr(value, "ds_tensor") for value in frozen.values()):  # the parts of the ranks add up
+        sums = accelerator.reduce(sums.to(accelerator.device), "sum")
+    return _digest([*frozen], sums)
+
+
+def _digest(names: list[str], sums: torch.Tensor) -> str:
+    return hashlib.blake2b(json.dumps([names, sums.tolist()]).encode(), digest_size=8).hexdigest()
+
+
+def _bit_sums(parameters: list[torch.Tensor]) -> torch.Tensor:
+    """(N,) on the device of the first, so that one copy brings them to the host."""
+    sums = [_bit_sum(_local(parameter)) for parameter in parameters]
+    return torch.stack([item.to(sums[0].device) for item in sums]) if sums else torch.zeros(0, dtype=torch.int64)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """The values that this process holds, under DeepSpeed ZeRO-3 and FSDP2 as well."""
+    if hasattr(parameter, "to_local"):
+        return parameter.to_local()
+    if parameter.numel() == 0 and hasattr(parameter, "ds_tensor"):
+        return parameter.ds_tensor
+    return parameter
+
+
+def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.detach().contiguous().view(-1).view(whole)
+    return torch.stack([chunk.sum(dtype=torch.int64) for chunk in bits.split(CHUNK)]).sum()
+
+
+def nonfinite_problem(trainer: Any) -> str | None:
+    """What is wrong with the weights of a trainer's model, in words; None if they are finite."""
+    bad = nonfinite_weights(trainer.model)
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:  # then all ranks save together
+        bad = [name for names in gather_object([bad]) for name in names]
+    return f"{len(bad)} tensors of the model hold NaN or infinity (first {bad[0]})" if bad else None
+
+
+def nonfinite_weights(model: nn.Module) -> list[str]:
+    """Names of the trainable parameters that hold NaN or infinity; of sharded ones this rank's part is looked at."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not named:
+        return []
+    device = named[0][1].device
+    is_finite = torch.stack([torch.isfinite(_own_part(p)).all().to(device) for _, p in named]).tolist()
+    return [name for (name, _), finite in zip(named, is_finite, strict=True) if not finite]
+
+
+def _own_part(parameter: Any) -> torch.Tensor:
+    """The values of a parameter that lie on this rank."""
+    if hasattr(parameter, "ds_tensor"):  # ZeRO-3; what fills up the last rank's part was never written
+        rank = torch.distributed.get_rank(parameter.ds_process_group)
+        size = parameter.ds_tensor.ds_numel
+        return parameter.ds_tensor.detach().flatten()[: max(0, parameter.ds_numel - rank * size)]
+    data = parameter.detach()
+    return data.to_local() if hasattr(data, "to_local") else data  # FSDP2

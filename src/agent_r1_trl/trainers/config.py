@@ -1,21 +1,25 @@
 """Training arguments: TRL's `GRPOConfig` plus the fields of the multi-turn rollout.
 
-Only our own fields live here, grouped by pipeline step; everything else is TRL's and keeps its meaning.
+Only our own fields live here, grouped by pipeline step; everything else is TRL's and keeps its meaning. TRL's parser
+and its `ModelConfig` stand here as well, because only this package imports trl.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import re
 import warnings
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
+import trl
 from accelerate.utils import is_deepspeed_available
-from trl import GRPOConfig
+from trl import GRPOConfig, TrlParser, get_quantization_config
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator, estimator_names, find_estimator
+from agent_r1_trl.critic import CRITIC_KINDS
 from agent_r1_trl.features import keys_of
 from agent_r1_trl.generation.base import SamplingParams
 from agent_r1_trl.generation.vllm.settings import ServerSettings
@@ -31,18 +35,42 @@ from agent_r1_trl.settings import (
     OneOf,
     Share,
     SomeOf,
+    Whole,
     plain,
     plain_value,
     setting,
 )
-from agent_r1_trl.trainers.config_checks import check_config, check_fields, check_rollout
-from agent_r1_trl.trainers.shaping import RolloutShape, settle_shape
+from agent_r1_trl.trainers.config_checks import RolloutShape, check_config, check_fields, check_rollout, settle_shape
 from agent_r1_trl.update.importance import UNITS
 from agent_r1_trl.update.layout import UPDATE_LAYOUTS
 
 # TRL 1.16 and peft 0.21 use names that transformers 5.23 gives up: nothing that a user could change.
 warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing(_kwargs)?` is deprecated", FutureWarning)
 
+__all__ = [
+    "ModelConfig",
+    "MultiTurnConfig",
+    "MultiTurnGRPOConfig",
+    "MultiTurnPPOConfig",
+    "TrlParser",
+    "get_peft_config",
+    "get_quantization_config",
+]
+
+AGENT_R1 = {
+    "title": "Agent-R1: Training Powerful LLM Agents with End-to-End Reinforcement Learning",
+    "id": "2511.14460",
+    "citation": """\
+@misc{cheng2025agentr1,
+  title         = {{Agent-R1: Training Powerful LLM Agents with End-to-End Reinforcement Learning}},
+  author        = {Cheng, Mingyue and Ouyang, Jie and Yu, Shuo and Yan, Ruiran and Luo, Yucong and Liu, Zirui and
+                   Wang, Daoyu and Liu, Qi and Chen, Enhong},
+  year          = {2025},
+  eprint        = {2511.14460},
+  archivePrefix = {arXiv},
+}""",
+}
+"""The paper of both trainers, as TRL's `_paper`."""
 UNKNOWN_TO_TRL = ("max_turns", "max_invalid_calls", "max_observation_tokens")
 """Limits that do not exist in TRL; a plain `GRPOConfig` is not held to them."""
 
@@ -225,7 +253,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         "done about them. None or false: off.",
     )
 
-    # ---- rollout shaping (`shaping.py`)
+    # ---- rollout shaping
     prompts_per_rollout: Count | None = setting(
         None,
         "Prompts (initial states) of one rollout, over all processes; `steps_per_generation` follows from it. None: "
@@ -423,3 +451,103 @@ class _Single(int):
 
     def __lt__(self, other: object) -> bool:
         return False
+
+
+@dataclass
+class MultiTurnPPOConfig(MultiTurnConfig):
+    """Arguments of `MultiTurnPPOTrainer`.
+
+    Epochs over one rollout are `num_iterations`; its optimizer steps per epoch are `steps_per_generation` divided by
+    `gradient_accumulation_steps`.
+
+    Example:
+        >>> MultiTurnPPOConfig(output_dir="out", lam=1.5, bf16=False, use_cpu=True)
+        Traceback (most recent call last):
+        ...
+        ValueError: lam=1.5 must be a finite number >= 0 and <= 1. Set lam to such a value.
+    """
+
+    has_critic: ClassVar[bool] = True
+
+    num_generations: Annotated[int | None, Whole(1)] = setting(
+        1, "Trajectories per prompt. The critic is the baseline: 1 is enough."
+    )
+    advantage_estimator: str = setting(
+        "gae",
+        "'gae' over action tokens, 'bilevel_gae' over turns, then tokens, 'step_gae' over turns, or the path of your "
+        "own.",
+    )
+    lam: Share = setting(0.95, "GAE's lambda per action token.")
+    lam_turn: Share = setting(0.95, "GAE's lambda per turn (bilevel_gae, step_gae).")
+    whiten_advantages: Flag = setting(
+        True,
+        "Normalise the advantages to mean 0 and variance 1 over the action tokens of the whole batch (step_gae: over "
+        "its turns).",
+    )
+    bootstrap_truncated: Flag = setting(
+        False,
+        "Use the critic's value of what it would have gone on from, instead of 0, at the end of a trajectory that a "
+        "limit ended.",
+    )
+
+    # ---- critic
+    critic: Annotated[str, OneOf(*CRITIC_KINDS)] | None = setting(
+        None,
+        "'adapter' (a second LoRA adapter with a value head), 'head' (a value head on the policy) or 'model' (a "
+        "backbone of its own). None: 'adapter' with LoRA, else 'model'.",
+    )
+    critic_learning_rate: NotNegative | None = setting(
+        None, "Peak learning rate of the critic. None: that of the policy."
+    )
+    critic_warmup_steps: CountOrZero = setting(
+        0, "Optimizer steps at the start in which only the critic learns and the policy stays as it is."
+    )
+    critic_max_grad_norm: NotNegative | None = setting(
+        None,
+        "Limit of the critic's gradient norm, which is clipped apart from the policy's. 0: not clipped. None: "
+        "max_grad_norm. DeepSpeed and FSDP clip one norm over both, and refuse a number here.",
+    )
+    value_loss_coef: NotNegative = setting(0.5, "Weight of the value loss.")
+    cliprange_value: Annotated[float, Number(above=0, may_be_infinite=True)] = setting(
+        0.2, "Clip range of the value loss: a value that moves further from the old one gains nothing more."
+    )
+    critic_context: str | None = setting(
+        None,
+        "Column of the data set, such as the gold answer, that the critic reads before the prompt and the policy does "
+        "not see. None: the critic sees what the policy sees.",
+    )
+
+    critic_uses_filtered: Flag = setting(
+        False,
+        "Train the critic on the rows that `filter_groups` takes out of the policy's loss, too. They then cost "
+        "a forward and backward pass like the others. False: the critic trains on what the policy trains on.",
+    )
+
+
+# -------------------------------------------------------------------- TRL's arguments of a training script
+
+
+@dataclass
+class ModelConfig(trl.ModelConfig):
+    """TRL's, with adapters that compute in the update what they compute in the rollout."""
+
+    lora_dropout: float = field(
+        default=0.0,
+        metadata={
+            "help": "LoRA dropout. It is on in the update and off in the rollout, so with more than 0 the log-probs "
+            "of a sampled token differ between them."
+        },
+    )
+
+
+def get_peft_config(model_args: ModelConfig) -> Any:
+    """TRL's function, with a fix for a single name in `lora_target_modules`.
+
+    TRL turns a list of one name into text, and peft reads text as a regular expression that must match a module's
+    whole path: `q_proj` would match none.
+    """
+    config = trl.get_peft_config(model_args)
+    target = getattr(config, "target_modules", None)
+    if isinstance(target, str) and target != "all-linear" and re.fullmatch(r"\w+", target):
+        config.target_modules = {target}
+    return config

@@ -98,22 +98,6 @@ def as_trl_sees(config: MultiTurnConfig, num_columns: int) -> Iterator[None]:
             setattr(config, name, own[name])
 
 
-def by_name(positional: Sequence[Any], named: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of TRL's constructor that follow `eval_dataset`, by name.
-
-    Raises:
-        TypeError: there are too many, or one was given twice.
-    """
-    names = tuple(inspect.signature(GRPOTrainer.__init__).parameters)[6:]
-    if len(positional) > len(names):
-        raise TypeError(f"{len(positional) + 5} arguments were given by position; at most {len(names) + 5} can be.")
-    given = dict(zip(names, positional, strict=False))
-    twice = [name for name in given if named.get(name) is not None]
-    if twice:
-        raise TypeError(f"{twice[0]}= was given twice, by position and by name. Remove one.")
-    return named | given
-
-
 def trl_rewards(
     reward_funcs: list[Any],
     columns: Sequence[Callable],

@@ -23,7 +23,7 @@ from trl.trainer.utils import RepeatSampler
 
 from agent_r1_trl.rollout.failures import FailureCause, count_causes, describe_causes, failure_of
 from agent_r1_trl.trainers.callbacks import is_main_process
-from agent_r1_trl.trainers.metrics import length_metrics, length_record, rollout_metrics, trajectory_record
+from agent_r1_trl.trainers.metrics import length_metrics, rollout_metrics, trajectory_record
 from agent_r1_trl.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,6 @@ class EvaluationRows:
         self._rewards: list[torch.Tensor] = []
         self._failures: list[FailureCause | None] = []
         self._records: list[dict[str, Any]] = []
-        self._lengths: list[dict[str, Any]] = []
 
     @property
     def has_failed(self) -> bool:
@@ -75,12 +74,10 @@ class EvaluationRows:
         Returns:
             Those of this rank that are no repetition.
         """
-        rows = gather_object([(trajectory_record(t), length_record(t), failure_of(t)) for t in trajectories])
+        rows = gather_object([(trajectory_record(t), failure_of(t)) for t in trajectories])
         num_new = self._num_new(len(rows))
-        for record, length, failure in rows[:num_new]:
-            self._records.append(record)
-            self._lengths.append(length)
-            self._failures.append(failure)
+        self._records += [record for record, _ in rows[:num_new]]
+        self._failures += [failure for _, failure in rows[:num_new]]
         self._batch_sizes.append(num_new)
         self.first_row += len(rows)
         own = list(trajectories[: max(0, num_new - rank * len(trajectories))])
@@ -104,7 +101,7 @@ class EvaluationRows:
         metrics = {name: [self._mean_over_batches(values)] for name, values in per_batch.items() if values}
         if not self._records:
             return metrics
-        exact = length_metrics(self._lengths) | rollout_metrics(self._records, num_generations=group_size)
+        exact = length_metrics(self._records) | rollout_metrics(self._records, num_generations=group_size)
         values = torch.cat(self._rewards)  # (N, F)
         totals = torch.tensor([record["reward"] for record in self._records], device=values.device)  # (N,)
         exact["reward"] = totals.masked_fill(values.isnan().all(dim=1), torch.nan).nanmean().item()  # of scored rows

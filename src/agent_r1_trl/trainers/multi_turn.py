@@ -27,11 +27,10 @@ from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.generation.adapters import check_adapters, warn_of_dropout
 from agent_r1_trl.rollout.watchdog import reported
 from agent_r1_trl.trainers.callbacks import Callbacks
-from agent_r1_trl.trainers.config import MultiTurnConfig, MultiTurnGRPOConfig
+from agent_r1_trl.trainers.config import AGENT_R1, MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.construction import (
     as_list,
     as_trl_sees,
-    by_name,
     check_callbacks,
     check_overrides,
     check_rollout_func,
@@ -47,6 +46,7 @@ from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
 from agent_r1_trl.trainers.metrics import (
     LearningReport,
+    RoundingWarning,
     drop_token_means,
     gather_metrics,
     log_rewards,
@@ -60,7 +60,6 @@ from agent_r1_trl.trainers.policy_loss import (
     is_own_loss,
     policy_weights,
 )
-from agent_r1_trl.trainers.resume import EpochOrder, RolloutCheckpoint
 from agent_r1_trl.trainers.rewards import (
     RewardCalls,
     Rewards,
@@ -70,9 +69,8 @@ from agent_r1_trl.trainers.rewards import (
     rows_not_logged,
 )
 from agent_r1_trl.trainers.rollouts import Position, RolloutBatch, Rollouts, training_order, weigh_mismatch
-from agent_r1_trl.trainers.saving import SavingTrainer
+from agent_r1_trl.trainers.saving import EpochOrder, RolloutCheckpoint, SavingTrainer
 from agent_r1_trl.trainers.trl_release import check_trl
-from agent_r1_trl.trainers.weights import RoundingWarning
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import (
     TRAJECTORY_ROW,
@@ -136,7 +134,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
     features: Callbacks
     """What takes part in the rollout besides the step itself."""
     last_norms: tuple[Any, ...] = ()
-    """Gradient norms of the last optimizer step: the policy's first, the critic's where it has one of its own."""
+    """Gradient norms of the last optimizer step, as in `OptimizerStep`."""
     _loss_pass: LossPass | None = None
     """Set while `_compute_loss` runs."""
     # TRL's own, declared because they are set here for a while.
@@ -153,7 +151,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         args: GRPOConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
-        *positional: Any,
+        *,
         env: Any = None,
         tools: Sequence[Callable] | None = None,
         environment_factory: Any = None,
@@ -163,14 +161,11 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
     ):
         args = self.config_class(output_dir=default_output_dir(model, self._name)) if args is None else args
         config = self.config_class.from_grpo_config(args)
-        kwargs = by_name(positional, {**kwargs, "tools": tools, "environment_factory": environment_factory})
         check_callbacks(kwargs.get("callbacks"))
-        self.env_factory = resolve_env_factory(env, kwargs.pop("tools"), kwargs.pop("environment_factory"))
-        self.env_factory = self.env_factory or self.default_env
+        self.env_factory = resolve_env_factory(env, tools, environment_factory) or self.default_env
         if self.env_factory is None:
-            self.env_factory = single_turn_factory(
-                config, train_dataset, generator, turn_reward_funcs, kwargs.get("callbacks") or ()
-            )
+            asked = (generator, turn_reward_funcs, kwargs.get("callbacks") or ())
+            self.env_factory = single_turn_factory(config, train_dataset, *asked)
         self.turn_reward_funcs = as_list(turn_reward_funcs)
         self.last_trajectories: list[Trajectory] = []
         """This rank's trajectories of the last rollout, or of the last evaluation, for callbacks."""
@@ -459,10 +454,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
     ) -> tuple[Credit, torch.Tensor]:
         """This rank's part of the estimator's result, over time (`TrainingRows`), and the (B, T) mask that it saw.
 
-        Args:
-            output: TRL's batch.
-            batch: B trajectories.
-            critic: `values` (B, T) and `bootstrap_values` (B,), for estimators with a critic.
+        `critic`: `values` (B, T) and `bootstrap_values` (B,), for estimators with a critic.
         """
         mask = batch.training_rows.to_time(output["completion_mask"])
         if self.args.advantage_mask:
@@ -567,11 +559,9 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
             self.beta, self._loss_pass = beta, None
 
     def _has_loss(self, plan: Plan | None, mask: torch.Tensor) -> bool:
-        """Whether a token of the micro-batch is in the policy's loss, on any rank as far as all of them can ask.
+        """Whether a token in the loss, (B, T), is in the micro-batch, on any rank as far as all of them can ask.
 
-        Args:
-            plan: None in an evaluation, and where a subclass has put other masks into a micro-batch of this rank.
-            mask: (B, T) tokens in the loss.
+        `plan` is None in an evaluation, and where a subclass has put other masks into a micro-batch of this rank.
         """
         if plan is not None:
             return plan.has_loss
@@ -635,8 +625,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
     def _normaliser(self, num_tokens: torch.Tensor) -> torch.Tensor:
         """What a micro-batch's sum over tokens is divided by, so that an optimizer step is a mean over its tokens.
 
-        Args:
-            num_tokens: of the generation batch, on all ranks.
+        `num_tokens` are those of the generation batch, on all ranks.
         """
         normaliser = num_tokens.clamp(min=1.0) / self.accelerator.num_processes
         if self.model.training:  # in evaluation the batch is neither split nor accumulated
@@ -695,3 +684,16 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         """Log the mean of each metric over the rollouts until the next log."""
         for name, value in metrics.items():
             self._metrics[self._mode][name].append(value)
+
+
+class MultiTurnGRPOTrainer(MultiTurnTrainer):
+    """GRPO for agents (Agent-R1, arXiv 2511.14460; GRPO, arXiv 2402.03300).
+
+    The return of a trajectory is the sum of its turn rewards and its outcome. Its advantage, relative to the other
+    trajectories of the same prompt, is spread over the tokens that the policy sampled. Other estimators without a
+    critic (`advantage_estimator=`): Dr. GRPO, RLOO, REINFORCE++, REINFORCE++-baseline, turn-level GRPO, GiGPO.
+    """
+
+    config_class = MultiTurnGRPOConfig
+    _name = "MultiTurnGRPO"
+    _paper: ClassVar[dict[str, str]] = AGENT_R1

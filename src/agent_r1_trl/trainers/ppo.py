@@ -33,9 +33,8 @@ from agent_r1_trl.critic import (
     set_detached,
 )
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
-from agent_r1_trl.trainers.grpo import AGENT_R1
+from agent_r1_trl.trainers.config import AGENT_R1, MultiTurnPPOConfig
 from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
-from agent_r1_trl.trainers.ppo_config import MultiTurnPPOConfig
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import TrainingRows, loss_masks, whole_rows, with_one_more

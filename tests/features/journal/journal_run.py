@@ -12,7 +12,7 @@ import torch
 from agent_r1_trl.critic import critic_parameters
 from agent_r1_trl.generation import TransformersGenerator
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.resume import ROLLOUT_STATE
+from agent_r1_trl.trainers.saving import ROLLOUT_STATE
 from tests.trainers.helpers import make_trainer
 
 WEIGHTS_FILE = "weights.pt"

@@ -17,8 +17,7 @@ from agent_r1_trl.generation.scripted import ScriptedTurn
 from agent_r1_trl.rollout import NothingPlayedError
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers import ppo as ppo_module
-from agent_r1_trl.trainers.checkpoints import last_checkpoint
-from agent_r1_trl.trainers.weights import nonfinite_weights
+from agent_r1_trl.trainers.checkpoints import last_checkpoint, nonfinite_weights
 from tests.trainers.helpers import make_trainer, same, two_turns, watched
 
 NAN, INF = float("nan"), float("inf")

@@ -26,7 +26,7 @@ from agent_r1_trl.features.doctor.memory import report_memory
 from agent_r1_trl.features.doctor.memory_command import estimate_recipe
 from agent_r1_trl.features.doctor.report import Report, has_errors, render
 from agent_r1_trl.features.doctor.run_command import run_trial
-from agent_r1_trl.trainers.weights import REMEDY, problem_of_recipe
+from agent_r1_trl.trainers.metrics import REMEDY, problem_of_recipe
 
 COMMAND = "agent-r1-trl doctor"
 

@@ -37,7 +37,7 @@ from agent_r1_trl.features.doctor.memory import (
     read_shape,
 )
 from agent_r1_trl.rollout.context_policies import ContextSettings
-from agent_r1_trl.trainers.trl_arguments import ModelConfig, get_peft_config
+from agent_r1_trl.trainers.config import ModelConfig, get_peft_config
 
 COMMAND = "agent-r1-trl memory"
 ONE_ROW = (

@@ -41,7 +41,7 @@ from agent_r1_trl.features.doctor.command_arguments import DoctorArguments, Memo
 from agent_r1_trl.features.doctor.memory_command import estimate_recipe
 from agent_r1_trl.features.doctor.report import Report, has_errors, render
 from agent_r1_trl.features.doctor.trial import Meter, judge, report_failure
-from agent_r1_trl.trainers.trl_arguments import ModelConfig
+from agent_r1_trl.trainers.config import ModelConfig
 
 COMMAND = "agent-r1-trl doctor --run"
 _OFF = {

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.features.doctor.memory import GIB, Estimate, report_memory
 from agent_r1_trl.features.doctor.report import Report, describe_error
-from agent_r1_trl.trainers.weights import REMEDY, problem_of_run
+from agent_r1_trl.trainers.metrics import REMEDY, problem_of_run
 
 LARGE_SHARE = 0.5
 """Above this share of a step, a part is worth looking at."""

@@ -39,7 +39,7 @@ from agent_r1_trl.features.echo_trap.settings import ACTIONS, ALL
 from agent_r1_trl.recording.events import describe_event, write_event
 from agent_r1_trl.rollout import derive_seed
 from agent_r1_trl.trainers.callbacks import Agreement, RolloutCallback
-from agent_r1_trl.trainers.shaping import RolloutShape
+from agent_r1_trl.trainers.config_checks import RolloutShape
 
 logger = logging.getLogger(__name__)
 

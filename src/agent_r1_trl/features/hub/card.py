@@ -25,7 +25,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.rollout.limits import RolloutSettings
 from agent_r1_trl.safe_text import markdown, markdown_code, shown, shown_all
-from agent_r1_trl.trainers.grpo import AGENT_R1
+from agent_r1_trl.trainers.config import AGENT_R1
 
 if TYPE_CHECKING:
     from agent_r1_trl.advantages.estimators import Estimator

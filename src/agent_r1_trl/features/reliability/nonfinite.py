@@ -24,9 +24,8 @@ from accelerate.utils import gather_object
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.features.reliability.failures import MAX_WARNINGS
 from agent_r1_trl.trainers.callbacks import OptimizerStep, RolloutCallback, is_main_process
-from agent_r1_trl.trainers.checkpoints import last_checkpoint
+from agent_r1_trl.trainers.checkpoints import last_checkpoint, nonfinite_problem
 from agent_r1_trl.trainers.rollouts import RolloutBatch
-from agent_r1_trl.trainers.weights import nonfinite_problem
 from agent_r1_trl.update.batching import TRAJECTORY_ROW
 
 logger = logging.getLogger(__name__)
