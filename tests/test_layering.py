@@ -293,10 +293,10 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "(nouns)": (1651, 7),
-    "advantages": (1326, 5),
+    "advantages": (1271, 5),
     "chat": (2908, 13),
     "cli": (2714, 15),
-    "critic": (646, 3),
+    "critic": (634, 3),
     "environments": (1478, 10),
     "evaluation": (1312, 9),
     "features/__init__.py": (133, 1),
@@ -315,8 +315,8 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (936, 8),
     "rollout": (3218, 19),
     "tools": (3116, 16),
-    "trainers": (7258, 16),
-    "update": (1921, 8),
+    "trainers": (7244, 16),
+    "update": (1904, 8),
 }
 
 

@@ -294,47 +294,17 @@ def _gigpo(inputs: CreditInputs) -> Credit:
     return Credit(advantages=advantages)
 
 
-def _gae(inputs: CreditInputs) -> Credit:
-    assert inputs.values is not None
-    advantages, returns = compute_gae(
-        inputs.token_rewards,
-        inputs.values,
-        inputs.mask,
-        gamma=inputs.settings.gamma,
-        lam=inputs.settings.lam,
-        bootstrap_values=inputs.bootstrap_values,
-    )
-    return Credit(advantages=advantages, returns=returns)
+def _by_critic(compute: Callable[..., Any], *options: str) -> Callable[[CreditInputs], Credit]:
+    """An estimator of one of the functions of GAE, which reads these settings."""
 
+    def estimate(inputs: CreditInputs) -> Credit:
+        turn_ids = (inputs.turn_ids,) if "gamma_turn" in options else ()
+        read: dict[str, Any] = {name: getattr(inputs.settings, name) for name in options}
+        read["bootstrap_values"] = inputs.bootstrap_values
+        advantages, returns = compute(inputs.token_rewards, inputs.values, inputs.mask, *turn_ids, **read)
+        return Credit(advantages=advantages, returns=returns)
 
-def _bilevel_gae(inputs: CreditInputs) -> Credit:
-    assert inputs.values is not None
-    advantages, returns = compute_bilevel_gae(
-        inputs.token_rewards,
-        inputs.values,
-        inputs.mask,
-        inputs.turn_ids,
-        gamma_turn=inputs.settings.gamma_turn,
-        lam_turn=inputs.settings.lam_turn,
-        gamma=inputs.settings.gamma,
-        lam=inputs.settings.lam,
-        bootstrap_values=inputs.bootstrap_values,
-    )
-    return Credit(advantages=advantages, returns=returns)
-
-
-def _step_gae(inputs: CreditInputs) -> Credit:
-    assert inputs.values is not None
-    advantages, returns = compute_step_gae(
-        inputs.token_rewards,
-        inputs.values,
-        inputs.mask,
-        inputs.turn_ids,
-        gamma_turn=inputs.settings.gamma_turn,
-        lam_turn=inputs.settings.lam_turn,
-        bootstrap_values=inputs.bootstrap_values,
-    )
-    return Credit(advantages=advantages, returns=returns)
+    return estimate
 
 
 # -------------------------------------------------------------------- the table
@@ -421,7 +391,7 @@ _ROWS = (
     ),
     Estimator(
         name="gae",
-        compute=_gae,
+        compute=_by_critic(compute_gae, "gamma", "lam"),
         baseline="a critic",
         credit="per token",
         options=("gamma", "lam"),
@@ -431,7 +401,7 @@ _ROWS = (
     ),
     Estimator(
         name="bilevel_gae",
-        compute=_bilevel_gae,
+        compute=_by_critic(compute_bilevel_gae, "gamma", "gamma_turn", "lam", "lam_turn"),
         baseline="a critic",
         credit="per turn, then per token",
         options=("gamma", "gamma_turn", "lam", "lam_turn"),
@@ -441,7 +411,7 @@ _ROWS = (
     ),
     Estimator(
         name="step_gae",
-        compute=_step_gae,
+        compute=_by_critic(compute_step_gae, "gamma_turn", "lam_turn"),
         baseline="a critic",
         credit="one number per turn",
         options=("gamma_turn", "lam_turn"),

@@ -103,12 +103,7 @@ def reverse_scan(offset: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     Each round doubles the number of positions that one entry has absorbed: log2(T) rounds of (B, T) operations. A
     position with offset 0 and factor 1 is invisible to the recurrence, which is how masked tokens are skipped.
 
-    Args:
-        offset: (B, T).
-        factor: (B, T).
-
-    Returns:
-        (B, T). Padding on the right does not change a bit of it.
+    All are (B, T). Padding on the right does not change a bit of it.
 
     >>> reverse_scan(torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([[0.5, 1.0, 0.5]])).tolist()
     [[1.5, 1.0, 1.0]]
@@ -125,13 +120,7 @@ def reverse_scan(offset: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 def next_marked(marked: torch.Tensor) -> torch.Tensor:
-    """For every position the first marked one strictly after it, T if there is none.
-
-    Args:
-        marked: (B, T) bool.
-
-    Returns:
-        (B, T) int64.
+    """For every position the first marked one strictly after it, T if there is none: (B, T) bool -> (B, T) int64.
 
     >>> next_marked(torch.tensor([[True, False, True, False]])).tolist()
     [[2, 2, 4, 4]]
@@ -145,29 +134,15 @@ def next_marked(marked: torch.Tensor) -> torch.Tensor:
 
 
 def take_next(x: torch.Tensor, marked: torch.Tensor, after_last: torch.Tensor | None = None) -> torch.Tensor:
-    """`x` at the next marked position, `after_last` behind the last one.
-
-    Args:
-        x: (B, T).
-        marked: (B, T) bool.
-        after_last: (B,); None means 0.
-
-    Returns:
-        (B, T).
-    """
+    """(B, T) `x` at the next marked position, and behind the last one `after_last`, (B,), or 0."""
     last = x.new_zeros(x.shape[0]) if after_last is None else after_last.to(x)
     return torch.cat([x, last.unsqueeze(1)], dim=1).gather(1, next_marked(marked))
 
 
 def carry_forward(x: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
-    """`x` at the last marked position at or before each one; before the first marked position, `x` there.
+    """(B, T) `x` at the last marked position at or before each one; before the first marked position, `x` there.
 
-    Args:
-        x: (B, T).
-        marked: (B, T) bool.
-
-    Returns:
-        (B, T), 0 in rows without a marked position.
+    Rows without a marked position are 0.
 
     >>> carry_forward(torch.tensor([[7.0, 1.0, 7.0, 2.0, 7.0]]), torch.tensor([[0, 1, 0, 1, 0]]).bool()).tolist()
     [[1.0, 1.0, 1.0, 2.0, 2.0]]

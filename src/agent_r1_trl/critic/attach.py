@@ -30,10 +30,7 @@ from agent_r1_trl.critic.adapter import (
 
 
 def copy_backbone(base: Any) -> Any:
-    """The policy's backbone as it computes now, its adapters merged, every weight to be trained.
-
-    Args:
-        base: the policy, without a PeftModel around it.
+    """The backbone of the policy (without a PeftModel) as it computes now: adapters merged, every weight trained.
 
     Raises:
         ValueError: the weights are quantised, so that they can be neither merged nor trained.
@@ -95,12 +92,6 @@ def check_critic_model(critic_model: Any, kind: str, base: Any) -> None:
         )
 
 
-def prepare_critic_model(critic_model: Any) -> None:
-    """Let reentrant checkpointing work where the user froze the input embeddings."""
-    if not any(parameter.requires_grad for parameter in critic_model.get_input_embeddings().parameters()):
-        critic_model.enable_input_require_grads()
-
-
 def _type(value: Any) -> str:
     return type(value).__name__
 
@@ -141,11 +132,7 @@ def save_critic(model: nn.Module, folder: str | Path, *, is_main_process: bool =
 
 
 def load_critic(model: nn.Module, folder: str | Path) -> None:
-    """Load what `save_critic` wrote.
-
-    Args:
-        model: has a critic of the same kind and shape.
-        folder: a checkpoint.
+    """Load what `save_critic` wrote to a checkpoint.
 
     Raises:
         ValueError: if the file is missing or belongs to another kind of critic.
@@ -231,7 +218,8 @@ def attach_critic(model: Any, kind: str, *, critic_model: nn.Module | None = Non
         wrap_checkpointing(base)
     elif kind == "model":
         base.critic_backbone = copy_backbone(base) if critic_model is None else critic_model.to(parameter.device)
-        prepare_critic_model(base.critic_backbone)
+        if not any(weight.requires_grad for weight in base.critic_backbone.get_input_embeddings().parameters()):
+            base.critic_backbone.enable_input_require_grads()  # for reentrant checkpointing of what the user froze
         hidden_size = base.critic_backbone.config.get_text_config().hidden_size
         base.critic_frozen = frozenset(
             name for name, item in critic_parameters(base).items() if not item.requires_grad

@@ -326,14 +326,6 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         super().__post_init__()
         if is_single:
             values["num_generations"] = 1
-        self.check_multi_turn()
-
-    def check_multi_turn(self) -> None:
-        """Check our own fields.
-
-        Raises:
-            ValueError: names the flag, its value, the rule and the cure.
-        """
         check_config(self)
 
     def asked_features(self) -> list[str]:
@@ -417,7 +409,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         for item in fields(cls):
             if not hasattr(config, item.name):
                 setattr(config, item.name, item.default)
-        config.check_multi_turn()
+        check_config(config)
         return config
 
     @classmethod

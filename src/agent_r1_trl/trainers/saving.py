@@ -21,7 +21,6 @@ from datasets import Dataset
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.utils.data import Sampler
-from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 
 from agent_r1_trl.critic.adapter import gathered
@@ -527,13 +526,8 @@ class SavingTrainer(GRPOTrainer):
             self._push_from_checkpoint(str(target))
         if self.args.should_save:
             best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
-            kept: list[Path] = []
-            if self.env_factory is not None:
-                kept += itertools.chain(*self.features.call("kept_checkpoints"))
-            if kept:
-                rotate_around(run_dir, limit, (best, *kept))
-            else:
-                rotate_checkpoints(str(run_dir), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+            kept = [] if self.env_factory is None else self.features.call("kept_checkpoints")
+            rotate_around(run_dir, limit, (best, *itertools.chain(*kept)))
 
     def _finish(self, folder: Path, target: Path) -> list[str]:
         """Give the checkpoint its place; where nodes share no disk, each does that with its own files."""

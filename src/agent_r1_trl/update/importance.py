@@ -84,10 +84,7 @@ def ratio_by_turn(
 def mismatch_metrics(difference: torch.Tensor, mask: torch.Tensor, turn_ids: torch.Tensor) -> dict[str, float]:
     """Mean ratio of the trainer's probability to the sampler's, turn by turn, over the rows of all ranks.
 
-    Args:
-        difference: (B, T) trainer's minus sampler's log-probability.
-        mask: (B, T) action tokens.
-        turn_ids: (B, T) which turn, -1 outside action tokens.
+    The arguments are those of `sampling_ratio`.
     """
     sums: dict[int, list[float]] = {}
     for local in gather_object([ratio_by_turn(difference, mask, turn_ids)]):

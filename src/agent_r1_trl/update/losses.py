@@ -59,15 +59,7 @@ def kl_divergence(logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
 
     Source: Schulman, "Approximating KL divergence", 2020. TRL's loss has its own, k3.
 
-    Args:
-        logps: (B, T) log-probabilities of the sampled tokens under the policy.
-        ref_logps: (B, T) the same under the reference.
-
-    Returns:
-        (B, T), differentiable.
-
-    Raises:
-        ValueError: if the shapes differ.
+    All are (B, T), differentiable; ValueError if the shapes differ.
 
     >>> kl_divergence(torch.tensor([-1.0]), torch.tensor([-1.5])).tolist()
     [0.5]

@@ -247,13 +247,7 @@ def run_passes(
 ) -> torch.Tensor:
     """The loss of a micro-step, whose gradients so far are those of all passes but the last.
 
-    Gradients are reduced between ranks with the last pass alone, if at all.
-
-    Args:
-        compute_loss: of a micro-batch.
-        model: as the Trainer wraps it.
-        passes: of this micro-step, perhaps none.
-        accelerator: of the trainer.
+    Gradients are reduced between ranks with the last pass alone, if at all. There may be no passes.
     """
     if not passes:
         return torch.zeros((), device=accelerator.device, requires_grad=True)
