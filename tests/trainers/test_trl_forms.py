@@ -11,8 +11,7 @@ from datasets import Dataset, IterableDataset
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from agent_r1_trl.environments.base import RewardError
-from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.config import MultiTurnPPOConfig
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import make_args, make_policy, questions, scored_batch
@@ -553,34 +552,6 @@ def test_each_environment_offers_its_own_tools_and_is_reset_with_the_row(tmp_pat
 
 
 # -------------------------------------------------------------------- arguments, evaluation, chat template
-
-
-def test_every_argument_of_trl_may_be_given_by_position(tmp_path):
-    tokenizer = make_tokenizer("qwen3")
-    before = (make_policy(tokenizer), ones, plain_config(tmp_path), questions(), questions(4), tokenizer)
-    middle = (None, [], (None, None), None, None)
-    generator = {"generator": scripted_rows(tokenizer, call_then_answer)}
-    by_tools = MultiTurnGRPOTrainer(*before, *middle, [add], **generator)
-    assert by_tools.tools == [add] and by_tools.eval_dataset.num_rows == 4
-    scored_batch(by_tools)
-    by_factory = MultiTurnGRPOTrainer(*before, *middle, None, None, Totals, **generator)
-    assert by_factory.reward_func_names == ["ones", "Totals"]
-    with pytest.raises(ValueError, match="rollout_func="):
-        MultiTurnGRPOTrainer(*before, *middle, [add], print, **generator)
-    with pytest.raises(TypeError, match=r"tools= was given twice"):
-        MultiTurnGRPOTrainer(*before, *middle, [add], tools=[add], **generator)
-    with pytest.raises(TypeError, match="at most 14"):
-        MultiTurnGRPOTrainer(*before, *middle, None, None, Totals, "more", **generator)
-
-
-def test_ppo_takes_tools_by_position(tmp_path):
-    tokenizer = make_tokenizer("qwen3")
-    args = make_args(tmp_path, MultiTurnPPOConfig, per_device_train_batch_size=4, num_generations=1, critic="model")
-    trainer = MultiTurnPPOTrainer(
-        make_policy(tokenizer), ones, args, questions(), None, tokenizer, None, None, (None, None), None, None, [add],
-        critic_model=make_policy(tokenizer).model, generator=scripted_rows(tokenizer, call_then_answer),
-    )  # fmt: skip
-    assert trainer.tools == [add]
 
 
 @pytest.mark.parametrize(
