@@ -104,7 +104,7 @@ def test_colours_are_for_terminals_only(run_folder, view):
 
 
 def test_a_run_without_a_tokenizer_shows_messages_and_says_so(view, tmp_path):
-    TrajectoryStore(tmp_path, "parquet").write(0, [short("alone")])
+    TrajectoryStore(tmp_path).write(0, [short("alone")])
     shown = view(tmp_path)
     assert "Hauptstadt?" in shown and "Pass --tokenizer, a directory or a Hub id." in shown
 
@@ -160,7 +160,6 @@ MISTAKES = {
     "a file of another kind": (["{run}/note.txt"], "note.txt"),
     "rows of something else": (["{run}/rows.jsonl"], "rows.jsonl, line 1"),
     "a row that lacks most": (["{run}/half.jsonl"], "half.jsonl.*prompt_ids"),
-    "broken parquet": (["{run}/rows.parquet"], "rows.parquet"),
     "an empty file": (["{run}/none.jsonl"], "none.jsonl"),
     "an empty folder": (["{run}/empty"], "empty.*record_trajectories"),
     "a step that was not recorded": (["{run}", "--step", "9"], "--step 9.* 1 to 2"),
@@ -187,7 +186,6 @@ def test_a_mistake_is_refused(run_folder, refusal, arguments, names):
     (run_folder / "note.txt").write_text("hello")
     (run_folder / "rows.jsonl").write_text('{"question": "Who?"}\n')
     (run_folder / "half.jsonl").write_text('{"completion_ids": [1], "turns": []}\n')
-    (run_folder / "rows.parquet").write_text("hello")
     (run_folder / "none.jsonl").write_text("")
     (run_folder / "empty").mkdir(exist_ok=True)
     message = refusal("view", *(argument.replace("{run}", str(run_folder)) for argument in arguments))

@@ -17,10 +17,10 @@ REWRITTEN = {"segments": [Segment(start=6, row=1, prompt_ids=[8, 9])]}
 
 @pytest.fixture
 def run_folder(tmp_path):
-    """Five trajectories in two formats, two of them evaluated."""
+    """Five trajectories, two of them evaluated."""
     folder = tmp_path / "run"
     TrajectoryStore(folder).write(1, [two_turns(), two_turns(advantages=None, **REWRITTEN)])
-    TrajectoryStore(folder, "parquet").write(2, [empty()])
+    TrajectoryStore(folder).write(2, [empty()])
     TrajectoryStore(folder).write(2, [two_turns(generation=1), two_turns(outcome_reward=-1, reward_parts={})], "eval")
     return folder
 

@@ -19,17 +19,16 @@ def fresh_rules(monkeypatch):
     safe_text._rules = safe_text.SecretRules()
 
 
-def recorded(folder, trajectory, format="jsonl"):
-    path = TrajectoryStore(folder, format).write(0, [trajectory])
+def recorded(folder, trajectory):
+    path = TrajectoryStore(folder).write(0, [trajectory])
     (back,) = read_trajectories(path)
     return back, path.read_bytes()
 
 
-@pytest.mark.parametrize("format", ["jsonl", "parquet"])
-def test_a_secret_that_a_tool_returned_is_masked_with_the_ids_after_the_call(tmp_path, format):
+def test_a_secret_that_a_tool_returned_is_masked_with_the_ids_after_the_call(tmp_path):
     trajectory = two_turns()
     trajectory.turns[0].observations[0]["content"] = trajectory.turns[0].tool_results[0].content = f"401: {KEY}"
-    back, data = recorded(tmp_path, trajectory, format)
+    back, data = recorded(tmp_path, trajectory)
     assert back.turns[0].observations[0]["content"] == "401: [secret: SEARCH_API_KEY]"
     assert back.turns[0].tool_results[0].content == "401: [secret: SEARCH_API_KEY]"
     assert back.completion_ids == [11, 12, 0, 0, 0, 0, 17, 18] and back.prompt_ids == [5, 6, 7]
@@ -68,8 +67,7 @@ def test_info_and_error_are_masked_too(tmp_path):
     assert back.error == "[secret: SEARCH_API_KEY]" and KEY.encode() not in data
 
 
-@pytest.mark.parametrize("format", ["jsonl", "parquet"])
-def test_a_record_without_secrets_is_what_it_was(tmp_path, format):
+def test_a_record_without_secrets_is_what_it_was(tmp_path):
     trajectory = two_turns()
-    back, data = recorded(tmp_path, trajectory, format)
+    back, data = recorded(tmp_path, trajectory)
     assert back == trajectory and b"is_masked" not in data

@@ -13,36 +13,30 @@ from agent_r1_trl.recording import TrajectoryStore, read_records, read_trajector
 from agent_r1_trl.trajectory import StopReason
 from tests.recording.examples import empty, two_turns
 
-FORMATS = pytest.mark.parametrize("format", ["jsonl", "parquet"])
 
-
-@FORMATS
-def test_a_round_trip_loses_nothing(tmp_path, format):
+def test_a_round_trip_loses_nothing(tmp_path):
     trajectories = [two_turns(), two_turns(generation=4, advantages=None), empty()]
-    path = TrajectoryStore(tmp_path, format).write(10, trajectories)
-    assert path == tmp_path / "trajectories" / f"step_000010.{format}"
+    path = TrajectoryStore(tmp_path).write(10, trajectories)
+    assert path == tmp_path / "trajectories" / "step_000010.jsonl"
     assert list(read_trajectories(tmp_path)) == trajectories
     assert list(read_trajectories(path)) == trajectories
 
 
-@FORMATS
-def test_numbers_that_are_not_finite_survive(tmp_path, format):
+def test_numbers_that_are_not_finite_survive(tmp_path):
     logprobs = [-math.inf, math.nan, 0.0, 0.0, 0.0, 0.0, -1.0, -2.0]
-    TrajectoryStore(tmp_path, format).write(0, [two_turns(logprobs=logprobs)])
+    TrajectoryStore(tmp_path).write(0, [two_turns(logprobs=logprobs)])
     (back,) = read_trajectories(tmp_path)
     assert back.logprobs[0] == -math.inf and math.isnan(back.logprobs[1]) and back.logprobs[6:] == [-1.0, -2.0]
 
 
-@FORMATS
-def test_a_lone_surrogate_in_a_call_can_be_recorded(tmp_path, format):
+def test_a_lone_surrogate_in_a_call_can_be_recorded(tmp_path):
     trajectory = two_turns(example_id="q\ud800")
     trajectory.turns[0].message["content"] = json.loads('"\\ud83d broken"')
-    TrajectoryStore(tmp_path, format).write(0, [trajectory])
+    TrajectoryStore(tmp_path).write(0, [trajectory])
     assert list(read_trajectories(tmp_path)) == [trajectory]
 
 
-@FORMATS
-def test_what_json_cannot_hold_is_converted_and_the_run_goes_on(tmp_path, format):
+def test_what_json_cannot_hold_is_converted_and_the_run_goes_on(tmp_path):
     loop = []
     loop.append(loop)
     info = {
@@ -54,7 +48,7 @@ def test_what_json_cannot_hold_is_converted_and_the_run_goes_on(tmp_path, format
         "loop": loop,
         "long": 1 << 20_000,
     }
-    TrajectoryStore(tmp_path, format).write(0, [two_turns(info=info)])
+    TrajectoryStore(tmp_path).write(0, [two_turns(info=info)])
     (back,) = read_trajectories(tmp_path)
     assert back.info["array"] == [0, 1, 2] and back.info["scalar"] == 0.5 and back.info["set"] == [1, 2]
     assert back.info["object"].startswith("<object object") and back.info["('a', 1)"] == "tuple key"
@@ -71,9 +65,8 @@ def test_a_line_tells_a_foreign_reader_what_it_needs(tmp_path):
     assert "Höhe 🙂" in path.read_text(encoding="utf-8")
 
 
-@FORMATS
-def test_writes_to_one_step_append(tmp_path, format):
-    store = TrajectoryStore(tmp_path, format)
+def test_writes_to_one_step_append(tmp_path):
+    store = TrajectoryStore(tmp_path)
     for generation in range(3):
         store.write(1, [two_turns(generation=generation)])
     store.write(2, [two_turns(generation=9)])
@@ -86,30 +79,28 @@ def test_writes_to_one_step_append(tmp_path, format):
     ]
 
 
-@FORMATS
-def test_processes_and_splits_never_share_a_file(tmp_path, format):
+def test_processes_and_splits_never_share_a_file(tmp_path):
     for rank in (0, 1, 12):
-        store = TrajectoryStore(tmp_path, format, rank=rank)
+        store = TrajectoryStore(tmp_path, rank=rank)
         store.write(3, [two_turns(generation=rank)])
         store.write(3, [two_turns(generation=100 + rank)], split="eval")
     names = [path.name for path in trajectory_files(tmp_path)]
     stems = ["step_000003", "step_000003_rank1", "step_000003_rank12"]
-    assert names == [f"{stem}.{format}" for stem in [*stems, *(f"eval_{stem}" for stem in stems)]]
+    assert names == [f"{stem}.jsonl" for stem in [*stems, *(f"eval_{stem}" for stem in stems)]]
     train = list(read_records(tmp_path, step=3, split="train"))
     assert [(r.rank, r.index) for r in train] == [(0, 0), (1, 1), (12, 2)]
     assert [t.generation for t in read_trajectories(tmp_path, split="eval")] == [100, 101, 112]
 
 
-@FORMATS
-def test_a_step_played_again_replaces_the_old_one_which_is_kept_aside(tmp_path, format):
-    first = TrajectoryStore(tmp_path, format)
+def test_a_step_played_again_replaces_the_old_one_which_is_kept_aside(tmp_path):
+    first = TrajectoryStore(tmp_path)
     first.write(1, [two_turns(generation=1)])
     first.write(2, [two_turns(generation=2)])
     first.write(2, [two_turns(generation=2)])
-    other_rank = TrajectoryStore(tmp_path, format, rank=1)
+    other_rank = TrajectoryStore(tmp_path, rank=1)
     other_rank.write(2, [two_turns(generation=7)])
     for generation in (22, 222):
-        TrajectoryStore(tmp_path, format).write(2, [two_turns(generation=generation)])
+        TrajectoryStore(tmp_path).write(2, [two_turns(generation=generation)])
     assert [t.generation for t in read_trajectories(tmp_path)] == [1, 222, 7]
     aside = tmp_path / "trajectories" / "superseded"
     kept = sorted(t.generation for path in aside.iterdir() for t in read_trajectories(path))
@@ -133,19 +124,7 @@ def test_a_broken_line_in_the_middle_names_file_and_line(tmp_path, line):
         list(read_trajectories(tmp_path))
 
 
-def test_a_parquet_file_of_something_else_is_refused(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    path = tmp_path / "step_000000.parquet"
-    pq.write_table(pa.table({"a": [1]}), path)
-    with pytest.raises(ValueError, match=r"step_000000\.parquet"):
-        list(read_trajectories(path))
-
-
 def test_mistakes_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="format='csv'"):
-        TrajectoryStore(tmp_path, "csv")
     with pytest.raises(ValueError, match="split='test'"):
         TrajectoryStore(tmp_path).write(0, [two_turns()], split="test")
     with pytest.raises(ValueError, match="step=-1"):
@@ -180,11 +159,10 @@ def full_disk(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@FORMATS
 def test_on_a_full_disk_what_is_lost_is_counted_and_said_once_and_recording_goes_on_when_there_is_space(
-    tmp_path, format, caplog
+    tmp_path, caplog
 ):
-    store = TrajectoryStore(tmp_path, format)
+    store = TrajectoryStore(tmp_path)
     first = store.write(1, [two_turns()])
     with full_disk(first.stat().st_size + 100):
         assert store.write(1, [two_turns()] * 40) is None
@@ -196,7 +174,7 @@ def test_on_a_full_disk_what_is_lost_is_counted_and_said_once_and_recording_goes
     assert store.write(2, [two_turns()]) is not None
     assert "recorded again; 80 were not" in caplog.text
     assert [record.step for record in read_records(tmp_path)] == [1, 1, 1, 2]
-    assert {path.suffix for path in (tmp_path / "trajectories").iterdir()} == {f".{format}"}, "nothing else is left"
+    assert {path.suffix for path in (tmp_path / "trajectories").iterdir()} == {".jsonl"}, "nothing else is left"
     with full_disk(10):
         store.write(3, [two_turns()])
     assert caplog.records[-1].levelname == "ERROR", "it is said again once it had worked in between"

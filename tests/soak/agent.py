@@ -327,7 +327,7 @@ def train(plan: Plan, folder: Path, urls: list[str], model_path: str) -> None:
         save_steps=1,
         save_total_limit=2,
         retry_failed=plan.seed % 2,
-        record_trajectories=plan.record,
+        record_trajectories="jsonl",
         log_completions=plan.seed % 7 == 0,
         learning_rate=1e-3,
         seed=plan.seed,

@@ -46,7 +46,6 @@ class Plan:
     trainer: str
     num_ranks: int
     overlap: bool
-    record: str
     faults: tuple[str, ...]
 
     @property
@@ -93,6 +92,5 @@ def draw_plan(seed: int) -> Plan:
         trainer=rng.choice(["grpo", "ppo"]),
         num_ranks=1 if sampler == "engine" else rng.choice([1, 1, 2]),
         overlap=sampler in ("server", "engine") and rng.random() < 0.3,
-        record=rng.choice(["jsonl", "jsonl", "parquet"]),
         faults=(*faults, *([other] if other else [])),
     )

@@ -19,10 +19,8 @@ from tests.soak import agent
 from tests.soak.check import problems_of
 from tests.soak.plan import MAX_STEPS, Plan, draw_plan
 
-PPO = Plan(
-    seed=0, sampler="scripted", trainer="ppo", num_ranks=1, overlap=False, record="jsonl", faults=("scoring crashes",)
-)
-PLAN = Plan(seed=0, sampler="scripted", trainer="grpo", num_ranks=1, overlap=False, record="jsonl", faults=())
+PPO = Plan(seed=0, sampler="scripted", trainer="ppo", num_ranks=1, overlap=False, faults=("scoring crashes",))
+PLAN = Plan(seed=0, sampler="scripted", trainer="grpo", num_ranks=1, overlap=False, faults=())
 
 
 @pytest.fixture

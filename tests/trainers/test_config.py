@@ -236,7 +236,7 @@ def test_only_what_was_asked_for_is_among_the_asked_features(config_class):
     trl_options = {"num_generations": 2, "max_completion_length": 77, "mask_truncated_completions": True, "beta": 0.1}
     assert config_class(**CPU).asked_features() == []
     assert config_class(**CPU, **trl_options).asked_features() == []
-    asked = {"max_turns": 3, "kl_placement": "reward", "update_layout": "grouped", "record_trajectories": "parquet"}
+    asked = {"max_turns": 3, "kl_placement": "reward", "update_layout": "grouped"}
     estimator = "bilevel_gae" if config_class.has_critic else "reinforce_pp"
     config = config_class(**CPU, beta=0.1, advantage_estimator=estimator, **asked)
     assert set(config.asked_features()) == {*asked, "advantage_estimator"}  # and not the estimator's gamma_turn

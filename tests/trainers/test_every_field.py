@@ -265,10 +265,10 @@ TABLE = {
             gradient_accumulation_steps=2,
         ),
     ),
-    "record_trajectories": Acts(effects.store, "parquet"),
+    "record_trajectories": Acts(effects.store, "jsonl"),
     "push.trajectories": (
         ShownBy("tests/features/hub/test_publishing.py::test_trajectories_are_uploaded_only_if_asked"),
-        Refused(True, {"record_trajectories": "parquet"}, record_trajectories="none"),
+        Refused(True, {"record_trajectories": "jsonl"}, record_trajectories="none"),
     ),
     "push": Refused(True, {"push": {"trajectories": True}}),
     "push.allow_secrets": ShownBy(

@@ -110,7 +110,6 @@ def test_records_and_layouts_are_honoured(tmp_path):
 
 def test_a_recording_format_asks_for_nothing_but_what_it_names(tmp_path):
     assert make_args(tmp_path, record_trajectories="none").asked_features() == []
-    assert make_args(tmp_path, record_trajectories="parquet").asked_features() == ["record_trajectories"]
     assert make_args(tmp_path, kl_placement="reward", beta=0.1, advantage_estimator="reinforce_pp").asked_features()
 
 

@@ -108,7 +108,7 @@ def _why(record: Record, played: Sequence[Record]) -> str:
 
     of_step = [other for other in played if (other.split, other.step) == (record.split, record.step)]
     group = next(group for group, other in zip(groups_of(of_step), of_step, strict=True) if other is record)
-    return explain_advantage(record, group, [other.trajectory for other in of_step])
+    return explain_advantage(record, group)
 
 
 def find_records(arguments: argparse.Namespace) -> tuple[list[Record], list[Record]]:
@@ -122,7 +122,7 @@ def find_records(arguments: argparse.Namespace) -> tuple[list[Record], list[Reco
     if not files:
         raise ValueError(
             f"RUN {run}: no recorded trajectories{f' of split {split}' if arguments.split else ''} "
-            "(trajectories/step_*.jsonl or .parquet). Train with record_trajectories: jsonl, or pass another run."
+            "(trajectories/step_*.jsonl). Train with record_trajectories: jsonl, or pass another run."
         )
     is_folder = Path(run).is_dir()
     steps = sorted({file_step(path) for path in files}) if is_folder else []

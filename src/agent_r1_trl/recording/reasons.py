@@ -1,20 +1,13 @@
-"""Why a recorded trajectory has the advantage that it has: its group, their returns, and how they became a number.
-
-A formula is shown only where it gives the recorded advantage, so weights or a KL term in the rewards are never hidden.
-"""
+"""Why a recorded trajectory has the advantage that it has: the returns of its group, and the estimator."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 
 from agent_r1_trl.recording.store import Record
 from agent_r1_trl.trajectory import Trajectory
-
-_FORMULAS = ("grpo", "dr_grpo", "rloo")
-"""Estimators with one number per trajectory that follows from the returns of its group."""
 
 
 def groups_of(records: Sequence[Record]) -> list[list[Trajectory]]:
@@ -34,13 +27,12 @@ def groups_of(records: Sequence[Record]) -> list[list[Trajectory]]:
     return [sorted(groups[key], key=lambda item: item.generation) for key in keys]
 
 
-def explain_advantage(record: Record, group: Sequence[Trajectory], batch: Sequence[Trajectory]) -> str:
+def explain_advantage(record: Record, group: Sequence[Trajectory]) -> str:
     """Two lines: the advantage and where it comes from; the returns of the group and the estimator.
 
     Args:
         record: a trajectory that was trained on; "" for any other.
         group: of its step, itself included.
-        batch: all trajectories of its step.
     """
     item = record.trajectory
     if record.split != "train" or item.advantages is None:
@@ -54,14 +46,13 @@ def explain_advantage(record: Record, group: Sequence[Trajectory], batch: Sequen
     how = record.estimator or "estimator not recorded"
     how += f", scale_rewards {record.scale}" if record.scale else ""
     mates = ", ".join(_member(mate) + " (this)" * (mate is item) for mate in group)
-    cause = _cause(record, values, group, batch)
+    cause = _cause(item, values, group)
     returns = f"group of {len(group)}: {mates}" if len(group) > 1 else f"return {item.total_reward:+.3f}"
     return f"{shown}{cause}\n{returns}; {how}"
 
 
-def _cause(record: Record, values: Sequence[float], group: Sequence[Trajectory], batch: Sequence[Trajectory]) -> str:
-    """What follows the advantage: " = ...", ": ...", or nothing where one line cannot say it."""
-    item = record.trajectory
+def _cause(item: Trajectory, values: Sequence[float], group: Sequence[Trajectory]) -> str:
+    """What follows an advantage of 0."""
     if item.is_replaced:
         return ": not trained on; its group taught nothing, and another was played in its place"
     if not values:
@@ -71,30 +62,9 @@ def _cause(record: Record, values: Sequence[float], group: Sequence[Trajectory],
         return (
             f": {item.stop_reason.value if item.stop_reason.is_infrastructure_failure else why}, so it does not count"
         )
-    if record.estimator not in _FORMULAS:
-        return ""
     returns = [mate.total_reward for mate in group if mate.in_baseline]
-    is_zero = not any(values)
-    if len(returns) < 2:
-        return ": no other trajectory of its group counts" if is_zero else ""
-    mean, std = statistics.fmean(returns), statistics.stdev(returns)
-    if std <= 1e-6 * max(map(abs, returns)):
-        return ": the returns of its group are equal" if is_zero else ""
-    if is_zero and item.stop_reason.is_truncated and not _is_close(item.total_reward, mean):
-        return f": cut by {item.stop_reason.value}, and such trajectories are not trained on"
-    above = item.total_reward - mean
-    text = f"return {item.total_reward:+.3f} - mean {mean:+.3f}"
-    if record.estimator == "rloo":
-        rest = (math.fsum(returns) - item.total_reward) / (len(returns) - 1)
-        value, text = item.total_reward - rest, f"return {item.total_reward:+.3f} - mean of the others {rest:+.3f}"
-    elif record.scale == "group":
-        value, text = above / (std + 1e-4), f"({text}) / (std {std:.3f} + 1e-4)"
-    elif record.scale == "batch":
-        std = statistics.stdev(mate.total_reward for mate in batch if mate.in_baseline and not mate.is_replaced)
-        value, text = above / (std + 1e-4), f"({text}) / (batch std {std:.3f} + 1e-4)"
-    else:
-        value = above
-    return f" = {text}" if all(_is_close(value, other) for other in values) else ""
+    is_equal = len(group) > 1 and all(_is_close(value, returns[0]) for value in returns)
+    return ": the returns of its group are equal" if is_equal and not any(values) else ""
 
 
 def _is_close(one: float, other: float) -> bool:

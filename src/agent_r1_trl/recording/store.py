@@ -6,20 +6,15 @@
     RUN/trajectories/superseded/                 files of steps that a resumed run played again
 
 A line is the trajectory (`Trajectory.to_dict`) plus `step`, `split`, `rank`, how its advantages were estimated
-(`estimator`, `scale`) and, for readers without this package, `messages`,
-`token_rewards` and `total_reward`. Secrets are masked, in texts and,
-as ids can be decoded, in the ids of the part that they stand in.
-
-Parquet holds token lists in typed columns and the rest as JSON, in a sixth of the size of JSONL. Columns: `step`,
-`split`, `rank`, `example_id`, `generation`, `stop_reason`, `total_reward`, `outcome_reward`; per token `prompt_ids`,
-`completion_ids`, `action_mask`, `logprobs`, `turn_ids`, `authors`, `token_rewards`, `advantages`; `messages` (JSON)
-and `rest` (JSON: every field without a column of its own).
+(`estimator`, `scale`) and, for readers without this package, `messages`, `token_rewards` and `total_reward`. Secrets
+are masked, in texts and, as ids can be decoded, in the ids of the part that they stand in.
 
 Not covered: display (`terminal.py`).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -31,7 +26,7 @@ from typing import Any
 
 from agent_r1_trl import safe_text
 from agent_r1_trl.safe_text import short_or_hex
-from agent_r1_trl.trajectory import Author, Trajectory
+from agent_r1_trl.trajectory import Trajectory
 
 
 def dump_json(value: Any) -> str:
@@ -124,97 +119,15 @@ def _overwrite(ids: list[int], start: int, end: int) -> None:
     ids[start:end] = [MASKED_ID] * (end - start)
 
 
-_SCALARS = {
-    "step": "int64",
-    "split": "string",
-    "rank": "int32",
-    "generation": "int32",
-    "stop_reason": "string",
-    "total_reward": "double",
-    "outcome_reward": "double",
-}
-# A float64 holds both a float32 log-probability and a float64 one without loss.
-_LISTS = {
-    "prompt_ids": "int32",
-    "completion_ids": "int32",
-    "action_mask": "int8",
-    "logprobs": "double",
-    "turn_ids": "int32",
-    "authors": "int8",
-    "token_rewards": "double",
-    "advantages": "double",
-}
-_AUTHORS = tuple(Author)
-_ROWS_AT_ONCE = 16
-"""How many trajectories are in memory a second time while they are written."""
-
-
-def write_parquet(path: Path, trajectories: Sequence[Trajectory], extra: dict[str, Any]) -> None:
-    """Write a file completely or not at all."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    types = {name: pa.type_for_alias(alias) for name, alias in _SCALARS.items()} | {"example_id": pa.string()}
-    types |= {name: pa.list_(pa.type_for_alias(alias)) for name, alias in _LISTS.items()}
-    schema = pa.schema(types | {"messages": pa.string(), "rest": pa.string()})
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
-            for start in range(0, len(trajectories), _ROWS_AT_ONCE):
-                rows = [_row(item, extra) for item in trajectories[start : start + _ROWS_AT_ONCE]]
-                writer.write_table(pa.Table.from_pylist(rows, schema))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _row(trajectory: Trajectory, extra: dict[str, Any]) -> dict[str, Any]:
-    values = record_dict(trajectory, extra)
-    values["authors"] = [_AUTHORS.index(author) for author in trajectory.authors]
-    row = {name: values.pop(name) for name in (*_SCALARS, *_LISTS)}
-    # For filters only: `rest` holds the exact id, because JSON can hold a lone surrogate.
-    row["example_id"] = str(values["example_id"]).encode("utf-8", "replace").decode("utf-8")
-    row["messages"] = dump_json(values.pop("messages"))
-    return row | {"rest": dump_json(values)}
-
-
-def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows as `Trajectory.from_dict` takes them, with `step`, `split` and `rank`.
-
-    Raises:
-        ValueError: the file does not hold trajectories.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a file of recorded trajectories ({error}).{FIX}") from error
-    missing = {*_SCALARS, *_LISTS, "rest"} - set(file.schema_arrow.names)
-    if missing:
-        raise ValueError(
-            f"{path}: not a file of recorded trajectories; it has no column {', '.join(sorted(missing))}.{FIX}"
-        )
-    for batch in file.iter_batches(batch_size=64):
-        for row in batch.to_pylist():
-            rest = json.loads(row.pop("rest"))
-            row["authors"] = [_AUTHORS[number] for number in row["authors"]]
-            yield {**row, **rest}
-
-
 logger = logging.getLogger(__name__)
 
 FOLDER = "trajectories"
 FIX = " Pass the output directory of a run."
 """The end of a message about a file that holds something else."""
 SUPERSEDED = "superseded"
-FORMATS = ("jsonl", "parquet")
 SPLITS = ("train", "eval")
 
-_NAME = re.compile(
-    r"(?P<split>eval_)?step_(?P<step>\d+)(?:_rank(?P<rank>\d+))?(?:_part(?P<part>\d+))?\.(?P<format>jsonl|parquet)"
-)
+_NAME = re.compile(r"(?P<split>eval_)?step_(?P<step>\d+)(?:_rank(?P<rank>\d+))?\.jsonl")
 
 
 @dataclass(kw_only=True)
@@ -248,33 +161,18 @@ class TrajectoryStore:
 
     Args:
         output_dir: of the run; files are written to its folder `trajectories`.
-        format: "jsonl" or "parquet".
         rank: index of this process; processes never share a file.
         credit: `estimator` and `scale` of the advantages (see `Record`), for every line of the split "train".
-
-    Raises:
-        ValueError: for an unknown format.
     """
 
     def __init__(
-        self,
-        output_dir: str | os.PathLike[str],
-        format: str = "jsonl",
-        *,
-        rank: int = 0,
-        credit: Mapping[str, str] | None = None,
+        self, output_dir: str | os.PathLike[str], *, rank: int = 0, credit: Mapping[str, str] | None = None
     ) -> None:
-        if format not in FORMATS:
-            raise ValueError(
-                f"format={format!r}: must be one of {', '.join(map(repr, FORMATS))}. Set record_trajectories to one "
-                "of them, or to 'none'."
-            )
         self.folder = Path(output_dir) / FOLDER
-        self.format = format
         self.rank = rank
         self.credit = dict(credit or {})
-        self._parts: dict[tuple[str, int], int] = {}
-        """(split, step) -> number of writes so far."""
+        self._written: set[tuple[str, int]] = set()
+        """(split, step) of the files that this process has begun."""
         self.num_lost = 0
         """Number of trajectories that could not be written."""
         self._causes: set[str] = set()
@@ -305,24 +203,18 @@ class TrajectoryStore:
         return path
 
     def _write(self, step: int, trajectories: Sequence[Trajectory], split: str) -> Path:
-        part = self._parts.get((split, step), 0)
+        path = self._path(split, step)
         self.folder.mkdir(parents=True, exist_ok=True)
-        if (split, step) not in self._parts:
-            self._supersede(split, step)
-            self._parts[(split, step)] = 0
+        if (split, step) not in self._written:
+            self._supersede(path)
+            self._written.add((split, step))
         extra = {"step": step, "split": split, "rank": self.rank, **(self.credit if split == "train" else {})}
-        if self.format == "parquet":
-            path = self._path(split, step, part)
-            write_parquet(path, trajectories, extra)
-        else:
-            path = self._path(split, step)
-            _append(path, (encode_line(trajectory, extra) for trajectory in trajectories))
-        self._parts[(split, step)] = part + 1
+        _append(path, (encode_line(trajectory, extra) for trajectory in trajectories))
         return path
 
     def forget_after(self, step: int) -> None:
         """The run goes back to a step: files of later ones are moved to `superseded/` when they are written again."""
-        self._parts = {key: part for key, part in self._parts.items() if key[1] <= step}
+        self._written = {key for key in self._written if key[1] <= step}
 
     def _lose(self, count: int, error: OSError) -> None:
         self.num_lost += count
@@ -338,23 +230,19 @@ class TrajectoryStore:
                 error,
             )
 
-    def _path(self, split: str, step: int, part: int = 0) -> Path:
+    def _path(self, split: str, step: int) -> Path:
         prefix = "eval_" if split == "eval" else ""
         rank = f"_rank{self.rank}" if self.rank else ""
-        suffix = f"_part{part}" if part else ""
-        return self.folder / f"{prefix}step_{step:06d}{rank}{suffix}.{self.format}"
+        return self.folder / f"{prefix}step_{step:06d}{rank}.jsonl"
 
-    def _supersede(self, split: str, step: int) -> None:
-        for path in trajectory_files(self.folder, step=step, split=split):
-            match = _NAME.fullmatch(path.name)
-            if match is None or int(match["rank"] or 0) != self.rank:
-                continue
-            attic = self.folder / SUPERSEDED
-            attic.mkdir(exist_ok=True)
-            number = 1
-            while (target := attic / f"{path.stem}.{number}{path.suffix}").exists():
-                number += 1
-            os.replace(path, target)
+    def _supersede(self, path: Path) -> None:
+        """Put the file of an earlier start aside."""
+        if not path.exists():
+            return
+        attic = self.folder / SUPERSEDED
+        attic.mkdir(exist_ok=True)
+        numbers = itertools.count(1)
+        os.replace(path, next(to for n in numbers if not (to := attic / f"{path.stem}.{n}{path.suffix}").exists()))
 
 
 def _append(path: Path, lines: Iterable[bytes]) -> None:
@@ -383,8 +271,8 @@ def trajectory_files(path: str | os.PathLike[str], *, step: int | None = None, s
     """
     source = Path(path)
     if source.is_file():
-        if source.suffix.lstrip(".") not in FORMATS:
-            raise ValueError(f"{source}: trajectories are .jsonl or .parquet files.{FIX}")
+        if source.suffix != ".jsonl":
+            raise ValueError(f"{source}: trajectories are .jsonl files.{FIX}")
         return [source]
     if not source.is_dir():
         raise FileNotFoundError(f"{source}: no such file or directory.{FIX}")
@@ -394,7 +282,7 @@ def trajectory_files(path: str | os.PathLike[str], *, step: int | None = None, s
         match = _NAME.fullmatch(candidate.name)
         if match is None:
             continue
-        key = (int(match["step"]), bool(match["split"]), int(match["rank"] or 0), int(match["part"] or 0))
+        key = (int(match["step"]), bool(match["split"]), int(match["rank"] or 0))
         if (step is None or key[0] == step) and (split is None or key[1] == (split == "eval")):
             found.append((key, candidate))
     return [candidate for _, candidate in sorted(found)]
@@ -455,9 +343,6 @@ def _trajectory(values: dict[str, Any], path: Path) -> Trajectory:
 
 
 def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        yield from read_parquet(path)
-        return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():

@@ -271,8 +271,8 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         "What a resumed run does without: 'optimizer' (with its learning-rate schedule), 'rng', 'rollout' (under way) "
         "begin anew, 'data' goes on at the same place in other rows or another order.",
     )
-    record_trajectories: Annotated[str, OneOf("jsonl", "parquet", "none")] = setting(
-        "jsonl", "How trajectories are written to `output_dir`/trajectories: 'jsonl', 'parquet' or 'none'."
+    record_trajectories: Annotated[str, OneOf("jsonl", "none")] = setting(
+        "jsonl", "How trajectories are written to `output_dir`/trajectories: 'jsonl' or 'none'."
     )
 
     secrets: SecretMapping = setting(None, SECRETS_HELP)
@@ -341,9 +341,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
             del defaults["gamma_turn"]
         if self.mask_truncated_completions:
             del defaults["truncated_trajectories"]
-        if self.record_trajectories == "none":
-            del defaults["record_trajectories"]
-        for name in ("resume_without", "prompts_per_rollout", "updates_per_rollout"):
+        for name in ("record_trajectories", "resume_without", "prompts_per_rollout", "updates_per_rollout"):
             del defaults[name]  # serve TRL's rollout as well
         if {*(plain_value(self, "failures") or {})} <= {"max_failed_saves"}:
             del defaults["failures"]

@@ -311,4 +311,4 @@ def trajectory_store(config: MultiTurnConfig, rank: int) -> Any:
     credit = {"estimator": row.name}
     if "scale_rewards" in row.options:
         credit["scale"] = str(config.scale_rewards)
-    return TrajectoryStore(config.output_dir, format=config.record_trajectories, rank=rank, credit=credit)
+    return TrajectoryStore(config.output_dir, rank=rank, credit=credit)

@@ -133,12 +133,11 @@ def test_an_ordinary_folder_has_nothing_that_looks_like_a_secret(folder):
     assert len(files) > 4 and [finding for path in files for finding in scan_file(path)] == []
 
 
-@pytest.mark.parametrize("format", ["jsonl", "parquet"])
 def test_a_value_of_the_environment_and_a_pattern_are_found_in_records_written_before_they_were_known(
-    tmp_path, monkeypatch, format
+    tmp_path, monkeypatch
 ):
     prompt = [{"role": "user", "content": 'say "pass\\word" and 1234-5678'}]
-    path = TrajectoryStore(tmp_path, format).write(1, [two_turns(), two_turns(prompt_messages=prompt)])
+    path = TrajectoryStore(tmp_path).write(1, [two_turns(), two_turns(prompt_messages=prompt)])
     assert kinds(path) == []
     monkeypatch.setenv("MY_PASSWORD", '"pass\\word"')
     safe_text.set_rules(patterns=[r"\d{4}-\d{4}"])

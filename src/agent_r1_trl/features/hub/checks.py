@@ -7,7 +7,7 @@ from typing import Any
 
 from agent_r1_trl.settings import Clash, Need
 
-NEEDS = (Need("push.trajectories", {"record_trajectories": ("jsonl", "parquet")}),)
+NEEDS = (Need("push.trajectories", {"record_trajectories": ("jsonl",)}),)
 CLASHES = (
     Clash(
         "push.critic",
